@@ -12,7 +12,7 @@ export DS_ACCELERATOR ?= cpu
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-stock test-hpc test-gpu test-torch fuzz image locks lint type bench clean
+.PHONY: help setup demo test test-fast test-stock test-hpc test-gpu test-torch fuzz image locks lint type docs bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -103,6 +103,16 @@ lint: $(VENV)/.test  ## ruff: rules and format
 type: $(VENV)/.test  ## mypy --strict
 	$(BIN)/mypy
 	$(BIN)/mypy tests/library/typed_use.py
+
+DOCS := build/docs
+
+$(DOCS)/.made: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+docs: $(DOCS)/.made  ## the pages, in build/site: strict, every link followed (their commands are run by `make test`)
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 
 bench: $(VENV)/.test  ## compare with cp, with other converters, tokenizers and packers, as ratios
 	$(BIN)/python -m tests.bench.bench

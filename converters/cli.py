@@ -6,12 +6,14 @@ import re
 
 import click
 
-from converters.commands import assets, check, combine, convert, look, neox, publish, submit, tokenizer, zero
+from converters.commands import assets, check, combine, convert, look, neox, publish, submit, to, tokenizer, zero
+from converters.commands.examples import EXAMPLES
 from converters.common.cli_main import Sections, run
 from formats.errors import UsageError
 
 SECTIONS = {
     "Convert": (
+        to.to,
         convert.fsdp2hf,
         convert.hf2fsdp,
         convert.hf2megatron,
@@ -31,16 +33,6 @@ SECTIONS = {
     "Check": (check.digest, check.verify, check.diff),
     "Publish": (assets.assets, tokenizer.tokenizer, publish.push),
 }
-NAMES = {
-    "hf": ("hf", "huggingface", "transformers", "safetensors"),
-    "megatron": ("megatron", "mcore", "torchdist"),
-    "fsdp": ("fsdp", "dcp", "torch", "accelerate", "axolotl", "torchtitan", "verl"),
-    "neox": ("neox", "gptneox"),
-    "zero": ("zero", "deepspeed", "universal"),
-}
-"""What commands call a format, and what those call it who look for one."""
-
-
 SPELLED = {
     "--tensor-model-parallel-size": "--tp", "--tensor-parallel-size": "--tp", "--tp-size": "--tp",
     "--pipeline-model-parallel-size": "--pp", "--pipeline-parallel-size": "--pp", "--pp-size": "--pp",
@@ -63,36 +55,25 @@ class Converter(Sections):
         """Find a command.
 
         Raises:
-            UsageError: there is none of that name, and another one does it.
+            UsageError: there is none of that name, but of two formats: another one does it, or another program.
         """
         name = args[0]
-        if name not in self.commands and (other := meant(name)):
+        pair = formats_of(name)
+        if name not in self.commands and len(pair) == 2:
+            other = to.pair(*pair)
             also = ", which reads any format" if other.startswith("hf2") else ""
-            raise UsageError(f"there is no command {name}", f"convert {other} SRC OUT{also}")
+            hint = f"convert {other} SRC OUT{also}" if other else to.elsewhere(*pair)
+            raise UsageError(f"there is no command {name}", hint)
         return super().resolve_command(ctx, args)
 
 
-def meant(name: str) -> str:
-    """The command for two formats, such as deepspeed-to-megatron; "" where there is none."""
-    words = [re.sub("[-_]", "", word) for word in re.split("2|[-_]to[-_]", name.lower())]
-    pair = [one for word in words for one, names in NAMES.items() if word in names]
-    match pair:
-        case ["hf", "zero"]:
-            return ""
-        case ["hf", "hf"]:
-            return "hf2hf"
-        case ["megatron", "megatron"] | ["neox", "neox"]:
-            return "reshard"
-        case [_, "zero"]:
-            return "zero2universal"
-        case [source, "hf"]:
-            return f"{source}2hf"
-        case [_, target]:
-            return f"hf2{target}"
-    return ""
+def formats_of(name: str) -> list[str]:
+    """The formats that a word such as deepspeed-to-megatron is of, by what commands call them."""
+    words = [to.called(word) for word in re.split("2|[-_]to[-_]", name.lower())]
+    return words if all(words) else []
 
 
-@click.group(cls=Converter, sections=SECTIONS)
+@click.group(cls=Converter, sections=SECTIONS, examples=EXAMPLES)
 @click.version_option(package_name="vitruvian", message="vitruvian %(version)s")
 @click.option("-v", "--verbose", count=True, help="-vv shows the traceback of an error.")
 def cli(verbose: int) -> None:

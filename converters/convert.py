@@ -116,7 +116,7 @@ def run_share(plan: Plan, share: Share, request: Request, drifted: Drifted = lam
         checks = SourceChecks(jobs, request.limits.replicas, journal.sound)
         try:
             with _disk(request), Files(checks=checks) as files, journal.kept(files):
-                _execute(jobs, target, request, journal, files, stopped, drifted)
+                _execute(jobs, target, request, journal, files, stopped, drifted, part=True)
         except DamagedError:
             journal.spoil()
             raise
@@ -165,15 +165,23 @@ def _execute(
     files: Files,
     stopped: Callable[[], bool],
     drifted: Drifted,
+    *,
+    part: bool = False,
 ) -> None:
-    """Write the tensors of jobs into the staging folder. What the journal says is done is not done again."""
+    """Write the tensors of jobs into the staging folder. What the journal says is done is not done again.
+
+    What is not only a `part` of the work is read back afterwards, if that was asked for.
+    """
     for path in {file.path.parent for file in target.files} | {request.root}:
         path.mkdir(parents=True, exist_ok=True)
     for file in target.files:
         with file.path.open("ab") as handle:
             handle.truncate(file.size)  # changes nothing in one that other shares have begun
-    todo = [job for job in jobs if job.name not in journal.digests]
-    with Progress("converting", sum(job.nbytes for job in todo), request.quiet, request.tell) as progress:
+    every = [*jobs]
+    todo = [job for job in every if job.name not in journal.digests]
+    left, whole = (sum(job.nbytes for job in each) for each in (todo, every))
+    again = whole if request.verify and not part else 0
+    with Progress("converting", left, request.quiet, request.tell, whole - left, again) as progress:
         execute(
             todo,
             files,

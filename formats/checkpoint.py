@@ -14,6 +14,8 @@ from formats.model.spec import ModelSpec, Spec
 
 INTEGERS = {dtype for dtype in DTYPES if dtype not in FLOATS and not dtype.startswith("F8")}
 
+ASSETS = "huggingface"
+"""The folder of a run of Megatron or GPT-NeoX with the small files of the model: config.json, tokenizer, card."""
 MANIFEST = "vitruvian.json"
 """What a conversion leaves beside the weights that it wrote, and no other program does."""
 
@@ -96,6 +98,7 @@ class Checkpoint:
         state: what is there for resuming the training besides the weights, and is not carried.
         ties: what each of its model files says of the save that it is of, alike in all of them.
         unbounded: the files do not tell how many there were: a shape is as far as the pieces reach.
+        original: where its tensors are read as parts of others, the checkpoint with its own.
     """
 
     root: Path
@@ -120,6 +123,7 @@ class Checkpoint:
     state: tuple[str, ...] = ()
     ties: tuple[str, ...] = ()
     unbounded: bool = False
+    original: Checkpoint | None = None
 
     def details_of(self, kind: type[Own]) -> Own:
         """The details of a checkpoint that is of the format to which they belong."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -33,7 +33,14 @@ class DamagedError(SourceError):
 
 
 class OptionNeededError(SourceError):
-    """What is there can be read only with an option, such as the config that it lacks."""
+    """What is there can be read only with an option, such as the config that it lacks.
+
+    `known` gives what the files tell without it, where a reader can say: their format, tensors, types and bytes.
+    """
+
+    def __init__(self, message: str, hint: str = "", known: Callable[[], Mapping[str, Any]] | None = None) -> None:
+        super().__init__(message, hint)
+        self.known = known
 
 
 class UnsupportedError(VitruvianError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -125,6 +126,18 @@ def number_of(value: Any, what: str) -> float:
     if type(value) not in (int, float) or not math.isfinite(value):
         raise SourceError(f"{what} is {short(value)}, which is no number")
     return float(value)
+
+
+def step_tensor(step: int) -> Small:
+    """The number of steps as torch's Adam keeps it: a float32 (torch/optim/adam.py, `_get_scalar_dtype`).
+
+    Raises:
+        UnsupportedError: no float32 is that number.
+    """
+    packed = struct.pack("<f", step)
+    if struct.unpack("<f", packed)[0] != step:
+        raise UnsupportedError(f"torch's Adam counts steps in float32, and {step} is not one")
+    return Small("F32", (), packed)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from formats.errors import RefusedError, SourceError, UnsupportedError, some
 from formats.format import Format
 from formats.fsdp import FSDP
 from formats.huggingface import HUGGINGFACE
-from formats.megatron import DIST, MEGATRON
+from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
 
 if TYPE_CHECKING:  # mypy sees that the modules of the formats are what `Format` says
     from formats.checkpoint import Checkpoint, Settings
@@ -25,15 +25,18 @@ if TYPE_CHECKING:  # mypy sees that the modules of the formats are what `Format`
     from formats.fsdp import checkpoint as fsdp
     from formats.fsdp import optimizer as fsdp_optimizer
     from formats.huggingface import folder
-    from formats.megatron import classic, portable_optimizer, torch_dist
+    from formats.megatron import classic, fsdp_dtensor, portable_optimizer, torch_dist
 
-    READERS: tuple[Reader, ...] = (folder, torch_dist, fsdp, neox, zero, classic)
+    READERS: tuple[Reader, ...] = (folder, fsdp_dtensor, torch_dist, fsdp, neox, zero, classic)
     TRAININGS: tuple[Training, ...] = (optimizer, fsdp_optimizer, portable_optimizer)
 
-FORMATS: dict[str, Format] = {form.name: form for form in (HUGGINGFACE, DIST, FSDP, NEOX, ZERO, MEGATRON)}
+FORMATS: dict[str, Format] = {
+    form.name: form for form in (HUGGINGFACE, MEGATRON_FSDP, DIST, FSDP, NEOX, ZERO, MEGATRON)
+}
 """Every format, by name.
 
-They are tried in this order. What Megatron saves as torch_dist would pass for FSDP, and its run for a classic one.
+They are tried in this order. What Megatron saves as fsdp_dtensor would pass for torch_dist, that for FSDP, and its run
+for a classic one.
 """
 KNOWN_TO = {
     name: [form for form in FORMATS.values() if name in form.reader_options]

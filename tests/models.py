@@ -23,6 +23,8 @@ PLAIN_YARN = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
+BY_KIND = {"full_attention": PLAIN_YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0}}
+GROWING = {**PLAIN_YARN, "llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0}
 PARTIAL = {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.75}
 ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -51,6 +53,11 @@ GROUPS = {"n_group": 4, "topk_group": 2}
 OSS = {"num_experts_per_tok": 2, "sliding_window": 8}
 MINIMAX = {"head_dim": 16, "rotary_dim": 8, "num_experts_per_tok": 2, **TOKENS}
 LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 80, "no_rope_layers": [1, 1, 0, 1], **TOKENS}
+DELTA = {
+    "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6, **TOKENS,
+}  # fmt: skip
+MIXED = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
 FOUR = {"num_experts_per_tok": 4}
 FIRST = ["full_attention", *["sliding_attention"] * 3]
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
@@ -85,6 +92,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "granite-tied": {"model_type": "granite", "tie_word_embeddings": True},
     "olmo2": {"model_type": "olmo2", **TOKENS},
     "olmo2-tied": {"model_type": "olmo2", "tie_word_embeddings": True, **TOKENS},
+    "olmo3": {"model_type": "olmo3", "sliding_window": 8, "rope_parameters": BY_KIND, **TOKENS},
+    "olmo3-tied": {"model_type": "olmo3", "sliding_window": 8, "layer_types": ALTERNATING, **TIED},
+    "apertus": {"model_type": "apertus"},
+    "apertus-tied": {"model_type": "apertus", "attention_bias": True, "rope_parameters": PLAIN_YARN, **TIED},
+    "ministral3": {"model_type": "ministral3", "head_dim": 16, "rope_parameters": GROWING, **TOKENS},
+    "ministral3-tied": {"model_type": "ministral3", "head_dim": 8, "sliding_window": 8, **TIED},
+    "cohere2": {"model_type": "cohere2", "sliding_window": 8, "logit_scale": 0.25, **TOKENS},
+    "cohere2-untied": {
+        "model_type": "cohere2",
+        "sliding_window": 8,
+        "layer_types": ALTERNATING,
+        "tie_word_embeddings": False,
+        **TOKENS,
+    },
     "exaone4": {"model_type": "exaone4", "head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 2},
     "exaone4-tied": {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 4, **TIED},
     "glm4": {"model_type": "glm4", "head_dim": 16, **TOKENS},
@@ -104,6 +125,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_neox-tied": {"model_type": "gpt_neox", "use_parallel_residual": False, "tie_word_embeddings": True},
     "gpt2": {"model_type": "gpt2", "n_inner": 96, **TOKENS},
     "gpt2-untied": {"model_type": "gpt2", "activation_function": "gelu", "tie_word_embeddings": False, **TOKENS},
+    "bloom": {"model_type": "bloom"},
+    "bloom-untied": {"model_type": "bloom", "tie_word_embeddings": False},
     "falcon": {"model_type": "falcon", "ffn_hidden_size": 96, **TOKENS},
     "falcon-untied": {"model_type": "falcon", "tie_word_embeddings": False, **TOKENS},
     "falcon-40b": {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 4, **TOKENS},
@@ -149,6 +172,28 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral-tied": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 8, **TIED},
     "qwen2_moe": {"model_type": "qwen2_moe", "num_experts": 4, "norm_topk_prob": True, **MOE},
     "qwen2_moe-tied": {"model_type": "qwen2_moe", "num_experts": 4, "decoder_sparse_step": 2, **MOE, **TIED},
+    "qwen3_next": {"model_type": "qwen3_next", "num_experts": 4, **MOE, **DELTA},
+    "qwen3_next-tied": {
+        "model_type": "qwen3_next",
+        "num_experts": 4,
+        "mlp_only_layers": [0],
+        "full_attention_interval": 2,
+        "norm_topk_prob": False,
+        **MOE,
+        **DELTA,
+        **TIED,
+    },
+    "qwen3_5_text": {"model_type": "qwen3_5_text", **DELTA},
+    "qwen3_5_text-tied": {"model_type": "qwen3_5_text", "layer_types": MIXED, **DELTA, **TIED},
+    "qwen3_5_moe_text": {"model_type": "qwen3_5_moe_text", "num_experts": 4, **MOE, **DELTA},
+    "qwen3_5_moe_text-tied": {
+        "model_type": "qwen3_5_moe_text",
+        "num_experts": 4,
+        "layer_types": MIXED,
+        **MOE,
+        **DELTA,
+        **TIED,
+    },
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "head_dim": 16, "norm_topk_prob": True, **MOE},
     "qwen3_moe-tied": {"model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": [0, 2], **MOE, **TIED},
     "dots1": {"model_type": "dots1", "n_routed_experts": 4, "first_k_dense_replace": 1, **DOTS},
@@ -179,7 +224,9 @@ MODELS: dict[str, dict[str, Any]] = {
 UNKNOWN = {
     "gpt_neox": ("num_key_value_heads",),
     "gpt2": ("num_key_value_heads", "intermediate_size"),
+    "bloom": ("num_key_value_heads", "intermediate_size"),
     "falcon": ("num_key_value_heads", "intermediate_size"),
+    "qwen3_5_moe_text": ("intermediate_size",),
 }
 """Model type: what its config calls otherwise, or does not have."""
 
@@ -191,7 +238,7 @@ HARMLESS = {
     "sliding_window", "original_max_position_embeddings", "num_kv_heads", "num_ln_in_parallel_attn",
     "multi_query", "router_aux_loss_coef", "output_router_logits", "router_jitter_noise",
     "shared_expert_intermediate_size", "qk_head_dim", "num_nextn_predict_layers", "n_group", "topk_group",
-    "enable_moe_fp32_combine", "eod_token_id",
+    "enable_moe_fp32_combine", "eod_token_id", "slow_but_exact",
 }  # fmt: skip
 """Keys of transformers 5.23.0 that no table knows. They are of training, generation or precision, or of what the family
 has switched off: the window of Qwen, the longrope of Phi-3, the groups and norms of another Falcon, what Qwen3-MoE does
@@ -220,6 +267,8 @@ def _has(name: str, condition: str) -> bool:
 
 IN_MEGATRON = [name for name in MODELS if not family_of(name).only_here and name != "qwen3-biased"]
 """Those with a layout of Megatron."""
+LINEAR = [name for name in IN_MEGATRON if _has(name, "recurrent")]
+"""Those with linear attention, of which Megatron has no local layers."""
 EXPERTS = [name for name in IN_MEGATRON if _has(name, "sparse")]
 """Mixtures of experts in Megatron."""
 FUSED_HERE = [name for name in MODELS if name not in IN_MEGATRON and _has(name, "separate")]

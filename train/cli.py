@@ -21,6 +21,7 @@ from train.commands import (
     tokenize,
 )
 from train.commands import run as training
+from train.commands.examples import EXAMPLES
 
 SECTIONS: dict[str, tuple[click.Command, ...]] = {
     "Data": (
@@ -38,7 +39,7 @@ SECTIONS: dict[str, tuple[click.Command, ...]] = {
 }
 
 
-@click.group(cls=Sections, sections=SECTIONS)
+@click.group(cls=Sections, sections=SECTIONS, examples=EXAMPLES, program="train")
 @click.version_option(package_name="vitruvian", message="vitruvian %(version)s")
 @click.option("-v", "--verbose", count=True, help="-vv shows the traceback of an error.")
 def cli(verbose: int) -> None:

@@ -15,6 +15,8 @@ import click
 
 from converters.commands.options import FOLDER, as_json
 from converters.common.atomic import sync_folder
+from converters.common.cli_help import command
+from formats.checkpoint import ASSETS
 from formats.errors import RefusedError, SourceError, UsageError
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ class Work:
     applied: Applied | None
 
 
-@click.command()
+@command()
 @click.argument("out", type=FOLDER)
 @click.option("--from", "base", type=FOLDER, metavar="BASE", help="Hugging Face folder whose small files OUT gets.")
 @click.option("--chat-template", "template", metavar="NAME|FILE", help="chatml, llama3, control, or a jinja file.")
@@ -96,7 +98,13 @@ def prepare(out: Path, base: Path | None, template: str | None, rows: int, folde
     own = dict(files(out))
     if base is not None and not base.is_dir():
         raise UsageError(f"--from {base} is no folder")
-    given = {name: path for name, path in files(base) if not (name in KEPT and name in own)} if base else {}
+    small = dict(files(base)) if base else {}
+    if base is not None and not small:
+        raise UsageError(
+            f"--from {base} holds no tokenizer, config or card",
+            f"--from {base / ASSETS}" if (base / ASSETS).is_dir() else "name a Hugging Face folder",
+        )
+    given = {name: path for name, path in small.items() if not (name in KEPT and name in own)}
     _check_mixture(out, base, own, given)
     text = load_template(template) if template is not None else None
     applied = apply_template(own | given, text, rows) if text is not None else None

@@ -21,6 +21,7 @@ from converters.commands.options import (
     settings_of,
     weights,
 )
+from converters.common.cli_help import command
 from formats.errors import (
     OptionNeededError,
     RefusedError,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from converters.library.proving import Effects
 
 
-@click.command()
+@command()
 @click.argument("src", type=FOLDER)
 @click.option("--tensors", is_flag=True, help="Print the digest of every logical tensor too.")
 @reading
@@ -56,7 +57,7 @@ def digest(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
     click.echo(f"{found.digest}  {src}")
 
 
-@click.command()
+@command()
 @click.argument("out", type=FOLDER)
 @click.argument("src", type=FOLDER, required=False)
 @reading
@@ -145,31 +146,31 @@ def _unopened(folder: Path, options: Mapping[str, Any]) -> str | None:
     return None
 
 
-@click.command()
+@command()
 @click.argument("one", type=FOLDER)
 @click.argument("two", type=FOLDER)
+@click.option("--tensors", is_flag=True, help="List every tensor that differs.")
 @reading
 @weights
 @replicas
 @memory
 @as_json
-def diff(one: Path, two: Path, memory: int, as_json: bool, **options: Any) -> None:
+def diff(one: Path, two: Path, tensors: bool, memory: int, as_json: bool, **options: Any) -> None:
     """Compare two checkpoints in any formats; exit 6 when they differ."""
-    from converters.common.progress import table
+    from converters.commands.diff_text import lines
     from converters.library.proving import diff_with
 
     found = diff_with(one, two, _effects({**options, "memory": memory, "threads": 1}, as_json))
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=1))
     else:
-        for line in found.settings:
-            click.echo(f"setting {line}")
-        counts = (f"{d.count} elements differ by up to {d.largest:g}" if d.count else "" for d in found.tensors)
-        rows = [(d.name, d.what, count) for d, count in zip(found.tensors, counts, strict=True)]
-        click.echo(table(rows, ""), nl=bool(rows))
+        for line in lines(found, tensors):
+            click.echo(line)
     if not found.equal:
         counted = f"{len(found.settings)} settings and {len(found.tensors)} tensors"
-        raise VerificationError(f"{one} and {two} differ in {counted}")
+        raise VerificationError(
+            f"{one} and {two} differ in {counted}", "" if tensors else "--tensors lists each tensor"
+        )
     if not as_json:
         click.echo(f"{one} and {two} are equal: {found.compared} tensors, all settings")
 

@@ -9,6 +9,7 @@ import click
 
 from converters.commands.options import FOLDER, deepspeed_reading, opened, reading, settings_of, shard_size, writing
 from converters.commands.running import carry_out, output_of, request_of
+from converters.common.cli_help import command
 from formats.errors import UsageError
 
 
@@ -25,7 +26,7 @@ class Weights(click.ParamType):  # type: ignore[type-arg]  # generic since click
             self.fail(f"{value!r} is no list such as 0.5,0.3,0.2", param, ctx)
 
 
-@click.command()
+@command()
 @click.argument("checkpoints", metavar="CKPT...", type=FOLDER, nargs=-1, required=True)
 @click.argument("out", type=FOLDER)
 @click.option("--weights", type=Weights(), metavar="W,W,...",
@@ -51,22 +52,20 @@ def average(
     order of the CKPTs, and rounded once. Config and tokenizer are those of the first.
     """
     from converters.plan.averaging import last_of, plan_average, weights_of
-    from converters.plan.opening import require_effect, require_family
+    from converters.plan.opening import open_all
 
     if last is not None:
         if len(checkpoints) > 1:
             raise UsageError(f"--last is for one run, and there are {len(checkpoints)}", "name the run and OUT")
         checkpoints = tuple(last_of(checkpoints[0], last))
     weights = weights_of(len(checkpoints), weights, ema)
-    sources = [opened(path, options, alone=False) for path in checkpoints]
-    require_effect(settings_of(options), *sources)
-    require_family(options["family"], *sources)
+    sources = open_all(checkpoints, settings_of(options), options["family"])
     request = request_of(out, options, sources[0])
     plan = plan_average(sources, weights, request, "huggingface", output_of(options), options["replicas"])
-    carry_out(plan, request, options)
+    carry_out(plan, request, options, "huggingface")
 
 
-@click.command()
+@command()
 @click.argument("base", type=FOLDER)
 @click.argument("adapter", type=FOLDER)
 @click.argument("out", type=FOLDER)
@@ -87,4 +86,4 @@ def merge(base: Path, adapter: Path, out: Path, **options: Any) -> None:
     source = opened(base, options)
     request = request_of(out, options, source)
     planned = plan_output(source, request, "huggingface", output_of(options))
-    carry_out(plan_merge(planned, read(adapter), request), request, options)
+    carry_out(plan_merge(planned, read(adapter), request), request, options, "huggingface")

@@ -31,20 +31,21 @@ from converters.commands.options import (
     writing,
 )
 from converters.commands.running import carry_out, convert_to, is_written, output_of, request_of
+from converters.common.cli_help import command
 from formats.deepspeed import NEOX
 from formats.errors import SourceError, UsageError
 from formats.fsdp import FSDP
 from formats.huggingface import HUGGINGFACE
-from formats.megatron import DIST, MEGATRON
+from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
 from formats.registry import format_of
 
 USE_HF2MEGATRON = "any other format to Megatron is `convert hf2megatron`"
 USE_RESHARD = "for Megatron to Megatron use `convert reshard`"
-READ = (DIST, MEGATRON)
+READ = (MEGATRON_FSDP, DIST, MEGATRON)
 """The formats of Megatron."""
 
 
-@click.command()
+@command()
 @places
 @megatron_files
 @topology
@@ -80,7 +81,7 @@ def hf2megatron(src: Path, out: Path, **options: Any) -> None:
     convert_to("megatron", source, out, options)
 
 
-@click.command()
+@command()
 @places
 @shard_size
 @at_iteration
@@ -96,7 +97,7 @@ def megatron2hf(src: Path, out: Path, **options: Any) -> None:
     convert_to("huggingface", source, out, options)
 
 
-@click.command()
+@command()
 @click.argument("src", type=FOLDER, required=False)
 @click.argument("out", type=FOLDER, required=False)
 @shard_size
@@ -143,7 +144,7 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
             if len(runs) > 1 and not request.force and is_written(plan, request):
                 click.echo(f"note: {place} is there already, {run} is not converted again", err=True)
             else:
-                carry_out(plan, request, options)
+                carry_out(plan, request, options, "huggingface")
         except SourceError as error:  # noqa: PERF203  # an unfinished save must not keep the others from it
             if len(runs) == 1:
                 raise
@@ -157,7 +158,7 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
         context.invoke(push, out=out, repo=repo, quiet=options["quiet"], as_json=options["as_json"])
 
 
-@click.command()
+@command()
 @places
 @shard_size
 @chat_template
@@ -168,7 +169,7 @@ def hf2hf(src: Path, out: Path, **options: Any) -> None:
     convert_to("huggingface", opened(src, options, HUGGINGFACE), out, options)
 
 
-@click.command()
+@command()
 @places
 @click.option(
     "--ranks",
@@ -193,7 +194,7 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
     convert_to("fsdp", opened(src, options), out, options)
 
 
-@click.command()
+@command()
 @places
 @megatron_files
 @topology

@@ -3,44 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from textwrap import fill
 from typing import Any
 
 from converters.common.progress import size, table
-from converters.library.records import inspect_record, plan_record
+from converters.library.records import plan_record
 from converters.plan.plan import Plan
-from formats.checkpoint import Checkpoint
 from formats.errors import some
 
 MOST_FILES = 64
 """Files of a plan that are listed."""
+HEADS = {
+    "huggingface": "HF",
+    "zero": "ZeRO",
+    "megatron_dist": "dist",
+    "megatron_fsdp": "M.-FSDP",
+    "megatron-llm": "M.-LLM",
+}
+"""Format: the head of its column, where that is shorter."""
 MOST_DRIFTED = 10
 """Lines of the table of averaged tensors."""
 
 
-def inspect_lines(source: Checkpoint, tensors: bool) -> Iterator[str]:
-    """`inspect` for people."""
-    record = inspect_record(source, tensors)
+def inspect_lines(record: Mapping[str, Any]) -> Iterator[str]:
+    """`inspect` for people. Without a config there are no settings, and tensors of all containers are counted."""
     yield f"{record['path']}"
-    yield table(
-        (
-            (
-                "format",
-                (source.details.kind or source.format)
-                + "".join(f", {name} {n}" for name, n in source.topology.items())
-                + (f", {record['folder']}" if "folder" in record else ""),
-            ),
-            ("parameters", f"{record['parameters']:,}"),
-            (
-                "weights",
-                f"{size(record['bytes'])} in {record['files']} files, {record['tensors']} tensors, "
-                + ", ".join(f"{n} {d}" for d, n in record["dtypes"].items()),
-            ),
-            *((name, value) for name, value in record["settings"].items()),
-            *([("padded vocab", record["padded_vocab"])] if "padded_vocab" in record else []),
-            *([("optimizer", _optimizer_line(record["optimizer"]))] if record["optimizer"] else []),
-            ("travels along", ", ".join(record["assets"]) or "nothing"),
-        )
-    )
+    kind = (record.get("kind") or record["format"]) + "".join(f", {name} {n}" for name, n in record["topology"].items())
+    dtypes = ", ".join(f"{n} {d}" for d, n in record["dtypes"].items())
+    rows = [
+        ("format", kind + (f", {record['folder']}" if "folder" in record else "")),
+        *([("parameters", f"{record['parameters']:,}")] if "parameters" in record else []),
+        ("weights" if "parameters" in record else "all tensors",
+         f"{size(record['bytes'])} in {record['files']} files, {record['tensors']} tensors, {dtypes}"),
+        *([("containers", ", ".join(f"{name or 'top level'} {n}" for name, n in record["containers"].items()))]
+          if "containers" in record else []),
+        *record.get("settings", {}).items(),
+        *([("padded vocab", record["padded_vocab"])] if "padded_vocab" in record else []),
+        *([("optimizer", _optimizer_line(record["optimizer"]))] if record.get("optimizer") else []),
+        *([("travels along", ", ".join(record["assets"]) or "nothing")] if "assets" in record else []),
+    ]  # fmt: skip
+    yield table(rows)
     for note in record["notes"]:
         yield f"note: {note}"
     for entry in record.get("list", ()):
@@ -69,23 +71,47 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield "prove  every element has one source and one place"
     for edge, count in record["edges"].items():
         yield f"change {edge} in {count} tensors"
-    if record["masters compared"]:
-        yield f"check  {record['masters compared']} float32 masters against what the model computes with"
-    if target["filled elements"]:
-        yield f"fill   {target['filled elements']} elements of vocabulary padding with {target['filled with']}"
+    if record["masters_compared"]:
+        yield f"check  {record['masters_compared']} float32 masters against what the model computes with"
+    if target["filled_elements"]:
+        yield f"fill   {target['filled_elements']} elements of vocabulary padding with {target['filled_with']}"
     if not record["edges"]:
         yield "change nothing: all bits are kept"
     yield f"write  {len(target['files'])} files, {size(target['bytes'])}"
     yield table((name, size(nbytes)) for name, nbytes in list(target["files"].items())[:MOST_FILES])
     if len(target["files"]) > MOST_FILES:
         yield f"  … and {len(target['files']) - MOST_FILES} more"
-    yield f"       and {some(target['small files'], MOST_FILES)}"
+    yield f"       and {some(target['small_files'], MOST_FILES)}"
     for name, keys in record["residue"].items():
         names = some(keys, 12)
         kept = "kept as they are" if name == "config.json" else "kept by reshard, a config cannot hold them"
         yield f"keep   settings of {name} that are in no table ({kept}): {names}"
     for note in record["notes"]:
         yield f"note   {note}"
+
+
+def formats_lines(about: Mapping[str, str]) -> Iterator[str]:
+    """The formats, and which of them hold each family, in 80 columns; why Megatron holds some in none is below."""
+    from converters.commands.explain import HOLDERS, held_by
+    from formats.families import FAMILIES
+
+    yield "formats (each is read and written)"
+    for name, text in about.items():
+        yield fill(text, 80, break_on_hyphens=False, initial_indent=f"  {name:<15}", subsequent_indent=" " * 17)
+    yield ""
+    yield "families, and the formats that hold at least some of their models"
+    reasons: dict[str, int] = {}
+    rows: list[tuple[str, ...]] = [("family", *(HEADS.get(name, name) for name in HOLDERS))]
+    for family in FAMILIES.values():
+        number = reasons.setdefault(family.only_here, len(reasons) + 1) if family.only_here else 0
+        held = held_by(family)
+        none = f"- ({number})" if number else "-"
+        marks = ("yes" if name in held else none if name == "megatron" else "-" for name in HOLDERS)
+        rows.append((family.name, *marks))
+    yield table(rows)
+    yield ""
+    for reason, number in reasons.items():
+        yield fill(f"not in Megatron: {reason}", 80, initial_indent=f"  ({number}) ", subsequent_indent=" " * 6)
 
 
 def drift_lines(drifted: Mapping[str, float]) -> Iterator[str]:

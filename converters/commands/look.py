@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from converters.commands.options import (
+    FILE,
     FOLDER,
     as_json,
     dtype,
@@ -19,10 +21,11 @@ from converters.commands.options import (
     reading,
     topology,
 )
-from converters.commands.running import output_of
-from formats.errors import UnsupportedError, UsageError
+from converters.commands.running import output_of, write_new
+from converters.common.cli_help import command
+from formats.errors import OptionNeededError, UnsupportedError, UsageError
 from formats.huggingface import HUGGINGFACE
-from formats.registry import FORMATS, open_checkpoint
+from formats.registry import FORMATS, is_known, open_checkpoint
 
 if TYPE_CHECKING:
     from formats.families.family import Family
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 TARGETS: dict[str, dict[str, str]] = {
     "megatron": {"to": "megatron"},
     "megatron_dist": {"to": "megatron", "format": "torch_dist"},
+    "megatron_fsdp": {"to": "megatron", "format": "fsdp_dtensor"},
     "megatron-llm": {"to": "megatron", "format": "megatron-llm"},
     "huggingface": {"to": "huggingface"},
     "fsdp": {"to": "fsdp"},
@@ -38,23 +42,40 @@ TARGETS: dict[str, dict[str, str]] = {
 """What `plan` plans for: targets, and files of one."""
 
 
-@click.command()
+@command()
 @click.argument("src", type=FOLDER)
 @click.option("--tensors", is_flag=True, help="List every physical tensor.")
 @reading
 @as_json
 def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
-    """What a checkpoint is: format, family, topology, sizes, files."""
+    """What a checkpoint is: format, family, topology, sizes, files.
+
+    Of a folder with several checkpoint-N, each, the newest first. Where a config is missing, what the files tell.
+    """
     from converters.commands.inspect_text import inspect_lines
+    from formats.fsdp.checkpoint import checkpoints
+
+    runs = checkpoints(src, is_known)
+    records = [_inspected(run, options, tensors) for run in runs or [src]]
+    if as_json:
+        click.echo(json.dumps({"checkpoints": records} if runs else records[0], indent=1))
+    else:
+        click.echo("\n\n".join("\n".join(inspect_lines(record)) for record in records))
+
+
+def _inspected(src: Path, options: Mapping[str, Any], tensors: bool) -> dict[str, Any]:
+    """Everything that is known of a checkpoint, as far as its files tell it."""
     from converters.library.records import inspect_record
 
-    source = opened(src, options)
-    click.echo(
-        json.dumps(inspect_record(source, tensors), indent=1) if as_json else "\n".join(inspect_lines(source, tensors))
-    )
+    try:
+        return inspect_record(opened(src, options), tensors)
+    except OptionNeededError as error:
+        if error.known is None:
+            raise
+        return {**error.known(), "notes": [f"{error}: {error.hint}"]}
 
 
-@click.command()
+@command()
 @click.argument("src", type=FOLDER)
 @click.option(
     "--to",
@@ -67,9 +88,10 @@ def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 @megatron_version
 @dtype
 @click.option("--blocks", is_flag=True, help="List every strided block.")
+@click.option("--html", type=FILE, metavar="FILE", help="Where each tensor goes, by file and rank, as one page.")
 @reading
 @as_json
-def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> None:
+def plan(src: Path, to: str, blocks: bool, html: Path | None, as_json: bool, **options: Any) -> None:
     """What a conversion would do: coverage, changes, files, blocks."""
     from converters.commands.inspect_text import block_lines, plan_lines
     from converters.library.records import plan_record
@@ -80,6 +102,10 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
     request = Request(Path("OUT"), None if options["dtype"] == "keep" else options["dtype"])
     target = dict(TARGETS[to])
     planned = plan_output(source, request, target.pop("to"), output_of({**options, **target}))
+    if html:
+        from converters.commands.plan_page import page
+
+        write_new(html, page(planned))
     listed = list(block_lines(planned)) if blocks else []
     if as_json:
         click.echo(json.dumps(plan_record(planned) | ({"list": listed} if blocks else {}), indent=1))
@@ -87,13 +113,16 @@ def plan(src: Path, to: str, blocks: bool, as_json: bool, **options: Any) -> Non
     click.echo("\n".join([*plan_lines(planned), *listed]))
 
 
-@click.command()
+@command()
 @click.argument("format_name", metavar="FORMAT")
 @click.argument("key", default="")
 @click.option("--model", type=FOLDER, metavar="SRC", help="Draw the sizes of this checkpoint.  [default: Llama-3 8B]")
 @click.option("--tp", type=click.IntRange(1), help="Tensor parallel size.  [default: 2]")
+@click.option("--svg", type=FILE, metavar="FILE", help="A picture of the same tensors in every format, side by side.")
 @own_family
-def explain(format_name: str, key: str, model: Path | None, tp: int | None, family: Family | None) -> None:
+def explain(
+    format_name: str, key: str, model: Path | None, tp: int | None, svg: Path | None, family: Family | None
+) -> None:
     """Draw a layout: `convert explain megatron linear_qkv`.
 
     KEY is any part of a key. Without it, the rules of the format are listed.
@@ -103,10 +132,12 @@ def explain(format_name: str, key: str, model: Path | None, tp: int | None, fami
     from formats.model.spec import ModelSpec
 
     ranked = format_name in FORMATS and FORMATS[format_name].ranked
-    if tp not in (None, 1) and not ranked:
+    if tp not in (None, 1) and not (ranked or svg):
         raise UsageError(f"--tp has no effect on the format {format_name}", "leave it out")
     if family and format_name != HUGGINGFACE.name:
         raise UsageError("--family describes names of Hugging Face alone", "convert explain huggingface")
+    if svg and not key:
+        raise UsageError("--svg draws some tensors", f"name them: convert explain {format_name} qkv --svg {svg}")
     if not key:
         for name, rules in tables(format_name).items():
             rows = ((rule.key, rule.pattern.text, " ".join(sorted(rule.conditions))) for rule in rules)
@@ -115,30 +146,31 @@ def explain(format_name: str, key: str, model: Path | None, tp: int | None, fami
     spec = open_checkpoint(model).spec if model else EXAMPLE
     if not isinstance(spec, ModelSpec):
         raise UnsupportedError(f"{model} has no table to draw: {spec.why}")
+    if svg:
+        from converters.commands.layout_svg import drawn_tensors, picture
+
+        tensors = drawn_tensors(rule for _, rule in matching(format_name, key))
+        write_new(svg, picture(spec, tensors, tp or 2))
+        click.echo(svg)
+        return
     tp = tp or (2 if ranked else 1)
     for name, rule in matching(format_name, key):
         click.echo(f"{name}: " + "\n".join(draw(rule, spec, tp)) + "\n")
     click.echo(LEGEND)
 
 
-@click.command()
+@command()
 @as_json
 def formats(as_json: bool) -> None:
     """Which formats and model families there are, and which of them go together."""
-    from converters.commands.explain import HOLDERS, held_by
-    from converters.common.progress import table
+    from converters.commands.explain import held_by
+    from converters.commands.inspect_text import formats_lines
     from formats.families import FAMILIES
 
     about = {form.name: form.about for form in FORMATS.values()}
     if as_json:
         families = {family.name: family.architecture for family in FAMILIES.values()}
         holders = {family.name: held_by(family) for family in FAMILIES.values()}
-        click.echo(json.dumps({"formats": about, "families": families, "held by": holders}, indent=1))
+        click.echo(json.dumps({"formats": about, "families": families, "held_by": holders}, indent=1))
         return
-    click.echo("formats (each is read and written)\n" + table(about.items()))
-    rows: list[tuple[str, ...]] = [("family", "class", *HOLDERS, "")]
-    for family in FAMILIES.values():
-        held = ("yes" if name in held_by(family) else "-" for name in HOLDERS)
-        why = f"not in Megatron: {family.only_here}" if family.only_here else ""
-        rows.append((family.name, family.architecture, *held, why))
-    click.echo("families, and the formats that hold at least some of their models\n" + table(rows))
+    click.echo("\n".join(formats_lines(about)))

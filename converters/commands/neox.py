@@ -27,6 +27,7 @@ from converters.commands.options import (
     writing,
 )
 from converters.commands.running import convert_to
+from converters.common.cli_help import command
 from formats.deepspeed import NEOX
 from formats.errors import UsageError
 from formats.registry import format_of
@@ -35,7 +36,7 @@ ARCHITECTURES = {"gpt_neox": "neox", "llama": "llama", "mistral": "mistral"}
 """Family: what GPT-NeoX's own script calls it."""
 
 
-@click.command()
+@command()
 @click.argument("src", type=FOLDER, required=False)
 @click.argument("out", type=FOLDER, required=False)
 @click.option("--input_dir", "old_src", type=FOLDER, hidden=True)  # those of GPT-NeoX's own script
@@ -88,7 +89,7 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
         convert_to("huggingface", source, out, options)
 
 
-@click.command()
+@command()
 @places
 @parallel
 @layout
@@ -109,7 +110,7 @@ def hf2neox(src: Path, out: Path, **options: Any) -> None:
     convert_to("neox", source, out, options)
 
 
-@click.command("average-norms")
+@command("average-norms")
 @click.argument("run", type=FOLDER)
 @click.argument("out", type=FOLDER)
 @tag

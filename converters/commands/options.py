@@ -180,8 +180,8 @@ stages = together(
                  help="Megatron: the stages as in --pipeline-model-parallel-layout, such as 'Et*3|(tt|)*29L'."),
 )  # fmt: skip
 megatron_files = together(
-    click.option("--format", type=click.Choice(["torch", "torch_dist", "megatron-llm"]),
-                 help="Megatron: megatron-core's --ckpt-format torch or torch_dist, or the files of Megatron-LLM."
+    click.option("--format", type=click.Choice(["torch", "torch_dist", "fsdp_dtensor", "megatron-llm"]),
+                 help="Megatron: megatron-core's --ckpt-format, or the files of Megatron-LLM."
                       "  [default: torch; for reshard as in SRC]"),
     click.option("--norm", type=click.Choice(["te", "local"]),
                  help="Megatron: names of the norms, Transformer Engine's or those of the local layers."
@@ -250,23 +250,17 @@ layout = click.option(
 )  # fmt: skip
 
 
-def opened(path: Path, options: Mapping[str, Any], *wanted: Format, alone: bool = True) -> Checkpoint:
+def opened(path: Path, options: Mapping[str, Any], *wanted: Format) -> Checkpoint:
     """Open the checkpoint that a command was given.
 
     Args:
         path: its folder.
         options: those of `reading`.
         wanted: the formats that the command reads; none for any.
-        alone: whether the options were meant for this one, so that each must have an effect on it.
     """
-    from converters.plan.opening import open_source, require_effect, require_family
+    from converters.plan.opening import open_only
 
-    settings = settings_of(options)
-    source = open_source(path, settings, wanted)
-    if alone:
-        require_effect(settings, source)
-        require_family(options.get("family"), source)
-    return source
+    return open_only(path, settings_of(options), options.get("family"), wanted)
 
 
 def iteration_folder(run: Path, number: int | None) -> Path:

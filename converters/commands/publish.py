@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import FOLDER, as_json
+from converters.common.cli_help import command
 from converters.common.cli_main import printable
 
 if TYPE_CHECKING:
     from converters.hub.push_plan import Push
 
 
-@click.command()
+@command()
 @click.argument("out", type=FOLDER)
 @click.argument("repo", metavar="ORG/NAME")
 @click.option("--private/--public", default=True, show_default=True, help="What a new repository is.")

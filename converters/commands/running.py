@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from converters.plan.output import FSDP, GPT_NEOX, HUGGINGFACE, MEGATRON_RUN, UNIVERSAL
+
 if TYPE_CHECKING:
     from converters.plan.output import Output
     from converters.plan.plan import Plan
@@ -36,12 +38,38 @@ def output_of(options: Mapping[str, Any]) -> Output:
     return Output(**said)
 
 
+def write_new(path: Path, text: str) -> None:
+    """Write a page or a picture.
+
+    Raises:
+        OutputError: the file exists, or its folder does not.
+    """
+    from converters.common.atomic import write_file
+    from formats.errors import OutputError
+
+    if path.exists():
+        raise OutputError(f"{path} exists", "choose another name")
+    if not path.parent.is_dir():
+        raise OutputError(f"{path.parent} is no folder", "make it first")
+    write_file(path, text.encode())
+
+
+NEXT = {
+    HUGGINGFACE: 'AutoModelForCausalLM.from_pretrained("{out}"), or `convert push {out} ORG/NAME`',
+    MEGATRON_RUN: "--load {out}, with the flags in {out}/megatron_flags.txt",
+    FSDP: 'dcp.load({{"model": state_dict}}, checkpoint_id="{out}")',
+    GPT_NEOX: "GPT-NeoX with load: {out} and finetune: true",
+    UNIVERSAL: "DeepSpeed with checkpoint: {{load_universal: true}}, load_checkpoint from {out}",
+}
+"""What can be done with an output, by its format."""
+
+
 def convert_to(to: str, source: Checkpoint, out: Path, options: Mapping[str, Any]) -> None:
     """Write a checkpoint of some format."""
     from converters.plan.output import plan_output
 
     request = request_of(out, options, source)
-    carry_out(plan_output(source, request, to, output_of(options)), request, options)
+    carry_out(plan_output(source, request, to, output_of(options)), request, options, to)
 
 
 def is_written(plan: Plan, request: Request) -> bool:
@@ -58,8 +86,8 @@ def is_written(plan: Plan, request: Request) -> bool:
         return digest_of(jobs, request.limits, progress.advance) == remembered
 
 
-def carry_out(plan: Plan, request: Request, options: Mapping[str, Any]) -> None:
-    """Print the plan, or run it (or a share of it) and print what came out."""
+def carry_out(plan: Plan, request: Request, options: Mapping[str, Any], to: str) -> None:
+    """Print the plan, or run it (or a share of it) and print what came out, and what it is for."""
     from converters.commands.inspect_text import drift_lines, plan_lines
     from converters.common.progress import size
     from converters.library import conversion
@@ -83,4 +111,5 @@ def carry_out(plan: Plan, request: Request, options: Mapping[str, Any]) -> None:
     else:
         name, told = str(done.out), f"{'read back and equal' if done.verified else 'not read back'}\n"
         told += f"source checksums: {done.source_checksums}{done.mixed and f' ({done.mixed})'}\ndigest {done.digest}"
+        told += f"\nnext: {NEXT[to].format(out=done.out)}"
     click.echo(f"{name}: {done.tensors} tensors, {size(done.nbytes)} in {done.seconds:.1f} s, {told}")

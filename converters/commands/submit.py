@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import FILE, together
+from converters.common.cli_help import command
 from converters.common.cli_main import Sections
 from formats.errors import UsageError
 
@@ -88,7 +89,7 @@ def hand_over(job: Job, dry_run: bool) -> str:
     return number
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@command(context_settings={"ignore_unknown_options": True})
 @submitting
 @click.option(
     "--part",
@@ -102,14 +103,10 @@ def hand_over(job: Job, dry_run: bool) -> str:
 def submit(context: click.Context, /, words: tuple[str, ...], **options: Any) -> None:
     """A conversion as a job without GPUs, or as several.
 
-    \b
-    convert submit --site leonardo fsdp2hf checkpoint-5000 model/ --config BASE
-    convert submit --site lumi --part 8 hf2megatron model/ run/ --tp 8
-
     It is planned here, from headers only; memory, time and partition come from the plan. A job whose time is up is
     followed by another one, which resumes. With --part that is the last job, for which -n prints a name in place of
     the number that it waits for.
-    """  # noqa: D301  # \b is the sign of click for lines as they stand
+    """  # \b is the sign of click for lines as they stand
     from converters.common.slurm import cpu_job
 
     wishes, parts, dry_run = wishes_of(options, typed=OF_TRAININGS), options["parts"], options["dry_run"]

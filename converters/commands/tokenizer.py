@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import FOLDER, as_json
+from converters.common.cli_help import command
 from formats.errors import OutputError, VerificationError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ OURS = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_t
 """What a folder may hold that --force deletes."""
 
 
-@click.command()
+@command()
 @click.argument("model", type=FOLDER)
 @click.argument("out", type=FOLDER)
 @click.option("--control", multiple=True, metavar="TOKEN", help="A control token, such as '<|user|>'; repeat it.")

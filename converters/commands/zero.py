@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import click
-
 from converters.commands.options import (
     adapter,
     chat_template,
@@ -21,10 +19,11 @@ from converters.commands.options import (
     writing,
 )
 from converters.commands.running import carry_out, convert_to, output_of, request_of
+from converters.common.cli_help import command
 from formats.deepspeed import ZERO
 
 
-@click.command()
+@command()
 @places
 @deepspeed_reading
 @shard_size
@@ -41,7 +40,7 @@ def zero2hf(src: Path, out: Path, **options: Any) -> None:
     convert_to("huggingface", opened(src, options, ZERO), out, options)
 
 
-@click.command()
+@command()
 @places
 @tag
 @reading
@@ -53,15 +52,9 @@ def zero2universal(src: Path, out: Path, **options: Any) -> None:
     {load_universal: true}`. Of DeepSpeed ZeRO and GPT-NeoX, parameters keep the names of the training. Of any other
     checkpoint whose optimizer is read, they have those of transformers.
     """
-    from converters.plan.opening import open_training, require_effect, require_family
+    from converters.plan.opening import open_training, source_of
     from converters.plan.output import plan_output
-    from formats.deepspeed.universal import States
 
-    settings = settings_of(options)
-    training = open_training(src, settings)
-    source = training.opened[0] if isinstance(training, States) else training
-    if source is training:
-        require_effect(settings, source)
-        require_family(options["family"], source)
-    request = request_of(out, options, source)
-    carry_out(plan_output(training, request, "deepspeed", output_of(options)), request, options)
+    training = open_training(src, settings_of(options), options["family"])
+    request = request_of(out, options, source_of(training))
+    carry_out(plan_output(training, request, "deepspeed", output_of(options)), request, options, "deepspeed")

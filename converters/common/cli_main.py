@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import os
 import re
 import signal
 import sys
@@ -12,6 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
+from converters.common.cli_help import with_examples
 from formats.errors import OutputError, UnsupportedError, UsageError, VitruvianError
 
 EXIT_CODES = """\b
@@ -22,19 +25,19 @@ Exit codes:
 
 
 class Sections(click.Group):
-    """A group whose help lists its commands in sections."""
+    """A group whose help lists its commands in sections; each has the examples of its name."""
 
-    def __init__(self, *args: Any, sections: Mapping[str, Iterable[click.Command]], **kwargs: Any) -> None:
-        super().__init__(
-            *args,
-            context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-            epilog=EXIT_CODES,
-            **kwargs,
-        )
+    def __init__(
+        self, name: str | None = None, *, sections: Mapping[str, Iterable[click.Command]], examples: Mapping[str, str],
+        program: str = "convert", **kwargs: Any,
+    ) -> None:  # fmt: skip
+        context = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
+        super().__init__(name, context_settings=context, epilog=EXIT_CODES, **kwargs)
         self.sections = sections
         for commands in sections.values():
             for command in commands:
                 self.add_command(command)
+        with_examples(self.commands.values(), examples, program)
 
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sections."""
@@ -49,11 +52,21 @@ def printable(text: str) -> str:
 
 
 def _tell(error: VitruvianError) -> NoReturn:
-    """Print an error, and leave with its exit code."""
-    click.echo(f"error: {printable(str(error))}", err=True)
+    """Print an error, as JSON if that was asked for, and leave with its exit code."""
+    if "--json" in sys.argv[1:]:
+        facts = {"error": str(error), "hint": error.hint, "exit_code": error.exit_code}
+        click.echo(json.dumps(facts, ensure_ascii=False), err=True)
+        sys.exit(error.exit_code)
+    _say("error", str(error), "red")
     if error.hint:
-        click.echo(f"hint: {printable(error.hint)}", err=True)
+        _say("hint", error.hint, "cyan")
     sys.exit(error.exit_code)
+
+
+def _say(what: str, text: str, colour: str) -> None:
+    """Write a line on stderr, what it is in colour if that is a terminal."""
+    plain = "NO_COLOR" in os.environ
+    click.echo(f"{what if plain else click.style(what, fg=colour, bold=True)}: {printable(text)}", err=True)
 
 
 def run(group: click.Group, program: str) -> None:
@@ -71,7 +84,7 @@ def run(group: click.Group, program: str) -> None:
         context = error.ctx if isinstance(error, click.UsageError) else None
         _tell(UsageError(error.format_message(), f"{context.command_path} --help" if context else ""))
     except (click.Abort, KeyboardInterrupt):  # click makes the one of the other, but not as early
-        click.echo("error: interrupted", err=True)
+        _say("error", "interrupted", "red")
         sys.exit(75)
     except VitruvianError as error:
         if verbose:

@@ -98,7 +98,7 @@ def check_manifest(source: Checkpoint) -> None:
     Raises:
         VerificationError: the source is not what it was when its manifest was written.
     """
-    held = read_manifest(source.home)
+    held, source = read_manifest(source.home), source.original or source
     if held is None:
         return
     (facts, digests), path = held, source.home / MANIFEST

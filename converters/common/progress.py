@@ -22,6 +22,12 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.2f} TB"
 
 
+def clock(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+
+
 def table(rows: Iterable[Sequence[object]], indent: str = "  ") -> str:
     """Left-aligned columns."""
     texts = [[str(cell) for cell in row] for row in rows]
@@ -33,23 +39,42 @@ def table(rows: Iterable[Sequence[object]], indent: str = "  ") -> str:
     )
 
 
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers in rising order, such as 0-31,40."""
+    found = list[list[int]]()
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in found)
+
+
 Tell = Callable[[str, int, int], object]
 """Called with what is being done, how many bytes of it are done, and how many there are; from any thread."""
 
 
 class Progress:
-    """Bytes, rate and time left: one live line on a terminal, one line every 30 s in a log file; calls of `tell`."""
+    """Bytes, rate and time left: one live line on a terminal, one line every 30 s in a log file; calls of `tell`.
 
-    def __init__(self, what: str, total: int, quiet: bool = False, tell: Tell | None = None) -> None:
+    `before` are bytes that an earlier run has done, which is said; `after` are those of what follows, such as reading
+    back, which count for the time left alone.
+    """
+
+    def __init__(
+        self, what: str, total: int, quiet: bool = False, tell: Tell | None = None, before: int = 0, after: int = 0
+    ) -> None:
         self.what, self.total, self.quiet, self.tell = what, total, quiet, tell
-        self.done, self.lock = 0, threading.Lock()
+        self.before, self.after, self.done, self.lock = before, after, 0, threading.Lock()
         self.began = self.said = time.monotonic()
         self.bar: Any = None
 
     def __enter__(self) -> Progress:
+        if not self.quiet and self.before:
+            sys.stderr.write(f"resuming: {size(self.before)} of {size(self.before + self.total)} done\n")
         if not self.quiet and sys.stderr.isatty() and self.total:
             from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+            from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
             from rich.progress import Progress as Bar
 
             columns = (
@@ -57,10 +82,10 @@ class Progress:
                 BarColumn(),
                 DownloadColumn(),
                 TransferSpeedColumn(),
-                TimeRemainingColumn(),
+                TextColumn("{task.fields[left]}"),
             )
             self.bar = Bar(*columns, console=Console(stderr=True), transient=True)
-            self.task = self.bar.add_task(self.what, total=self.total)
+            self.task = self.bar.add_task(self.what, total=self.total, left="")
             self.bar.start()
         return self
 
@@ -72,14 +97,18 @@ class Progress:
                 self.tell(self.what, self.done, self.total)
             now = time.monotonic()
             if self.bar:
-                self.bar.update(self.task, completed=self.done)
+                self.bar.update(self.task, completed=self.done, left=f"{self.left(now)} left")
             elif not self.quiet and now - self.said >= EVERY:
                 self.said = now
-                rate = self.done / (now - self.began)
-                left = (self.total - self.done) / rate if rate else 0.0
-                line = f"{self.what}: {size(self.done)} of {size(self.total)}, {size(rate)}/s, {left:.0f} s left\n"
+                rate = f"{size(self.done / (now - self.began))}/s"
+                line = f"{self.what}: {size(self.done)} of {size(self.total)}, {rate}, {self.left(now)} left\n"
                 sys.stderr.write(line)
                 sys.stderr.flush()
+
+    def left(self, now: float) -> str:
+        """The time left, that of what follows included, at the rate until now."""
+        rest = max(0, self.total - self.done) + self.after
+        return clock(rest * (now - self.began) / self.done if self.done else 0.0)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

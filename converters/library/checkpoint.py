@@ -28,7 +28,7 @@ from converters.library.options import (
 from converters.library.records import inspect_record
 from converters.library.view import Reader, View, tensors_of
 from converters.move.casts import Array
-from converters.plan.opening import open_source, replicas_of, require_effect, require_family
+from converters.plan.opening import open_only, replicas_of
 from converters.plan.output import plan_output
 from converters.plan.request import Request
 from formats import checkpoint
@@ -55,9 +55,7 @@ class Checkpoint:
         self.path, self.options = path, options
         settings = settings_of(options)
         with known_family(options) as family:
-            self.source: checkpoint.Checkpoint = open_source(path, settings)
-            require_effect(settings, self.source)
-            require_family(family, self.source)
+            self.source: checkpoint.Checkpoint = open_only(path, settings, family)
         self.stamps = {file: _stamp(file) for file in self.source.files}
 
     def unchanged(self) -> None:
@@ -191,7 +189,7 @@ def _file_of(to: str, ranks: Mapping[str, tuple[int, int]], options: Mapping[str
     """
     if to == "fsdp" and ranks.keys() == {"ranks"}:
         return f"__{ranks['ranks'][0]}_0.distcp"
-    if to != "megatron" or options.get("format", "torch") == "torch_dist":
+    if to != "megatron" or options.get("format", "torch") in ("torch_dist", "fsdp_dtensor"):
         raise UsageError(f"the layout {to} has no files of such ranks", "megatron has tp, pp and ep, fsdp has ranks")
     from formats.megatron.mesh import Mesh
     from formats.megatron.shards import folder_of

@@ -20,7 +20,7 @@ from converters.library.options import (
 from converters.library.records import plan_record
 from converters.plan.averaging import last_of, plan_average, weights_of
 from converters.plan.merging import plan_merge
-from converters.plan.opening import open_source, require_effect, require_family
+from converters.plan.opening import open_all, open_only
 from converters.plan.output import plan_output
 from converters.plan.plan import Plan
 from converters.plan.request import Request
@@ -70,9 +70,7 @@ def average(
         paths = [path_of(one, "checkpoints") for one in listed]
     weights, reading = weights_of(len(paths), given, ema), _settings(said)
     with known_family(said) as family:
-        sources = [open_source(path, reading) for path in paths]
-        require_effect(reading, *sources)
-        require_family(family, *sources)
+        sources = open_all(paths, reading, family)
         request = asked(path_of(out, "out"), said, sources[0])
         plan = plan_average(sources, weights, request, to, output_of(said), said.get("replicas"))
         return _carried(plan, request)
@@ -97,9 +95,7 @@ def merge(
     said = checked(options, OF_MERGE)
     reading = _settings(said)
     with known_family(said) as family:
-        source = open_source(path_of(base, "base"), reading)
-        require_effect(reading, source)
-        require_family(family, source)
+        source = open_only(path_of(base, "base"), reading, family)
         request = asked(path_of(out, "out"), said, source)
         planned = plan_output(source, request, to, output_of(said))
         return _carried(plan_merge(planned, read(path_of(adapter, "adapter")), request), request)

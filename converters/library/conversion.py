@@ -29,11 +29,10 @@ from converters.library.records import plan_record
 from converters.move.journal import Share
 from converters.move.source_checks import Verdict
 from converters.plan import plan as plans
-from converters.plan.opening import open_source, open_training, replicas_of, require_effect, require_family
+from converters.plan.opening import open_only, open_training, replicas_of, source_of
 from converters.plan.output import UNIVERSAL, plan_output
 from converters.plan.request import Request
 from converters.prove import digest
-from formats.deepspeed.universal import States
 from formats.errors import UsageError
 from formats.torch_files import saves
 
@@ -262,12 +261,8 @@ def _planned(src: Path, out: Path, to: str, options: Mapping[str, Any], family: 
     """The plan of a conversion, and what is asked for."""
     reading = {name: value for name, value in options.items() if name in Reading.__optional_keys__}
     settings = settings_of(reading)
-    opened = open_training(src, settings) if to == UNIVERSAL else open_source(src, settings)
-    source = opened.opened[0] if isinstance(opened, States) else opened
-    if source is opened:
-        require_effect(settings, source)
-        require_family(family, source)
-    request = asked(out, options, source)
+    opened = (open_training if to == UNIVERSAL else open_only)(src, settings, family)
+    request = asked(out, options, source_of(opened))
     return plan_output(opened, request, to, output_of(options)), request
 
 

@@ -63,7 +63,7 @@ class Names(TypedDict, total=False):
     glu_interleave: int
     megatron_version: str
     make_vocab_size_divisible_by: int
-    format: Literal["torch", "torch_dist", "megatron-llm"]
+    format: Literal["torch", "torch_dist", "fsdp_dtensor", "megatron-llm"]
     true_vocab_size: int
     layout: Literal["sequential", "pipeline"]
     optimizer: Literal["plain", "distributed"]
@@ -150,7 +150,7 @@ KINDS: Mapping[str, Kind] = {
     "iteration": number(0), "pp_layout": TEXT, "megatron_version": TEXT, "chat_template": Kind(
         "a name or a path", lambda value: isinstance(value, str | PathLike)),
     "norm": choice("te", "local"), "experts": choice("te", "local"), "with_optimizer": FLAG, "force": FLAG,
-    "format": choice("torch", "torch_dist", "megatron-llm"), "layout": choice("sequential", "pipeline"),
+    "format": choice("torch", "torch_dist", "fsdp_dtensor", "megatron-llm"), "layout": choice("sequential", "pipeline"),
     "optimizer": choice("plain", "distributed"), "verify": FLAG, "prefetch": number(0),
     "dtype": choice("keep", "bf16", "fp16", "fp32"),
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,9 @@ from converters.plan.targets import plan_reading
 from converters.prove.diff import Difference, compare
 from formats.checkpoint import MANIFEST, Checkpoint, Settings
 from formats.errors import SourceError, VerificationError
-from formats.megatron import DIST, MEGATRON
-from formats.model.spec import Verbatim, differences
+from formats.huggingface import folder as huggingface
+from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
+from formats.model.spec import Spec, Verbatim, differences
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -98,11 +99,24 @@ class Verified:
 
 @dataclass(frozen=True)
 class Differences:
-    """In what two checkpoints differ: settings as `name: one | two`, and tensors."""
+    """In what two checkpoints differ: settings as `name: one | two`, and tensors.
+
+    Attributes:
+        tensors: those that differ, by their logical names.
+        settings: those that differ.
+        compared: how many tensors the first has.
+        keys: what Hugging Face calls a logical tensor, with `{layer}` and `{expert}`; none for a model without a table.
+    """
 
     tensors: tuple[Difference, ...]
     settings: tuple[str, ...]
     compared: int
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+    def key_of(self, name: str) -> str:
+        """What Hugging Face calls a tensor of one layer, such as `up.3`."""
+        tensor, _, layer = name.partition(".")
+        return self.keys[tensor].replace("{layer}", layer).replace("{expert}", "*") if tensor in self.keys else name
 
     @property
     def equal(self) -> bool:
@@ -116,8 +130,9 @@ class Differences:
     def to_dict(self) -> dict[str, Any]:
         """What `convert diff --json` prints."""
         tensors = [
-            {"name": one.name, "what": one.what, "elements": one.count, "largest": one.largest} for one in self.tensors
-        ]
+            {"name": one.name, "key": self.key_of(one.name), "what": one.what, "elements": one.count,
+             "largest": one.largest} for one in self.tensors
+        ]  # fmt: skip
         return {"equal": self.equal, "settings": list(self.settings), "tensors": tensors}
 
 
@@ -224,14 +239,23 @@ def diff_with(one: Path, two: Path, effects: Effects) -> Differences:
     left, right = plan_reading(first), plan_reading(second)
     with effects.progress("comparing", left.nbytes) as progress:
         found = compare(left, right, effects.limits, progress.advance)
-    return Differences(tuple(found), tuple(differences(first.spec, second.spec)), len(left.jobs))
+    keys = _keys(second.spec) | _keys(first.spec)
+    return Differences(tuple(found), tuple(differences(first.spec, second.spec)), len(left.jobs), keys)
+
+
+def _keys(spec: Spec) -> dict[str, str]:
+    """What Hugging Face calls each logical tensor of a model."""
+    if isinstance(spec, Verbatim):
+        return {}
+    slots = huggingface.model_slots(spec)
+    return {tensor: slot.rule.spellings[0] for slot in reversed(slots) for tensor in slot.rule.pattern.tensors}
 
 
 def own_config(path: Path, settings: Settings, other: Path | None = None) -> Settings:
     """Settings for one of two checkpoints: its own config, else the one that was named, else that of the other."""
     own = (path / "config.json").is_file()
     if other is not None and settings.config is None and (other / "config.json").is_file():
-        knows_itself = any(form.reader.detect(path) for form in (DIST, MEGATRON))
+        knows_itself = any(form.reader.detect(path) for form in (DIST, MEGATRON, MEGATRON_FSDP))
         return replace(settings, config=None if own or knows_itself else other)
     return replace(settings, config=None if own else settings.config)
 

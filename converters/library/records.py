@@ -23,6 +23,7 @@ def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
     record: dict[str, Any] = {
         "path": str(source.root),
         "format": source.format,
+        **({"kind": source.details.kind} if source.details.kind else {}),
         "topology": dict(source.topology),
         "settings": source.spec.settings(),
         "parameters": _parameters(source),
@@ -101,7 +102,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "blocks": plan.blocks,
         "bytes": plan.nbytes,
         "edges": plan.edges,
-        "masters compared": sum(1 for job in plan.jobs if job.twins),
+        "masters_compared": sum(1 for job in plan.jobs if job.twins),
         "notes": notes,
     }
     if plan.inputs:
@@ -113,10 +114,10 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     if target:
         record["target"] = {
             "files": {str(file.path).split(".partial/out/")[-1]: file.size for file in target.files},
-            "small files": sorted([*target.texts, *target.copies]),
+            "small_files": sorted([*target.texts, *target.copies]),
             "bytes": sum(file.size for file in target.files),
-            "filled elements": filled(target) - _carried_padding(plan),
-            "filled with": FILL[target.padding],
+            "filled_elements": filled(target) - _carried_padding(plan),
+            "filled_with": FILL[target.padding],
         }
     return record
 

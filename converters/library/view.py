@@ -122,7 +122,7 @@ class Reader:
         """Put the elements of a leaf into their places."""
         box = tuple((0, 1) if span.axis == "layer" else (span.start, span.stop) for span in leaf.spans)
         copies = Copies(job, self.files, self.limits.replicas)
-        for start, shape, piece in pieces_of(job, [copies], self.files, self.buffers, box):
+        for start, shape, piece in pieces_of(job, [copies], self.files, self.buffers, box, self.limits.accepted):
             where = region(leaf, start, shape)
             strided(values, where.file, where.dims, 1)[...] = strided(piece, where.tile, where.dims, 2)
         copies.judge()

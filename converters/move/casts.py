@@ -15,6 +15,8 @@ Array = NDArray[Any]
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Elements travel as words of their size: what is not cast is never interpreted."""
 
+ROUNDED_NORMS = "rounded_norms"
+"""What accepts norms that are rounded when one is taken off."""
 PIECE = 1 << 16
 """Elements that are cast at a time: few enough to stay in the cache, and in little memory."""
 
@@ -131,6 +133,34 @@ def _to_bf16(values: Array) -> Array:
         rounded = np.where(nan, (bits >> 16) | 0x40, rounded)
     words: Array = rounded.astype(np.uint16)
     return words
+
+
+def add_one(words: Array, dtype: str) -> Array:
+    """The elements of a tensor that is stored less one, added in float32 (float64 for F64) and rounded once."""
+    return _rounded(to_float(words, dtype) + 1, dtype, "a norm")
+
+
+def less_one(words: Array, dtype: str, name: str, *, rounded: bool = False) -> Array:
+    """The elements as they are stored less one, so that adding it gives them back bit by bit.
+
+    Args:
+        words: the elements as unsigned words.
+        dtype: their element type.
+        name: what to call the tensor in an error.
+        rounded: take those of which it does not, rounded to the nearest even.
+
+    Raises:
+        RefusedError: some do not come back, such as most of those below one half.
+    """
+    less = _rounded(to_float(words, dtype) - 1, dtype, name)
+    lost = add_one(less, dtype) != words
+    if lost.any() and not rounded:
+        raise RefusedError(
+            f"{name} holds {to_float(words[lost], dtype)[0]:g}: stored less one, as the target has it, that is another "
+            f"number in {dtype} ({lost.sum()} or more such values)",
+            f"--accept {ROUNDED_NORMS} rounds them; in float32 (--dtype fp32) values of 16 bits mostly stay the same",
+        )
+    return less
 
 
 def finite(words: Array, dtype: str) -> bool:

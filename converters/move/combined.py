@@ -53,7 +53,8 @@ def _total(job: Job, readings: Sequence[Reading], start: Start, shape: tuple[int
                 raise RefusedError(f"{path} holds NaN or infinity in {job.name}", "the training has diverged")
             for low in range(0, len(words), PIECE):
                 piece = slice(low, low + PIECE)
-                total[piece] += term.factor * casts.to_float(words[piece], term.job.source_dtype).astype(np.float64)
+                values = casts.to_float(words[piece], term.job.source_dtype).astype(np.float64)
+                total[piece] += term.factor * (values + term.job.less_one[0])
     return total
 
 

@@ -9,7 +9,7 @@ averaged, their total is as many floats again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from math import prod
 from typing import NamedTuple
@@ -53,7 +53,12 @@ class Piece(NamedTuple):
 
 
 def pieces_of(
-    job: Job, copies: Sequence[Copies], files: Files, buffers: Buffers, box: Box | None = None
+    job: Job,
+    copies: Sequence[Copies],
+    files: Files,
+    buffers: Buffers,
+    box: Box | None = None,
+    accepted: Collection[str] = (),
 ) -> Iterator[Piece]:
     """The elements of a job's tensor as they are written, in canonical order; `copies` know at the end of any others.
 
@@ -63,6 +68,7 @@ def pieces_of(
         files: open files.
         buffers: this thread's memory. Each piece is in it, and overwritten by the next.
         box: the part of the tensor, as a start and a stop along each axis; None for all of it.
+        accepted: deviations that the user named.
     """
     box = box or tuple((0, n) for n in job.shape)
     readings = [Reading(one, held, files, buffers, box) for one, held in zip(job.reads, copies, strict=True)]
@@ -72,10 +78,19 @@ def pieces_of(
         start = tuple(low + offset for (low, _), offset in zip(box, at, strict=True))
         room = buffers.other.view(WORDS[DTYPES[job.dtype]])[: prod(shape)]
         if combined:
-            yield Piece(start, shape, combined(start, shape, room))
-            continue
-        values = readings[0](start, shape)
-        yield Piece(start, shape, casts.cast(values, job.source_dtype, job.dtype, job.name, room))
+            values = combined(start, shape, room)
+        else:
+            values = casts.cast(readings[0](start, shape), job.source_dtype, job.dtype, job.name, room)
+        yield Piece(start, shape, _shifted(job, values, accepted))
+
+
+def _shifted(job: Job, values: Array, accepted: Collection[str]) -> Array:
+    """The elements as the target stores them: the tensor, or the tensor less one."""
+    if job.shift > 0:
+        return casts.add_one(values, job.dtype)
+    if job.shift < 0:
+        return casts.less_one(values, job.dtype, job.name, rounded=casts.ROUNDED_NORMS in accepted)
+    return values
 
 
 def run_job(
@@ -92,7 +107,7 @@ def run_job(
     policies = [term.policy for term in job.terms] or [limits.replicas]
     copies = [Copies(read, files, policy) for read, policy in zip(job.reads, policies, strict=True)]
     moments = Moments(job, limits.accepted)
-    for start, shape, values in pieces_of(job, copies, files, buffers):
+    for start, shape, values in pieces_of(job, copies, files, buffers, accepted=limits.accepted):
         moments.see(values)
         if stop():
             raise Interrupted("stopped by a signal", "run the same command again to resume")
@@ -100,7 +115,7 @@ def run_job(
             raise VerificationError(
                 f"{job.name} holds NaN or infinity", "the training has diverged; take an earlier one"
             )
-        digest.update(values.data.cast("B"))
+        digest.update((casts.add_one(values, job.dtype) if job.less_one[1] else values).data.cast("B"))
         if job.targets and len(values) and (not limits.fresh or values[0] or values.any()):
             scatter(files, targets, start, shape, values, buffers.scratch.view(values.dtype))
         advance(len(values) * DTYPES[job.source_dtype])

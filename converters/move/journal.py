@@ -301,4 +301,4 @@ def fingerprint(plan: Plan, replicas: str) -> str:
 
 def _line(job: Job) -> str:
     """What a job does to its tensor."""
-    return f"{job.name} {job.source_dtype} {job.dtype} {job.shape} {job.rows} {job.partial} {job.edge}\n"
+    return f"{job.name} {job.source_dtype} {job.dtype} {job.shape} {job.rows} {job.partial} {job.less_one} {job.edge}\n"

@@ -23,7 +23,7 @@ PIECE = 1 << 16
 WIDEST = 1 << 8
 """Columns at a time: of the right matrix so many are read for each row of it."""
 ALONE = 1 << 18
-"""Multiplications that OpenBLAS does in one thread (interface/gemm.c); beyond, its threads are in the way of ours."""
+"""Multiplications that OpenBLAS does in one thread (interface/gemm.c): more slow down ours with its own threads."""
 FLOAT64 = 53
 """Bits of float64 that a sum of products may have."""
 

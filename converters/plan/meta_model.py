@@ -6,6 +6,7 @@ code of a model repository is run, and nothing is downloaded.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import tempfile
@@ -23,8 +24,8 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
         request: `config`, a config.json; and `shapes`, by the names of the tensors.
 
     Returns:
-        `missing` and `unexpected` names, and `mismatched` with the shape that is there and that of the model; or `why`
-        transformers cannot say.
+        `missing` and `unexpected` names, and `mismatched` with the shape that is there and that of the model, beside
+        what `lineage.py` tells of their names, or why it is `unnamed`; or `why` transformers cannot say.
     """
     try:
         import torch
@@ -50,7 +51,7 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
             key: torch.empty(tuple(shape), dtype=torch.bfloat16, device="meta")
             for key, shape in request["shapes"].items()
         }
-        _, said = model.from_pretrained(
+        made, said = model.from_pretrained(
             None,
             config=parsed,
             state_dict=state,
@@ -69,7 +70,23 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
         "unexpected": sorted(set(said["unexpected_keys"]) - apart),
         "mismatched": sorted(mismatched),
         "errors": list(map(str, said["error_msgs"])),
+        **_lineage(made, request["shapes"]),
     }
+
+
+def _lineage(model: Any, shapes: dict[str, list[int]]) -> dict[str, Any]:
+    """What the tensors are called in memory and in files; nothing where the version of transformers cannot say."""
+    path = Path(__file__).with_name("lineage.py")
+    spec = importlib.util.spec_from_file_location("lineage", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        found: dict[str, Any] = module.of_model(model, {name: tuple(shape) for name, shape in shapes.items()})
+    except Exception as error:  # noqa: BLE001  # whatever the version's own code raises
+        return {"unnamed": _line(error)}
+    return found
 
 
 def _line(error: Exception) -> str:

@@ -68,12 +68,38 @@ def open_source(path: Path, settings: Settings, wanted: Sequence[Format] = ()) -
     return source
 
 
-def open_training(path: Path, settings: Settings) -> Checkpoint | States:
+def open_only(path: Path, settings: Settings, family: Family | None, wanted: Sequence[Format] = ()) -> Checkpoint:
+    """Open the one checkpoint that all that was said is for (`open_all`)."""
+    return open_all([path], settings, family, wanted)[0]
+
+
+def open_all(
+    paths: Sequence[Path], settings: Settings, family: Family | None, wanted: Sequence[Format] = ()
+) -> list[Checkpoint]:
+    """Open checkpoints that all that was said is for: each setting has an effect on one of them.
+
+    Args:
+        paths: their folders, or names of the Hub.
+        settings: what the user said.
+        family: the user's own.
+        wanted: the formats that are read; none for any.
+
+    Raises:
+        SourceError: one is not there, or is damaged.
+        UsageError: one is of another format, or a setting or the family means nothing to any of them.
+    """
+    sources = [open_source(path, settings, wanted) for path in paths]
+    require_effect(settings, *sources)
+    require_family(family, *sources)
+    return sources
+
+
+def open_training(path: Path, settings: Settings, family: Family | None) -> Checkpoint | States:
     """Open what a universal checkpoint is made of: states whose ranks keep a part each, or any checkpoint."""
     from converters.plan.universal import is_partitioned, open_states
 
     if not is_partitioned(path, settings.tag):
-        return open_source(path, settings)
+        return open_only(path, settings, family)
     path, settings, _ = located(path, settings)
     from formats.deepspeed import NEOX
 
@@ -81,6 +107,11 @@ def open_training(path: Path, settings: Settings) -> Checkpoint | States:
     of_neox = dict.fromkeys(("gqa_layout", "config", "vocab_size", "values"), (NEOX,))
     require_effect(settings, states.opened[0], known={**of_neox, "verbatim": (), "container": ()})
     return states
+
+
+def source_of(opened: Checkpoint | States) -> Checkpoint:
+    """The checkpoint; of states the first of them."""
+    return opened if isinstance(opened, Checkpoint) else opened.opened[0]
 
 
 def require_effect(settings: Settings, *sources: Checkpoint, known: Mapping[str, Sequence[Format]] = KNOWN_TO) -> None:

@@ -13,7 +13,7 @@ from converters.plan.request import Request
 from formats.checkpoint import Checkpoint
 from formats.deepspeed import NEOX
 from formats.errors import UsageError, some
-from formats.megatron import DIST, MEGATRON
+from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
 from formats.registry import format_of
 
 if TYPE_CHECKING:
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 HUGGINGFACE, MEGATRON_RUN, FSDP, GPT_NEOX, UNIVERSAL = "huggingface", "megatron", "fsdp", "neox", "deepspeed"
 """What can be written."""
-OF_MEGATRON = (MEGATRON.name, DIST.name)
+OF_MEGATRON = (MEGATRON.name, DIST.name, MEGATRON_FSDP.name)
 """The formats of Megatron as a source."""
-DIALECTS = {"torch": "megatron-core", "torch_dist": "torch_dist", "megatron-llm": "megatron-llm"}
+DIALECTS = {"torch": "megatron-core", "torch_dist": "torch_dist", "fsdp_dtensor": "fsdp_dtensor",
+            "megatron-llm": "megatron-llm"}  # fmt: skip
 """`format` of a Megatron folder: the dialect that its files are written in."""
-OF_CORE, OF_LLM = ("torch", "torch_dist"), ("megatron-llm",)
+OF_CORE, OF_LLM = ("torch", "torch_dist", "fsdp_dtensor"), ("megatron-llm",)
 OF_DIALECTS = {"norm": OF_CORE, "experts": OF_CORE, "glu_interleave": OF_CORE, "megatron_version": OF_CORE,
                "with_optimizer": OF_CORE, "true_vocab_size": OF_LLM}  # fmt: skip
 """Option: each `format` of Megatron that it is for, of those that are not for all."""
@@ -51,7 +52,7 @@ class Output:
         glu_interleave: Megatron: in each expert so many rows of gate, then of up, and so on; 0 for all of gate first.
         megatron_version: the Megatron-LM that its flags are for; None for the newest that computes the model.
         make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times `tp`.
-        format: Megatron: `torch`, `torch_dist` or `megatron-llm`.
+        format: Megatron: `torch`, `torch_dist`, `fsdp_dtensor` or `megatron-llm`.
         true_vocab_size: Megatron-LLM: tokens that its training will have.
         iteration: the iteration that is written; None for a release of Megatron, and 0 of GPT-NeoX.
         layout: GPT-NeoX: `sequential` or `pipeline`.
@@ -150,7 +151,7 @@ def _fsdp(source: Checkpoint, request: Request, output: Output) -> Plan:
 
 
 def _require_no_cast(request: Request) -> None:
-    """An optimizer that moves as it is belongs to weights that move as they are."""
+    """An optimizer that moves as it is belongs to weights that move as they are, or are its masters."""
     if request.cast:
         raise UsageError(f"--with-optimizer excludes --dtype {request.cast}", "leave one of them out")
 
@@ -197,13 +198,20 @@ def _megatron(source: Checkpoint, request: Request, output: Output) -> Plan:
                 raise UsageError(f"--{flag_of(name)} is for a training that is resumed", "add --with-optimizer")
         return plan_megatron(source, request, options, iteration, output.true_vocab_size)
     from converters.plan.training_state import plan_resumed, plan_run
+    from formats.megatron.args.options import FSDP_DTENSOR
 
+    kind = output.optimizer
+    if options.dialect == FSDP_DTENSOR:
+        if kind == "plain":
+            raise UsageError("Megatron-FSDP has the distributed optimizer alone", "leave --optimizer plain out")
+        kind = "distributed"
     if again:
-        _require_no_cast(request)
+        if set(source.dtypes().values()) != {"F32"}:
+            _require_no_cast(request)
         if output.consumed_samples is not None:
             raise UsageError("--consumed-samples is for a training of another framework", "leave it out")
-        return plan_run(source, request, options, iteration, output.optimizer)
-    return plan_resumed(source, request, options, iteration, output.consumed_samples, output.optimizer or "plain")
+        return plan_run(source, request, options, iteration, kind)
+    return plan_resumed(source, request, options, iteration, output.consumed_samples, kind or "plain")
 
 
 def _iteration(source: Checkpoint) -> int | None:
@@ -245,7 +253,8 @@ def _megatron_options(source: Checkpoint, output: Output) -> Options:
         output.ep or 1,
         output.etp,
         output.experts or (saved.experts if saved else None),
-        **interleaves,
+        interleaves.get("interleave", 0),
+        interleaves.get("shared_interleave", 0),
         version=output.megatron_version,
         accepted=source.settings.accept,
     )

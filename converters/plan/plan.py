@@ -19,11 +19,13 @@ from formats.errors import RefusedError, UnsupportedError
 from formats.layout.boxes import overlap
 from formats.layout.leaves import Leaf
 from formats.layout.table import ORIGINAL, Placed, Replica
-from formats.layout.tensors import UNTRAINED
+from formats.layout.tensors import EXACT
 from formats.model.spec import Spec
 
 PADDING = "padding"
 """The state that rows of a vocabulary's padding are in, where a training is resumed with them."""
+MASTERS = "fp32"
+"""The state of an optimizer that weights are rounded from."""
 SCALE = re.compile(r"(.*)[._](?:scale(?:_inv)?|SCB|absmax)")
 """What weights of 8 bits, named before it, are multiplied by; the last two are bitsandbytes'."""
 CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
@@ -89,8 +91,9 @@ class Job:
     `shape` is the box, in the canonical order of the tensor's axes. `replicas` are further copies in the source; when
     the job is `partial` they are summands. `rows` is how many rows the source has when the target has more: the others
     become their mean, or copies of the `last` one. `twins` hold the same tensor in the type that its float32 masters
-    are rounded to. `state` says what of the tensor moves, when it is not the weights: `exp_avg` and the like. A tensor
-    that is computed of several has no source but its `terms`; its rows get `norms`, and `edge` says what is computed.
+    are rounded to. `state` says what of the tensor moves, when it is not the weights: `exp_avg` and the like. `centred`
+    says of source and target whether they store the tensor less one. A tensor that is computed of several has no source
+    but its `terms`; its rows get `norms`, and `edge` says what is computed.
     """
 
     tensor: str
@@ -106,9 +109,21 @@ class Job:
     twins: tuple[Part, ...] = ()
     last: bool = False
     state: str = ""
+    centred: tuple[bool, bool] = (False, False)
     terms: tuple[Term, ...] = ()
     norms: tuple[Norms, ...] = ()
     edge: str = ""
+
+    @property
+    def less_one(self) -> tuple[bool, bool]:
+        """Whether source and target store what moves less one: weights and their masters, not their moments."""
+        return self.centred if self.state in ("", MASTERS) else (False, False)
+
+    @property
+    def shift(self) -> int:
+        """What is added to the source, for the target or, without one, for the tensor itself."""
+        source, target = self.less_one
+        return int(source) - int(target)
 
     @property
     def reads(self) -> tuple[Job, ...]:
@@ -135,7 +150,10 @@ class Job:
         grow = [] if self.rows is None else [f"{kind} of {self.rows} rows as {self.shape[0] - self.rows} new rows"]
         added = [f"sum over {1 + len(self.replicas)} ranks"] if self.partial and self.replicas else []
         summed = [one for term in self.terms for one in term.job.edges] + ([self.edge] if self.edge else [])
-        return (*(f"dequantize {method} to BF16" for method in coded), *added, *cast, *grow, *summed)
+        plus = any(term.job.less_one[0] for term in self.terms) or self.shift > 0
+        moved = ["add one to a norm that is stored less one"] if plus and self.targets else []
+        moved += ["take one off a norm"] if self.shift < 0 and self.targets else []
+        return (*(f"dequantize {method} to BF16" for method in coded), *added, *cast, *moved, *grow, *summed)
 
 
 class Input(NamedTuple):
@@ -221,13 +239,9 @@ def make_plan(
         UnsupportedError: what would be cast are weights of 8 bits with scales.
     """
     held, twins = parts_of(source.tensors), parts_of(source.twins)
-    partial = {
-        (name, placed.slot.layer)
-        for placed in source.tensors
-        if "partial" in placed.slot.rule.conditions
-        for name in placed.slot.rule.pattern.tensors
-    }
-    wanted = parts_of(placed for file in target.files for placed in file.tensors) if target else {}
+    partial, centred = (_marked(source.tensors, condition) for condition in ("partial", "centred"))
+    written = [placed for file in target.files for placed in file.tensors] if target else []
+    wanted, less_one = parts_of(written), _marked(written, "centred")
     repeated = _repeated(target) if target and target.padding == "last" else {}
     dtypes = source.dtypes()
     if cast:
@@ -260,11 +274,22 @@ def make_plan(
                 (tensor, layer) in partial,
                 tuple(twin),
                 bool(target and target.padding == "last"),
+                centred=((tensor, layer) in centred, (tensor, layer) in less_one),
             )
         )  # fmt: skip
     if target:
         _prove_filled(target)
     return Plan(source, spec or source.spec, tuple(jobs), target)
+
+
+def _marked(tensors: Iterable[Placed], condition: str) -> set[tuple[str, int | None]]:
+    """The (tensor, layer) of physical tensors whose lines say so."""
+    return {
+        (name, placed.slot.layer)
+        for placed in tensors
+        if condition in placed.slot.rule.conditions
+        for name in placed.slot.rule.pattern.tensors
+    }
 
 
 def _require_no_scales(source: Checkpoint) -> None:
@@ -285,7 +310,7 @@ def _require_no_scales(source: Checkpoint) -> None:
 
 def cast_dtype(dtype: str, cast: str | None, tensor: str = "") -> str:
     """The element type of a tensor after a cast, which leaves integers alone, and what no framework rounds."""
-    kept = tensor in UNTRAINED or tensor.endswith(".e_score_correction_bias")  # of a model without a table
+    kept = tensor in EXACT or tensor.endswith(".e_score_correction_bias")  # of a model without a table
     return CASTS[cast] if cast and dtype in FLOATS and not kept else dtype
 
 

@@ -27,7 +27,7 @@ class Limits:
         replicas: what to do with further copies of a tensor: `verify`, `first`, `mean`, or `drift`, the mean of copies
             that are near each other.
         finite: refuse NaN and infinity.
-        accepted: the states of an optimizer that are taken even if no Adam computes them.
+        accepted: the states of an optimizer that are taken even if no Adam computes them, and other deviations.
         fresh: what is written to reads as zeros, so that zeros need not be written.
     """
 

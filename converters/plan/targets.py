@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from converters.assets import files as assets
 from converters.assets.trusted import require_inside
-from converters.plan import agreement
+from converters.plan import agreement, names
 from converters.plan.plan import Plan, cast_dtype, cast_dtypes, make_plan
 from converters.plan.request import Request
-from formats.checkpoint import Checkpoint
+from formats.checkpoint import ASSETS, Checkpoint
 from formats.errors import RefusedError, UnsupportedError
 from formats.fsdp import FSDP
 from formats.huggingface import HUGGINGFACE
@@ -45,6 +46,9 @@ def plan_huggingface(source: Checkpoint, request: Request, shard_size: int | Non
         template: name or file of a chat template. The vocabulary grows by the tokens that it needs.
     """
     require_vocab(source)
+    saved = source
+    if source.format != HUGGINGFACE.name and isinstance(source.spec, Verbatim):
+        source = names.in_files(source, json.loads(assets.config_text(source, None)))
     dtypes = cast_dtypes(source, request.cast)
     index = assets.remembered_index(source.assets) if shard_size is None else None
     held = dict(assets.files(source.assets)) if source.assets else {}
@@ -56,11 +60,11 @@ def plan_huggingface(source: Checkpoint, request: Request, shard_size: int | Non
         held = {name: path for name, path in held.items() if name not in applied.removed}
         texts, notes = dict(applied.texts), list(applied.notes)
     elif source.added_tokens:
-        names = ", ".join(source.added_tokens)
-        notes.append(f"the training added {names} to its tokenizer; --chat-template adds them to the one that travels")
+        added = ", ".join(source.added_tokens)
+        notes.append(f"the training added {added} to its tokenizer; --chat-template adds them to the one that travels")
     target = huggingface.write(request.root, spec, dtypes, shard_size or SHARD_SIZE, index)
     config = assets.config_text(source, _cast_to(request), spec)
-    notes += agreement.notes(source, spec, config)
+    notes += agreement.notes(saved, spec, config)
     texts |= {**target.texts, "config.json": config}
     copies = {name: path for name, path in held.items() if name not in texts} | assets.own_family(spec)
     plan = make_plan(source, replace(target, texts=texts, copies=copies), request.cast, spec)
@@ -96,9 +100,9 @@ def plan_megatron(
         args: arguments of a training that is resumed from another framework.
     """
     from formats.megatron import classic as megatron
-    from formats.megatron import megatron_llm, torch_dist
+    from formats.megatron import fsdp_dtensor, megatron_llm, torch_dist
     from formats.megatron.args import flags
-    from formats.megatron.args.options import DIST
+    from formats.megatron.args.options import DIST, FSDP_DTENSOR
     from formats.megatron.details import Megatron
 
     if isinstance(source.spec, Verbatim):
@@ -113,9 +117,9 @@ def plan_megatron(
     saved = source.details if isinstance(source.details, Megatron) else None
     llm = [dialect == megatron_llm.NAME for dialect in (saved and saved.dialect, options.dialect)]
     args = assets.dropouts_of(source) | dict(args or (saved.args if saved and llm[0] == llm[1] else {}))
-    writer = torch_dist if options.dialect == DIST else megatron
-    target = writer.write(request.root, spec, dtypes, options, args=args, iteration=iteration, optimizer=optimizer)
-    texts, copies = _inside(source, request, megatron.ASSETS, spec)
+    write = {DIST: torch_dist.write, FSDP_DTENSOR: fsdp_dtensor.write}.get(options.dialect, megatron.write)
+    target = write(request.root, spec, dtypes, options, args=args, iteration=iteration, optimizer=optimizer)
+    texts, copies = _inside(source, request, ASSETS, spec)
     if options.dialect == megatron_llm.NAME:
         name = megatron_llm.TOKENIZER
         folders = [folder for folder in (source.assets, source.root) if folder and (folder / name).is_file()]
@@ -123,6 +127,7 @@ def plan_megatron(
         copies |= {name: places[0]} if places else {}
     plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast, spec)
     notes = flags.remarks(target.texts[megatron.FLAGS].decode())
+    notes += fsdp_dtensor.notes(optimizer) if options.dialect == FSDP_DTENSOR else ()
     return replace(plan, notes=(*notes, *(megatron_llm.window_notes(spec) if llm == [False, True] else ())))
 
 
@@ -136,7 +141,7 @@ def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options
     require_vocab(source)
     dtypes = cast_dtypes(source, request.cast)
     target = writer.write(request.root, source.spec, dtypes, options)
-    texts, copies = _inside(source, request, neox.ASSETS)
+    texts, copies = _inside(source, request, ASSETS)
     notes = () if isinstance(source.details, neox.Neox) else yml.window_notes(source.spec)
     plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast)
     return replace(plan, notes=notes)
@@ -163,15 +168,18 @@ def plan_fsdp(source: Checkpoint, request: Request, ranks: int, trained: optimiz
     from formats.fsdp import checkpoint as fsdp
 
     require_vocab(source)
-    dtypes = cast_dtypes(source, request.cast)
-    target = fsdp.write(request.root, source.spec, dtypes, ranks, trained)
     config = assets.config_text(source, _cast_to(request))
     compared = agreement.notes(source, source.spec, config)
+    untold = False
+    if isinstance(source.spec, Verbatim) and source.format == HUGGINGFACE.name:
+        untold = not names.known(source, json.loads(config))
+        source = names.in_memory(source, json.loads(config))
+    dtypes = cast_dtypes(source, request.cast)
+    target = fsdp.write(request.root, source.spec, dtypes, ranks, trained)
     texts = {**target.texts, "config.json": config}
     copies = {name: path for name, path in assets.files(source.assets) if name not in texts} if source.assets else {}
     copies |= assets.own_family(source.spec)
     plan = make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
-    untold = isinstance(source.spec, Verbatim) and source.format == HUGGINGFACE.name
     return replace(plan, notes=(*plan.notes, *compared, *([UNTOLD] if untold else ())))
 
 

@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from converters.plan.plan import PADDING, Copies, Job, Part, Plan, cast_dtypes, make_plan, padding_leaves, prove_tiling
+from converters.plan.plan import (
+    MASTERS,
+    PADDING,
+    Copies,
+    Job,
+    Part,
+    Plan,
+    cast_dtype,
+    cast_dtypes,
+    make_plan,
+    padding_leaves,
+    prove_tiling,
+)
 from converters.plan.request import Request
 from converters.plan.targets import plan_fsdp, plan_megatron
 from converters.plan.universal import UNTAKEN
@@ -17,7 +29,7 @@ from formats.layout.leaves import Leaf
 from formats.layout.table import ORIGINAL, Placed
 from formats.layout.tensors import UNTRAINED
 from formats.megatron import optimizer_reader, portable_optimizer
-from formats.megatron.args.options import Options
+from formats.megatron.args.options import FSDP_DTENSOR, Options, main_dtype
 from formats.megatron.optimizer import Optimizer as Native
 from formats.megatron.optimizer import of_kind
 from formats.megatron.torch_dist import OPTIMIZER
@@ -105,13 +117,19 @@ def plan_run(
     """
     held = optimizer_reader.read(source)
     optimizer = held if kind is None else of_kind(held, source, distributed=kind == "distributed")
-    plan = plan_megatron(source, request, options, iteration, optimizer=optimizer)
+    weights = source
+    if request.cast and "fp32" not in optimizer.states:
+        optimizer = replace(optimizer, states={"fp32": _trained(source), **optimizer.states})
+    if options.dialect == FSDP_DTENSOR:
+        weights, optimizer, request, options = _for_fsdp(source, optimizer, request, options)
+    plan = plan_megatron(weights, request, options, iteration, optimizer=optimizer)
     padded, multiple = source.padded_vocab or 0, options.vocab_multiple * options.tp
     rows = min(padded, -(-(source.spec.vocab or 0) // multiple) * multiple)
     notes = ["rng_state is not carried: it is that of other ranks"] if "rng_state" in source.state else []
     if rows < padded:
         notes.append(f"{padded - rows} rows of vocabulary padding have no place in the new topology")
-    return _resumed(plan, optimizer, rows, notes, None if "fp32" in optimizer.states else held.states.get("fp32"))
+    proof = None if "fp32" in optimizer.states or weights is not source else held.states.get("fp32")
+    return _resumed(plan, optimizer, rows, notes, proof, request.cast)
 
 
 def plan_resumed(
@@ -143,6 +161,12 @@ def plan_resumed(
     optimizer = of_kind(optimizer, weights, distributed=kind == "distributed")
     args = {"consumed_train_samples": found.samples or 0}
     weights = replace(weights, dropped=())
+    if options.dialect == FSDP_DTENSOR:
+        weights, optimizer, request, options = _for_fsdp(weights, optimizer, request, options)
+        notes.append(
+            "Megatron-FSDP takes the largest and the smallest rate of its schedule from the checkpoint, "
+            f"{optimizer.groups[0]['lr']:g} and 0, whatever --lr and --min-lr say"
+        )
     plan = plan_megatron(weights, request, options, iteration or found.step, optimizer=optimizer, args=args)
     return _resumed(plan, optimizer, 0, notes)
 
@@ -155,13 +179,33 @@ def _split(source: Checkpoint, found: Optimizer, cast: str | None) -> tuple[Chec
     if weights == {"F32"}:
         return (source if masters is None else as_weights(masters, source)), states
     if masters is None and set(source.dtypes().values()) == {"F32"}:
-        masters = replace(source, tensors=_parts_of(source, buffers=False), without=UNTRAINED)
+        masters = _trained(source)
     if masters is None:
         raise UnsupportedError(
             f"{source.root} was trained without float32 masters, which Megatron's optimizer has of such weights",
             "--dtype fp32 takes the weights themselves, and resumes in float32",
         )
     return source, {"fp32": masters, **states}
+
+
+def _for_fsdp(
+    source: Checkpoint, optimizer: Native, request: Request, options: Options
+) -> tuple[Checkpoint, Native, Request, Options]:
+    """Megatron-FSDP saves the masters in the place of the weights; its arguments say what those are rounded to."""
+    states = dict(optimizer.states)
+    masters = states.pop("fp32", None)
+    rounded = [dtype for (name, _), dtype in cast_dtypes(source, request.cast).items() if name not in UNTRAINED]
+    return (
+        source if masters is None else as_weights(masters, source),
+        replace(optimizer, states=states),
+        replace(request, cast=None),
+        replace(options, computed=main_dtype(rounded)),
+    )
+
+
+def _trained(source: Checkpoint) -> Checkpoint:
+    """The parameters alone, as an optimizer holds them."""
+    return replace(source, tensors=_parts_of(source, buffers=False), without=UNTRAINED)
 
 
 def as_weights(masters: Checkpoint, source: Checkpoint) -> Checkpoint:
@@ -177,12 +221,27 @@ def _parts_of(source: Checkpoint, *, buffers: bool) -> tuple[Placed, ...]:
     )
 
 
-def _resumed(plan: Plan, optimizer: Native, rows: int, notes: Sequence[str], proof: Checkpoint | None = None) -> Plan:
-    """A plan of the weights, with the jobs of the optimizer; masters that it does not carry are the proof."""
+def _resumed(
+    plan: Plan, optimizer: Native, rows: int, notes: Sequence[str], proof: Checkpoint | None = None,
+    cast: str | None = None,
+) -> Plan:  # fmt: skip
+    """A plan of the weights, with the jobs of the optimizer; masters that it does not carry are the proof.
+
+    Raises:
+        UnsupportedError: masters would not round to the weights, from which one is taken off.
+    """
+    shifted = next((job.name for job in plan.jobs if job.shift), None)
+    if shifted and MASTERS in optimizer.states:
+        raise UnsupportedError(
+            f"Megatron stores {shifted} less one, where its float32 masters do not round to the weights of "
+            f"{plan.source.root}",
+            "take the weights alone, without --with-optimizer, or --dtype fp32",
+        )
     source = plan.source
 
     def more(written: Checkpoint) -> Iterator[Job]:
-        return state_jobs(written, optimizer_reader.read(written).states, rows)
+        again = optimizer_reader.read(written).states
+        return state_jobs(written, {state: again[state] for state in optimizer.states}, rows)
 
     paths = (placed.fragment.path for one in optimizer.states.values() for placed in one.tensors)
     resumed = replace(
@@ -192,21 +251,23 @@ def _resumed(plan: Plan, optimizer: Native, rows: int, notes: Sequence[str], pro
         dropped=tuple(name for name in source.dropped if not OPTIMIZER.fullmatch(name)),
         proof=proof,
     )
-    jobs = (*plan.jobs, *state_jobs(source, optimizer.states, rows, plan.target))
+    jobs = (*plan.jobs, *state_jobs(source, optimizer.states, rows, plan.target, cast))
     return replace(plan, source=resumed, jobs=jobs, notes=(*plan.notes, *notes), more=more)
 
 
 def state_jobs(
-    source: Checkpoint, states: Mapping[str, Checkpoint], rows: int = 0, target: Target | None = None
-) -> Iterator[Job]:
-    """The jobs of each state, and of what lies between the vocabulary and so many rows."""
+    source: Checkpoint, states: Mapping[str, Checkpoint], rows: int = 0, target: Target | None = None,
+    cast: str | None = None,
+) -> Iterator[Job]:  # fmt: skip
+    """The jobs of each state, and of what lies between the vocabulary and so many rows, which in weights are cast."""
     vocab = source.spec.vocab or 0
     for state, one in {"": source, **states}.items():
         part = _only(target, state) if target else None
         if state:
             yield from (replace(job, state=state) for job in make_plan(one, part).jobs)
         placed = [placed for file in part.files for placed in file.tensors] if part else []
-        yield from _padding_jobs(one, placed, range(vocab, rows), f"{state}.{PADDING}".strip("."))
+        name = f"{state}.{PADDING}".strip(".")
+        yield from _padding_jobs(one, placed, range(vocab, rows), name, None if state else cast)
 
 
 def _only(target: Target, state: str) -> Target:
@@ -216,7 +277,9 @@ def _only(target: Target, state: str) -> Target:
     return replace(target, files=tuple(replace(one, tensors=one.states.get(state, ())) for one in target.files))
 
 
-def _padding_jobs(source: Checkpoint, wanted: Iterable[Placed], rows: range, state: str) -> Iterator[Job]:
+def _padding_jobs(
+    source: Checkpoint, wanted: Iterable[Placed], rows: range, state: str, cast: str | None
+) -> Iterator[Job]:
     """The jobs that move rows of vocabulary padding, which no token has."""
     held, targets, dtypes = _rows(source.tensors, rows), _rows(wanted, rows), source.dtypes()
     for tensor, copies in held.items():
@@ -226,7 +289,8 @@ def _padding_jobs(source: Checkpoint, wanted: Iterable[Placed], rows: range, sta
             prove_tiling([part.leaf for part in parts], shape, f"{state}.{tensor}")
         replicas = {copy: tuple(parts) for copy, parts in copies.items() if copy}
         dtype = dtypes[tensor, None]
-        yield Job(tensor, None, shape, dtype, dtype, tuple(copies[ORIGINAL]), replicas, tuple(written), state=state)
+        cast_to = cast_dtype(dtype, cast, tensor)
+        yield Job(tensor, None, shape, dtype, cast_to, tuple(copies[ORIGINAL]), replicas, tuple(written), state=state)
 
 
 def _rows(tensors: Iterable[Placed], rows: range) -> dict[str, Copies]:

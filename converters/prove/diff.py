@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from converters.move.blocks import Files, gather
-from converters.move.casts import WORDS, Array, to_float
+from converters.move.casts import WORDS, Array, add_one, to_float
 from converters.move.regions import Nearby, tiles
 from converters.move.replicas import Copies, Tile
 from converters.move.source_checks import SourceChecks
@@ -66,13 +66,13 @@ class _Side(NamedTuple):
     sources: Nearby
     copies: Copies
 
-    def read(self, files: Files, tile: Tile, buffer: Array) -> Array:
-        """The elements of a tile that count."""
+    def read(self, files: Files, tile: Tile, buffer: Array, *, add: bool) -> Array:
+        """The elements of a tile that count, with one added to those of a tensor that is stored less one."""
         word = WORDS[DTYPES[self.job.source_dtype]]
         values = buffer.view(word)[: prod(tile.shape)]
         gather(files, self.sources, tile.start, tile.shape, values, tile.scratch.view(word))
         self.copies.settle(values, tile)
-        return values
+        return add_one(values, self.job.source_dtype) if add else values
 
 
 def _compare(left: _Side, right: _Side, files: Files, buffers: Sequence[Array]) -> Difference | None:
@@ -80,6 +80,7 @@ def _compare(left: _Side, right: _Side, files: Files, buffers: Sequence[Array]) 
     if one.shape != two.shape:
         return Difference(one.name, f"shape {list(one.shape)} | {list(two.shape)}")
     dtypes, same = (one.source_dtype, two.source_dtype), one.source_dtype == two.source_dtype
+    apart = one.less_one[0] != two.less_one[0]
     both_float = dtypes[0] in FLOATS and dtypes[1] in FLOATS
     if not same and not both_float:
         return Difference(one.name, f"{dtypes[0]} | {dtypes[1]}")
@@ -87,7 +88,10 @@ def _compare(left: _Side, right: _Side, files: Files, buffers: Sequence[Array]) 
     count, largest = 0, 0.0
     for start, shape in tiles(one.shape, len(other) // 8):
         tile = Tile(start, shape, other, scratch)
-        words, others = (side.read(files, tile, room) for side, room in zip((left, right), rooms, strict=True))
+        words, others = (
+            side.read(files, tile, room, add=apart and side.job.less_one[0])
+            for side, room in zip((left, right), rooms, strict=True)
+        )
         if same and np.array_equal(words, others):
             continue
         if both_float:

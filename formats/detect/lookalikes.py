@@ -1,6 +1,6 @@
 """Checkpoints that would pass for those of a format in the registry, and that have no reader: recognised by content.
 
-Facts: megatron-core 0.19.2 training/checkpointing.py (fsdp_dtensor, torch_dcp), Megatron-DeepSpeed 4efb479d and
+Facts: megatron-core 0.19.2 training/checkpointing.py (torch_dcp), Megatron-DeepSpeed 4efb479d and
 a106b24 megatron/checkpointing.py, Megatron-Bridge 067f987d training/utils/checkpoint_utils.py, NeMo 2 lightning/io.
 """
 
@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 from formats.deepspeed import folders as deepspeed
 from formats.errors import SourceError, UnsupportedError
+from formats.megatron import fsdp_dtensor
 from formats.torch_files import dcp, saved_names
 from formats.torch_files.pickle_values import Namespace
 
 MOST_YAML = 1 << 20
-MEGATRON_DCP = ("args", "checkpoint_version", "iteration")
-"""Objects that Megatron's plain DCP has at the top, as torch.save wrote them; in torch_dist they are in one."""
 FEW = 4
 """Layer files that are opened where there is no other: the first are of the embedding and of a layer."""
 
@@ -43,21 +42,18 @@ def check(path: Path) -> None:
             raise UnsupportedError(f"{path} is {one.what}, which is not read ({found} tells)", one.hint)
 
 
-def _dcp_with(keys: str) -> Callable[[Path], Path | None]:
-    """Megatron's plain DCP whose model has such keys."""
-
-    def told_by(path: Path) -> Path | None:
-        folder = _iteration(path)
-        if folder is None or not dcp.names(folder, *MEGATRON_DCP):
-            return None
-        try:
-            entries, objects = dcp.contents(folder)
-        except SourceError:  # which a reader will tell
-            return None
-        mine = set(MEGATRON_DCP) <= set(objects) and any(re.match(keys, entry.name) for entry in entries)
-        return folder / dcp.METADATA if mine else None
-
-    return told_by
+def _torch_dcp(path: Path) -> Path | None:
+    """Megatron's plain DCP, whose model has the names of modules; in fsdp_dtensor they begin with `module`."""
+    folder = _iteration(path)
+    if folder is None or not dcp.names(folder, *fsdp_dtensor.OBJECTS):
+        return None
+    try:
+        entries, objects = dcp.contents(folder)
+    except SourceError:  # which a reader will tell
+        return None
+    keys = [entry.name for entry in entries if re.match(r"model\d*\.", entry.name)]
+    mine = set(fsdp_dtensor.OBJECTS) <= set(objects) and not any(map(fsdp_dtensor.MODEL.match, keys))
+    return folder / dcp.METADATA if mine and keys else None
 
 
 def _bridge(path: Path) -> Path | None:
@@ -106,14 +102,9 @@ def _iteration(path: Path) -> Path | None:
 
 LOOKALIKES = (
     Lookalike(
-        "a checkpoint of Megatron-FSDP (--ckpt-format fsdp_dtensor)",
-        "a training without --use-megatron-fsdp saves with --ckpt-format torch_dist, which is read",
-        _dcp_with(r"model\d*\.module\."),
-    ),
-    Lookalike(
         "a checkpoint of Megatron-LM with --ckpt-format torch_dcp",
         "load it in that training and save with --ckpt-format torch_dist, which is read",
-        _dcp_with(r"model\d*\."),
+        _torch_dcp,
     ),
     Lookalike(
         "a checkpoint of Megatron-Bridge, whose weights are torch_dist without the args of Megatron-LM",

@@ -10,6 +10,7 @@ FAMILY = Family(
     architecture="ArceeForCausalLM",
     table=TABLE,
     requires={"attention_bias": False, "mlp_bias": False},
+    nulls=("head_dim",),
     mha=True,
     keys={"activation": "hidden_act"},
     defaults={"activation": "relu2"},

@@ -13,6 +13,7 @@ FAMILY = Family(
     architecture="Ernie4_5ForCausalLM",
     table=TABLE,
     requires={"hidden_act": "silu", "use_bias": False},
+    nulls=("head_dim", "num_key_value_heads"),
     rope_theta=500000.0,
     head_dim=128,
     defaults={"tied": True},

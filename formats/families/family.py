@@ -24,6 +24,8 @@ SIGNS = {
     "learned": {"positions"},
     "sinks": {"sinks"},
     "latent": {"latent_down"},
+    "recurrent": {"linear_decay"},
+    "query_gate": {"query_gate"},
     "moe": {"router"},
     "router_bias": {"router_bias"},
     "shared_experts": {"shared_up"},
@@ -51,6 +53,7 @@ class Family:
         head_dim: the same for the head dimension; None for hidden size / heads.
         ffn_ratio: the same for the size of the MLP, in hidden sizes; 0 where the config has to name it.
         mha: whether `__post_init__` of its config takes as many key/value heads as heads; a fixed number is not that.
+        nulls: config keys in which null means something for it and not for every family (`huggingface/nulls.py`).
         centred: whether the weights of its norms are stored less one; Megatron has such LayerNorms.
         general: whether a model is taken for one of it where nothing tells it from those of other families.
         window: the config key of its sliding window, if it has one, and what transformers assumes.
@@ -82,6 +85,7 @@ class Family:
     head_dim: int | None = None
     ffn_ratio: int = 0
     mha: bool = False
+    nulls: tuple[str, ...] = ()
     centred: bool = False
     general: bool = False
     window: str = ""

@@ -16,8 +16,10 @@ FAMILY = replace(
     drops=(r"model\.layers\.47\..*",),
     requires={**deepseek_v3.FAMILY.requires, "first_k_dense_replace": 1},
     keys={**deepseek_v3.FAMILY.keys, "rope_dim": "qk_rope_head_dim head_dim", "dense_layers": "mlp_layer_types"},
+    mha=False,
     defaults={
         **deepseek_v3.FAMILY.defaults,
+        "kv_heads": 20,
         "head_dim": 256,
         "nope_dim": 192,
         "experts": 64,

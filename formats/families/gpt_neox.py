@@ -21,8 +21,10 @@ gpt_neox.layers.{layer}.mlp.dense_4h_to_h.weight             down: hidden ffn
 gpt_neox.layers.{layer}.mlp.dense_4h_to_h.bias               down_bias: hidden
 gpt_neox.final_layer_norm.weight                             final_norm: hidden
 gpt_neox.final_layer_norm.bias                               final_norm_bias: hidden
-{embed_out|lm_head}.weight                                   head: vocab hidden          untied
-{embed_out|lm_head}.weight                                   embedding: vocab hidden     tied optional
+{embed_out|lm_head}.weight                                   head: vocab hidden          untied separate
+{lm_head|embed_out}.weight                                   head: vocab hidden          untied fused
+{embed_out|lm_head}.weight                                   embedding: vocab hidden     tied optional separate
+{lm_head|embed_out}.weight                                   embedding: vocab hidden     tied optional fused
 """
 
 FAMILY = Family(

@@ -16,6 +16,7 @@ FAMILY = Family(
     architecture="Jais2ForCausalLM",
     table=TABLE,
     requires={"attention_bias": True, "mlp_bias": True},
+    nulls=("head_dim",),
     mha=True,
     keys={"norm_epsilon": "layer_norm_eps", "activation": "hidden_act"},
     defaults={"norm_epsilon": 1e-5, "activation": "relu2"},

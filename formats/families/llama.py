@@ -49,6 +49,7 @@ FAMILY = Family(
     table=TABLE,
     drops=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
     requires={"hidden_act": "silu"},
+    nulls=("head_dim",),
     biases={"attention_bias": ("qkv_bias output_bias", False), "mlp_bias": ("mlp_bias", False)},
     mha=True,
     torchtitan=TORCHTITAN,

@@ -9,6 +9,7 @@ FAMILY = Family(
     general=True,
     table=ATTENTION + GATED_MLP + NORMS + HEAD,
     requires={"hidden_act": "silu"},
+    nulls=("head_dim",),
     window="sliding_window",
     window_default=4096,
     neox="rms",

@@ -22,6 +22,7 @@ FAMILY = Family(
     architecture="MixtralForCausalLM",
     table=TABLE,
     requires={"hidden_act": "silu"},
+    nulls=("head_dim",),
     rope_theta=1000000.0,
     window="sliding_window",
     keys={"experts": "num_local_experts num_experts", "top_k": "num_experts_per_tok"},

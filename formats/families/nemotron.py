@@ -14,6 +14,7 @@ FAMILY = Family(
     architecture="NemotronForCausalLM",
     table=TABLE,
     requires={"attention_bias": False, "mlp_bias": False},
+    nulls=("head_dim",),
     centred=True,
     keys={"norm_epsilon": "norm_eps", "activation": "hidden_act", "rotary_fraction": "partial_rotary_factor"},
     defaults={"norm_epsilon": 1e-5, "activation": "relu2", "rotary_fraction": 0.5},

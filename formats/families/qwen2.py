@@ -10,6 +10,7 @@ FAMILY = Family(
     architecture="Qwen2ForCausalLM",
     table=TABLE,
     requires={"hidden_act": "silu"},
+    nulls=("num_key_value_heads",),
     switch="use_sliding_window",
     window_default=4096,
     full_until=("max_window_layers", 28),

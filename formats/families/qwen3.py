@@ -29,6 +29,7 @@ FAMILY = Family(
     architecture="Qwen3ForCausalLM",
     table=TABLE,
     requires={"hidden_act": "silu"},
+    nulls=("num_key_value_heads",),
     biases={"attention_bias": ("qkv_bias output_bias", False)},
     switch="use_sliding_window",
     window_default=4096,

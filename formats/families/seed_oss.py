@@ -8,6 +8,7 @@ FAMILY = Family(
     architecture="SeedOssForCausalLM",
     table=TABLE,
     requires={"hidden_act": "silu"},
+    nulls=("head_dim", "num_key_value_heads"),
     biases={
         "attention_bias": ("qkv_bias", True),
         "attention_out_bias": ("output_bias", False),

@@ -8,6 +8,7 @@ FAMILY = Family(
     architecture="SmolLM3ForCausalLM",
     table=TABLE,
     requires={"hidden_act": "silu"},
+    nulls=("num_key_value_heads",),
     biases={"attention_bias": ("qkv_bias output_bias", False), "mlp_bias": ("mlp_bias", False)},
     switch="use_sliding_window",
     full_until=("", 0),

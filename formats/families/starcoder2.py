@@ -17,6 +17,7 @@ FAMILY = Family(
     general=True,
     table=TABLE,
     requires={"use_bias": True},
+    nulls=("head_dim",),
     window="sliding_window",
     keys={"norm_epsilon": "norm_epsilon", "activation": "hidden_act"},
     defaults={"norm_epsilon": 1e-5, "activation": "gelu_pytorch_tanh", "tied": True},

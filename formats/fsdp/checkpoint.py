@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.disk.safetensors import Fragment, read_safetensors
 from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, some
 from formats.families.family import Family
 from formats.fsdp import FSDP, torchtitan
+from formats.fsdp.contents import Listing, contents
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Piece, Scattered, in_one, scattered, spread
 from formats.layout.table import ALONE, Cut, Rule, Slot, match, slots
@@ -31,7 +31,7 @@ from formats.layout.tensors import UNTRAINED
 from formats.model import adapters
 from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.model.vocab_rows import EMBEDDING
-from formats.optimizer import Group, Optimizer
+from formats.optimizer import Group, Optimizer, step_tensor
 from formats.torch_files import dcp, dcp_writer, rank_dumps, saved_names
 from formats.torch_files.archive import TorchFile, packed, read_torch
 from formats.torch_files.archive_writer import Small
@@ -55,19 +55,6 @@ ADAMW = {
     "decoupled_weight_decay": True,
 }  # fmt: skip
 """What torch's AdamW has in its groups besides (torch/optim/adam.py, 2.13)."""
-
-
-class Listing(NamedTuple):
-    """What a checkpoint holds: the path of each tensor in the saved dictionary, and how their bytes are found.
-
-    It is `unbounded` where the files do not tell how many there were: a shape is then as far as the pieces reach.
-    """
-
-    paths: Sequence[tuple[str, ...]]
-    load: Callable[[Sequence[int]], Iterable[Scattered]]
-    files: tuple[Path, ...]
-    flat: Mapping[int, TorchFile] | None = None
-    unbounded: bool = False
 
 
 # --- what lies where -------------------------------------------------------------------------------------------------
@@ -211,7 +198,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     listing = list_folder(folder, settings)
     if settings.adapter == "only":
         return _read_adapter(path, folder, listing, settings)
-    assets = _config_folder(path, folder, settings)
+    assets = _config_folder(path, folder, settings, lambda: contents(path, listing))
     config = huggingface.read_config(assets)
     if listing.flat is not None:
         spec, tensors, dropped = _read_flat(listing.flat, config, assets, settings)
@@ -231,11 +218,11 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     )
 
 
-def _config_folder(path: Path, folder: Path, settings: Settings) -> Path:
+def _config_folder(path: Path, folder: Path, settings: Settings, known: Callable[[], Mapping[str, Any]]) -> Path:
     """The folder with the config.json that belongs to the weights: the user's, or one that trainers leave beside them.
 
     Raises:
-        SourceError: there is none.
+        OptionNeededError: there is none.
     """
     if settings.config is not None:
         return settings.config
@@ -249,7 +236,7 @@ def _config_folder(path: Path, folder: Path, settings: Settings) -> Path:
         return Path(named)
     hint = f" (train_params.yaml names {named})" if named else ""
     raise OptionNeededError(
-        f"{path} has no config.json", f"add --config BASE, the model that the training began with{hint}"
+        f"{path} has no config.json", f"add --config BASE, the model that the training began with{hint}", known
     )
 
 
@@ -368,9 +355,17 @@ def _native_slots(spec: Spec) -> list[Slot]:
             f"{torchtitan.FIRST} is a name of torchtitan, whose {spec.family} has no table",
             f"there are {', '.join(torchtitan.TITAN)}",
         )
-    layers = enumerate(range(spec.layers))
-    table = torchtitan.TITAN[spec.family]
-    return list(slots(table, spec.sizes(), tensors=spec.tensors, layers=layers, mesh={}, conditions=spec.conditions))
+    return list(
+        slots(
+            torchtitan.TITAN[spec.family],
+            spec.sizes(),
+            tensors=spec.tensors,
+            layers=enumerate(range(spec.layers)),
+            mesh={},
+            conditions=spec.conditions,
+            kinds=spec.layer_kinds,
+        )
+    )
 
 
 def _require_rows(tensors: Mapping[str, Scattered], spec: Verbatim, where: Path) -> None:
@@ -430,7 +425,7 @@ def write(
 
 def _settings(optimizer: Optimizer, trained: Iterable[Slot]) -> dict[dcp_writer.Keys, bytes | Small]:
     """Steps, and parameter groups if they are known, by where torch's `get_optimizer_state_dict` has them."""
-    step = Small("F32", (), struct.pack("<f", optimizer.step))
+    step = step_tensor(optimizer.step)
     members: dict[Group, list[str]] = {group: [] for group in optimizer.groups.values()}
     found: dict[dcp_writer.Keys, bytes | Small] = {}
     for slot in trained:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +28,8 @@ from formats.layout.table import ALONE, Placed, match
 from formats.layout.tensors import UNTRAINED
 from formats.optimizer import Group, Optimizer, group_of, number_of
 from formats.torch_files import dcp, rank_dumps
-from formats.torch_files.archive import TorchFile, read_small, read_torch
-from formats.torch_files.archive_writer import NUMBERS, Small, plain
+from formats.torch_files.archive import TorchFile, read_torch
+from formats.torch_files.archive_writer import plain, small_of
 from formats.torch_files.pickle_values import Opaque, TensorRef
 from formats.torch_files.saved_names import OPTIM_DUMP
 from formats.torch_files.wrappers import unwrapped
@@ -212,7 +211,7 @@ def _step(held: Held, keys: Iterable[str]) -> int:
         UnsupportedError: they differ.
     """
     where, numbers = held.listing.where, held.states.get("step", {})
-    found: dict[str, Any] = dict(zip(numbers, map(_small, held.listing.load([*numbers.values()])), strict=True))
+    found: dict[str, Any] = dict(zip(numbers, map(small_of, held.listing.load([*numbers.values()])), strict=True))
     for name, value in held.listing.objects(f"{held.container}state.").items():
         parts = STATE.fullmatch(name)
         if parts and parts["state"] == "step":
@@ -246,7 +245,7 @@ def _groups(held: Held, keys: Mapping[str, Placed], model: Collection[str]) -> d
     """
     listing, prefix = held.listing, held.container + GROUPS
     numbers = [number for number, name in enumerate(listing.names) if name.startswith(f"{prefix}.")]
-    tensors = zip(numbers, map(_small, listing.load(numbers)), strict=True)
+    tensors = zip(numbers, map(small_of, listing.load(numbers)), strict=True)
     values = {**listing.objects(prefix), **{listing.names[number]: value for number, value in tensors}}
     settings: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
@@ -269,17 +268,3 @@ def _groups(held: Held, keys: Mapping[str, Placed], model: Collection[str]) -> d
     if more := sorted(found.keys() - set(model)):
         raise SourceError(f"{listing.where}: the groups of its optimizer have {some(more, 4)}, its model has not")
     return {key: group for key, group in found.items() if key in keys}
-
-
-# --- numbers ---------------------------------------------------------------------------------------------------------
-
-
-def _small(tensor: Scattered) -> Small:
-    """A tensor of one number, read; the same on all ranks that have it."""
-    if prod(tensor.shape) != 1 or tensor.dtype not in NUMBERS:
-        where = tensor.whole.path
-        raise UnsupportedError(f"{where} holds {tensor.dtype}{list(tensor.shape)} where a number should be")
-    first, *others = (read_small(piece.fragment) for copy in tensor.copies for piece in copy)
-    if any(one != first for one in others):
-        raise SourceError(f"{tensor.whole.path} and the files of other ranks hold optimizers of different steps")
-    return Small(tensor.dtype, tensor.shape, first)

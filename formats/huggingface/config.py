@@ -24,7 +24,7 @@ from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.model.untabled import language
 
 RELATIVE = {
-    "layers": ("dense_layers", "nope_layers", "full_layers"),
+    "layers": ("dense_layers", "nope_layers", "full_layers", "recurrent_layers"),
     "expert_ffn": ("shared_ffn",),
     "head_dim": ("rope",),
 }

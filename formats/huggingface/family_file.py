@@ -58,6 +58,7 @@ FIELDS: Mapping[str, tuple[type, ...]] = {
     "defaults": (dict,),
     "biases": (dict,),
     "own": (dict,),
+    "nulls": (list,),
     "only_here": (str,),
     "router": (str,),
     "full_until": (list,),
@@ -65,13 +66,17 @@ FIELDS: Mapping[str, tuple[type, ...]] = {
     "tokens": (dict,),
 }
 """Field of a `Family`, and its type. The first four have to be there."""
-APART = ("rope_theta", "drops", "full_until", "biases")
+APART = ("rope_theta", "drops", "nulls", "full_until", "biases")
 REQUIRED = ("name", "architecture", "table", "rope_theta")
 SETTINGS = (*USUAL, *CHOICES, "rope_theta")
 """What `keys` and `defaults` may name."""
-OF_EXPERTS = {"dense", "sparse", "fused", "separate"}
+OF_LAYERS = {"dense", "sparse"}
+OF_MIXERS = {"attention", "recurrent"}
 OF_QUERIES = {"compressed", "uncompressed"}
-ALLOWED = {"tied", "untied", "parallel", "serial", "optional", *OF_EXPERTS, *OF_QUERIES, *BIASES}
+OF_KEYS = {"fused", "separate"}
+ALLOWED = {
+    "tied", "untied", "parallel", "serial", "optional", *OF_KEYS, *OF_LAYERS, *OF_QUERIES, *OF_MIXERS, *BIASES,
+}  # fmt: skip
 """The conditions that mean something in a Hugging Face folder."""
 ROUTERS = ("softmax", "sigmoid")
 SILU = {"silu", "swish", "swiglu"}
@@ -119,6 +124,7 @@ def load(path: Path) -> Family:
     family = Family(
         **{name: value for name, value in values.items() if name not in APART},
         drops=tuple(_drops(values.get("drops", []), path)),
+        nulls=tuple(_keys(values.get("nulls", []), path)),
         rope_theta=_theta(values["rope_theta"], path),
         full_until=_full_until(values.get("full_until"), path),
         biases={key: _bias(value, f"{path}: biases.{key}") for key, value in values.get("biases", {}).items()},
@@ -184,6 +190,12 @@ def _drops(values: list[Any], path: Path) -> Iterator[str]:
         except (TypeError, re.error, RecursionError, OverflowError) as error:
             raise UsageError(f"{path}: drops holds {short(value)}, which is no regular expression: {error}") from None
         yield value
+
+
+def _keys(values: list[Any], path: Path) -> list[str]:
+    if others := [value for value in values if not isinstance(value, str)]:
+        raise UsageError(f"{path}: nulls holds {short(others[0])}, which is no config key")
+    return values
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -276,17 +288,21 @@ def _check_table(family: Family, path: Path) -> None:
     used = {name for rule in family.tensors for name in rule.conditions}
     if used & {"parallel", "serial"} and residuals == [set()]:
         raise UsageError(f"{path}: lines that are {used & {'parallel', 'serial'}} need the key parallel_residual")
-    if "moe" not in family.traits and used & OF_EXPERTS:
-        raise UsageError(f"{path}: without a router no line can be {min(used & OF_EXPERTS)}")
-    kinds = [{"dense"}, {"sparse", "fused"}, {"sparse", "separate"}] if "moe" in family.traits else [set[str]()]
+    if "moe" not in family.traits and used & OF_LAYERS:
+        raise UsageError(f"{path}: without a router no line can be {min(used & OF_LAYERS)}")
+    named = [{"fused"}, {"separate"}]
+    kinds = [{"dense"}, {"sparse", "fused"}, {"sparse", "separate"}] if "moe" in family.traits else named
     if "query_rank" not in family.keys and used & OF_QUERIES:
         raise UsageError(f"{path}: without the key query_rank no line can be {min(used & OF_QUERIES)}")
     queries = [{one} for one in sorted(OF_QUERIES)] if "query_rank" in family.keys else [set[str]()]
+    if "recurrent_layers" not in family.keys and used & OF_MIXERS:
+        raise UsageError(f"{path}: without the key recurrent_layers no line can be {min(used & OF_MIXERS)}")
+    mixers = [{one} for one in sorted(OF_MIXERS)] if "recurrent_layers" in family.keys else [set[str]()]
     chosen = {name for names, _ in family.biases.values() for name in names.split()}
     if used & BIASES != chosen:
         raise UsageError(f"{path}: biases has {sorted(chosen)}, the lines of its table {sorted(used & BIASES)}")
     biases = [chosen, set[str]()] if chosen else [chosen]
-    for residual, head, *rest in product(residuals, ({"tied"}, {"untied"}), kinds, queries, biases):
+    for residual, head, *rest in product(residuals, ({"tied"}, {"untied"}), kinds, queries, mixers, biases):
         kind = set[str]().union(*rest)
         here = [rule for rule in family.tensors if rule.conditions <= {*residual, *head, *kind, "optional"}]
         keys = [key for rule in here for key in rule.spellings]
@@ -348,7 +364,9 @@ def _check_megatron(family: Family, path: Path) -> None:
             not plain and not SILU & {value for value in family.requires.values() if isinstance(value, str)}
         ),
         "keys does not say what its activation is called": plain and "activation" not in family.keys,
-        "its norms are stored less one, and its MLP has a gate": family.centred and not plain,
+        "its norms are stored less one, and its MLP has a gate": (
+            family.centred and not plain and "recurrent" not in family.traits
+        ),
         "its MLP has a gate, and keys leaves its activation open": not plain and "activation" in family.keys,
     }
     for reason, holds in reasons.items():

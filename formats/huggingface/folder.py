@@ -220,7 +220,7 @@ def model_slots(spec: Spec, keys: Iterable[str] = (), *, memory: bool = False) -
             layers=enumerate(range(spec.layers)),
             mesh={},
             conditions={*spec.conditions, "fused" if fused else "separate"},
-            sparse=spec.sparse_layers,
+            kinds=spec.layer_kinds,
             experts=list(enumerate(range(spec.experts or 0))),
         )
     )

@@ -3,8 +3,9 @@
 Facts: transformers 5.23.0, models/qwen2_moe/modeling_qwen2_moe.py (which layers are sparse),
 models/dots1/modeling_dots1.py (the first ones are dense; the shared experts are one MLP, as wide as all of them),
 models/llama4/configuration_llama4.py (the list is of those with experts, and goes before the step),
-models/hy_v3/configuration_hy_v3.py (a word for each layer), models/ernie4_5_moe/modeling_ernie4_5_moe.py (from a
-layer to a layer, -1 being the last) and models/smollm3/configuration_smollm3.py (the step of layers without rotation).
+models/hy_v3/configuration_hy_v3.py and models/qwen3_next/configuration_qwen3_next.py (a word for each layer),
+models/ernie4_5_moe/modeling_ernie4_5_moe.py (from a layer to a layer, -1 being the last) and
+models/smollm3/configuration_smollm3.py (the step of layers without rotation).
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from formats.model.values import some_layers, whole
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 """What `layer_types` calls a layer with a sliding window, and one without."""
+LINEAR = "linear_attention"
+"""What it calls one with linear attention."""
 STEP_WITHOUT_ROTATION = 4
 """How far the layers are apart that do not rotate, where the config says nothing."""
+STEP_OF_ATTENTION = 4
+"""The same of those with full attention among others with linear attention."""
 
 
 def _layers(context: Context) -> range:
@@ -84,6 +89,16 @@ def rotating(key: str, step: str) -> Codec:
         return tuple(layer for layer in _layers(context) if (layer + 1) % distance == 0)
 
     return marked(key, (0, 1), 0, apart, longer=True)
+
+
+def alternating(key: str, step: str) -> Codec:
+    """A word for each layer: whether it has linear attention; without any all have it but the last of each step."""
+
+    def apart(spelled: Spelled, context: Context) -> tuple[int, ...]:
+        distance = whole(spelled.get(step, STEP_OF_ATTENTION), step, context.where)
+        return tuple(layer for layer in _layers(context) if (layer + 1) % distance)
+
+    return marked(key, (LINEAR, FULL), LINEAR, apart)
 
 
 def worded(key: str) -> Codec:

@@ -9,14 +9,14 @@ from formats.errors import SourceError
 from formats.families.family import Family
 
 NULLABLE = {
-    "attention_chunk_size", "attn_logit_softcapping", "ffn_hidden_size", "final_logit_softcapping", "head_dim",
-    "layer_types", "mlp_layer_types", "mlp_only_layers", "moe_layers", "n_group", "n_inner", "no_rope_layers",
-    "num_key_value_heads", "num_kv_heads", "num_ln_in_parallel_attn", "partial_rotary_factor", "q_lora_rank",
-    "rope_parameters", "rope_scaling", "rope_theta", "rotary_dim", "sliding_window", "topk_group",
-    "use_bidirectional_attention",
+    "attn_logit_softcapping", "ffn_hidden_size", "final_logit_softcapping", "layer_types", "mlp_layer_types",
+    "mlp_only_layers", "moe_layers", "n_inner", "no_rope_layers", "num_kv_heads", "num_ln_in_parallel_attn",
+    "partial_rotary_factor", "q_lora_rank", "rope_parameters", "rope_scaling", "rope_theta", "rotary_dim",
+    "sliding_window", "use_bidirectional_attention",
 }  # fmt: skip
-"""Keys in which null means something, or the same as no key (transformers 5.23.0, the config class of each family). In
-any other key that a table reads the class refuses it, or its model fails; transformers 4 took it for false."""
+"""Keys in which null means something, or the same as no key, whatever the family (transformers 5.23.0, the config class
+of each); those of one family are in its file. In any other key that a table reads the class refuses it, or its model
+fails; transformers 4 took it for false."""
 ROTARY = {
     "": {"partial_rotary_factor", "rope_theta"},
     "dynamic": {"factor"},
@@ -42,7 +42,10 @@ def require_values(config: Mapping[str, Any], family: Family, keys: Collection[s
         SourceError: one is.
     """
     usual = {key for known in (family.requires, family.own) for key, value in known.items() if value is None}
-    nulls = sorted(key for key in {*keys} - usual - NULLABLE if key in config and config[key] is None)
+    heads = {"num_key_value_heads"} if family.mha else set[str]()
+    nulls = sorted(
+        key for key in {*keys} - usual - NULLABLE - heads - {*family.nulls} if key in config and config[key] is None
+    )
     if nulls:
         raise SourceError(
             f"{where} says {nulls[0]} = null, which transformers 5 refuses and version 4 took for false",

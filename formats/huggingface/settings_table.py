@@ -37,6 +37,7 @@ shared_ffn         num_shared_experts                                           
 shared_ffn         moe_num_shared_experts                                          counted
 shared_ffn         *
 nope_layers        * no_rope_layer_interval                                        rotating
+recurrent_layers   * full_attention_interval                                       alternating
 full_layers        *                                                               windowed
 sliding_window     *
 rope               *                                                               rotary
@@ -68,7 +69,7 @@ def biases(*keys: str) -> Codec:
 CODECS: Mapping[str, Maker] = {
     "biases": biases, "in_front": layers.in_front, "worded": layers.worded, "unlisted": layers.unlisted,
     "bounded": layers.bounded, "listed": layers.listed, "counted": layers.counted, "rotating": layers.rotating,
-    "windowed": layers.windowed, "rotary": rope.rotary,
+    "windowed": layers.windowed, "alternating": layers.alternating, "rotary": rope.rotary,
 }  # fmt: skip
 LINES = {(line.split()[0], line.split()[1]): line for line in TABLE.strip().splitlines()}
 LAST = list(dict.fromkeys(setting for setting, _ in LINES))

@@ -42,24 +42,29 @@ CONDITIONS = {
     "output_bias": "only when the output of attention has one, in a family that leaves the choice",
     "mlp_bias": "only when the MLP has biases, in a family that leaves the choice",
     "plain": "only when the MLP has no gate",
+    "query_gate": "only when a gate weighs the output of attention",
+    "no_query_gate": "only when none does",
     "direct": "only when keys and values are projections of what comes in",
     "latent": "only when they come out of a latent",
     "compressed": "only when queries do too",
     "uncompressed": "only when they do not",
+    "attention": "only in layers with attention",
+    "recurrent": "only in layers with linear attention, whose state goes from token to token",
     "dense": "only in layers with one MLP for all tokens",
     "sparse": "only in layers with experts",
-    "fused": "only when gate and up, or all experts, are one matrix",
-    "separate": "only when each is its own",
+    "fused": "only when gate and up, or all experts, are one matrix, or a name is that in memory",
+    "separate": "only when each is its own, or a name is that of the Hub",
+    "centred": "stored less one, while elsewhere the tensor is stored itself",
     "copy": "a copy of a tensor that another file holds",
     "partial": "a summand: the tensor is the sum of what all ranks hold",
     "optional": "may be absent",
 }
-ALWAYS = {"copy", "partial", "optional"}
+ALWAYS = {"centred", "copy", "partial", "optional"}
 """Conditions that say what a tensor is, not when it is there."""
 BIASES = {"qkv_bias", "output_bias", "mlp_bias"}
 """Conditions that a config key of some families turns on."""
-KINDS = {"dense", "sparse"}
-"""Conditions that hold in some layers of a model, and not in others."""
+KINDS = {"attention", "recurrent", "dense", "sparse"}
+"""Conditions that hold in some layers of a model, and not in others: what a layer has of each is its kinds."""
 SECOND = re.compile(r"\.layers\.\d+\.(?:enorm|hnorm|eh_proj)\.")
 """Keys that only a layer has which predicts a token after the next, in DeepSeek-V3 and its descendants."""
 
@@ -217,7 +222,7 @@ def slots(
     layers: Iterable[tuple[int, int]],
     mesh: Mesh,
     conditions: Iterable[str],
-    sparse: Collection[int] = (),
+    kinds: Sequence[Collection[str]],
     experts: Sequence[tuple[int, int]] = (),
     expert_mesh: Mesh | None = None,
 ) -> Iterator[Slot]:
@@ -232,7 +237,7 @@ def slots(
         layers: (number in the key, number in the model) of each layer that the file holds.
         mesh: the file's rank and the number of ranks on each mesh axis.
         conditions: those that hold in this file, whatever the layer.
-        sparse: the layers of the model that have experts.
+        kinds: those of `KINDS` that hold in each layer of the model.
         experts: (number in the key, number in the model) of each expert that the file holds.
         expert_mesh: the mesh of the tensors that are split over experts, where theirs is another one.
     """
@@ -244,7 +249,7 @@ def slots(
     for stacked, group in groupby(holding, key=lambda rule: "{layer}" in rule.key):
         members = list(group)
         for (local, layer), rule in product(numbers, members) if stacked else product([(0, 0)], members):
-            if stacked and rule.conditions & KINDS == {"dense" if layer in sparse else "sparse"}:
+            if stacked and not rule.conditions & KINDS <= set(kinds[layer]):
                 continue
             own = meshes["ep" in rule.splits or "etp" in rule.splits]
             again = tuple((axis, rank) for axis, (rank, _) in own if axis not in rule.splits and rank)

@@ -12,8 +12,14 @@ A router scores experts; `router_bias` is added to the scores when experts are c
 What is shared is an expert for all tokens, whose output `shared_router` weighs where a model has one. A sink is the
 score of no token, one for each head.
 
+The activation xIELU has two numbers that a training moves, one for each sign, and two that it does not.
+
 A latent is what keys and values of all heads are made of: `latent_down` leads to it, and to the part of the keys that
 rotates; `latent_up` leads from it to each head. Queries may have one of their own, or come by `latent_query`.
+
+A query gate weighs the output of attention, element by element. The value heads of linear attention are in the order of
+the key heads that they belong to, `spread` of each; beta says how much its state learns of a token, alpha, decay and
+the bias of their step how much it forgets. Taps are the weights of a convolution over tokens.
 
 Where only a part of a head rotates, `half pair` is just its order; no layout may turn it into `pair half`.
 """
@@ -28,6 +34,8 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         str.split,
         """
         embedding    vocab hidden
+        embedding_norm  hidden
+        embedding_norm_bias  hidden
         positions    position hidden
         input_norm   layer hidden
         input_norm_bias  layer hidden
@@ -35,6 +43,7 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         query_bias   layer group head half pair
         query_norm   layer half pair
         query_width_norm  layer group head half pair
+        query_gate   layer group head dim hidden
         key          layer group half pair hidden
         key_bias     layer group half pair
         key_norm     layer half pair
@@ -48,6 +57,19 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         latent_down  layer joint_dim hidden
         latent_norm  layer latent_rank
         latent_up    layer group up_dim latent_rank
+        linear_query  layer key_head key_dim hidden
+        linear_key   layer key_head key_dim hidden
+        linear_value  layer key_head spread value_dim hidden
+        linear_gate  layer key_head spread value_dim hidden
+        linear_beta  layer key_head spread hidden
+        linear_alpha  layer key_head spread hidden
+        linear_query_taps  layer key_head key_dim tap
+        linear_key_taps  layer key_head key_dim tap
+        linear_value_taps  layer key_head spread value_dim tap
+        linear_step_bias  layer key_head spread
+        linear_decay  layer key_head spread
+        linear_norm  layer value_dim
+        linear_output  layer hidden key_head spread value_dim
         sinks        layer group head
         output       layer hidden group head dim
         output_bias  layer hidden
@@ -61,6 +83,10 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         down         layer hidden ffn
         down_bias    layer hidden
         down_norm    layer hidden
+        xielu_positive  layer unit
+        xielu_negative  layer unit
+        xielu_beta   layer
+        xielu_eps    layer
         router       layer expert hidden
         router_bias  layer expert
         router_score_bias  layer expert
@@ -83,9 +109,13 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-BUFFERS = frozenset({"router_bias"})
+BUFFERS = frozenset({"router_bias", "xielu_beta", "xielu_eps"})
 """What is no parameter of a model, though its files hold it."""
 
 
 UNTRAINED = BUFFERS | {"router_choice_bias"}
-"""What no optimizer moves, and no framework rounds."""
+"""What no optimizer moves."""
+
+
+EXACT = frozenset({"router_bias", "router_choice_bias"})
+"""What no framework rounds."""

@@ -1,4 +1,4 @@
-"""Megatron-LM: classic shards, torch_dist, Megatron-LLM, and their optimizers."""
+"""Megatron-LM: classic shards, torch_dist, Megatron-FSDP, Megatron-LLM, and their optimizers."""
 
 from dataclasses import replace
 
@@ -15,3 +15,10 @@ MEGATRON = Format(
 )
 ABOUT = "Megatron-LM's --ckpt-format torch_dist: torch DCP (.metadata, .distcp) with metadata.json"
 DIST = replace(MEGATRON, name="megatron_dist", about=ABOUT, reads="formats.megatron.torch_dist", ranked=False)
+MEGATRON_FSDP = replace(
+    MEGATRON,
+    name="megatron_fsdp",
+    about="Megatron-LM's --ckpt-format fsdp_dtensor: torch DCP of Megatron-FSDP, under the names of its modules",
+    reads="formats.megatron.fsdp_dtensor",
+    ranked=False,
+)

@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from formats.checkpoint import MANIFEST, Checkpoint, OutputFile, Settings, Target, slot_dtype
+from formats.checkpoint import ASSETS, MANIFEST, Checkpoint, OutputFile, Settings, Target, slot_dtype
 from formats.disk.safetensors import Fragment
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import family_named
@@ -27,7 +27,7 @@ from formats.huggingface import folder as huggingface
 from formats.layout.table import Place, Rule, Slot, match, rules, slots
 from formats.megatron import MEGATRON, megatron_llm
 from formats.megatron import optimizer as megatron_optim
-from formats.megatron.args import flags, mla
+from formats.megatron.args import flags, linear_attention, mla
 from formats.megatron.args.args import from_megatron
 from formats.megatron.args.options import CORE, DIST, Options, main_dtype, namespace
 from formats.megatron.chained_optimizer import Parameter, spread
@@ -56,22 +56,22 @@ from formats.torch_files.archive_writer import Held, archived
 from formats.torch_files.pickle_values import Namespace, TensorRef
 
 NAME = MEGATRON.name
-ASSETS = "huggingface"
 FLAGS = "megatron_flags.txt"
 
 MCORE = (
     *mla.RULES,
+    *linear_attention.RULES,
     *rules("""
 embedding.word_embeddings.weight                                                             (embedding: vocab | ~padding)/tp hidden    first
 embedding.position_embeddings.weight                                                         positions: position hidden    first
-decoder.layers.{layer}.{self_attention.linear_qkv.layer_norm_weight|input_layernorm.weight}  input_norm: hidden    direct
+decoder.layers.{layer}.{self_attention.linear_qkv.layer_norm_weight|input_layernorm.weight}  input_norm: hidden    direct attention
 decoder.layers.{layer}.{self_attention.linear_qkv.layer_norm_bias|input_layernorm.bias}      input_norm_bias: hidden
-decoder.layers.{layer}.self_attention.linear_qkv.weight                                      (group (query: head half pair | key: half pair | value: dim))/tp hidden
+decoder.layers.{layer}.self_attention.linear_qkv.weight                                      (group (query: head half pair | key: half pair | value: dim))/tp hidden    attention no_query_gate
 decoder.layers.{layer}.self_attention.linear_qkv.bias                                        (group (query_bias: head half pair | key_bias: half pair | value_bias: dim))/tp
 decoder.layers.{layer}.self_attention.core_attention.softmax_offset                          sinks: (group head)/tp
-decoder.layers.{layer}.self_attention.q_layernorm.weight                                     query_norm: (half pair)
-decoder.layers.{layer}.self_attention.k_layernorm.weight                                     key_norm: (half pair)
-decoder.layers.{layer}.self_attention.linear_proj.weight                                     output: hidden (group head dim)/tp
+decoder.layers.{layer}.self_attention.q_layernorm.weight                                     query_norm: (half pair)    attention
+decoder.layers.{layer}.self_attention.k_layernorm.weight                                     key_norm: (half pair)    attention
+decoder.layers.{layer}.self_attention.linear_proj.weight                                     output: hidden (group head dim)/tp    attention
 decoder.layers.{layer}.self_attention.linear_proj.bias                                       output_bias: hidden
 decoder.layers.{layer}.{mlp.linear_fc1.layer_norm_weight|pre_mlp_layernorm.weight}           post_norm: hidden    dense
 decoder.layers.{layer}.{mlp.linear_fc1.layer_norm_bias|pre_mlp_layernorm.bias}               post_norm_bias: hidden
@@ -309,7 +309,7 @@ def slots_of(
                 place=Place(folder_of(tp, chunk.stage, ep, pipeline.stages, mesh), _chunk_key(chunk.virtual, pipeline)),
                 layers=enumerate(chunk.layers),
                 conditions=conditions,
-                sparse=spec.sparse_layers,
+                kinds=spec.layer_kinds,
                 **mesh.of(rank, spec.experts or 0),
             )
     return found
@@ -390,6 +390,7 @@ def topology_of(spec: ModelSpec, options: Options) -> tuple[Pipeline, int]:
         raise RefusedError("virtual pipeline chunks need a pipeline: megatron-core refuses vpp > 1 with pp = 1")
     _require_tp(spec, options.tp)
     mla.require_names(spec, options.norm, options.tp if options.dialect == CORE else 1)
+    linear_attention.require_topology(spec, options.norm, options.tp)
     unit = options.vocab_multiple * options.tp
     return options.pipeline, -(-(spec.vocab or 0) // unit) * unit
 

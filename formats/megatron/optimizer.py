@@ -44,13 +44,16 @@ RESHARDABLE = "fully_reshardable"
 PREFIX = "optimizer.state."
 SHARDED = "distrib_optim.pt"
 MODULES = (
-    "input_layernorm", "self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv",
-    "self_attention.linear_q_proj", "self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj",
-    "self_attention.linear_kv_down_proj", "self_attention.linear_kv_up_proj", "self_attention.q_layernorm",
-    "self_attention.k_layernorm", "self_attention.kv_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1",
-    "mlp.linear_fc2", "mlp.router", "mlp.experts", "mlp.shared_experts",
+    "input_layernorm", "self_attention.dt_bias", "self_attention.A_log", "self_attention.in_proj",
+    "self_attention.conv1d", "self_attention.out_norm", "self_attention.out_proj", "self_attention.core_attention",
+    "self_attention.linear_proj", "self_attention.linear_qkv", "self_attention.linear_q_proj",
+    "self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj", "self_attention.linear_kv_down_proj",
+    "self_attention.linear_kv_up_proj", "self_attention.q_layernorm", "self_attention.k_layernorm",
+    "self_attention.kv_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2", "mlp.router", "mlp.experts",
+    "mlp.shared_experts",
 )  # fmt: skip
-"""Of a layer, in the order in which the model has them (transformer_layer.py, attention.py, mlp.py, moe_layer.py)."""
+"""Of a layer, in the order in which the model has them (transformer_layer.py, attention.py,
+gated_delta_net.py, mlp.py, moe_layer.py)."""
 EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.|linear_fc([12])\.\w+?(\d+)$)")
 """A module for each expert, or one for the first matrices (and biases) of all and one for the second ones: there each
 expert's come together (transformer_engine/pytorch/module/grouped_linear.py, `weight0`, `bias0`, `weight1`, ...)."""

@@ -18,8 +18,8 @@ from formats.errors import SourceError, UnsupportedError, short
 from formats.layout.pieces import spread
 from formats.layout.table import ALONE, Place, Placed, match
 from formats.layout.tensors import BUFFERS
-from formats.megatron import bucketed_optimizer, common_state, torch_dist
-from formats.megatron.args.options import CORE, DIST
+from formats.megatron import bucketed_optimizer, common_state, fsdp_dtensor_optimizer, torch_dist
+from formats.megatron.args.options import CORE, DIST, FSDP_DTENSOR
 from formats.megatron.chained_optimizer import CHAINED, apart, decays, entries, is_spread, joined, repeated, same_scaler
 from formats.megatron.details import Megatron
 from formats.megatron.optimizer import PREFIX, RESHARDABLE, SHARDED, Optimizer, starts, stored_name
@@ -53,7 +53,7 @@ def read(source: Checkpoint) -> Optimizer:
     details, released = source.details_of(Megatron), source.home.name == "release"
     args = details.args
     legacy = any(placed.key.startswith("language_model.") for placed in source.tensors)
-    if details.dialect not in (CORE, DIST) or legacy:
+    if details.dialect not in READERS or legacy:
         raise UnsupportedError(f"{source.home}: of optimizers those of megatron-core are read, not of models before it")
     if "optimizer" not in source.state or released:
         what = "is a release, of which Megatron loads" if released else "holds"
@@ -65,7 +65,7 @@ def read(source: Checkpoint) -> Optimizer:
         )
     if args.get("apply_wd_to_qk_layernorm"):
         raise UnsupportedError(f"{source.home}: weight decay of query and key norms (apply_wd_to_qk_layernorm)")
-    optimizer = (_dist if source.format == torch_dist.NAME else _classic)(source)
+    optimizer = READERS[details.dialect](source)
     for group in optimizer.groups:
         require_states(group, str(source.home))
     _require_one_step(optimizer, str(source.home))
@@ -179,6 +179,11 @@ def _dist(source: Checkpoint) -> Optimizer:
         head,
         grads,
     )
+
+
+def _fsdp(source: Checkpoint) -> Optimizer:
+    half = "BF16" if source.details_of(Megatron).args.get("bf16") else "F32"
+    return fsdp_dtensor_optimizer.read(source, _grads(source.details_of(Megatron).args, half))
 
 
 # --- classic ---------------------------------------------------------------------------------------------------------
@@ -309,3 +314,7 @@ def _buffers(file: TorchFile, every: Mapping[Any, Any], chunks: Chunks) -> Itera
                 key, shape = sizes[number]
                 offset = flat.offset + at * DTYPES[flat.dtype]
                 yield state, place, key, flat._replace(offset=offset, shape=shape, strides=row_major(shape))
+
+
+READERS = {CORE: _classic, DIST: _dist, FSDP_DTENSOR: _fsdp}
+"""By dialect."""

@@ -20,8 +20,7 @@ from formats.layout.tensors import BUFFERS
 from formats.megatron import optimizer_reader
 from formats.megatron.chained_optimizer import decays
 from formats.megatron.optimizer import Optimizer as Native
-from formats.optimizer import Group, Optimizer, group_of
-from formats.torch_files.archive_writer import Small
+from formats.optimizer import Group, Optimizer, group_of, step_tensor
 
 SCHEDULER = "opt_param_scheduler"
 
@@ -94,7 +93,7 @@ def native(source: Checkpoint, found: Optimizer) -> tuple[Native, list[str]]:
             "Megatron has one rate for both",
             "convert the weights without --with-optimizer",
         )
-    step = Small("F32", (), struct.pack("<f", found.step))
+    step = step_tensor(found.step)
     groups = [_words(matrices, 1.0, found.step), _words(vectors._replace(weight_decay=0.0), 0.0, found.step)]
     schedule = {
         "max_lr": matrices.lr, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1, "lr_decay_style": "constant",

@@ -99,7 +99,7 @@ def read_shards(iteration: Path) -> list[Shard]:
             raise SourceError(f"{file.path} holds no `model`")
         if not all(isinstance(state, dict) for _, state in Shard(0, 0, 0, file).chunks):
             raise SourceError(f"{file.path}: its `model` is no map of tensors")
-        _require_alone(file)
+        require_alone(file, [name for name, _ in Shard(0, 0, 0, file).chunks])
         pp, ep = int(match_[2] or 0), int(match_[3] or 0)
         if match_[2] and not match_[3] and _one_stage_of_experts(file):
             pp, ep = 0, pp
@@ -109,18 +109,21 @@ def read_shards(iteration: Path) -> list[Shard]:
     return shards
 
 
-def _require_alone(file: TorchFile) -> None:
+def require_alone(file: TorchFile, models: Iterable[str] = ()) -> None:
     """A file holds no tensors but those of its model and of the training.
+
+    Args:
+        file: one of a rank, or what all ranks have in common.
+        models: the keys of its model.
 
     Raises:
         RefusedError: it does: of two models nothing says which one is wanted.
     """
-    known = {*STATE, *OTHERS, *(name for name, _ in Shard(0, 0, 0, file).chunks)}
     for name, value in file.value.items():
-        if name not in known and _holds_tensors(value):
+        if name not in {*STATE, *OTHERS, *models} and _holds_tensors(value):
             raise RefusedError(
                 f"{file.path} holds tensors under {short(name)} beside its model: nothing says if they are wanted",
-                "without that key in the files, what is under `model` is converted",
+                f"without {short(name)} in the files, the model is converted",
             )
 
 

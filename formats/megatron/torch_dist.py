@@ -37,7 +37,7 @@ from formats.layout.table import ALONE, Cut, Rule, Slot, match, rules, slots
 from formats.megatron import DIST as FORMAT
 from formats.megatron import common_state
 from formats.megatron import optimizer as megatron_optim
-from formats.megatron.args import flags, mla
+from formats.megatron.args import flags, linear_attention, mla
 from formats.megatron.args.moe import INTERLEAVE, interleaves_of
 from formats.megatron.args.options import DIST, Options, namespace
 from formats.megatron.chained_optimizer import BUFFER, CHAINED, spread
@@ -47,7 +47,7 @@ from formats.megatron.folders import TRACKER, locate, name_of
 from formats.megatron.mesh import Mesh
 from formats.megatron.optimizer import PREFIX, Optimizer
 from formats.megatron.pipeline import Chunk, chunks
-from formats.megatron.shards import DROPS, STATE, args_of
+from formats.megatron.shards import DROPS, STATE, args_of, require_alone
 from formats.model.spec import ModelSpec
 from formats.model.values import MOST_LAYERS
 from formats.torch_files import dcp, dcp_writer
@@ -77,9 +77,10 @@ decoder.layers.{layer}.mlp.experts.experts.linear_fc2.weight    expert_down: exp
 decoder.layers.{layer}.mlp.experts.experts.linear_fc2.bias      expert_down_bias: expert/ep hidden    sparse
 """)
 """Experts, stacked, and the norm before them as Transformer Engine and as the local layers call it."""
-APART = re.compile(r".*(?:\.mlp\.experts\.|\{layer\}\.pre_mlp_layernorm\.).*")
-TABLE = (*(rule for rule in MCORE if not APART.fullmatch(rule.key)), *STACKED)
-"""The tensors of a model, each layer by itself: all but those of `STACKED` are as in a classic checkpoint."""
+APART = re.compile(r".*(?:\.mlp\.experts\.|\{layer\}\.pre_mlp_layernorm\.|\.in_proj\.weight|\.conv1d\.weight).*")
+TABLE = (*(rule for rule in MCORE if not APART.fullmatch(rule.key)), *STACKED, *linear_attention.SPLIT)
+"""The tensors of a model, each layer by itself: all but those of `STACKED` and of the inputs of linear attention are as
+in a classic checkpoint."""
 
 SPLIT = rules("""
 decoder.layers.{layer}.mlp.linear_fc1.weight_w    gate: ffn hidden    dense
@@ -136,6 +137,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     _require_whole(folder)
     entries, objects = dcp.contents(folder)
     common = common_state.read(folder)
+    require_alone(common)
     args = args_of(common)
     tensors = tensors_in(folder, [entry for entry in entries if not OPTIMIZER.fullmatch(entry.name)])
     if EMBEDDING not in tensors or not tensors[EMBEDDING].shape:
@@ -147,7 +149,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     whole = {key: tensor.whole for key, tensor in tensors.items()}
     interleaves, table = interleaves_of(args, str(common.path)), _table(tensors)
     _require_interleaves(interleaves, args, apart=any(rule in SPLIT for rule in table), where=str(common.path))
-    placed, dropped = match(_slots(spec, table, padded, interleaves), {ALONE: whole}, DROPS, folder)
+    placed, dropped = match(whole_slots(spec, table, padded, interleaves), {ALONE: whole}, DROPS, folder)
     names = [*(entry.name for entry in entries), *objects]
     held = {*common.value, *(re.split(r"[./]", name)[0] for name in names)}
     files = {item.path for entry in entries for item in entry.items}
@@ -242,9 +244,9 @@ def _require_interleaves(interleaves: Mapping[str, int], args: Mapping[str, Any]
             )
 
 
-def _slots(spec: ModelSpec, table: Sequence[Rule], padded: int, interleaves: Mapping[str, int]) -> list[Slot]:
+def whole_slots(spec: ModelSpec, table: Sequence[Rule], padded: int, interleaves: Mapping[str, int]) -> list[Slot]:
     """Every tensor of the model as one rank holds it, each layer by itself."""
-    conditions = {*spec.conditions, "first", "last"}
+    conditions = {*spec.conditions, "first", "last", "separate"}
     layers = enumerate(range(spec.layers))
     return list(
         slots(
@@ -253,7 +255,7 @@ def _slots(spec: ModelSpec, table: Sequence[Rule], padded: int, interleaves: Map
             tensors=spec.tensors,
             layers=layers,
             conditions=conditions,
-            sparse=spec.sparse_layers,
+            kinds=spec.layer_kinds,
             **Mesh().of(0, spec.experts or 0),
         )
     )
@@ -282,7 +284,7 @@ def write(
     folder = name_of(iteration)
     parts = chunks(pipeline, spec.layers)
     ranks: list[list[dcp_writer.Stored]] = [[] for _ in range(options.mesh.ranks * options.pp)]
-    wanted = _slots(spec, _table({}), padded, options.mesh.interleaves)
+    wanted = whole_slots(spec, _table({}), padded, options.mesh.interleaves)
     for slot in wanted:
         stage = _stage(slot, parts)
         for rank, cut in _cuts(slot, options.mesh):
@@ -379,13 +381,15 @@ def _states_of(optimizer: Optimizer, held: Sequence[dcp_writer.Stored]) -> Itera
 def _extra_states(spec: ModelSpec, norm: str) -> Iterator[str]:
     """The names of the `_extra_state` entries that megatron-core asks for, of local or Transformer Engine's layers."""
     te, family = norm == "te", family_named(spec.family)
-    attention = mla.states(spec, te=te) if "latent" in family.traits else STATES
-    every = [*attention, *(TE_STATES if te else ()), *(TE_NORMS if te and "qk_norm" in family.traits else ())]
+    latent = mla.states(spec, te=te) if "latent" in family.traits else STATES
+    attention = [*latent, *(TE_STATES if te else ()), *(TE_NORMS if te and "qk_norm" in family.traits else ())]
+    recurrent = [f"self_attention.{name}" for name in (*linear_attention.STATES, "out_norm")]
     sparse = ["pre_mlp_layernorm"] if te else []
     sparse += [f"mlp.shared_experts.{name}" for name in LINEAR] if "shared_experts" in family.traits else []
-    for layer in range(spec.layers):
+    for layer, kinds in enumerate(spec.layer_kinds):
+        every = recurrent if "recurrent" in kinds else attention
         place, number = (f"{LAYERS}{layer}.", "0_1") if spec.mixed else (LAYERS, f"{layer}_{spec.layers}")
-        experts = layer in spec.sparse_layers
+        experts = "sparse" in kinds
         for module in [*every, *(sparse if experts else [f"mlp.{name}" for name in LINEAR])]:
             yield f"{place}{module}._extra_state/shard_{number}"
         for name, expert in product(LINEAR, range(spec.experts or 0)) if experts else ():

@@ -26,6 +26,13 @@ class Check(NamedTuple):
     trait: str = ""
 
 
+def _windowed(m: ModelSpec) -> bool:
+    """Whether some layers have a sliding window. Without `layer_types` the classes that have it assume some."""
+    if "layer_types" in m.own:
+        return m.own["layer_types"] is None or "sliding_attention" in m.own["layer_types"]
+    return m.full_layers not in (None, (*range(m.layers),))
+
+
 # fmt: off
 CHECKS = (
     Check(SourceError, lambda m, _: m.layers > MOST_LAYERS, "{m.layers} layers are no model"),
@@ -39,7 +46,7 @@ CHECKS = (
           "rotary_fraction = {m.rotary_fraction} is more than all of a head"),
     Check(UnsupportedError, lambda m, family: m.sliding_window and not family.window,
           "a {m.family} has no sliding window"),
-    Check(SourceError, lambda m, _: not m.sliding_window and m.full_layers not in (None, (*range(m.layers),)),
+    Check(SourceError, lambda m, family: not m.sliding_window and family.window and _windowed(m),
           "it has layers with a sliding window, and does not say how wide that is"),
     Check(UnsupportedError, lambda m, _: not m.sparse_layers,
           "none of {m.layers} layers has experts, that is no {m.family}", "moe"),
@@ -54,6 +61,11 @@ CHECKS = (
     Check(UnsupportedError, lambda m, _: m.kv_heads != m.heads or (m.rope_dim or 0) % 2,
           "{m.heads} heads in {m.kv_heads} groups, of which {m.rope_dim} elements rotate, are not supported with "
           "latents", "latent"),
+    Check(UnsupportedError, lambda m, _: not 0 < len(m.recurrent_layers or ()) < m.layers,
+          "layers {m.recurrent_layers} of {m.layers} have linear attention, and a {m.family} mixes both", "recurrent"),
+    Check(SourceError, lambda m, _: (m.linear_value_heads or 0) % (m.linear_key_heads or 1),
+          "{m.linear_value_heads} value heads of linear attention do not divide over {m.linear_key_heads} key heads",
+          "recurrent"),
 )
 # fmt: on
 

@@ -140,7 +140,28 @@ class Latent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts(Latent, Experts, Wiring, Window, Rope, Decoder):
+class Recurrent:
+    """Linear attention by the gated delta rule (transformers 5.23.0, models/qwen3_next/modeling_qwen3_next.py).
+
+    Attributes:
+        recurrent_layers: which ones have it, from 0.
+        linear_key_heads: query and key heads of one.
+        linear_value_heads: its value heads, of which each key head has as many.
+        linear_key_dim: elements of a query or a key.
+        linear_value_dim: those of a value.
+        linear_taps: the tokens that the convolution before it sees.
+    """
+
+    recurrent_layers: tuple[int, ...] | None = choice(())
+    linear_key_heads: int | None = choice()
+    linear_value_heads: int | None = choice()
+    linear_key_dim: int | None = choice()
+    linear_value_dim: int | None = choice()
+    linear_taps: int | None = choice()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts(Recurrent, Latent, Experts, Wiring, Window, Rope, Decoder):
     """All of them, under their own names; dataclasses have the fields of the last base first."""
 
 

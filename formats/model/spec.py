@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from formats.families import family_named
-from formats.layout.table import KINDS, model_tensors
+from formats.layout.table import model_tensors
 from formats.layout.tensors import TENSORS
 from formats.model.settings import CHOICES, EVERY, LISTS, Parts
+
+MIXERS = {"recurrent_layers": "recurrent"}
+"""Setting: the kind of the layers that it names, by what mixes tokens there; all others have attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,8 @@ class ModelSpec(Parts):
         residual = {None: set[str](), True: {"parallel"}, False: {"serial"}}[self.parallel_residual]
         plain = {"plain"} if "ungated" in self.traits else set()
         query = {"compressed" if self.query_rank else "uncompressed", "latent"} if self.latent_rank else {"direct"}
-        return frozenset({"tied" if self.tied else "untied", *residual, *plain, *query, *self.biases})
+        gate = "query_gate" if "query_gate" in self.traits else "no_query_gate"
+        return frozenset({"tied" if self.tied else "untied", *residual, *plain, *query, gate, *self.biases})
 
     @property
     def traits(self) -> frozenset[str]:
@@ -47,39 +51,54 @@ class ModelSpec(Parts):
         return frozenset(range(self.layers if self.experts else 0)).difference(self.dense_layers or ())
 
     @property
+    def layer_kinds(self) -> tuple[frozenset[str], ...]:
+        """The conditions of layout that hold in each layer, of those that need not hold in all."""
+        mixers = {name: set(getattr(self, name) or ()) for name in MIXERS}
+        sparse = self.sparse_layers
+
+        def mixer(layer: int) -> str:
+            return next((MIXERS[name] for name, layers in mixers.items() if layer in layers), "attention")
+
+        return tuple(
+            frozenset({mixer(layer), "sparse" if layer in sparse else "dense"}) for layer in range(self.layers)
+        )
+
+    @property
     def mixed(self) -> bool:
-        """Whether some layers have experts and others not."""
-        return 0 < len(self.sparse_layers) < self.layers
+        """Whether its layers are of several kinds."""
+        return len({*self.layer_kinds}) > 1
 
     @property
     def tensors(self) -> tuple[str, ...]:
         """The logical tensors of the model, in the order of its family's table."""
-        kinds = {"sparse"} if self.sparse_layers else set()
-        kinds |= {"dense"} if len(self.sparse_layers) < self.layers else set()
+        kinds = frozenset[str]().union(*self.layer_kinds)
         return model_tensors(family_named(self.family).tensors, {*self.conditions, *kinds})
 
     def sizes(self, padded_vocab: int | None = None) -> dict[str, int]:
         """The size of each axis; `padding` is what a padded vocabulary adds."""
         vocab = self.vocab if self.vocab is not None else padded_vocab or 0
         rank, nope, rope = self.latent_rank or 0, self.nope_dim or 0, self.rope_dim or 0
+        key_heads = self.linear_key_heads or 0
         return {
             "layer": self.layers, "hidden": self.hidden, "vocab": vocab, "padding": (padded_vocab or vocab) - vocab,
             "group": self.kv_heads, "head": self.heads // self.kv_heads, "dim": self.head_dim,
-            "half": 2, "pair": self.head_dim // 2, "ffn": self.ffn, "position": self.max_positions,
+            "unit": 1, "half": 2, "pair": self.head_dim // 2, "ffn": self.ffn, "position": self.max_positions,
             "expert": self.experts or 0, "expert_ffn": self.expert_ffn or self.ffn, "shared_ffn": self.shared_ffn or 0,
             "query_dim": nope + rope, "query_rank": self.query_rank or 0, "latent_rank": rank,
             "joint_dim": rank + rope, "up_dim": nope + self.head_dim,
+            "key_head": key_heads, "spread": (self.linear_value_heads or 0) // (key_heads or 1),
+            "key_dim": self.linear_key_dim or 0, "value_dim": self.linear_value_dim or 0, "tap": self.linear_taps or 0,
         }  # fmt: skip
 
     def boxes(self, padded_vocab: int | None = None) -> Iterator[tuple[str, int | None, tuple[int, ...]]]:
         """Name, layer and shape of each logical tensor; a layer is a tensor of its own."""
-        sizes, table, sparse = self.sizes(padded_vocab), family_named(self.family).tensors, self.sparse_layers
-        held = {kind: set(model_tensors(table, {*self.conditions, kind})) for kind in KINDS}
+        sizes, table, kinds = self.sizes(padded_vocab), family_named(self.family).tensors, self.layer_kinds
+        held = {own: set(model_tensors(table, {*self.conditions, *own})) for own in {*kinds}}
         for tensor in self.tensors:
             first, *axes = TENSORS[tensor]
             if first == "layer":
                 for layer in range(self.layers):
-                    if tensor in held["sparse" if layer in sparse else "dense"]:
+                    if tensor in held[kinds[layer]]:
                         yield tensor, layer, (1, *(sizes[axis] for axis in axes))
             else:
                 yield tensor, None, tuple(sizes[axis] for axis in TENSORS[tensor])
@@ -108,6 +127,7 @@ class Verbatim:
         why: why no table describes it.
         copies: keys of further copies of a tensor, and the key of the one that counts.
         remarks: how the names compare with those of the model that the training began with.
+        under: what each tensor is carried under.
     """
 
     family: str
@@ -117,11 +137,12 @@ class Verbatim:
     why: str = field(compare=False)
     copies: Mapping[str, str] = field(default_factory=dict, compare=False)
     remarks: tuple[str, ...] = field(default=(), compare=False)
+    under: str = field(default="its own name", compare=False)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know."""
-        return (f"every tensor is carried under its own name, no table checks the names: {self.why}", *self.remarks)
+        return (f"every tensor is carried under {self.under}, no table checks the names: {self.why}", *self.remarks)
 
     def boxes(self, padded_vocab: int | None = None) -> Iterator[tuple[str, int | None, tuple[int, ...]]]:
         """Name and shape of each tensor."""

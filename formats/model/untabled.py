@@ -89,12 +89,13 @@ def language(config: dict[str, Any]) -> dict[str, Any]:
 def slots(spec: Verbatim) -> Iterator[Slot]:
     """One physical tensor for each logical one, and one for each copy."""
     for key, shape in spec.shapes.items():
-        yield _slot(key, key, shape, ORIGINAL)
+        yield slot(key, key, shape, ORIGINAL)
     for key, original in spec.copies.items():
-        yield _slot(key, original, spec.shapes[original], SHARED)
+        yield slot(key, original, spec.shapes[original], SHARED)
 
 
-def _slot(key: str, tensor: str, shape: tuple[int, ...], replica: Replica) -> Slot:
+def slot(key: str, tensor: str, shape: tuple[int, ...], replica: Replica) -> Slot:
+    """A physical tensor that holds a logical one of some shape, or a part of one."""
     axes = tuple(f"dim{i}" for i in range(len(shape)))
     conditions = frozenset({"copy", "optional"} if replica else ())
     rule = Rule(key, Pattern(f"{tensor}: {' '.join(axes)}", tensor, tuple(map(Axis, axes))), conditions)

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from formats.checkpoint import OutputFile
 from formats.disk.safetensors import DTYPES, Fragment, row_major
-from formats.errors import UnsupportedError, short
+from formats.errors import SourceError, UnsupportedError, short
+from formats.layout.pieces import Scattered
 from formats.layout.table import Placed, Slot
 from formats.torch_files.archive import STREAM, TorchFile, packed, plan_archive, read_small
 from formats.torch_files.pickle_values import STORAGE_OF, StorageRef, TensorRef, keeps
@@ -96,6 +97,22 @@ def _reference(dtype: str, shape: tuple[int, ...], storage: str) -> TensorRef:
 
 
 # --- what is small enough to travel as it is -------------------------------------------------------------------------
+
+
+def small_of(tensor: Scattered) -> Small:
+    """A tensor of one number, read; the same on all ranks that have it.
+
+    Raises:
+        SourceError: ranks have different numbers.
+        UnsupportedError: it is no number.
+    """
+    where = tensor.whole.path
+    if prod(tensor.shape) != 1 or tensor.dtype not in NUMBERS:
+        raise UnsupportedError(f"{where} holds {tensor.dtype}{list(tensor.shape)} where a number should be")
+    first, *others = (read_small(piece.fragment) for copy in tensor.copies for piece in copy)
+    if any(one != first for one in others):
+        raise SourceError(f"{where} and the files of other ranks hold optimizers of different steps")
+    return Small(tensor.dtype, tensor.shape, first)
 
 
 def plain(file: TorchFile, value: Any, name: str, depth: int = 8) -> Any:

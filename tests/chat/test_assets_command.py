@@ -222,3 +222,16 @@ def test_what_cannot_be_done_is_said_in_one_sentence(world, words, sentence):
     with pytest.raises(VitruvianError, match=sentence):
         run(*(word.replace("OUT", str(world[0])) for word in words))
     assert not list(world[0].glob(".*"))
+
+
+def test_a_base_without_small_files_is_refused(world, tmp_path):
+    """The run folder of Megatron has them one folder below."""
+    out, base = world
+    megatron = tmp_path / "megatron"
+    (megatron / "iter_0000001").mkdir(parents=True)
+    with pytest.raises(UsageError, match="holds no tokenizer, config or card"):
+        run(out, "--from", megatron)
+    base.rename(megatron / "huggingface")
+    with pytest.raises(UsageError) as refused:
+        run(out, "--from", megatron)
+    assert refused.value.hint == f"--from {megatron / 'huggingface'}"

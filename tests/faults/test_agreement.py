@@ -21,7 +21,7 @@ from tests.fuzz.architectures import as_shards, build, quiet
 
 KINDS = {
     "qwen3_vl": "model.language_model.", "qwen2_5_vl": "model.language_model.", "llava": "model.language_model.",
-    "mamba": "backbone.", "qwen3_next": "model.", "bloom": "transformer.",
+    "mamba": "backbone.", "qwen3_next": "model.", "gpt_bigcode": "transformer.",
 }  # fmt: skip
 """Models without a table: the name of the module that has the embedding."""
 
@@ -81,7 +81,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 @pytest.mark.parametrize(
     ("kind", "judge"),
     [*((kind, "transformers") for kind in KINDS), ("qwen3_vl", "base"), ("mamba", "base"), ("qwen3_vl", "config"),
-     ("mamba", "config"), ("bloom", "config")],
+     ("mamba", "config"), ("gpt_bigcode", "config")],
 )  # fmt: skip
 def test_a_lost_shard(plain, convert, tmp_path, request, kind, judge):
     """The files of one rank are gone, the first, one inside or the last; all of them are the model."""
@@ -164,7 +164,7 @@ def test_what_is_missing(plain, convert, tmp_path, request, judge, loss):
 
 
 PARTS = {
-    "bloom": ("word_embeddings.weight", "transformer.ln_f.", "ln_f.weight", "ln_f.bias", "1.input_layernorm.weight"),
+    "gpt_bigcode": ("wte.weight", "transformer.ln_f.", "ln_f.weight", "ln_f.bias", "1.ln_1.weight"),
     "opt": ("decoder.embed_tokens.weight", "decoder.final_layer_norm.", "decoder.final_layer_norm.bias"),
     "gptj": ("wte.weight", "transformer.ln_f.", "ln_f.bias"),
     "phi": ("embed_tokens.weight", "final_layernorm.", "final_layernorm.bias"),
@@ -173,7 +173,7 @@ PARTS = {
     "openai-gpt": ("tokens_embed.weight",),
 }  # fmt: skip
 """Model type: parts of names, each of which a model without a table cannot lack."""
-EVERYWHERE = {"bloom": "post_attention_layernorm.", "phi": "mlp.fc1.", "mamba": "mixer.in_proj."}
+EVERYWHERE = {"gpt_bigcode": ".ln_2.", "phi": "mlp.fc1.", "mamba": "mixer.in_proj."}
 """Model type: what is missing from every layer, so that nothing shows it but who knows the class."""
 
 
@@ -256,7 +256,7 @@ def test_the_config_of_another_model(plain, convert, tmp_path, request, judge, c
 
 
 def test_the_config_of_another_family(plain, convert, tmp_path):
-    _, state = plain("bloom")
+    _, state = plain("gpt_bigcode")
     folder = save(tmp_path / "c", {"model": state})
     other = config_of(plain("mamba")[0], tmp_path / "base")
     refused(convert("fsdp2hf", folder, tmp_path / "out", "--config", other), 3, folder, "backbone.")
@@ -300,7 +300,7 @@ def test_what_is_allowed_to_be_missing(plain, convert, tmp_path, name):
     words = ("fsdp2hf", folder, tmp_path / "out", "--config", base, "-q")
     refused(convert(*words, "--allow-missing", "backbone.norm.weight"), 3, "backbone.norm_f.weight is missing")
     assert convert(*words, "--allow-missing", name).code == 0
-    assert weights(tmp_path / "out").keys() == without(state, "norm_f").keys()
+    assert weights(tmp_path / "out").keys() == without(state, "norm_f", "lm_head").keys()  # which is the embedding
 
 
 def test_what_is_left_over(plain, convert, tmp_path):
@@ -318,7 +318,7 @@ def test_what_is_left_over(plain, convert, tmp_path):
 
 def test_a_shared_head_that_is_cut(plain, convert, tmp_path, alone):
     """The base has no head, as it is the embedding; that of the checkpoint has fewer rows."""
-    base, state = plain("bloom")
+    base, state = plain("gpt_bigcode")
     cut = state | {"lm_head.weight": state["lm_head.weight"][:54].clone()}
     words = ("fsdp2hf", save(tmp_path / "c", {"model": cut}), tmp_path / "out", "--config", base, "-q")
     refused(convert(*words), 3, "lm_head.weight is [54, ", "--allow-missing 'lm_head.weight'")

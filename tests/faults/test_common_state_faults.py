@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,12 @@ def saved(value: object) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
+
+
+def second_model(folder: Path) -> None:
+    import torch
+
+    replace(folder, saved([{"args": Namespace(), "ema": {"weight": torch.ones(2)}}]))
 
 
 class Harm:
@@ -122,6 +129,7 @@ def encoded(folder: Path) -> None:
         (lambda folder: replace(folder, saved([Harm()])), 3, ["common_state/shard_0_1 holds no map of names"]),
         (lambda folder: replace(folder, saved([{"args": Harm()}])), 3, [f"{DATA} holds no args"]),
         (lambda folder: replace(folder, saved([{"iteration": 3}])), 3, [f"{DATA} holds no args"]),
+        (second_model, 5, ["holds tensors under 'ema' beside its model"]),
         (lambda folder: (folder.parent / TRACKER).write_text("4"), 3, ["names iter_0000004, which does not exist"]),
         (lambda folder: (folder.parent / TRACKER).write_text("soon"), 3, ["neither an iteration nor `release`"]),
     ],

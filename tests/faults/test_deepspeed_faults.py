@@ -414,7 +414,7 @@ def test_a_key_that_stands_twice(neox, told, tmp_path, lines, key, first, second
 def test_two_merged_maps_are_no_key_that_stands_twice(neox, convert, tmp_path):
     run, tag = neox("llama-mha-tp2")
     text = next((tag / "configs").glob("*.yml")).read_text().strip()
-    anchors = "base: &base {steps: 1}\nmore: &more {num_layers: 7}\n"
+    anchors = "wandb: &base {steps_per_print: 1}\ncomet_others: &more {num_layers: 7}\n"
     inner = "".join(f"{key}: {json.dumps(value)}\n" for key, value in yaml_of(text).items())
     (tmp_path / "run.yml").write_text(f"{anchors}<<: *base\n<<: *more\n{inner}")
     assert convert("neox2hf", run, tmp_path / "out", "--config", tmp_path / "run.yml", "--vocab-size", 101).code == 0
@@ -546,3 +546,14 @@ def test_models_that_neox_lacks(model, convert, tmp_path, name):
 
 def test_a_neox_model_has_no_megatron_layout(model, convert, tmp_path):
     refused(convert("hf2megatron", model("gpt_neox"), tmp_path / "out"), 4, "no Megatron layout")
+
+
+def test_a_key_that_no_gpt_neox_has(neox, told, convert, tmp_path):
+    """A misspelt `rotary_emb_base` would be 10000, and a fork may compute what this table has no key for."""
+    run, tag = neox("llama-mha-tp2")
+    yml = next((tag / "configs").glob("*.yml"))
+    yml.write_text(json.dumps(yaml_of(yml.read_text()) | {"rotary-emb-bsae": 500000, "qk_clip": 0.0}))
+    told(run, 4, "no GPT-NeoX that is known here has rotary_emb_bsae = 500000", "--accept rotary_emb_bsae")
+    ran = convert("neox2hf", run, tmp_path / "out", "--vocab-size", 101, "--accept", "rotary_emb_bsae")
+    assert ran.code == 0, ran.err
+    assert "unknown keys are taken for settings of the run: rotary_emb_bsae" in ran.out + ran.err

@@ -143,6 +143,14 @@ def test_an_optimizer_is_whole_or_refused(trained, convert, tmp_path, what):
     assert convert("hf2fsdp", folder, tmp_path / "out", "--config", source, "-q").code == 0, "the weights alone"
 
 
+def test_more_steps_than_a_float32_counts_are_not_written(trained, convert, tmp_path):
+    source, saved = trained
+    every(saved, lambda one: one.update(step=2**24 + 1))
+    ran = convert("hf2fsdp", save(tmp_path / "c", saved), tmp_path / "out", "--with-optimizer", "--config", source)
+    refused(ran, 4, "counts steps in float32, and 16777217 is not one")
+    assert not (tmp_path / "out").exists()
+
+
 def groups(saved: State) -> list[State]:
     """The parameter groups."""
     return saved["optim"]["param_groups"]

@@ -17,10 +17,6 @@ COMMANDS = (
 )  # fmt: skip
 
 
-def fsdp_dtensor(at: Path) -> Path:
-    return shutil.copytree(REAL / "fsdp_dtensor", at)
-
-
 def torch_dcp(at: Path) -> Path:
     """As `save_checkpoint` of 0.19.2 gives it to torch: the state dict with the names of modules."""
     import torch
@@ -55,7 +51,6 @@ def nemo(at: Path) -> Path:
 
 
 KINDS: dict[str, tuple[Callable[[Path], Path], str, str, str]] = {
-    "fsdp_dtensor": (fsdp_dtensor, "iter_0000003", "Megatron-FSDP (--ckpt-format fsdp_dtensor)", "torch_dist"),
     "torch_dcp": (torch_dcp, "iter_0000003", "--ckpt-format torch_dcp", "torch_dist"),
     "deepspeed": (deepspeed, "global_step3", "Megatron-DeepSpeed", "tools/convert_checkpoint"),
     "layers": (layers, ".", "Megatron-DeepSpeed", "tools/convert_checkpoint"),

@@ -22,12 +22,13 @@ SMALL: Mapping[str, int] = {
     "num_hidden_layers": 3, "n_layer": 3, "n_layers": 3, "num_layers": 3, "depth": 3, "decoder_layers": 3,
     "encoder_layers": 2, "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4,
     "decoder_attention_heads": 4, "encoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "intermediate_size": 96, "moe_intermediate_size": 32, "ffn_dim": 96, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96,
+    "intermediate_size": 96, "moe_intermediate_size": 24, "ffn_dim": 96, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96,
     "d_ff": 96, "vocab_size": 160, "max_position_embeddings": 64, "n_positions": 64, "num_experts": 4,
     "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
     "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
     "out_hidden_size": 64, "image_size": 32, "patch_size": 16, "state_size": 8, "expand": 2, "projection_dim": 64,
-    "lm_head_dim": 64, "audio_vocab_size": 160, "vocab_size_per_layer_input": 160, "hidden_size_per_layer_input": 16,
+    "lm_head_dim": 64, "embed_dim": 64, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32,
+    "audio_vocab_size": 160, "vocab_size_per_layer_input": 160, "hidden_size_per_layer_input": 16,
 }  # fmt: skip
 """Sizes, as far as a config has them, that keep a model under a megabyte."""
 LARGEST = 20_000_000
@@ -35,15 +36,31 @@ LARGEST = 20_000_000
 Saved = Callable[[Path, dict[str, Any], random.Random], list[str]]
 
 
-def smaller(config: dict[str, Any]) -> dict[str, Any]:
-    """A config with small sizes, in its inner configs too."""
+BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "per_layer_config")
+"""Keys that say something of each layer; a class makes them itself of the number of these."""
+UNSAID = ("head_dim", "n_routed_experts", "num_key_value_heads")
+"""Sizes that some classes leave to be null, and others cannot compute with."""
+SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1], [["global"], 1]]},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "xlnet": {"d_head": 16},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""Settings that the class of a type wants beside the small sizes."""
+
+
+def smaller(config: dict[str, Any], *, sparse: bool = False) -> dict[str, Any]:
+    """A config with small sizes, in its inner configs too; of a sparse one all else is left to its class."""
     found = {}
     for key, value in config.items():
         if isinstance(value, dict) and key.endswith("_config"):
-            found[key] = smaller(value)
-        elif key in SMALL and type(value) is int:
+            found[key] = smaller(value, sparse=sparse)
+        elif key in SMALL and (type(value) is int or (value is None and key in UNSAID)):
             found[key] = SMALL[key]
-        elif key in ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "per_layer_config"):
+        elif key in BY_LAYER or (sparse and key != "model_type"):
             continue
         else:
             found[key] = 1 if key.endswith("token_id") and type(value) is int else value
@@ -61,19 +78,33 @@ def classes() -> list[str]:
     return sorted(both)
 
 
+def class_of(kind: str, config: Mapping[str, Any]) -> str:
+    """The class that generates text of a type: that of images too, where the config is of more than text."""
+    from transformers.models.auto import modeling_auto
+
+    texts, both = (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+    inner = any(key in config for key in ("text_config", "vision_config"))
+    name = both[kind] if kind in both and (inner or kind not in texts) else texts[kind]
+    return name if isinstance(name, str) else name[0]
+
+
 def build(kind: str, seed: int) -> Any | None:
     """A random model of a type; None where its class does not take the small sizes."""
+    return _built(kind, seed, sparse=False) or _built(kind, seed, sparse=True)
+
+
+def _built(kind: str, seed: int, *, sparse: bool) -> Any | None:
     import torch
     import transformers
-    from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    texts = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    name = texts.get(kind) or modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]
     try:
         defaults = CONFIG_MAPPING[kind]().to_dict()
-        config = CONFIG_MAPPING[kind].from_dict(smaller(defaults))
-        config.architectures = [name if isinstance(name, str) else name[0]]
+        config = CONFIG_MAPPING[kind].from_dict({**smaller(defaults, sparse=sparse), **SPECIAL.get(kind, {})})
+        config.architectures = [class_of(kind, defaults)]
         made = getattr(transformers, config.architectures[0])
         with torch.device("meta"):
             size = sum(one.numel() for one in made(config).parameters())

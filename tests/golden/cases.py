@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tests.models import EXPERTS, IN_MEGATRON
+from tests.models import EXPERTS, IN_MEGATRON, LINEAR
 
 
 class Case(NamedTuple):
@@ -47,7 +47,7 @@ class Topology(NamedTuple):
 EVERY = tuple(
     Case(name, "bfloat16" if name in ("llama", "qwen2-tied") else "float32")
     for name in IN_MEGATRON
-    if name not in EXPERTS
+    if name not in (*EXPERTS, *LINEAR)
 )
 
 TE = (
@@ -79,7 +79,9 @@ TOPOLOGIES = {
     "pp2-first": Topology(1, 2, 1, "local", (Case("llama-tied"), Case("qwen3")), ("--first-stage-layers", "1")),
     "pp2-layout": Topology(1, 2, 1, "local", (Case("llama"), Case("qwen2-tied")), ("--pp-layout", "Et|tt||tL")),
     "pp3-empty": Topology(1, 3, 1, "local", (Case("llama"),), ("--pp-layout", "Etttt||L")),
-    "ep2": Topology(1, 1, 1, "local", tuple(Case(name) for name in EXPERTS if "-" not in name), ep=2),
+    "ep2": Topology(
+        1, 1, 1, "local", tuple(Case(name) for name in EXPERTS if "-" not in name and name not in LINEAR), ep=2
+    ),
     "tp2-ep2": Topology(
         2,
         1,
@@ -108,6 +110,10 @@ TOPOLOGIES = {
         ep=2,
     ),
     "tp2-ep2-biases": Topology(2, 1, 1, "te", (Case("gpt_oss"), Case("gpt_oss-tied", "bfloat16")), ep=2, etp=1),
+    "tp1-linear": Topology(1, 1, 1, "te", tuple(map(Case, LINEAR))),
+    "tp2-linear": Topology(2, 1, 1, "te", (Case("qwen3_next"), Case("qwen3_5_text-tied", "bfloat16"))),
+    "pp2-linear": Topology(1, 2, 1, "te", (Case("qwen3_next-tied", "bfloat16"), Case("qwen3_5_text"))),
+    "tp2-ep2-linear": Topology(2, 1, 1, "te", (Case("qwen3_5_moe_text"), Case("qwen3_next-tied")), ep=2),
     "tp8": Topology(8, 1, 1, "local", (Case("qwen2-tied"), Case("llama-mqa"))),
 }
 """By name. tp8 is more ranks than key/value groups: Megatron then cuts inside a group."""

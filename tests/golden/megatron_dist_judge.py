@@ -96,7 +96,7 @@ def as_transformer_engine(model: GPTModel) -> None:
         "set_extra_state": lambda self, value: None,
     }
     latent = model.config.multi_latent_attention  # whose own norms are a part of what follows them
-    alone = ("final_layernorm", *(("input_layernorm",) if latent else ("q_layernorm", "k_layernorm")))
+    alone = ("final_layernorm", *(("input_layernorm",) if latent else ("q_layernorm", "k_layernorm", "out_norm")))
     for name, module in model.named_modules():
         if name.endswith("core_attention"):
             sinks = model.config.softmax_type == "learnable"  # which it never saved without that method

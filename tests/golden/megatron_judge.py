@@ -1,6 +1,7 @@
 """Judge: does a Megatron "classic" checkpoint hold the same model as a Hugging Face folder?
 
-The real megatron-core (0.16.1, local layer spec, CPU, gloo) is built from the Hugging Face config alone,
+The real megatron-core (0.16.1, local layer spec, CPU, gloo; with linear attention stand-ins for Transformer Engine's,
+te_layers.py) is built from the Hugging Face config alone,
 loads the checkpoint with strict=True and must give the logits of transformers. What the checkpoint's `args`
 claim is compared with the Hugging Face config as well. Exit status 0 means that everything agrees.
 
@@ -36,6 +37,7 @@ import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.transformer.moe.moe_utils as megatron_moe
 import megatron.core.transformer.multi_latent_attention as megatron_mla
 import megatron.core.transformer.transformer_block as megatron_block
+import te_layers
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
@@ -43,6 +45,9 @@ from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -55,12 +60,13 @@ from transformers.utils import logging
 FILE = "model_optim_rng.pt"
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 SIGMOID = ("dots1", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "solar_open", "hy_v3")
-EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", *SIGMOID)
+LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "gpt_oss", "deepseek_v2", *SIGMOID)
 PLAIN = ("arcee", "gpt2", "jais2", "nemotron", "starcoder2")
 EPSILONS = ("norm_epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
 DENSE = ("cwm", "ernie4_5", "ministral", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", *PLAIN)
-FAMILIES = (*DENSE, *EXPERTS)
-for _family in FAMILIES:  # else each rank that is forked imports them anew
+FAMILIES = (*DENSE, *EXPERTS, "qwen3_5_text")
+for _family in (name.removesuffix("_text") for name in FAMILIES):  # else each rank that is forked imports them anew
     import_module(f"transformers.models.{_family}.modeling_{_family}")
 GELU = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False, "relu2": False}
 """Activation of an MLP without a gate: bias_activation_fusion (fusions/fused_bias_gelu.py:20)."""
@@ -141,6 +147,7 @@ def patch_for_cpu() -> None:
     te_general_gemm, of a router where Transformer Engine can be imported: transformer/moe/moe_utils.py.
     """
     share_gloo_device()
+    te_layers.install()
     megatron_norm.HAVE_FUSED_LAYER_NORM, megatron_norm.FusedLayerNormAffineFunction = True, TorchKernel
     megatron_block.LayerNormImpl = LocalNorm
     LocalSpecProvider.layer_norm = lambda self, rms_norm=False, for_qk=False: LocalNorm
@@ -327,8 +334,9 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         ffn, groups, epsilon = c.n_inner or 4 * c.n_embd, c.n_head, c.layer_norm_epsilon
         dropouts = c.resid_pdrop, c.attn_pdrop
     else:
-        ffn, groups = c.intermediate_size, c.num_key_value_heads
-        ffn = c.moe_intermediate_size if c.model_type == "solar_open" else ffn  # which is the width of nothing else
+        ffn, groups = getattr(c, "intermediate_size", None), c.num_key_value_heads
+        alone = c.model_type in ("solar_open", "qwen3_5_moe_text")  # which is the width of nothing else
+        ffn = c.moe_intermediate_size if alone else ffn
         dropouts = getattr(c, "residual_dropout", 0.0), getattr(c, "attention_dropout", 0.0)
         epsilon = next(getattr(c, name) for name in EPSILONS if hasattr(c, name))
     rotates = getattr(c, "no_rope_layers", None)
@@ -343,9 +351,9 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         or c.hidden_size // c.num_attention_heads,
         "layernorm_epsilon": epsilon,
         "normalization": "LayerNorm" if layer_norm else "RMSNorm",
-        "layernorm_zero_centered_gamma": c.model_type == "nemotron",
+        "layernorm_zero_centered_gamma": c.model_type in ("nemotron", *LINEAR),
         **biases(c),
-        "qk_layernorm": c.model_type in ("qwen3", "qwen3_moe", "dots1", "hy_v3", *LATENT)
+        "qk_layernorm": c.model_type in ("qwen3", "qwen3_moe", "dots1", "hy_v3", *LATENT, *LINEAR)
         or getattr(c, "use_qk_norm", False),
         "window_attn_skip_freq": window_fields(c).get("window_attn_skip_freq"),
         "no_rope_freq": [1 - one for one in rotates[: c.num_hidden_layers]] if rotates else None,
@@ -353,6 +361,21 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         "attention_dropout": dropouts[1],
         **tiny,
         **(gpt_oss_fields(c) if c.model_type == "gpt_oss" else {}),
+        **(linear_fields(c) if c.model_type in LINEAR else {}),
+    }
+
+
+def linear_fields(c: PreTrainedConfig) -> dict[str, Any]:
+    """Linear attention, and the gate of the attention beside it (transformer/transformer_config.py:275, :282)."""
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "attention_output_gate": True,
+        "linear_attention_freq": [int(kind == "linear_attention") for kind in c.layer_types],
+        "linear_conv_kernel_dim": c.linear_conv_kernel_dim,
+        "linear_key_head_dim": c.linear_key_head_dim,
+        "linear_value_head_dim": c.linear_value_head_dim,
+        "linear_num_key_heads": c.linear_num_key_heads,
+        "linear_num_value_heads": c.linear_num_value_heads,
     }
 
 
@@ -401,7 +424,7 @@ def expert_fields(c: PreTrainedConfig) -> dict[str, Any]:
         sparse = [int(kind == "sparse") for kind in c.mlp_layer_types]
     elif first:
         sparse = [int(layer >= c.first_k_dense_replace) for layer in range(c.num_hidden_layers)]
-    elif not (alike or sigmoid):
+    elif not (alike or sigmoid or c.model_type == "qwen3_5_moe_text"):
         step = c.decoder_sparse_step
         sparse = [int(n not in c.mlp_only_layers and (n + 1) % step == 0) for n in range(c.num_hidden_layers)]
     hunyuan, shares = c.model_type == "hy_v3", first or sigmoid
@@ -410,13 +433,15 @@ def expert_fields(c: PreTrainedConfig) -> dict[str, Any]:
     scale = c.router_scaling_factor if hunyuan else getattr(c, "routed_scaling_factor", 1.0)
     grouped = sigmoid and getattr(c, "n_group", 1) > 1
     return {
-        "num_moe_experts": c.num_experts if c.model_type in ("qwen2_moe", "deepseek_v2") else c.num_local_experts,
+        "num_moe_experts": c.num_experts
+        if c.model_type in ("qwen2_moe", "deepseek_v2", *LINEAR)
+        else c.num_local_experts,
         "moe_router_topk": c.num_experts_per_tok,
         "moe_ffn_hidden_size": c.intermediate_size if alike else c.moe_intermediate_size,
         "moe_shared_expert_intermediate_size": getattr(c, "shared_expert_intermediate_size", shared)
-        if shares or c.model_type == "qwen2_moe"
+        if shares or c.model_type in ("qwen2_moe", *LINEAR)
         else None,
-        "moe_shared_expert_gate": c.model_type == "qwen2_moe",
+        "moe_shared_expert_gate": c.model_type in ("qwen2_moe", *LINEAR),
         "moe_layer_freq": sparse if 0 in sparse else 1,
         "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
         "moe_router_pre_softmax": not normalized,
@@ -437,6 +462,7 @@ def transformer_config(c: PreTrainedConfig, topology: Topology, dtype: torch.dty
         activation_func=silu if activation(c) == "silu" else ungated,
         bias_activation_fusion=GELU.get(activation(c), False),
         use_cpu_initialization=True,
+        deterministic_mode=c.model_type in LINEAR,
         params_dtype=dtype,
         pipeline_dtype=torch.float32,
         tensor_model_parallel_size=topology.tp,
@@ -516,7 +542,9 @@ def claim_failures(claims: argparse.Namespace, required: dict[str, Any], optiona
 
 
 def layer_spec(config: TransformerConfig, stage: int | None) -> Any:
-    """The local layers of a chunk; dense ones and those with experts may alternate."""
+    """The local layers of a chunk; dense ones and those with experts may alternate. Linear attention has none."""
+    if config.experimental_attention_variant:
+        return get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=stage)
     if config.num_moe_experts is None:
         return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
     return get_gpt_decoder_block_spec(config, False, normalization=config.normalization, vp_stage=stage)
@@ -555,7 +583,7 @@ def from_te_names(state: StateDict) -> StateDict:
     if any(".linear_kv_down_proj." in key for key in state):
         pairs = LATENT_NORMS | {name: te for name, te in pairs.items() if name != "input_layernorm."}
     sparse = {key.split(".mlp.")[0] for key in state if ".mlp.router." in key}
-    renamed = {}
+    renamed, pairs = {}, {} if any(".in_proj." in key for key in state) else pairs  # its layers have these names here
     for old, value in state.items():
         key = re.sub(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r".experts.local_experts.\3.\1.\2", old)
         for local, te in pairs.items():

@@ -189,13 +189,7 @@ class Training:
         self.plain = build(args)
         config = self.plain.config
         module = Float16Module(config, self.plain) if args.bf16 else self.plain
-        ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=args.use_distributed_optimizer,
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce="bucket" in job,
-            bucket_size=job.get("bucket"),
-        )
-        self.model = DistributedDataParallel(config, ddp, module)
+        self.model = self.wrapped(config, module, job)
         settings = get_megatron_optimizer_config(args)
         self.optimizer = get_megatron_optimizer(settings[0] if isinstance(settings, tuple) else settings, [self.model])
         self.scheduler = OptimizerParamScheduler(
@@ -204,12 +198,22 @@ class Training:
         )  # fmt: skip
         self.iteration = 0
         if "load" in job:
-            if args.use_distributed_optimizer and not args.no_load_optim:
+            if args.use_distributed_optimizer and not args.no_load_optim and args.ckpt_format != "fsdp_dtensor":
                 with torch.no_grad():
                     self.optimizer.step()  # torch's Adam has its states from the first step on, which loading fills
             self.iteration, _ = checkpointing.load_checkpoint([self.model], self.optimizer, self.scheduler)
             if args.no_load_optim:
                 self.optimizer.reload_model_params()
+
+    def wrapped(self, config: Any, module: Any, job: dict[str, Any]) -> Any:
+        """The model with its gradient buffers."""
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=self.args.use_distributed_optimizer,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce="bucket" in job,
+            bucket_size=job.get("bucket"),
+        )
+        return DistributedDataParallel(config, ddp, module)
 
     def step(self) -> float:
         """One step on the batch of this iteration, of which each data parallel rank takes its share."""

@@ -42,6 +42,7 @@ import megatron.core.transformer.multi_latent_attention as latent_attention
 import megatron.core.transformer.transformer_block as block
 import megatron.training.argument_utils as argument_utils
 import numpy as np
+import te_layers
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
@@ -103,6 +104,7 @@ class LocalNorm:
 
 def patch_for_cpu() -> None:
     """Replace the calls of CUDA that are made even when nothing is on a GPU."""
+    te_layers.install()
     fused_norm.HAVE_FUSED_LAYER_NORM, fused_norm.FusedLayerNormAffineFunction = True, TorchKernel
     block.LayerNormImpl = LocalNorm
     backends.LocalSpecProvider.layer_norm = lambda self, rms_norm=False, for_qk=False, **kwargs: LocalNorm

@@ -67,6 +67,41 @@ def test_the_judge_sees_what_digests_cannot(model, convert, judge, tmp_path, dam
     assert ("layernorm_epsilon" if damage == "epsilon" else "logit difference") in told.partition("FAILED")[2]
 
 
+ORDERS = {
+    "beta and alpha": ("self_attention.in_proj.weight", ((128, 136), (136, 144))),
+    "value and gate": ("self_attention.in_proj.weight", ((32, 80), (80, 128))),
+    "query and key of the convolution": ("self_attention.conv1d.weight", ((0, 16), (16, 32))),
+    "the value heads of a key head": ("self_attention.out_proj.weight", ((0, 6), (6, 12))),
+    "query and its gate": ("self_attention.linear_qkv.weight", ((0, 32), (32, 64))),
+    "a norm that is not less one": ("self_attention.out_norm.weight", ()),
+}
+"""What is exchanged in a tensor of linear attention: two ranges of its rows, or of columns of the output."""
+
+
+def test_the_judge_sees_wrong_orders_of_linear_attention(model, convert, judge, tmp_path):
+    import torch
+
+    source, out = model("qwen3_5_text"), tmp_path / "m"
+    convert("hf2megatron", source, out)
+    path = out / "release/mp_rank_00/model_optim_rng.pt"
+    for name, (key, ranges) in ORDERS.items():
+        stored = torch.load(path, weights_only=False)
+        weights = [weight for place, weight in stored["model"].items() if place.endswith(key)]
+        assert weights
+        for weight in weights:
+            rows = weight.T if "out_proj" in key else weight
+            if ranges:
+                (a, b), (c, d) = ranges
+                rows[a:d] = torch.cat([rows[c:d], rows[a:b]])
+            else:
+                rows += 1
+        damaged = tmp_path / name / "release/mp_rank_00"
+        damaged.mkdir(parents=True)
+        torch.save(stored, damaged / path.name)
+        code, told = judge(1, f"{damaged.parent}={source}", "--norm", "te")
+        assert (code, "logit difference" in told.partition("FAILED")[2]) == (1, True), f"{name}: {told}"
+
+
 def test_pipeline_stages_are_those_of_megatron_core(megatron_core, tmp_path):
     """Every split that megatron-core accepts, layer for layer; what it cannot place, we refuse."""
     grid = [

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from formats.megatron.args.versions import ALWAYS, IGNORED, OPTIONS, VERSIONS, since
-from tests.models import EXPERTS, IN_MEGATRON, LLAMA3, PLAIN_YARN, YARN, build
+from tests.models import EXPERTS, IN_MEGATRON, LINEAR, LLAMA3, PLAIN_YARN, YARN, build
 
 pytestmark = pytest.mark.stock
 HERE = Path(__file__).parent
@@ -50,8 +50,11 @@ def rope(model: str, accepted: str = "", **parameters: Any) -> Case:
 
 
 THETA = {"rope_theta": 1e4}
+TORCH = ("--deterministic-mode",)
+"""Linear attention by megatron-core's own code in torch, as a CPU has no kernels of it."""
 ENDS = ("deepseek_v2", "deepseek_v3-tied", "glm4_moe_lite-tied")
 """Latents whose queries have none, which the newest local layers refuse."""
+APART = ("gpt_oss", *ENDS, *LINEAR)
 SCALED = (
     rope("llama", rope_type="linear", factor=4.0, **THETA),
     rope("qwen2", rope_type="linear", factor=2.0, original_max_position_embeddings=64, **THETA),
@@ -73,7 +76,7 @@ CUT = tuple(
         (("--pp", "2"), 2, ("llama-tied", "qwen3-tied", "smollm3", "starcoder2", "glm4_moe", "deepseek_v3")),
         (("--pp", "2", "--first-stage-layers", "1"), 2, ("llama",)),
         (("--pp", "2", "--pp-layout", "Et|tttL"), 2, ("qwen2",)),
-        (("--ep", "2"), 2, tuple(name for name in EXPERTS if "-" not in name and name not in ("gpt_oss", *ENDS))),
+        (("--ep", "2"), 2, tuple(name for name in EXPERTS if "-" not in name and name not in APART)),
         (("--tp", "2", "--ep", "2", "--etp", "1"), 2, ("gpt_oss", "dots1-tied", "hy_v3")),
     )
     for name in names
@@ -89,7 +92,19 @@ DIST = tuple(
     )
     for name in names
 )
-CASES = (*(Case(name) for name in IN_MEGATRON if name not in ENDS), *SCALED, *CUT, *DIST)
+OF_LINEAR = tuple(
+    Case(name, words, ranks, more=TORCH)
+    for words, ranks, names in (
+        (("--experts", "local"), 1, LINEAR),
+        (("--experts", "local", "--tp", "2"), 2, ("qwen3_next", "qwen3_5_text-tied")),
+        (("--experts", "local", "--pp", "2"), 2, ("qwen3_next-tied", "qwen3_5_text")),
+        (("--experts", "local", "--ep", "2"), 2, ("qwen3_5_moe_text",)),
+        (("--format", "torch_dist"), 1, ("qwen3_next", "qwen3_5_text-tied")),
+        (("--format", "torch_dist", "--tp", "2"), 2, ("qwen3_5_text",)),
+    )
+    for name in names
+)
+CASES = (*(Case(name) for name in IN_MEGATRON if name not in (*ENDS, *LINEAR)), *SCALED, *CUT, *DIST, *OF_LINEAR)
 
 
 def stock(jobs: list[dict[str, Any]], folder: Path) -> list[str | None]:

@@ -55,12 +55,12 @@ RUNS = (
 )  # fmt: skip
 
 
-def stock(jobs: list[dict[str, Any]], path: Path, seconds: int = 280) -> str:
+def stock(jobs: list[dict[str, Any]], path: Path, seconds: int = 280, script: Path = SCRIPT) -> str:
     """Do the jobs in the environment of stock Megatron, where nothing of this one is seen."""
     assert STOCK, "VITRUVIAN_STOCK names no Python of stock Megatron: make test-stock"
     path.write_text(json.dumps(jobs))
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    command = [STOCK, "-W", "ignore", str(SCRIPT), str(path)]
+    command = [STOCK, "-W", "ignore", str(script), str(path)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env, check=False)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     return ran.stdout

@@ -57,6 +57,8 @@ OFTEN: Mapping[str, st.SearchStrategy[Any]] = {
     "router_groups": st.sampled_from([2, 4, 1]),
     "query_rank": st.none() | SIZE,
     "rope_dim": SIZE.map(lambda half: 2 * half),
+    "linear_key_heads": st.sampled_from([1, 2, 3]),
+    "linear_value_heads": st.sampled_from([1, 2, 4]),
 }
 """Settings that only some families have, of which not any value of their type will do."""
 BOUNDED = ("router_top_groups", *LISTS)
@@ -83,7 +85,8 @@ def config_value(key: str, default: Any, layers: int) -> st.SearchStrategy[Any]:
 def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
     """A model of a family."""
     keys, traits = {**USUAL, **family.keys}, family.traits
-    layers, groups = draw(st.integers(1, 6)), draw(st.sampled_from([2, 1, 4]))
+    mixed = "recurrent" in traits  # of linear attention and attention, both of which it then has
+    layers, groups = draw(st.integers(2 if mixed else 1, 6)), draw(st.sampled_from([2, 1, 4]))
     heads = groups if "latent" in traits else groups * draw(st.sampled_from([1, 2, 3]))
     if not keys["kv_heads"]:
         groups = family.defaults.get("kv_heads", heads)
@@ -119,10 +122,14 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
     for name in LISTS:
         if name in keys:
             values[name] = draw(some_of(layers))
+    if mixed:
+        values["recurrent_layers"] = values["recurrent_layers"][: layers - 1] or (draw(st.integers(0, layers - 1)),)
+        values["linear_value_heads"] *= values["linear_key_heads"]
     if len(values.get("dense_layers", ())) == layers:
         values["dense_layers"] = ()
-    if "full_layers" in keys and values["sliding_window"] is None:
-        values["full_layers"] = tuple(range(layers))
+    if values["sliding_window"] is None:
+        values |= {"full_layers": tuple(range(layers))} if "full_layers" in keys else {}
+        values["own"] |= {"layer_types": [FULL] * layers} if "layer_types" in family.own else {}
     return checked(tied_together(values, family), "the draw")
 
 

@@ -29,10 +29,13 @@ LLM = megatron_llm.NAME
 
 
 def to_megatron(source, request, tp: int, **options: Any):
-    """A plan of megatron-core's formats, in which experts with biases are whole, and so are the ways to latents."""
+    """A plan of megatron-core's formats, in which experts with biases are whole, and so are the ways to latents.
+
+    Linear attention is Transformer Engine's.
+    """
     family = source.spec.family
     options |= {"ep": tp, "etp": 1} if family == "gpt_oss" else {}
-    options |= {"norm": "te"} if source.spec.latent_rank else {}
+    options |= {"norm": "te"} if source.spec.latent_rank or source.spec.recurrent_layers else {}
     return plan_megatron(source, request, Options(tp, **options), None)
 
 
@@ -194,7 +197,7 @@ def test_through_every_format_and_back(model, tmp_path, name):
 
 def test_formats_prints_what_is_proven_here(convert):
     """A family is held by what holds one of its models."""
-    held = json.loads(convert("formats", "--json").out)["held by"]
+    held = json.loads(convert("formats", "--json").out)["held_by"]
     proven: dict[str, set[str]] = {name: {"zero"} for name in held}  # DeepSpeed's folders: tests/golden/test_zero.py
     for name, (base, changes) in CASES.items():
         config = AutoConfig.for_model(**settings_of(base, **changes)).to_dict()

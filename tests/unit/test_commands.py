@@ -159,7 +159,15 @@ def test_explain_names_every_table_that_has_a_rule(convert):
 def test_formats_lists_formats_and_families(convert):
     assert "not in Megatron: megatron-core multiplies neither" in convert("formats").out
     facts = json.loads(convert("formats", "--json").out)
-    assert set(facts["formats"]) == {"huggingface", "megatron_dist", "fsdp", "megatron", "neox", "zero"}
+    assert set(facts["formats"]) == {
+        "huggingface",
+        "megatron_dist",
+        "megatron_fsdp",
+        "fsdp",
+        "megatron",
+        "neox",
+        "zero",
+    }
     files = {path.stem for path in Path(families.__file__).parent.glob("*.py")} - {"__init__", *families.NO_FAMILIES}
     assert len(facts["families"]) == len(files)
     assert {"llama", "gpt_neox", "gemma3_text", "falcon_40b"} <= {*facts["families"]}
@@ -217,7 +225,7 @@ def test_diff_and_verify_look_at_bits(model, convert, tmp_path, there, bits):
     assert convert("verify", *folders).code == 6
     ran = convert("diff", *folders)
     assert ran.code == 6
-    assert " ".join(ran.out.split()) == "final_norm bits of zeros or NaN 3 elements differ by up to 0"
+    assert " ".join(ran.out.split()) == "model.norm.weight bits of zeros or NaN 3 elements differ by up to 0"
 
 
 @pytest.mark.parametrize(

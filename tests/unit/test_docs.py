@@ -15,7 +15,7 @@ import train.cli
 from train.settings.config import keys
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("vitruvian", "formats", "converters", "train", "containers", "examples")
+ROOMS = ("vitruvian", "formats", "converters", "train", "containers", "examples", "docs")
 TEXTS = sorted([*ROOT.glob("*.md"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.md"))])
 GROUPS = {"convert": converters.cli.cli, "train": train.cli.cli}
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w")
@@ -23,14 +23,22 @@ OF_OTHERS = {
     "--ckpt-format", "--no-load-optim", "--no-load-rng", "--use-checkpoint-args", "--overlap-grad-reduce",
     "--override-opt_param-scheduler",
     "--pipeline-model-parallel-layout", "--rope-scaling-factor", "--rotary-seq-len-interpolation-factor",
-    "--no-bias-gelu-fusion",  # Megatron
+    "--no-bias-gelu-fusion", "--norm-epsilon", "--transformer-impl", "--tensor-model-parallel-size",  # Megatron
     "--signals-to-handle", "--exclusive", "--kill-on-bad-exit", "--rocm", "--nv",  # torchrun, Slurm, Apptainer
     "--dataset",  # ControlLLM
 }  # fmt: skip
 
 
+def indented(text: str) -> str:
+    """A text whose fenced blocks are indented ones, without a prompt."""
+    return re.sub(
+        r"^```\w*\n(.*?)^```$", lambda one: re.sub(r"^(?:\$ )?", "    ", one[1], flags=re.M), text, flags=re.M | re.S
+    )
+
+
 def code(text: str) -> Iterator[str]:
     """Lines of code, and code within a sentence."""
+    text = indented(text)
     for block in re.sub(r"\\\n\s*", "", text).split("\n\n"):
         lines = block.splitlines()
         yield from (line.strip() for line in lines if line.startswith("    "))

@@ -101,6 +101,7 @@ def refused(tmp_path: Path, text: str) -> UsageError:
         ("mha = true", "tokens = {pad_token_id = true}", "tokens.pad_token_id = True is no id of a token"),
         ("mha = true", "heads = 8", "a family has no 'heads'"),
         ("mha = true", "drops = ['(']", "no regular expression"),
+        ("mha = true", "nulls = [1]", "no config key"),
         ("rope_theta = 1000000.0", 'rope_theta = "many"', "rope_theta = 'many'"),
         ("rope_theta = 1000000.0", "rope_theta = -1", "rope_theta = -1"),
         ("rope_theta = 1000000.0", 'rope_theta = "none"', "nothing rotates"),

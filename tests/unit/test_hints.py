@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from converters.cli import NAMES, cli, meant
+from converters.cli import cli, formats_of
+from converters.commands.to import INTO, NAMES, pair
 from train.cli import cli as train
 
 OTHERS = {
@@ -22,12 +23,21 @@ OTHERS = {
 
 
 def test_two_formats_are_a_command(convert):
-    pairs = [(one, other) for one in NAMES for other in NAMES if (one, other) != ("hf", "zero")]
-    assert {meant(f"{one}2{other}") for one, other in pairs} <= cli.commands.keys()
-    assert {name: meant(name) for name in OTHERS} == OTHERS
+    written = [name for name in NAMES if name != "gguf"]
+    pairs = [(one, other) for one in written for other in written if (one, other) != ("hf", "zero")]
+    assert {pair(*formats_of(f"{one}2{other}")) for one, other in pairs} <= cli.commands.keys()
+    assert {name: pair(*formats_of(name)) for name in OTHERS} == OTHERS
+    assert {name for inside in INTO.values() for name in inside.values()} <= cli.commands.keys()
     ran = convert("zero2megatron", "a", "b")
     assert (ran.code, ran.err.splitlines()[-1]) == (2, "hint: convert hf2megatron SRC OUT, which reads any format")
-    assert "No such command 'hf2zero'" in convert("hf2zero", "a", "b").err
+    for name, told in (
+        ("hf2zero", "DeepSpeed starts from"),
+        ("hf2deepspeed", "`convert zero2universal`"),
+        ("hf2gguf", "llama.cpp"),
+    ):
+        ran = convert(name, "a", "b")
+        assert (ran.code, told in ran.err.splitlines()[-1]) == (2, True), ran.err
+    assert "No such command 'hf2paint'" in convert("hf2paint", "a", "b").err
     assert "Did you mean 'inspect'" in convert("inspekt", "a").err
 
 
@@ -68,7 +78,7 @@ def test_a_checkpoint_further_down(model, convert, tmp_path):
 def test_of_a_run_the_newest_checkpoint_is_named(model, convert, tmp_path):
     for name in ("checkpoint-9", "checkpoint-10"):
         (tmp_path / name).symlink_to(model("llama"))
-    assert convert("inspect", tmp_path).err.splitlines()[-1] == f"hint: name one: {tmp_path / 'checkpoint-10'}"
+    assert convert("digest", tmp_path).err.splitlines()[-1] == f"hint: name one: {tmp_path / 'checkpoint-10'}"
 
 
 def test_a_name_of_the_hub_is_no_folder(convert, tmp_path, monkeypatch):

@@ -11,10 +11,11 @@ from typing import Any
 import click
 
 from converters.commands.options import FOLDER
+from converters.common.cli_help import command
 from formats.errors import UnsupportedError
 
 
-@click.command()
+@command()
 @click.argument("model", type=FOLDER)
 @click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS]")
 @click.option("--tasks", required=True, metavar="A,B", help="Names of the harness: lm_eval ls tasks.")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from converters.commands.options import FOLDER
+from converters.common.cli_help import command
 from formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from train.tools.chat import Answer
 
 
-@click.command()
+@command()
 @click.argument("model", type=FOLDER)
 @click.option("--prompt", metavar="TEXT", help="One turn.  [default: a conversation on stdin, a line a turn]")
 @click.option("--system", metavar="TEXT", help="A system turn before all others.")

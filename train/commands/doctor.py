@@ -8,10 +8,11 @@ from pathlib import Path
 import click
 
 from converters.commands.options import FOLDER, as_json
+from converters.common.cli_help import command
 from formats.errors import VerificationError
 
 
-@click.command()
+@command()
 @click.argument("model", type=FOLDER, required=False)
 @click.option("--slower", type=click.FloatRange(1, min_open=True), default=1.2, show_default=True,
               help="A node is slow if it takes so many times the median of all nodes.")  # fmt: skip

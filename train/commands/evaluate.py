@@ -7,10 +7,11 @@ from pathlib import Path
 import click
 
 from converters.commands.options import FOLDER, as_json
+from converters.common.cli_help import command
 from formats.errors import UsageError
 
 
-@click.command(
+@command(
     "eval", context_settings={"ignore_unknown_options": True}
 )  # fmt: skip
 @click.argument("run", type=FOLDER)

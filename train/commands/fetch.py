@@ -15,6 +15,7 @@ import click
 
 from converters.commands.options import FOLDER, as_json
 from converters.common.atomic import STOPS, answered
+from converters.common.cli_help import command
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -31,7 +32,7 @@ PREVIEW = 1000
 """Maximum number of records that --dry-run reads."""
 
 
-@click.command()
+@command()
 @click.argument("recipe", required=False)
 @click.argument("out", type=FOLDER, required=False, metavar="[OUT.jsonl]")
 @click.option("--list", "listing", is_flag=True, help="List the recipes that are included.")

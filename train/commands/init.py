@@ -7,10 +7,11 @@ from pathlib import Path
 import click
 
 from converters.commands.options import FILE, FOLDER
+from converters.common.cli_help import command
 from formats.errors import UsageError
 
 
-@click.command()
+@command()
 @click.argument("folder", type=FOLDER)
 @click.option("--from", "start", type=FOLDER, help="Checkpoint of any format to start from.")
 @click.option("--after", "before", type=FILE, help="Settings of the phase that this one follows.")

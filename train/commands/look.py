@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import FILE, as_json
+from converters.common.cli_help import command
 from formats.errors import OutputError, SourceError, UsageError, VerificationError
 from train.commands.record_options import chat_template, control_tokens, parse_control_tokens, record_format
 from train.commands.tokenize import make_job
@@ -28,7 +29,7 @@ SPELLED = {"seq_length": "seq-length", "template": "chat-template"}
 """Options of lint that need a tokenizer."""
 
 
-@click.command()
+@command()
 @click.argument("files", nargs=-1, required=True, type=FILE)
 @record_format
 @click.option(
@@ -96,7 +97,7 @@ def _report(findings: Findings) -> None:
         click.echo(f"  {number}  {meaning}: {places}" + (", …" if number > len(findings.places[finding]) else ""))
 
 
-@click.command()
+@command()
 @click.argument("prefix", type=FILE)
 @click.argument("out", required=False, type=FILE)
 @click.option("--seq-length", type=click.IntRange(1), metavar="N", help="Tokens of a row, to count what is longer.")
@@ -142,7 +143,7 @@ def _counted(counts: Counts, seq_length: int | None) -> list[str]:
     return lines
 
 
-@click.command()
+@command()
 @click.argument("prefix", type=FILE)
 @click.option("--tokenizer", type=FILE, metavar="M", help="Show text and pieces too.")
 @click.option("--first", type=click.IntRange(0), default=100, show_default=True, help="Documents to show.")

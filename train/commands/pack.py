@@ -9,10 +9,11 @@ from typing import Any
 import click
 
 from converters.commands.options import FILE, as_json
+from converters.common.cli_help import command
 from formats.errors import UsageError, short
 
 
-@click.command()
+@command()
 @click.argument("prefix", type=FILE)
 @click.option(
     "--seq-length", type=click.IntRange(1), required=True, metavar="N", help="Sequence length of the training."

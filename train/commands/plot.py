@@ -7,10 +7,11 @@ from pathlib import Path
 import click
 
 from converters.commands.options import FOLDER
+from converters.common.cli_help import command
 from formats.errors import OutputError
 
 
-@click.command()
+@command()
 @click.argument("runs", type=FOLDER, nargs=-1, required=True, metavar="RUN…")
 @click.option("-o", "--out", type=FOLDER, metavar="FILE.png", help="[default: RUN/plot.png of the last run]")
 @click.option("--force", is_flag=True, help="Replace a file that --out names.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import FILE, together
+from converters.common.cli_help import command
 from formats.errors import UsageError
 from train.commands.tokenize import decided, make_request, paths, report, running
 
@@ -28,7 +29,7 @@ LENGTH = 4096
 """Default tokens of a row, as in Megatron-LLM's tool."""
 
 
-@click.command("role-bins")
+@command("role-bins")
 @click.option(
     "--input",
     "inputs",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from converters.commands.options import FILE, as_json
+from converters.common.cli_help import command
 from formats.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
@@ -24,14 +25,14 @@ VARIABLES = {
 """Environment variables of tilde-nlp's GPT-NeoX, and what decides here instead."""
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@command(context_settings={"ignore_unknown_options": True})
 @click.argument("config", type=FILE)
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 def run(config: Path, overrides: tuple[str, ...]) -> None:
     """Fine-tune on packed rows.
 
     \b
-    torchrun --nproc-per-node 8 -m vitruvian train run CONFIG.yml [--optim.lr 1e-5 …]
+    torchrun --nproc-per-node 8 -m vitruvian train run CONFIG.yml
 
     Every setting of the file can be given as a dotted option. Under srun with a task for each GPU torchrun is not
     needed. The same command resumes from the latest checkpoint.
@@ -79,7 +80,7 @@ def _hints(settings: Config) -> list[str]:
     return notes + [f"{path} means the files without .bin" for path in settings.data.train if path.suffix == ".bin"]
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@command(context_settings={"ignore_unknown_options": True})
 @click.argument("config", type=FILE)
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="Number of GPUs it will run on.")

@@ -9,13 +9,14 @@ import click
 
 from converters.commands.options import FILE
 from converters.commands.submit import OF_TRAININGS, hand_over, submitting, wishes_of
+from converters.common.cli_help import command
 from formats.errors import UsageError
 
 DATA = ("fetch", "lint", "tokenize", "show", "count", "pack", "packs", "role-bins")
 """Commands that run as a job without GPUs."""
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
+@command(context_settings={"ignore_unknown_options": True})
 @submitting
 @click.option(
     "--jobs", default="auto", show_default=True, metavar="auto|N", help="Maximum number of jobs in the chain."
@@ -31,7 +32,7 @@ def submit(argv: tuple[str, ...], **options: Any) -> None:
     """A training as a chain of jobs until it is done; an evaluation, a data command or a preflight as one job.
 
     \b
-    train submit run1/config.yml --site lumi --account P --nodes 24 [--optim.lr 1e-5 …]
+    train submit run1/config.yml --site lumi --account P --nodes 24
     train submit --preflight --site lumi --account P --nodes 24
     train submit --site lumi --account P eval run1 --all
     train submit --site leonardo --account P tokenize --input …

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import FILE, as_json, together
+from converters.common.cli_help import command
 from formats.errors import UnsupportedError, UsageError, short
 from train.commands.record_options import chat_template, parse_control_tokens, record_format
 
@@ -51,7 +52,7 @@ running = together(
 )
 
 
-@click.command()
+@command()
 @click.option(
     "--input",
     "inputs",
@@ -69,7 +70,9 @@ running = together(
     metavar="FILE",
     help="SentencePiece .model, tokenizer.json, or the folder of one.",
 )
-@click.option("--tokenizer-type", type=click.Choice(list(KINDS)), help="[default: what the file is]")
+@click.option(
+    "--tokenizer-type", type=click.Choice(list(KINDS)), metavar="KIND", help=f"{', '.join(KINDS)}.  [default: found]"
+)
 @click.option(
     "--output-prefix", "prefix", required=True, type=FILE, metavar="P", help="Writes P_text_document.bin and .idx."
 )

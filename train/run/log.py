@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from converters.common.atomic import write_file
-from converters.common.progress import size
+from converters.common.progress import clock, size
 from formats.errors import UnsupportedError
 from train.run.checkpoint import Progress
 from train.run.evaluate import CSV, Score, line_of, record_of, write_csv
@@ -83,13 +83,18 @@ class Log:
         self._write(LOG, record)
         if progress.step % self.every and progress.step != total:
             return
-        speed = f"{step.tokens / seconds:.0f} tokens/s, {100 * step.trained / max(1, step.tokens):.0f} % trained"
-        if self.peak:
-            speed += f", MFU {100 * record['mfu']:.1f} %"
-        say(
-            f"step {progress.step}/{total} (global {number})  loss {step.loss:.4f}  lr {step.rate:.3g}  "
-            f"norm {step.norm:.3f}  {speed}  {size(step.memory)}  {_left((total - progress.step) * self.seconds)} left"
-        )
+        in_loss = 100 * step.trained / max(1, step.tokens)
+        parts = [
+            f"step {progress.step}/{total}" + (f" (global {number})" if progress.offset else ""),
+            f"loss {step.loss:.4g}",
+            f"lr {step.rate:.3g}",
+            f"grad-norm {step.norm:.3g}",
+            f"{step.tokens / seconds:,.0f} tokens/s ({in_loss:.0f} % in the loss)",
+            *([f"MFU {100 * record['mfu']:.1f} %"] if self.peak else []),
+            size(step.memory),
+            f"{clock((total - progress.step) * self.seconds)} left",
+        ]
+        say(" · ".join(parts))
 
     def scores(self, progress: Progress, scores: Mapping[str, Score], say: Say) -> None:
         """Log an evaluation."""
@@ -104,12 +109,6 @@ class Log:
         numbers = {key: value for key, value in record.items() if key not in ("step", "global_step")}
         for tracker in self.trackers:
             tracker(int(record["global_step"]), numbers)
-
-
-def _left(seconds: float) -> str:
-    """Seconds as h:mm:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def _forget(path: Path, step: int) -> None:

@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats.checkpoint import Checkpoint, Details, Settings
+from formats.checkpoint import ASSETS, Checkpoint, Details, Settings
 from formats.deepspeed import NEOX, universal
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed.neox import checks as neox_checks
 from formats.deepspeed.neox import gqa_order
+from formats.deepspeed.neox.run_keys import require_known
 from formats.deepspeed.neox.tables import GPT_NEOX, LLAMA, file_of, slots_of
 from formats.deepspeed.neox.yml import from_neox, is_gated
 from formats.deepspeed.neox.yml_file import read_yml
@@ -39,7 +40,6 @@ from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.saves import require_same
 
 NAME = NEOX.name
-ASSETS = "huggingface"
 DROPS = (r".*\.rotary_emb\.inv_freq", r".*\._extra_state", r".*\.attention\.(?:masked_)?bias")
 TIED = re.compile(r"tied_modules\.embed\.")
 """What the optimizer of a pipeline calls the embedding that two stages share."""
@@ -228,6 +228,7 @@ def _describe(
     """
     yml, where = config_of(tag, settings.config)
     neox_checks.require_same_model(models, yml, where, tp)
+    accepted = require_known(yml, where, settings.accept)
     assets = next((one for one in (settings.config, run / ASSETS) if one and (one / "config.json").is_file()), None)
     config = huggingface.read_config(assets) if assets else None
     base = huggingface.read_spec(config, assets, Settings()) if assets and config is not None else None
@@ -258,7 +259,7 @@ def _describe(
         )
     if base:
         neox_checks.require_same_config(spec, base, settings, where)
-    notes = neox_checks.require_same_topology(models, yml, where, tp, layered=_is_layered(found))
+    notes = accepted + neox_checks.require_same_topology(models, yml, where, tp, layered=_is_layered(found))
     qkv = "mha"
     if spec.kv_heads != spec.heads:
         if known.get("gqa_layout") == "blocked":

@@ -83,6 +83,7 @@ def slots_of(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], *
             layers=[(layer + FIRST_LAYER, layer) for layer in range(spec.layers)],
             mesh={"tp": (rank, tp)},
             conditions={*spec.conditions, *conditions},
+            kinds=spec.layer_kinds,
         ):
             index = int(slot.keys[0].partition(".")[0])
             yield slot._replace(place=Place(file_of(index, rank, layered=layered)))

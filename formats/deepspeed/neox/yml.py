@@ -39,6 +39,9 @@ NEOX_ONLY: Mapping[str, tuple[Any, ...]] = {
     "soft_prompt_tuning": (None,),
     "output_layer_parallelism": ("column",),
     "train_impl": ("normal", "dpo", "kto", "reinforce"),
+    "apply_residual_connection_post_layernorm": (False,),
+    "geglu": (False,),
+    "openai_gelu": (False,),
 }
 """Keys that change what the model computes, and the values that have a Hugging Face counterpart here."""
 

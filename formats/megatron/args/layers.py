@@ -1,7 +1,8 @@
 """The codecs of layers that differ: in which nothing rotates, without a sliding window, without experts.
 
 Megatron names them by 0 or 1 for each layer, or by a step. Facts: megatron-core 0.16.1,
-transformer/transformer_config.py `no_rope_freq`, transformer/utils.py `is_layer_window_attention` and line 38,
+transformer/transformer_config.py `no_rope_freq`, models/gpt/experimental_attention_variant_module_specs.py
+`get_linear_attention_pattern`, transformer/utils.py `is_layer_window_attention` and line 38,
 models/gpt/gpt_layer_specs.py `get_gpt_decoder_layer_specs`.
 """
 
@@ -71,8 +72,6 @@ def _write_kinds(value: Any, context: Context) -> list[int]:
     kinds = value or [FULL if layer % 2 else SLIDING for layer in _layers(context)]
     if not (isinstance(kinds, list) and len(kinds) == count and all(kind in (SLIDING, FULL) for kind in kinds)):
         raise cannot(context, f"of {short(count)} layers each is {SLIDING} or {FULL}, this model's are {short(kinds)}")
-    if SLIDING in kinds and not context.values["sliding_window"]:
-        raise cannot(context, f"layers are {SLIDING}, and no sliding_window is set")
     return [int(kind == SLIDING) for kind in kinds]
 
 
@@ -88,10 +87,12 @@ def _read_window(spelled: Any, context: Context) -> int | None:
 CODECS: Mapping[str, Maker] = {
     "no rope": _named(1, _last, int, bool, even=True),
     "no window": full,
+    "linear": _named(1, lambda layer, step: bool((layer + 1) % step), int),
     "no experts": _named(0, lambda layer, step: bool(layer % step), int, absent=1),
     "kinds": single(_read_kinds, _write_kinds),
     "window": single(_read_window, lambda tokens, _: None if tokens is None else (tokens - 1, 0)),
 }
-"""Nothing rotates in layers with a 1, or in the last of each step. There are no experts in layers with a 0, or in all
+"""Nothing rotates in layers with a 1, or in the last of each step. Attention is linear in those with a 1, or in all but
+the last of each step. There are no experts in layers with a 0, or in all
 but the first of each step. Kinds are windows as a list of names, sliding and full in turn where a config has none. A
 window counts the tokens that a token sees, itself included; Megatron counts those to its left."""

@@ -18,6 +18,10 @@ CORE = "megatron-core"
 """The dialect of Megatron-LM's arguments, and of its classic files."""
 DIST = "torch_dist"
 """The same arguments, in a distributed checkpoint (`megatron/torch_dist.py`)."""
+FSDP_DTENSOR = "fsdp_dtensor"
+"""The same, in one of Megatron-FSDP (`megatron/fsdp_dtensor.py`)."""
+SAVED = {DIST: DIST, FSDP_DTENSOR: FSDP_DTENSOR}
+"""`ckpt_format` by dialect, of those that are not `torch`."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Options:
         etp: tensor parallel size of an expert; None for `tp`.
         experts: the names of the experts: `te` (its grouped layers) or `local` (one by one); None for those of `norm`.
         vocab_multiple: the padded vocabulary is the next multiple of this times tp.
-        dialect: `megatron-core`, `torch_dist`, or `megatron-llm`.
+        dialect: `megatron-core`, `torch_dist`, `fsdp_dtensor` or `megatron-llm`.
         first_layers: layers of the first stage, where it has not as many as the others.
         last_layers: the same for the last stage.
         layout: the pipeline in Megatron's words, such as `Et*3|(tt|)*29L`; it must have pp * vpp entries.
@@ -41,6 +45,7 @@ class Options:
         shared_interleave: the same of shared experts.
         version: the Megatron-LM that the flags are for; None for the newest that computes the model.
         accepted: deviations from the model that the user named (`versions.DEVIATIONS`).
+        computed: the element type of the training, as torch calls it, where the weights are its masters.
     """
 
     tp: int = 1
@@ -59,6 +64,7 @@ class Options:
     shared_interleave: int = 0
     version: str | None = None
     accepted: tuple[str, ...] = ()
+    computed: str | None = None
 
     @property
     def pipeline(self) -> Pipeline:
@@ -84,7 +90,7 @@ def namespace(
     """The namespace that Megatron's loader reads (megatron/training/checkpointing.py `load_args_from_checkpoint`)."""
     kept = {name: value for name, value in old.items() if keeps(name) and keeps(value)}
     kept = {name: value for name, value in kept.items() if name not in FIELDS or not FIELDS[name].same}
-    torch_name = main_dtype(dtypes)
+    torch_name = options.computed or main_dtype(dtypes)
     uneven = (options.first_layers, options.last_layers, options.layout) != (None, None, None)
     per_chunk = spec.layers // (options.pp * options.vpp) if options.vpp > 1 and not uneven else None
     base = {
@@ -117,7 +123,9 @@ def namespace(
         "bf16": torch_name == "bfloat16",
         "fp16": torch_name == "float16",
         "iteration": iteration or 0,
-        "ckpt_format": DIST if options.dialect == DIST else "torch",
+        "ckpt_format": SAVED.get(options.dialect, "torch"),
+        "use_megatron_fsdp": options.dialect == FSDP_DTENSOR,
+        "use_custom_fsdp": options.dialect == FSDP_DTENSOR,
         "use_legacy_models": False,
         "no_save_optim": True,  # so that nobody looks for them in a distributed checkpoint
         "no_save_rng": True,

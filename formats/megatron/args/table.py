@@ -81,6 +81,15 @@ nope_dim           qk_head_dim                                     same         
 rope_dim           qk_pos_emb_head_dim                             same                     latent
 head_dim           v_head_dim                                      same                     latent
 rope_scaling       {rope.LATENT_KEYS}                              latent scaling           latent
+-                  experimental_attention_variant                  = "gated_delta_net"      recurrent
+-                  attention_output_gate                           = true                   recurrent
+centred            apply_layernorm_1p layernorm_zero_centered_gamma  centred                recurrent
+recurrent_layers   linear_attention_freq                           linear                   recurrent
+linear_key_heads   linear_num_key_heads                            same                     recurrent
+linear_value_heads  linear_num_value_heads                         same                     recurrent
+linear_key_dim     linear_key_head_dim                             same                     recurrent
+linear_value_dim   linear_value_head_dim                           same                     recurrent
+linear_taps        linear_conv_kernel_dim                          same                     recurrent
 -                  quick_geglu                                     = true                   sinks
 -                  glu_linear_offset                               = 1.0                    sinks
 -                  softmax_type                                    = "learnable"            sinks
@@ -110,7 +119,7 @@ TABLE = rows(
         **moe.CODECS,
         "same": same,
         "opposite": opposite,
-        **only(True, False, 1.0, "rope", "learnable"),
+        **only(True, False, 1.0, "rope", "learnable", "gated_delta_net"),
         "RMSNorm": choice(("RMSNorm", False)),
         "LayerNorm or RMSNorm": choice(("LayerNorm", True), ("RMSNorm", False)),
         "fusion": choice((True, None), (False, None)),
@@ -141,7 +150,7 @@ TABLE = rows(
         "clamp": mlp.clamp,
     },
 )
-MARKS = ("latent", "sinks", "gated", "ungated")
+MARKS = ("latent", "recurrent", "sinks", "gated", "ungated")
 """The conditions whose rows judge all values of their arguments; of others `fields.py` judges some."""
 
 
@@ -150,6 +159,7 @@ def marks(args: Mapping[str, Any]) -> set[str]:
     sinks = args.get("softmax_type") == "learnable"
     traits = {
         "latent": args.get("multi_latent_attention") is True,
+        "recurrent": args.get("experimental_attention_variant") == "gated_delta_net",
         "sinks": sinks,
         "ungated": args.get("swiglu") is False and not args.get("quick_geglu") and not sinks,
         "moe": args.get("num_experts") is not None,

@@ -1,0 +1,32 @@
+"""What is typed as an example of each command of `convert`: shown below its help, and parsed by a test."""
+
+EXAMPLES = {
+    "fsdp2hf": "checkpoint-5000 model --config base\ncheckpoint-5000 model --config base --push ORG/NAME",
+    "hf2fsdp": "base start --ranks 8\nzero-run start --config base --with-optimizer",
+    "hf2megatron": "base run --tp 4 --pp 2\nbase run --format torch_dist --ep 8\n"
+    "zero-run run --tp 4 --with-optimizer --config base",
+    "hf2neox": "base run --tp 4",
+    "hf2hf": "model small --dtype bf16 --shard-size 2GB",
+    "megatron2hf": "run model --config base\nrun model --config base --iteration 5000",
+    "neox2hf": "run model --tokenizer model.model --chat-template control",
+    "zero2hf": "run model --config base\nrun masters --config base --weights fp32-master",
+    "zero2universal": "run universal --config base",
+    "reshard": "run run-tp8 --tp 8\nrun run-pp2 --pp 2 --with-optimizer",
+    "to": "huggingface run model --config base\nmegatron base run --tp 4 --pp 2",
+    "average-norms": "run averaged",
+    "average": "run mean --last 5\nstep-900 step-1000 mean --weights 0.4,0.6",
+    "merge": "base adapter model\nbase adapter model --dtype bf16",
+    "submit": "--site lumi fsdp2hf checkpoint-5000 model --config base -n\n"
+    "--site lumi --part 8 hf2megatron base run --tp 8",
+    "inspect": "checkpoint-5000\nrun --tensors",
+    "plan": "base --to megatron --tp 8\nbase --to megatron --tp 8 --html plan.html",
+    "explain": "megatron linear_qkv\nmegatron linear_qkv.weight --svg qkv.svg",
+    "formats": "--json",
+    "digest": "run\nrun --tensors",
+    "verify": "model\nmodel run --config base",
+    "diff": "run model\nrun model --tensors",
+    "assets": "model --from base --chat-template llama3",
+    "tokenizer": "m.model out --control '<|user|>' --control '<|system|>'",
+    "push": "model ORG/NAME -n\nmodel ORG/NAME --private",
+}
+"""Command: lines, without the command."""

@@ -1,0 +1,254 @@
+"""`convert explain --svg`: the same logical tensors in several formats side by side, as blocks of a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from textwrap import wrap
+from typing import NamedTuple
+
+from formats.deepspeed.neox.tables import TABLES as NEOX
+from formats.errors import RefusedError, UsageError
+from formats.families import family_named
+from formats.layout.leaves import Leaf, Span
+from formats.layout.lowering import rows, shape
+from formats.layout.table import ALWAYS, KINDS, Rule
+from formats.megatron.classic import MCORE
+from formats.model.spec import ModelSpec
+
+WIDTH, MARGIN, GAP = 640, 16, 20
+"""Pixels: of the picture, around it, and between its columns."""
+LINE, LEAST, HEIGHT = 17, 17, 420
+"""Pixels: of a line of text, of the smallest block, and about that of a column's blocks."""
+MOST = 26
+"""Blocks of a bar; of more, those in the middle are counted."""
+MOST_TENSORS = 6
+TOGETHER = ("group", "expert")
+"""Axes whose coordinates are shown one by one, even where they lie one after another."""
+NAMES = {"query": "q", "key": "k", "value": "v"}
+"""Tensors with a short name: the letter stands in every block."""
+
+STYLE = """\
+text{font:13px ui-sans-serif,system-ui,"Segoe UI",sans-serif;fill:#1b1f24}
+.h{font-weight:600;font-size:15px}.s{font-size:12px;fill:#57606a}.b{font-size:12px;fill:#111;text-anchor:middle}
+.bg{fill:#fff}rect.k{stroke:#333;stroke-width:.7}
+.c0{fill:#9ecbf0}.c1{fill:#f5c26b}.c2{fill:#8fd6bd}.c3{fill:#e6b3d0}.c4{fill:#e9e27f}.c5{fill:#d5c7f2}
+.cf{fill:#e4e4e4}
+@media (prefers-color-scheme:dark){.bg{fill:#0d1117}text{fill:#e6edf3}.s{fill:#9198a1}.b{fill:#111}}"""
+HATCHES = """\
+<defs><pattern id="h1" width="8" height="8" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">\
+<path d="M0 0V8" stroke="#0004" stroke-width="2"/></pattern>\
+<pattern id="h2" width="7" height="7" patternUnits="userSpaceOnUse">\
+<circle cx="2" cy="2" r="1.2" fill="#0005"/></pattern>\
+<pattern id="h3" width="6" height="6" patternUnits="userSpaceOnUse"><path d="M0 3H6" stroke="#0004"/></pattern>\
+<pattern id="h4" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(-45)">\
+<path d="M0 0V7" stroke="#0004"/></pattern><pattern id="h5" width="6" height="6" patternUnits="userSpaceOnUse">\
+<path d="M3 0V6" stroke="#0004"/></pattern></defs>"""
+"""Each tensor has a hatch of its own: the picture can be read without colour."""
+
+
+class Block(NamedTuple):
+    """Rows of a physical tensor that lie together: of which tensor (none: padding), and what they are called."""
+
+    tensor: str
+    text: str
+    size: int
+
+
+class Bar(NamedTuple):
+    """A physical tensor on one rank."""
+
+    title: str
+    blocks: list[Block]
+
+
+class Column(NamedTuple):
+    """A format, and the physical tensors in which it holds what is drawn; or why it holds it in none."""
+
+    title: str
+    bars: list[Bar]
+    refusal: str = ""
+
+
+def columns(spec: ModelSpec, tensors: Sequence[str], tp: int) -> list[Column]:
+    """What each format that has the tensors holds them in."""
+    family = family_named(spec.family)
+    shared = {"mha" if spec.heads == spec.kv_heads else "gqa"}
+    held = {
+        "Hugging Face": (family.tensors, 1, "separate"),
+        f"Megatron, TP {tp}": (() if family.only_here else MCORE, tp, "separate"),
+        f"GPT-NeoX, TP {tp}": (NEOX[family.neox] if family.neox else (), tp, "fused"),
+    }
+    known = ALWAYS - {"copy", "optional"} | KINDS | spec.conditions | shared | {"first", "last"}
+    found = []
+    for title, (table, ranks, written) in held.items():
+        here = [rule for rule in table if _is_drawn(rule, spec, tensors) and rule.conditions <= {*known, written}]
+        if here:
+            try:
+                bars = [bar for rank in range(ranks) for bar in _bars(here, spec, rank, ranks)]
+                found.append(Column(title, bars))
+            except RefusedError as error:
+                found.append(Column(title, [], str(error)))
+    return found
+
+
+def _is_drawn(rule: Rule, spec: ModelSpec, tensors: Sequence[str]) -> bool:
+    inside = set(rule.pattern.tensors)
+    return inside <= set(spec.tensors) and not inside.isdisjoint(tensors)
+
+
+def _bars(table: Iterable[Rule], spec: ModelSpec, rank: int, ranks: int) -> Iterator[Bar]:
+    """The physical tensors of one rank; those that are on every rank stand on the first alone."""
+    unit = 128 * ranks
+    sizes = spec.sizes(-(-(spec.vocab or 0) // unit) * unit if ranks > 1 else spec.vocab)
+    mesh = {"tp": (rank, ranks), "etp": (rank, ranks), "ep": (0, 1)}
+    for rule in table:
+        cut = not rule.pattern.meshes.isdisjoint({"tp", "etp"})
+        if rank and not cut:
+            continue
+        name = rule.spellings[0].replace("{layer}", "0").replace("{expert}", "0").removesuffix(".weight")
+        where = f" · rank {rank}" if cut and ranks > 1 else " · every rank" if ranks > 1 else ""
+        along = _drawn_dimension(rule, sizes, mesh)
+        side = ", columns" if along else ""
+        blocks = _blocks(rows(rule.pattern, along, sizes, mesh), shape(rule.pattern, sizes, mesh)[along])
+        yield Bar(f"{name.rpartition('.')[2]}{side}{where}", blocks)
+
+
+def _drawn_dimension(rule: Rule, sizes: dict[str, int], mesh: dict[str, tuple[int, int]]) -> int:
+    """The first dimension in which something is put together or cut."""
+    for dim in range(len(rule.pattern.dims)):
+        leaves = rows(rule.pattern, dim, sizes, mesh)
+        whole = all(leaf.numel == sizes[leaf.spans[0].axis] for leaf in leaves if len(leaf.spans) == 1)
+        if len(leaves) > 1 or not whole or any(len(leaf.spans) > 1 for leaf in leaves):
+            return dim
+    return 0
+
+
+def _blocks(leaves: Iterable[Leaf], size: int) -> list[Block]:
+    """The blocks of a dimension in the order of its addresses, padding between and after them."""
+    found, end = list[Block](), 0
+    pieces = (piece for leaf in leaves for piece in _pieces(leaf))
+    for piece in sorted(pieces, key=lambda one: one.base):
+        if piece.base > end:
+            found.append(Block("", "padding", piece.base - end))
+        found.append(Block(piece.tensor, _text(piece), piece.numel))
+        end = piece.base + piece.width
+    return [*found, Block("", "padding", size - end)] if size > end else found
+
+
+def _pieces(leaf: Leaf) -> Iterator[Leaf]:
+    """A leaf in parts without gaps, a key/value group each."""
+    outer = max(leaf.spans, key=lambda span: (span.size > 1, span.stride), default=None)
+    if outer is None or outer.size == 1 or (leaf.numel == leaf.width and outer.axis not in TOGETHER):
+        yield leaf
+        return
+    for index in range(outer.size):
+        one = Span(outer.axis, outer.start + index, outer.start + index + 1, outer.stride)
+        spans = tuple(one if span is outer else span for span in leaf.spans)
+        yield from _pieces(Leaf(leaf.tensor, spans, leaf.base + index * outer.stride))
+
+
+def _text(leaf: Leaf) -> str:
+    """What a block is called: its tensor, and the coordinates that it is alone in."""
+    alone = [f"{span.axis} {span.start}" for span in leaf.spans if span.size == 1]
+    if alone:
+        return " · ".join((NAMES.get(leaf.tensor, leaf.tensor), *alone))
+    first = max(leaf.spans, key=lambda span: span.stride)
+    return f"{leaf.tensor} · {first.axis} {first.start}..{first.stop - 1}"
+
+
+def picture(spec: ModelSpec, tensors: Sequence[str], tp: int) -> str:
+    """An SVG that draws logical tensors in every format that holds them.
+
+    Args:
+        spec: the model whose sizes are drawn.
+        tensors: the logical tensors.
+        tp: tensor parallel size of the formats that have ranks.
+
+    Raises:
+        UsageError: the model has none of the tensors, or there are too many for one picture.
+    """
+    tensors = [name for name in tensors if name in spec.tensors]
+    if not 0 < len(tensors) <= MOST_TENSORS:
+        raise UsageError(
+            f"one picture shows 1 to {MOST_TENSORS} tensors, these are {len(tensors)}", "name a longer key"
+        )
+    drawn = columns(spec, tensors, tp)
+    every = [name for column in drawn for bar in column.bars for name in (block.tensor for block in bar.blocks) if name]
+    colours = {name: number for number, name in enumerate(dict.fromkeys([*tensors, *every]))}
+    smallest = min(block.size for column in drawn for bar in column.bars for block in bar.blocks)
+    longest = max(sum(block.size for bar in column.bars for block in bar.blocks) for column in drawn)
+    scale = max(LEAST / smallest, HEIGHT / longest)
+    width = (WIDTH - 2 * MARGIN - GAP * (len(drawn) - 1)) / len(drawn)
+    body, bottom = list[str](), 0.0
+    for number, column in enumerate(drawn):
+        lines, end = _column(column, MARGIN + number * (width + GAP), width, scale, colours)
+        body += lines
+        bottom = max(bottom, end)
+    heads = f"{spec.kv_heads} key/value groups, {spec.heads // spec.kv_heads} query heads in each"
+    about = f"{', '.join(tensors)} of a {spec.family} ({heads}): where the rows of one layer lie"
+    height = round(bottom + 2 * LINE + MARGIN)
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+            f'role="img" aria-label="{escape(about)}">',
+            f"<title>{escape(about)}</title><style>{STYLE}</style>{HATCHES}",
+            f'<rect class="bg" width="{WIDTH}" height="{height}"/>',
+            *body,
+            *_legend(colours, bottom + LINE),
+            "</svg>\n",
+        ]
+    )
+
+
+def _column(
+    column: Column, left: float, width: float, scale: float, colours: dict[str, int]
+) -> tuple[list[str], float]:
+    """The lines of a column, and where it ends."""
+    top = float(MARGIN + LINE)
+    lines = [f'<text class="h" x="{left:.0f}" y="{top - 4:.0f}">{escape(column.title)}</text>']
+    for text in wrap(column.refusal, int(width / 7)):
+        top += LINE
+        lines.append(f'<text class="s" x="{left:.0f}" y="{top - 3:.0f}">{escape(text)}</text>')
+    for bar in column.bars:
+        top += LINE
+        lines.append(f'<text class="s" x="{left:.0f}" y="{top - 3:.0f}">{escape(bar.title)}</text>')
+        for block in _fewer(bar.blocks):
+            high = max(LEAST, min(block.size * scale, 4.0 * LEAST))
+            colour = colours.get(block.tensor)
+            kind, hatch = ("cf", 0) if colour is None else (f"c{colour}", colour)
+            place = f'x="{left:.0f}" y="{top:.1f}" width="{width:.0f}" height="{high:.1f}"'
+            lines.append(f'<rect class="k {kind}" {place}/>')
+            if hatch:
+                lines.append(f'<rect fill="url(#h{hatch})" {place}/>')
+            lines.append(
+                f'<text class="b" x="{left + width / 2:.0f}" y="{top + high / 2 + 4:.1f}">{escape(block.text)}</text>'
+            )
+            top += high
+        top += LINE / 2
+    return lines, top
+
+
+def _fewer(blocks: Sequence[Block]) -> list[Block]:
+    """The blocks of a bar, those in the middle of many as one."""
+    if len(blocks) <= MOST:
+        return list(blocks)
+    ends = MOST // 2
+    middle = blocks[ends:-ends]
+    return [*blocks[:ends], Block("", f"… {len(middle)} blocks more", 1), *blocks[-ends:]]
+
+
+def _legend(colours: dict[str, int], top: float) -> Iterator[str]:
+    left = float(MARGIN)
+    for name, number in colours.items():
+        yield f'<rect class="k c{number}" x="{left:.0f}" y="{top:.1f}" width="22" height="14"/>'
+        if number:
+            yield f'<rect fill="url(#h{number})" x="{left:.0f}" y="{top:.1f}" width="22" height="14"/>'
+        text = f"{name} ({NAMES[name]})" if name in NAMES else name
+        yield f'<text x="{left + 28:.0f}" y="{top + 12:.1f}">{escape(text)}</text>'
+        left += 44 + 8 * len(text)
+
+
+def drawn_tensors(rules: Iterable[Rule]) -> list[str]:
+    """The logical tensors of some rules, in the order of the rules."""
+    return list(dict.fromkeys(name for rule in rules for name in rule.pattern.tensors))

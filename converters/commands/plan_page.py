@@ -1,0 +1,132 @@
+"""`convert plan --html`: a plan as one page that needs nothing else, aggregated by layer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from converters.common.progress import ranges
+from converters.library.records import plan_record
+from converters.plan.plan import Job, Part, Plan
+from formats.disk.safetensors import Fragment
+from formats.layout.table import Placed
+
+MOST_PARTS = 60_000
+"""Places of tensors that a page lists one by one; of a plan with more, those of the first layer of each kind."""
+MOST_OF_ONE = 256
+"""Places of one tensor that are listed."""
+
+Where = Mapping[tuple[Path, int], tuple[str, str]]
+"""(file, offset) of a physical tensor: its key, and the rank that it is for."""
+
+
+def page(plan: Plan) -> str:
+    """A plan as HTML: names from files are data in it, and never markup."""
+    text = json.dumps(facts(plan), separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026")
+    template = files("converters.commands").joinpath("plan_page.html").read_text()
+    return template.replace("/*FACTS*/", text)
+
+
+def facts(plan: Plan) -> dict[str, Any]:
+    """What the page shows: the plan's record, its files, and its tensors by kind."""
+    record = plan_record(plan)
+    sources = _where(plan.source.tensors)
+    targets = _where(placed for file in plan.target.files for placed in file.tensors) if plan.target else {}
+    read, written = _Names(plan.source.root), _Names(None)
+    held = dict[str, int]()
+    for job in plan.jobs:
+        for part in job.targets:
+            held[written.shown(part.fragment.path)] = held.get(written.shown(part.fragment.path), 0) + 1
+    for file in plan.target.files if plan.target else ():
+        written.number(file.path)
+    brief = sum(len(job.sources) + len(job.targets) for job in plan.jobs) > MOST_PARTS
+    kinds = []
+    for (tensor, state, shape, dtype, edges), jobs in _by_kind(plan.jobs).items():
+        listed = jobs[:1] if brief else jobs
+        kinds.append({
+            "tensor": f"{state}.{tensor}" if state else tensor,
+            "layers": ranges(job.layer for job in jobs if job.layer is not None),
+            "count": len(jobs),
+            "shape": list(shape),
+            "dtype": dtype,
+            "edges": list(edges),
+            "bytes": sum(job.nbytes for job in jobs),
+            "keys": list(dict.fromkeys(map(_template, _keys(jobs[0], sources, targets)))),
+            "jobs": [
+                {
+                    "layer": job.layer, "copies": len(job.replicas),
+                    "from": _parts(job.sources, sources, read), "to": _parts(job.targets, targets, written),
+                }
+                for job in listed
+            ],
+        })  # fmt: skip
+    target = record.get("target", {"files": {}, "bytes": 0, "small_files": []})
+    return {
+        "source": record["source"] | {"bytes": record["bytes"], "names": read.names},
+        "target": {"names": written.names, "bytes": target["bytes"], "small": target["small_files"],
+                   "files": [[name, size, held.get(name, 0)] for name, size in target["files"].items()]},
+        "tensors": record["jobs"], "edges": record["edges"], "notes": record["notes"], "kinds": kinds,
+        "brief": brief,
+    }  # fmt: skip
+
+
+class _Names:
+    """Files by number, as they are shown."""
+
+    def __init__(self, root: Path | None) -> None:
+        self.root, self.names, self.numbers = root, list[str](), dict[str, int]()
+
+    def shown(self, path: Path) -> str:
+        return str(path.relative_to(self.root)) if self.root else str(path).split(".partial/out/")[-1]
+
+    def number(self, path: Path) -> int:
+        name = self.shown(path)
+        if name not in self.numbers:
+            self.numbers[name] = len(self.names)
+            self.names.append(name)
+        return self.numbers[name]
+
+
+def _by_kind(jobs: Iterable[Job]) -> dict[tuple[str, str, tuple[int, ...], str, tuple[str, ...]], list[Job]]:
+    """The jobs of each tensor that are alike but for their layer, in the order of the plan."""
+    found: dict[tuple[str, str, tuple[int, ...], str, tuple[str, ...]], list[Job]] = {}
+    for job in jobs:
+        found.setdefault((job.tensor, job.state, job.shape, job.dtype, job.edges), []).append(job)
+    return found
+
+
+def _where(tensors: Iterable[Placed]) -> Where:
+    return {
+        (one.fragment.path, one.fragment.offset): (
+            one.key,
+            " ".join(f"{axis} {rank} of {ranks}" for axis, (rank, ranks) in one.slot.mesh if ranks > 1),
+        )
+        for one in tensors
+    }
+
+
+def _key(fragment: Fragment, where: Where) -> tuple[str, str]:
+    return where.get((fragment.path, fragment.offset), ("", ""))
+
+
+def _keys(job: Job, *sides: Where) -> Iterator[str]:
+    for parts, where in zip((job.sources, job.targets), sides, strict=True):
+        for part in parts[:1]:
+            yield _key(part.fragment, where)[0]
+
+
+def _parts(parts: Iterable[Part], where: Where, names: _Names) -> list[list[Any]]:
+    """[number of the file, key, rank, elements] of each place."""
+    found = [[names.number(part.fragment.path), *_key(part.fragment, where), part.leaf.numel] for part in parts]
+    return (
+        found if len(found) <= MOST_OF_ONE else [*found[:MOST_OF_ONE], [-1, f"{len(found) - MOST_OF_ONE} more", "", 0]]
+    )
+
+
+def _template(key: str) -> str:
+    """A key with a star for the number of its layer."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", key)

@@ -1,0 +1,100 @@
+"""`convert to FORMAT SRC OUT`: one verb for the commands that are named after two formats."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from converters.commands.options import FOLDER
+from converters.common.cli_help import command
+from formats.deepspeed import NEOX
+from formats.errors import UsageError
+from formats.format import Format
+from formats.megatron import DIST, MEGATRON
+from formats.registry import FORMATS
+
+NAMES = {
+    "hf": ("hf", "huggingface", "transformers", "safetensors"),
+    "megatron": ("megatron", "mcore", "torchdist"),
+    "fsdp": ("fsdp", "dcp", "torch", "accelerate", "axolotl", "torchtitan", "verl"),
+    "neox": ("neox", "gptneox"),
+    "zero": ("zero", "deepspeed", "universal"),
+    "gguf": ("gguf", "ggml", "llamacpp"),
+}
+"""What commands call a format, and what those call it who look for one."""
+ELSEWHERE = {
+    "gguf": "convert_hf_to_gguf.py of llama.cpp makes it of a Hugging Face folder: convert to hf SRC OUT",
+    "hf to zero": "DeepSpeed starts from the Hugging Face folder itself; a training moves by `convert zero2universal`",
+}
+"""What no command writes: who does."""
+INTO = {"hf": {"hf": "hf2hf"}, "megatron": {"megatron": "reshard"}, "neox": {"neox": "reshard"}}
+"""Commands within a format: into what, from what. All others are `hf2…`, `…2hf` and `zero2universal`."""
+CALLED = {**{form.name: "hf" for form in FORMATS.values()}, "fsdp": "fsdp", "zero": "zero", NEOX.name: "neox",
+          MEGATRON.name: "megatron", DIST.name: "megatron"}  # fmt: skip
+"""Format: what commands call it."""
+
+
+def called(word: str) -> str:
+    """What commands call a format; empty for a word that is none."""
+    plain = re.sub("[-_.]", "", word.lower())
+    return next((name for name, words in NAMES.items() if plain in words), "")
+
+
+def pair(source: str, target: str) -> str:
+    """The command from one format to another; empty where there is none."""
+    if within := INTO.get(target, {}).get(source):
+        return within
+    if target == "zero":
+        return "" if source == "hf" else "zero2universal"
+    if target == "gguf" or source == "gguf":
+        return ""
+    return f"{source}2hf" if target == "hf" else f"hf2{target}"
+
+
+def elsewhere(source: str, target: str) -> str:
+    """Who writes what no command does; empty if nobody is known."""
+    return ELSEWHERE.get(target) or ELSEWHERE.get(f"{source} to {target}", "")
+
+
+def found(path: Path) -> Format | None:
+    """The format of a source, by its files alone; None where it is none, or cannot be looked at."""
+    from converters.common.hub_names import folder_of
+    from formats.errors import SourceError
+
+    try:
+        place = folder_of(path).folder
+        return next((form for form in FORMATS.values() if form.reader.detect(place)), None)
+    except (OSError, SourceError):
+        return None
+
+
+@command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("target", metavar="FORMAT")
+@click.argument("src", type=FOLDER)
+@click.argument("out", type=FOLDER)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF THAT COMMAND]")
+@click.pass_context
+def to(context: click.Context, /, target: str, src: Path, out: Path, words: Sequence[str]) -> None:
+    """Any checkpoint to FORMAT: hf, megatron, fsdp, neox or zero.
+
+    It is the command that is named after the two formats, and takes the options of that: `convert hf2megatron --help`,
+    for instance. They stand after OUT.
+    """
+    wanted = called(target)
+    if not wanted:
+        raise UsageError(
+            f"there is no format {target}", f"one of {', '.join(name for name in NAMES if name != 'gguf')}"
+        )
+    form = found(src)
+    source = CALLED[form.name] if form else "hf"
+    name = pair(source, wanted)
+    if not name:
+        raise UsageError(f"no command writes {target} from {src}", elsewhere(source, wanted))
+    group = context.parent.command if context.parent else None
+    assert isinstance(group, click.Group)
+    one = group.commands[name]
+    with one.make_context(name, [str(src), str(out), *words], parent=context.parent) as inside:
+        one.invoke(inside)

@@ -1,0 +1,68 @@
+"""The help of a command: within 80 columns, options of the long ones under titles, and examples that can be typed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+import click
+
+MANY = 12
+"""Options that need no titles."""
+TITLES: Mapping[str, str] = {
+    "What SRC is": """
+        config tokenizer family vocab_size settings accept verbatim allow_missing container gqa_layout tag weights
+        adapter source splits revision inputs tokenizer_type form key""",
+    "How OUT is cut": """
+        format tp pp vpp first_stage_layers last_stage_layers pp_layout ep etp experts glu_interleave norm layout
+        make_vocab_size_divisible_by true_vocab_size megatron_version ranks shard_size iteration to prefix""",
+    "Optimizer": "with_optimizer optimizer consumed_samples",
+    "Values and tokens": """
+        dtype replicas chat_template template append_eod eod control_tokens extra no_new pack length ftfy sample seed
+        dedup""",
+    "The job": "site account partition nodes time sbatch image jobs bench launcher save_seconds preflight",
+    "How it is done": """
+        repo dry_run force share parts verify threads memory workers strict max_drop_rate cache listing html tensors
+        blocks quiet as_json _click_default_help""",
+}
+"""Title: the options below it, by the names of their parameters, in its order of titles."""
+
+
+class Helped(click.Command):
+    """A command whose options stand under titles where they are many."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options."""
+        options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
+        rows = {str(one.name): row for one in options if (row := one.get_help_record(ctx)) is not None}
+        if len(rows) <= MANY + 1:  # and --help
+            super().format_options(ctx, formatter)
+            return
+        titled = {title: [name for name in names.split() if name in rows] for title, names in TITLES.items()}
+        known = {name for names in titled.values() for name in names}
+        for title, names in {"Options": [name for name in rows if name not in known], **titled}.items():
+            if names:
+                with formatter.section(title):
+                    formatter.write_dl([rows[name] for name in names], col_max=26)
+
+
+command = partial(click.command, cls=Helped)
+"""Makes a function a command, as `click.command` does."""
+
+
+def with_examples(commands: Iterable[click.Command], examples: Mapping[str, str], before: str) -> None:
+    """Put examples below the help of commands.
+
+    Args:
+        commands: those of a group.
+        examples: lines to type, by the name of the command, without the words before them.
+        before: what stands before the name, such as `convert`.
+    """
+    for one in commands:
+        if isinstance(one, click.Group):
+            with_examples(one.commands.values(), examples, f"{before} {one.name}")
+        name = f"{before} {one.name}".partition(" ")[2]
+        if text := examples.get(name):
+            typed = (f"{before.partition(' ')[0]} {name} {line}" for line in re.split(r"(?<!\\)\n", text))
+            one.epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in typed)

@@ -1,0 +1,192 @@
+"""Where each tensor that transformers would save comes from in memory: its own conversion, followed on the meta device.
+
+Read by `meta_model.py`, a program of its own. `revert_weight_conversion` of transformers (core_model_loading.py,
+5.23.0) is run on tensors without data that remember of which boxes of which others they consist. What no box can
+follow, such as a permutation of rows, is not told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+Box = tuple[tuple[int, int], ...]
+
+
+class Piece(NamedTuple):
+    """A box `here` of a tensor, and the box of another that it is; `axes` are the dimensions of that, None for none."""
+
+    name: str
+    there: Box
+    here: Box
+    axes: tuple[int | None, ...]
+
+
+class Followed(torch.Tensor):
+    """A tensor without data that knows its pieces; None where they are not known."""
+
+    pieces: tuple[Piece, ...] | None = None
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do what torch does, and follow the pieces."""
+        compute: Any = super().__torch_function__
+        result = compute(function, types, args, kwargs or {})
+        follow = FOLLOW.get(getattr(function, "__name__", ""))
+        if follow is not None:
+            parts = [result] if isinstance(result, torch.Tensor) else result
+            for part, pieces in zip(parts, follow(result, *args, **(kwargs or {})), strict=True):
+                part.pieces = pieces
+        return result
+
+
+Pieces = tuple[Piece, ...] | None
+
+
+def whole(name: str, shape: Sequence[int]) -> Followed:
+    """A tensor of a model."""
+    tensor = torch.empty(tuple(shape), device="meta").as_subclass(Followed)
+    box = tuple((0, size) for size in shape)
+    tensor.pieces = (Piece(name, box, box, tuple(range(len(shape)))),)
+    return tensor
+
+
+def _put(box: Sequence[Any], at: int, value: Any) -> tuple[Any, ...]:
+    return (*box[:at], value, *box[at + 1 :])
+
+
+def _narrow(pieces: Pieces, dim: int, low: int, high: int) -> Pieces:
+    """What of some pieces lies at [low, high) of a dimension."""
+    if pieces is None:
+        return None
+    found = []
+    for piece in pieces:
+        first, last = max(piece.here[dim][0], low), min(piece.here[dim][1], high)
+        if first >= last:
+            continue
+        axis, there = piece.axes[dim], piece.there
+        if axis is not None:
+            start = there[axis][0] + first - piece.here[dim][0]
+            there = _put(there, axis, (start, start + last - first))
+        found.append(piece._replace(here=_put(piece.here, dim, (first - low, last - low)), there=there))
+    return tuple(found)
+
+
+def _parts(result: Any, tensor: Any, _: Any, dim: int = 0) -> Iterator[Pieces]:
+    """Of `chunk` and `split`."""
+    dim, low = _dim(tensor, dim), 0
+    for part in result:
+        yield _narrow(tensor.pieces, dim, low, low + part.shape[dim])
+        low += part.shape[dim]
+
+
+def _dim(tensor: Any, dim: int) -> int:
+    return dim % max(int(tensor.dim()), 1)
+
+
+def _cat(result: Any, tensors: Any, dim: int = 0) -> Iterator[Pieces]:
+    dim, low, found = _dim(result, dim), 0, list[Piece]()
+    for tensor in tensors:
+        if getattr(tensor, "pieces", None) is None:
+            yield None
+            return
+        for one in tensor.pieces:
+            first, last = one.here[dim]
+            found.append(one._replace(here=_put(one.here, dim, (low + first, low + last))))
+        low += tensor.shape[dim]
+    yield tuple(found)
+
+
+def _stack(result: Any, tensors: Any, dim: int = 0) -> Iterator[Pieces]:
+    dim, found = _dim(result, dim), list[Piece]()
+    for number, tensor in enumerate(tensors):
+        if getattr(tensor, "pieces", None) is None:
+            yield None
+            return
+        for one in tensor.pieces:
+            here = (*one.here[:dim], (number, number + 1), *one.here[dim:])
+            found.append(one._replace(here=here, axes=(*one.axes[:dim], None, *one.axes[dim:])))
+    yield tuple(found)
+
+
+def _ordered(pieces: tuple[Piece, ...], order: Sequence[int]) -> tuple[Piece, ...]:
+    """Pieces with these of their dimensions, in this order."""
+    return tuple(
+        one._replace(here=tuple(one.here[i] for i in order), axes=tuple(one.axes[i] for i in order)) for one in pieces
+    )
+
+
+def _squeeze(result: Any, tensor: Any, dim: int) -> Iterator[Pieces]:
+    dim = _dim(tensor, dim)
+    if result.dim() == tensor.dim() or tensor.pieces is None:
+        yield tensor.pieces
+        return
+    order = [axis for axis in range(tensor.dim()) if axis != dim]
+    yield _ordered(tensor.pieces, order)
+
+
+def _transpose(_: Any, tensor: Any, dim0: int, dim1: int) -> Iterator[Pieces]:
+    if tensor.pieces is None:
+        yield None
+        return
+    order = list(range(tensor.dim()))
+    first, second = _dim(tensor, dim0), _dim(tensor, dim1)
+    order[first], order[second] = second, first
+    yield _ordered(tensor.pieces, order)
+
+
+def _same(_: Any, tensor: Any, *__: Any, **___: Any) -> Iterator[Pieces]:
+    yield tensor.pieces
+
+
+FOLLOW: dict[str, Callable[..., Iterator[Pieces]]] = {
+    "chunk": _parts, "split": _parts, "cat": _cat, "stack": _stack, "squeeze": _squeeze, "transpose": _transpose,
+    "contiguous": _same, "clone": _same, "detach": _same,
+}  # fmt: skip
+"""Function of torch: what becomes of the pieces."""
+
+
+def of_model(model: Any, shapes: dict[str, Sequence[int]]) -> dict[str, Any]:
+    """The tensors of a model in memory, which of them are copies, and those that it would be saved as.
+
+    Args:
+        model: a model of transformers on the meta device, which these tensors were loaded into.
+        shapes: the shape of each of them.
+
+    Returns:
+        `memory`: name and shape of each tensor of its state dict; `tied`: copy and original; `hub`: name, shape and
+        pieces (None where they cannot be told) of each tensor that it would be saved as.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with torch.device("meta"):
+        fresh = type(model)(model.config)  # what is in a file twice is not tied in the other
+    fresh.tie_weights()
+    first: dict[int, str] = {}
+    own = dict(model.state_dict())
+    state = {name: one for name, one in fresh.state_dict(keep_vars=True).items() if name in own}
+    tied = {name: first[id(one)] for name, one in state.items() if first.setdefault(id(one), name) != name}
+    for copy, original in (getattr(fresh, "all_tied_weights_keys", None) or {}).items():
+        if tied.get(original) == copy:  # that of the class is what is saved
+            tied = {name: original if other == copy else other for name, other in tied.items() if name != original}
+            tied[copy] = original
+    memory = {name: tuple(one.shape) for name, one in own.items()}
+    kept = {name: whole(name, shape) for name, shape in memory.items() if name not in tied}
+    if shapes.keys() <= memory.keys():  # no file was loaded that would tell how they were called there
+        model._weight_conversions = None  # noqa: SLF001
+    hub = revert_weight_conversion(model, dict(kept))
+    if any(shapes.get(name, tuple(one.shape)) != tuple(one.shape) for name, one in hub.items()):
+        _turn(model)
+        hub = revert_weight_conversion(model, dict(kept))
+    saved = {name: {"shape": list(one.shape), "pieces": getattr(one, "pieces", None)} for name, one in hub.items()}
+    return {"memory": {name: list(shape) for name, shape in memory.items()}, "tied": tied, "hub": saved}
+
+
+def _turn(model: Any) -> None:
+    """Transpose what transformers only transposes where the shape of a file asks for it, as that of this one does."""
+    for conversion in getattr(model, "_weight_conversions", None) or ():
+        for operation in getattr(conversion, "operations", ()):
+            if hasattr(operation, "check_dims"):
+                operation.check_dims = False

@@ -1,0 +1,195 @@
+"""Models without a table between the names of files and those in memory, as transformers itself turns them.
+
+`lineage.py` tells of which boxes of tensors in memory each tensor of a file consists. A checkpoint whose tensors have
+the one kind of names is read as if it had the other: each physical tensor is a part of those that will be written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from converters.plan import agreement
+from formats.checkpoint import Checkpoint
+from formats.disk.safetensors import DTYPES, Fragment
+from formats.errors import UnsupportedError
+from formats.layout.table import Cut, Placed
+from formats.model import untabled
+from formats.model.spec import Verbatim
+
+Box = tuple[tuple[int, int], ...]
+
+
+class Move(NamedTuple):
+    """A box of a tensor that is a box of another; `axes` are the dimensions of that, None where it has none."""
+
+    here: Box
+    name: str
+    there: Box
+    axes: tuple[int | None, ...]
+
+
+class Names(NamedTuple):
+    """What becomes of tensors: the shapes of all that there will be, the moves of each, and those that are copies."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    moves: Mapping[str, Sequence[Move]]
+    copies: tuple[str, ...] = ()
+
+
+def known(source: Checkpoint, config: Mapping[str, Any]) -> bool:
+    """Whether transformers tells what the tensors of a checkpoint are called in memory."""
+    return _asked(source, config) is not None
+
+
+def in_memory(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
+    """A checkpoint under the names of files as if it had those that its model has in memory.
+
+    Args:
+        source: the opened checkpoint.
+        config: the config.json of the output.
+
+    Raises:
+        UnsupportedError: transformers turns a tensor in a way that no box follows.
+    """
+    answer, spec = _asked(source, config), source.spec
+    if answer is None or not isinstance(spec, Verbatim):
+        return source
+    memory = {name: tuple(shape) for name, shape in answer["memory"].items()}
+    hub = {name: one for name, one in answer["hub"].items() if tuple(one["shape"]) == spec.shapes.get(name)}
+    moves = {name: list(_pieces(source, name, one)) for name, one in hub.items()}
+    rest = {name: shape for name, shape in spec.shapes.items() if name not in moves}
+    written = {move.name for some in moves.values() for move in some} | rest.keys()
+    copies = {copy: one for copy, one in answer["tied"].items() if one in written and copy not in written}
+    for some in moves.values():
+        some += [move._replace(name=copy) for copy, one in copies.items() for move in some if move.name == one]
+    shapes = {name: shape for name, shape in (memory | rest).items() if name in written or name in copies}
+    return _renamed(source, spec, config, Names(shapes, moves), "its name in memory")
+
+
+def in_files(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
+    """A checkpoint under the names that its model has in memory as if it had those that transformers saves it under.
+
+    Args:
+        source: the opened checkpoint.
+        config: the config.json of the output.
+
+    Raises:
+        UnsupportedError: transformers turns a tensor in a way that no box follows.
+    """
+    answer, spec = _asked(source, config), source.spec
+    if answer is None or not isinstance(spec, Verbatim):
+        return source
+    memory = {name: tuple(shape) for name, shape in answer["memory"].items()}
+    known = {name for name, shape in spec.shapes.items() if memory.get(name) == shape}
+    tied = {copy: one for copy, one in answer["tied"].items() if {copy, one} <= known}
+    moves: dict[str, list[Move]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, one in answer["hub"].items():
+        for here, inner, there, axes in _pieces(source, name, one):
+            if inner in known - tied.keys():
+                turned = tuple(axes.index(axis) if axis in axes else None for axis in range(len(there)))
+                moves.setdefault(inner, []).append(Move(there, name, here, turned))
+                shapes[name] = tuple(one["shape"])
+    moves |= {copy: moves[one] for copy, one in tied.items() if one in moves}
+    rest = {name: shape for name, shape in spec.shapes.items() if name not in moves}
+    names = Names(shapes | rest, moves, tuple(copy for copy in tied if copy in moves))
+    return _renamed(source, spec, config, names, "the name that transformers saves it under")
+
+
+def _asked(source: Checkpoint, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What transformers tells of the names; None where it cannot, or is not to be asked."""
+    if not isinstance(source.spec, Verbatim) or source.settings.verbatim or config.get("quantization_config"):
+        return None
+    answer = agreement.ask(config, source.spec.shapes)
+    return answer if "memory" in answer else None
+
+
+def _pieces(source: Checkpoint, name: str, one: Mapping[str, Any]) -> Iterator[Move]:
+    """The moves of a tensor of a file.
+
+    Raises:
+        UnsupportedError: transformers cannot tell them.
+    """
+    if one["pieces"] is None:
+        raise UnsupportedError(
+            f"{source.root}: {name} has its rows in another order in memory than in files, and no table describes "
+            f"{source.spec.family}",
+            "--verbatim carries every tensor under its own name, as it is",
+        )
+    for inner, there, here, axes in one["pieces"]:
+        yield Move(_box(here), inner, _box(there), tuple(axes))
+
+
+def _box(pairs: Iterable[Iterable[int]]) -> Box:
+    return tuple((low, high) for low, high in pairs)
+
+
+def _renamed(source: Checkpoint, spec: Verbatim, config: Mapping[str, Any], names: Names, under: str) -> Checkpoint:
+    """The checkpoint with its tensors as parts of others; the same one where nothing changes."""
+    if names.shapes == spec.shapes and all(
+        list(moves) == [_whole(name, spec.shapes[name])] for name, moves in names.moves.items() if name in spec.shapes
+    ):
+        return source
+    said = {"tied": spec.tied} | ({} if spec.vocab is None else {"vocab": spec.vocab})
+    new = untabled.describe(dict(config), names.shapes, said, spec.why)
+    new = replace(new, copies={copy: one for copy, one in new.copies.items() if copy in names.shapes})
+    tensors = tuple(part for placed in source.tensors for part in _parts(placed, spec, new, names))
+    remarks = tuple(one for one in spec.remarks if one != untabled.FUSED_NOTE or one in new.remarks)
+    return replace(source, tensors=tensors, spec=replace(new, remarks=remarks, under=under), original=source)
+
+
+def _whole(name: str, shape: tuple[int, ...]) -> Move:
+    """A tensor that becomes one of another name."""
+    box = tuple((0, size) for size in shape)
+    return Move(box, name, box, tuple(range(len(shape))))
+
+
+def _parts(placed: Placed, spec: Verbatim, new: Verbatim, names: Names) -> Iterator[Placed]:
+    """A physical tensor, or a part of one, as parts of the tensors that it will be.
+
+    Raises:
+        UnsupportedError: it is an interval of a tensor that has to be cut into boxes.
+    """
+    (old,) = placed.slot.rule.pattern.tensors
+    whole = _whole(old, spec.shapes[old])
+    again = placed.slot.replica
+    number = names.copies.index(old) + 1 if old in names.copies else 0  # so that no two of its copies are one
+    again = again._replace(shared=again.shared or number > 0, number=again.number * (len(names.copies) + 1) + number)
+    part = Cut(whole.here) if placed.part is None else placed.part
+    for move in names.moves.get(old, (whole,)):
+        if move.name in new.copies:
+            continue
+        slot = untabled.slot(placed.key, move.name, new.shapes[move.name], again)
+        if move._replace(name=old) == whole and new.shapes[move.name] == spec.shapes[old]:
+            yield placed._replace(slot=slot)
+        elif part.flat:
+            raise UnsupportedError(
+                f"{placed.fragment.path} holds a flat piece of {old}, of which transformers makes several tensors",
+                "save again with SHARDED_STATE_DICT",
+            )
+        elif (cut := _cut(placed.fragment, part.ranges, move)) is not None:
+            yield Placed(placed.key, slot, *cut)
+
+
+def _cut(fragment: Fragment, held: Box, move: Move) -> tuple[Fragment, Cut] | None:
+    """What a fragment that holds a box of the old tensor holds of the new one; None for nothing."""
+    here = tuple((max(one, two), min(end, stop)) for (one, end), (two, stop) in zip(held, move.here, strict=True))
+    if any(low >= high for low, high in here):
+        return None
+    steps = zip(here, held, fragment.strides, strict=True)
+    offset = sum((low - start) * stride for (low, _), (start, _), stride in steps)
+    ranges, strides = list(move.there), [0] * len(move.there)
+    for dim, axis in enumerate(move.axes):
+        if axis is None:
+            continue
+        start = move.there[axis][0] + here[dim][0] - move.here[dim][0]
+        ranges[axis] = (start, start + here[dim][1] - here[dim][0])
+        strides[axis] = fragment.strides[dim]
+    view = fragment._replace(
+        offset=fragment.offset + offset * DTYPES[fragment.dtype],
+        shape=tuple(high - low for low, high in ranges),
+        strides=tuple(strides),
+    )
+    return view, Cut(tuple(ranges))

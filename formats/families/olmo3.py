@@ -1,0 +1,19 @@
+"""OLMo 3: OLMo 2 with a sliding window in three of four layers, and scaled rotary embeddings in the others alone.
+
+Facts: transformers models/olmo3/modeling_olmo3.py and configuration_olmo3.py, 5.23.0. Where the config has one base for
+all layers, it is that of those without a window.
+"""
+
+from dataclasses import replace
+
+from formats.families import olmo2
+
+FAMILY = replace(
+    olmo2.FAMILY,
+    name="olmo3",
+    architecture="Olmo3ForCausalLM",
+    rope_theta=500000.0,
+    window="sliding_window",
+    window_default=4096,
+    own={"layer_types": None, "rope_local_base_freq": 500000.0},
+)

@@ -1,0 +1,28 @@
+"""Qwen3.5, its language model: Qwen3-Next without experts, whose linear attention has its inputs apart.
+
+Facts: transformers 5.23.0, models/qwen3_5/modeling_qwen3_5.py. Of text alone its three kinds of positions are one.
+"""
+
+from formats.families.blocks import GATED_MLP, HEAD, NORMS
+from formats.families.family import Family
+from formats.families.qwen3_next import DEFAULTS, EMBEDDING, GATED_ATTENTION, KEYS, LINEAR_OUTPUT, LINEAR_STATE
+
+LINEAR_INPUTS = """
+model.layers.{layer}.linear_attn.in_proj_qkv.weight    (linear_query: key_head key_dim | linear_key: key_head key_dim | linear_value: key_head spread value_dim) hidden    recurrent
+model.layers.{layer}.linear_attn.in_proj_z.weight      linear_gate: (key_head spread value_dim) hidden    recurrent
+model.layers.{layer}.linear_attn.in_proj_b.weight      linear_beta: (key_head spread) hidden    recurrent
+model.layers.{layer}.linear_attn.in_proj_a.weight      linear_alpha: (key_head spread) hidden    recurrent
+"""
+MIXERS = LINEAR_STATE + LINEAR_OUTPUT + LINEAR_INPUTS + GATED_ATTENTION
+TABLE = EMBEDDING + MIXERS + GATED_MLP + NORMS + HEAD
+
+FAMILY = Family(
+    name="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    table=TABLE,
+    requires={"hidden_act": "silu", "attention_bias": False},
+    head_dim=256,
+    centred=True,
+    keys=KEYS,
+    defaults=DEFAULTS,
+)

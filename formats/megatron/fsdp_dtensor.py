@@ -1,0 +1,265 @@
+"""Megatron-FSDP's checkpoints (`--ckpt-format fsdp_dtensor`): a plain torch DCP under the names of the modules.
+
+    ROOT/latest_checkpointed_iteration.txt
+    ROOT/iter_0000100/.metadata                what is where in the files (formats/torch_files/dcp.py)
+    ROOT/iter_0000100/__{rank}_{writer}.distcp
+
+    model.module.{key}                                                weights: the main ones, float32 in a bf16 training
+    optimizer.state.module.module[.module].{key}.{exp_avg|exp_avg_sq|step}      the second `module` wraps half precision
+    optimizer.param_to_group_meta.module.module[.module].{key}.{lr|betas|…}     objects
+    args, iteration, checkpoint_version, opt_param_scheduler.{max_lr|…}         objects
+
+Keys are those of a classic checkpoint of one rank, but that gate and up have one each, which end in `_w` and `_v`.
+Ranks cut a tensor at any row, and one that has none of it writes none.
+
+Facts: megatron-core 0.19.2, training/checkpointing.py `preprocess_fsdp_dtensor_state_dict` and `_load_base_checkpoint`,
+transformer/fsdp_dtensor_checkpoint.py `handle_swiglu_in_state_dict`, `handle_experts_in_state_dict`; 0.16.1 likewise.
+What it saved is in tests/golden/test_megatron_fsdp.py, how it loads what is written here in test_stock_fsdp.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
+from formats.errors import RefusedError, SourceError, UnsupportedError
+from formats.families.family import Family
+from formats.huggingface import folder as huggingface
+from formats.layout.pattern import parse
+from formats.layout.pieces import Scattered, spread
+from formats.layout.table import ALONE, Rule, match
+from formats.megatron import MEGATRON_FSDP as FORMAT
+from formats.megatron import fsdp_dtensor_optimizer as states
+from formats.megatron.args import flags
+from formats.megatron.args.moe import INTERLEAVE, interleaves_of
+from formats.megatron.args.options import DIST, FSDP_DTENSOR, Options, namespace
+from formats.megatron.chained_optimizer import BUFFER
+from formats.megatron.classic import FLAGS, MCORE, assets_of, parameters_of, spec_of, topology_of
+from formats.megatron.details import details
+from formats.megatron.folders import TRACKER, locate, name_of
+from formats.megatron.optimizer import Optimizer
+from formats.megatron.shards import DROPS, STATE, args_of, names_of
+from formats.megatron.torch_dist import EMBEDDING, whole_slots
+from formats.model.spec import ModelSpec
+from formats.torch_files import dcp, dcp_writer
+from formats.torch_files.archive import TorchFile, packed
+from formats.torch_files.archive_writer import Small, packed_plain
+from formats.torch_files.pickle_values import Namespace
+
+NAME = FORMAT.name
+OBJECTS = ("args", "checkpoint_version", "iteration")
+"""What Megatron's plain DCPs have at the top, as torch.save wrote it; in torch_dist it is in one object."""
+MODEL = re.compile(r"model(\d*)\.module\.(.+)")
+PREFIX = "model.module."
+CARRIED = (*OBJECTS, *states.HEAD)
+"""Objects that are read again from other places: args and iteration by `details`, the schedule with the optimizer."""
+BESIDE = ("optimizer", "rng_state", "rerun_state_machine", "opt_param_scheduler")
+"""Entries with tensors beside the model."""
+FC1 = re.compile(r"(linear_fc1\.(?:weight|bias)(?:\{expert\})?)")
+GATED = re.compile(r"\((\w+): (\S+) \| (\w+): (\S+)\)(?:%\w+)?( \w+)?")
+"""Key and pattern of gate and up, one after the other in one tensor."""
+
+
+def _apart(rule: Rule) -> Iterator[Rule]:
+    """A row of the classic table, gate and up each under a key of its own."""
+    found = GATED.fullmatch(rule.pattern.text) if FC1.search(rule.key) else None
+    if found is None:
+        yield rule
+        return
+    gate, gate_rows, up, up_rows, columns = found.groups(default="")
+    for suffix, name, rows in (("_w", gate, gate_rows), ("_v", up, up_rows)):
+        yield Rule(FC1.sub(rf"\g<1>{suffix}", rule.key), parse(f"{name}: {rows}{columns}"), rule.conditions)
+
+
+TABLE = tuple(half for rule in MCORE for half in _apart(rule))
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def detect(path: Path) -> bool:
+    """Whether a folder looks like this format."""
+    try:
+        folder = locate(path)[1]
+        if not dcp.names(folder, *OBJECTS):
+            return False
+    except SourceError:  # which another reader will tell
+        return False
+    try:
+        entries, objects = dcp.contents(folder)
+    except SourceError:  # which this one will tell
+        return dcp.names(folder, PREFIX)
+    return set(OBJECTS) <= set(objects) and any(MODEL.match(entry.name) for entry in entries)
+
+
+def tables() -> dict[str, tuple[Rule, ...]]:
+    """The layout."""
+    return {NAME: TABLE}
+
+
+def holders(family: Family) -> dict[str, bool]:
+    """It holds the families that are not of Hugging Face alone."""
+    return {NAME: not family.only_here}
+
+
+def read(path: Path, settings: Settings) -> Checkpoint:
+    """Open a checkpoint: its metadata, its arguments, and the heads of the model's tensors."""
+    run, folder = locate(path)
+    entries, objects = dcp.contents(folder)
+    common = _common(folder)
+    args = args_of(common)
+    tensors = _tensors(folder, entries)
+    if EMBEDDING not in tensors or not tensors[EMBEDDING].shape:
+        raise SourceError(f"{folder} holds no {EMBEDDING}")
+    padded = tensors[EMBEDDING].shape[0]
+    assets = assets_of(run, settings)
+    config = huggingface.read_config(assets) if assets else None
+    spec = spec_of(args, DIST, assets, config, settings, folder, common.path, padded)
+    interleaves = interleaves_of(args, str(common.path))
+    _require_known(args, spec, interleaves, str(common.path))
+    whole = {key: tensor.whole for key, tensor in tensors.items()}
+    wanted = whole_slots(spec, _table(spec, tensors), padded, interleaves)
+    placed, dropped = match(wanted, {ALONE: whole}, DROPS, folder)
+    others = [entry.name for entry in entries if not MODEL.match(entry.name)]
+    files = {item.path for entry in entries for item in entry.items}
+    writers = {found[1] for file in files if (found := dcp.DATA.fullmatch(file.name))}
+    experts = "local" if any(".local_experts." in key for key in tensors) else "te"
+    held = {name.partition(".")[0] for name in (*others, *objects)}
+    return Checkpoint(
+        run,
+        folder,
+        NAME,
+        spec,
+        tuple(piece for one in placed for piece in spread(one, tensors[one.key])),
+        (*dropped, *(name for name in (*others, *objects) if name.partition(".")[0] not in CARRIED)),
+        tuple(dict.fromkeys([*dcp.metadata_files(folder), *sorted(files)])),
+        {"ranks": len(writers)},
+        assets,
+        details(common, args, FSDP_DTENSOR, folder, padded, names_of(tensors), experts, interleaves),
+        config=config,
+        padded_vocab=padded,
+        state=tuple(name for name in STATE if name in held),
+    )
+
+
+def _common(folder: Path) -> TorchFile:
+    """What is the same on all ranks and no tensor, in one."""
+    found = dcp.read_objects(folder, OBJECTS)
+    return TorchFile(folder / dcp.METADATA, {name: file.value for name, file in found.items()}, {})
+
+
+def _tensors(folder: Path, entries: Sequence[dcp.Entry]) -> dict[str, Scattered]:
+    """The model's tensors by key.
+
+    Raises:
+        RefusedError: there are tensors beside the model that are not of its training.
+        UnsupportedError: the model is in several chunks.
+    """
+    mine: dict[str, dcp.Entry] = {}
+    for entry in entries:
+        if found := MODEL.fullmatch(entry.name):
+            if found[1]:
+                raise UnsupportedError(f"{folder} holds {entry.name}: virtual pipeline chunks are not supported")
+            mine[found[2]] = entry
+        elif entry.name.partition(".")[0] not in BESIDE and prod(entry.shape) > 1:
+            raise RefusedError(f"{folder} holds {entry.name} beside its model: nothing says if it is wanted")
+    return dict(zip(mine, dcp.load(mine.values()), strict=True))
+
+
+def _table(spec: ModelSpec, keys: Iterable[str]) -> list[Rule]:
+    """The rows for a model, of which these keys are there: without a gate nothing is apart."""
+    held, table = set(keys), MCORE if "plain" in spec.conditions else TABLE
+    return [rule for rule in table if "copy" not in rule.conditions or rule.key in held]
+
+
+def _require_known(args: Mapping[str, Any], spec: ModelSpec, interleaves: Mapping[str, int], where: str) -> None:
+    """The keys of all ranks are different, and gate and up are halves.
+
+    Raises:
+        UnsupportedError: stages number their layers from 0 each, expert ranks do so with biases
+            (`handle_experts_in_state_dict` renames weights alone), and the halves of interleaved rows are neither gate
+            nor up.
+    """
+    stages, experts = (args.get(f"{axis}_model_parallel_size") for axis in ("pipeline", "expert"))
+    if stages not in (None, 1):
+        raise UnsupportedError(f"{where}: {stages} pipeline stages, whose layers megatron-core saves under equal names")
+    if experts not in (None, 1) and "expert_down_bias" in spec.tensors:
+        raise UnsupportedError(
+            f"{where}: biases of experts on {experts} ranks, which megatron-core saves under equal names"
+        )
+    for name, size in interleaves.items():
+        if size:
+            raise UnsupportedError(
+                f"{where}: {INTERLEAVE[name]} = {size}: the halves that fsdp_dtensor stores are not gate and up"
+            )
+
+
+def notes(optimizer: Optimizer | None) -> tuple[str, ...]:
+    """What the user should know of what is written."""
+    alone = (
+        "Megatron-LM 0.19.2 starts no training in half precision from the weights of fsdp_dtensor alone (`reload_model_"
+        "params` is not implemented); 0.16.1 does, and both resume from them with the optimizer"
+    )
+    return () if optimizer else (alone,)
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write(
+    root: Path,
+    spec: ModelSpec,
+    dtypes: Mapping[tuple[str, int | None], str],
+    options: Options,
+    *,
+    args: Mapping[str, Any] | None = None,
+    iteration: int | None = None,
+    optimizer: Optimizer | None = None,
+) -> Target:
+    """Lay out a run folder with one checkpoint, which any number of ranks loads.
+
+    The arguments are those of `classic.write`; the masters of `optimizer` are the weights.
+
+    Raises:
+        RefusedError: Megatron-FSDP has no pipeline, or none of what was asked for.
+    """
+    if options.pp > 1:
+        raise RefusedError("fsdp_dtensor has no pipeline stages: megatron-core saves their layers under equal names")
+    _, padded = topology_of(spec, options)
+    merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration)
+    merged |= optimizer.args() if optimizer else {}
+    _require_known(merged, spec, options.mesh.interleaves, "--format fsdp_dtensor")
+    if optimizer and not (merged["bf16"] or merged["fp16"]) and "plain" not in spec.conditions:
+        raise RefusedError(
+            "megatron-core saves and loads no model with a gate that Megatron-FSDP trains in float32",
+            "--dtype bf16, of which the float32 weights are the masters",
+        )
+    folder = name_of(iteration)
+    parameters = parameters_of(whole_slots(spec, _table(spec, ()), padded, options.mesh.interleaves), options)
+    stored = [dcp_writer.whole(slot, f"{PREFIX}{key}") for _, key, slot in parameters]
+    objects: dict[str, bytes | Small] = {
+        "args": packed_plain(Namespace({**merged, "rank": 0})),
+        "checkpoint_version": packed(3.0),
+        "iteration": packed(merged["iteration"]),
+    }
+    if optimizer:
+        prefix = states.prefix_of(merged)
+        moved = [(key, slot) for _, key, slot in parameters if not BUFFER.fullmatch(key)]
+        for state, of in optimizer.dtypes.items():
+            stored += [
+                dcp_writer.whole(slot, f"{states.STATES}{prefix}{key}.{state}", state, slot_dtype(slot, of))
+                for key, slot in moved
+            ]
+        objects |= states.objects(optimizer, moved, merged)
+    ranks = dcp_writer.by_rows(stored, options.mesh.ranks)
+    files, metadata = dcp_writer.layout(root / folder, ranks, dtypes, objects=objects)
+    texts = {
+        f"{folder}/{dcp.METADATA}": metadata,
+        TRACKER: (str(iteration) if iteration is not None else "release").encode(),
+        FLAGS: flags.flags(merged, options.version, options.accepted).encode(),
+    }
+    return Target(tuple(files), texts, {}, folder)

@@ -1,0 +1,186 @@
+"""Megatron-FSDP: what 0.19.2 saved as fsdp_dtensor is read bit for bit, with its optimizer; torch reads both sides."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from formats.checkpoint import Settings
+from formats.megatron import fsdp_dtensor, optimizer_reader, torch_dist
+from formats.registry import open_checkpoint
+from tests.faults.dcp_tools import refused
+from tests.models import files
+
+RUN = Path(__file__).with_name("megatron_0192") / "fsdp_dtensor"
+LOGITS = RUN.with_name("fsdp_logits.npz")
+VOCAB = ("--vocab-size", 60)
+LAYER = "decoder.layers.0."
+PARAMETERS = {
+    "embedding.word_embeddings.weight": (60, 24), "output_layer.weight": (60, 24),
+    "decoder.final_layernorm.weight": (24,), f"{LAYER}input_layernorm.weight": (24,),
+    f"{LAYER}pre_mlp_layernorm.weight": (24,), f"{LAYER}self_attention.linear_qkv.weight": (48, 24),
+    f"{LAYER}self_attention.linear_proj.weight": (24, 24), f"{LAYER}mlp.linear_fc1.weight_w": (48, 24),
+    f"{LAYER}mlp.linear_fc1.weight_v": (48, 24), f"{LAYER}mlp.linear_fc2.weight": (24, 48),
+}  # fmt: skip
+"""Names and shapes, those of the vocabulary without its padding."""
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def tensors(folder: Path) -> dict[str, Any]:
+    """The tensors of a DCP, as torch's own reader gives them."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    about = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in about.items() if hasattr(one, "size")
+    }
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return state
+
+
+@pytest.mark.parametrize("path", [RUN, RUN / "iter_0000003"], ids=["run", "iteration"])
+def test_its_logits(convert, tmp_path, path):
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    out, wanted = tmp_path / "out", np.load(LOGITS)
+    assert convert("megatron2hf", path, out, *VOCAB).code == 0
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        found = model(torch.tensor(wanted["ids"])).logits.numpy()
+    assert np.abs(found - wanted["logits"][..., :60]).max() < 2e-6 < np.abs(found).max()
+
+
+def test_every_command_reads_it(convert, tmp_path):
+    out, again = tmp_path / "out", tmp_path / "again"
+    told = convert("inspect", RUN, *VOCAB).out
+    assert "megatron_fsdp, ranks 2, iter_0000003" in told
+    assert "fp32, exp_avg, exp_avg_sq (distributed optimizer)" in told
+    assert convert("verify", RUN).code == 0, "its own checksums"
+    assert convert("megatron2hf", RUN, out, *VOCAB).code == 0
+    assert convert("verify", out, RUN, *VOCAB).code == 0
+    assert convert("reshard", RUN, again, "--tp", 2, "--format", "torch", *VOCAB).code == 0
+    assert convert("diff", RUN, again, *VOCAB).code == 0
+    digests = {convert("digest", place, *VOCAB).out.split()[0] for place in (RUN, RUN / "iter_0000003", out, again)}
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_its_optimizer_in_torch_dist_and_back(convert, tmp_path, dtype):
+    """The weights are the masters, and what is rounded has them beside it."""
+    import torch
+
+    there, back = tmp_path / "there", tmp_path / "back"
+    cast = [] if dtype == "fp32" else ["--dtype", dtype]
+    ran = convert("reshard", RUN, there, "--format", "torch_dist", "--with-optimizer", *cast, *VOCAB)
+    assert ran.code == 0, ran.err
+    theirs, ours = tensors(RUN / "iter_0000003"), tensors(there / "iter_0000003")
+    state = "optimizer.state.module.module.module."
+    for name, shape in PARAMETERS.items():
+        whole = name.replace("weight_w", "weight").replace("weight_v", "weight")
+        held = {"param": theirs[f"model.module.{name}"]}
+        held |= {moment: theirs[f"{state}{name}.{moment}"] for moment in ("exp_avg", "exp_avg_sq")}
+        for moment, one in held.items():
+            stacked = whole.replace(LAYER, "decoder.layers.")
+            stacked = stacked.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+            stacked = stacked.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+            found = ours[f"optimizer.state.{moment}.{stacked}"]
+            found = found[0] if name.startswith(LAYER) else found
+            found = found[48:] if name.endswith("_v") else found[: shape[0]]
+            assert found.equal(one[: shape[0]]), f"{moment} of {name}"
+            assert found.any()
+    weight = ours["decoder.layers.mlp.linear_fc2.weight"][0]
+    master = theirs[f"model.module.{LAYER}mlp.linear_fc2.weight"]
+    assert weight.equal(master.to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]))
+    ran = convert("reshard", there, back, "--format", "fsdp_dtensor", "--with-optimizer", "--norm", "local", *VOCAB)
+    if dtype == "fp32":
+        refused(ran, 5, "trains in float32", "--dtype bf16")
+        return
+    assert ran.code == 0, ran.err
+    again = tensors(back / "iter_0000003")
+    for name, one in theirs.items():
+        if not name.startswith("rng_state"):
+            assert again[name].equal(one), name
+
+
+def test_settings_come_back(convert, tmp_path):
+    """What torch's Adam and the fused one ask for, of each parameter; the schedule; and the arguments."""
+    from formats.torch_files import dcp
+
+    out = tmp_path / "out"
+    assert convert("reshard", RUN, out, "--with-optimizer", "--dtype", "bf16", *VOCAB).code == 0
+
+    def held(run: Path) -> dict[str, Any]:
+        names = dcp.contents(run / "iter_0000003")[1]
+        return {name: one.value for name, one in dcp.read_objects(run / "iter_0000003", names).items()}
+
+    theirs, ours = held(RUN), held(out)
+    kept = {name: one for name, one in theirs.items() if not name.startswith(("rng_state", "args"))}
+    assert {name: ours[name] for name in kept} == kept
+    assert {name.rsplit(".", 1)[1] for name in ours.keys() - kept.keys() - {"args"}} == {"step", "bias_correction"}
+    assert vars(ours["args"])["bf16"] is True
+    assert vars(ours["args"])["use_megatron_fsdp"] is True
+    flags = (out / "megatron_flags.txt").read_text()
+    words = ("--ckpt-format fsdp_dtensor", "--use-megatron-fsdp", "--bf16", "--use-distributed-optimizer")
+    assert "\n".join([*words, "--no-load-rng"]) in flags
+
+
+OTHERS = ("llama", "llama-tied", "qwen3", "mixtral", "qwen2_moe", "gpt2", "nemotron", "deepseek_v3")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_to_it_and_back(model, convert, tmp_path, name):
+    """Weights of other families, with names of Transformer Engine and of the local layers, by any number of ranks."""
+    source = model(name)
+    for number, words in enumerate((["--tp", 2], ["--norm", "local"])):
+        run, back = tmp_path / f"run{number}", tmp_path / f"back{number}"
+        ran = convert("hf2megatron", source, run, "--format", "fsdp_dtensor", *words)
+        assert ran.code == 0, ran.err
+        assert convert("megatron2hf", run, back).code == 0
+        assert files(back) == files(source)
+
+
+def test_other_frameworks_resume_from_it(convert, tmp_path):
+    """Adam goes into FSDP and DeepSpeed, and from there back: the same masters, moments, step and settings."""
+    fsdp, back = tmp_path / "fsdp", tmp_path / "back"
+    assert convert("hf2fsdp", RUN, fsdp, "--with-optimizer", *VOCAB).code == 0
+    assert convert("zero2universal", RUN, tmp_path / "universal", *VOCAB).code == 0
+    words = ("--format", "fsdp_dtensor", "--with-optimizer", "--dtype", "bf16", "--norm", "local")
+    ran = convert("hf2megatron", fsdp, back, *words)
+    assert ran.code == 0, ran.err
+    assert "0.00413176 and 0, whatever --lr and --min-lr say" in ran.err
+    theirs, ours = tensors(RUN / "iter_0000003"), tensors(back / "iter_0000003")
+    for name, one in theirs.items():
+        if not name.startswith("rng_state"):
+            rows = 60 if one.shape[:1] == (64,) else None
+            assert ours[name][:rows].equal(one[:rows]) if one.shape else ours[name].equal(one), name
+
+
+def test_the_table_is_the_classic_one():
+    """Each row has one key in a classic checkpoint, and gate and up, one after the other there, are apart."""
+    from formats.megatron.classic import MCORE
+
+    keys = [rule.key for rule in fsdp_dtensor.TABLE]
+    halves = [key for key in keys if re.search(r"_[wv](?=[|}]|$)", key)]
+    assert len(halves) == 10
+    assert len(keys) == len(MCORE) + 5
+    assert [rule.pattern.text for rule in fsdp_dtensor.TABLE if rule.key.endswith("mlp.linear_fc1.weight_v")] == [
+        "up: ffn/tp hidden"
+    ]
+    expert = "{linear_fc1.weight{expert}_w|local_experts.{expert}.linear_fc1.weight_w}"
+    assert f"decoder.layers.{{layer}}.mlp.experts.{expert}" in keys
+
+
+def test_a_native_optimizer_is_the_distributed_one():
+    source = open_checkpoint(RUN, Settings(vocab_size=60))
+    found = optimizer_reader.read(source)
+    assert found.distributed
+    assert [group["step"] for group in found.groups] == [3.0, 3.0]
+    assert [group["wd_mult"] for group in found.groups] == [1.0, 0.0]
+    assert found.head["opt_param_scheduler"]["num_steps"] == 12
+    assert not torch_dist.detect(RUN.parent / "deepspeed")

@@ -1,0 +1,110 @@
+"""Names in memory and names of files: boxes that torch's own functions are followed through, and what cannot be."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from converters.plan import agreement, meta_model
+from converters.plan.lineage import Followed, whole
+from tests.faults.dcp_tools import refused, save
+from tests.fuzz.architectures import build, quiet
+
+CHAINS = {
+    "renamed": lambda one, _: one.contiguous(),
+    "experts": lambda one, _: torch.chunk(torch.chunk(one, 2, dim=1)[1], one.shape[0], dim=0)[2].squeeze(0),
+    "transposed": lambda one, _: one.transpose(1, 2).contiguous(),
+    "split": lambda one, _: torch.split(one, [1, 3, 2], dim=-2)[1],
+    "joined": lambda one, other: torch.cat([one, other], dim=1),
+    "stacked": lambda one, other: torch.stack([one, other], dim=1).transpose(0, 2),
+    "all of it": lambda one, other: torch.chunk(torch.cat([one, other], dim=0).transpose(0, 1), 3, dim=0)[1],
+}
+SHAPE = (4, 6, 5)
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_the_boxes_say_where_each_element_comes_from(chain):
+    """The same functions on numbers: each box holds what it says."""
+    numbers = {"one": torch.arange(120).reshape(SHAPE), "other": torch.arange(120, 240).reshape(SHAPE)}
+    expected = CHAINS[chain](*numbers.values())
+    followed = CHAINS[chain](*(whole(name, SHAPE) for name in numbers))
+    assert isinstance(followed, Followed)
+    assert followed.shape == expected.shape
+    found = torch.full(expected.shape, -1)
+    for piece in followed.pieces:
+        box = numbers[piece.name][tuple(slice(*ends) for ends in piece.there)]
+        held = [axis for axis in piece.axes if axis is not None]
+        left = [axis for axis in range(box.dim()) if axis not in held]
+        assert all(box.shape[axis] == 1 for axis in left)
+        here = tuple(slice(*ends) for ends in piece.here)
+        found[here] = box.permute(*held, *left).reshape(found[here].shape)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "turn", [lambda one: one.flip(0), lambda one: one.reshape(2, 2, 6, 5).transpose(0, 1), torch.neg]
+)
+def test_what_no_box_follows_is_not_told(turn):
+    assert turn(whole("one", SHAPE)).pieces is None
+    assert torch.stack([turn(whole("one", SHAPE)).reshape(120), whole("two", (120,))]).pieces is None
+
+
+RENAMED = ("llava", "qwen2_5_vl", "gemma3", "mistral3", "qwen3_next", "phimoe", "whisper")
+"""Models whose names in memory are others than those of files: towers, fused experts, several copies of one tensor."""
+
+
+@pytest.mark.parametrize("kind", RENAMED)
+def test_there_and_back(convert, tmp_path, kind, monkeypatch):
+    """torch loads all of what is in memory; the names and bytes of the folder come back."""
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import load_file
+
+    monkeypatch.setattr(agreement, "_asked", lambda text: json.dumps(meta_model.report(json.loads(text))))
+    with quiet():
+        model = build(kind, 3)
+        model.save_pretrained(tmp_path / "hf")
+    assert convert("hf2fsdp", tmp_path / "hf", tmp_path / "c", "--ranks", 3).code == 0
+    state = {key: torch.zeros_like(value) for key, value in model.state_dict().items()}
+    dcp.load({"model": state}, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert convert("verify", tmp_path / "c").code == 0
+    assert convert("fsdp2hf", tmp_path / "c", tmp_path / "out").code == 0
+    before, after = (load_file(tmp_path / place / "model.safetensors") for place in ("hf", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_rows_in_another_order_are_refused(convert, tmp_path):
+    """Kimi K2.5's tower: transformers permutes its queries and keys while it loads them."""
+    with quiet():
+        model = build("kimi_k25", 3)
+        model.save_pretrained(tmp_path / "hf")
+    refused(convert("hf2fsdp", tmp_path / "hf", tmp_path / "c"), 4, "wqkv", "another order in memory", "--verbatim")
+    assert convert("hf2fsdp", tmp_path / "hf", tmp_path / "c", "--verbatim").code == 0
+    trained = save(tmp_path / "trained", {"model": model.state_dict()})
+    refused(convert("fsdp2hf", trained, tmp_path / "out", "--config", tmp_path / "hf"), 4, "wqkv")
+
+
+def test_without_transformers_names_stay(convert, tmp_path, monkeypatch):
+    """A note says so; nothing tells then that the model is whole, so that the user has to."""
+    monkeypatch.setattr(agreement, "NEEDED", ("not_installed",))
+    with quiet():
+        build("llava", 3).save_pretrained(tmp_path / "hf")
+    ran = convert("hf2fsdp", tmp_path / "hf", tmp_path / "c", "--verbatim")
+    assert ran.code == 0, ran.err
+    assert "no table says which names the model has in memory" in ran.err
+
+
+def test_a_copy_that_differs_is_refused(convert, tmp_path):
+    """Two names of one tensor in memory, with different values: neither is dropped in silence."""
+    with quiet():
+        model = build("gemma3", 3)
+        model.save_pretrained(tmp_path / "hf")
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    state["lm_head.weight"][3, 5] += 1
+    trained = save(tmp_path / "trained", {"model": state})
+    ran = convert("fsdp2hf", trained, tmp_path / "out", "--config", tmp_path / "hf")
+    assert ran.code != 0
+    assert not (tmp_path / "out").exists()

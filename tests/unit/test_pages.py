@@ -1,0 +1,65 @@
+"""Every command on the pages of `docs/` is run, or at least parsed, and what is shown is what it prints."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+
+from tests import pages
+from tests.unit.test_docs import GROUPS
+
+RUN = [path for path in pages.PAGES if re.search(r"^```(?:console|python)$", path.read_text(), re.MULTILINE)]
+NAMES = {path: str(path.relative_to(pages.ROOT / "docs")) for path in pages.PAGES}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Checkpoints as the trainers leave them, tiny."""
+    here = Path.cwd()
+    folder = tmp_path_factory.mktemp("made")
+    pages.prepare(folder)
+    pages.os.chdir(here)
+    return folder
+
+
+@pytest.mark.parametrize("path", RUN, ids=NAMES.get)
+def test_a_page_shows_what_its_commands_print(path, made, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _, command, said, printed in pages.played(path.read_text(), made, tmp_path):
+        assert pages.same(said, printed), f"$ {command}\n{printed}\n\npython -m tests.pages {path}"
+
+
+@pytest.mark.parametrize("path", pages.PAGES, ids=NAMES.get)
+def test_what_is_not_run_can_be_typed(path):
+    for block in pages.blocks(path.read_text()):
+        assert block.kind in ("console", "bash", "python"), f"{path}: a block of {block.kind}"
+        for line in re.sub(r"\\\n", " ", block.text).splitlines() if block.kind == "bash" else ():
+            words = shlex.split(line, comments=True)
+            if words and words[0] in GROUPS:
+                parse(GROUPS[words[0]], words[1:])
+            elif words and words[0].startswith("containers/"):
+                assert (pages.ROOT / words[0]).is_file(), f"{path}: {words[0]}"
+
+
+def parse(group: click.Group, words: list[str]) -> None:
+    """Parse a command and, where it takes one, the command in it."""
+    name, command, rest = group.resolve_command(click.Context(group), words)
+    assert command is not None
+    inside = command.make_context(name, rest).params.get("words") or ()
+    if inside and name == "submit":
+        parse(group, [word for word in inside if word != "-n"])
+
+
+def test_a_change_is_seen():
+    assert pages.same("digest " + "a" * 64, "digest " + "b" * 64)
+    assert pages.same("first\n…\nlast", "first\n2\n3\nlast")
+    assert pages.same("in 0.1 s, all", "in 12.5 s, all")
+    assert not pages.same("39 tensors", "40 tensors")
+    assert not pages.same("first\n…", "second\nthird")
+    assert not pages.same("", "error: no")
+    with pytest.raises(click.UsageError):
+        parse(GROUPS["convert"], ["hf2hf", "a", "b", "--tp", "2"])

@@ -1,0 +1,149 @@
+"""Pictures and pages that commands draw: what stands in them, and that nothing in them comes from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+PICTURE = Path(__file__).parents[2] / "docs/pictures/qkv.svg"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts(path: Path) -> list[str]:
+    return [element.text or "" for element in ElementTree.parse(path).iter(f"{SVG}text")]
+
+
+def test_the_same_rows_in_three_formats(model, convert, tmp_path):
+    """The order within Megatron's rank is group by group, within GPT-NeoX's tensor by tensor."""
+    ran = convert("explain", "megatron", "linear_qkv.weight", "--model", model("llama"), "--svg", tmp_path / "qkv.svg")
+    assert ran.code == 0, ran.err
+    told = texts(tmp_path / "qkv.svg")
+    heads = ["Hugging Face", "Megatron, TP 2", "GPT-NeoX, TP 2"]
+    assert [one for one in told if one in heads] == heads
+    for rank, first, bars in (
+        ("linear_qkv · rank 1", 2, "q{0} k{0} v{0} q{1} k{1} v{1}"),
+        ("query_key_value · rank 1", 2, "q{0} q{1} k{0} k{1} v{0} v{1}"),
+        ("k_proj", 0, "k{0} k{1} k{2} k{3}"),
+    ):
+        wanted = re.sub(r"([qkv])(\d)", r"\1 · group \2", bars.format(*range(first, first + 4)))
+        after = told[told.index(rank) + 1 :]
+        assert " ".join(after).startswith(wanted), rank
+    assert PICTURE.read_text() == (tmp_path / "qkv.svg").read_text(), "make docs/pictures/qkv.svg anew"
+
+
+def test_a_picture_is_readable_without_colour_and_loads_nothing(model, convert, tmp_path):
+    convert("explain", "megatron", "linear_fc1.weight", "--model", model("mixtral"), "--svg", tmp_path / "moe.svg")
+    tree = ElementTree.parse(tmp_path / "moe.svg")
+    blocks = [one for one in tree.iter(f"{SVG}rect") if (one.get("class") or "").startswith("k ")]
+    hatched = {one.get("fill") for one in tree.iter(f"{SVG}rect")} - {None}
+    assert len(blocks) > 4
+    assert hatched == {"url(#h1)"}  # the first tensor is plain
+    assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", (tmp_path / "moe.svg").read_text())
+
+
+def test_many_blocks_are_counted_and_padding_is_shown(model, convert, tmp_path):
+    convert("explain", "huggingface", "embed_tokens", "--model", model("llama"), "--svg", tmp_path / "vocab.svg")
+    assert "padding" in texts(tmp_path / "vocab.svg")
+    many = model("llama", num_attention_heads=16, num_key_value_heads=16)
+    convert("explain", "megatron", "linear_qkv.weight", "--tp", 1, "--model", many, "--svg", tmp_path / "many.svg")
+    assert texts(tmp_path / "many.svg").count("… 22 blocks more") == 2  # of 48, in Megatron and in GPT-NeoX
+
+
+def test_a_picture_that_cannot_be_drawn(model, convert, tmp_path):
+    (tmp_path / "there.svg").write_text("mine")
+    for words, code, said in (
+        (["megatron", "linear_qkv", "--svg", tmp_path / "there.svg"], 7, "exists"),
+        (["megatron", "linear_qkv", "--svg", tmp_path / "no/folder.svg"], 7, "is no folder"),
+        (["megatron", "--svg", tmp_path / "a.svg"], 2, "--svg draws some tensors"),
+        (["megatron", "weight", "--svg", tmp_path / "b.svg"], 2, "one picture shows 1 to 6 tensors"),
+    ):
+        ran = convert("explain", *words)
+        assert (ran.code, said in ran.err) == (code, True), ran.err
+    assert (tmp_path / "there.svg").read_text() == "mine"
+    words = ["linear_qkv.weight", "--tp", 5, "--model", model("llama"), "--svg", tmp_path / "c.svg"]
+    assert convert("explain", "megatron", *words).code == 0
+    assert "128 rows do not divide over tp = 5" in " ".join(texts(tmp_path / "c.svg"))
+
+
+def browser() -> str:
+    """A headless browser on this machine."""
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if found := shutil.which(name):
+            return found
+    pytest.skip("no chromium on this machine (apt-get install chromium)")
+
+
+def seen(page: Path, search: str, profile: Path) -> str:
+    """What a browser makes of a page: its document, after its script ran."""
+    words = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", "--dump-dom"]
+    ran = subprocess.run(
+        [browser(), *words, f"{page.as_uri()}#{search}"], capture_output=True, text=True, timeout=120, check=True
+    )
+    return ran.stdout
+
+
+def facts(page: Path) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
+def test_a_plan_is_a_page(model, convert, tmp_path):
+    page = tmp_path / "plan.html"
+    words = ["plan", model("llama"), "--to", "megatron", "--tp", 2, "--pp", 2, "--dtype", "bf16", "--html", page]
+    assert convert(*words).code == 0
+    assert not re.findall(r"https?://", page.read_text())
+    told = facts(page)
+    up = next(kind for kind in told["kinds"] if kind["tensor"] == "up")
+    assert (up["layers"], up["count"], up["edges"]) == ("0-3", 4, ["cast F32 to BF16"])
+    assert up["keys"] == ["model.layers.*.mlp.up_proj.weight", "model decoder.layers.*.mlp.linear_fc1.weight"]
+    to = [[told["target"]["names"][file], key, rank] for file, key, rank, _ in up["jobs"][3]["to"]]
+    assert to == [
+        [
+            f"release/mp_rank_{rank:02}_001/model_optim_rng.pt",
+            "model decoder.layers.1.mlp.linear_fc1.weight",
+            f"tp {rank} of 2",
+        ]
+        for rank in (0, 1)
+    ]
+    assert sum(kind["count"] for kind in told["kinds"]) == told["tensors"] == 39
+    assert sum(kind["bytes"] for kind in told["kinds"]) == told["source"]["bytes"]
+    assert convert(*words).code == 7  # a page is not replaced
+
+
+def test_a_browser_shows_the_page_and_searches_it(model, convert, tmp_path):
+    page = tmp_path / "plan.html"
+    convert("plan", model("llama"), "--to", "megatron", "--tp", 2, "--html", page)
+    shown = seen(page, "up_proj", tmp_path / "profile")
+    assert "1 of 12 kinds of tensors" in shown
+    assert shown.count('<details hidden="">') == 11
+    assert "tp 1 of 2" in shown  # the only one that was found is open
+    assert "39</b> tensors" in shown
+
+
+def test_names_in_a_page_are_no_markup(model, convert, tmp_path):
+    hostile = "</script><img src=x onerror=alert(1)>"
+    source = shutil.copytree(model("llama"), tmp_path / "hf")
+    place = tmp_path / hostile.replace("/", "_")
+    source.rename(place)
+    assert convert("plan", place, "--to", "fsdp", "--html", tmp_path / "plan.html").code == 0
+    assert "<img" not in (tmp_path / "plan.html").read_text()
+    assert facts(tmp_path / "plan.html")["source"]["path"] == str(place)
+
+
+def test_a_plan_of_very_many_pieces_lists_the_first_layer_of_each_kind(model, convert, tmp_path, monkeypatch):
+    monkeypatch.setattr("converters.commands.plan_page.MOST_PARTS", 10)
+    monkeypatch.setattr("converters.commands.plan_page.MOST_OF_ONE", 1)
+    convert("plan", model("llama"), "--to", "megatron", "--tp", 2, "--html", tmp_path / "plan.html")
+    told = facts(tmp_path / "plan.html")
+    assert told["brief"]
+    assert {len(kind["jobs"]) for kind in told["kinds"]} == {1}
+    assert told["kinds"][1]["jobs"][0]["to"][-1] == [-1, "1 more", "", 0]
+    assert sum(kind["count"] for kind in told["kinds"]) == 39

@@ -1,0 +1,177 @@
+"""What stood in the way of somebody's first hour, and stands there no more."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import shutil
+import sys
+import time
+
+import click
+import pytest
+
+import converters.cli
+import train.cli
+from converters.common.cli_help import MANY, TITLES
+from converters.common.progress import Progress, clock, ranges
+from tests.models import files
+from tests.unit.test_pages import parse
+
+GROUPS = {"convert": converters.cli.cli, "train": train.cli.cli}
+EVERY = [
+    (program, f"{name} {inner}".strip(), command)
+    for program, group in GROUPS.items()
+    for name, first in group.commands.items()
+    for inner, command in (first.commands.items() if isinstance(first, click.Group) else [("", first)])
+]
+
+
+@pytest.mark.parametrize(("program", "name", "command"), EVERY, ids=lambda one: one if isinstance(one, str) else "")
+def test_help_fits_and_shows_what_to_type(program, name, command):
+    text = command.get_help(click.Context(command, info_name=f"{program} {name}", terminal_width=80))
+    assert max(map(len, text.splitlines())) <= 80, max(text.splitlines(), key=len)
+    options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
+    titles = [title for title in TITLES if f"\n{title}:\n" in text]
+    assert len(titles) >= 2 if len(options) > MANY else titles == []
+    assert all(text.count(f"  {option.opts[-1]}") or text.count(option.opts[0]) for option in options)
+    typed = re.sub(r"\\\n", " ", text[text.index("Examples:") :]).splitlines()[1:]
+    assert typed
+    for line in typed:
+        assert line.strip().startswith(f"{program} {name}")
+        parse(GROUPS[program], shlex.split(line)[1:])
+
+
+def test_formats_fit_a_terminal(convert):
+    lines = convert("formats").out.splitlines()
+    assert max(map(len, lines)) <= 80
+    marked = {line.split()[0]: re.search(r"- \((\d+)\)", line) for line in lines if "- (" in line}
+    notes = {line.split("(")[1].split(")")[0] for line in lines if line.startswith("  (")}
+    assert {found[1] for found in marked.values() if found} == notes
+    assert "gemma2" in marked
+
+
+def test_one_verb_is_every_pair(model, convert, tmp_path):
+    source = model("llama")
+    assert convert("to", "megatron", source, tmp_path / "to", "--tp", 2, "--pp", 2).code == 0
+    assert convert("hf2megatron", source, tmp_path / "pair", "--tp", 2, "--pp", 2).code == 0
+    assert files(tmp_path / "to") == files(tmp_path / "pair")
+    for target, from_, said in (
+        ("mcore", "to", "next: --load"),  # reshard
+        ("fsdp", "to", "next: dcp.load"),
+        ("gpt-neox", "to", "next: GPT-NeoX"),
+        ("hf", "to", "next: AutoModelForCausalLM"),
+        ("transformers", "hf", "next: AutoModelForCausalLM"),  # hf2hf
+    ):
+        ran = convert("to", target, tmp_path / from_, tmp_path / target.replace("transformers", "again"))
+        assert (ran.code, said in ran.out) == (0, True), ran.err
+        if target == "hf":
+            assert files(tmp_path / "hf") == files(source)
+    ran = convert("to", "hf", tmp_path / "to", tmp_path / "no", "--tp", 2)
+    assert (ran.code, "No such option '--tp'" in ran.err, "megatron2hf --help" in ran.err) == (2, True, True), ran.err
+    assert "one of hf, megatron" in convert("to", "paint", source, tmp_path / "no").err
+
+
+def test_inspect_without_a_config_says_what_the_files_tell(model, convert, tmp_path):
+    for name in ("checkpoint-9", "checkpoint-10"):
+        convert("hf2fsdp", model("llama"), tmp_path / name / "pytorch_model_fsdp_0", "--ranks", 2)
+        for path in (tmp_path / name / "pytorch_model_fsdp_0").glob("*.json"):
+            path.unlink()
+    ran = convert("inspect", tmp_path / "checkpoint-9")
+    assert ran.code == 0, ran.err
+    for said in ("fsdp, ranks 2", "39 tensors, 39 F32", "model 39", "has no config.json: add --config BASE"):
+        assert said in ran.out
+    facts = json.loads(convert("inspect", tmp_path / "checkpoint-9", "--json").out)
+    whole = json.loads(convert("inspect", tmp_path / "checkpoint-9", "--config", model("llama"), "--json").out)
+    assert (facts["bytes"], facts["tensors"]) == (whole["bytes"], 39)
+    parent = json.loads(convert("inspect", tmp_path, "--json").out)["checkpoints"]
+    assert [one["path"].rpartition("/")[2] for one in parent] == ["checkpoint-10", "checkpoint-9"]
+
+
+def test_diff_sums_up(model, convert, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    other = shutil.copytree(model("llama"), tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    for layer in (1, 2, 3):
+        tensors[f"model.layers.{layer}.mlp.up_proj.weight"][0, 0] += 1
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    ran = convert("diff", model("llama"), other)
+    assert " ".join(ran.out.split()) == "model.layers.1-3.mlp.up_proj.weight values 3 elements differ by up to 1"
+    assert ran.err.splitlines()[-1] == "hint: --tensors lists each tensor"
+    each = convert("diff", model("llama"), other, "--tensors").out.splitlines()
+    assert [line.split()[0] for line in each] == [f"model.layers.{n}.mlp.up_proj.weight" for n in (1, 2, 3)]
+    convert("hf2hf", model("llama"), tmp_path / "half", "--dtype", "bf16")
+    assert convert("diff", model("llama"), tmp_path / "half").out.startswith("all 39 tensors: F32 | BF16")
+    convert("hf2hf", model("llama", num_hidden_layers=2), tmp_path / "short")
+    ran = convert("diff", tmp_path / "short", model("llama"))
+    assert re.search(r"model\.layers\.2-3\.mlp\.up_proj\.weight +only in the second", ran.out)
+    assert (ranges([0, 1, 2, 5, 7, 8]), ranges([])) == ("0-2,5,7-8", "")
+
+
+def test_a_resumed_conversion_says_from_where(model, convert, tmp_path):
+    assert convert("hf2megatron", model("llama"), tmp_path / "out", "--part", "1/2").code == 0
+    ran = convert("hf2megatron", model("llama"), tmp_path / "out")
+    assert re.search(r"^resuming: \d+\.\d kB of 601\.9 kB done$", ran.err, re.MULTILINE), ran.err
+    assert "resuming" not in convert("hf2megatron", model("llama"), tmp_path / "fresh").err
+
+
+def test_the_time_left_covers_what_follows(monkeypatch):
+    progress = Progress("converting", 100, quiet=True, after=100)
+    progress.began = time.monotonic() - 10
+    progress.done = 50
+    assert progress.left(progress.began + 10) == "0:30"  # 50 to convert and 100 to read back, at 5 a second
+    assert (clock(0), clock(61), clock(3723)) == ("0:00", "1:01", "1:02:03")
+
+
+def test_errors_are_json_where_json_was_asked_for(model, convert, tmp_path):
+    for words, code in (
+        (["inspect", tmp_path / "gone", "--json"], 3),
+        (["hf2megatron", model("llama"), tmp_path / "out", "--tp", 3, "--json"], 5),
+        (["hf2hf", model("llama"), "--json"], 2),
+    ):
+        ran = convert(*words)
+        told = json.loads(ran.err)
+        assert (ran.code, told["exit_code"], ran.out) == (code, code, "")
+        assert told.keys() == {"error", "hint", "exit_code"}
+    keys = json.dumps([json.loads(convert("plan", model("llama"), "--to", "megatron", "--json").out)["target"]])
+    assert not re.findall(r'"\w+ \w+":', keys)
+    assert "held_by" in json.loads(convert("formats", "--json").out)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("plain", "coloured"), [(None, True), ("1", False)])
+def test_colour_is_for_terminals(convert, monkeypatch, plain, coloured):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b" not in convert("paint").err
+    if plain:
+        monkeypatch.setenv("NO_COLOR", plain)
+    told = Terminal()
+    monkeypatch.setattr(sys, "argv", ["convert", "paint"])
+    monkeypatch.setattr(sys, "stderr", told)
+    with pytest.raises(SystemExit):
+        converters.cli.main()
+    assert ("\x1b[31m" in told.getvalue()) is coloured
+
+
+def test_the_line_of_a_training(tmp_path):
+    from types import SimpleNamespace
+
+    from train.run.log import Log, Step
+
+    log = object.__new__(Log)
+    log.folder, log.every, log.peak, log.ranks, log.seconds, log.trackers = tmp_path, 20, None, 1, 0.0, []
+    said: list[str] = []
+    step = Step(2.3141, 0.6999, 3923, 7693, 1, 462_000_000, 2.4e-6, False, False, False)
+    log.line(SimpleNamespace(step=60, offset=0, tokens=1), 1000, step, 1.0, said.append)
+    speed = "7,693 tokens/s (51 % in the loss)"
+    assert said == [f"step 60/1000 · loss 2.314 · lr 2.4e-06 · grad-norm 0.7 · {speed} · 462.0 MB · 15:40 left"]
+    log.line(SimpleNamespace(step=1000, offset=1000, tokens=1), 1000, step, 1.0, said.append)
+    assert said[-1].startswith("step 1000/1000 (global 2000) · loss ")
+    assert said[-1].endswith(" · 0:00 left")

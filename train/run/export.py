@@ -72,7 +72,9 @@ def export(checkpoint: Path, out: Path, template: str | None = None, moved: Path
     try:
         save_file(read_adapters(checkpoint), scratch / peft.WEIGHTS, {"format": "pt"})
         shutil.copyfile(checkpoint / NOTE, scratch / peft.CONFIG)
-        plan = plan_merge(plan_huggingface(base, request, SHARD_SIZE, template), peft.read(scratch), request)
+        plan = plan_merge(
+            base, peft.read(scratch), request, lambda one: plan_huggingface(one, request, SHARD_SIZE, template)
+        )
         assert plan.target is not None
         own = {f"{ADAPTER}/{name}": scratch / name for name in (peft.CONFIG, peft.WEIGHTS)}
         run(replace(plan, target=replace(plan.target, copies={**plan.target.copies, **own})), request)

@@ -98,7 +98,7 @@ def test_peft_in_float64_rounded_once(model, convert, tmp_path, name):
     for key, tensor in ours.items():
         assert torch.equal(tensor, exact[key].float()), key
         # PEFT's own float32 rounds each term of the product, the norm of a row of DoRA, and the sum
-        assert apart(tensor, single[key]) <= 2**-20 * max(1.0, tensor.abs().max().item()), key
+        assert apart(tensor, single[key]) <= 2**-21 * tensor.abs().max().item(), key
     assert sum(not torch.equal(tensor, before[key]) for key, tensor in ours.items()) > 1
     assert convert("verify", tmp_path / "out").code == 0
 

@@ -30,6 +30,12 @@ def tensors(folder):
     return load_file(folder / "model.safetensors")
 
 
+def load_adapter(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
+
+
 def nearest(tensor):
     """A tensor of float64, rounded once to bf16."""
     return torch.from_numpy(nearest_bfloat16(tensor.numpy()).view("int16")).view(torch.bfloat16)
@@ -89,6 +95,11 @@ def test_any_ranks_and_interruptions(settings, run, convert, model, tmp_path):
     assert refused.code == 4
     assert "holds a PEFT adapter" in refused.err
     assert "train run CONFIG.yml --export OUT" in refused.err
+    alone = convert("fsdp2hf", whole.save / "global_step108", tmp_path / "alone", "--adapter", "only")
+    assert alone.code == 0, alone.err
+    ours, theirs = (load_adapter(folder) for folder in (tmp_path / "alone", tmp_path / "out/adapter"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.distributed

@@ -12,7 +12,7 @@ export DS_ACCELERATOR ?= cpu
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-stock test-hpc test-gpu test-torch fuzz image locks lint type docs bench clean
+.PHONY: help setup demo test test-fast test-stock test-hpc test-gpu test-torch fuzz image locks lint type docs dist bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -113,6 +113,16 @@ $(DOCS)/.made: pyproject.toml constraints.txt
 
 docs: $(DOCS)/.made  ## the pages, in build/site: strict, every link followed (their commands are run by `make test`)
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+
+TOOLS := build/tools
+
+$(TOOLS)/.made: constraints.txt
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt build twine
+	@touch $@
+
+dist: $(TOOLS)/.made  ## wheel and sdist in dist/, checked, and installed alone on each Python that is here
+	$(TOOLS)/bin/python tests/dist.py
 
 bench: $(VENV)/.test  ## compare with cp, with other converters, tokenizers and packers, as ratios
 	$(BIN)/python -m tests.bench.bench

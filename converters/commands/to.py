@@ -10,10 +10,8 @@ import click
 
 from converters.commands.options import FOLDER
 from converters.common.cli_help import command
-from formats.deepspeed import NEOX
 from formats.errors import UsageError
 from formats.format import Format
-from formats.megatron import DIST, MEGATRON
 from formats.registry import FORMATS
 
 NAMES = {
@@ -32,9 +30,6 @@ ELSEWHERE = {
 """What no command writes: who does."""
 INTO = {"hf": {"hf": "hf2hf"}, "megatron": {"megatron": "reshard"}, "neox": {"neox": "reshard"}}
 """Commands within a format: into what, from what. All others are `hf2…`, `…2hf` and `zero2universal`."""
-CALLED = {**{form.name: "hf" for form in FORMATS.values()}, "fsdp": "fsdp", "zero": "zero", NEOX.name: "neox",
-          MEGATRON.name: "megatron", DIST.name: "megatron"}  # fmt: skip
-"""Format: what commands call it."""
 
 
 def called(word: str) -> str:
@@ -89,10 +84,10 @@ def to(context: click.Context, /, target: str, src: Path, out: Path, words: Sequ
             f"there is no format {target}", f"one of {', '.join(name for name in NAMES if name != 'gguf')}"
         )
     form = found(src)
-    source = CALLED[form.name] if form else "hf"
-    name = pair(source, wanted)
+    source = form.to_folder.removesuffix("2hf") if form else ""
+    name = pair(source or "hf", wanted)
     if not name:
-        raise UsageError(f"no command writes {target} from {src}", elsewhere(source, wanted))
+        raise UsageError(f"no command writes {target} from {src}", elsewhere(source or "hf", wanted))
     group = context.parent.command if context.parent else None
     assert isinstance(group, click.Group)
     one = group.commands[name]

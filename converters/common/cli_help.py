@@ -12,7 +12,7 @@ MANY = 12
 """Options that need no titles."""
 TITLES: Mapping[str, str] = {
     "What SRC is": """
-        config tokenizer family vocab_size settings accept verbatim allow_missing container gqa_layout tag weights
+        config tokenizer family vocab_size settings accept drop verbatim allow_missing container gqa_layout tag weights
         adapter source splits revision inputs tokenizer_type form key""",
     "How OUT is cut": """
         format tp pp vpp first_stage_layers last_stage_layers pp_layout ep etp experts glu_interleave norm layout

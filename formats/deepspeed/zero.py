@@ -85,7 +85,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     keys = _keys(tensors, tag, settings.adapter)
     shapes = {key: tensors[name].shape for key, name in keys.items()}
     assets, config, spec = _described(path, run, tag, settings, shapes)
-    slots, drops = huggingface.model_slots(spec, keys), huggingface.drops(spec)
+    slots, drops = huggingface.model_slots(spec, keys), huggingface.drops(spec, keys, settings)
     if whole:
         _require_trained(tag, models[0].value, slots if isinstance(spec, ModelSpec) else None, keys.keys())
     placed, dropped = match(slots, {ALONE: {key: tensors[name].whole for key, name in keys.items()}}, drops, tag)
@@ -344,7 +344,9 @@ def states_of(source: Checkpoint, held: Training) -> dict[str, Checkpoint]:
                 "an optimizer moves with a model that is trained as a whole; convert the weights alone",
             )
         whole = {key: tensors[name].whole for key, name in keys.items()}
-        placed, dropped = match(slots, {ALONE: whole}, huggingface.drops(source.spec), source.home)
+        placed, dropped = match(
+            slots, {ALONE: whole}, huggingface.drops(source.spec, keys, source.settings), source.home
+        )
         pieces = _spread(placed, keys, tensors)
         found[state] = replace(
             source,

@@ -168,6 +168,24 @@ model.layers.{layer}.post_feedforward_layernorm.weight    down_norm: hidden
 """
 """Norms before and after each, as in Gemma."""
 
+
+def second(block: str, prefix: str = "model.layers.{layer}.") -> str:
+    """The lines of a layer as those of one that predicts a token after the next, under another prefix."""
+    lines = [line for line in block.splitlines() if line.startswith("model.layers.{layer}.")]
+    return "".join(f"{line.replace('model.layers.{layer}.', prefix)}    mtp\n" for line in lines)
+
+
+SECOND = """
+model.layers.{layer}.enorm.weight               mtp_embedding_norm: hidden    mtp
+model.layers.{layer}.hnorm.weight               mtp_hidden_norm: hidden       mtp
+model.layers.{layer}.eh_proj.weight             mtp_join: hidden joined       mtp
+model.layers.{layer}.shared_head.norm.weight    mtp_final_norm: hidden        mtp
+model.layers.{layer}.shared_head.head.weight    head: vocab hidden            mtp untied optional
+model.layers.{layer}.embed_tokens.weight        embedding: vocab hidden       mtp optional
+"""
+"""What is around the block of a layer that predicts a token after the next, in DeepSeek-V3 and its descendants, which
+number it behind the others."""
+
 HEAD = """
 model.norm.weight     final_norm: hidden
 lm_head.weight        head: vocab hidden         untied

@@ -1,23 +1,23 @@
 """DeepSeek-V3 and R1: the attention of DeepSeek-V2, experts after a sigmoid.
 
-Facts: transformers 5.23.0, models/deepseek_v3/modeling_deepseek_v3.py: the layer after the last, which predicts a
-second token, is not loaded of a model with 61 layers.
+Facts: transformers 5.23.0, models/deepseek_v3/modeling_deepseek_v3.py, and modeling_layers.py `MtpModel` for the layer after
+the last, which predicts a second token.
 """
 
 from dataclasses import replace
 
 from formats.families import deepseek_v2
-from formats.families.blocks import HEAD, MIXTURE, NORMS
+from formats.families.blocks import HEAD, MIXTURE, NORMS, SECOND, second
 from formats.families.deepseek_v2 import LATENT_ATTENTION
 
-TABLE = LATENT_ATTENTION + MIXTURE + NORMS + HEAD
+BLOCK = LATENT_ATTENTION + MIXTURE + NORMS
+TABLE = BLOCK + HEAD + second(BLOCK) + SECOND
 
 FAMILY = replace(
     deepseek_v2.FAMILY,
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     table=TABLE,
-    drops=(r"model\.layers\.61\..*",),
     requires={
         "hidden_act": "silu",
         "attention_bias": False,

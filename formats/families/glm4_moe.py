@@ -5,17 +5,17 @@ which predicts a second token, is not loaded of models with 46 and 92 layers; `a
 """
 
 from formats.families import dots1
-from formats.families.blocks import HEAD, MIXTURE, NORMS, OPTIONAL_QKV_BIASES, QK_NORMS
+from formats.families.blocks import HEAD, MIXTURE, NORMS, OPTIONAL_QKV_BIASES, QK_NORMS, SECOND, second
 from formats.families.family import Family
 
-TABLE = OPTIONAL_QKV_BIASES + QK_NORMS + MIXTURE + NORMS + HEAD
+BLOCK = OPTIONAL_QKV_BIASES + QK_NORMS + MIXTURE + NORMS
+TABLE = BLOCK + HEAD + second(BLOCK) + SECOND
 
 FAMILY = Family(
     name="glm4_moe",
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     table=TABLE,
-    drops=(r"model\.layers\.(?:46|92)\..*",),
     marks={"use_qk_norm": True},
     biases={"attention_bias": ("qkv_bias", False)},
     requires={"hidden_act": "silu"},

@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 from formats.families import glm4_moe
-from formats.families.blocks import QK_NORMS
+from formats.families.blocks import HEAD, QK_NORMS, SECOND, second
+
+BLOCK = glm4_moe.BLOCK.replace(QK_NORMS, "")
 
 FAMILY = replace(
     glm4_moe.FAMILY,
     name="glm4_moe_air",
-    table=glm4_moe.TABLE.replace(QK_NORMS, ""),
+    table=BLOCK + HEAD + second(BLOCK) + SECOND,
     marks={},
     requires={"hidden_act": "silu", "use_qk_norm": False},
 )

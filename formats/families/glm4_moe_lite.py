@@ -1,8 +1,7 @@
 """GLM-4.7-Flash: DeepSeek-V3 with a list of its dense layers.
 
 Facts: transformers models/glm4_moe_lite/modeling_glm4_moe_lite.py and configuration_glm4_moe_lite.py, 5.23.0: `head_dim`
-is another name of what rotates; the norms of latents keep an epsilon of 1e-6, the model's own is 1e-5; the layer after
-the last is not loaded of a model with 47 layers.
+is another name of what rotates; the norms of latents keep an epsilon of 1e-6, the model's own is 1e-5.
 """
 
 from dataclasses import replace
@@ -13,7 +12,6 @@ FAMILY = replace(
     deepseek_v3.FAMILY,
     name="glm4_moe_lite",
     architecture="Glm4MoeLiteForCausalLM",
-    drops=(r"model\.layers\.47\..*",),
     requires={**deepseek_v3.FAMILY.requires, "first_k_dense_replace": 1},
     keys={**deepseek_v3.FAMILY.keys, "rope_dim": "qk_rope_head_dim head_dim", "dense_layers": "mlp_layer_types"},
     mha=False,

@@ -3,9 +3,18 @@
 Facts: transformers 5.23.0, models/qwen3_5/modeling_qwen3_5.py. Of text alone its three kinds of positions are one.
 """
 
-from formats.families.blocks import GATED_MLP, HEAD, NORMS
+from formats.families.blocks import GATED_MLP, HEAD, NORMS, second
 from formats.families.family import Family
-from formats.families.qwen3_next import DEFAULTS, EMBEDDING, GATED_ATTENTION, KEYS, LINEAR_OUTPUT, LINEAR_STATE
+from formats.families.qwen3_next import (
+    DEFAULTS,
+    EMBEDDING,
+    GATED_ATTENTION,
+    JOIN,
+    KEYS,
+    LINEAR_OUTPUT,
+    LINEAR_STATE,
+    MTP,
+)
 
 LINEAR_INPUTS = """
 model.layers.{layer}.linear_attn.in_proj_qkv.weight    (linear_query: key_head key_dim | linear_key: key_head key_dim | linear_value: key_head spread value_dim) hidden    recurrent
@@ -13,8 +22,9 @@ model.layers.{layer}.linear_attn.in_proj_z.weight      linear_gate: (key_head sp
 model.layers.{layer}.linear_attn.in_proj_b.weight      linear_beta: (key_head spread) hidden    recurrent
 model.layers.{layer}.linear_attn.in_proj_a.weight      linear_alpha: (key_head spread) hidden    recurrent
 """
-MIXERS = LINEAR_STATE + LINEAR_OUTPUT + LINEAR_INPUTS + GATED_ATTENTION
-TABLE = EMBEDDING + MIXERS + GATED_MLP + NORMS + HEAD
+LINEAR = LINEAR_STATE + LINEAR_OUTPUT + LINEAR_INPUTS
+BLOCK = GATED_ATTENTION + GATED_MLP + NORMS
+TABLE = EMBEDDING + LINEAR + BLOCK + HEAD + JOIN + second(BLOCK, MTP)
 
 FAMILY = Family(
     name="qwen3_5_text",

@@ -5,7 +5,7 @@ by key head (`fix_query_key_value_ordering`), those of `q_proj` have the gate of
 that of linear attention are stored less one; a quarter of a head rotates, which is its first part.
 """
 
-from formats.families.blocks import DENSE_MLP, EXPERTS, HEAD, NORMS, ROUTER
+from formats.families.blocks import DENSE_MLP, EXPERTS, HEAD, NORMS, ROUTER, second
 from formats.families.family import Family
 
 LINEAR_INPUTS = """
@@ -38,9 +38,18 @@ model.layers.{layer}.mlp.shared_expert.up_proj.weight          shared_up: shared
 model.layers.{layer}.mlp.shared_expert.down_proj.weight        shared_down: hidden shared_ffn          sparse
 model.layers.{layer}.mlp.shared_expert_gate.weight             shared_router: () hidden                sparse
 """
+JOIN = """
+mtp.fc.weight                       mtp_join: hidden joined         mtp
+mtp.pre_fc_norm_embedding.weight    mtp_embedding_norm: hidden      mtp
+mtp.pre_fc_norm_hidden.weight       mtp_hidden_norm: hidden         mtp
+mtp.norm.weight                     mtp_final_norm: hidden          mtp
+"""
+"""What is around the block of the layer that predicts a second token, which has attention."""
+MTP = "mtp.layers.{depth}."
 MIXTURE = ROUTER + EXPERTS + SHARED
 LINEAR = LINEAR_STATE + LINEAR_INPUTS + LINEAR_OUTPUT
-TABLE = EMBEDDING + LINEAR + GATED_ATTENTION + DENSE_MLP + MIXTURE + NORMS + HEAD
+BLOCK = GATED_ATTENTION + DENSE_MLP + MIXTURE + NORMS
+TABLE = EMBEDDING + LINEAR + BLOCK + HEAD + JOIN + second(BLOCK, MTP)
 
 KEYS = {
     "rotary_fraction": "partial_rotary_factor",

@@ -205,7 +205,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     else:
         spec, tensors, dropped = _read_tensors(path, listing, config, assets, settings)
     wanted = _native_slots(spec) if torchtitan.FIRST in tensors else huggingface.model_slots(spec, tensors)
-    drops = (*huggingface.drops(spec), *torchtitan.DROPS)
+    drops = (*huggingface.drops(spec, tensors, settings), *torchtitan.DROPS)
     whole = {key: tensor.whole for key, tensor in tensors.items()}
     placed, more = match(wanted, {ALONE: whole}, drops, path)
     if isinstance(spec, Verbatim):

@@ -7,5 +7,5 @@ HUGGINGFACE = Format(
     "safetensors files with a config.json",
     "for Hugging Face use `convert hf2megatron`, `hf2fsdp`, `hf2neox` or `hf2hf`",
     "formats.huggingface.folder",
-    reader_options=("verbatim", "allow_missing"),
+    reader_options=("verbatim", "allow_missing", "drop"),
 )

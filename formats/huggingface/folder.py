@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -21,7 +22,7 @@ from formats.disk.safetensors import DTYPES, Entry, Fragment, read_safetensors, 
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.families import FAMILIES, family_named
 from formats.families.family import Family
-from formats.huggingface import HUGGINGFACE
+from formats.huggingface import HUGGINGFACE, mtp
 from formats.huggingface.config import from_huggingface
 from formats.huggingface.quantized import dequantized
 from formats.huggingface.require import require_biases, require_class
@@ -39,6 +40,7 @@ INDEX = "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 KINDS = {"safetensors": (SINGLE, INDEX), "pickled": PICKLED}
 """Files of weights, those first that transformers takes where a folder has both."""
+NOTHING_SAID = Settings()
 FILE_NAME = re.compile(r"\w[\w.-]{0,200}(\.safetensors|\.bin)", re.ASCII)
 
 
@@ -128,7 +130,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     spec = spec_of({key: fragment.shape for key, fragment in found.items()}, named, folder, settings)
     if isinstance(spec, ModelSpec):
         found, note = dequantized(found, config)
-    placed, dropped = match(model_slots(spec, found), {ALONE: found}, drops(spec), path)
+    placed, dropped = match(model_slots(spec, found), {ALONE: found}, drops(spec, found, settings), path)
     other = strays(path)
     besides = f"{some(other, 4)} in {path} are not read: no tensor of the model is in them" if other else ""
     notes = tuple(filter(None, [note, unread(path), besides]))
@@ -189,13 +191,15 @@ def spec_of(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], folde
         settings: what the user said.
     """
     said, file = _said(settings), str(folder / "config.json")
+    left = {*mtp.dropped(shapes, settings)}
+    shapes = {key: shape for key, shape in shapes.items() if key not in left}
     if settings.verbatim:
         return untabled.describe(config, shapes, said, "--verbatim")
     try:
         require_class(config, file)
         spec = read_spec(config, folder, settings)
         require_biases(config, shapes, file)
-        return spec
+        return replace(spec, mtp_layers=mtp.count(spec, shapes))
     except UnsupportedError as error:
         require_biases(config, shapes, file)
         return untabled.describe(config, shapes, said, str(error))
@@ -217,7 +221,7 @@ def model_slots(spec: Spec, keys: Iterable[str] = (), *, memory: bool = False) -
             family_named(spec.family).tensors,
             spec.sizes(),
             tensors=spec.tensors,
-            layers=enumerate(range(spec.layers)),
+            layers=enumerate(range(len(spec.layer_kinds))),
             mesh={},
             conditions={*spec.conditions, "fused" if fused else "separate"},
             kinds=spec.layer_kinds,
@@ -226,9 +230,10 @@ def model_slots(spec: Spec, keys: Iterable[str] = (), *, memory: bool = False) -
     )
 
 
-def drops(spec: Spec) -> tuple[str, ...]:
-    """Regular expressions of keys that carry no weights."""
-    return () if isinstance(spec, Verbatim) else family_named(spec.family).drops
+def drops(spec: Spec, keys: Iterable[str] = (), settings: Settings = NOTHING_SAID) -> tuple[str, ...]:
+    """Regular expressions of keys that carry no weights, and those of what the user leaves out."""
+    family = () if isinstance(spec, Verbatim) else family_named(spec.family).drops
+    return (*family, *map(re.escape, mtp.dropped(keys, settings)))
 
 
 def read_weight_map(path: Path, single: str = SINGLE, index: str = INDEX) -> dict[str, str] | None:

@@ -5,7 +5,8 @@ A rule is a line: a key, a pattern, and the conditions under which it holds.
     decoder.layers.{layer}.mlp.linear_fc1.weight    (gate: ffn/tp | up: ffn/tp) hidden
     output_layer.weight                             (head: vocab | ~padding)/tp hidden     last
 
-Columns are separated by two or more spaces. `{layer}` and `{expert}` are coordinates that live in the key; `{a|b}` are
+Columns are separated by two or more spaces. `{layer}` and `{expert}` are coordinates that live in the key, as is
+`{depth}`, which counts the layers that predict tokens after the next; `{a|b}` are
 spellings, of which a reader takes the one that it finds and a writer the one that it is told. A rule holds when the
 model has every tensor that its pattern names, and the file is where its conditions want it to be.
 """
@@ -37,7 +38,8 @@ CONDITIONS = {
     "serial": "only when they follow one another",
     "mha": "only when every head has its own key and value",
     "gqa": "only when several heads share them",
-    "grouped": "only when they share them in the order of GPT-NeoX before November 2024",
+    "grouped": "only when the queries of each group are before its key and value, as in GPT-NeoX before November 2024",
+    "blocked": "only when all queries of a rank are before all its keys, and these before its values",
     "qkv_bias": "only when query, key and value have biases, in a family that leaves the choice",
     "output_bias": "only when the output of attention has one, in a family that leaves the choice",
     "mlp_bias": "only when the MLP has biases, in a family that leaves the choice",
@@ -50,8 +52,10 @@ CONDITIONS = {
     "uncompressed": "only when they do not",
     "attention": "only in layers with attention",
     "recurrent": "only in layers with linear attention, whose state goes from token to token",
+    "mtp": "only in layers that predict a token after the next",
     "dense": "only in layers with one MLP for all tokens",
     "sparse": "only in layers with experts",
+    "predicting": "only when the model has layers that predict tokens after the next",
     "fused": "only when gate and up, or all experts, are one matrix, or a name is that in memory",
     "separate": "only when each is its own, or a name is that of the Hub",
     "centred": "stored less one, while elsewhere the tensor is stored itself",
@@ -63,10 +67,13 @@ ALWAYS = {"centred", "copy", "partial", "optional"}
 """Conditions that say what a tensor is, not when it is there."""
 BIASES = {"qkv_bias", "output_bias", "mlp_bias"}
 """Conditions that a config key of some families turns on."""
-KINDS = {"attention", "recurrent", "dense", "sparse"}
+MTP = "mtp"
+"""The kind of the layers that predict tokens after the next, which are numbered behind the others. A line holds in them
+or in the others, never in both."""
+KINDS = {"attention", "recurrent", "dense", "sparse", MTP}
 """Conditions that hold in some layers of a model, and not in others: what a layer has of each is its kinds."""
-SECOND = re.compile(r"\.layers\.\d+\.(?:enorm|hnorm|eh_proj)\.")
-"""Keys that only a layer has which predicts a token after the next, in DeepSeek-V3 and its descendants."""
+SECOND = re.compile(r"\.layers\.\d+\.(?:enorm|hnorm|eh_proj)\.|^(?:model\.)?mtp\.")
+"""Keys that only a layer has which predicts a token after the next, in DeepSeek-V3 and its descendants, and in Qwen."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,8 @@ ALONE = Place()
 class Replica(NamedTuple):
     """Which further copy of a tensor this is; nothing of the one that counts.
 
-    It is `shared` under another name, as by an output head; on the ranks of some mesh axes; or in pieces stored again.
+    It is `shared` under another name, as by an output head; on the ranks of some mesh axes; or in pieces stored again,
+    or by a layer that predicts a token after the next.
     """
 
     shared: bool = False
@@ -246,16 +254,21 @@ def slots(
     holding = [rule for rule in table if set(rule.pattern.tensors) <= known and rule.conditions <= here]
     frozen_sizes = tuple(sizes.items())
     meshes = {False: tuple(mesh.items()), True: tuple((mesh if expert_mesh is None else expert_mesh).items())}
-    for stacked, group in groupby(holding, key=lambda rule: "{layer}" in rule.key):
+    behind = sum(MTP not in own for own in kinds)
+    for stacked, group in groupby(holding, key=lambda rule: "{layer}" in rule.key or MTP in rule.conditions):
         members = list(group)
         for (local, layer), rule in product(numbers, members) if stacked else product([(0, 0)], members):
-            if stacked and not rule.conditions & KINDS <= set(kinds[layer]):
+            if stacked and not (
+                rule.conditions & KINDS <= {*kinds[layer]} and (MTP in rule.conditions) == (layer >= behind)
+            ):
                 continue
+            layered = stacked and any(TENSORS[name][0] == "layer" for name in rule.pattern.tensors)
             own = meshes["ep" in rule.splits or "etp" in rule.splits]
             again = tuple((axis, rank) for axis, (rank, _) in own if axis not in rule.splits and rank)
-            replica = Replica(not rule.conditions.isdisjoint({"copy", "optional"}), again)
+            shared = not rule.conditions.isdisjoint({"copy", "optional"})
+            replica = Replica(shared, again, int(shared and not rule.conditions.isdisjoint({MTP, "predicting"})))
             for number, expert in experts if rule.of_expert else [(0, None)]:
-                names = {"{layer}": str(local), "{expert}": str(number)}
+                names = {"{layer}": str(local), "{expert}": str(number), "{depth}": str(layer - behind)}
                 yield Slot(
                     place,
                     tuple(prefix + _filled(spelling, names) for spelling in rule.spellings),
@@ -263,7 +276,7 @@ def slots(
                     rule,
                     own,
                     frozen_sizes,
-                    layer if stacked else None,
+                    layer if layered else None,
                     replica,
                     expert,
                 )
@@ -355,7 +368,8 @@ def match(
     if unknown:
         raise SourceError(
             f"{where}: {len(unknown)} tensors have no place in this model: {_some(unknown)}",
-            "a layer that predicts further tokens is in no table: --verbatim carries it, in Hugging Face and FSDP"
+            "a layer that predicts further tokens is in no table: --drop mtp leaves it out, --verbatim carries it, in "
+            "Hugging Face and FSDP"
             if any(SECOND.search(key) for key in unknown)
             else "the model may be of another family than its configuration says; `convert formats` lists the families",
         )

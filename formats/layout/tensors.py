@@ -7,6 +7,9 @@ taken. A tensor with a `layer` axis is handled layer by layer.
     half    half of a rotary head      pair    index within that half (rotary turns (0, pair) into (1, pair))
     dim     a head that nothing permutes, such as the value's
 
+A layer that predicts a token after the next (MTP) has norms of the embedding of the next one and of the hidden state
+before it, and what makes one of both; then it is a layer as others are, with a final norm of its own.
+
 A router scores experts; `router_bias` is added to the scores when experts are chosen, and to nothing else,
 `router_score_bias` to the scores themselves; `router_choice_bias` is the first as a parameter, which no training moves.
 What is shared is an expert for all tokens, whose output `shared_router` weighs where a model has one. A sink is the
@@ -101,6 +104,10 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         shared_up    layer shared_ffn hidden
         shared_down  layer hidden shared_ffn
         shared_router  layer hidden
+        mtp_embedding_norm  layer hidden
+        mtp_hidden_norm  layer hidden
+        mtp_join     layer hidden joined
+        mtp_final_norm  layer hidden
         final_norm   hidden
         final_norm_bias  hidden
         head         vocab hidden

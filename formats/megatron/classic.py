@@ -25,7 +25,7 @@ from formats.families import family_named
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.table import Place, Rule, Slot, match, rules, slots
-from formats.megatron import MEGATRON, megatron_llm
+from formats.megatron import MEGATRON, megatron_llm, mtp
 from formats.megatron import optimizer as megatron_optim
 from formats.megatron.args import flags, linear_attention, mla
 from formats.megatron.args.args import from_megatron
@@ -58,7 +58,7 @@ from formats.torch_files.pickle_values import Namespace, TensorRef
 NAME = MEGATRON.name
 FLAGS = "megatron_flags.txt"
 
-MCORE = (
+DECODER = (
     *mla.RULES,
     *linear_attention.RULES,
     *rules("""
@@ -96,10 +96,14 @@ decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight                     
 decoder.layers.{layer}.mlp.shared_experts.linear_fc2.weight                                  shared_down: hidden shared_ffn/tp    sparse
 decoder.final_layernorm.weight                                                               final_norm: hidden    last
 decoder.final_layernorm.bias                                                                 final_norm_bias: hidden    last
-output_layer.weight                                                                          (head: vocab | ~padding)/tp hidden    last
-output_layer.weight                                                                          (embedding: vocab | ~padding)/tp hidden    last tied copy
 """),
 )
+"""Its decoder, and what is before it."""
+HEAD = rules("""
+output_layer.weight                                                                          (head: vocab | ~padding)/tp hidden    last
+output_layer.weight                                                                          (embedding: vocab | ~padding)/tp hidden    last tied copy
+""")
+MCORE = (*DECODER, *mtp.rules_of(rule for rule in DECODER if not GROUPED.fullmatch(rule.key)), *HEAD)
 """megatron-core's GPTModel. Of two spellings the first is Transformer Engine's, the second that of the local layers.
 
 `weight1` and `weight2` are the experts of its grouped GEMM before Transformer Engine's: matrices by their shapes, and
@@ -295,8 +299,9 @@ def slots_of(
     """Every physical tensor of a topology, its file being a rank's folder. `fused` experts are those of `GROUPED`."""
     _require_tp(spec, mesh.tp)
     require_mesh(mesh, spec, classic=True)
-    found: list[Slot] = []
-    for chunk in chunks(pipeline, spec.layers):
+    found, parts = list[Slot](), chunks(pipeline, spec.layers)
+    mtp.require_pipeline(spec, pipeline, parts)
+    for chunk in parts:
         conditions = {*spec.conditions, "fused" if fused else "separate"}
         conditions |= {"first"} if chunk.first else set()
         conditions |= {"last"} if chunk.last else set()
@@ -307,7 +312,7 @@ def slots_of(
                 spec.sizes(padded_vocab) | mesh.interleaves,
                 tensors=spec.tensors,
                 place=Place(folder_of(tp, chunk.stage, ep, pipeline.stages, mesh), _chunk_key(chunk.virtual, pipeline)),
-                layers=enumerate(chunk.layers),
+                layers=mtp.layers_of(spec, chunk),
                 conditions=conditions,
                 kinds=spec.layer_kinds,
                 **mesh.of(rank, spec.experts or 0),
@@ -346,7 +351,10 @@ def write(
     merged = spelled(spec, dtypes.values(), options, padded, args or {}, iteration)
     merged |= optimizer.args() if optimizer else {}
     by_file: dict[str, list[Slot]] = {}
-    wanted = slots_of(spec, TABLES[options.dialect], options.mesh, pipeline, padded)
+    table = TABLES[options.dialect]
+    if not llm and spec.mtp_layers:
+        table = mtp.named(table, flags.chosen(merged, options.version, options.accepted)[0])
+    wanted = slots_of(spec, table, options.mesh, pipeline, padded)
     for slot in wanted:
         by_file.setdefault(slot.place.file, []).append(slot)
     files, kinds = [], spread(wanted, options.mesh.ep) if optimizer else frozenset[bool]()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 import struct
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -43,17 +44,18 @@ ALIGNMENT = 64
 RESHARDABLE = "fully_reshardable"
 PREFIX = "optimizer.state."
 SHARDED = "distrib_optim.pt"
+LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?(.*)")
 MODULES = (
-    "input_layernorm", "self_attention.dt_bias", "self_attention.A_log", "self_attention.in_proj",
-    "self_attention.conv1d", "self_attention.out_norm", "self_attention.out_proj", "self_attention.core_attention",
-    "self_attention.linear_proj", "self_attention.linear_qkv", "self_attention.linear_q_proj",
-    "self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj", "self_attention.linear_kv_down_proj",
-    "self_attention.linear_kv_up_proj", "self_attention.q_layernorm", "self_attention.k_layernorm",
-    "self_attention.kv_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2", "mlp.router", "mlp.experts",
-    "mlp.shared_experts",
+    "enorm", "hnorm", "eh_proj", "input_layernorm", "self_attention.dt_bias", "self_attention.A_log",
+    "self_attention.in_proj", "self_attention.conv1d", "self_attention.out_norm", "self_attention.out_proj",
+    "self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv",
+    "self_attention.linear_q_proj", "self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj",
+    "self_attention.linear_kv_down_proj", "self_attention.linear_kv_up_proj", "self_attention.q_layernorm",
+    "self_attention.k_layernorm", "self_attention.kv_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1",
+    "mlp.linear_fc2", "mlp.router", "mlp.experts", "mlp.shared_experts", "final_layernorm",
 )  # fmt: skip
 """Of a layer, in the order in which the model has them (transformer_layer.py, attention.py,
-gated_delta_net.py, mlp.py, moe_layer.py)."""
+gated_delta_net.py, mlp.py, moe_layer.py; multi_token_prediction.py around one)."""
 EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.|linear_fc([12])\.\w+?(\d+)$)")
 """A module for each expert, or one for the first matrices (and biases) of all and one for the second ones: there each
 expert's come together (transformer_engine/pytorch/module/grouped_linear.py, `weight0`, `bias0`, `weight1`, ...)."""
@@ -147,12 +149,14 @@ def in_order(parameters: Iterable[Parameter]) -> list[Parameter]:
     """The parameters of a file in the order in which the model has them."""
 
     def place(one: Parameter) -> tuple[int, ...]:
-        chunk, found = int(one.chunk[5:] or 0), re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", one.key)
+        chunk, found = int(one.chunk[5:] or 0), LAYER.fullmatch(one.key)
         if found is None:
-            return chunk, -1 if "first" in one.slot.rule.conditions else 1_000_000
-        rank = next((n for n, module in enumerate(MODULES) if found[2].startswith(module)), len(MODULES))
-        expert = EXPERT.match(found[2])
-        return chunk, int(found[1]), rank, *(int(number or 0) for number in (expert.groups() if expert else ()))
+            begins = "first" in one.slot.rule.conditions or one.key.startswith("embedding.")
+            return chunk, -1 if begins else 0 if one.key.startswith("decoder.") else 2, sys.maxsize
+        rank = next((n for n, module in enumerate(MODULES) if found[3].startswith(module)), len(MODULES))
+        expert = EXPERT.match(found[3])
+        numbers = (int(number or 0) for number in (expert.groups() if expert else ()))
+        return chunk, int(found[1] == "mtp"), int(found[2]), rank, *numbers
 
     return sorted(parameters, key=place)
 

@@ -78,7 +78,8 @@ decoder.layers.{layer}.mlp.experts.experts.linear_fc2.bias      expert_down_bias
 """)
 """Experts, stacked, and the norm before them as Transformer Engine and as the local layers call it."""
 APART = re.compile(r".*(?:\.mlp\.experts\.|\{layer\}\.pre_mlp_layernorm\.|\.in_proj\.weight|\.conv1d\.weight).*")
-TABLE = (*(rule for rule in MCORE if not APART.fullmatch(rule.key)), *STACKED, *linear_attention.SPLIT)
+MODEL = [rule for rule in MCORE if not {"mtp", "predicting"} & rule.conditions]
+TABLE = (*(rule for rule in MODEL if not APART.fullmatch(rule.key)), *STACKED, *linear_attention.SPLIT)
 """The tensors of a model, each layer by itself: all but those of `STACKED` and of the inputs of linear attention are as
 in a classic checkpoint."""
 
@@ -245,7 +246,16 @@ def _require_interleaves(interleaves: Mapping[str, int], args: Mapping[str, Any]
 
 
 def whole_slots(spec: ModelSpec, table: Sequence[Rule], padded: int, interleaves: Mapping[str, int]) -> list[Slot]:
-    """Every tensor of the model as one rank holds it, each layer by itself."""
+    """Every tensor of the model as one rank holds it, each layer by itself.
+
+    Raises:
+        UnsupportedError: it has layers that predict further tokens.
+    """
+    if spec.mtp_layers:
+        raise UnsupportedError(
+            "of Megatron's formats only the classic one has layers here that predict further tokens",
+            "--format torch, or --drop mtp where the source is one of Hugging Face, FSDP or DeepSpeed",
+        )
     conditions = {*spec.conditions, "first", "last", "separate"}
     layers = enumerate(range(spec.layers))
     return list(

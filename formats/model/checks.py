@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from formats.errors import SourceError, UnsupportedError, VitruvianError, short
 from formats.families import family_named
 from formats.families.family import Family
+from formats.layout.table import MTP
 from formats.model.codec import Row
 from formats.model.settings import CHOICES, EVERY, FIXED, LISTS, NEEDED, TYPES
 from formats.model.spec import ModelSpec
@@ -91,11 +92,13 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
     foreign = [name for name in CHOICES if found[name] is not None and name not in family.keys]
     if foreign:
         raise UnsupportedError(f"{where}: {foreign[0]} is fixed for {family.name}")
-    apart = {name: values[name] for name in ("own", "biases", "notes") if name in values}
+    apart = {name: values[name] for name in ("own", "biases", "mtp_layers", "notes") if name in values}
     spec = ModelSpec(family=family.name, **found, **apart)
     for check in CHECKS:
         if (not check.trait or check.trait in family.traits) and check.wrong(spec, family):
             raise check.error(f"{where}: {check.sentence.format(m=spec)}")
+    if spec.mtp_layers and not any(MTP in rule.conditions for rule in family.tensors):
+        raise UnsupportedError(f"{where}: a {family.name} with a layer that predicts further tokens has no table here")
     for reason in fixed_otherwise(family, found, where):
         raise UnsupportedError(f"{where}: {reason}")
     return spec

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from formats.families import family_named
-from formats.layout.table import model_tensors
+from formats.layout.table import MTP, model_tensors
 from formats.layout.tensors import TENSORS
 from formats.model.settings import CHOICES, EVERY, LISTS, Parts
 
@@ -23,12 +23,14 @@ class ModelSpec(Parts):
         family: its family.
         own: the config keys of the family that no other format has.
         biases: the conditions of layout that hold, of those that the family leaves the choice of.
+        mtp_layers: how many layers there are behind the last that predict tokens after the next. No config says it.
         notes: which settings came from a documented default.
     """
 
     family: str
     own: Mapping[str, Any] = field(default_factory=dict)
     biases: tuple[str, ...] = ()
+    mtp_layers: int = 0
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -37,8 +39,11 @@ class ModelSpec(Parts):
         residual = {None: set[str](), True: {"parallel"}, False: {"serial"}}[self.parallel_residual]
         plain = {"plain"} if "ungated" in self.traits else set()
         query = {"compressed" if self.query_rank else "uncompressed", "latent"} if self.latent_rank else {"direct"}
+        predicting = {"predicting"} if self.mtp_layers else set()
         gate = "query_gate" if "query_gate" in self.traits else "no_query_gate"
-        return frozenset({"tied" if self.tied else "untied", *residual, *plain, *query, gate, *self.biases})
+        return frozenset(
+            {"tied" if self.tied else "untied", *residual, *plain, *query, gate, *predicting, *self.biases}
+        )
 
     @property
     def traits(self) -> frozenset[str]:
@@ -52,21 +57,24 @@ class ModelSpec(Parts):
 
     @property
     def layer_kinds(self) -> tuple[frozenset[str], ...]:
-        """The conditions of layout that hold in each layer, of those that need not hold in all."""
+        """The conditions of layout that hold in each layer, of those that need not hold in all.
+
+        A layer that predicts a token after the next has attention, and experts where the last one has them.
+        """
         mixers = {name: set(getattr(self, name) or ()) for name in MIXERS}
         sparse = self.sparse_layers
 
         def mixer(layer: int) -> str:
             return next((MIXERS[name] for name, layers in mixers.items() if layer in layers), "attention")
 
-        return tuple(
-            frozenset({mixer(layer), "sparse" if layer in sparse else "dense"}) for layer in range(self.layers)
-        )
+        kinds = [frozenset({mixer(layer), "sparse" if layer in sparse else "dense"}) for layer in range(self.layers)]
+        second = {"attention", "sparse" if self.layers - 1 in sparse else "dense", MTP}
+        return (*kinds, *[frozenset(second)] * self.mtp_layers)
 
     @property
     def mixed(self) -> bool:
         """Whether its layers are of several kinds."""
-        return len({*self.layer_kinds}) > 1
+        return len({*self.layer_kinds[: self.layers]}) > 1
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -86,6 +94,7 @@ class ModelSpec(Parts):
             "expert": self.experts or 0, "expert_ffn": self.expert_ffn or self.ffn, "shared_ffn": self.shared_ffn or 0,
             "query_dim": nope + rope, "query_rank": self.query_rank or 0, "latent_rank": rank,
             "joint_dim": rank + rope, "up_dim": nope + self.head_dim,
+            "joined": 2 * self.hidden,
             "key_head": key_heads, "spread": (self.linear_value_heads or 0) // (key_heads or 1),
             "key_dim": self.linear_key_dim or 0, "value_dim": self.linear_value_dim or 0, "tap": self.linear_taps or 0,
         }  # fmt: skip
@@ -93,11 +102,13 @@ class ModelSpec(Parts):
     def boxes(self, padded_vocab: int | None = None) -> Iterator[tuple[str, int | None, tuple[int, ...]]]:
         """Name, layer and shape of each logical tensor; a layer is a tensor of its own."""
         sizes, table, kinds = self.sizes(padded_vocab), family_named(self.family).tensors, self.layer_kinds
-        held = {own: set(model_tensors(table, {*self.conditions, *own})) for own in {*kinds}}
+        apart = {True: [rule for rule in table if MTP in rule.conditions]}
+        apart[False] = [rule for rule in table if MTP not in rule.conditions]
+        held = {own: set(model_tensors(apart[MTP in own], {*self.conditions, *own})) for own in {*kinds}}
         for tensor in self.tensors:
             first, *axes = TENSORS[tensor]
             if first == "layer":
-                for layer in range(self.layers):
+                for layer in range(len(kinds)):
                     if tensor in held[kinds[layer]]:
                         yield tensor, layer, (1, *(sizes[axis] for axis in axes))
             else:
@@ -105,13 +116,14 @@ class ModelSpec(Parts):
 
     def settings(self) -> dict[str, Any]:
         """The settings by name, without those that are fixed for the family."""
-        values = {name: getattr(self, name) for name in ("family", *EVERY, "own", "biases", *CHOICES)}
+        values = {name: getattr(self, name) for name in ("family", *EVERY, "own", "biases", "mtp_layers", *CHOICES)}
         lists = (*LISTS, *(["biases"] if self.biases else []))
         values |= {name: list(values[name]) for name in lists if values[name] is not None}  # as JSON reads it back
         return {
             name: value
             for name, value in values.items()
-            if value not in (None, {}, ()) or name not in (*CHOICES, "own", "biases")
+            if (value not in (None, {}, ()) or name not in (*CHOICES, "own", "biases"))
+            and (value or name != "mtp_layers")
         }
 
 

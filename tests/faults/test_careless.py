@@ -204,7 +204,7 @@ def test_a_training_is_not_replaced(model, convert, tmp_path):
     ran = convert("hf2megatron", model(), tmp_path / "run", "--force")
     assert (ran.code, "is no checkpoint" in ran.err) == (7, True)
     assert files(tmp_path / "run") == before
-    ran = convert("inspect", tmp_path / "run")
+    ran = convert("digest", tmp_path / "run")
     assert (ran.code, f"hint: name one: {tmp_path}/run/global_step4" in ran.err) == (3, True)
 
 

@@ -158,20 +158,20 @@ def test_layers_with_a_window_behind_the_full_ones_are_refused(model, convert, t
     refused(convert("hf2megatron", folder, tmp_path / "m"), 4, "max_window_layers = 3 of 4 layers")
 
 
-def test_what_predicts_a_second_token_stays_behind_where_transformers_leaves_it(model, convert, tmp_path):
-    """The 62nd layer of DeepSeek-V3; any other layer too many has no place. Of AWQ there is no table."""
+def test_what_predicts_a_second_token_is_there_as_a_whole_or_refused(model, convert, tmp_path):
+    """One norm of it is no layer. Of AWQ there is no table."""
     from safetensors.torch import load_file, save_file
 
     folder = Path(shutil.copytree(model("deepseek_v3"), tmp_path / "hf"))
     held, file = load_file(folder / "model.safetensors"), folder / "model.safetensors"
     norm = held["model.norm.weight"].clone()
-    save_file(held | {"model.layers.61.enorm.weight": norm}, file)
-    ran = convert("hf2megatron", folder, tmp_path / "m")
-    assert ran.code == 0, ran.err
-    assert "is not carried: 1 such as model.layers.61.enorm.weight" in ran.err
+    refused(convert("hf2megatron", folder, tmp_path / "m", "--drop", "mtp"), 2, "no layer that predicts further tokens")
     save_file(held | {"model.layers.4.enorm.weight": norm}, file)
     refused(convert("hf2megatron", folder, tmp_path / "m2"), 3, "no place in this model: model.layers.4.enorm.weight")
     refused(convert("inspect", folder), 3, "a layer that predicts further tokens is in no table", "--verbatim")
+    ran = convert("hf2megatron", folder, tmp_path / "m", "--drop", "mtp")
+    assert ran.code == 0, ran.err
+    assert "is not carried: 1 such as model.layers.4.enorm.weight" in ran.err
     assert convert("hf2hf", folder, tmp_path / "h", "--verbatim").code == 0
     assert "model.layers.4.enorm.weight" in load_file(tmp_path / "h/model.safetensors")
     config = json.loads((folder / "config.json").read_text())

@@ -591,7 +591,7 @@ def from_te_names(state: StateDict) -> StateDict:
                 continue
             if re.search(rf"layers\.\d+\.{re.escape(local)}", key):
                 raise JudgementError(f"{key} is a local name, --norm te expects {te}*")
-            key = re.sub(rf"(layers\.\d+\.){re.escape(te)}", rf"\g<1>{local}", key)
+            key = re.sub(rf"(layers\.\d+\.(?:transformer_layer\.)?){re.escape(te)}", rf"\g<1>{local}", key)
         renamed[key] = local_part(value) if "_down_proj." in key else value
     return renamed
 

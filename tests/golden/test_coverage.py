@@ -12,7 +12,9 @@ from converters.plan.targets import plan_megatron
 from formats.checkpoint import Settings
 from formats.families import FAMILIES, find_family
 from formats.fsdp import torchtitan
+from formats.layout.table import MTP
 from formats.megatron import classic as megatron
+from formats.megatron import mtp
 from formats.megatron.args.options import Options
 from formats.registry import open_checkpoint
 from tests.faults.dcp_tools import save
@@ -54,8 +56,20 @@ def test_every_line_of_megatron_core_is_judged(model):
     for topology in TOPOLOGIES.values():
         for case in () if topology.uneven else topology.cases:
             seen |= planned(model(case.model, case.dtype), topology)
-    grouped = {line for line in lines(megatron.MCORE) if megatron.GROUPED.fullmatch(line[0])}
-    assert lines(megatron.MCORE) - seen == grouped, "of which test_megatron_dist.py has real ones"
+    table = [
+        rule for rule in megatron.MCORE if not {MTP, "predicting"} & rule.conditions
+    ]  # of which test_mtp.py has all
+    grouped = {line for line in lines(table) if megatron.GROUPED.fullmatch(line[0])}
+    assert lines(table) - seen == grouped, "of which test_megatron_dist.py has real ones"
+
+
+def test_a_layer_that_predicts_a_second_token_has_a_block_of_the_decoder():
+    """Its lines are those of the decoder, which are judged; `test_mtp.py` judges all that are around it."""
+    block = [rule for rule in megatron.MCORE if MTP in rule.conditions and rule not in (*mtp.BEFORE, *mtp.BEHIND)]
+    inner = {(spelling.split("layer.", 1)[1], rule.pattern.text) for rule in block for spelling in rule.spellings}
+    decoder = {(key.removeprefix("decoder.layers.{layer}."), pattern) for key, pattern in lines(megatron.DECODER)}
+    assert inner <= decoder
+    assert {rule.key for rule in (*mtp.BEFORE, *mtp.BEHIND)} <= {rule.key for rule in megatron.MCORE}
 
 
 def test_every_line_of_the_older_names_was_written_by_megatron_lm():
@@ -95,4 +109,5 @@ def test_every_line_of_a_family_was_written_by_transformers(model, tmp_path, fam
         seen |= used(save(tmp_path, {"model": state}), model(family))
     explicit_tied_head = {(f"{head}.weight", "embedding: vocab hidden") for head in ("lm_head", "embed_out")}
     in_memory = {("lm_head.weight", "head: vocab hidden")} if family == "gpt_neox" else set()  # test_fsdp_other_models
-    assert lines(FAMILIES[family].tensors) - seen - explicit_tied_head - in_memory == set()
+    table = [rule for rule in FAMILIES[family].tensors if MTP not in rule.conditions]  # which test_mtp.py has it read
+    assert lines(table) - seen - explicit_tied_head - in_memory == set()

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from formats.megatron.args.versions import ALWAYS, IGNORED, OPTIONS, VERSIONS, since
+from tests.golden.test_mtp import with_second
 from tests.models import EXPERTS, IN_MEGATRON, LINEAR, LLAMA3, PLAIN_YARN, YARN, build
 
 pytestmark = pytest.mark.stock
@@ -215,6 +216,26 @@ def test_what_the_newest_local_layers_refuse_is_written_for_an_older_release(con
     for job, answer in zip(jobs, stock(jobs, tmp_path), strict=True):
         assert (Path(job["run"]) / "megatron_flags.txt").read_text().startswith("# flags for Megatron-LM 0.18\n")
         assert "q_lora_rank is None" in answer
+
+
+def test_a_layer_that_predicts_a_second_token(convert, tmp_path):
+    """It is loaded strictly, under the name of its block since 0.17; beside linear attention the newest builds none."""
+    cases = [Case("glm4_moe"), Case("deepseek_v3", (*LOCAL, "--pp", "2"), 2), Case("qwen3_5_text", (), 1, more=TORCH)]
+    jobs, wanted = [], []
+    for number, case in enumerate(cases):
+        source = build(tmp_path / f"hf{number}", case.model)
+        ids, logits = logits_of(source)
+        run = tmp_path / f"run{number}"
+        ran = convert("hf2megatron", with_second(source, tmp_path / f"mtp{number}"), run, *case.words)
+        assert ran.code == 0, ran.err
+        jobs.append({"run": str(run), "ids": ids, "out": f"{run}/logits.npy", "ranks": case.ranks, "more": case.more})
+        wanted.append(logits)
+    *answers, refused = stock(jobs, tmp_path)
+    for job, logits, answer in zip(jobs, wanted, answers, strict=False):
+        assert answer is None, answer
+        assert difference(job, logits) < TOLERANCE
+    assert (tmp_path / "run2/megatron_flags.txt").read_text().startswith("# flags for Megatron-LM 0.18\n")
+    assert "Experimental attention variant is not supported" in (refused or "")
 
 
 def test_the_table_agrees_with_the_parser(tmp_path):

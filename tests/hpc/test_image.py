@@ -7,6 +7,7 @@ are not reached everywhere. The rest of the build is what a user gets.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -144,7 +145,7 @@ def test_its_commands_are_found_as_users_call_them(sif):
 def test_it_says_what_it_is_and_what_is_inside(sif, inside):
     labels = json.loads(call("apptainer", "inspect", "--json", sif).stdout)["data"]["attributes"]["labels"]
     assert labels["vitruvian.variant"] == "cpu"
-    assert labels["org.opencontainers.image.version"] == "0.1.0"
+    assert labels["org.opencontainers.image.version"] == importlib.metadata.version("vitruvian")
     document = json.loads(inside("cat", "/opt/vitruvian/sbom.json").stdout)
     held = {one["name"]: one["version"] for one in document["components"] if one["purl"].startswith("pkg:pypi/")}
     assert pinned("cpu").items() <= held.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import vitruvian
 from tests.models import files
 
 ROOT = Path(__file__).parents[2]
+VERSION = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[0]
 PACKAGES = ("vitruvian", "formats", "converters", "train")
 
 
@@ -119,7 +121,7 @@ def test_errors_say_what_the_command_says(model, tmp_path):
 def test_every_public_name_is_there():
     assert all(getattr(vitruvian, name) is not None for name in vitruvian.__all__)
     assert set(vitruvian.__all__) <= set(dir(vitruvian))
-    assert vitruvian.__version__ == "0.1.0"
+    assert vitruvian.__version__ == VERSION
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = vitruvian.nothing
 
@@ -169,7 +171,7 @@ def test_a_foreign_package_that_was_imported_before_is_named(tmp_path):
 
 def test_the_program(tmp_path):
     for words, code, said in (
-        (["--version"], 0, "vitruvian 0.1.0"),
+        (["--version"], 0, f"vitruvian {VERSION}"),
         (["--help"], 0, "vitruvian convert COMMAND"),
         (["convert", "--help"], 0, "fsdp2hf"),
         (["train", "--help"], 0, "pack"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from formats.errors import SourceError
-from train.tools.plot import DPI, HEIGHT, WIDTH, draw, read_history
+from train.tools.plot import DPI, HEIGHT, WIDTH, ceiling, draw, read_history, smoothed
 
 
 def write(folder, name, first, steps=50, texts=False):
@@ -104,6 +104,40 @@ def test_what_is_drawn(tmp_path, monkeypatch):
     assert lines["U1 en"] == [[one["global_step"] for one in evaluations], [one["en_loss"] for one in evaluations]]
     assert [len(axis.lines) for axis in (rate, norm)] == [2, 2]
     assert [axis.get_ylabel() for axis in figures[0].axes] == ["loss", "learning rate", "gradient norm"]
+
+
+def test_many_steps_are_smoothed_peaks_are_cut_off_and_the_last_value_is_a_number(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    run, log, _ = write(tmp_path, "long", 0, 400)
+    log[200]["grad_norm"] = 50.0
+    (run / "log.jsonl").write_text(
+        "".join(json.dumps(line | {"grad_norm": max(line["grad_norm"], 0.5)}) + "\n" for line in log)
+    )
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *words, **more: figures.append(self))
+    draw([read_history(run)], tmp_path / "out.png")
+    draw([read_history(run)], tmp_path / "out.png", log=True)
+    loss, rate, norm = figures[0].axes
+    raw, mean = loss.lines[:2]
+    assert (raw.get_linewidth(), list(raw.get_ydata())) == (0.5, [line["loss"] for line in log])
+    assert mean.get_ydata() == pytest.approx(smoothed([line["loss"] for line in log]))
+    assert len(rate.lines) == 1  # it is what it is
+    assert norm.get_ylim() == (0.0, 0.75)
+    told = {text.get_text() for axis in figures[0].axes for text in axis.texts}
+    assert {"2 above, up to 50", f"{mean.get_ydata()[-1]:.3g}"} <= told
+    assert [len(figure.legends) for figure in figures] == [1, 1]
+    assert not any(axis.get_legend() for axis in figures[0].axes)
+    assert [axis.get_yscale() for axis in figures[1].axes] == ["log", "linear", "log"]
+
+
+def test_means_and_ceilings():
+    assert smoothed([1.0] * 100) == [1.0] * 100
+    assert smoothed([1.0, 2.0]) == [1.0, 2.0]
+    assert smoothed([0.0, 0.0, 8.0] + [0.0] * 77)[1:4] == pytest.approx([8 / 3] * 3)
+    assert ceiling([]) is None
+    assert ceiling([1.0] * 99 + [2.0]) is None
+    assert ceiling([1.0] * 199 + [9.0]) == 1.5
 
 
 def test_the_command(train, tmp_path):

@@ -15,8 +15,10 @@ import pytest
 
 import converters.cli
 import train.cli
+from converters.commands.to import NAMES
 from converters.common.cli_help import MANY, TITLES
 from converters.common.progress import Progress, clock, ranges
+from formats.registry import FORMATS
 from tests.models import files
 from tests.unit.test_pages import parse
 
@@ -72,6 +74,13 @@ def test_one_verb_is_every_pair(model, convert, tmp_path):
     ran = convert("to", "hf", tmp_path / "to", tmp_path / "no", "--tp", 2)
     assert (ran.code, "No such option '--tp'" in ran.err, "megatron2hf --help" in ran.err) == (2, True, True), ran.err
     assert "one of hf, megatron" in convert("to", "paint", source, tmp_path / "no").err
+
+
+def test_the_verb_knows_every_format():
+    """What commands call a format is the first word of the command that makes a folder of it."""
+    called = {form.name: form.to_folder.removesuffix("2hf") for form in FORMATS.values()}
+    assert set(called.values()) - {""} <= NAMES.keys()
+    assert [name for name, word in called.items() if not word] == ["huggingface"]
 
 
 def test_inspect_without_a_config_says_what_the_files_tell(model, convert, tmp_path):

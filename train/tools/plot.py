@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,12 @@ PANELS: Mapping[str, str] = {"loss": "loss", "lr": "learning rate", "grad_norm":
 """Key in the log of steps, and the label of its axis."""
 TEXTS = {"rouge": "ROUGE", "bleu": "BLEU"}
 """Prefixes of metrics that have a panel of their own, where they were computed."""
+VARYING = ("loss", "grad_norm")
+"""Panels of what varies from step to step: smoothed, and perhaps with a logarithmic axis."""
+CLIPPED = "grad_norm"
+"""The panel whose peaks are cut off."""
+PARTS = 40
+"""A curve is smoothed over one part of so many."""
 WIDTH, HEIGHT, DPI = 10.0, 2.6, 160
 """Width of the diagram and height of a panel in inches, and dots per inch."""
 MARKERS = "osD^vPX"
@@ -61,8 +68,29 @@ def read_history(run: Path) -> History:
     return History(run.resolve().name, steps, scores)
 
 
-def draw(runs: Sequence[History], out: Path) -> None:
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The mean of each value and those around it: a fortieth of the curve, less at its ends."""
+    half = len(values) // (2 * PARTS)
+    if half == 0:
+        return list(values)
+    sums = [0.0, *accumulate(values)]
+    ends = ((max(0, at - half), min(len(values), at + half + 1)) for at in range(len(values)))
+    return [(sums[high] - sums[low]) / (high - low) for low, high in ends]
+
+
+def ceiling(values: Sequence[float]) -> float | None:
+    """Where a panel is cut off, so that a few peaks do not flatten it; None where it need not be."""
+    usual = sorted(values)[int(0.99 * (len(values) - 1))] if values else 0.0
+    return 1.5 * usual if values and max(values) > 3 * usual > 0 else None
+
+
+def draw(runs: Sequence[History], out: Path, log: bool = False) -> None:
     """Draw runs into one PNG, with the panels below each other.
+
+    Args:
+        runs: their logs.
+        out: the file.
+        log: whether loss and gradient norm have a logarithmic axis.
 
     Raises:
         UnsupportedError: matplotlib is missing.
@@ -77,6 +105,7 @@ def draw(runs: Sequence[History], out: Path) -> None:
     figure = Figure((WIDTH, HEIGHT * len(panels)), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    named: dict[str, Any] = {}
     for axis, (name, title) in zip(axes, panels.items(), strict=True):
         for number, run in enumerate(runs):
             _panel(axis, name, run, f"C{number}", len(runs) > 1)
@@ -84,26 +113,57 @@ def draw(runs: Sequence[History], out: Path) -> None:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
         axis.margins(x=0.02)
-        if axis.get_legend_handles_labels()[1]:
-            axis.legend(loc="upper right" if name in PANELS else "upper left", fontsize="small", frameon=False)
+        if log and name in VARYING:
+            axis.set_yscale("log")
+        elif name == CLIPPED:
+            _clip(axis, [value for run in runs for value in run.steps.get(name, {}).values()])
+        handles, labels = axis.get_legend_handles_labels()
+        named = dict(zip(labels, handles, strict=True)) | named
+    if named:
+        figure.legend(named.values(), named, loc="outside upper center", ncols=6, fontsize="small", frameon=False)
     axes[1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     axes[-1].set_xlabel("global step")
     axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[-1].ticklabel_format(axis="x", style="plain", useOffset=False)
     axes[0].set_title(", ".join(run.name for run in runs))
+    figure.align_ylabels(axes)
     figure.savefig(out, format="png")
 
 
+def _clip(axis: Any, values: Sequence[float]) -> None:
+    """Cut peaks off, and say how many there are."""
+    top = ceiling(values)
+    if top is None:
+        return
+    above = sum(value > top for value in values)
+    axis.set_ylim(0, top)
+    text = f"{above} above, up to {max(values):.3g}"
+    axis.annotate(text, (0.99, 0.97), xycoords="axes fraction", ha="right", va="top", fontsize="small")
+
+
 def _panel(axis: Any, name: str, run: History, colour: str, several: bool) -> None:
-    """The curves of a run in a panel."""
+    """The curves of a run in a panel: every value thin, their mean thick, and the last one as a number."""
     curve_of_steps = run.steps.get(name, {})
     scores = run.scores.get(name, {})
     before = f"{run.name} " if several else ""
     if curve_of_steps:
         label = f"{before}train" if scores else run.name if several else None
-        axis.plot(list(curve_of_steps), list(curve_of_steps.values()), color=colour, linewidth=1, label=label)
+        steps, values = list(curve_of_steps), list(curve_of_steps.values())
+        top = ceiling(values) if name == CLIPPED else None
+        means = smoothed([min(value, top) for value in values] if top else values) if name in VARYING else values
+        if means != values:
+            axis.plot(steps, values, color=colour, linewidth=0.5, alpha=0.4)
+        axis.plot(steps, means, color=colour, linewidth=1.3, label=label)
+        _number(axis, steps[-1], means[-1], colour)
     for number, (label, curve) in enumerate(scores.items()):
         steps = sorted(curve)
         style = {"linestyle": "--", "linewidth": 1.2, "marker": MARKERS[number % len(MARKERS)], "markersize": 4}
-        colours = {"color": colour} if several else {"color": f"C{number + bool(curve_of_steps)}"}
-        axis.plot(steps, [curve[step] for step in steps], label=before + label, **style, **colours)
+        shade = colour if several else f"C{number + bool(curve_of_steps)}"
+        axis.plot(steps, [curve[step] for step in steps], label=before + label, color=shade, **style)
+        if not several:
+            _number(axis, steps[-1], curve[steps[-1]], shade)
+
+
+def _number(axis: Any, step: int, value: float, colour: str) -> None:
+    where = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "annotation_clip": True}
+    axis.annotate(f"{value:.3g}", (step, value), color=colour, fontsize="x-small", **where)

@@ -111,7 +111,7 @@ def agreed(
         values["max_positions"] = base.max_positions
     spec = checked(values | {"notes": tuple(notes)}, where)
     if base:
-        free = {*settings, *apart}
+        free = {*settings, *apart, "mtp_layers"}  # of which no config tells
         contradictions = [line for line in differences(spec, base) if line.partition(":")[0] not in free]
         if contradictions:
             raise RefusedError(

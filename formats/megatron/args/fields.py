@@ -162,7 +162,7 @@ mrope_section                               compute  null
 mscale                                      compute  read
 mscale_all_dim                              compute  read
 mtp_hybrid_override_pattern                 layout   null
-mtp_num_layers                              layout   null | 0
+mtp_num_layers                              layout   read
 mtp_use_repeated_layer                      layout   false
 multi_latent_attention                      layout   false
 multi_query_attention                       layout   loud

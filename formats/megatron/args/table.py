@@ -43,6 +43,7 @@ every_bias         add_bias_linear disable_bias_linear             biases       
 -                  openai_gelu                                     = false                  ungated
 activation         squared_relu bias_gelu_fusion                   activation               ungated
 centred            apply_layernorm_1p layernorm_zero_centered_gamma  centred                  ungated
+mtp_layers         mtp_num_layers                                  none or so many
 experts            num_experts
 top_k              moe_router_topk                                 same                     moe
 expert_ffn         moe_ffn_hidden_size                             width                    moe
@@ -130,6 +131,10 @@ TABLE = rows(
         "biases": switch(True, opposite=["disable_bias_linear"]),
         "qkv bias": mlp.qkv_bias,
         "centred": switch(False, True),
+        "none or so many": single(
+            lambda value, context: whole(value, "mtp_num_layers", context.where) if value else 0,
+            lambda value, _: value or None,
+        ),
         "write false": derived(lambda _: False),
         "write true": derived(lambda _: True),
         "write max_positions": derived(lambda values: values["max_positions"]),

@@ -100,6 +100,7 @@ OPTIONS = (
     Option("quick_geglu", False, known="0.15", form="true"),
     Option("glu_linear_offset", 0.0, known="0.15"),
     Option("activation_func_clamp_value", known="0.15"),
+    Option("mtp_num_layers", loaded="0.17"),
     Option("experimental_attention_variant", known="0.16"),
     Option("attention_output_gate", False, known="0.16", form="true"),
     Option("linear_attention_freq", known="0.16", form="list"),
@@ -144,6 +145,7 @@ KINDS: Mapping[str, Callable[[Args], bool]] = {
     "latent": lambda args: args.get("multi_latent_attention") is True,
     "latent yarn": lambda args: _latent(args) and args.get("rope_type") != "rope",
     "latent local": lambda args: _latent(args) and args.get("transformer_impl") == "local",
+    "mtp": lambda args: bool(args.get("mtp_num_layers")),
     "recurrent": lambda args: args.get("experimental_attention_variant") is not None,
     "gelu": lambda args: args.get("swiglu") is False,
     "experts": lambda args: args.get("num_experts") is not None,
@@ -274,6 +276,13 @@ ENDS = (
         "latent local",
         "0.19",
         "its local layers refuse latents whose queries have none (mla_qk_norm_config.py)",
+    ),
+    Ends(
+        "experimental_attention_variant",
+        "gated_delta_net",
+        "mtp",
+        "0.19",
+        "it builds no layer that predicts a second token beside linear attention (training/models/gpt.py)",
     ),
 )
 DEVIATIONS = tuple(dict.fromkeys(row.patch.name for row in IGNORED if row.patch))

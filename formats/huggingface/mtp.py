@@ -1,0 +1,50 @@
+"""The layers that predict tokens after the next (MTP), by their keys in a model's files.
+
+Facts: transformers 5.23.0, conversion_mapping.py `MtpModel`. The classes of models leave these layers out, so that
+a config does not tell whether files hold them; a model that transformers has saved has none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from formats.checkpoint import Settings
+from formats.errors import UsageError
+from formats.families import family_named
+from formats.layout.table import MTP
+from formats.model.spec import ModelSpec
+
+PREFIX = re.compile(r"((?:.*\.)?layers\.\d+\.)(?:enorm|hnorm|eh_proj)\..*|((?:model\.)?mtp\.).*")
+"""What all keys of such a layer begin with: its number, of which its own tensors tell, or a word of its own."""
+NUMBER = re.compile(r"\\\{\w+\\\}")
+JOIN = "mtp_join"
+"""The tensor that each such layer has once, and no other layer."""
+
+
+def keys_of(keys: Iterable[str]) -> list[str]:
+    """Those of some keys that are of such layers."""
+    every = list(keys)
+    found = tuple({match[1] or match[2] for match in map(PREFIX.fullmatch, every) if match})
+    return [key for key in every if key.startswith(found)] if found else []
+
+
+def dropped(keys: Iterable[str], settings: Settings) -> list[str]:
+    """Those that the user leaves out.
+
+    Raises:
+        UsageError: there are none.
+    """
+    if MTP not in settings.drop:
+        return []
+    found = keys_of(keys)
+    if not found:
+        raise UsageError("--drop mtp: the model has no layer that predicts further tokens", "leave it out")
+    return found
+
+
+def count(spec: ModelSpec, keys: Iterable[str]) -> int:
+    """How many such layers files hold with these keys, of a family whose table has lines for them."""
+    joins = [rule.key for rule in family_named(spec.family).tensors if JOIN in rule.pattern.tensors]
+    patterns = [re.compile(NUMBER.sub(r"(\\d+)", re.escape(key))) for key in joins]
+    return sum(1 for key in keys if any(one.fullmatch(key) for one in patterns))

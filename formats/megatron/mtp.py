@@ -1,0 +1,65 @@
+"""The layers of Megatron that predict tokens after the next (MTP): blocks as those of the decoder, and what is around.
+
+Facts: megatron-core 0.16.1, transformer/multi_token_prediction.py (names, and the order of parameters),
+models/gpt/gpt_model.py: they are on the last stage, which then has the embedding too; transformer/transformer_block.py:
+the decoder's final norm is on the stage of its last layer. Classic files call a block `mtp_model_layer` since 0.17.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from formats.errors import RefusedError
+from formats.layout.table import MTP, Rule, rules
+from formats.megatron.args.versions import since
+from formats.megatron.pipeline import Chunk, Pipeline
+from formats.model.spec import ModelSpec
+
+OLD, NEW, RENAMED = "transformer_layer", "mtp_model_layer", "0.17"
+LAYER, DEPTH = "decoder.layers.{layer}.", "mtp.layers.{depth}."
+BEFORE = rules("""
+mtp.layers.{depth}.enorm.weight      mtp_embedding_norm: hidden    mtp last
+mtp.layers.{depth}.hnorm.weight      mtp_hidden_norm: hidden    mtp last
+mtp.layers.{depth}.eh_proj.weight    mtp_join: hidden/tp joined    mtp last
+""")
+BEHIND = rules("""
+mtp.layers.{depth}.final_layernorm.weight    mtp_final_norm: hidden    mtp last
+embedding.word_embeddings.weight             (embedding: vocab | ~padding)/tp hidden    last predicting copy
+""")
+
+
+def rules_of(table: Iterable[Rule], block: str = f"{{{OLD}|{NEW}}}") -> tuple[Rule, ...]:
+    """The lines of these layers, made of those of a decoder's; `block` is what a block is called."""
+    layers = [rule for rule in table if rule.key.startswith(LAYER) and "recurrent" not in rule.conditions]
+    inner = [
+        replace(rule, key=rule.key.replace(LAYER, f"{DEPTH}{block}."), conditions=rule.conditions | {MTP, "last"})
+        for rule in layers
+    ]
+    return (*BEFORE, *inner, *BEHIND)
+
+
+def named(table: Iterable[Rule], version: str) -> tuple[Rule, ...]:
+    """A table as a version writes it."""
+    name = NEW if since(version, RENAMED) else OLD
+    return tuple(replace(rule, key=rule.key.replace(f"{{{OLD}|{NEW}}}", name)) for rule in table)
+
+
+def layers_of(spec: ModelSpec, chunk: Chunk) -> list[tuple[int, int]]:
+    """(number in the key, number in the model) of the layers of a chunk, with those behind the decoder in the last."""
+    behind = [(depth, spec.layers + depth) for depth in range(spec.mtp_layers if chunk.last else 0)]
+    return [*enumerate(chunk.layers), *behind]
+
+
+def require_pipeline(spec: ModelSpec, pipeline: Pipeline, parts: Iterable[Chunk]) -> None:
+    """The stage with these layers is that with the last of the decoder.
+
+    Raises:
+        RefusedError: it is not, or a layout says where they are.
+    """
+    if spec.mtp_layers and (pipeline.layout or any(chunk.last and not chunk.layers for chunk in parts)):
+        raise RefusedError(
+            "layers that predict further tokens go to the last stage, behind a layer of the decoder: a pipeline "
+            "layout, or a last stage without layers, is not supported with them",
+            "stages of one size, or --drop mtp where the source is one of Hugging Face, FSDP or DeepSpeed",
+        )

@@ -1,0 +1,81 @@
+"""The layer that predicts a second token: megatron-core 0.16.1 computes what transformers does of the Hub's names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.models import files
+
+pytestmark = pytest.mark.megatron
+JUDGE = Path(__file__).with_name("mtp_judge.py")
+OWN = {
+    "mtp.": ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
+    "": ("eh_proj", "enorm", "hnorm", "shared_head.norm"),
+}
+"""Prefix: what is around the block; without one its layer is numbered behind the others."""
+
+
+def with_second(source: Path, out: Path, seed: int = 3) -> Path:
+    """A copy of a model with such a layer under the Hub's names, its block like the last layer with attention."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    out.mkdir()
+    for path in source.iterdir():
+        (out / path.name).write_bytes(path.read_bytes())
+    held, generator = load_file(source / "model.safetensors"), torch.Generator().manual_seed(seed)
+    config = json.loads((source / "config.json").read_text())
+    last, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
+    qwen = config["model_type"].startswith("qwen3")
+    block, before = ("mtp.layers.0.", "mtp.") if qwen else (f"model.layers.{last + 1}.",) * 2
+    names = OWN["mtp." if qwen else ""]
+    dtype = held["model.norm.weight"].dtype
+
+    def drawn(shape: list[int], name: str) -> torch.Tensor:
+        low_high = torch.empty(shape).uniform_(0.5, 1.5, generator=generator)
+        return (low_high if "norm" in name else torch.empty(shape).normal_(0, 0.08, generator=generator)).to(dtype)
+
+    more = {
+        block + key.removeprefix(f"model.layers.{last}."): drawn(list(value.shape), key)
+        for key, value in held.items()
+        if key.startswith(f"model.layers.{last}.")
+    }
+    shapes = {name: [hidden] for name in names} | {names[0]: [hidden, 2 * hidden]}
+    more |= {
+        f"{before}{name}.weight": drawn(shape, name if name in names[:1] else "norm") for name, shape in shapes.items()
+    }
+    for key, value in list(more.items()):
+        if key.endswith("e_score_correction_bias"):
+            more[key] = value.float()
+    save_file(held | more, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+CASES = [
+    ("qwen3_next", "te", ("--tp", 1)),
+    ("qwen3_5_text", "te", ("--tp", 2)),
+    ("qwen3_5_text-tied", "te", ("--pp", 2)),
+    ("qwen3_5_moe_text", "te", ("--ep", 2)),
+    ("glm4_moe", "local", ("--tp", 2)),
+    ("glm4_moe_air", "local", ("--pp", 2)),
+    ("deepseek_v3", "te", ("--tp", 2)),
+    ("deepseek_v3", "local", ("--pp", 2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "norm", "words"), CASES, ids=[f"{name} {' '.join(map(str, words))}" for name, _, words in CASES]
+)
+def test_megatron_core_computes_what_transformers_computes(model, convert, megatron_core, tmp_path, name, norm, words):
+    source, run = with_second(model(name), tmp_path / "hf"), tmp_path / "m"
+    ran = convert("hf2megatron", source, run, "--norm", norm, "--megatron-version", "0.16", *words)
+    assert ran.code == 0, ran.err
+    assert "--mtp-num-layers 1" in (run / "megatron_flags.txt").read_text()
+    code, out = megatron_core([str(run), str(source), norm], words[1], JUDGE)
+    assert code == 0, out
+    assert out.count("max abs logit difference") == 1
+    assert convert("megatron2hf", run, tmp_path / "back").code == 0
+    assert files(tmp_path / "back") == files(source)

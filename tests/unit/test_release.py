@@ -1,0 +1,121 @@
+"""What a release is made of: metadata, workflows, templates, images. Nothing here publishes anything."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+if importlib.util.find_spec("tomllib"):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+URL = "https://example.invalid/org/name"
+
+
+def addresses() -> Any:
+    spec = importlib.util.spec_from_file_location("addresses", ROOT / ".github/addresses.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_long_description_of_a_release_has_absolute_links(tmp_path, monkeypatch):
+    for name in ("README.md", "pyproject.toml"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["addresses.py", URL, "v0.1.0"])
+    addresses().main()
+    links = re.findall(r"\]\(([^)]+)\)", (tmp_path / "README.md").read_text())
+    assert links
+    assert all(link.startswith(f"{URL}/") for link in links)
+    assert f"{URL}/raw/v0.1.0/docs/pictures/qkv.svg" in links
+    urls = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]["urls"]
+    assert urls == {"Homepage": URL, "Issues": f"{URL}/issues", "Changelog": f"{URL}/blob/main/CHANGELOG.md"}
+
+
+def test_metadata_say_which_pythons_and_nothing_that_is_made_up():
+    named = [one.rpartition(" ")[2] for one in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", one)]
+    assert named == PYTHONS
+    assert PROJECT["authors"] == [{"name": "The maintainers of Vitruvian"}]
+    assert "urls" not in PROJECT
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["authors"] == PROJECT["authors"]
+    assert (citation["license"], citation["cff-version"]) == (PROJECT["license"], "1.2.0")
+
+
+def test_the_version_stands_in_one_place():
+    version = PROJECT["version"]
+    rooms = [ROOT / room for room in ("vitruvian", "formats", "converters", "train", "containers", ".github", "docs")]
+    texts = [
+        path for room in rooms for path in room.rglob("*.*") if path.suffix in {".py", ".yml", ".def", ".sh", ".cff"}
+    ]
+    held = [
+        path
+        for path in [*texts, ROOT / "CITATION.cff"]
+        if re.search(rf'["= ]{re.escape(version)}"?$', path.read_text(), re.M)
+    ]
+    assert held == []
+    assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_run_what_the_makefile_has(path):
+    flow = yaml.safe_load(path.read_text())
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert flow["permissions"] == {"contents": "read"}
+    ran = [step["run"] for job in flow["jobs"].values() for step in job["steps"] if "run" in step]
+    for line in ran:
+        for words in re.findall(r"^make ([a-z -]+)", line, re.MULTILINE):
+            assert set(words.split()) <= targets, line
+        for file in re.findall(r"python (\.github/\S+)", line):
+            assert (ROOT / file).is_file()
+    assert all("timeout-minutes" in job for job in flow["jobs"].values())
+    used = [step["uses"] for job in flow["jobs"].values() for step in job["steps"] if "uses" in step]
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@(?:v\d+|release/v\d+)", one) for one in used)
+
+
+def test_only_a_tag_publishes():
+    flows = {path.stem: yaml.safe_load(path.read_text()) for path in WORKFLOWS}
+    publishing = {
+        name for name, flow in flows.items() for job in flow["jobs"].values()
+        for step in job["steps"] if "publish" in step.get("uses", "")
+    }  # fmt: skip
+    assert publishing == {"release"}
+    assert flows["release"][True] == {"push": {"tags": ["v*"]}}  # YAML reads `on` as true
+    assert flows["release"]["jobs"]["publish"]["permissions"] == {"id-token": "write"}
+    assert flows["ci"]["jobs"]["test"]["strategy"]["matrix"]["python"] == PYTHONS
+    assert "secrets." not in "".join(path.read_text() for path in WORKFLOWS)
+
+
+def test_issue_forms_ask_for_what_is_needed():
+    forms = [path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"]
+    assert {path.stem for path in forms} == {"wrong-result", "refused", "model"}
+    for path in forms:
+        form = yaml.safe_load(path.read_text())
+        assert form["name"]
+        assert form["description"]
+        assert any(one.get("validations", {}).get("required") for one in form["body"])
+
+
+def test_both_container_files_are_of_one_recipe():
+    docker = (ROOT / "containers/Dockerfile").read_text()
+    recipe = (ROOT / "containers/vitruvian.def").read_text()
+    assert re.findall(r"^FROM (.*)$", docker, re.MULTILINE) == re.findall(r"^    BASE=(.*)$", recipe, re.MULTILINE)
+    copied = re.search(r"%files\n(.*?)\n\n", recipe, re.DOTALL)
+    assert copied
+    wanted = {line.split()[0] for line in copied[1].splitlines()}
+    assert {word for line in re.findall(r"^COPY (.*) \S+$", docker, re.MULTILINE) for word in line.split()} == wanted
+    pip = re.findall(r"^    PIP_ARGS=(.*)$", recipe, re.MULTILINE)[0]
+    assert f"post.sh cpu {pip}\n" in docker

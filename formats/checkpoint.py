@@ -35,8 +35,8 @@ class Settings:
         allow_missing: names, or patterns of them, in which a model without a table may differ from its config's.
         gqa_layout: the order of query, key and value in a checkpoint of GPT-NeoX: `auto`, `blocked` or `grouped`.
         accept: deviations that the user means, by the names that errors give them.
-        adapter: of a training with an adapter: the adapter `only`, or the model with it `merged`, whose base is read.
         drop: parts of the model that are left out: `mtp`, the layers that predict tokens after the next.
+        adapter: of a training with an adapter: the adapter `only`, or the model with it `merged`, whose base is read.
     """
 
     vocab_size: int | None = None
@@ -49,8 +49,8 @@ class Settings:
     gqa_layout: str = "auto"
     allow_missing: tuple[str, ...] = ()
     accept: tuple[str, ...] = ()
-    adapter: str | None = None
     drop: tuple[str, ...] = ()
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from formats.deepspeed import NEOX, ZERO
+from formats.deepspeed import MDS, NEOX, ZERO
 from formats.errors import RefusedError, SourceError, UnsupportedError, some
 from formats.format import Format
 from formats.fsdp import FSDP
@@ -20,6 +20,7 @@ from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
 if TYPE_CHECKING:  # mypy sees that the modules of the formats are what `Format` says
     from formats.checkpoint import Checkpoint, Settings
     from formats.deepspeed import optimizer, zero
+    from formats.deepspeed.mds import checkpoint as mds
     from formats.deepspeed.neox import checkpoint as neox
     from formats.format import Reader, Training
     from formats.fsdp import checkpoint as fsdp
@@ -27,11 +28,11 @@ if TYPE_CHECKING:  # mypy sees that the modules of the formats are what `Format`
     from formats.huggingface import folder
     from formats.megatron import classic, fsdp_dtensor, portable_optimizer, torch_dist
 
-    READERS: tuple[Reader, ...] = (folder, fsdp_dtensor, torch_dist, fsdp, neox, zero, classic)
+    READERS: tuple[Reader, ...] = (folder, fsdp_dtensor, torch_dist, fsdp, mds, neox, zero, classic)
     TRAININGS: tuple[Training, ...] = (optimizer, fsdp_optimizer, portable_optimizer)
 
 FORMATS: dict[str, Format] = {
-    form.name: form for form in (HUGGINGFACE, MEGATRON_FSDP, DIST, FSDP, NEOX, ZERO, MEGATRON)
+    form.name: form for form in (HUGGINGFACE, MEGATRON_FSDP, DIST, FSDP, MDS, NEOX, ZERO, MEGATRON)
 }
 """Every format, by name.
 

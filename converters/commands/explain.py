@@ -28,7 +28,10 @@ half   half of a rotary head       pair  index within that half         ~    fil
 """What the names in a pattern mean."""
 
 
-HOLDERS = ("huggingface", "fsdp", "zero", "megatron", "megatron_dist", "megatron_fsdp", "megatron-llm", "neox")
+HOLDERS = (
+    "huggingface", "fsdp", "zero", "megatron", "megatron_dist", "megatron_fsdp", "megatron-llm", "neox",
+    "megatron_deepspeed",
+)  # fmt: skip
 """What can hold a model: the formats, and Megatron-LLM's dialect."""
 
 

@@ -17,7 +17,8 @@ HEADS = {
     "huggingface": "HF",
     "zero": "ZeRO",
     "megatron_dist": "dist",
-    "megatron_fsdp": "M.-FSDP",
+    "megatron_fsdp": "mFSDP",
+    "megatron_deepspeed": "M.-DS",
     "megatron-llm": "M.-LLM",
 }
 """Format: the head of its column, where that is shorter."""

@@ -122,7 +122,7 @@ def reading_of(*formats: Format) -> Callable[[Command], Command]:
         click.option("--gqa-layout", type=click.Choice(["auto", "blocked", "grouped"]), default="auto",
                      show_default=True, hidden=hidden["gqa_layout"],
                      help="GPT-NeoX: order of query, key and value where heads share keys, as since, or before, "
-                          "November 2024."),
+                          "November 2024; Megatron-DeepSpeed: in one matrix, as since, or before, December 2024."),
         click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
                      help="A setting that the checkpoint lacks or has wrong, such as rope_theta=500000 (JSON, or "
                           "none)."),
@@ -302,6 +302,6 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         options["gqa_layout"],
         options["allow_missing"],
         options["accept"],
-        options.get("adapter"),
         options["drop"],
+        options.get("adapter"),
     )

@@ -20,7 +20,7 @@ from converters.commands.options import (
 )
 from converters.commands.running import carry_out, convert_to, output_of, request_of
 from converters.common.cli_help import command
-from formats.deepspeed import ZERO
+from formats.deepspeed import MDS, ZERO
 
 
 @command()
@@ -29,7 +29,7 @@ from formats.deepspeed import ZERO
 @shard_size
 @chat_template
 @adapter
-@reading_of(ZERO)
+@reading_of(ZERO, MDS)
 @writing
 def zero2hf(src: Path, out: Path, **options: Any) -> None:
     """DeepSpeed ZeRO checkpoint to a Hugging Face folder.
@@ -37,7 +37,7 @@ def zero2hf(src: Path, out: Path, **options: Any) -> None:
     SRC is the folder with `latest`, the checkpoint-N of the HF Trainer, or a global_stepN. Of stage 3, and with
     --weights fp32-master of every stage, the weights come out of the optimizer states of all ranks.
     """
-    convert_to("huggingface", opened(src, options, ZERO), out, options)
+    convert_to("huggingface", opened(src, options, MDS, ZERO), out, options)
 
 
 @command()

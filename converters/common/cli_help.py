@@ -12,8 +12,8 @@ MANY = 12
 """Options that need no titles."""
 TITLES: Mapping[str, str] = {
     "What SRC is": """
-        config tokenizer family vocab_size settings accept verbatim allow_missing container gqa_layout tag weights
-        adapter drop source splits revision inputs tokenizer_type form key""",
+        config tokenizer family vocab_size settings accept drop verbatim allow_missing container gqa_layout tag weights
+        adapter source splits revision inputs tokenizer_type form key""",
     "How OUT is cut": """
         format tp pp vpp first_stage_layers last_stage_layers pp_layout ep etp experts glu_interleave norm layout
         make_vocab_size_divisible_by true_vocab_size megatron_version ranks shard_size iteration to prefix""",

@@ -37,8 +37,8 @@ class Reading(TypedDict, total=False):
     weights: Literal["module", "fp32-master", "exp_avg", "exp_avg_sq"]
     gqa_layout: Literal["auto", "blocked", "grouped"]
     accept: Sequence[str]
-    adapter: Literal["merged", "only"]
     drop: Sequence[Literal["mtp"]]
+    adapter: Literal["merged", "only"]
     family: Place
 
 
@@ -142,7 +142,7 @@ RANK = Kind(
 KINDS: Mapping[str, Kind] = {
     "config": PLACE, "vocab_size": number(1), "set": Kind("a dict of settings", lambda value: isinstance(value, dict)),
     "verbatim": FLAG, "allow_missing": NAMES, "container": TEXT, "tag": TEXT, "accept": NAMES, "family": PLACE,
-    "adapter": choice("merged", "only"), "drop": NAMES,
+    "drop": NAMES, "adapter": choice("merged", "only"),
     "weights": choice("module", "fp32-master", "exp_avg", "exp_avg_sq"),
     "gqa_layout": choice("auto", "blocked", "grouped"), "replicas": choice("verify", "first", "mean"),
     "threads": number(1), "memory": number(1), "progress": Kind("a function", callable),
@@ -216,8 +216,8 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         gqa_layout=options.get("gqa_layout", "auto"),
         allow_missing=tuple(options.get("allow_missing", ())),
         accept=tuple(options.get("accept", ())),
-        adapter=options.get("adapter"),
         drop=tuple(options.get("drop", ())),
+        adapter=options.get("adapter"),
     )
 
 

@@ -19,6 +19,7 @@ from formats.checkpoint import Checkpoint, Settings, Target
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed import universal, zero
+from formats.deepspeed.mds import checkpoint as mds
 from formats.deepspeed.neox import checkpoint as neox
 from formats.deepspeed.neox.tables import slots_of
 from formats.deepspeed.universal import Parameter, States
@@ -42,8 +43,13 @@ UNTAKEN = "the learning rate schedule, random states and the place in the data a
 
 
 def is_partitioned(path: Path, tag: str | None) -> bool:
-    """Whether a folder is DeepSpeed's, and no universal checkpoint."""
-    return path.is_dir() and deepspeed.detect(path) and not universal.is_universal(deepspeed.locate(path, tag)[1])
+    """Whether a folder is DeepSpeed's, with parameters under names of its own, and no universal checkpoint."""
+    return (
+        path.is_dir()
+        and deepspeed.detect(path)
+        and not mds.detect(path)
+        and not universal.is_universal(deepspeed.locate(path, tag)[1])
+    )
 
 
 def open_states(path: Path, settings: Settings) -> States:

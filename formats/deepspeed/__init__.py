@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO states, universal checkpoints, and GPT-NeoX."""
+"""DeepSpeed: ZeRO states, universal checkpoints, GPT-NeoX, and Megatron-DeepSpeed."""
 
 from formats.format import Format
 
@@ -21,4 +21,15 @@ NEOX = Format(
     ("tag", "weights", "gqa_layout"),
     ranked=True,
     replicas="drift",  # of norms between tensor parallel ranks, in every long training: the mean is wanted, and told
+)
+MDS = Format(
+    "megatron_deepspeed",
+    "Megatron-DeepSpeed: global_stepN with layer files of a pipeline, args inside, and its ZeRO partitions",
+    "for Megatron-DeepSpeed use `convert zero2hf`",
+    "formats.deepspeed.mds.checkpoint",
+    "formats.deepspeed.optimizer",
+    "zero2hf",
+    ("tag", "weights", "gqa_layout"),
+    ranked=True,
+    replicas="drift",  # of norms, as in GPT-NeoX
 )

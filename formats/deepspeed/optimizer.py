@@ -16,12 +16,15 @@ from typing import Any
 from formats.checkpoint import Checkpoint
 from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed import universal, zero
+from formats.deepspeed.mds import checkpoint as mds
 from formats.deepspeed.neox import checkpoint as neox
 from formats.deepspeed.partitions import Partition, step_of
 from formats.errors import RefusedError, SourceError, UnsupportedError
 from formats.optimizer import STATES, Group, Optimizer, group_of
 from formats.torch_files import saved_names
 
+OPENERS = {neox.Neox: neox.read_states, mds.MegatronDeepSpeed: mds.read_states}
+"""What opens the states, by the details of a checkpoint whose ranks have tensors of their own."""
 Owners = Mapping[Path, Sequence[tuple[int, Group]]]
 """Of each file: where its flat groups begin, in bytes, and how their parameters are treated."""
 
@@ -39,7 +42,7 @@ def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]
 
 
 def read(source: Checkpoint) -> Optimizer:
-    """The optimizer of an opened checkpoint of DeepSpeed or GPT-NeoX.
+    """The optimizer of an opened checkpoint of DeepSpeed, GPT-NeoX or Megatron-DeepSpeed.
 
     Raises:
         RefusedError: the checkpoint was opened for its moments.
@@ -52,9 +55,9 @@ def read(source: Checkpoint) -> Optimizer:
         raise RefusedError(
             f"--weights {settings.weights} takes moments of {source.root} for its weights", "leave --weights out"
         )
-    if isinstance(source.details, neox.Neox):
+    if opener := OPENERS.get(type(source.details)):
         _require_no_sums(source)
-        opened, model, partitions = neox.read_states(source.home, replace(settings, tag=None))
+        opened, model, partitions = opener(source.home, replace(settings, tag=None))
         states = dict(zip(STATES, opened, strict=True))
     else:
         held = zero.trained(source.home, settings.accept)

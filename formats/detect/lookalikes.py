@@ -1,26 +1,21 @@
 """Checkpoints that would pass for those of a format in the registry, and that have no reader: recognised by content.
 
-Facts: megatron-core 0.19.2 training/checkpointing.py (torch_dcp), Megatron-DeepSpeed 4efb479d and
-a106b24 megatron/checkpointing.py, Megatron-Bridge 067f987d training/utils/checkpoint_utils.py, NeMo 2 lightning/io.
+Facts: megatron-core 0.19.2 training/checkpointing.py (torch_dcp), Megatron-Bridge 067f987d
+training/utils/checkpoint_utils.py, NeMo 2 lightning/io.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from itertools import islice
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from formats.deepspeed import folders as deepspeed
 from formats.errors import SourceError, UnsupportedError
 from formats.megatron import fsdp_dtensor
-from formats.torch_files import dcp, saved_names
-from formats.torch_files.pickle_values import Namespace
+from formats.torch_files import dcp
 
 MOST_YAML = 1 << 20
-FEW = 4
-"""Layer files that are opened where there is no other: the first are of the embedding and of a layer."""
 
 
 class Lookalike(NamedTuple):
@@ -72,25 +67,6 @@ def _nemo(path: Path) -> Path | None:
     return next((file for file in files if (folder / "weights").is_dir() and file.is_file()), None)
 
 
-def _megatron_deepspeed(path: Path) -> Path | None:
-    """DeepSpeed's files with Megatron's args, a Namespace where GPT-NeoX has a dict, or with its names in layers."""
-    for tag in [path] if deepspeed.holds(path) else deepspeed.likely(path):
-        files = sorted(tag.iterdir())
-        models = (file for file in files if deepspeed.is_model(file.name))
-        layers = (file for file in files if saved_names.LAYER.fullmatch(file.name))
-        for file in [*islice(models, 1)] or [*islice(layers, FEW)]:
-            try:
-                value = deepspeed.value_of(file)
-            except (SourceError, UnsupportedError):  # which a reader will tell
-                continue
-            held = value if isinstance(value, Mapping) else {}
-            args = held.get("args")
-            named = isinstance(args, Namespace) and {"num_layers", "padded_vocab_size"} <= vars(args).keys()
-            if named or any(str(key).startswith("self_attention.") for key in held):
-                return file
-    return None
-
-
 def _iteration(path: Path) -> Path | None:
     from formats.megatron.folders import locate
 
@@ -115,12 +91,6 @@ LOOKALIKES = (
         "a checkpoint of NeMo 2, whose weights are torch_dist without the args of Megatron-LM",
         "export it with NeMo: llm.export_ckpt(path=FOLDER, target='hf', output_path=OUT) of nemo.collections",
         _nemo,
-    ),
-    Lookalike(
-        "a checkpoint of Megatron-DeepSpeed",
-        "its repository has tools/convert_checkpoint: deepspeed_to_transformers.py, or universal_to_hf_llama.py of "
-        "OpenLLM-France",
-        _megatron_deepspeed,
     ),
 )
 """They are tried in this order, before the formats of the registry."""

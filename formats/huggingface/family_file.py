@@ -25,11 +25,12 @@ from typing import Any
 from formats.errors import RefusedError, UsageError, short
 from formats.families import FAMILIES
 from formats.families.family import Family
+from formats.huggingface.mtp import JOIN
 from formats.huggingface.rope import SCALING
 from formats.huggingface.settings_table import USUAL
 from formats.layout.lowering import lower
 from formats.layout.pattern import PatternError
-from formats.layout.table import BIASES, CONDITIONS, Rule, model_tensors, rules
+from formats.layout.table import BIASES, CONDITIONS, MTP, Rule, model_tensors, rules
 from formats.layout.tensors import TENSORS
 from formats.model.settings import CHOICES, LISTS
 
@@ -75,7 +76,7 @@ OF_MIXERS = {"attention", "recurrent"}
 OF_QUERIES = {"compressed", "uncompressed"}
 OF_KEYS = {"fused", "separate"}
 ALLOWED = {
-    "tied", "untied", "parallel", "serial", "optional", *OF_KEYS, *OF_LAYERS, *OF_QUERIES, *OF_MIXERS, *BIASES,
+    "tied", "untied", "parallel", "serial", "optional", *OF_KEYS, *OF_LAYERS, *OF_QUERIES, *OF_MIXERS, MTP, *BIASES,
 }  # fmt: skip
 """The conditions that mean something in a Hugging Face folder."""
 ROUTERS = ("softmax", "sigmoid")
@@ -220,10 +221,11 @@ def _check_line(line: str, where: str) -> None:
         known = ", ".join(f"{name} ({CONDITIONS[name]})" for name in sorted(ALLOWED))
         raise UsageError(f"{where}: there is no condition {short(min(names - ALLOWED))}", f"conditions: {known}")
     key = columns[0]
-    numbered = key.replace("{layer}", "", 1).replace("{expert}", "", 1)
+    numbered = key.replace("{layer}", "", 1).replace("{depth}", "", 1).replace("{expert}", "", 1)
     if re.search(r"[{}]", re.sub(r"\{[^{}|]*(?:\|[^{}|]*)+\}", "", numbered)):
         raise UsageError(
-            f"{where}: {short(key)} has braces around something else than {{layer}}, {{expert}} or {{one|other}}"
+            f"{where}: {short(key)} has braces around something else than {{layer}}, {{depth}}, {{expert}} or "
+            "{{one|other}}"
         )
     if key.count("|") > MOST_SPELLINGS:
         raise UsageError(f"{where}: {short(key)} has too many spellings")
@@ -253,7 +255,8 @@ def _check_rule(rule: Rule, where: str) -> None:
             axes = [axis for axis in axes if axis != "expert"]
         elif rule.of_expert:
             raise UsageError(f"{where}: {tensor} is no tensor of one expert")
-        if (first == "layer") is not ("{layer}" in rule.key):
+        second = MTP in rule.conditions  # whose keys need no number, and may hold copies of tensors of the model
+        if (first == "layer") is not ("{layer}" in rule.key) and not second:
             raise UsageError(f"{where}: {tensor} is a tensor of {'each layer' if first == 'layer' else 'the model'}")
         if held != [sorted(axes)]:
             raise UsageError(
@@ -302,9 +305,12 @@ def _check_table(family: Family, path: Path) -> None:
     if used & BIASES != chosen:
         raise UsageError(f"{path}: biases has {sorted(chosen)}, the lines of its table {sorted(used & BIASES)}")
     biases = [chosen, set[str]()] if chosen else [chosen]
-    for residual, head, *rest in product(residuals, ({"tied"}, {"untied"}), kinds, queries, mixers, biases):
-        kind = set[str]().union(*rest)
-        here = [rule for rule in family.tensors if rule.conditions <= {*residual, *head, *kind, "optional"}]
+    parts = [set[str](), {MTP}] if MTP in used else [set[str]()]
+    heads = ({"tied"}, {"untied"})
+    for residual, head, part, *rest in product(residuals, heads, parts, kinds, queries, mixers, biases):
+        kind = set[str]().union(*rest, part)
+        layers = [rule for rule in family.tensors if (MTP in rule.conditions) == bool(part)]
+        here = [rule for rule in layers if rule.conditions <= {*residual, *head, *kind, "optional"}]
         keys = [key for rule in here for key in rule.spellings]
         twice = [key for key in keys if keys.count(key) > 1]
         if twice:
@@ -313,7 +319,8 @@ def _check_table(family: Family, path: Path) -> None:
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise UsageError(f"{path}: its table has {twice[0]} twice ({', '.join({*residual, *head, *kind})})")
-        lost = {"embedding", *model_tensors(here, {*residual, *head, *kind})} - set(names)
+        first = {JOIN} if part else {"embedding", *model_tensors(here, {*residual, *head, *kind})}
+        lost = first - set(names)
         if lost:
             raise UsageError(f"{path}: its table has no {min(lost)}, or an optional one alone")
 

@@ -182,7 +182,7 @@ def _require_known(args: Mapping[str, Any], spec: ModelSpec, interleaves: Mappin
     Raises:
         UnsupportedError: stages number their layers from 0 each, expert ranks do so with biases
             (`handle_experts_in_state_dict` renames weights alone), and the halves of interleaved rows are neither gate
-            nor up.
+            nor up; of linear attention the names differ between versions.
     """
     stages, experts = (args.get(f"{axis}_model_parallel_size") for axis in ("pipeline", "expert"))
     if stages not in (None, 1):
@@ -190,6 +190,12 @@ def _require_known(args: Mapping[str, Any], spec: ModelSpec, interleaves: Mappin
     if experts not in (None, 1) and "expert_down_bias" in spec.tensors:
         raise UnsupportedError(
             f"{where}: biases of experts on {experts} ranks, which megatron-core saves under equal names"
+        )
+    if spec.recurrent_layers:
+        raise UnsupportedError(
+            f"{where}: linear attention is not supported in fsdp_dtensor, where megatron-core 0.19.2 stores its inputs "
+            "apart (`handle_gdn_in_state_dict`), and 0.16.1 together",
+            "--format torch or torch_dist",
         )
     for name, size in interleaves.items():
         if size:

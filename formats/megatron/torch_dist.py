@@ -253,7 +253,7 @@ def whole_slots(spec: ModelSpec, table: Sequence[Rule], padded: int, interleaves
     """
     if spec.mtp_layers:
         raise UnsupportedError(
-            "layers that predict further tokens are not supported in torch_dist and fsdp_dtensor",
+            "of Megatron's formats only the classic one has layers here that predict further tokens",
             "--format torch, or --drop mtp where the source is one of Hugging Face, FSDP or DeepSpeed",
         )
     conditions = {*spec.conditions, "first", "last", "separate"}

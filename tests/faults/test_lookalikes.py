@@ -28,14 +28,6 @@ def torch_dcp(at: Path) -> Path:
     return at
 
 
-def deepspeed(at: Path) -> Path:
-    return shutil.copytree(REAL / "deepspeed", at)
-
-
-def layers(at: Path) -> Path:
-    return shutil.copytree(REAL / "deepspeed_layers", at)
-
-
 def bridge(at: Path) -> Path:
     shutil.copytree(REAL / "dp_reshardable", at)
     config = "model:\n  _target_: megatron.bridge.models.llama.llama_provider.LlamaModelProvider\n  num_layers: 1\n"
@@ -52,8 +44,6 @@ def nemo(at: Path) -> Path:
 
 KINDS: dict[str, tuple[Callable[[Path], Path], str, str, str]] = {
     "torch_dcp": (torch_dcp, "iter_0000003", "--ckpt-format torch_dcp", "torch_dist"),
-    "deepspeed": (deepspeed, "global_step3", "Megatron-DeepSpeed", "tools/convert_checkpoint"),
-    "layers": (layers, ".", "Megatron-DeepSpeed", "tools/convert_checkpoint"),
     "bridge": (bridge, "iter_0000003", "Megatron-Bridge", "export_ckpt"),
     "nemo": (nemo, "weights", "NeMo 2", "llm.export_ckpt"),
 }

@@ -21,7 +21,7 @@ from formats.deepspeed.neox import writer as neox_writer
 from formats.errors import VitruvianError
 from formats.families import family_of, find_family
 from formats.megatron import megatron_llm
-from formats.megatron.args.options import CORE, DIST, Options
+from formats.megatron.args.options import CORE, DIST, FSDP_DTENSOR, Options
 from formats.registry import open_checkpoint
 from tests.models import MODELS, files, settings_of
 
@@ -40,6 +40,7 @@ def to_megatron(source, request, tp: int, **options: Any):
 
 
 CHAIN = {
+    "megatron_fsdp": lambda source, request: to_megatron(source, request, 1, dialect=FSDP_DTENSOR),
     "megatron_dist": lambda source, request: to_megatron(source, request, 2, pp=2, dialect=DIST),
     "neox": lambda source, request: plan_neox(source, request, neox_writer.Options(1, 2)),
     "fsdp": lambda source, request: plan_fsdp(source, request, ranks=3),
@@ -67,8 +68,8 @@ REFUSED = {
     "starcoder2-tied": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "has no starcoder2"},
     "gpt2": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "its positions are learned"},
     "gpt2-untied": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "its positions are learned"},
-    "gpt_neox": {"megatron": "parallel as a rule", "megatron_dist": "parallel as a rule", "megatron-llm": "as a rule"},
-    "gpt_neox-tied": {"megatron": "as a rule", "megatron_dist": "as a rule", "megatron-llm": "as a rule"},
+    "gpt_neox": {"megatron": "as a rule"},
+    "gpt_neox-tied": {"megatron": "as a rule"},
     "granite": {"megatron": "multiplies neither", "neox": "has no granite"},
     "granite-tied": {"megatron": "multiplies neither", "neox": "has no granite"},
     "olmo2": {"megatron": NORMS, "neox": "has no olmo2"},
@@ -155,7 +156,8 @@ def reasons(name: str) -> dict[str, str]:
         holders = held_by(find_family(settings_of(base, **changes)))
         return {form: "" for form in CHAIN if form not in holders}
     said = REFUSED[name]
-    lost = dict.fromkeys(("megatron_dist", "megatron-llm"), said["megatron"]) if "megatron" in said else {}
+    alike = ("megatron_dist", "megatron_fsdp", "megatron-llm")
+    lost = dict.fromkeys(alike, said["megatron"]) if "megatron" in said else {}
     return lost | said
 
 
@@ -199,6 +201,8 @@ def test_formats_prints_what_is_proven_here(convert):
     """A family is held by what holds one of its models."""
     held = json.loads(convert("formats", "--json").out)["held_by"]
     proven: dict[str, set[str]] = {name: {"zero"} for name in held}  # DeepSpeed's folders: tests/golden/test_zero.py
+    for name in ("gpt2", "llama"):
+        proven[name] |= {"megatron_deepspeed"}  # of its own code: tests/golden/test_mds.py
     for name, (base, changes) in CASES.items():
         config = AutoConfig.for_model(**settings_of(base, **changes)).to_dict()
         proven[family_of(config, name).name] |= CHAIN.keys() - reasons(name).keys()

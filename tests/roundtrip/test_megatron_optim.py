@@ -10,6 +10,7 @@ import pytest
 
 from formats.megatron.chained_optimizer import Parameter
 from formats.megatron.optimizer import in_order
+from tests.models import LINEAR
 from tests.optimizers import add_optimizer, check
 
 CASES = {
@@ -22,6 +23,7 @@ CASES = {
     "experts": ("mixtral", "float32", "plain", "--ep 2", ["--pp 2", "--format torch_dist --ep 4", "--tp 2 --ep 2"]),
     "apart": ("dots1", "bfloat16", "plain", "--tp 2 --ep 2 --etp 1", ["--ep 4 --experts te", "--format torch_dist"]),
     "mixed": ("qwen3_moe-tied", "bfloat16", "plain", "--pp 4 --ep 2", ["--tp 2", "--format torch_dist --tp 4 --ep 2"]),
+    "linear": ("qwen3_next", "bfloat16", "plain", "--tp 2 --pp 2", ["--tp 4", "--format torch_dist --tp 2"]),
     "chained": (
         "qwen2_moe",
         "bfloat16",
@@ -40,8 +42,8 @@ KINDS = {
 @pytest.mark.parametrize("name", CASES)
 def test_states_stay_with_their_weights(model, convert, tmp_path, name):
     family, dtype, how, begun, targets = CASES[name]
-    source, run = model(family, dtype), tmp_path / "run"
-    words = ["--norm", "local", "--iteration", 3, "--make-vocab-size-divisible-by", 16]
+    source, run, norm = model(family, dtype), tmp_path / "run", "te" if family in LINEAR else "local"
+    words = ["--norm", norm, "--iteration", 3, "--make-vocab-size-divisible-by", 16]
     assert convert("hf2megatron", source, run, *begun.split(), *words).code == 0
     add_optimizer(run, how)
     plain = convert("digest", run).out.split()[0]
@@ -53,7 +55,7 @@ def test_states_stay_with_their_weights(model, convert, tmp_path, name):
         assert "rng_state is not carried" in ran.err
         assert "only weights" not in ran.err
         check(out, how, 13)
-        words = ["--format", "torch", *begun.split(), "--norm", "local", "--with-optimizer"]
+        words = ["--format", "torch", *begun.split(), "--norm", norm, "--with-optimizer"]
         ran = convert("reshard", out, again, *words)
         assert ran.code == 0, ran.err
         check(again, how, 13)

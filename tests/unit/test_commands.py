@@ -12,6 +12,7 @@ import pytest
 
 from converters.commands.options import Size
 from formats import families
+from formats.registry import FORMATS
 from tests.models import files
 
 
@@ -159,15 +160,7 @@ def test_explain_names_every_table_that_has_a_rule(convert):
 def test_formats_lists_formats_and_families(convert):
     assert "not in Megatron: megatron-core multiplies neither" in convert("formats").out
     facts = json.loads(convert("formats", "--json").out)
-    assert set(facts["formats"]) == {
-        "huggingface",
-        "megatron_dist",
-        "megatron_fsdp",
-        "fsdp",
-        "megatron",
-        "neox",
-        "zero",
-    }
+    assert set(facts["formats"]) == {*FORMATS}
     files = {path.stem for path in Path(families.__file__).parent.glob("*.py")} - {"__init__", *families.NO_FAMILIES}
     assert len(facts["families"]) == len(files)
     assert {"llama", "gpt_neox", "gemma3_text", "falcon_40b"} <= {*facts["families"]}

@@ -22,7 +22,8 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w")
 OF_OTHERS = {
     "--ckpt-format", "--no-load-optim", "--no-load-rng", "--use-checkpoint-args", "--overlap-grad-reduce",
     "--override-opt_param-scheduler",
-    "--pipeline-model-parallel-layout", "--rope-scaling-factor", "--rotary-seq-len-interpolation-factor",
+    "--pipeline-model-parallel-layout", "--rope-scaling-factor", "--mtp-num-layers",
+    "--rotary-seq-len-interpolation-factor",
     "--no-bias-gelu-fusion", "--norm-epsilon", "--transformer-impl", "--tensor-model-parallel-size",  # Megatron
     "--signals-to-handle", "--exclusive", "--kill-on-bad-exit", "--rocm", "--nv",  # torchrun, Slurm, Apptainer
     "--dataset",  # ControlLLM

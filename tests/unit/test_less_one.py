@@ -10,6 +10,7 @@ import torch
 
 from converters.move.casts import add_one, less_one
 from formats.errors import RefusedError
+from tests.optimizers import add_optimizer, of
 from tests.unit.test_edges import DTYPES, INTS, TORCH, bits, by_torch
 
 KEY = "decoder.layers.0.self_attention.out_norm.weight"
@@ -129,3 +130,26 @@ def test_the_library_gives_the_bytes_of_the_conversion(model, convert, tmp_path)
     assert convert("hf2megatron", source, run).code == 0
     with vitruvian.open(source).as_("megatron") as view:
         assert torch.equal(view[KEY].torch(), norm_of(run))
+
+
+def test_masters_go_where_they_still_round_to_the_weights(model, convert, tmp_path):
+    """Into FSDP as the weights, with one added, and back in float32; into Megatron's half precision they do not."""
+    run, fsdp = tmp_path / "run", tmp_path / "fsdp"
+    assert convert("hf2megatron", model("qwen3_5_text", "bfloat16"), run, "--iteration", 3).code == 0
+    add_optimizer(run, "plain")
+    ran = convert("hf2fsdp", run, fsdp, "--with-optimizer")
+    assert ran.code == 0, ran.err
+    whole = tmp_path / "fp32"
+    ran = convert("hf2megatron", fsdp, whole, "--with-optimizer")
+    assert ran.code == 0, ran.err
+    stored = [torch.load(next(one.rglob("model_optim_rng.pt")), weights_only=False) for one in (run, whole)]
+    masters, weights = of(stored[0]["model"][KEY], "master") + 1, stored[1]["model"][KEY]
+    assert torch.equal(weights, masters - 1)
+    moments = [held["optimizer"] if "state" in held["optimizer"] else held["optimizer"]["optimizer"] for held in stored]
+    every = [[one["exp_avg"] for one in held["state"].values() if one["exp_avg"].shape[0] != 256] for held in moments]
+    sums = [sum(float(one.double().sum()) for one in found) for found in every]  # but for the padding of the vocabulary
+    assert sums[0] == sums[1], "moments are those of the weight either way"
+    ran = convert("hf2megatron", fsdp, tmp_path / "bf16", "--with-optimizer", "--dtype", "bf16")
+    assert (ran.code, "less one, where its float32 masters do not round to the weights" in ran.err) == (4, True), (
+        ran.err
+    )

@@ -11,24 +11,24 @@ that it wrote, with its own logits, are in the tests.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.checkpoint import ASSETS, Checkpoint, Details, Settings
-from formats.deepspeed import NEOX, universal
+from formats.deepspeed import NEOX, modules, universal
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed.neox import checks as neox_checks
 from formats.deepspeed.neox import gqa_order
 from formats.deepspeed.neox.run_keys import require_known
-from formats.deepspeed.neox.tables import GPT_NEOX, LLAMA, file_of, slots_of
+from formats.deepspeed.neox.tables import GPT_NEOX, LLAMA, slots_of
 from formats.deepspeed.neox.yml import from_neox, is_gated
 from formats.deepspeed.neox.yml_file import read_yml
 from formats.deepspeed.partitions import Partition
 from formats.disk.safetensors import Fragment
-from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, short, some
+from formats.errors import OptionNeededError, RefusedError, SourceError, some
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Scattered, spread
@@ -37,12 +37,10 @@ from formats.model.spec import ModelSpec
 from formats.optimizer import STATES
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
-from formats.torch_files.saves import require_same
+from formats.torch_files.pickle_values import Namespace
 
 NAME = NEOX.name
 DROPS = (r".*\.rotary_emb\.inv_freq", r".*\._extra_state", r".*\.attention\.(?:masked_)?bias")
-TIED = re.compile(r"tied_modules\.embed\.")
-"""What the optimizer of a pipeline calls the embedding that two stages share."""
 STATE = ("optimizer", "lr_scheduler", "random_rng_state")
 """What the files hold beside the model; nothing of it is carried into another format."""
 TIES = ("iteration", "global_steps", "global_samples", "skipped_steps")
@@ -86,11 +84,13 @@ def detect(path: Path) -> bool:
     for place in places:
         layers = [one for one in sorted(place.iterdir()) if saved_names.LAYER.fullmatch(one.name)]
         models = [one for one in sorted(place.iterdir()) if saved_names.MODEL.fullmatch(one.name)]
-        for file in [*layers[:1], *models[:1]]:
+        for file in [*models[:1], *layers[:1]]:
             try:
                 value = deepspeed.value_of(file)
             except SourceError:  # which `read` will tell
                 return bool(layers) or (place / "configs").is_dir()
+            if isinstance(value, Mapping) and isinstance(value.get("args"), Namespace):
+                return False  # of Megatron-DeepSpeed
             if isinstance(value, Mapping) and "args" in value and value.get("module") is None:
                 return True  # of a pipeline, which needs its layers
             held = value.get("module", value) if isinstance(value, Mapping) else None
@@ -127,7 +127,7 @@ class _Opened(NamedTuple):
     @property
     def layered(self) -> bool:
         """Whether it is a pipeline's."""
-        return _is_layered(self.found)
+        return modules.is_layered(self.found)
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
@@ -137,7 +137,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         pieces, dropped = _place(opened, opened.found, {})
         return _checkpoint(opened, pieces, dropped)
     state = settings.weights.replace("fp32-master", "fp32")
-    partitions = _partitions(opened, sorted({"fp32", state}))
+    partitions = modules.partitions(opened.tag, opened.models, sorted({"fp32", state}))
     proof = None if state == "fp32" else _of_state(opened, partitions, "fp32")
     return replace(_of_state(opened, partitions, state), proof=proof)
 
@@ -145,7 +145,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
 def read_states(path: Path, settings: Settings) -> universal.States:
     """Open the optimizer states; every file is read once."""
     opened = _open(path, settings)
-    partitions = _partitions(opened, STATES)
+    partitions = modules.partitions(opened.tag, opened.models, STATES)
     every = [one for each in partitions.values() for one in each]
     zero_partitions.require_trained(every)
     states = [_of_state(opened, partitions, state) for state in STATES]
@@ -155,10 +155,10 @@ def read_states(path: Path, settings: Settings) -> universal.States:
 def _open(path: Path, settings: Settings) -> _Opened:
     run, tag = deepspeed.locate(path, settings.tag)
     models = {rank: read_torch(file) for rank, file in deepspeed.model_files(tag).items()}
-    found, tp = _tensors(tag, models)
+    found, tp = modules.tensors(tag, models, TIES, _key_of)
     neox_checks.require_own_seeds(models, tp)
     model = _describe(run, tag, models, found, tp, settings)
-    wanted = list(slots_of(model.spec, tp, model.padded, {model.qkv, model.mlp}, layered=_is_layered(found)))
+    wanted = list(slots_of(model.spec, tp, model.padded, {model.qkv, model.mlp}, layered=modules.is_layered(found)))
     lost = sorted({slot.place.file for slot in wanted} - found.keys())
     if lost:
         raise SourceError(f"{tag} lacks {some(lost, 4)}", "copy the files of all ranks into one folder")
@@ -167,7 +167,7 @@ def _open(path: Path, settings: Settings) -> _Opened:
 
 def _of_state(opened: _Opened, partitions: Mapping[int, list[Partition]], state: str) -> Checkpoint:
     """What the optimizer keeps, as a checkpoint; masters are to be compared with the module."""
-    parts = _masters(opened, partitions, state)
+    parts = modules.masters(opened.models, opened.tp, partitions, state, 0, layered=opened.layered)
     whole = {file: {key: one.whole for (at, key), one in parts.items() if at == file} for file, _ in parts}
     pieces, dropped = _place(opened, whole, parts)
     twins = _place(opened, opened.found, {})[0] if state == "fp32" else ()
@@ -259,7 +259,7 @@ def _describe(
         )
     if base:
         neox_checks.require_same_config(spec, base, settings, where)
-    notes = accepted + neox_checks.require_same_topology(models, yml, where, tp, layered=_is_layered(found))
+    notes = accepted + neox_checks.require_same_topology(models, yml, where, tp, layered=modules.is_layered(found))
     qkv = "mha"
     if spec.kv_heads != spec.heads:
         if known.get("gqa_layout") == "blocked":
@@ -274,60 +274,11 @@ def _describe(
     return _Model(spec, yml, assets, config, padded, qkv, "separate" if old else "fused", notes)
 
 
-def _tensors(tag: Path, models: Mapping[int, TorchFile]) -> tuple[dict[str, dict[str, Fragment]], int]:
-    """The tensors of each file by key, and the tensor parallel size.
-
-    Raises:
-        SourceError: a file is missing, or of another topology.
-    """
-    layers = {path.name: path for path in sorted(tag.iterdir()) if saved_names.LAYER.fullmatch(path.name)}
-    if not layers and models[0].value.get("module") is None:
-        raise SourceError(f"{tag} is a pipeline's, and lacks its layer_*-model_* files", "copy them from their nodes")
-    for file in models.values():
-        if not isinstance(file.value, Mapping):
-            raise SourceError(f"{file.path} holds no model states")
-        world = file.value.get("mp_world_size", len(models))
-        if world != len(models):
-            raise SourceError(
-                f"{file.path} is one of {short(world)} model parallel ranks, {len(models)} are there",
-                "ranks are missing, or files of another topology lie beside them",
-            )
-    require_same({file.path: file.value.get for file in models.values()}, TIES)
-    if not layers:
-        found = {file.path.name: _strip(zero_partitions.module(file), file.path) for file in models.values()}
-        return found, len(models)
-    whole_models = [file.path.name for file in models.values() if file.value.get("module") is not None]
-    if whole_models:
-        raise SourceError(
-            f"{tag} holds the layers of a pipeline, and a whole module in {whole_models[0]}: files of two saves",
-            "remove those that are older",
-        )
-    found, ranks = {}, set()
-    for name, path in layers.items():
-        file = read_torch(path)
-        place = saved_names.LAYER.fullmatch(name)
-        assert place is not None
-        ranks.add(int(place[2]))
-        found[name] = {
-            f"{int(place[1])}.{key}": one
-            for key, one in zero_partitions.module(replace(file, value={"module": file.value})).items()
-        }
-    tp = max(ranks) + 1
-    if len(models) % tp:
-        raise SourceError(f"{tag} holds layers of {tp} tensor parallel ranks, but {len(models)} mp_rank files")
-    return found, tp
-
-
-def _is_layered(files: Iterable[str]) -> bool:
-    return any(file.startswith("layer_") for file in files)
-
-
-def _strip(tensors: Mapping[str, Fragment], path: Path) -> dict[str, Fragment]:
-    """Keys without their `sequential.`."""
-    others = [key for key in tensors if not key.startswith("sequential.")]
-    if others:
-        raise SourceError(f"{path} holds {others[0]}, which is no name of GPT-NeoX")
-    return {key.removeprefix("sequential."): one for key, one in tensors.items()}
+def _key_of(key: str, path: Path) -> str:
+    """A key without its `sequential.`."""
+    if not key.startswith("sequential."):
+        raise SourceError(f"{path} holds {key}, which is no name of GPT-NeoX")
+    return key.removeprefix("sequential.")
 
 
 def _rows(found: Mapping[str, Mapping[str, Fragment]], key: str) -> int:
@@ -362,29 +313,3 @@ def _unit(config: Mapping[str, Any], model: TorchFile, tp: int, padded: int) -> 
     noted = args.get("make_vocab_size_divisible_by") if isinstance(args, Mapping) else None
     multiple = noted or config.get("make_vocab_size_divisible_by", 128)
     return multiple * tp if type(multiple) is int and multiple > 0 and padded % (multiple * tp) == 0 else padded
-
-
-def _partitions(opened: _Opened, states: Sequence[str]) -> dict[int, list[Partition]]:
-    """The partitions of each model parallel rank."""
-    found = {rank: zero_partitions.open_partitions(opened.tag, rank, states) for rank in opened.models}
-    zero_partitions.require_same_save([one for of_rank in found.values() for one in of_rank])
-    return found
-
-
-def _masters(
-    opened: _Opened, partitions: Mapping[int, list[Partition]], state: str
-) -> dict[tuple[str, str], Scattered]:
-    """What the optimizer keeps of each parameter, by the file and the key that the parameter itself has.
-
-    A pipeline keeps the embedding that its first and last stage share twice: the second is a further copy.
-    """
-    found: dict[tuple[str, str], Scattered] = {}
-    for rank, file in opened.models.items():
-        for name, one in zero_partitions.load(partitions[rank], zero_partitions.param_shapes(file), state):
-            key = TIED.sub("0.", name.removeprefix("sequential."))
-            index = key.partition(".")[0]
-            if not index.isdigit():
-                raise UnsupportedError(f"{file.path}: the parameter {short(name)} is none of GPT-NeoX")
-            place = (file_of(int(index), rank % opened.tp, layered=opened.layered), key)
-            found[place] = one._replace(copies=found[place].copies + one.copies) if place in found else one
-    return found

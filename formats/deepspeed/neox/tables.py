@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from formats.deepspeed import folders as deepspeed
+from formats.deepspeed.modules import file_of
 from formats.errors import RefusedError
 from formats.families import family_named
 from formats.layout.table import Place, Slot, rules, slots
@@ -87,8 +87,3 @@ def slots_of(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], *
         ):
             index = int(slot.keys[0].partition(".")[0])
             yield slot._replace(place=Place(file_of(index, rank, layered=layered)))
-
-
-def file_of(index: int, rank: int, *, layered: bool) -> str:
-    """The file of a module of the model."""
-    return f"layer_{index:02d}-model_{rank:02d}-model_states.pt" if layered else deepspeed.model_name(rank)

@@ -1,0 +1,283 @@
+"""Checkpoints of Megatron-DeepSpeed: the files of DeepSpeed's pipeline, with Megatron's names and arguments.
+
+    TAG/layer_{i:02d}-model_{tp:02d}-model_states.pt    a module (`tables.py`)
+    TAG/mp_rank_{mp:02d}_model_states.pt                args (a Namespace), checkpoint_version, iteration, tokens, and
+                                                        in newer ones universal_checkpoint_info, with the vocabulary
+    TAG/bf16_zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt
+
+Where one matrix holds query, key and value, nothing in the files says in which order: deepspeedai's tree changed it on
+2024-12-04 (676a482c, megatron/model/transformer.py), and `checkpoint_version` is still 3.0. So it has to be said.
+
+Facts: megatron/checkpointing.py and transformer.py of the trees that `tables.py` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from formats.checkpoint import Checkpoint, Details, Settings
+from formats.deepspeed import MDS, modules, universal
+from formats.deepspeed import folders as deepspeed
+from formats.deepspeed import partitions as zero_partitions
+from formats.deepspeed.mds.args import translated
+from formats.deepspeed.mds.tables import EMBEDDING, FIRST_LAYERS, TABLE, slots_of
+from formats.deepspeed.partitions import Partition
+from formats.disk.safetensors import Fragment
+from formats.errors import OptionNeededError, SourceError, UnsupportedError, short, some
+from formats.families.family import Family
+from formats.huggingface import folder as huggingface
+from formats.layout.pieces import spread
+from formats.layout.table import Place, Placed, Rule, Slot, match
+from formats.megatron.args.options import CORE
+from formats.megatron.classic import spec_of
+from formats.megatron.shards import args_of
+from formats.model.spec import ModelSpec
+from formats.model.values import whole
+from formats.optimizer import STATES
+from formats.torch_files import saved_names
+from formats.torch_files.archive import TorchFile, read_torch
+from formats.torch_files.pickle_values import Namespace
+
+NAME = MDS.name
+TIES = ("iteration", "global_steps", "global_samples", "skipped_steps", "tokens")
+"""What each model file says of the save that it is of."""
+SHARED = (
+    "num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "ffn_hidden_size", "padded_vocab_size",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "world_size", "seed",
+)  # fmt: skip
+"""Arguments that all files must agree on."""
+STATE = ("optimizer", "lr_scheduler", "rng_state", "random_rng_state")
+FAMILIES = ("gpt2", "llama")
+INFO = "universal_checkpoint_info"
+FEW = 4
+"""Layer files that are opened where there is no other: the first are of the embedding and of a layer."""
+DROPS = (r".*\.rotary_emb\.inv_freq",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronDeepSpeed(Details):
+    """What only this format knows of a checkpoint."""
+
+
+class _Opened(NamedTuple):
+    """The files of a model, opened, whatever of it is wanted."""
+
+    run: Path
+    tag: Path
+    models: Mapping[int, TorchFile]
+    found: Mapping[str, Mapping[str, Fragment]]
+    tp: int
+    spec: ModelSpec
+    padded: int
+    assets: Path | None
+    config: Mapping[str, Any] | None
+    wanted: list[Slot]
+    settings: Settings
+    notes: tuple[str, ...]
+
+
+def tables() -> dict[str, tuple[Rule, ...]]:
+    """The layout."""
+    return {NAME: TABLE}
+
+
+def holders(family: Family) -> dict[str, bool]:
+    """It holds the families that its own code has trained for the tests."""
+    return {NAME: family.name in FAMILIES}
+
+
+def detect(path: Path) -> bool:
+    """Whether a folder is DeepSpeed's, with Megatron's args, a Namespace where GPT-NeoX has a dict, or its layers."""
+    for tag in [path] if deepspeed.holds(path) else deepspeed.likely(path):
+        names = sorted(tag.iterdir())
+        models = [file for file in names if deepspeed.is_model(file.name)]
+        layers = [file for file in names if saved_names.LAYER.fullmatch(file.name)]
+        for file in [*models[:1], *layers[:FEW]]:
+            try:
+                value = deepspeed.value_of(file)
+            except (SourceError, UnsupportedError):  # which a reader will tell
+                continue
+            held = value if isinstance(value, Mapping) else {}
+            args = held.get("args")
+            if isinstance(args, Namespace) and {"num_layers", "padded_vocab_size"} <= vars(args).keys():
+                return True
+            if any(str(key).startswith("self_attention.") for key in held):
+                return True
+    return False
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path, settings: Settings) -> Checkpoint:
+    """Open a checkpoint: the pickles of its files, none of the weights."""
+    opened = _open(path, settings)
+    if settings.weights in (None, "module"):
+        return _checkpoint(opened, _placed(opened))
+    state = settings.weights.replace("fp32-master", "fp32")
+    held = modules.partitions(opened.tag, opened.models, sorted({"fp32", state}))
+    proof = None if state == "fp32" else _of_state(opened, held, "fp32")
+    return replace(_of_state(opened, held, state), proof=proof)
+
+
+def read_states(path: Path, settings: Settings) -> universal.States:
+    """Open the optimizer states; every file is read once."""
+    opened = _open(path, settings)
+    held = modules.partitions(opened.tag, opened.models, STATES)
+    every = [one for each in held.values() for one in each]
+    zero_partitions.require_trained(every)
+    return universal.States([_of_state(opened, held, state) for state in STATES], opened.models[0].value, every)
+
+
+def _open(path: Path, settings: Settings) -> _Opened:
+    run, tag = deepspeed.locate(path, settings.tag)
+    if universal.is_universal(tag):
+        raise UnsupportedError(
+            f"{tag} is a universal checkpoint of Megatron-DeepSpeed, which is not read",
+            "take the folder that it was made of, with its layer_* files",
+        )
+    models = {rank: read_torch(file) for rank, file in deepspeed.model_files(tag).items()}
+    for file in models.values():
+        if isinstance(file.value, Mapping) and file.value.get("module") is not None:
+            raise UnsupportedError(
+                f"{file.path} holds the whole model, as a training with --no-pipeline-parallel saves it",
+                "its repository has tools/convert_checkpoint/deepspeed_to_transformers.py",
+            )
+    found, tp = modules.tensors(tag, models, TIES, lambda key, _: key)
+    args = _same_args(models)
+    first = models[0]
+    _require_topology(models, args, tp)
+    rows = found.get(modules.file_of(EMBEDDING, 0), {}).get(f"{EMBEDDING}.word_embeddings.weight")
+    if rows is None or not rows.shape:
+        raise SourceError(f"{tag} holds no word_embeddings.weight in {modules.file_of(EMBEDDING, 0)}")
+    padded = rows.shape[0] * tp
+    if args.get("padded_vocab_size") != padded:
+        said = short(args.get("padded_vocab_size"))
+        raise SourceError(f"{first.path} says padded_vocab_size = {said}, its embeddings have {padded} rows")
+    assets = settings.config
+    config = huggingface.read_config(assets) if assets else None
+    known = _with_vocab(settings, first, config)
+    spec = spec_of(
+        translated(args, str(first.path)), CORE, assets, config, known, tag, first.path, padded, settled=True
+    )
+    order, notes = _order(found, spec, tp, settings)
+    wanted = list(slots_of(spec, tp, padded, {order}, _first_layer(found)))
+    present = {slot.place.file for slot in wanted if "optional" not in slot.rule.conditions}
+    if lost := sorted(present - found.keys()):
+        raise SourceError(f"{tag} lacks {some(lost, 4)}", "copy the files of all ranks into one folder")
+    return _Opened(run, tag, models, found, tp, spec, padded, assets, config, wanted, settings, notes)
+
+
+def _with_vocab(settings: Settings, file: TorchFile, config: Mapping[str, Any] | None) -> Settings:
+    """The settings, with the vocabulary that the files know unless the user or a config says it."""
+    info = file.value.get(INFO)
+    if settings.vocab_size is not None or config is not None or not isinstance(info, Mapping):
+        return settings
+    return replace(settings, vocab_size=whole(info.get("original_vocab_size"), "original_vocab_size", str(file.path)))
+
+
+def _same_args(models: Mapping[int, TorchFile]) -> dict[str, Any]:
+    """The arguments, in which the ranks agree but for what is each one's own.
+
+    Raises:
+        SourceError: a file has none, or they are of different models.
+    """
+    args = args_of(models[0])
+    for file in models.values():
+        other = args_of(file)
+        for name in SHARED:
+            if other.get(name) != args.get(name):
+                raise SourceError(
+                    f"{file.path} says {name} = {short(other.get(name))}, {models[0].path} {short(args.get(name))}: "
+                    "they are of different models"
+                )
+    return args
+
+
+def _require_topology(models: Mapping[int, TorchFile], args: Mapping[str, Any], tp: int) -> None:
+    """The parallel sizes of the args are those of the files, and each file was written by the rank of its name.
+
+    Raises:
+        SourceError: they are others.
+    """
+    pp = len(models) // tp
+    for name, size in (("tensor_model_parallel_size", tp), ("pipeline_model_parallel_size", pp)):
+        if args.get(name) not in (None, size):
+            raise SourceError(f"{models[0].path} says {name} = {short(args[name])}, the files are of {size} ranks")
+    for rank, file in models.items():
+        said, world = args_of(file).get("rank"), args.get("world_size")
+        if type(said) is not int or type(world) is not int or world % pp:
+            continue
+        if said % tp != rank % tp or said // (world // pp) != rank // tp:
+            raise SourceError(
+                f"{file.path} was saved by rank {said}, which belongs elsewhere: files are mixed up",
+                "copy the files of all ranks again, each under its own name",
+            )
+
+
+def _first_layer(found: Mapping[str, Mapping[str, Fragment]]) -> int:
+    """The number of the first layer, which the trees count from 2 or from 3."""
+    numbers = {int(place[1]) for name in found if (place := saved_names.LAYER.fullmatch(name))}
+    return next((number for number in sorted(FIRST_LAYERS) if number in numbers), min(FIRST_LAYERS))
+
+
+def _order(
+    found: Mapping[str, Mapping[str, Fragment]], spec: ModelSpec, tp: int, settings: Settings
+) -> tuple[str, tuple[str, ...]]:
+    """The condition that holds of the rows for query, key and value, and what to tell the user.
+
+    Raises:
+        OptionNeededError: they are in one matrix, and nothing says in which order.
+    """
+    said = settings.gqa_layout
+    known = {
+        "separate": any(key.endswith(".self_attention.query.weight") for held in found.values() for key in held),
+        # BigScience's tree has one order, and of one group on each rank both are the same
+        "grouped": _first_layer(found) != min(FIRST_LAYERS) or spec.kv_heads == tp != spec.heads,
+    }
+    for order, holds in known.items():
+        if holds:
+            return order, () if said == "auto" else (f"--gqa-layout {said} has no effect: there is one order",)
+    if said == "auto":
+        raise OptionNeededError(
+            "query, key and value are in one of two orders, and nothing in the files of Megatron-DeepSpeed tells which",
+            "--gqa-layout grouped for a training with code from before 2024-12-04 (group by group: its queries, key, "
+            "value), blocked for newer code of deepspeedai (all queries, all keys, all values of a rank)",
+        )
+    return said, ()
+
+
+def _of_state(opened: _Opened, held: Mapping[int, list[Partition]], state: str) -> Checkpoint:
+    """What the optimizer keeps, as a checkpoint; masters are to be compared with the module."""
+    parts = modules.masters(opened.models, opened.tp, held, state, EMBEDDING)
+    held_whole = {Place(file): {key: one.whole for (at, key), one in parts.items() if at == file} for file, _ in parts}
+    placed, dropped = match(opened.wanted, held_whole, DROPS, opened.tag)
+    pieces = tuple(piece for one in placed for piece in spread(one, parts[one.slot.place.file, one.key]))
+    twins = _placed(opened)[0] if state == "fp32" else ()
+    return _checkpoint(opened, (pieces, tuple(dropped)), twins)
+
+
+def _placed(opened: _Opened) -> tuple[tuple[Placed, ...], tuple[str, ...]]:
+    placed, dropped = match(
+        opened.wanted, {Place(file): held for file, held in opened.found.items()}, DROPS, opened.tag
+    )
+    return tuple(placed), tuple(dropped)
+
+
+def _checkpoint(
+    opened: _Opened, placed: tuple[tuple[Placed, ...], tuple[str, ...]], twins: tuple[Placed, ...] = ()
+) -> Checkpoint:
+    pieces, dropped = placed
+    held, tp = opened.models[0].value, opened.tp
+    shown = {"iteration": held.get("iteration"), "folder": opened.tag.name, "padded_vocab": opened.padded}
+    files = tuple(sorted({piece.fragment.path for piece in pieces}))
+    return Checkpoint(
+        opened.run, opened.tag, NAME, opened.spec, pieces, dropped, files, {"tp": tp, "pp": len(opened.models) // tp},
+        opened.assets, MegatronDeepSpeed(fresh="--no-load-optim", shown=shown), twins, opened.notes,
+        settings=opened.settings,
+        config=opened.config, padded_vocab=opened.padded,
+        state=tuple(name for name in STATE if held.get(name)), ties=TIES,
+    )  # fmt: skip

@@ -1,0 +1,82 @@
+"""The layouts of Megatron-DeepSpeed: what the modules of its pipeline hold, and in which file.
+
+Module 1 embeds. In the trees of deepspeedai and OpenLLM-France the layers begin with 2, then come the last norm and the
+head; in BigScience's, of BLOOM, they begin with 3, for a function is 2, and another is between them and the norm.
+
+Facts: megatron/model/gpt_model.py and transformer.py of deepspeedai/Megatron-DeepSpeed at 6acc370a and 4efb479d, of
+OpenLLM-France's at a106b24, of bigscience-workshop's at 8387ae17; checkpoints that the first and the third wrote are in
+the tests, with their own logits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from formats.deepspeed.modules import file_of
+from formats.errors import RefusedError
+from formats.layout.table import Place, Slot, rules, slots
+from formats.model.spec import ModelSpec
+
+EMBEDDING = 1
+FIRST_LAYERS = {2: 0, 3: 1}
+"""Number of the first layer: how many functions are between the last one and the norm."""
+
+TABLE = rules("""
+1.word_embeddings.weight                            (embedding: vocab | ~padding)/tp hidden
+1.position_embeddings.weight                        positions: position hidden
+{layer}.input_layernorm.weight                      input_norm: hidden
+{layer}.input_layernorm.bias                        input_norm_bias: hidden
+{layer}.self_attention.query_key_value.weight       (group (query: head half pair | key: half pair | value: dim))/tp hidden    grouped
+{layer}.self_attention.query_key_value.bias         (group (query_bias: head half pair | key_bias: half pair | value_bias: dim))/tp    grouped
+{layer}.self_attention.query_key_value.weight       (query: group/tp head half pair | key: group/tp half pair | value: group/tp dim) hidden    blocked
+{layer}.self_attention.query_key_value.bias         (query_bias: group/tp head half pair | key_bias: group/tp half pair | value_bias: group/tp dim)    blocked
+{layer}.self_attention.query.weight                 query: (group head half pair)/tp hidden    separate
+{layer}.self_attention.query.bias                   query_bias: (group head half pair)/tp    separate
+{layer}.self_attention.key_value.weight             (group (key: half pair | value: dim))/tp hidden    separate
+{layer}.self_attention.key_value.bias               (group (key_bias: half pair | value_bias: dim))/tp    separate
+{layer}.self_attention.dense.weight                 output: hidden (group head dim)/tp
+{layer}.self_attention.dense.bias                   output_bias: hidden
+{layer}.post_attention_layernorm.weight             post_norm: hidden
+{layer}.post_attention_layernorm.bias               post_norm_bias: hidden
+{layer}.mlp.dense_h_to_4h.weight                    (gate: ffn/tp | up: ffn/tp) hidden
+{layer}.mlp.dense_h_to_4h.weight                    up: ffn/tp hidden    plain
+{layer}.mlp.dense_h_to_4h.bias                      (gate_bias: ffn/tp | up_bias: ffn/tp)
+{layer}.mlp.dense_h_to_4h.bias                      up_bias: ffn/tp    plain
+{layer}.mlp.dense_4h_to_h.weight                    down: hidden ffn/tp
+{layer}.mlp.dense_4h_to_h.bias                      down_bias: hidden
+{norm}.weight                                       final_norm: hidden
+{norm}.bias                                         final_norm_bias: hidden
+{head}.lm_head.weight                               (head: vocab | ~padding)/tp hidden    untied
+{head}.word_embeddings.weight                       (embedding: vocab | ~padding)/tp hidden    tied optional
+""")
+"""GPTModelPipe. The second embedding is there where the first and the last stage are on different ranks."""
+
+
+def slots_of(spec: ModelSpec, tp: int, padded: int, order: Iterable[str], first: int) -> Iterator[Slot]:
+    """Every physical tensor of a pipeline.
+
+    Args:
+        spec: the model.
+        tp: tensor parallel size.
+        padded: rows of the vocabulary.
+        order: the conditions that hold of the rows for query, key and value.
+        first: the number of the first layer.
+    """
+    if spec.heads % tp or spec.kv_heads % tp:
+        raise RefusedError(f"{spec.heads} heads in {spec.kv_heads} key/value groups do not divide over tp = {tp}")
+    norm = first + spec.layers + FIRST_LAYERS[first]
+    names = {"{norm}": str(norm), "{head}": str(norm + 1)}
+    table = [replace(rule, key=re.sub(r"\{(?:norm|head)\}", lambda one: names[one[0]], rule.key)) for rule in TABLE]
+    for rank in range(tp):
+        for slot in slots(
+            table,
+            spec.sizes(padded),
+            tensors=spec.tensors,
+            layers=[(layer + first, layer) for layer in range(spec.layers)],
+            mesh={"tp": (rank, tp)},
+            conditions={*spec.conditions, *order},
+            kinds=spec.layer_kinds,
+        ):
+            yield slot._replace(place=Place(file_of(int(slot.keys[0].partition(".")[0]), rank)))

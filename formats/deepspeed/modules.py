@@ -1,0 +1,133 @@
+"""The modules of a pipeline by their numbers: the tensors in each file, and what the optimizer keeps of each.
+
+    TAG/layer_{i:02d}-model_{tp:02d}-model_states.pt    the tensors of module i on a tensor parallel rank
+    TAG/mp_rank_{mp:02d}_model_states.pt                all modules of a rank, where they are not a pipeline's
+
+GPT-NeoX and Megatron-DeepSpeed save so. Facts: deepspeed/runtime/pipe/module.py, 0.19.8.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from formats.deepspeed import folders as deepspeed
+from formats.deepspeed import partitions as zero_partitions
+from formats.deepspeed.partitions import Partition
+from formats.disk.safetensors import Fragment
+from formats.errors import SourceError, UnsupportedError, short
+from formats.layout.pieces import Scattered
+from formats.torch_files import saved_names
+from formats.torch_files.archive import TorchFile, read_torch
+from formats.torch_files.saves import require_same
+
+TIED = re.compile(r"tied_modules\.embed\.")
+"""What the optimizer of a pipeline calls the embedding that two stages share."""
+
+
+def file_of(index: int, rank: int, *, layered: bool = True) -> str:
+    """The file of a module of the model."""
+    return f"layer_{index:02d}-model_{rank:02d}-model_states.pt" if layered else deepspeed.model_name(rank)
+
+
+def tensors(
+    tag: Path,
+    models: Mapping[int, TorchFile],
+    ties: Sequence[str],
+    key_of: Callable[[str, Path], str],
+) -> tuple[dict[str, dict[str, Fragment]], int]:
+    """The tensors of each file by key, the number of the module in front, and the tensor parallel size.
+
+    Args:
+        tag: the folder.
+        models: the file of each model parallel rank.
+        ties: what each of these says of the save.
+        key_of: a key in a file of all modules, with the number in front.
+
+    Raises:
+        SourceError: a file is missing, or of another topology.
+    """
+    layers = {path.name: path for path in sorted(tag.iterdir()) if saved_names.LAYER.fullmatch(path.name)}
+    if not layers and models[0].value.get("module") is None:
+        raise SourceError(f"{tag} is a pipeline's, and lacks its layer_*-model_* files", "copy them from their nodes")
+    for file in models.values():
+        if not isinstance(file.value, Mapping):
+            raise SourceError(f"{file.path} holds no model states")
+        world = file.value.get("mp_world_size", len(models))
+        if world != len(models):
+            raise SourceError(
+                f"{file.path} is one of {short(world)} model parallel ranks, {len(models)} are there",
+                "ranks are missing, or files of another topology lie beside them",
+            )
+    require_same({file.path: file.value.get for file in models.values()}, ties)
+    if not layers:
+        held = {file.path: zero_partitions.module(file) for file in models.values()}
+        found = {path.name: {key_of(key, path): one for key, one in every.items()} for path, every in held.items()}
+        return found, len(models)
+    whole_models = [file.path.name for file in models.values() if file.value.get("module") is not None]
+    if whole_models:
+        raise SourceError(
+            f"{tag} holds the layers of a pipeline, and a whole module in {whole_models[0]}: files of two saves",
+            "remove those that are older",
+        )
+    found, ranks = {}, set[int]()
+    for name, path in layers.items():
+        file = read_torch(path)
+        place = saved_names.LAYER.fullmatch(name)
+        assert place is not None
+        ranks.add(int(place[2]))
+        found[name] = {
+            f"{int(place[1])}.{key}": one
+            for key, one in zero_partitions.module(replace(file, value={"module": file.value})).items()
+        }
+    tp = max(ranks) + 1
+    if len(models) % tp:
+        raise SourceError(f"{tag} holds layers of {tp} tensor parallel ranks, but {len(models)} mp_rank files")
+    return found, tp
+
+
+def is_layered(files: Iterable[str]) -> bool:
+    """Whether files are those of a pipeline's modules."""
+    return any(file.startswith("layer_") for file in files)
+
+
+def partitions(tag: Path, ranks: Iterable[int], states: Sequence[str]) -> dict[int, list[Partition]]:
+    """The partitions of each model parallel rank."""
+    found = {rank: zero_partitions.open_partitions(tag, rank, states) for rank in ranks}
+    zero_partitions.require_same_save([one for of_rank in found.values() for one in of_rank])
+    return found
+
+
+def masters(
+    models: Mapping[int, TorchFile],
+    tp: int,
+    held: Mapping[int, Sequence[Partition]],
+    state: str,
+    embedding: int,
+    *,
+    layered: bool = True,
+) -> dict[tuple[str, str], Scattered]:
+    """What the optimizer keeps of each parameter, by the file and the key that the parameter itself has.
+
+    A pipeline keeps the embedding that its first and last stage share twice: the second is a further copy.
+
+    Args:
+        models: the file of each model parallel rank.
+        tp: tensor parallel size.
+        held: the partitions of each model parallel rank.
+        state: one of `optimizer.STATES`.
+        embedding: the number of the module that embeds.
+        layered: whether each module has files of its own.
+    """
+    found: dict[tuple[str, str], Scattered] = {}
+    for rank, file in models.items():
+        for name, one in zero_partitions.load(held[rank], zero_partitions.param_shapes(file), state):
+            key = TIED.sub(f"{embedding}.", name.removeprefix("sequential."))
+            index = key.partition(".")[0]
+            if not index.isdigit():
+                raise UnsupportedError(f"{file.path}: the parameter {short(name)} has no number of a module")
+            place = (file_of(int(index), rank % tp, layered=layered), key)
+            found[place] = one._replace(copies=found[place].copies + one.copies) if place in found else one
+    return found

@@ -1,0 +1,173 @@
+"""Checkpoints of Megatron-DeepSpeed that are incomplete, damaged or mixed, or of what has no layout here: refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.dcp_tools import refused
+
+REAL = Path(__file__).parents[1] / "golden/mds"
+LLAMA, GPT = REAL / "llama_gqa_separate_tp2", REAL / "gpt_layernorm_tied_tp2"
+STEP, LAYER, RANK = "global_step3", "layer_03-model_01-model_states.pt", "mp_rank_01_model_states.pt"
+OPTIM = "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
+MASTERS = ("--weights", "fp32-master")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return shutil.copytree(LLAMA, tmp_path / "run")
+
+
+def changed(run: Path, name: str, change: Callable[[Any], object]) -> Path:
+    """A file, read, changed and written by torch."""
+    import torch
+
+    path = run / STEP / name
+    value = torch.load(path, weights_only=False)
+    change(value)
+    torch.save(value, path)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "told"),
+    [
+        (LAYER, (), f"lacks {LAYER}"),
+        ("layer_05-model_00-model_states.pt", (), "lacks layer_05-model_00"),
+        ("layer_01-model_00-model_states.pt", (), "no word_embeddings.weight"),
+        ("mp_rank_00_model_states.pt", (), "lacks mp_rank_00"),
+        (RANK, (), "one of 2 model parallel ranks, 1 are there"),
+        (OPTIM, MASTERS, "no optimizer states of mp_rank_01"),
+    ],
+)
+def test_a_file_that_is_missing(convert, run, tmp_path, name, words, told):
+    (run / STEP / name).unlink()
+    refused(convert("zero2hf", run, tmp_path / "out", *words), 3, told)
+
+
+@pytest.mark.parametrize(("name", "words"), [(LAYER, ()), (RANK, ()), (OPTIM, MASTERS)])
+def test_a_file_that_is_cut_off(convert, run, tmp_path, name, words):
+    path = run / STEP / name
+    path.write_bytes(path.read_bytes()[:-100])
+    refused(convert("zero2hf", run, tmp_path / "out", *words), 3, name)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "words", "code", "told"), [(LAYER, (), 3, "CRC-32"), (OPTIM, MASTERS, 6, "rounded float32 masters")]
+)
+def test_a_flipped_bit(convert, run, tmp_path, name, words, code, told):
+    import torch
+
+    path = run / STEP / name
+    value = torch.load(path, weights_only=False)
+    tensor = value["mlp.dense_4h_to_h.weight"] if name == LAYER else None
+    tensor = value["optimizer_state_dict"]["single_partition_of_fp32_groups"][0] if tensor is None else tensor
+    raw = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    content = bytearray(path.read_bytes())
+    content[content.index(raw) + 51] ^= 64
+    path.write_bytes(content)
+    refused(convert("zero2hf", run, tmp_path / "out", *words), code, told)
+
+
+def test_files_under_each_others_names(convert, run, tmp_path):
+    import torch
+
+    paths = [run / STEP / f"mp_rank_0{rank}_model_states.pt" for rank in (0, 1)]
+    held = [torch.load(path, weights_only=False) for path in paths]
+    for path, other in zip(paths, reversed(held), strict=True):
+        torch.save(other, path)
+    refused(convert("inspect", run), 3, "was saved by rank 1, which belongs elsewhere")
+
+
+def said(name: str, value: Any) -> Callable[[Any], object]:
+    return lambda held: setattr(held["args"], name, value)
+
+
+MIXED = {
+    "iteration": (RANK, lambda held: held.update(iteration=2), "iteration"),
+    "model": (RANK, said("ffn_hidden_size", 96), "ffn_hidden_size = 96"),
+    "rows": (RANK, said("padded_vocab_size", 128), "padded_vocab_size = 128"),
+    "topology": (RANK, said("tensor_model_parallel_size", 4), "tensor_model_parallel_size = 4"),
+    "world": (RANK, lambda held: held.update(mp_world_size=4), "one of 4 model parallel ranks"),
+    "no args": (RANK, lambda held: held.pop("args"), "holds no args"),
+    "another key": (LAYER, lambda held: held.update({"self_attention.gate.weight": held["input_layernorm.weight"]}),
+                    "have no place in this model"),
+    "another shape": (LAYER, lambda held: held.update({"input_layernorm.weight": held["input_layernorm.weight"][:-1]}),
+                      "has shape [23]"),
+    "no tensor": (LAYER, lambda held: held.pop("mlp.dense_4h_to_h.weight"), "1 tensors are missing"),
+}  # fmt: skip
+"""What is changed in one file, and what is said of it."""
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_files_of_different_saves(convert, run, tmp_path, kind):
+    name, change, told = MIXED[kind]
+    refused(convert("zero2hf", changed(run, name, change), tmp_path / "out"), 3, told)
+    assert not (tmp_path / "out").exists()
+
+
+def step(held: Any) -> None:
+    for one in held["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        one["step"] = one["step"] + 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_optimizer_states_of_another_save(convert, run, tmp_path):
+    changed(run, OPTIM, step)
+    refused(convert("zero2hf", run, tmp_path / "out", *MASTERS), 3, "files of different saves")
+    refused(convert("hf2fsdp", run, tmp_path / "out", "--with-optimizer"), 3, "files of different saves")
+    assert convert("zero2hf", run, tmp_path / "out").code == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_masters_of_another_model(convert, run, tmp_path):
+    def other(held: Any) -> None:
+        held["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data.add_(1)
+
+    changed(run, OPTIM, other)
+    refused(convert("zero2hf", run, tmp_path / "out", *MASTERS), 6, "are not the rounded float32 masters")
+
+
+UNKNOWN = {
+    "experts": (said("num_experts", [4]), "[4] experts"),
+    "residual": (said("mlp_type", "residual"), "mlp_type = 'residual'"),
+    "embedding norm": (said("embed_layernorm", True), "embed_layernorm = True"),
+    "compression": (said("compression_training", True), "compression_training = True"),
+    "post norm": (said("apply_residual_connection_post_layernorm", True), "apply_residual_connection_post_layernorm"),
+    "version": (lambda held: held.update(checkpoint_version=1.0), "before 2.0"),
+    "whole": (lambda held: held.update(module={"language_model": {}}), "--no-pipeline-parallel"),
+}
+"""What has no layout here, in the arguments of every rank."""
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_what_is_not_supported(convert, run, tmp_path, kind):
+    change, told = UNKNOWN[kind]
+    for rank in (0, 1):
+        changed(run, f"mp_rank_0{rank}_model_states.pt", change)
+    refused(convert("zero2hf", run, tmp_path / "out"), 4, told)
+
+
+def test_a_universal_checkpoint(convert, run, tmp_path):
+    (run / STEP / "zero/1.word_embeddings.weight").mkdir(parents=True)
+    refused(convert("zero2hf", run, tmp_path / "out"), 4, "universal checkpoint of Megatron-DeepSpeed")
+
+
+def test_a_vocabulary_that_contradicts_it(convert, tmp_path):
+    assert convert("zero2hf", LLAMA, tmp_path / "out", "--vocab-size", 50).code == 0
+    refused(convert("zero2hf", LLAMA, tmp_path / "more", "--vocab-size", 65), 3, "holds 64 rows of embeddings")
+
+
+def test_norms_that_drifted_are_averaged_and_told(convert, run, tmp_path):
+    """As in GPT-NeoX, each tensor parallel rank has its own copy of a norm."""
+    changed(run, LAYER, lambda held: held["input_layernorm.weight"].mul_(1.01))
+    ran = convert("zero2hf", run, tmp_path / "out")
+    assert ran.code == 0, ran.err
+    assert "copies" in ran.err
+    refused(convert("zero2hf", run, tmp_path / "strict", "--replicas", "verify"), 6, "differs between its copies")

@@ -102,8 +102,8 @@ def tables() -> dict[str, tuple[Rule, ...]]:
 
 
 def holders(family: Family) -> dict[str, bool]:
-    """It holds the families that are not of Hugging Face alone."""
-    return {NAME: not family.only_here}
+    """It holds the families that are not of Hugging Face alone, without linear attention."""
+    return {NAME: not family.only_here and "recurrent" not in family.traits}
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:

@@ -7,13 +7,17 @@ from typing import Any
 
 
 class VitruvianError(Exception):
-    """Something the user can act on. `str(error)` is one sentence with names and numbers."""
+    """Something the user can act on. `str(error)` is one sentence with names and numbers.
+
+    A traceback shows the hint below it, from Python 3.11 on (PEP 678).
+    """
 
     exit_code = 1
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
         self.hint = hint
+        self.__notes__ = [f"hint: {hint}"] if hint else []
 
 
 class UsageError(VitruvianError):

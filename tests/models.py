@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import tests.opensci  # noqa: F401  # a class that transformers lacks is registered
 from formats.families import find_family
 from formats.families.family import Family
 
@@ -77,6 +78,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 2},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "opensci": {"model_type": "opensci", "head_dim": 16, "attention_bias": True},
+    "opensci-tied": {"model_type": "opensci", "head_dim": 8, "attention_bias": True, **TIED},
     "qwen3-biased": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True},
     "phi3": {"model_type": "phi3", "sliding_window": 8, **TOKENS, "rope_parameters": PARTIAL},
     "phi3-tied": {"model_type": "phi3", "tie_word_embeddings": True, **TOKENS},

@@ -85,5 +85,7 @@ def merge(base: Path, adapter: Path, out: Path, **options: Any) -> None:
 
     source = opened(base, options)
     request = request_of(out, options, source)
-    planned = plan_output(source, request, "huggingface", output_of(options))
-    carry_out(plan_merge(planned, read(adapter), request), request, options, "huggingface")
+    plan = plan_merge(
+        source, read(adapter), request, lambda one: plan_output(one, request, "huggingface", output_of(options))
+    )
+    carry_out(plan, request, options, "huggingface")

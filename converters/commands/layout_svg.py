@@ -12,7 +12,7 @@ from formats.errors import RefusedError, UsageError
 from formats.families import family_named
 from formats.layout.leaves import Leaf, Span
 from formats.layout.lowering import rows, shape
-from formats.layout.table import ALWAYS, KINDS, MTP, Rule
+from formats.layout.table import ALWAYS, Rule
 from formats.megatron.classic import MCORE
 from formats.model.spec import ModelSpec
 
@@ -73,13 +73,14 @@ class Column(NamedTuple):
 def columns(spec: ModelSpec, tensors: Sequence[str], tp: int) -> list[Column]:
     """What each format that has the tensors holds them in."""
     family = family_named(spec.family)
+    kinds = frozenset[str]().union(*spec.layer_kinds[: spec.layers])
     shared = {"mha" if spec.heads == spec.kv_heads else "gqa"}
     held = {
         "Hugging Face": (family.tensors, 1, "separate"),
         f"Megatron, TP {tp}": (() if family.only_here else MCORE, tp, "separate"),
         f"GPT-NeoX, TP {tp}": (NEOX[family.neox] if family.neox else (), tp, "fused"),
     }
-    known = ALWAYS - {"copy", "optional"} | KINDS - {MTP} | spec.conditions | shared | {"first", "last"}
+    known = ALWAYS - {"copy", "optional"} | kinds | spec.conditions | shared | {"first", "last"}
     found = []
     for title, (table, ranks, written) in held.items():
         here = [rule for rule in table if _is_drawn(rule, spec, tensors) and rule.conditions <= {*known, written}]

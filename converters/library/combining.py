@@ -97,8 +97,9 @@ def merge(
     with known_family(said) as family:
         source = open_only(path_of(base, "base"), reading, family)
         request = asked(path_of(out, "out"), said, source)
-        planned = plan_output(source, request, to, output_of(said))
-        return _carried(plan_merge(planned, read(path_of(adapter, "adapter")), request), request)
+        saved = read(path_of(adapter, "adapter"))
+        plan = plan_merge(source, saved, request, lambda one: plan_output(one, request, to, output_of(said)))
+        return _carried(plan, request)
 
 
 def _settings(said: Mapping[str, Any]) -> Settings:

@@ -11,6 +11,7 @@ from converters.common.manifest import contradictions, is_verbatim, read_manifes
 from converters.common.progress import Progress, Tell
 from converters.library.options import Effort, Place, Reading, checked, known_family, limits_of, path_of, settings_of
 from converters.move.engine import digest_of
+from converters.plan.names import alike
 from converters.plan.opening import open_source, require_effect, require_family
 from converters.plan.plan import Job
 from converters.plan.request import Limits
@@ -201,6 +202,7 @@ def verify_with(out: Path, src: Path | None, effects: Effects) -> Verified:
 def _verify_with_source(out: Path, src: Path, effects: Effects) -> Verified:
     checkpoint = effects.open(out, own_config(out, effects.settings), alone=False)
     source = effects.open(src, own_config(src, effects.settings, out), checkpoint, alone=False)
+    checkpoint, source = alike(checkpoint, source)
     differing = differences(checkpoint.spec, source.spec)
     against = _hashed(plan_reading(source).jobs, effects)
     return _verified(checkpoint, out, str(src), against, {}, differing, [], effects)
@@ -236,6 +238,7 @@ def diff_with(one: Path, two: Path, effects: Effects) -> Differences:
     """In what two checkpoints differ, tensor by tensor, whatever formats they are in."""
     first = effects.open(one, own_config(one, effects.settings, two), alone=False)
     second = effects.open(two, own_config(two, effects.settings, one), first, alone=False)
+    first, second = alike(first, second)
     left, right = plan_reading(first), plan_reading(second)
     with effects.progress("comparing", left.nbytes) as progress:
         found = compare(left, right, effects.limits, progress.advance)

@@ -39,7 +39,7 @@ def plan_adapted(source: Checkpoint, request: Request, planned: Callable[[Checkp
     alone = format_of(source).reader.read(source.root, replace(source.settings, adapter="only"))
     alone = replace(alone, settings=source.settings)
     left = tuple(name for name in source.dropped if not OF_LORA.fullmatch(name))
-    return plan_merge(planned(replace(source, dropped=left)), _saved(alone), request)
+    return plan_merge(replace(source, dropped=left), _saved(alone), request, planned)
 
 
 def _config(source: Checkpoint) -> dict[str, object]:

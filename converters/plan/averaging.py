@@ -171,6 +171,8 @@ def _require_types(sources: Sequence[Checkpoint]) -> None:
 
 def _masters(source: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
     """A checkpoint with its float32 masters for its weights, if it has them; and what else to know."""
+    if set(source.dtypes().values()) == {"F32"}:
+        return source, ()
     if format_of(source).training is None or not training_of(source).is_trained(source):
         return source, ()
     try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from formats.disk.safetensors import FLOATS, Fragment, Product, row_major
 from formats.errors import RefusedError, SourceError, UnsupportedError, short, some
 from formats.huggingface import adapter as peft
 from formats.huggingface.folder import model_slots
+from formats.layout.pattern import parse
 from formats.layout.table import Placed, Slot
 from formats.model.spec import Verbatim
 
@@ -46,34 +48,39 @@ class Changes:
         return ", ".join(name for name, found in named.items() if found)
 
 
-def plan_merge(planned: Plan, saved: peft.Saved, request: Request) -> Plan:
+def plan_merge(base: Checkpoint, saved: peft.Saved, request: Request, planned: Callable[[Checkpoint], Plan]) -> Plan:
     """A plan that writes a model with an adapter of PEFT merged into it.
 
     Sums are in float64 and rounded once, to the element type of the base or that of the cast.
 
     Args:
-        planned: the plan of the base model alone, of any format.
+        base: the opened base model, of any format.
         saved: the adapter.
         request: what the user asked for.
+        planned: the plan of a base alone.
 
     Raises:
         SourceError: the adapter is not complete, or does not fit the base.
         UnsupportedError: it is none that can be merged.
-        RefusedError: it changes an embedding that the output head shares.
+        RefusedError: it changes an embedding that the output head shares, in a model without a table.
     """
-    base = planned.source
     adapter, slots = _opened(saved, base)
+    if apart := _trained_apart(adapter, slots, base):
+        base = untied(base)
+        adapter, slots = _opened(saved, base)
+    plan = planned(base)
     changes = _changes(adapter, slots, base)
     jobs = tuple(
         _merged(job, changes[job.tensor, job.layer], request.limits.replicas)
         if (job.tensor, job.layer) in changes
         else job
-        for job in planned.jobs
+        for job in plan.jobs
     )
     held = Checkpoint(saved.root, saved.root, NAME, base.spec, (), (), saved.files)
     about = {name: adapter.config[name] for name in SHOWN if adapter.config.get(name)}
     inputs = (Input(base, {}), Input(held, about))
-    return replace(planned, jobs=jobs, inputs=inputs, notes=(*planned.notes, *_notes(adapter, base)))
+    notes = [f"{apart} was trained apart from what shares it: the output head gets weights of its own"] * bool(apart)
+    return replace(plan, jobs=jobs, inputs=inputs, notes=(*plan.notes, *notes, *_notes(adapter, base)))
 
 
 def _notes(adapter: peft.Adapter, base: Checkpoint) -> Iterator[str]:
@@ -115,13 +122,11 @@ def _changes(
 
     Raises:
         SourceError: shapes do not fit.
-        RefusedError: it changes an embedding that the output head shares.
     """
     found: dict[Key, Changes] = {}
 
     def places(key: str, fragment: Fragment) -> Iterator[tuple[Changes, list[Part]]]:
         slot = slots[key]
-        _require_alone(key, slot, adapter, base)
         if fragment.shape != slot.shape:
             raise SourceError(
                 f"{adapter.root}: {key} is {list(fragment.shape)}, and {list(slot.shape)} in {base.root}",
@@ -143,20 +148,40 @@ def _changes(
     return found
 
 
-def _require_alone(key: str, slot: Slot, adapter: peft.Adapter, base: Checkpoint) -> None:
-    """No tensor is changed that the output head shares with the embedding: a merge would change both.
+def _trained_apart(adapter: peft.Adapter, slots: Mapping[str, Slot], base: Checkpoint) -> str:
+    """The first tensor that embedding and output head share and that the adapter changes; empty if there is none.
+
+    PEFT trains one of both, or a copy of it, and leaves the other as it was (peft 0.21.2, where a merge changes both).
 
     Raises:
-        RefusedError: one is.
+        RefusedError: no table tells what else the shared tensor is.
     """
     spec = base.spec
     shared = {*spec.copies.values()} if isinstance(spec, Verbatim) else {"embedding"}
-    if spec.tied and (slot.replica or shared.intersection(slot.rule.pattern.tensors)):
+    changed = sorted(adapter.keys(slots)) if spec.tied else []
+    found = (key for key in changed if slots[key].replica or shared.intersection(slots[key].rule.pattern.tensors))
+    key = next(found, "")
+    if key and isinstance(spec, Verbatim):
         raise RefusedError(
             f"{adapter.root} changes {key}, which embedding and output head of {base.root} share: merged into both it "
             "would be another model than the one that was trained",
             "untie the base first: save it with tie_word_embeddings=False, its lm_head a copy of the embedding",
         )
+    return key
+
+
+def untied(base: Checkpoint) -> Checkpoint:
+    """A model whose output head has weights of its own, which are those of the embedding."""
+    heads = []
+    for placed in base.tensors:
+        rule = placed.slot.rule
+        if rule.pattern.tensors == ("embedding",) and not placed.slot.replica.shared:
+            named = replace(rule, pattern=parse(re.sub(r"\bembedding\b", "head", rule.pattern.text)))
+            heads.append(placed._replace(slot=placed.slot._replace(rule=named)))
+    kept = (placed for placed in base.tensors if not placed.slot.replica.shared)
+    settings = replace(base.settings, values={**base.settings.values, "tied": False})
+    spec = replace(base.spec, tied=False)
+    return replace(base, spec=spec, tensors=(*kept, *heads), settings=settings)
 
 
 def _product(key: str, lora: peft.Lora, slot: Slot, adapter: peft.Adapter, base: Checkpoint) -> Product:

@@ -6,14 +6,17 @@ the one kind of names is read as if it had the other: each physical tensor is a 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from converters.assets.files import config_text
 from converters.plan import agreement
 from formats.checkpoint import Checkpoint
 from formats.disk.safetensors import DTYPES, Fragment
 from formats.errors import UnsupportedError
+from formats.huggingface import HUGGINGFACE
 from formats.layout.table import Cut, Placed
 from formats.model import untabled
 from formats.model.spec import Verbatim
@@ -96,6 +99,18 @@ def in_files(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     rest = {name: shape for name, shape in spec.shapes.items() if name not in moves}
     names = Names(shapes | rest, moves, tuple(copy for copy in tied if copy in moves))
     return _renamed(source, spec, config, names, "the name that transformers saves it under")
+
+
+def alike(one: Checkpoint, other: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+    """Two checkpoints of models without a table, under names of files where they have different ones."""
+    specs = one.spec, other.spec
+    if not all(isinstance(spec, Verbatim) for spec in specs) or {*specs[0].boxes()} == {*specs[1].boxes()}:
+        return one, other
+    left, right = (
+        each if each.format == HUGGINGFACE.name else in_files(each, json.loads(config_text(each, None)))
+        for each in (one, other)
+    )
+    return left, right
 
 
 def _asked(source: Checkpoint, config: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -47,7 +47,7 @@ def _torch_dcp(path: Path) -> Path | None:
     except SourceError:  # which a reader will tell
         return None
     keys = [entry.name for entry in entries if re.match(r"model\d*\.", entry.name)]
-    mine = set(fsdp_dtensor.OBJECTS) <= set(objects) and not any(map(fsdp_dtensor.MODEL.match, keys))
+    mine = set(fsdp_dtensor.OBJECTS) <= set(objects) and not any(map(fsdp_dtensor.KEY.match, keys))
     return folder / dcp.METADATA if mine and keys else None
 
 

@@ -38,12 +38,12 @@ from formats.megatron.args import flags
 from formats.megatron.args.moe import INTERLEAVE, interleaves_of
 from formats.megatron.args.options import DIST, FSDP_DTENSOR, Options, namespace
 from formats.megatron.chained_optimizer import BUFFER
-from formats.megatron.classic import FLAGS, MCORE, assets_of, parameters_of, spec_of, topology_of
+from formats.megatron.classic import FLAGS, assets_of, parameters_of, spec_of, topology_of
 from formats.megatron.details import details
 from formats.megatron.folders import TRACKER, locate, name_of
 from formats.megatron.optimizer import Optimizer
 from formats.megatron.shards import DROPS, STATE, args_of, names_of
-from formats.megatron.torch_dist import EMBEDDING, whole_slots
+from formats.megatron.torch_dist import EMBEDDING, MODEL, whole_slots
 from formats.model.spec import ModelSpec
 from formats.torch_files import dcp, dcp_writer
 from formats.torch_files.archive import TorchFile, packed
@@ -53,7 +53,7 @@ from formats.torch_files.pickle_values import Namespace
 NAME = FORMAT.name
 OBJECTS = ("args", "checkpoint_version", "iteration")
 """What Megatron's plain DCPs have at the top, as torch.save wrote it; in torch_dist it is in one object."""
-MODEL = re.compile(r"model(\d*)\.module\.(.+)")
+KEY = re.compile(r"model(\d*)\.module\.(.+)")
 PREFIX = "model.module."
 CARRIED = (*OBJECTS, *states.HEAD)
 """Objects that are read again from other places: args and iteration by `details`, the schedule with the optimizer."""
@@ -75,7 +75,7 @@ def _apart(rule: Rule) -> Iterator[Rule]:
         yield Rule(FC1.sub(rf"\g<1>{suffix}", rule.key), parse(f"{name}: {rows}{columns}"), rule.conditions)
 
 
-TABLE = tuple(half for rule in MCORE for half in _apart(rule))
+TABLE = tuple(half for rule in MODEL for half in _apart(rule))
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def detect(path: Path) -> bool:
         entries, objects = dcp.contents(folder)
     except SourceError:  # which this one will tell
         return dcp.names(folder, PREFIX)
-    return set(OBJECTS) <= set(objects) and any(MODEL.match(entry.name) for entry in entries)
+    return set(OBJECTS) <= set(objects) and any(KEY.match(entry.name) for entry in entries)
 
 
 def tables() -> dict[str, tuple[Rule, ...]]:
@@ -102,7 +102,7 @@ def tables() -> dict[str, tuple[Rule, ...]]:
 
 
 def holders(family: Family) -> dict[str, bool]:
-    """It holds the families that are not of Hugging Face alone, without linear attention."""
+    """It holds the families that are not of Hugging Face alone, and that have no linear attention."""
     return {NAME: not family.only_here and "recurrent" not in family.traits}
 
 
@@ -124,7 +124,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     whole = {key: tensor.whole for key, tensor in tensors.items()}
     wanted = whole_slots(spec, _table(spec, tensors), padded, interleaves)
     placed, dropped = match(wanted, {ALONE: whole}, DROPS, folder)
-    others = [entry.name for entry in entries if not MODEL.match(entry.name)]
+    others = [entry.name for entry in entries if not KEY.match(entry.name)]
     files = {item.path for entry in entries for item in entry.items}
     writers = {found[1] for file in files if (found := dcp.DATA.fullmatch(file.name))}
     experts = "local" if any(".local_experts." in key for key in tensors) else "te"
@@ -161,7 +161,7 @@ def _tensors(folder: Path, entries: Sequence[dcp.Entry]) -> dict[str, Scattered]
     """
     mine: dict[str, dcp.Entry] = {}
     for entry in entries:
-        if found := MODEL.fullmatch(entry.name):
+        if found := KEY.fullmatch(entry.name):
             if found[1]:
                 raise UnsupportedError(f"{folder} holds {entry.name}: virtual pipeline chunks are not supported")
             mine[found[2]] = entry
@@ -172,7 +172,7 @@ def _tensors(folder: Path, entries: Sequence[dcp.Entry]) -> dict[str, Scattered]
 
 def _table(spec: ModelSpec, keys: Iterable[str]) -> list[Rule]:
     """The rows for a model, of which these keys are there: without a gate nothing is apart."""
-    held, table = set(keys), MCORE if "plain" in spec.conditions else TABLE
+    held, table = set(keys), MODEL if "plain" in spec.conditions else TABLE
     return [rule for rule in table if "copy" not in rule.conditions or rule.key in held]
 
 
@@ -181,21 +181,21 @@ def _require_known(args: Mapping[str, Any], spec: ModelSpec, interleaves: Mappin
 
     Raises:
         UnsupportedError: stages number their layers from 0 each, expert ranks do so with biases
-            (`handle_experts_in_state_dict` renames weights alone), and the halves of interleaved rows are neither gate
-            nor up; of linear attention the names differ between versions.
+            (`handle_experts_in_state_dict` renames weights alone), the halves of interleaved rows are neither gate nor
+            up, and the inputs of linear attention are cut part by part or not, as the version has it
+            (`handle_gdn_in_state_dict`, which the saver of 0.19.2 does not call).
     """
+    if spec.recurrent_layers:
+        raise UnsupportedError(
+            f"{where}: linear attention is not supported in fsdp_dtensor: its inputs are cut otherwise in each version",
+            "--format torch or torch_dist",
+        )
     stages, experts = (args.get(f"{axis}_model_parallel_size") for axis in ("pipeline", "expert"))
     if stages not in (None, 1):
         raise UnsupportedError(f"{where}: {stages} pipeline stages, whose layers megatron-core saves under equal names")
     if experts not in (None, 1) and "expert_down_bias" in spec.tensors:
         raise UnsupportedError(
             f"{where}: biases of experts on {experts} ranks, which megatron-core saves under equal names"
-        )
-    if spec.recurrent_layers:
-        raise UnsupportedError(
-            f"{where}: linear attention is not supported in fsdp_dtensor, where megatron-core 0.19.2 stores its inputs "
-            "apart (`handle_gdn_in_state_dict`), and 0.16.1 together",
-            "--format torch or torch_dist",
         )
     for name, size in interleaves.items():
         if size:

@@ -191,28 +191,48 @@ def test_files_that_are_missing_or_cut(merged, convert, tmp_path, model):
     assert (ran.code, "trained on another model, or on one whose vocabulary" in ran.err) == (3, True), ran.err
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        {"target_modules": ["embed_tokens"]},
-        {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
-        {"target_modules": ["lm_head"]},
-    ],
-)
+TIED = [
+    {"target_modules": ["embed_tokens"]},
+    {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+    {"target_modules": ["lm_head", "q_proj"]},
+    {"target_modules": ["embed_tokens"], "use_dora": True},
+    {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+]
+
+
+@pytest.mark.parametrize("words", TIED)
 def test_an_embedding_that_the_head_shares(model, convert, tmp_path, words):
-    """PEFT merges it into both, and computes something else then."""
+    """PEFT merges LoRA of it into both, and computes something else then. Here the head gets weights of its own."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    base = model("llama-tied")
+    base, ids = model("llama-tied"), torch.arange(20)[None]
     adapter = adapter_of(base, tmp_path / "adapter", **words)
     wrapped = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter).eval()
+    assert convert("hf2megatron", base, tmp_path / "shards", "--tp", 2).code == 0
+    for source in (base, tmp_path / "shards"):
+        ran = convert("merge", source, adapter, tmp_path / f"out-{source.name}")
+        assert ran.code == 0, ran.err
+        assert "the output head gets weights of its own" in ran.err
+        assert convert("verify", tmp_path / f"out-{source.name}").code == 0
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / f"out-{base.name}", dtype=torch.float32)
+    assert ours.config.tie_word_embeddings is False
     with torch.no_grad():
-        ids = torch.arange(20)[None]
-        before, after = wrapped(ids).logits, wrapped.merge_and_unload()(ids).logits
-    assert (before - after).abs().max() > 0.03 * before.abs().max()
-    ran = convert("merge", base, adapter, tmp_path / "out")
+        before, merged = wrapped(ids).logits, ours(ids).logits
+        after = wrapped.merge_and_unload()(ids).logits
+    assert (before - merged).abs().max() < 1e-5 * before.abs().max()
+    if "modules_to_save" not in words:
+        assert (before - after).abs().max() > 0.03 * before.abs().max()
+    weights = [(tmp_path / f"out-{one.name}/model.safetensors").read_bytes() for one in (base, tmp_path / "shards")]
+    assert weights[0] == weights[1]
+
+
+def test_a_shared_embedding_of_a_model_without_a_table(model, convert, tmp_path):
+    adapter = adapter_of(model("llama-tied"), tmp_path / "adapter", target_modules=["embed_tokens"])
+    ran = convert("merge", model("llama-tied"), adapter, tmp_path / "out", "--verbatim")
     assert (ran.code, "untie the base first" in ran.err) == (5, True), ran.err
 
 

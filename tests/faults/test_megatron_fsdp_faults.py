@@ -166,4 +166,5 @@ def test_topologies_that_it_has_not(model, convert, tmp_path):
         convert("hf2megatron", *words, "--with-optimizer", "--optimizer", "plain"), 2, "the distributed optimizer alone"
     )
     refused(convert("hf2megatron", model("gpt_oss"), *words[1:], "--ep", 2), 4, "biases of experts on 2 ranks")
+    refused(convert("hf2megatron", model("qwen3_next"), *words[1:]), 4, "linear attention is not supported")
     refused(convert("reshard", REAL, tmp_path / "out", "--with-optimizer", *VOCAB), 5, "--dtype bf16")

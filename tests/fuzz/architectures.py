@@ -24,7 +24,8 @@ SMALL: Mapping[str, int] = {
     "decoder_attention_heads": 4, "encoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "intermediate_size": 96, "moe_intermediate_size": 24, "ffn_dim": 96, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96,
     "d_ff": 96, "vocab_size": 160, "max_position_embeddings": 64, "n_positions": 64, "num_experts": 4,
-    "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "num_local_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1,
     "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
     "out_hidden_size": 64, "image_size": 32, "patch_size": 16, "state_size": 8, "expand": 2, "projection_dim": 64,
     "lm_head_dim": 64, "embed_dim": 64, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32,
@@ -38,11 +39,13 @@ Saved = Callable[[Path, dict[str, Any], random.Random], list[str]]
 
 BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "per_layer_config")
 """Keys that say something of each layer; a class makes them itself of the number of these."""
-UNSAID = ("head_dim", "n_routed_experts", "num_key_value_heads")
+UNSAID = ("head_dim", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "num_key_value_heads")
 """Sizes that some classes leave to be null, and others cannot compute with."""
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1], [["global"], 1]]},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
@@ -93,28 +96,32 @@ def class_of(kind: str, config: Mapping[str, Any]) -> str:
 
 def build(kind: str, seed: int) -> Any | None:
     """A random model of a type; None where its class does not take the small sizes."""
-    return _built(kind, seed, sparse=False) or _built(kind, seed, sparse=True)
+    with contextlib.suppress(Exception):  # not every class takes these sizes, and some need what is not installed
+        return built(kind, seed, sparse=False)
+    with contextlib.suppress(Exception):
+        return built(kind, seed, sparse=True)
+    return None
 
 
-def _built(kind: str, seed: int, *, sparse: bool) -> Any | None:
+def built(kind: str, seed: int, *, sparse: bool) -> Any:
+    """The same with the settings of its config, or with those alone that are smaller; an error says why not."""
     import torch
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    try:
-        defaults = CONFIG_MAPPING[kind]().to_dict()
-        config = CONFIG_MAPPING[kind].from_dict({**smaller(defaults, sparse=sparse), **SPECIAL.get(kind, {})})
-        config.architectures = [class_of(kind, defaults)]
-        made = getattr(transformers, config.architectures[0])
-        with torch.device("meta"):
-            size = sum(one.numel() for one in made(config).parameters())
-        if size > LARGEST:
-            return None
-        torch.manual_seed(seed)
-        model = made(config)
-        return model if any(one.is_floating_point() for one in model.state_dict().values()) else None
-    except Exception:  # noqa: BLE001  # not every class takes these sizes, and some need what is not installed
-        return None
+    defaults = CONFIG_MAPPING[kind]().to_dict()
+    config = CONFIG_MAPPING[kind].from_dict({**smaller(defaults, sparse=sparse), **SPECIAL.get(kind, {})})
+    config.architectures = [class_of(kind, defaults)]
+    made = getattr(transformers, config.architectures[0])
+    with torch.device("meta"):
+        size = sum(one.numel() for one in made(config).parameters())
+    if size > LARGEST:
+        raise ValueError(f"{size // 10**6} million parameters with the small sizes")
+    torch.manual_seed(seed)
+    model = made(config)
+    if not any(one.is_floating_point() for one in model.state_dict().values()):
+        raise ValueError("it has no weights")
+    return model
 
 
 @contextlib.contextmanager

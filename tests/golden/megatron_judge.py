@@ -65,8 +65,13 @@ EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"
 PLAIN = ("arcee", "gpt2", "jais2", "nemotron", "starcoder2")
 EPSILONS = ("norm_epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
 DENSE = ("cwm", "ernie4_5", "ministral", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", *PLAIN)
-FAMILIES = (*DENSE, *EXPERTS, "qwen3_5_text")
-for _family in (name.removesuffix("_text") for name in FAMILIES):  # else each rank that is forked imports them anew
+OUTSIDE = ("opensci",)
+"""Those that no release of transformers has."""
+INSIDE = (*DENSE, *EXPERTS, "qwen3_5_text")
+FAMILIES = (*INSIDE, *OUTSIDE)
+for _family in OUTSIDE:
+    import_module(f"tests.{_family}")
+for _family in (name.removesuffix("_text") for name in INSIDE):  # else each rank that is forked imports them anew
     import_module(f"transformers.models.{_family}.modeling_{_family}")
 GELU = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False, "relu2": False}
 """Activation of an MLP without a gate: bias_activation_fusion (fusions/fused_bias_gelu.py:20)."""
@@ -353,7 +358,7 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         "normalization": "LayerNorm" if layer_norm else "RMSNorm",
         "layernorm_zero_centered_gamma": c.model_type in ("nemotron", *LINEAR),
         **biases(c),
-        "qk_layernorm": c.model_type in ("qwen3", "qwen3_moe", "dots1", "hy_v3", *LATENT, *LINEAR)
+        "qk_layernorm": c.model_type in ("qwen3", "qwen3_moe", "dots1", "hy_v3", "opensci", *LATENT, *LINEAR)
         or getattr(c, "use_qk_norm", False),
         "window_attn_skip_freq": window_fields(c).get("window_attn_skip_freq"),
         "no_rope_freq": [1 - one for one in rotates[: c.num_hidden_layers]] if rotates else None,

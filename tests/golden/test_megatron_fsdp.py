@@ -163,12 +163,12 @@ def test_other_frameworks_resume_from_it(convert, tmp_path):
 
 def test_the_table_is_the_classic_one():
     """Each row has one key in a classic checkpoint, and gate and up, one after the other there, are apart."""
-    from formats.megatron.classic import MCORE
+    from formats.megatron.torch_dist import MODEL as ROWS
 
     keys = [rule.key for rule in fsdp_dtensor.TABLE]
     halves = [key for key in keys if re.search(r"_[wv](?=[|}]|$)", key)]
     assert len(halves) == 10
-    assert len(keys) == len(MCORE) + 5
+    assert len(keys) == len(ROWS) + 5
     assert [rule.pattern.text for rule in fsdp_dtensor.TABLE if rule.key.endswith("mlp.linear_fc1.weight_v")] == [
         "up: ffn/tp hidden"
     ]

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from formats.errors import RefusedError, UnsupportedError, UsageError
+from tests.models import nearest_bfloat16
 from train.model import lora
 from train.model.trainee import filed, make
 from train.settings.config import Lora
@@ -29,8 +30,19 @@ def tensors(folder):
     return load_file(folder / "model.safetensors")
 
 
+def load_adapter(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def nearest(tensor):
+    """A tensor of float64, rounded once to bf16."""
+    return torch.from_numpy(nearest_bfloat16(tensor.numpy()).view("int16")).view(torch.bfloat16)
+
+
 def require_as_peft(base, out):
-    """OUT is what peft merges, rounded once to bf16; every other weight is the base's."""
+    """OUT is what peft merges in float64, rounded once to bf16; every other weight is the base's."""
     from peft import PeftModel
 
     tokens = torch.arange(40)[None] % 250
@@ -44,9 +56,10 @@ def require_as_peft(base, out):
     assert torch.allclose(adapted, after, atol=1e-5)
     assert (adapted - before).abs().max() > 0.5
     assert (adapted - exported).abs().max() < 0.05 * adapted.abs().max()
+    exact = PeftModel.from_pretrained(base_of(base, dtype=torch.float64), out / "adapter").double().merge_and_unload()
     held, first = tensors(out), tensors(base)
-    for name, tensor in merged.state_dict().items():
-        assert torch.equal(held[filed(name, merged.config.model_type)], tensor.bfloat16()), name
+    for name, tensor in exact.state_dict().items():
+        assert torch.equal(held[filed(name, merged.config.model_type)], nearest(tensor)), name
     changed = {name for name in first if not torch.equal(held[name], first[name].bfloat16())}
     targets = json.loads((out / "adapter/adapter_config.json").read_bytes())["target_modules"]
     assert changed == {name for name in first if name.endswith(tuple(f".{target}.weight" for target in targets))}
@@ -82,6 +95,11 @@ def test_any_ranks_and_interruptions(settings, run, convert, model, tmp_path):
     assert refused.code == 4
     assert "holds a PEFT adapter" in refused.err
     assert "train run CONFIG.yml --export OUT" in refused.err
+    alone = convert("fsdp2hf", whole.save / "global_step108", tmp_path / "alone", "--adapter", "only")
+    assert alone.code == 0, alone.err
+    ours, theirs = (load_adapter(folder) for folder in (tmp_path / "alone", tmp_path / "out/adapter"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.distributed
@@ -106,11 +124,11 @@ def test_layers_that_have_other_names_in_files(settings, run, model, tmp_path):
     from peft import PeftModel
 
     base, exported = (base_of(one).state_dict() for one in (model("hy_v3", vocab_size=253), tmp_path / "out"))
-    adapted = base_of(model("hy_v3", vocab_size=253), dtype=torch.float32)
-    merged = PeftModel.from_pretrained(adapted, tmp_path / "out/adapter").merge_and_unload().state_dict()
-    assert all(torch.equal(exported[name].float(), one.bfloat16().float()) for name, one in merged.items()
+    adapted = base_of(model("hy_v3", vocab_size=253), dtype=torch.float64)
+    merged = PeftModel.from_pretrained(adapted, tmp_path / "out/adapter").double().merge_and_unload().state_dict()
+    assert all(torch.equal(exported[name].bfloat16(), nearest(one)) for name, one in merged.items()
                if "correction_bias" not in name)  # fmt: skip
-    changed = {name.rpartition(".mlp.")[2] for name, one in merged.items() if not torch.equal(one, base[name])}
+    changed = {name.rpartition(".mlp.")[2] for name, one in merged.items() if not torch.equal(one, base[name].double())}
     assert "shared_experts.down_proj.weight" in changed
 
 

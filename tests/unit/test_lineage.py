@@ -70,10 +70,40 @@ def test_there_and_back(convert, tmp_path, kind, monkeypatch):
     dcp.load({"model": state}, checkpoint_id=tmp_path / "c", no_dist=True)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert convert("verify", tmp_path / "c").code == 0
+    assert convert("verify", tmp_path / "c", tmp_path / "hf").code == 0
+    assert convert("diff", tmp_path / "hf", tmp_path / "c").code == 0
     assert convert("fsdp2hf", tmp_path / "c", tmp_path / "out").code == 0
     before, after = (load_file(tmp_path / place / "model.safetensors") for place in ("hf", "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_out_of_deepspeed(convert, tmp_path):
+    """A module of DeepSpeed has the names in memory, and becomes a folder with those of files."""
+    from safetensors.torch import load_file
+
+    with quiet():
+        model = build("mistral3", 3)
+        model.save_pretrained(tmp_path / "hf")
+    (tmp_path / "zero/global_step1").mkdir(parents=True)
+    (tmp_path / "zero/latest").write_text("global_step1")
+    held = {"module": model.state_dict(), "dp_world_size": 1, "mp_world_size": 1, "global_steps": 1}
+    torch.save(held, tmp_path / "zero/global_step1/mp_rank_00_model_states.pt")
+    ran = convert("zero2hf", tmp_path / "zero", tmp_path / "out", "--config", tmp_path / "hf")
+    assert ran.code == 0, ran.err
+    before, after = (load_file(tmp_path / place / "model.safetensors") for place in ("hf", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_changed_weight_is_seen_under_either_name(convert, tmp_path):
+    with quiet():
+        model = build("qwen2_5_vl", 3)
+        model.save_pretrained(tmp_path / "hf")
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    state["model.language_model.layers.1.mlp.up_proj.weight"][3, 5] += 1
+    trained = save(tmp_path / "trained", {"model": state})
+    refused(convert("verify", trained, tmp_path / "hf", "--config", tmp_path / "hf"), 6, "up_proj")
 
 
 def test_rows_in_another_order_are_refused(convert, tmp_path):

@@ -9,12 +9,14 @@ import shlex
 import shutil
 import sys
 import time
+import traceback
 
 import click
 import pytest
 
 import converters.cli
 import train.cli
+import vitruvian
 from converters.commands.to import NAMES
 from converters.common.cli_help import MANY, TITLES
 from converters.common.progress import Progress, clock, ranges
@@ -148,6 +150,15 @@ def test_errors_are_json_where_json_was_asked_for(model, convert, tmp_path):
     keys = json.dumps([json.loads(convert("plan", model("llama"), "--to", "megatron", "--json").out)["target"]])
     assert not re.findall(r'"\w+ \w+":', keys)
     assert "held_by" in json.loads(convert("formats", "--json").out)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tracebacks have notes from Python 3.11 on")
+def test_a_traceback_in_a_notebook_has_the_hint(tmp_path):
+    with pytest.raises(vitruvian.SourceError) as told:
+        vitruvian.open(tmp_path / "gone")
+    shown = "".join(traceback.format_exception(told.value))
+    assert shown.rstrip().endswith("--local-dir FOLDER")
+    assert "\nhint: a model of the Hub" in shown
 
 
 class Terminal(io.StringIO):

@@ -1,7 +1,6 @@
 """Export: the last checkpoint of a run as a Hugging Face folder, converted as `convert fsdp2hf` does.
 
-Adapters are merged into their base model one matrix at a time, in float32, without a GPU. Merged matrices are kept in a
-scratch folder beside OUT until the converter has copied them, with all other tensors of the model, into OUT.
+Adapters are merged into their base model as `convert merge` does.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ from converters.assets.chat_template import load_template
 from converters.assets.files import files, has_tokenizer
 from converters.assets.token_files import held_template
 from converters.convert import check_paths, run
+from converters.plan.merging import plan_merge
 from converters.plan.request import Request
 from converters.plan.targets import SHARD_SIZE, plan_huggingface
 from converters.prove.archive_crc import archives, check
-from formats.checkpoint import Checkpoint
-from formats.disk.safetensors import read_safetensors
-from formats.errors import RefusedError, SourceError, UsageError
-from formats.layout.table import Placed
+from formats.errors import RefusedError, UsageError
+from formats.huggingface import adapter as peft
 from formats.registry import open_checkpoint
 from formats.torch_files.saves import require_one_save
 from train.data.tokens.documents import Documents
@@ -34,14 +32,12 @@ from train.settings.config import Config
 
 ADAPTER = "adapter"
 """Folder in OUT with the adapters only, as peft loads them."""
-WEIGHTS = "adapter_model.safetensors"
 
 
 def export(checkpoint: Path, out: Path, template: str | None = None, moved: Path | None = None) -> str:
     """Convert a checkpoint to bf16, without a process group, in constant memory; the output is read back and compared.
 
-    For a checkpoint with adapters, OUT is the merged model and `OUT/adapter` is what peft loads. Memory is that of the
-    adapters and of the largest matrix in float32; while it runs, the disk holds merged matrices twice.
+    For a checkpoint with adapters, OUT is the merged model and `OUT/adapter` is what peft loads.
 
     Args:
         checkpoint: of this trainer.
@@ -55,6 +51,8 @@ def export(checkpoint: Path, out: Path, template: str | None = None, moved: Path
     Raises:
         VitruvianError: the conversion is refused; or the adapters belong to other weights.
     """
+    from safetensors.torch import save_file
+
     from train.model.lora import BASE, NOTE
     from train.run.identity import require_same_base
 
@@ -68,13 +66,17 @@ def export(checkpoint: Path, out: Path, template: str | None = None, moved: Path
     base = open_checkpoint(moved if moved is not None and not place.exists() else place)
     check_paths(base, request)
     note = require_same_base(checkpoint, base)
-    scratch = request.place.with_name(request.place.name + ".merged")
+    scratch = request.place.with_name(request.place.name + ".adapter")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     try:
-        plan = plan_huggingface(_merged(base, checkpoint, settings, scratch), request, SHARD_SIZE, template)
+        save_file(read_adapters(checkpoint), scratch / peft.WEIGHTS, {"format": "pt"})
+        shutil.copyfile(checkpoint / NOTE, scratch / peft.CONFIG)
+        plan = plan_merge(
+            base, peft.read(scratch), request, lambda one: plan_huggingface(one, request, SHARD_SIZE, template)
+        )
         assert plan.target is not None
-        own = {f"{ADAPTER}/{NOTE}": checkpoint / NOTE, f"{ADAPTER}/{WEIGHTS}": scratch / WEIGHTS}
+        own = {f"{ADAPTER}/{name}": scratch / name for name in (peft.CONFIG, peft.WEIGHTS)}
         run(replace(plan, target=replace(plan.target, copies={**plan.target.copies, **own})), request)
     finally:
         shutil.rmtree(scratch)
@@ -124,56 +126,6 @@ def check_export(config: Config, start: Path, trained: Iterable[Documents]) -> s
         f"{other[0]} was made with another chat template than {config.export} will have: is what they write the same? "
         "else --chat_template FILE"
     )
-
-
-def _merged(base: Checkpoint, checkpoint: Path, settings: dict[str, Any], scratch: Path) -> Checkpoint:
-    """The base model with its adapters merged: changed tensors are in `scratch`, all others where they were.
-
-    Raises:
-        SourceError: an adapter belongs to no tensor of the model.
-    """
-    from safetensors.torch import save_file
-
-    from formats.disk.json_file import read_json
-    from train.model.fused_experts import keys_of
-    from train.model.lora import ROOT
-    from train.model.trainee import filed
-
-    adapters = read_adapters(checkpoint)
-    save_file(adapters, scratch / WEIGHTS, {"format": "pt"})
-    config, scale = read_json(base.root / "config.json"), settings["lora_alpha"] / settings["r"]
-    tensors = {placed.key: placed for placed in base.tensors}
-    for name in [name for name in adapters if ".lora_A." in name]:
-        key = filed(name.removeprefix(ROOT).replace(".lora_A.", "."), config["model_type"])
-        if key not in tensors:
-            key = next((hub_key for (hub_key,) in keys_of(key, config, 1)), key)
-        if key not in tensors:
-            raise SourceError(f"{checkpoint} has an adapter of {key}, which {base.root} has not")
-        lower, upper = adapters[name], adapters[name.replace(".lora_A.", ".lora_B.")]
-        tensors[key] = _merge(tensors[key], lower, upper, scale, scratch / f"{key}.safetensors")
-    files = tuple(sorted({placed.fragment.path for placed in tensors.values()}))
-    return replace(base, root=scratch, home=scratch, tensors=tuple(tensors.values()), files=files)
-
-
-def _merge(placed: Placed, lower: Any, upper: Any, scale: float, path: Path) -> Placed:
-    """Write weight + scale x upper lower, rounded once to bf16.
-
-    Args:
-        placed: the weight, [rows, columns].
-        lower: float32[rank, columns].
-        upper: float32[rows, rank].
-        scale: of their product.
-        path: the file to write.
-    """
-    import torch
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    with safe_open(placed.fragment.path, "pt") as file:
-        weight = file.get_tensor(placed.key).float()
-    weight += (upper @ lower) * scale
-    save_file({placed.key: weight.to(torch.bfloat16)}, path)
-    return placed._replace(fragment=read_safetensors(path)[0][placed.key])
 
 
 def read_adapters(checkpoint: Path) -> dict[str, Any]:

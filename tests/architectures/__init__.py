@@ -1,0 +1,1 @@
+"""Every architecture of transformers that generates text, through FSDP and back (`make architectures`)."""

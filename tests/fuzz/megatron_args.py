@@ -171,6 +171,7 @@ def _serve() -> None:
     """Answer questions until there are none."""
     import torch.distributed as dist
 
+    sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))  # where the judge finds what is beside it
     from tests.golden import megatron_judge as judge
 
     judge.patch_for_cpu()

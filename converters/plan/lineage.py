@@ -174,7 +174,7 @@ def of_model(model: Any, shapes: dict[str, Sequence[int]]) -> dict[str, Any]:
             tied[copy] = original
     memory = {name: tuple(one.shape) for name, one in own.items()}
     kept = {name: whole(name, shape) for name, shape in memory.items() if name not in tied}
-    if shapes.keys() <= memory.keys():  # no file was loaded that would tell how they were called there
+    if kept.keys() <= shapes.keys():  # names in memory: no file was loaded that would tell how they were called there
         model._weight_conversions = None  # noqa: SLF001
     hub = revert_weight_conversion(model, dict(kept))
     if any(shapes.get(name, tuple(one.shape)) != tuple(one.shape) for name, one in hub.items()):

@@ -20,8 +20,8 @@ TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where a config of several modalities has that of its language model."""
 HEAD = "lm_head.weight"
 EMBEDDINGS = (
-    "model.embed_tokens.weight", "model.decoder.embed_tokens.weight", "transformer.wte.weight",
-    "transformer.word_embeddings.weight",
+    "model.embed_tokens.weight", "model.language_model.embed_tokens.weight", "model.decoder.embed_tokens.weight",
+    "transformer.wte.weight", "transformer.word_embeddings.weight",
 )  # fmt: skip
 """With which of them it is one tensor in a tied model."""
 CAUSAL = ("ForCausalLM", "LMHeadModel")

@@ -41,7 +41,7 @@ def test_without_a_config_there_is_a_hint(folder, merge):
     refused(merge(folder), 3, folder, "no config.json", "--config BASE")
 
 
-@pytest.mark.parametrize("command", ["inspect", "digest", "plan"])
+@pytest.mark.parametrize("command", ["digest", "plan"])
 def test_every_command_says_so(folder, convert, command):
     ran = convert(command, folder, *(["--to", "huggingface"] if command == "plan" else []))
     refused(ran, 3, "--config BASE")
@@ -162,9 +162,8 @@ def test_the_final_weights_of_a_run_are_not_passed_over(run_folder, convert, mod
     assert ran.code != 0 or any((one["model.norm.weight"] == final["model.norm.weight"]).all() for one in merged)
 
 
-@pytest.mark.parametrize("command", ["inspect", "digest"])
-def test_commands_that_read_one_checkpoint_name_the_newest(run_folder, convert, model, command):
-    ran = convert(command, run_folder, "--config", model("llama"))
+def test_a_command_that_reads_one_checkpoint_names_the_newest(run_folder, convert, model):
+    ran = convert("digest", run_folder, "--config", model("llama"))
     refused(ran, 3, run_folder, "checkpoint-100\n")
     assert ran.out == ""
 
@@ -224,7 +223,7 @@ def test_an_adapter_is_no_model(merge, model, tmp_path, words):
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_"
         state |= {f"{name}A.default.weight": torch.randn(4, 64), f"{name}B.default.weight": torch.randn(64, 4)}
     folder = save(tmp_path / "c", {"model": state})
-    refused(merge(folder, "--config", model("llama"), *words), 4, "PEFT adapter", "lora_A", "merge it")
+    refused(merge(folder, "--config", model("llama"), *words), 4, "PEFT adapter", "lora_A", "--adapter merged")
 
 
 def test_a_model_with_an_adapter_in_it_is_refused(merge, model, tmp_path):

@@ -77,13 +77,10 @@ def test_it_comes_back_from_fsdp_and_deepspeed(convert, tmp_path, name, tied):
     again = load_file(tmp_path / "zero/model.safetensors")
     assert again.keys() == module.keys()
     assert all(torch.equal(value, module[key]) for key, value in again.items())
-<<<<<<< HEAD
-=======
     assert convert("verify", tmp_path / "fsdp", source).code == 0
     assert convert("verify", tmp_path / "zero", source).code == 0
     folders = (source, tmp_path / "zero", *([] if "moe" in name else [tmp_path / "fsdp"]))  # where experts are fused
     assert len({convert("digest", one).out.split()[0] for one in folders}) == 1
->>>>>>> families
     assert convert("hf2hf", source, tmp_path / "dropped", "--drop", "mtp").code == 0
     assert load_file(tmp_path / "dropped/model.safetensors").keys() == module.keys() - {"mtp.fc.weight"}
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from formats.deepspeed import folders as deepspeed
+from formats.deepspeed import model_files
 from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed.partitions import Partition
 from formats.disk.safetensors import Fragment
@@ -63,7 +64,7 @@ def tensors(
             )
     require_same({file.path: file.value.get for file in models.values()}, ties)
     if not layers:
-        held = {file.path: zero_partitions.module(file) for file in models.values()}
+        held = {file.path: model_files.module(file) for file in models.values()}
         found = {path.name: {key_of(key, path): one for key, one in every.items()} for path, every in held.items()}
         return found, len(models)
     whole_models = [file.path.name for file in models.values() if file.value.get("module") is not None]
@@ -80,7 +81,7 @@ def tensors(
         ranks.add(int(place[2]))
         found[name] = {
             f"{int(place[1])}.{key}": one
-            for key, one in zero_partitions.module(replace(file, value={"module": file.value})).items()
+            for key, one in model_files.module(replace(file, value={"module": file.value})).items()
         }
     tp = max(ranks) + 1
     if len(models) % tp:
@@ -123,7 +124,7 @@ def masters(
     """
     found: dict[tuple[str, str], Scattered] = {}
     for rank, file in models.items():
-        for name, one in zero_partitions.load(held[rank], zero_partitions.param_shapes(file), state):
+        for name, one in zero_partitions.load(held[rank], model_files.param_shapes(file), state):
             key = TIED.sub(f"{embedding}.", name.removeprefix("sequential."))
             index = key.partition(".")[0]
             if not index.isdigit():

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from formats.deepspeed import folders as deepspeed
 from formats.disk.safetensors import DTYPES, Fragment
 from formats.errors import SourceError, UnsupportedError, short, some
-from formats.layout.pieces import Piece, Scattered, in_one, scattered, whole_part
+from formats.layout.pieces import Piece, Scattered, scattered, whole_part
 from formats.layout.table import Cut
 from formats.optimizer import STATES, require_states
 from formats.torch_files import saved_names
@@ -151,8 +151,8 @@ def _parse(file: TorchFile, held: Mapping[str, Any], states: Sequence[str]) -> P
         refs = masters if state == "fp32" else [moments["state"].get(i, {}).get(state) for i in range(len(masters))]
         if any(ref is None for ref in refs):
             raise SourceError(f"{file.path} holds no {state}: its optimizer is not Adam, or has made no step yet")
-        flats = [_fragment(file, ref, f"{state} of group {i}") for i, ref in enumerate(refs)]
-        lengths = [_fragment(file, ref, "").shape[0] for ref in masters]
+        flats = [flat_fragment(file, ref, f"{state} of group {i}") for i, ref in enumerate(refs)]
+        lengths = [flat_fragment(file, ref, "").shape[0] for ref in masters]
         stripped = [
             pad if "zero_stage" in held and flat.shape[0] == length else 0
             for flat, pad, length in zip(flats, paddings, lengths, strict=True)
@@ -285,7 +285,12 @@ def number(file: TorchFile, value: Any) -> float:
     return float(plain(file, value, "a number").number)
 
 
-def _fragment(file: TorchFile, ref: Any, name: str) -> Fragment:
+def flat_fragment(file: TorchFile, ref: Any, name: str) -> Fragment:
+    """A flat tensor of a file.
+
+    Raises:
+        SourceError: it is none.
+    """
     if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or (ref.strides != (1,) and ref.shape[0] > 1):
         raise SourceError(f"{file.path} holds {name} as {short(ref)}, which is no flat tensor")
     return file.fragment(ref, name)
@@ -340,8 +345,8 @@ def _by_interval(
         for rank in range(start // size if size else 0, min(len(flats), -(-stop // size) if size else 0)):
             low, high = max(start, rank * size), min(stop, ends[rank])
             if low < high:
-                pieces.append(_piece(flats[rank].fragment, low - rank * size, low - start, high - start))
-        yield name, _whole(name, shape, pieces, flats[0].fragment)
+                pieces.append(flat_piece(flats[rank].fragment, low - rank * size, low - start, high - start))
+        yield name, whole_of(name, shape, pieces, flats[0].fragment)
         start = stop + gap
 
 
@@ -361,125 +366,22 @@ def _by_parameter(flats: Sequence[Flat], group: Mapping[str, tuple[int, ...]]) -
         part = -(-numel // len(flats))
         cuts = [(rank * part, min(numel, (rank + 1) * part)) for rank in range(len(flats))]
         pieces = [
-            _piece(flat.fragment, at, low, high) for flat, (low, high) in zip(flats, cuts, strict=True) if low < high
+            flat_piece(flat.fragment, at, low, high)
+            for flat, (low, high) in zip(flats, cuts, strict=True)
+            if low < high
         ]
-        yield name, _whole(name, shape, pieces, flats[0].fragment)
+        yield name, whole_of(name, shape, pieces, flats[0].fragment)
         at += part
 
 
-def _piece(flat: Fragment, at: int, low: int, high: int) -> Piece:
+def flat_piece(flat: Fragment, at: int, low: int, high: int) -> Piece:
     """Elements [low, high) of a parameter, which lie `at` elements into a flat group."""
     fragment = flat._replace(offset=flat.offset + at * DTYPES[flat.dtype], shape=(high - low,), strides=(1,))
     return Piece(Cut(((low, high),), flat=True), fragment)
 
 
-def _whole(name: str, shape: tuple[int, ...], pieces: list[Piece], like: Fragment) -> Scattered:
+def whole_of(name: str, shape: tuple[int, ...], pieces: list[Piece], like: Fragment) -> Scattered:
+    """A parameter of its pieces; without elements it has one, of the type and the file of another tensor."""
     if not prod(shape):
         pieces = [Piece(whole_part(shape), like._replace(shape=shape, strides=(1,) * len(shape)))]
     return scattered(name, shape, like.dtype, pieces)
-
-
-# --- what the file of the model says ---------------------------------------------------------------------------------
-
-
-def param_shapes(file: TorchFile) -> list[dict[str, tuple[int, ...]]]:
-    """The parameters of each optimizer group (in stage 3: of each sub group), in the order in which they are laid out.
-
-    Raises:
-        SourceError: the file does not say.
-    """
-    groups = file.value.get("param_shapes")
-    if isinstance(groups, Mapping):
-        groups = [groups]
-    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
-        raise SourceError(f"{file.path} holds no param_shapes, without which a partition cannot be taken apart")
-    for group in groups:
-        for name, shape in group.items():
-            if not isinstance(name, str) or not _is_shape(shape):
-                raise SourceError(f"{file.path} holds param_shapes that are none: {short(name)} {short(shape)}")
-    return [dict(group) for group in groups]
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple) and all(type(n) is int and 0 <= n < 2**62 for n in value)
-
-
-def frozen(files: Sequence[TorchFile]) -> Iterator[tuple[str, Scattered]]:
-    """The parameters that are not trained: in stage 2 whole, as they lay in memory, in stage 3 a part on each rank.
-
-    Args:
-        files: the model files of all data parallel ranks; of stage 2 only the first is there.
-    """
-    shapes = files[0].value.get("frozen_param_shapes") or {}
-    for name, shape in shapes.items():
-        if not _is_shape(shape):
-            raise SourceError(f"{files[0].path} holds a frozen parameter of the shape {short(shape)}")
-        pieces, start = list[Piece](), 0
-        for file in files:
-            ref = (file.value.get("frozen_param_fragments") or {}).get(name)
-            if not isinstance(ref, TensorRef):
-                raise SourceError(f"{file.path} holds no fragment of {name}, which is frozen")
-            if ref.shape == shape and len(files) == 1:
-                fragment = file.fragment(ref, name)
-                pieces.append(Piece(whole_part(shape), fragment))
-                continue
-            fragment = _fragment(file, ref, f"the frozen {name}")
-            stop = min(prod(shape), start + fragment.shape[0])
-            if stop > start:
-                pieces.append(_piece(fragment, 0, start, stop))
-            start = stop
-        yield name, _whole(name, shape, pieces, fragment)
-
-
-def module(file: TorchFile) -> dict[str, Fragment]:
-    """The tensors of the module in a model file.
-
-    Raises:
-        SourceError: it holds none.
-    """
-    held = file.value.get("module")
-    if not isinstance(held, Mapping):
-        raise SourceError(f"{file.path} holds no module")
-    found = {}
-    for name, ref in held.items():
-        if isinstance(ref, TensorRef):
-            found[str(name)] = file.fragment(ref, str(name))
-        elif not isinstance(ref, Opaque | None):
-            raise UnsupportedError(f"{file.path}: {short(name)} holds {short(ref)}, which is no tensor")
-    return found
-
-
-def whole(file: TorchFile, state: str, modules: Mapping[str, Fragment]) -> Iterator[tuple[str, Scattered]]:
-    """The states of stage 0, which keeps them whole, in the order of its groups and without a name.
-
-    Each takes the first parameter of its shape that is left. That this is right, the comparison of the masters with the
-    module proves, also where moments are asked for: `converters/move/replicas.py` lets no one switch it off.
-
-    Raises:
-        SourceError: there are none, or they fit no parameter.
-        UnsupportedError: there are no masters, so that nothing would tell which parameter a moment belongs to.
-    """
-    try:
-        groups = _whole_groups(file, state)
-        left = dict(modules)
-        for ref in (ref for group in groups for ref in group):
-            name = next(name for name, one in left.items() if one.shape == ref.shape)
-            del left[name]
-            fragment = file.fragment(ref, state)
-            yield name, in_one(name, fragment)
-    except (*DAMAGE, StopIteration):
-        raise SourceError(
-            f"{file.path} holds no {state} of its parameters in a form that is known", "take --weights module"
-        ) from None
-
-
-def _whole_groups(file: TorchFile, state: str) -> list[list[TensorRef]]:
-    """The states of each group. A training in float32 has no masters: its optimizer is that of torch alone."""
-    held = file.value["optimizer"]
-    masters = held.get("fp32_groups")
-    inner = held["optimizer_state_dict"] if masters is not None else held
-    if state == "fp32":
-        return [list(group) for group in masters or ()]
-    if masters is None:
-        raise UnsupportedError(f"{file.path} is of stage 0 in float32, which does not say whose {state} is whose")
-    return [[inner["state"][number][state] for number in group["params"]] for group in inner["param_groups"]]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.checkpoint import Checkpoint, Details, Settings
-from formats.deepspeed import ZERO, universal
+from formats.deepspeed import ZERO, model_files, universal
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import partitions as zero_partitions
 from formats.disk.safetensors import Fragment
@@ -74,7 +74,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         kind = "a universal checkpoint" if whole else "of stage 3"
         raise OptionNeededError(f"{tag} is {kind}, whose model files hold no weights", "take --weights fp32-master")
     notes += zero_partitions.require_one_step(tag, models[0], settings.accept)
-    modules = zero_partitions.module(models[0])
+    modules = model_files.module(models[0])
     if wanted == "module":
         tensors = dict(_module(models[0], modules))
     elif whole:
@@ -199,7 +199,7 @@ def _module(file: TorchFile, modules: Mapping[str, Fragment]) -> Iterator[tuple[
 
 
 def _groups(file: TorchFile) -> Sequence[Mapping[str, tuple[int, ...]]]:
-    return zero_partitions.param_shapes(file) if file.value.get("param_shapes") is not None else ()
+    return model_files.param_shapes(file) if file.value.get("param_shapes") is not None else ()
 
 
 def _states(
@@ -208,14 +208,14 @@ def _states(
     """What the optimizer keeps of each parameter; and what it keeps nothing of, as the model has it."""
     first = models[0]
     if first.value.get("optimizer") is not None:
-        found = dict(zero_partitions.whole(first, state, _trained(first, modules)))
+        found = dict(model_files.whole(first, state, _trained(first, modules)))
     else:
         partitions = zero_partitions.open_partitions(tag, 0, sorted({"fp32", state}))
         _require_same_stage(first, partitions)
         if partitions[0].stage == 3 and len(partitions) != len(models):
             raise SourceError(f"{tag} holds {len(models)} model files and {len(partitions)} files of optimizer states")
-        found = dict(zero_partitions.load(partitions, zero_partitions.param_shapes(first), state))
-        found |= dict(zero_partitions.frozen(models if partitions[0].stage == 3 else models[:1]))
+        found = dict(zero_partitions.load(partitions, model_files.param_shapes(first), state))
+        found |= dict(model_files.frozen(models if partitions[0].stage == 3 else models[:1]))
     others = {name: one for name, one in modules.items() if name not in found}
     aliases = _shared(first.value)
     untrained = [*(first.value.get("frozen_param_shapes") or ()), *(_trained(first, others).keys() - aliases.keys())]
@@ -309,7 +309,7 @@ def trained(tag: Path, accept: Collection[str] = ()) -> Training:
     if first.value.get("optimizer") is not None:
         raise UnsupportedError(f"{tag} is of stage 0, whose optimizer keeps no names", "train a step with stage 1")
     zero_partitions.require_one_step(tag, first, accept)
-    shapes = zero_partitions.param_shapes(first)
+    shapes = model_files.param_shapes(first)
     if universal.is_universal(tag):
         states = {state: dict(_universal(tag, first, state)) for state in STATES}
         return Training(states, {}, first.value, shapes, ())
@@ -317,7 +317,7 @@ def trained(tag: Path, accept: Collection[str] = ()) -> Training:
     _require_same_stage(first, partitions)
     zero_partitions.require_trained(partitions)
     states = {state: dict(zero_partitions.load(partitions, shapes, state)) for state in STATES}
-    module = {} if partitions[0].stage == 3 else zero_partitions.module(first)
+    module = {} if partitions[0].stage == 3 else model_files.module(first)
     return Training(states, module, first.value, shapes, partitions)
 
 

@@ -1,0 +1,121 @@
+"""What a model file of DeepSpeed says: its module, the shapes of its parameters, those that are frozen, whole states.
+
+Facts: deepspeed/runtime/engine.py `_save_checkpoint` and `_get_zero_param_shapes`, 0.19.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from formats.deepspeed.partitions import flat_fragment, flat_piece, whole_of
+from formats.disk.safetensors import Fragment
+from formats.errors import SourceError, UnsupportedError, short
+from formats.layout.pieces import Piece, Scattered, in_one, whole_part
+from formats.torch_files.archive import TorchFile
+from formats.torch_files.pickle_values import Opaque, TensorRef
+from formats.torch_files.unpickle import DAMAGE
+
+
+def param_shapes(file: TorchFile) -> list[dict[str, tuple[int, ...]]]:
+    """The parameters of each optimizer group (in stage 3: of each sub group), in the order in which they are laid out.
+
+    Raises:
+        SourceError: the file does not say.
+    """
+    groups = file.value.get("param_shapes")
+    if isinstance(groups, Mapping):
+        groups = [groups]
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        raise SourceError(f"{file.path} holds no param_shapes, without which a partition cannot be taken apart")
+    for group in groups:
+        for name, shape in group.items():
+            if not isinstance(name, str) or not _is_shape(shape):
+                raise SourceError(f"{file.path} holds param_shapes that are none: {short(name)} {short(shape)}")
+    return [dict(group) for group in groups]
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(n) is int and 0 <= n < 2**62 for n in value)
+
+
+def frozen(files: Sequence[TorchFile]) -> Iterator[tuple[str, Scattered]]:
+    """The parameters that are not trained: in stage 2 whole, as they lay in memory, in stage 3 a part on each rank.
+
+    Args:
+        files: the model files of all data parallel ranks; of stage 2 only the first is there.
+    """
+    shapes = files[0].value.get("frozen_param_shapes") or {}
+    for name, shape in shapes.items():
+        if not _is_shape(shape):
+            raise SourceError(f"{files[0].path} holds a frozen parameter of the shape {short(shape)}")
+        pieces, start = list[Piece](), 0
+        for file in files:
+            ref = (file.value.get("frozen_param_fragments") or {}).get(name)
+            if not isinstance(ref, TensorRef):
+                raise SourceError(f"{file.path} holds no fragment of {name}, which is frozen")
+            if ref.shape == shape and len(files) == 1:
+                fragment = file.fragment(ref, name)
+                pieces.append(Piece(whole_part(shape), fragment))
+                continue
+            fragment = flat_fragment(file, ref, f"the frozen {name}")
+            stop = min(prod(shape), start + fragment.shape[0])
+            if stop > start:
+                pieces.append(flat_piece(fragment, 0, start, stop))
+            start = stop
+        yield name, whole_of(name, shape, pieces, fragment)
+
+
+def module(file: TorchFile) -> dict[str, Fragment]:
+    """The tensors of the module in a model file.
+
+    Raises:
+        SourceError: it holds none.
+    """
+    held = file.value.get("module")
+    if not isinstance(held, Mapping):
+        raise SourceError(f"{file.path} holds no module")
+    found = {}
+    for name, ref in held.items():
+        if isinstance(ref, TensorRef):
+            found[str(name)] = file.fragment(ref, str(name))
+        elif not isinstance(ref, Opaque | None):
+            raise UnsupportedError(f"{file.path}: {short(name)} holds {short(ref)}, which is no tensor")
+    return found
+
+
+def whole(file: TorchFile, state: str, modules: Mapping[str, Fragment]) -> Iterator[tuple[str, Scattered]]:
+    """The states of stage 0, which keeps them whole, in the order of its groups and without a name.
+
+    Each takes the first parameter of its shape that is left. That this is right, the comparison of the masters with the
+    module proves, also where moments are asked for: `converters/move/replicas.py` lets no one switch it off.
+
+    Raises:
+        SourceError: there are none, or they fit no parameter.
+        UnsupportedError: there are no masters, so that nothing would tell which parameter a moment belongs to.
+    """
+    try:
+        groups = _whole_groups(file, state)
+        left = dict(modules)
+        for ref in (ref for group in groups for ref in group):
+            name = next(name for name, one in left.items() if one.shape == ref.shape)
+            del left[name]
+            fragment = file.fragment(ref, state)
+            yield name, in_one(name, fragment)
+    except (*DAMAGE, StopIteration):
+        raise SourceError(
+            f"{file.path} holds no {state} of its parameters in a form that is known", "take --weights module"
+        ) from None
+
+
+def _whole_groups(file: TorchFile, state: str) -> list[list[TensorRef]]:
+    """The states of each group. A training in float32 has no masters: its optimizer is that of torch alone."""
+    held = file.value["optimizer"]
+    masters = held.get("fp32_groups")
+    inner = held["optimizer_state_dict"] if masters is not None else held
+    if state == "fp32":
+        return [list(group) for group in masters or ()]
+    if masters is None:
+        raise UnsupportedError(f"{file.path} is of stage 0 in float32, which does not say whose {state} is whose")
+    return [[inner["state"][number][state] for number in group["params"]] for group in inner["param_groups"]]

@@ -135,9 +135,17 @@ def _to_bf16(values: Array) -> Array:
     return words
 
 
-def add_one(words: Array, dtype: str) -> Array:
-    """The elements of a tensor that is stored less one, added in float32 (float64 for F64) and rounded once."""
-    return _rounded(to_float(words, dtype) + 1, dtype, "a norm")
+def add_one(words: Array, dtype: str, target: str | None = None) -> Array:
+    """The elements of a tensor that is stored less one: one is added in float64, and the sum rounded once.
+
+    Args:
+        words: the elements as unsigned words.
+        dtype: their element type.
+        target: the wanted element type; None for theirs.
+    """
+    target = target or dtype
+    room = np.empty(len(words), WORDS[DTYPES[target]])
+    return round_once(to_float(words, dtype).astype(np.float64) + 1, target, "a norm", room)
 
 
 def less_one(words: Array, dtype: str, name: str, *, rounded: bool = False) -> Array:

@@ -79,18 +79,13 @@ def pieces_of(
         room = buffers.other.view(WORDS[DTYPES[job.dtype]])[: prod(shape)]
         if combined:
             values = combined(start, shape, room)
+        elif job.shift > 0:
+            values = casts.add_one(readings[0](start, shape), job.source_dtype, job.dtype)
         else:
             values = casts.cast(readings[0](start, shape), job.source_dtype, job.dtype, job.name, room)
-        yield Piece(start, shape, _shifted(job, values, accepted))
-
-
-def _shifted(job: Job, values: Array, accepted: Collection[str]) -> Array:
-    """The elements as the target stores them: the tensor, or the tensor less one."""
-    if job.shift > 0:
-        return casts.add_one(values, job.dtype)
-    if job.shift < 0:
-        return casts.less_one(values, job.dtype, job.name, rounded=casts.ROUNDED_NORMS in accepted)
-    return values
+        if job.shift < 0:
+            values = casts.less_one(values, job.dtype, job.name, rounded=casts.ROUNDED_NORMS in accepted)
+        yield Piece(start, shape, values)
 
 
 def run_job(

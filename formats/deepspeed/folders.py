@@ -46,7 +46,7 @@ def value_of(file: Path) -> Any:
     return _value_of(file, status.st_size, status.st_mtime_ns)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=8)
 def _value_of(file: Path, *_: int) -> Any:
     return read_torch(file).value
 

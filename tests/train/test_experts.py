@@ -77,7 +77,7 @@ def test_a_layer_for_further_tokens_has_a_hint(model, tmp_path):
     folder = model("glm4_moe")
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     held = load_file(folder / "model.safetensors")
-    for more, hint in (("model.layers.46.eh_proj.weight", "drops them"), ("model.layers.46", "")):
+    for more, hint in (("model.layers.46.eh_proj.weight", "--drop mtp"), ("model.layers.46", "")):
         save_file({**held, more: torch.ones(2)}, tmp_path / "model.safetensors")
         with torch.no_grad(), pytest.raises(SourceError, match="has, and the model has not, 1 tensors") as failed:
             fill(make(open_config(tmp_path), "sdpa").to_empty(device="cpu"), tmp_path)

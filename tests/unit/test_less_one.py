@@ -123,6 +123,17 @@ def test_what_megatron_has_trained_is_rounded_to_the_type_of_the_output(model, c
     assert HUB in convert("diff", run, tmp_path / "r1").out, "two runs are compared as they are stored"
 
 
+def test_a_run_in_float32_is_rounded_once(model, convert, tmp_path):
+    """One is added before the cast: in bfloat16 0.1 - 1 has lost what 0.1 has."""
+    from safetensors.torch import load_file
+
+    source = with_norm(model("qwen3_5_text", "bfloat16"), tmp_path / "hf", [0.1, -0.3, 1e-4])
+    assert convert("hf2megatron", source, tmp_path / "m", "--dtype", "fp32").code == 0
+    assert convert("megatron2hf", tmp_path / "m", tmp_path / "b", "--dtype", "bf16").code == 0
+    found, wanted = (load_file(folder / "model.safetensors")[HUB] for folder in (tmp_path / "b", source))
+    assert torch.equal(found, wanted)
+
+
 def test_the_library_gives_the_bytes_of_the_conversion(model, convert, tmp_path):
     import vitruvian
 

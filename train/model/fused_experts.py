@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from formats.families import find_family
+from formats.layout.table import MTP
 
 
 class Fused:
@@ -57,7 +58,7 @@ def keys_of(name: str, config: Mapping[str, Any], experts: int) -> list[list[str
         One list with one key for a tensor that is only renamed; an empty list for one with the same name.
     """
     family = find_family(config)
-    table = family.tensors if family else ()
+    table = [rule for rule in family.tensors if MTP not in rule.conditions] if family else []
     for rule in (rule for rule in table if "fused" in rule.conditions):
         match = re.fullmatch(re.escape(rule.key).replace(r"\{layer\}", r"(\d+)"), name)
         if match:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from formats.errors import SourceError, UnsupportedError
 from formats.families import find_family
+from formats.huggingface import mtp
 from train.data.rows import CHUNK, IGNORED, Flat, Rows
 from train.model.attention import forward_kwargs, keep_apart, named
 from train.model.fused_experts import Fused, keys_of
@@ -315,8 +316,10 @@ def pieces(model: Any, path: Path) -> Iterator[tuple[Any, Any]]:
             yield tensor, piece
 
 
-def _not_carried(path: Path, config: Mapping[str, Any], keys: Iterable[str]) -> str:
-    """A hint, if the converter drops all of these tensors: multi-token prediction layers, stored rotary frequencies."""
+def _not_carried(path: Path, config: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """A hint, if the converter leaves all of these tensors out: layers of further tokens, stored rotary frequencies."""
+    if len(mtp.keys_of(keys)) == len(keys):
+        return f"layers that predict further tokens are not trained: convert hf2hf {path} FOLDER --drop mtp"
     family = find_family(config)
     drops = family.drops if family else ()
     if all(any(re.fullmatch(drop, key) for drop in drops) for key in keys):

@@ -163,6 +163,11 @@ def _open(path: Path, settings: Settings) -> _Opened:
     spec = spec_of(
         translated(args, str(first.path)), CORE, assets, config, known, tag, first.path, padded, settled=True
     )
+    if spec.family not in FAMILIES:
+        raise UnsupportedError(
+            f"{first.path}: its arguments are those of a {spec.family}, and Megatron-DeepSpeed is read of "
+            f"{' and '.join(FAMILIES)}"
+        )
     order, notes = _order(found, spec, tp, settings)
     wanted = list(slots_of(spec, tp, padded, {order}, _first_layer(found)))
     present = {slot.place.file for slot in wanted if "optional" not in slot.rule.conditions}

@@ -50,6 +50,22 @@ def test_a_file_that_is_missing(convert, run, tmp_path, name, words, told):
     refused(convert("zero2hf", run, tmp_path / "out", *words), 3, told)
 
 
+def test_arguments_of_a_run(convert, run, tmp_path):
+    """What every run says that was started with a DeepSpeed config; and norms of queries, which its tables have not."""
+
+    def said(**more: object) -> None:
+        for rank in range(2):
+            changed(run, f"mp_rank_{rank:02d}_model_states.pt", lambda value: vars(value["args"]).update(more))
+
+    said(deepspeed_config="ds_config.json", use_flash_attn_v2=True, train_tokens=10**12, partition_activations=True)
+    ran = convert("zero2hf", run, tmp_path / "out")
+    assert ran.code == 0, ran.err
+    said(compression_training=True)
+    refused(convert("zero2hf", run, tmp_path / "no"), 4, "compression_training = True")
+    said(compression_training=False, qk_layernorm=True)
+    refused(convert("zero2hf", run, tmp_path / "no"), 4, "Megatron-DeepSpeed is read of gpt2 and llama")
+
+
 @pytest.mark.parametrize(("name", "words"), [(LAYER, ()), (RANK, ()), (OPTIM, MASTERS)])
 def test_a_file_that_is_cut_off(convert, run, tmp_path, name, words):
     path = run / STEP / name

@@ -101,7 +101,7 @@ def test_every_file_is_parsed_twice_at_most(made, convert, tmp_path, monkeypatch
     found = {where: count for where, count in counted.items() if where.startswith(str(source))}
     assert set(map(Path, found)) == set(source.glob("*/*.pt"))
     assert max(found.values()) <= 2
-    assert sum(count - 1 for count in found.values()) <= 2  # of the first rank
+    assert sum(count - 1 for count in found.values()) <= 3  # of the first rank, its embedding and its first layer
 
 
 @pytest.mark.parametrize("kind", ["zero1-frozen", "zero2-frozen", "zero3-frozen"])

@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from formats.errors import VitruvianError
 from tests.models import LINEAR, MODELS
 from tests.train.test_model import flat_of
 from train.model.attention import resolve
@@ -16,7 +17,11 @@ from train.model.selfcheck import require_masks, self_check
 from train.model.trainee import Trainee, fill, fill_buffers, make, open_config
 
 CPU = torch.device("cpu")
-REFUSED = dict.fromkeys(LINEAR, "layers that carry a state from token to token")
+REFUSED = {
+    **dict.fromkeys(LINEAR, "layers that carry a state from token to token"),
+    **dict.fromkeys(("bloom", "bloom-untied"), "bloom cannot be computed with the attention"),
+    **dict.fromkeys(("cohere2", "cohere2-untied"), "cohere2 does something with its logits that is not known here"),
+}
 """Name of a model: what is said where it cannot be trained. README.md of train has them too."""
 README = Path(__file__).parents[2] / "train/README.md"
 
@@ -41,17 +46,22 @@ def theirs(folder, backend):
     return total.item(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
+def check(config):
+    """What is looked at before a training; how far packed rows are from documents alone."""
+    require_masks(config, 64)
+    return self_check(config, CPU, resolve("auto", config, CPU, torch.float32), torch.float32)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_trained_as_transformers_would(model, name):
     folder = model(name)
     config = open_config(folder)
     if name in REFUSED:
-        with pytest.raises(Exception, match=REFUSED[name]):
-            require_masks(config, 64)
+        with pytest.raises(VitruvianError, match=REFUSED[name]):
+            check(config)
         return
-    require_masks(config, 64)
+    assert check(config) < 1e-5
     backend = resolve("auto", config, CPU, torch.float32)
-    assert self_check(config, CPU, backend, torch.float32) < 1e-5
     ours = make(config, backend).to_empty(device="cpu")
     ours.tie_weights()
     fill_buffers(ours, CPU)
@@ -70,8 +80,9 @@ def test_it_is_trained_as_transformers_would(model, name):
 
 def test_the_readme_says_so():
     text = " ".join(README.read_text().split())
-    assert "Every family of `convert formats` trains but those with linear attention" in text
-    assert {*REFUSED} == {*LINEAR}
+    assert (
+        "Every family of `convert formats` trains but those with linear attention (Qwen3-Next, Qwen3.5), BLOOM" in text
+    )
 
 
 def test_alibi_is_refused():

@@ -52,8 +52,8 @@ SHARED = (
 STATE = ("optimizer", "lr_scheduler", "rng_state", "random_rng_state")
 FAMILIES = ("gpt2", "llama")
 INFO = "universal_checkpoint_info"
-FEW = 4
-"""Layer files that are opened where there is no other: the first are of the embedding and of a layer."""
+FEW = 2
+"""Layer files that are opened where no other tells: those of the embedding and of a layer."""
 DROPS = (r".*\.rotary_emb\.inv_freq",)
 
 
@@ -102,8 +102,8 @@ def detect(path: Path) -> bool:
                 continue
             held = value if isinstance(value, Mapping) else {}
             args = held.get("args")
-            if isinstance(args, Namespace) and {"num_layers", "padded_vocab_size"} <= vars(args).keys():
-                return True
+            if args is not None:
+                return isinstance(args, Namespace) and {"num_layers", "padded_vocab_size"} <= vars(args).keys()
             if any(str(key).startswith("self_attention.") for key in held):
                 return True
     return False

@@ -11,6 +11,7 @@ from converters.common.manifest import contradictions, is_verbatim, read_manifes
 from converters.common.progress import Progress, Tell
 from converters.library.options import Effort, Place, Reading, checked, known_family, limits_of, path_of, settings_of
 from converters.move.engine import digest_of
+from converters.plan.averaging import setting_differences
 from converters.plan.names import alike
 from converters.plan.opening import open_source, require_effect, require_family
 from converters.plan.plan import Job
@@ -21,7 +22,7 @@ from formats.checkpoint import MANIFEST, Checkpoint, Settings
 from formats.errors import SourceError, VerificationError
 from formats.huggingface import folder as huggingface
 from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
-from formats.model.spec import Spec, Verbatim, differences
+from formats.model.spec import Spec, Verbatim
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -203,7 +204,7 @@ def _verify_with_source(out: Path, src: Path, effects: Effects) -> Verified:
     checkpoint = effects.open(out, own_config(out, effects.settings), alone=False)
     source = effects.open(src, own_config(src, effects.settings, out), checkpoint, alone=False)
     checkpoint, source = alike(checkpoint, source)
-    differing = differences(checkpoint.spec, source.spec)
+    differing = setting_differences(checkpoint, source)
     against = _hashed(plan_reading(source).jobs, effects)
     return _verified(checkpoint, out, str(src), against, {}, differing, [], effects)
 
@@ -243,7 +244,7 @@ def diff_with(one: Path, two: Path, effects: Effects) -> Differences:
     with effects.progress("comparing", left.nbytes) as progress:
         found = compare(left, right, effects.limits, progress.advance)
     keys = _keys(second.spec) | _keys(first.spec)
-    return Differences(tuple(found), tuple(differences(first.spec, second.spec)), len(left.jobs), keys)
+    return Differences(tuple(found), tuple(setting_differences(first, second)), len(left.jobs), keys)
 
 
 def _keys(spec: Spec) -> dict[str, str]:

@@ -17,7 +17,7 @@ from converters.plan.training_state import as_weights, optimizer_of, training_of
 from formats.checkpoint import Checkpoint
 from formats.disk.safetensors import FLOATS
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, short, some
-from formats.huggingface.config import residue
+from formats.huggingface.config import residue, untold
 from formats.model.spec import Verbatim, differences
 from formats.registry import format_of, steps
 
@@ -91,6 +91,7 @@ def plan_average(
 
     Raises:
         RefusedError: the checkpoints are of different models, or hold a tensor in different types.
+        UnsupportedError: the output has other names, and no table connects them.
         UsageError: one is named twice.
     """
     homes = [source.home.resolve() for source in sources]
@@ -100,6 +101,8 @@ def plan_average(
         require_vocab(source)
         _require_same(sources[0], source)
     planned = plan_output(sources[0], request, to, output)
+    for source in sources:
+        _require_names(source, planned)
     if request.cast is None:
         _require_types(sources)
     held, notes = zip(*map(_masters, sources), strict=True)
@@ -126,6 +129,15 @@ def plan_average(
     return replace(planned, source=held[0], jobs=jobs, inputs=inputs, notes=texts)
 
 
+def setting_differences(first: Checkpoint, other: Checkpoint) -> list[str]:
+    """The settings in which two models differ, as `name: one | other`; without a table those of their configs."""
+    changed = differences(first.spec, other.spec)
+    verbatim = isinstance(first.spec, Verbatim) and isinstance(other.spec, Verbatim)
+    if changed or not verbatim or first.config is None or other.config is None:
+        return changed
+    return untold(first.config, other.config)
+
+
 def _require_same(first: Checkpoint, other: Checkpoint) -> None:
     """Two checkpoints are of one model.
 
@@ -133,8 +145,8 @@ def _require_same(first: Checkpoint, other: Checkpoint) -> None:
         RefusedError: they differ in settings, or in what they hold.
     """
     where = f"{first.root} and {other.root} are different models"
-    changed = differences(first.spec, other.spec)
-    if not changed and first.config is not None and other.config is not None:
+    changed = setting_differences(first, other)
+    if not changed and not isinstance(first.spec, Verbatim) and first.config is not None and other.config is not None:
         names = dict.fromkeys([*residue(first.config), *residue(other.config)])
         ours, theirs = first.config, other.config
         changed = [
@@ -150,6 +162,22 @@ def _require_same(first: Checkpoint, other: Checkpoint) -> None:
         if odd:
             shapes = " and ".join(str(list(one[odd[0]])) if odd[0] in one else "absent" for one in (ours, theirs))
             raise RefusedError(f"{where}: {len(odd)} tensors differ in shape, such as {odd[0]}: {shapes}")
+
+
+def _require_names(source: Checkpoint, planned: Plan) -> None:
+    """The output has the names of a source that no table describes.
+
+    Raises:
+        UnsupportedError: some are others.
+    """
+    if not isinstance(source.spec, Verbatim) or not isinstance(planned.spec, Verbatim):
+        return
+    if odd := sorted(source.spec.shapes.keys() ^ planned.spec.shapes.keys()):
+        raise UnsupportedError(
+            f"{len(odd)} tensors of {source.root} have other names in the output, such as {odd[0]}: no table connects "
+            "them",
+            "convert each to Hugging Face first, and average these",
+        )
 
 
 def _require_types(sources: Sequence[Checkpoint]) -> None:

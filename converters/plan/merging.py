@@ -25,6 +25,8 @@ Key = tuple[str, int | None]
 """Name and layer of a logical tensor."""
 ROW_AXES = ("expert",)
 """Axes of a logical tensor that count matrices."""
+CONV1D = {"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"}
+"""Models of transformers 5.23 with `Conv1D`, whose weights are [in, out], beside `Linear`."""
 
 
 @dataclass
@@ -61,7 +63,7 @@ def plan_merge(base: Checkpoint, saved: peft.Saved, request: Request, planned: C
 
     Raises:
         SourceError: the adapter is not complete, or does not fit the base.
-        UnsupportedError: it is none that can be merged.
+        UnsupportedError: it is none that can be merged, or the target renames tensors that it changes.
         RefusedError: it changes an embedding that the output head shares, in a model without a table.
     """
     adapter, slots = _opened(saved, base)
@@ -70,6 +72,12 @@ def plan_merge(base: Checkpoint, saved: peft.Saved, request: Request, planned: C
         adapter, slots = _opened(saved, base)
     plan = planned(base)
     changes = _changes(adapter, slots, base)
+    if lost := sorted(name for name, _ in changes.keys() - {(job.tensor, job.layer) for job in plan.jobs}):
+        raise UnsupportedError(
+            f"{adapter.root} changes {len(lost)} tensors that have other names in the output: {some(lost, 3)}",
+            "convert the base to Hugging Face first, take an adapter out of a checkpoint with --adapter only, then "
+            "convert merge",
+        )
     jobs = tuple(
         _merged(job, changes[job.tensor, job.layer], request.limits.replicas)
         if (job.tensor, job.layer) in changes
@@ -107,9 +115,9 @@ def _opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[
     peft.require_consumed(adapter, slots, base.root)
     matrices = {slot.keys for slot in slots.values() if len(slot.shape) == 2}
     modules = ([key.removesuffix(".weight") for key in keys] for keys in matrices if keys[0].endswith(".weight"))
-    if lacking := peft.missing(adapter, modules):
+    if lacking := peft.missing(adapter, modules, {slot.keys for slot in slots.values()}):
         raise SourceError(
-            f"{saved.root} has no LoRA of {len(lacking)} modules that its target_modules name: {some(lacking, 3)}",
+            f"{saved.root} has nothing of {len(lacking)} modules or tensors that its config names: {some(lacking, 3)}",
             "the file is not complete, or the base is another model",
         )
     return adapter, slots
@@ -189,10 +197,11 @@ def _product(key: str, lora: peft.Lora, slot: Slot, adapter: peft.Adapter, base:
 
     Raises:
         SourceError: the matrices do not fit it.
+        UnsupportedError: they fit it in both ways, and nothing says in which.
     """
     (out, rank), wide = lora.left.shape, lora.right.shape[1]
     matrices = slot.shape[0] if len(slot.shape) == 3 else 1
-    fits = [slot.shape[-2:] == (out, wide), slot.shape[-2:] == (wide, out)]
+    fits = [slot.shape[-2:] == (out, wide) and not lora.embedding, slot.shape[-2:] == (wide, out)]
     if len(slot.shape) not in (2, 3) or not any(fits) or rank != lora.rank * matrices:
         raise SourceError(
             f"{adapter.root}: lora_B and lora_A of {key} are {[out, rank]} and {[rank, wide]}, which fit no tensor of "
@@ -213,9 +222,21 @@ def _computed(product: Product, slot: Slot) -> Fragment:
 
 
 def _input_major(slot: Slot, adapter: peft.Adapter, base: Checkpoint) -> bool:
-    """Whether a square matrix is stored [in, out]. The axes of a table's tensors begin with the output."""
+    """Whether a square matrix is stored [in, out]. The axes of a table's tensors begin with the output.
+
+    `fan_in_fan_out` of an adapter's config tells nothing of one module: PEFT keeps what the last one had.
+
+    Raises:
+        UnsupportedError: no table tells, and the model has matrices of both kinds.
+    """
     if isinstance(base.spec, Verbatim):
-        return bool(adapter.config.get("fan_in_fan_out"))
+        if len(slot.shape) == 3 or adapter.config.get("fan_in_fan_out") or base.spec.family in CONV1D:
+            raise UnsupportedError(
+                f"{slot.keys[0]} of {base.root} is {list(slot.shape)}: no table tells whether it is [out, in] or "
+                "[in, out]",
+                peft.PEFT_MERGES,
+            )
+        return False
     spans = [span for span in slot.leaves()[0].spans if span.size > 1 and span.axis not in ROW_AXES]
     return spans[0].stride < spans[-1].stride
 

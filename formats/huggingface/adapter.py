@@ -34,13 +34,13 @@ ENDS = {
 """How the name of a tensor of LoRA ends: which one it is."""
 READ = {
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
-    "target_modules", "exclude_modules", "layers_to_transform", "target_parameters", "init_lora_weights",
-    "base_model_name_or_path", "ensure_weight_tying",
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters",
+    "modules_to_save", "init_lora_weights", "base_model_name_or_path", "ensure_weight_tying",
 }  # fmt: skip
 """Settings that are read here."""
 FREE = {
     "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "bias",
-    "modules_to_save", "layers_pattern", "megatron_core", "qalora_group_size", "runtime_config", "eva_config",
+    "megatron_core", "qalora_group_size", "runtime_config", "eva_config",
     "velora_config", "inject_method", "loftq_config", "corda_config", "lora_ga_config",
 }  # fmt: skip
 """Settings that say how it was trained or begun, or what the names of its tensors say too."""
@@ -87,6 +87,7 @@ class Lora(NamedTuple):
         scale: alpha / r, or alpha / sqrt(r).
         rank: r, of one expert.
         magnitude: the norm of each row of the result, for DoRA.
+        embedding: whether it is that of an embedding, whose weight [vocab, hidden] gets the transpose.
     """
 
     left: Fragment
@@ -94,6 +95,7 @@ class Lora(NamedTuple):
     scale: float
     rank: int
     magnitude: Fragment | None = None
+    embedding: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,7 @@ def parse(saved: Saved, parameters: Sequence[str]) -> Adapter:
     root, config, tensors, _ = saved
     found: dict[str, dict[str, Fragment]] = {}
     whole: dict[str, Fragment] = {}
+    embeddings = set[str]()
     for key, fragment in tensors.items():
         if not key.startswith(ROOT):
             raise SourceError(f"{root} holds {key}, which does not begin with {ROOT} as names of PEFT do")
@@ -194,7 +197,9 @@ def parse(saved: Saved, parameters: Sequence[str]) -> Adapter:
         name = key.removeprefix(ROOT)
         end = next((end for end in ENDS if name.endswith("." + end)), None)
         if end is not None:
-            found.setdefault(name.removesuffix("." + end), {})[ENDS[end]] = fragment
+            place = name.removesuffix("." + end)
+            found.setdefault(place, {})[ENDS[end]] = fragment
+            embeddings |= {place} if end.startswith("lora_embedding") else set()
         elif "lora_" in name or ".token_adapter." in name or "trainable_tokens" in name:
             raise UnsupportedError(f"{root} holds {key}, which no LoRA has that is known here", PEFT_MERGES)
         else:
@@ -205,7 +210,7 @@ def parse(saved: Saved, parameters: Sequence[str]) -> Adapter:
         if not {"left", "right"} <= parts.keys():
             lacking = "B" if "right" in parts else "A"
             raise SourceError(f"{root} holds no lora_{lacking} of {place}", "the file is not complete: copy it again")
-        added[module] = _lora(module, parts, config, root)
+        added[module] = _lora(module, parts, config, root)._replace(embedding=place in embeddings)
     if not added and not whole:
         raise SourceError(f"{root} holds no tensor of an adapter")
     return Adapter(root, config, added, whole)
@@ -251,21 +256,65 @@ def _said(pattern: Any, module: str, usual: Any) -> Any:
         raise SourceError(f"{CONFIG} has a pattern of ranks or alphas that is none: {error}") from None
 
 
-def missing(adapter: Adapter, modules: Iterable[Sequence[str]]) -> list[str]:
-    """The modules of the base that should have a LoRA and have none, as far as a list of their names says.
+def missing(adapter: Adapter, modules: Iterable[Sequence[str]], tensors: Iterable[Sequence[str]]) -> list[str]:
+    """What the config says that the adapter has of the base, and what it has not.
 
     Args:
         adapter: with its config.
-        modules: each by all names that it may have.
+        modules: those of the base that hold a matrix, each by all names that it may have.
+        tensors: all of the base, each by all names that it may have.
+
+    Raises:
+        SourceError: the config has a pattern of names that is none.
     """
-    config, named = adapter.config, adapter.config.get("target_modules")
-    if not isinstance(named, list) or config.get("layers_to_transform") is not None or config.get("exclude_modules"):
-        return []
-    return [
-        names[0]
-        for names in modules
-        if any(f".{names[0]}".endswith(f".{target}") for target in named) and adapter.added.keys().isdisjoint(names)
-    ]
+    config, kept = adapter.config, adapter.config.get("modules_to_save") or ()
+    parameters = config.get("target_parameters") or ()
+    try:
+        lacking = [
+            names[0] for names in modules if _is_target(names[0], config) and adapter.added.keys().isdisjoint(names)
+        ]
+    except re.error as error:
+        raise SourceError(f"{CONFIG} has a pattern of modules that is none: {error}") from None
+    for names in tensors:
+        is_kept = any(_is_inside(names[0], module) for module in kept)
+        if is_kept and adapter.whole.keys().isdisjoint(names):
+            lacking.append(names[0])
+        if any(f".{names[0]}".endswith(f".{name}") for name in parameters) and adapter.added.keys().isdisjoint(names):
+            lacking.append(names[0])
+    return lacking
+
+
+def _is_inside(key: str, module: str) -> bool:
+    """Whether a tensor is of a module of `modules_to_save` (peft 0.21.2 utils/other.py `_set_trainable`)."""
+    parts = key.split(".")
+    return any(".".join(parts[:count]).endswith(module) for count in range(1, len(parts)))
+
+
+def _is_target(module: str, config: Mapping[str, Any]) -> bool:
+    """Whether a module has a LoRA (peft 0.21.2 tuners/tuners_utils.py `check_target_module_exists`).
+
+    Of `all-linear`, which PEFT writes as a list, only the types of modules tell.
+    """
+    named, excluded = config.get("target_modules"), config.get("exclude_modules") or []
+    if named is None or named == "all-linear" or _is_named(module, excluded):
+        return False
+    if any(re.match(rf"(^|.*\.){kept}($|\..*)", module) for kept in config.get("modules_to_save") or ()):
+        return False
+    layers = config.get("layers_to_transform")
+    if isinstance(named, str) or layers in (None, []) or not _is_named(module, named):
+        return _is_named(module, named)
+    said = config.get("layers_pattern")
+    patterns = [rf"(?:^|.*?\.){one}" for one in ([said] if isinstance(said, str) else said or ())]
+    found = (re.match(rf"{pattern}\.(\d+)\.", module) for pattern in patterns or [r".*?\.[^.]*"])
+    layer = next((int(match[1]) for match in found if match), None)
+    return layer in (layers if isinstance(layers, list) else [layers])
+
+
+def _is_named(module: str, named: str | Sequence[str]) -> bool:
+    """Whether a pattern matches the name of a module, or one of a list ends it."""
+    if isinstance(named, str):
+        return re.fullmatch(named, module) is not None
+    return any(f".{module}".endswith(f".{name}") for name in named)
 
 
 def require_consumed(adapter: Adapter, keys: Iterable[str], base: Path) -> None:

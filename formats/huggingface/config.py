@@ -10,6 +10,7 @@ from copy import deepcopy
 from dataclasses import fields
 from typing import Any
 
+from formats.errors import short
 from formats.families import family_named, family_of, find_family
 from formats.families.family import Family
 from formats.huggingface.nulls import tokens_beyond
@@ -114,6 +115,32 @@ def residue(config: Mapping[str, Any]) -> list[str]:
     if family:
         known |= keys_read(family)
     return sorted(set(config) - known - ({"quantization_config"} if method_of(config) else set()))
+
+
+def untold(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """In what two configs of a model without a table differ, as `key: one | other`: any may matter.
+
+    What is null counts as absent. Types of layers are compared where both name them.
+    """
+    ours, theirs = _computing(one), _computing(other)
+    names = dict.fromkeys([*ours, *theirs])
+    if "layer_types" in one and "layer_types" in other:
+        ours, theirs = ours | {"layer_types": one["layer_types"]}, theirs | {"layer_types": other["layer_types"]}
+        names["layer_types"] = None
+    return [
+        f"{name}: {short(ours.get(name))} | {short(theirs.get(name))}"
+        for name in names
+        if ours.get(name) != theirs.get(name)
+    ]
+
+
+def _computing(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config, and those in it, without what says nothing about the computation or is null."""
+    return {
+        key: _computing(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in (*OF_NO_MODEL, "use_cache") and value is not None
+    }
 
 
 def _unwrapped(base: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.golden.test_merge import adapter_of
+from tests.fuzz import architectures
+from tests.fuzz.architectures import quiet
+from tests.golden.test_merge import EXPERTS, adapter_of
 from tests.models import files
 
 HERE = Path(__file__).parent
@@ -128,7 +130,7 @@ def merged(convert, tmp_path) -> Callable[..., Any]:
         ({"lora_alpha": "x"}, 3, "says r = 4 and lora_alpha = 'x'"),
         ({"rank_pattern": {"(": 3}}, 3, "is none"),
         ({"use_dora": False}, 3, "does not say use_dora"),
-        ({"target_modules": ["q_proj", "v_proj"]}, 3, "has no LoRA of 2 modules"),
+        ({"target_modules": ["q_proj", "v_proj"]}, 3, "has nothing of 2 modules or tensors that its config names"),
     ],
 )
 def test_settings_that_are_refused(merged, tmp_path, keys, code, text):
@@ -234,6 +236,72 @@ def test_a_shared_embedding_of_a_model_without_a_table(model, convert, tmp_path)
     adapter = adapter_of(model("llama-tied"), tmp_path / "adapter", target_modules=["embed_tokens"])
     ran = convert("merge", model("llama-tied"), adapter, tmp_path / "out", "--verbatim")
     assert (ran.code, "untie the base first" in ran.err) == (5, True), ran.err
+
+
+PARTS = {
+    "pattern": ("llama", {"target_modules": r".*\.(q|k)_proj"}, "layers.1.self_attn.k_proj"),
+    "layers": ("llama", {"target_modules": ["q_proj"], "layers_to_transform": [1, 3]}, "layers.3.self_attn.q_proj"),
+    "pattern of layers": (
+        "llama",
+        {"target_modules": ["q_proj"], "layers_to_transform": [0, 1], "layers_pattern": "layers"},
+        "layers.1.self_attn.q_proj",
+    ),
+    "excluded": (
+        "llama",
+        {"target_modules": ["q_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]},
+        "layers.1.self_attn.q_proj",
+    ),
+    "kept": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "lm_head"),
+    "one of those kept": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["up_proj"]}, "layers.1.mlp.up"),
+    "parameter": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}, "layers.1.mlp.experts.base"),
+    "all parameters": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}, "mlp.experts"),
+}
+"""A model, the words of an adapter, and of what the file is without."""
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_an_adapter_that_is_not_complete(model, convert, tmp_path, name):
+    family, words, part = PARTS[name]
+    adapter = adapter_of(model(family), tmp_path / "adapter", **words)
+    assert convert("merge", model(family), adapter, tmp_path / "whole").code == 0
+    held = load_file(adapter / "adapter_model.safetensors")
+    kept = {key: one for key, one in held.items() if part not in key}
+    assert 0 < len(kept) < len(held)
+    save_file(kept, adapter / "adapter_model.safetensors", {"format": "pt"})
+    ran = convert("merge", model(family), adapter, tmp_path / "out")
+    assert (ran.code, "that its config names" in ran.err) == (3, True), ran.err
+
+
+def test_a_module_that_is_a_target_and_kept(model, convert, tmp_path):
+    """It has weights of its own then, and no LoRA."""
+    words = {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["lm_head"]}
+    adapter = adapter_of(model("llama"), tmp_path / "adapter", **words)
+    ran = convert("merge", model("llama"), adapter, tmp_path / "out")
+    assert ran.code == 0, ran.err
+
+
+def test_a_target_that_renames_what_an_adapter_changes(convert, tmp_path):
+    """phimoe has other names in memory, which no table connects with those of the adapter."""
+    with quiet():
+        architectures.build("phimoe", 3).save_pretrained(tmp_path / "hf")
+    adapter = adapter_of(tmp_path / "hf", tmp_path / "adapter", target_modules=["o_proj"], target_parameters=EXPERTS)
+    assert convert("hf2fsdp", tmp_path / "hf", tmp_path / "base").code == 0
+    ran = convert("merge", tmp_path / "base", adapter, tmp_path / "out")
+    assert (ran.code, "have other names in the output" in ran.err) == (4, True), ran.err
+    assert "convert the base to Hugging Face first" in ran.err
+
+
+def test_a_square_matrix_that_no_table_knows(model, convert, tmp_path):
+    """It may be [out, in] or [in, out]: in some models some are this and some that."""
+    words = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+    adapter = adapter_of(model("gpt2-untied"), tmp_path / "adapter", **words)
+    ran = convert("merge", model("gpt2-untied"), adapter, tmp_path / "out", "--verbatim")
+    assert (ran.code, "no table tells whether" in ran.err) == (4, True), ran.err
+    base = model("gpt_oss", hidden_size=64, intermediate_size=64)
+    words = {"target_modules": ["o_proj"], "target_parameters": ["experts.down_proj"]}
+    adapter = adapter_of(base, tmp_path / "experts", **words)
+    ran = convert("merge", base, adapter, tmp_path / "out", "--verbatim")
+    assert (ran.code, "no table tells whether" in ran.err) == (4, True), ran.err
 
 
 def test_notes_and_plan(merged, convert, tmp_path):

@@ -104,6 +104,22 @@ def test_peft_in_float64_rounded_once(model, convert, tmp_path, name):
     assert convert("verify", tmp_path / "out").code == 0
 
 
+@pytest.mark.parametrize("words", [{}, {"use_dora": True}])
+def test_an_embedding_that_is_square(model, convert, tmp_path, words):
+    """Its shape tells no longer that LoRA of an embedding is added transposed, table or none."""
+    import torch
+
+    base = model("llama", vocab_size=64)
+    adapter = adapter_of(base, tmp_path / "adapter", target_modules=["embed_tokens", "q_proj"], **words)
+    exact = judged(base, adapter, "float64")
+    assert exact["model.embed_tokens.weight"].shape == (64, 64)
+    for name, more in (("table", []), ("none", ["--verbatim"])):
+        ran = convert("merge", base, adapter, tmp_path / name, *more)
+        assert ran.code == 0, ran.err
+        for key, tensor in loaded(tmp_path / name).items():
+            assert torch.equal(tensor, exact[key].float()), key
+
+
 @pytest.mark.parametrize("name", ["every matrix", "dora", "input-major", "experts"])
 def test_one_rounding_to_bfloat16(model, convert, tmp_path, name):
     """PEFT's float32 rounds before that: where it comes to lie in the middle of two, its own rounding goes astray."""

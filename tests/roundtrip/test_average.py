@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from converters.move import casts
+from tests.fuzz.architectures import build, quiet
 from tests.models import files, nearest_bfloat16
 from tests.optimizers import add_optimizer
 
@@ -189,6 +190,34 @@ def test_other_models_are_refused_by_name(three, model, convert, tmp_path):
     assert (ran.code, "is named twice" in ran.err) == (2, True)
     ran = convert("average", three[0], three[1], three[0] / "inside")
     assert (ran.code, "inside each other" in ran.err) == (7, True)
+
+
+def test_settings_of_a_model_without_a_table(convert, tmp_path):
+    """Nothing says which key of a config matters, so that each does."""
+    with quiet():
+        build("helium", 3).save_pretrained(tmp_path / "one")
+    one = tmp_path / "one"
+    same = changed(one, tmp_path / "same", transformers_version="9", use_cache=False, dtype="bfloat16")
+    other = changed(one, tmp_path / "other", rms_norm_eps=0.5)
+    layered = [changed(one, tmp_path / kind, layer_types=[kind]) for kind in ("full_attention", "linear_attention")]
+    assert convert("average", one, same, tmp_path / "mean").code == 0
+    assert convert("average", one, layered[0], tmp_path / "mean of one that does not say").code == 0
+    assert [convert(*words, one, same).code for words in (["diff"], ["verify"])] == [0, 0]
+    for first, second, key in ((one, other, "rms_norm_eps: "), (*layered, "layer_types: ")):
+        ran = convert("average", first, second, tmp_path / "out")
+        assert (ran.code, key in ran.err) == (5, True), ran.err
+        for command in ("diff", "verify"):
+            ran = convert(command, first, second)
+            assert (ran.code != 0, key in ran.out + ran.err) == (True, True), ran.err
+
+
+def test_names_that_change_on_the_way(convert, tmp_path):
+    with quiet():
+        build("phimoe", 3).save_pretrained(tmp_path / "hf")
+    for name in "ab":
+        assert convert("hf2fsdp", tmp_path / "hf", tmp_path / name, "--ranks", len(name)).code == 0
+    ran = convert("average", tmp_path / "a", tmp_path / "b", tmp_path / "out")
+    assert (ran.code, "convert each to Hugging Face first" in ran.err) == (4, True), ran.err
 
 
 def test_integers_have_to_be_equal(model, convert, tmp_path):

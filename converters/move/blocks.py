@@ -75,7 +75,7 @@ class Files:
             self.checks.passed(fragment, at, buffer)
 
     def _read_pieces(self, fragment: Fragment, at: int, buffer: memoryview) -> None:
-        """Fill a buffer from a tensor that lies in pieces."""
+        """Fill a buffer from a tensor that is in pieces."""
         size = DTYPES[fragment.dtype]
         for first, piece in fragment.pieces:
             low, high = max(at, first * size), min(at + len(buffer), first * size + piece.nbytes)

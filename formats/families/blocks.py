@@ -184,7 +184,7 @@ model.layers.{layer}.shared_head.head.weight    head: vocab hidden            mt
 model.layers.{layer}.embed_tokens.weight        embedding: vocab hidden       mtp optional
 """
 """What is around the block of a layer that predicts a token after the next, in DeepSeek-V3 and its descendants, which
-number it behind the others."""
+number it after the others."""
 
 HEAD = """
 model.norm.weight     final_norm: hidden

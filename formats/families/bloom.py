@@ -1,4 +1,4 @@
-"""BLOOM: no positions but the slope of each head (ALiBi), a norm behind the embedding, biases everywhere.
+"""BLOOM: no positions but the slope of each head (ALiBi), a norm after the embedding, biases everywhere.
 
 Facts: transformers models/bloom/modeling_bloom.py, 5.23.0. The fused projection holds query, key and value head by
 head. The MLP is four times as wide as the model, whatever `n_inner` says, and no config of the Hub says anything else;
@@ -47,5 +47,5 @@ FAMILY = Family(
         "norm_epsilon": "layer_norm_epsilon",
     },
     defaults={"norm_epsilon": 1e-5, "max_positions": 2048, "tied": True},
-    only_here="megatron-core has no ALiBi, and no norm behind the embedding",
+    only_here="megatron-core has no ALiBi, and no norm after the embedding",
 )

@@ -68,7 +68,7 @@ ALWAYS = {"centred", "copy", "partial", "optional"}
 BIASES = {"qkv_bias", "output_bias", "mlp_bias"}
 """Conditions that a config key of some families turns on."""
 MTP = "mtp"
-"""The kind of the layers that predict tokens after the next, which are numbered behind the others. A line holds in them
+"""The kind of the layers that predict tokens after the next, which are numbered after the others. A line holds in them
 or in the others, never in both."""
 KINDS = {"attention", "recurrent", "dense", "sparse", MTP}
 """Conditions that hold in some layers of a model, and not in others: what a layer has of each is its kinds."""
@@ -254,12 +254,12 @@ def slots(
     holding = [rule for rule in table if set(rule.pattern.tensors) <= known and rule.conditions <= here]
     frozen_sizes = tuple(sizes.items())
     meshes = {False: tuple(mesh.items()), True: tuple((mesh if expert_mesh is None else expert_mesh).items())}
-    behind = sum(MTP not in own for own in kinds)
+    first_mtp = sum(MTP not in own for own in kinds)
     for stacked, group in groupby(holding, key=lambda rule: "{layer}" in rule.key or MTP in rule.conditions):
         members = list(group)
         for (local, layer), rule in product(numbers, members) if stacked else product([(0, 0)], members):
             if stacked and not (
-                rule.conditions & KINDS <= {*kinds[layer]} and (MTP in rule.conditions) == (layer >= behind)
+                rule.conditions & KINDS <= {*kinds[layer]} and (MTP in rule.conditions) == (layer >= first_mtp)
             ):
                 continue
             layered = stacked and any(TENSORS[name][0] == "layer" for name in rule.pattern.tensors)
@@ -268,7 +268,7 @@ def slots(
             shared = not rule.conditions.isdisjoint({"copy", "optional"})
             replica = Replica(shared, again, int(shared and not rule.conditions.isdisjoint({MTP, "predicting"})))
             for number, expert in experts if rule.of_expert else [(0, None)]:
-                names = {"{layer}": str(local), "{expert}": str(number), "{depth}": str(layer - behind)}
+                names = {"{layer}": str(local), "{expert}": str(number), "{depth}": str(layer - first_mtp)}
                 yield Slot(
                     place,
                     tuple(prefix + _filled(spelling, names) for spelling in rule.spellings),

@@ -46,9 +46,9 @@ def named(table: Iterable[Rule], version: str) -> tuple[Rule, ...]:
 
 
 def layers_of(spec: ModelSpec, chunk: Chunk) -> list[tuple[int, int]]:
-    """(number in the key, number in the model) of the layers of a chunk, with those behind the decoder in the last."""
-    behind = [(depth, spec.layers + depth) for depth in range(spec.mtp_layers if chunk.last else 0)]
-    return [*enumerate(chunk.layers), *behind]
+    """(number in the key, number in the model) of the layers of a chunk, with those after the decoder in the last."""
+    further = [(depth, spec.layers + depth) for depth in range(spec.mtp_layers if chunk.last else 0)]
+    return [*enumerate(chunk.layers), *further]
 
 
 def require_pipeline(spec: ModelSpec, pipeline: Pipeline, parts: Iterable[Chunk]) -> None:
@@ -59,7 +59,7 @@ def require_pipeline(spec: ModelSpec, pipeline: Pipeline, parts: Iterable[Chunk]
     """
     if spec.mtp_layers and (pipeline.layout or any(chunk.last and not chunk.layers for chunk in parts)):
         raise RefusedError(
-            "layers that predict further tokens go to the last stage, behind a layer of the decoder: a pipeline "
+            "layers that predict further tokens go to the last stage, after a layer of the decoder: a pipeline "
             "layout, or a last stage without layers, is not supported with them",
             "stages of one size, or --drop mtp where the source is one of Hugging Face, FSDP or DeepSpeed",
         )

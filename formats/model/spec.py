@@ -23,7 +23,7 @@ class ModelSpec(Parts):
         family: its family.
         own: the config keys of the family that no other format has.
         biases: the conditions of layout that hold, of those that the family leaves the choice of.
-        mtp_layers: how many layers there are behind the last that predict tokens after the next. No config says it.
+        mtp_layers: how many layers predict tokens after the next, each after the last of the others. No config says it.
         notes: which settings came from a documented default.
     """
 

@@ -26,4 +26,4 @@ EXAMPLES = {
     "chat": "model --prompt 'Sveiki!'",
     "bench": "model --tasks mmlu,gsm8k",
 }
-"""Command: lines, without the command; one that ends in a backslash goes on."""
+"""Command: lines, without the command; one that ends in a backslash is continued by the next."""

@@ -51,6 +51,8 @@ BOOLEANS = (
 ABSENT = {"pos_emb": "learned"}
 """What NeoX takes when such a key is absent, where that is not the first value above."""
 
+GATED = {"llama": ("silu", "swish", "swiglu")}
+"""Kind of MLP: the activations with which it is gated; that of any other kind is `swiglu`."""
 DENSE = ("global", "flash")
 """Values of attention_config with plain causal attention."""
 
@@ -115,8 +117,7 @@ def window_notes(spec: ModelSpec) -> tuple[str, ...]:
 
 def is_gated(config: Mapping[str, Any]) -> bool:
     """Whether the MLP is gated with a SiLU. Before September 2024 that was a kind of MLP, not of activation."""
-    activation = config.get("activation")
-    return activation == "swiglu" or (config.get("mlp_type") == "llama" and activation in ("silu", "swish"))
+    return config.get("activation") in GATED.get(str(config.get("mlp_type")), ("swiglu",))
 
 
 def _family(kind: str, windowed: bool, usual: Any) -> str:

@@ -11,7 +11,7 @@ from converters.common.manifest import contradictions, is_verbatim, read_manifes
 from converters.common.progress import Progress, Tell
 from converters.library.options import Effort, Place, Reading, checked, known_family, limits_of, path_of, settings_of
 from converters.move.engine import digest_of
-from converters.plan.averaging import setting_differences
+from converters.plan.agreement import setting_differences
 from converters.plan.names import alike
 from converters.plan.opening import open_source, require_effect, require_family
 from converters.plan.plan import Job

@@ -23,9 +23,10 @@ from typing import Any
 from converters.common.manifest import check_manifest, read_manifest
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError
+from formats.huggingface.config import untold
 from formats.huggingface.folder import has_weights, read_files
 from formats.model.coherence import Finding, contradictions, losses, predicts_further
-from formats.model.spec import Spec, Verbatim
+from formats.model.spec import Spec, Verbatim, differences
 from formats.model.vocab_rows import EMBEDDING, HEAD, rows
 
 NEEDED = ("transformers", "torch", "accelerate")
@@ -174,3 +175,12 @@ def _of_transformers(answer: Mapping[str, Any], config: dict[str, Any], *, known
 def _is_bounded(spec: Verbatim) -> bool:
     """Whether an embedding that has all of its rows proves that no rank's file is missing."""
     return spec.vocab is not None and rows(spec) == spec.vocab
+
+
+def setting_differences(first: Checkpoint, other: Checkpoint) -> list[str]:
+    """The settings in which two models differ, as `name: one | other`; without a table those of their configs."""
+    changed = differences(first.spec, other.spec)
+    verbatim = isinstance(first.spec, Verbatim) and isinstance(other.spec, Verbatim)
+    if changed or not verbatim or first.config is None or other.config is None:
+        return changed
+    return untold(first.config, other.config)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from converters.plan.agreement import setting_differences
 from converters.plan.opening import replicas_of
 from converters.plan.output import Output, plan_output
 from converters.plan.plan import Input, Job, Plan, Term, make_plan
@@ -17,8 +18,8 @@ from converters.plan.training_state import as_weights, optimizer_of, training_of
 from formats.checkpoint import Checkpoint
 from formats.disk.safetensors import FLOATS
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, short, some
-from formats.huggingface.config import residue, untold
-from formats.model.spec import Verbatim, differences
+from formats.huggingface.config import residue
+from formats.model.spec import Verbatim
 from formats.registry import format_of, steps
 
 TOLERANCE = 1e-6
@@ -127,15 +128,6 @@ def plan_average(
     if any(source.config for source in sources):
         texts = (*texts, f"config and tokenizer are those of {sources[0].root}")
     return replace(planned, source=held[0], jobs=jobs, inputs=inputs, notes=texts)
-
-
-def setting_differences(first: Checkpoint, other: Checkpoint) -> list[str]:
-    """The settings in which two models differ, as `name: one | other`; without a table those of their configs."""
-    changed = differences(first.spec, other.spec)
-    verbatim = isinstance(first.spec, Verbatim) and isinstance(other.spec, Verbatim)
-    if changed or not verbatim or first.config is None or other.config is None:
-        return changed
-    return untold(first.config, other.config)
 
 
 def _require_same(first: Checkpoint, other: Checkpoint) -> None:

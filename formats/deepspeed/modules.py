@@ -13,17 +13,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from formats.checkpoint import Checkpoint
 from formats.deepspeed import folders as deepspeed
-from formats.deepspeed import model_files
+from formats.deepspeed import model_files, universal
 from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed.partitions import Partition
 from formats.disk.safetensors import Fragment
 from formats.errors import SourceError, UnsupportedError, short
 from formats.layout.pieces import Scattered
+from formats.optimizer import STATES
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.saves import require_same
 
+Partitions = Mapping[int, list[Partition]]
+"""The partitions of each model parallel rank."""
 TIED = re.compile(r"tied_modules\.embed\.")
 """What the optimizer of a pipeline calls the embedding that two stages share."""
 
@@ -94,7 +98,31 @@ def is_layered(files: Iterable[str]) -> bool:
     return any(file.startswith("layer_") for file in files)
 
 
-def partitions(tag: Path, ranks: Iterable[int], states: Sequence[str]) -> dict[int, list[Partition]]:
+OfState = Callable[[Partitions, str], Checkpoint]
+"""What the optimizer keeps under one of `optimizer.STATES`, as a checkpoint."""
+
+
+def kept(tag: Path, models: Mapping[int, TorchFile], weights: str, of_state: OfState) -> Checkpoint:
+    """What `--weights` asks for of an optimizer; moments with the masters that prove whose they are."""
+    state = weights.replace("fp32-master", "fp32")
+    held = _partitions(tag, models, sorted({"fp32", state}))
+    proof = None if state == "fp32" else of_state(held, "fp32")
+    return replace(of_state(held, state), proof=proof)
+
+
+def states_of(tag: Path, models: Mapping[int, TorchFile], of_state: OfState) -> universal.States:
+    """Every state of an optimizer; each file is read once.
+
+    Raises:
+        SourceError: a parameter was never trained.
+    """
+    held = _partitions(tag, models, STATES)
+    every = [partition for of_rank in held.values() for partition in of_rank]
+    zero_partitions.require_trained(every)
+    return universal.States([of_state(held, state) for state in STATES], models[0].value, every)
+
+
+def _partitions(tag: Path, ranks: Iterable[int], states: Sequence[str]) -> dict[int, list[Partition]]:
     """The partitions of each model parallel rank."""
     found = {rank: zero_partitions.open_partitions(tag, rank, states) for rank in ranks}
     zero_partitions.require_same_save([one for of_rank in found.values() for one in of_rank])
@@ -104,7 +132,7 @@ def partitions(tag: Path, ranks: Iterable[int], states: Sequence[str]) -> dict[i
 def masters(
     models: Mapping[int, TorchFile],
     tp: int,
-    held: Mapping[int, Sequence[Partition]],
+    held: Partitions,
     state: str,
     embedding: int,
     *,

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.checkpoint import Checkpoint, Details, Settings
 from formats.deepspeed import MDS, modules, universal
 from formats.deepspeed import folders as deepspeed
-from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed.mds.args import translated
 from formats.deepspeed.mds.tables import EMBEDDING, FIRST_LAYERS, TABLE, slots_of
 from formats.deepspeed.partitions import Partition
@@ -36,7 +36,6 @@ from formats.megatron.classic import spec_of
 from formats.megatron.shards import args_of
 from formats.model.spec import ModelSpec
 from formats.model.values import whole
-from formats.optimizer import STATES
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.pickle_values import Namespace
@@ -117,19 +116,13 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     opened = _open(path, settings)
     if settings.weights in (None, "module"):
         return _checkpoint(opened, _placed(opened))
-    state = settings.weights.replace("fp32-master", "fp32")
-    held = modules.partitions(opened.tag, opened.models, sorted({"fp32", state}))
-    proof = None if state == "fp32" else _of_state(opened, held, "fp32")
-    return replace(_of_state(opened, held, state), proof=proof)
+    return modules.kept(opened.tag, opened.models, settings.weights, partial(_of_state, opened))
 
 
 def read_states(path: Path, settings: Settings) -> universal.States:
     """Open the optimizer states; every file is read once."""
     opened = _open(path, settings)
-    held = modules.partitions(opened.tag, opened.models, STATES)
-    every = [one for each in held.values() for one in each]
-    zero_partitions.require_trained(every)
-    return universal.States([_of_state(opened, held, state) for state in STATES], opened.models[0].value, every)
+    return modules.states_of(opened.tag, opened.models, partial(_of_state, opened))
 
 
 def _open(path: Path, settings: Settings) -> _Opened:

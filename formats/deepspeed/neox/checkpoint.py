@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.checkpoint import ASSETS, Checkpoint, Details, Settings
 from formats.deepspeed import NEOX, modules, universal
 from formats.deepspeed import folders as deepspeed
-from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed.neox import checks as neox_checks
 from formats.deepspeed.neox import gqa_order
 from formats.deepspeed.neox.run_keys import require_known
@@ -34,7 +34,6 @@ from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Scattered, spread
 from formats.layout.table import Place, Placed, Rule, Slot, match
 from formats.model.spec import ModelSpec
-from formats.optimizer import STATES
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.pickle_values import Namespace
@@ -136,20 +135,13 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if settings.weights in (None, "module"):
         pieces, dropped = _place(opened, opened.found, {})
         return _checkpoint(opened, pieces, dropped)
-    state = settings.weights.replace("fp32-master", "fp32")
-    partitions = modules.partitions(opened.tag, opened.models, sorted({"fp32", state}))
-    proof = None if state == "fp32" else _of_state(opened, partitions, "fp32")
-    return replace(_of_state(opened, partitions, state), proof=proof)
+    return modules.kept(opened.tag, opened.models, settings.weights, partial(_of_state, opened))
 
 
 def read_states(path: Path, settings: Settings) -> universal.States:
     """Open the optimizer states; every file is read once."""
     opened = _open(path, settings)
-    partitions = modules.partitions(opened.tag, opened.models, STATES)
-    every = [one for each in partitions.values() for one in each]
-    zero_partitions.require_trained(every)
-    states = [_of_state(opened, partitions, state) for state in STATES]
-    return universal.States(states, opened.models[0].value, every)
+    return modules.states_of(opened.tag, opened.models, partial(_of_state, opened))
 
 
 def _open(path: Path, settings: Settings) -> _Opened:

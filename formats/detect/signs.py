@@ -3,7 +3,7 @@
 Facts, measured with what the named program wrote: orbax-checkpoint 0.12.8, mlx-lm 0.32.2. Read: megatron-core 0.19.2
 training/checkpointing.py (torch_dcp), Megatron-Bridge 067f987d training/utils/checkpoint_utils.py, NeMo 2.5
 lightning/io and scripts/checkpoint_converters, litgpt 0.5.13 scripts, nanotron 0.4 serialize, OLMo-core 3.0.0
-train/checkpoint.py, ColossalAI 0.5 applications/Colossal-LLaMA, T5X checkpoints.py, transformers 4.57 utils/__init__.py.
+train/checkpoint.py, ColossalAI applications/Colossal-LLaMA, T5X checkpoints.py, transformers 4.57 utils/__init__.py.
 """
 
 from __future__ import annotations
@@ -160,13 +160,11 @@ LOOKALIKES = (
 )
 """What would pass for another format, or for one that lacks something; tried in this order, before the registry."""
 OTHERS = (
-    Sign(
-        "a PEFT adapter", "merge it into its model: convert merge BASE ADAPTER OUT", _holds("adapter_config.json")
-    ),
+    Sign("a PEFT adapter", "merge it into its model: convert merge BASE ADAPTER OUT", _holds("adapter_config.json")),
     Sign(
         "a model of LitGPT",
-        "litgpt convert_from_litgpt {folder} OUT; its OUT/model.pth, as pytorch_model.bin beside the config.json of its "
-        "base, is one of Hugging Face",
+        "litgpt convert_from_litgpt {folder} OUT; OUT/model.pth, as pytorch_model.bin beside the config.json of its base, "
+        "is one of Hugging Face",
         _holds("lit_model.pth|lit_model.pth.lora|lit_model.pth.adapter*"),
     ),
     Sign(

@@ -163,8 +163,8 @@ OTHERS = (
     Sign("a PEFT adapter", "merge it into its model: convert merge BASE ADAPTER OUT", _holds("adapter_config.json")),
     Sign(
         "a model of LitGPT",
-        "litgpt convert_from_litgpt {folder} OUT; OUT/model.pth, as pytorch_model.bin beside the config.json of its base, "
-        "is one of Hugging Face",
+        "litgpt convert_from_litgpt {folder} OUT; OUT/model.pth, as pytorch_model.bin beside the config.json of its "
+        "base, is one of Hugging Face",
         _holds("lit_model.pth|lit_model.pth.lora|lit_model.pth.adapter*"),
     ),
     Sign(

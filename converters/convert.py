@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from converters.assets import files as assets
 from converters.assets.replaceable import foreign
@@ -68,10 +69,11 @@ def run(
 
     Raises:
         OutputError: OUT exists, or there is no room.
-        DamagedError: what was read has not the checksum that the source keeps of it.
+        DamagedError: what was read has not the checksum that the source keeps of it, or was written anew meanwhile.
         VerificationError: the source contradicts its manifest; or what was written does not read back as planned.
         Interrupted: a signal came; the same call resumes later.
     """
+    stamps = _stamps(plan)
     target, opened = _begin(plan, request)
     if plan.source.proof is not None:
         _prove(plan.source.proof, request)
@@ -87,6 +89,7 @@ def run(
                     raise Interrupted("stopped by a signal", "run the same command again to resume")
                 if request.verify:
                     _verify_output(plan, request, journal.digests, stopped)
+                _check_unchanged(stamps, _stamps(plan))
         except (DamagedError, RefusedError, UnsupportedError, VerificationError):
             shutil.rmtree(request.staging)  # nothing of it can be used: the same command starts over
             raise
@@ -134,6 +137,23 @@ def _begin(plan: Plan, request: Request, share: Share | None = None) -> tuple[Ta
     mark, files = fingerprint(plan, request.limits.replicas), plan.target.files
     opened = open_journal(request.staging, mark, files, share, force=request.force, every=request.commit_seconds)
     return plan.target, opened
+
+
+def _stamps(plan: Plan) -> dict[Path, tuple[int, int]]:
+    """Size and time of each file of the sources that is there."""
+    stats = {path: path.stat() for one in plan.sources for path in one.files if path.exists()}
+    return {path: (held.st_size, held.st_mtime_ns) for path, held in stats.items()}
+
+
+def _check_unchanged(before: Mapping[Path, tuple[int, int]], after: Mapping[Path, tuple[int, int]]) -> None:
+    """No file of the source was written while it was read. One that was deleted since was read before.
+
+    Raises:
+        DamagedError: one was.
+    """
+    for path, stamp in before.items():
+        if after.get(path, stamp) != stamp:
+            raise DamagedError(f"{path} was written anew while it was read", "run it again when the save is complete")
 
 
 @contextmanager

@@ -17,13 +17,14 @@ from converters.assets import files as assets
 from converters.assets.replaceable import foreign
 from converters.common.atomic import stoppable, sync_folder
 from converters.common.manifest import check_manifest
-from converters.common.progress import Progress, size
+from converters.common.progress import Progress
+from converters.common.room import require_room
 from converters.move.blocks import Files, finish_files
 from converters.move.crc32 import Checksums
 from converters.move.engine import digest_of, execute
 from converters.move.journal import Journal, Share, fingerprint, open_journal
 from converters.move.source_checks import SourceChecks, Verdict
-from converters.plan.plan import Job, Plan, make_plan
+from converters.plan.plan import Job, Plan, make_plan, needs
 from converters.plan.request import Request
 from converters.prove import digest
 from formats.checkpoint import MANIFEST, Checkpoint, Settings, Target
@@ -133,7 +134,7 @@ def _begin(plan: Plan, request: Request, share: Share | None = None) -> tuple[Ta
     for source in plan.sources:
         check_paths(source, request)
         check_manifest(source)
-    _check_space(plan.target, request)
+    check_room(plan.target, request)
     mark, files = fingerprint(plan, request.limits.replicas), plan.target.files
     opened = open_journal(request.staging, mark, files, share, force=request.force, every=request.commit_seconds)
     return plan.target, opened
@@ -268,13 +269,16 @@ def _check_free(request: Request) -> None:
         )
 
 
-def _check_space(target: Target, request: Request) -> None:
-    needed = sum(file.size for file in target.files) + sum(path.stat().st_size for path in target.copies.values())
-    held = sum(file.path.stat().st_blocks * 512 for file in target.files if file.path.exists())
+def check_room(target: Target, request: Request) -> None:
+    """There is room for the output, as far as it is not written yet.
+
+    Raises:
+        OutputError: there is not.
+    """
+    held = [file.path.stat().st_blocks * 512 for file in target.files if file.path.exists()]
+    nbytes, files = needs(target)
     place = next(path for path in request.staging.parents if path.exists())
-    free = shutil.disk_usage(place).free
-    if needed - held > free:
-        raise OutputError(f"{request.out} needs {size(needed - held)}, {place} has {size(free)} free")
+    require_room(place, nbytes - sum(held), files - len(held), request.out)
 
 
 def _reopened(plan: Plan, request: Request) -> Plan:

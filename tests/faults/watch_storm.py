@@ -36,14 +36,14 @@ ROOT = Path(__file__).parents[2]
 class Watchers:
     """Watches of one run, each in a process group of its own; one that is killed is replaced."""
 
-    def __init__(self, words: list[str], count: int) -> None:
-        self.words = words
+    def __init__(self, words: list[str], count: int, log: Path) -> None:
+        self.words, self.log = words, log
         self.running = [self.start() for _ in range(count)]
 
     def start(self) -> subprocess.Popen[bytes]:
         words = [sys.executable, "-m", "vitruvian", "convert", "watch", *self.words]
-        quiet = subprocess.DEVNULL
-        return subprocess.Popen(words, start_new_session=True, stdout=quiet, stderr=quiet, cwd=ROOT)
+        with self.log.open("ab") as log:
+            return subprocess.Popen(words, start_new_session=True, stdout=log, stderr=log, cwd=ROOT)
 
     def kill(self, dice: random.Random) -> None:
         """One of them, alone or with the conversion that it waits for."""
@@ -124,7 +124,7 @@ def storm(place: Path, count: int, seed: int, pause: float) -> dict[str, int]:
     run.mkdir()
     out.mkdir()
     words = [str(run), "--out", str(out), "--config", str(base), "--every", "0.01"]
-    with Watchers(words, 2) as watchers, Places(out) as places:
+    with Watchers(words, 2, place / "log") as watchers, Places(out) as places:
         digests = training(run, made, count, dice, happened, lambda: watchers.kill(dice), pause)
         half = run / name_of(count + 1)  # and one is being written at the end
         write(next(iter(made)), half, dice)
@@ -132,7 +132,7 @@ def storm(place: Path, count: int, seed: int, pause: float) -> dict[str, int]:
         until = time.monotonic() + 60 + 4 * count
         while not wanted <= (states := converted(out)).keys():
             assert time.monotonic() < until, wanted - states.keys()
-            assert all(one.poll() is None for one in watchers.running), "a watcher has ended"
+            assert all(one.poll() is None for one in watchers.running), watchers.log.read_text()[-2000:]
             time.sleep(0.2)
         assert watchers.stop() == [75, 75]
     models = {path.name for path in out.iterdir() if path.suffix != ".partial"} - {".watch"}

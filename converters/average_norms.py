@@ -1,8 +1,8 @@
-"""Averages the norms of a GPT-NeoX checkpoint over its tensor parallel ranks, in the model and in the float32 masters.
+"""Averages the norms of a GPT-NeoX checkpoint over its tensor parallel ranks, in the model and in FP32 master weights.
 
 Each rank trains its own copy of every norm, and in a long training they drift apart. Averaged in the module alone they
-would come back with the first step that resumes from the masters. Every other byte stays what it is: files without a
-norm are hard links.
+would come back with the first step that resumes from the master weights. Every other byte stays what it is: files
+without a norm are hard links.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _write(work: Averaging, request: Request, limits: Limits) -> dict[str, float
 
 
 def _verify(work: Averaging, limits: Limits) -> None:
-    """Read every norm of the output back: all copies are equal, and the masters are the module.
+    """Read every norm of the output back: all copies are equal, and the master weights are the module.
 
     Raises:
         VerificationError: they are not.

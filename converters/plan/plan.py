@@ -34,9 +34,9 @@ CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A leaf, and the physical tensor that holds it; `woven` if the elements of others lie between its own.
+    """A leaf, and the physical tensor that holds it; `woven` if elements of others are between its own (interleaved).
 
-    What is woven is written by one process and one thread at a time: with its own elements it writes those of others.
+    What is interleaved is written by one process and one thread at a time: it rewrites the elements of others too.
     """
 
     leaf: Leaf
@@ -91,10 +91,10 @@ class Job:
 
     `shape` is the box, in the canonical order of the tensor's axes. `replicas` are further copies in the source; when
     the job is `partial` they are summands. `rows` is how many rows the source has when the target has more: the others
-    become their mean, or copies of the `last` one. `twins` hold the same tensor in the type that its float32 masters
-    are rounded to. `state` says what of the tensor moves, when it is not the weights: `exp_avg` and the like. `centred`
-    says of source and target whether they store the tensor less one. A tensor that is computed of several has no source
-    but its `terms`; its rows get `norms`, and `edge` says what is computed.
+    become their mean, or copies of the `last` one. `twins` hold the same tensor in the type that its master weights in
+    FP32 are rounded to. `state` says what of the tensor moves, when it is not the weights: `exp_avg` and the like.
+    `centred` says of source and target whether they store the tensor less one. A tensor that is computed of several has
+    no source but its `terms`; its rows get `norms`, and `edge` says what is computed.
     """
 
     tensor: str
@@ -117,7 +117,7 @@ class Job:
 
     @property
     def less_one(self) -> tuple[bool, bool]:
-        """Whether source and target store what moves less one: weights and their masters, not their moments."""
+        """Whether source and target store what moves less one: weights and their master weights, not their moments."""
         return self.centred if self.state in ("", MASTERS) else (False, False)
 
     @property

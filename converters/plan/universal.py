@@ -1,4 +1,4 @@
-"""Plans of DeepSpeed's universal checkpoints: masters and moments, each a conversion of its own into one folder.
+"""Plans of DeepSpeed's universal checkpoints: master weights and moments, each a conversion of its own into one folder.
 
 Of DeepSpeed's own partitions every parameter keeps the name that the training gave it; of any other optimizer it has
 that of transformers.
@@ -192,7 +192,7 @@ def _target(root: Path, tag: str, parameters: Sequence[Parameter], small: Mappin
 
 
 def _jobs(opened: Sequence[Checkpoint], target: Target) -> tuple[Job, ...]:
-    """The jobs of each state. The masters are the weights."""
+    """The jobs of each state. The master weights are the weights."""
     found = list[Job]()
     for state, one in zip(STATES, opened, strict=True):
         files = tuple(file for file in target.files if file.path.stem == state)

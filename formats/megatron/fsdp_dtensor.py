@@ -225,7 +225,7 @@ def write(
 ) -> Target:
     """Lay out a run folder with one checkpoint, which any number of ranks loads.
 
-    The arguments are those of `classic.write`; the masters of `optimizer` are the weights.
+    The arguments are those of `classic.write`; the master weights of `optimizer` are the weights.
 
     Raises:
         RefusedError: Megatron-FSDP has no pipeline, or none of what was asked for.
@@ -239,7 +239,7 @@ def write(
     if optimizer and not (merged["bf16"] or merged["fp16"]) and "plain" not in spec.conditions:
         raise RefusedError(
             "megatron-core saves and loads no model with a gate that Megatron-FSDP trains in float32",
-            "--dtype bf16, of which the float32 weights are the masters",
+            "--dtype bf16, of which the float32 weights are the master weights",
         )
     folder = name_of(iteration)
     parameters = parameters_of(whole_slots(spec, _table(spec, ()), padded, options.mesh.interleaves), options)

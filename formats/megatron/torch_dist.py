@@ -328,10 +328,10 @@ def write(
 
 
 def _require_experts(optimizer: Optimizer, spec: ModelSpec, parts: Sequence[Chunk]) -> None:
-    """Each stage has experts, where they have a plain optimizer with masters.
+    """Each stage has experts, where they have a plain optimizer with master weights.
 
     Raises:
-        RefusedError: one has none, and megatron-core looks there for the list of their masters (optimizer.py:884).
+        RefusedError: one has none, and megatron-core looks there for the list of their master weights (optimizer.py:884).
     """
     holding = {chunk.stage for chunk in parts if not spec.sparse_layers.isdisjoint(chunk.layers)}
     without = sorted({chunk.stage for chunk in parts} - holding)

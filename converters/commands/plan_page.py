@@ -11,7 +11,8 @@ from typing import Any
 
 from converters.common.progress import ranges
 from converters.library.records import plan_record
-from converters.plan.plan import Job, Part, Plan
+from converters.plan.parts import Part
+from converters.plan.plan import Job, Plan
 from formats.disk.safetensors import Fragment
 from formats.layout.table import Placed
 
@@ -105,7 +106,8 @@ def _where(tensors: Iterable[Placed]) -> Where:
             one.key,
             " ".join(f"{axis} {rank} of {ranks}" for axis, (rank, ranks) in one.slot.mesh if ranks > 1),
         )
-        for one in tensors
+        for placed in tensors
+        for one in placed.each()
     }
 
 

@@ -65,6 +65,7 @@ class Names(TypedDict, total=False):
     megatron_version: str
     make_vocab_size_divisible_by: int
     format: Literal["torch", "torch_dist", "fsdp_dtensor", "megatron-llm"]
+    for_trainer: Literal["bridge"]
     true_vocab_size: int
     layout: Literal["sequential", "pipeline"]
     optimizer: Literal["plain", "distributed"]
@@ -153,7 +154,7 @@ KINDS: Mapping[str, Kind] = {
         "a name or a path", lambda value: isinstance(value, str | PathLike)),
     "norm": choice("te", "local"), "experts": choice("te", "local"), "with_optimizer": FLAG, "force": FLAG,
     "format": choice("torch", "torch_dist", "fsdp_dtensor", "megatron-llm"), "layout": choice("sequential", "pipeline"),
-    "optimizer": choice("plain", "distributed"), "verify": FLAG, "prefetch": number(0),
+    "optimizer": choice("plain", "distributed"), "for_trainer": choice("bridge"), "verify": FLAG, "prefetch": number(0),
     "dtype": choice("keep", "bf16", "fp16", "fp32"),
 }  # fmt: skip
 """Option: what it has to be."""

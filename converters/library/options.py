@@ -26,6 +26,7 @@ AdapterUse = Literal["merged", "only"]
 Replicas = Literal["verify", "first", "mean"]
 LayerNames = Literal["te", "local"]
 Container = Literal["torch", "torch_dist", "fsdp_dtensor", "megatron-llm"]
+Trainer = Literal["bridge"]
 LayerFiles = Literal["sequential", "pipeline"]
 OptimizerFiles = Literal["plain", "distributed"]
 Rank = int | tuple[int, int]
@@ -73,7 +74,7 @@ class Names(TypedDict, total=False):
     megatron_version: str
     make_vocab_size_divisible_by: int
     format: Container
-    for_trainer: Literal["bridge"]
+    for_trainer: Trainer
     true_vocab_size: int
     layout: LayerFiles
     optimizer: OptimizerFiles
@@ -161,17 +162,10 @@ KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(("first_stage_layers", "last_stage_layers", "glu_interleave", "consumed_samples"), number(0)),
     "iteration": number(0), "pp_layout": TEXT, "megatron_version": TEXT, "chat_template": Kind(
         "a name or a path", lambda value: isinstance(value, str | PathLike)),
-<<<<<<< HEAD
-    "norm": choice("te", "local"), "experts": choice("te", "local"), "with_optimizer": FLAG, "force": FLAG,
-    "format": choice("torch", "torch_dist", "fsdp_dtensor", "megatron-llm"), "layout": choice("sequential", "pipeline"),
-    "optimizer": choice("plain", "distributed"), "for_trainer": choice("bridge"), "verify": FLAG, "prefetch": number(0),
-    "dtype": choice("keep", "bf16", "fp16", "fp32"),
-=======
     "norm": choice(LayerNames), "experts": choice(LayerNames), "with_optimizer": FLAG, "force": FLAG,
     "format": choice(Container), "layout": choice(LayerFiles),
-    "optimizer": choice(OptimizerFiles), "verify": FLAG, "prefetch": number(0),
+    "optimizer": choice(OptimizerFiles), "for_trainer": choice(Trainer), "verify": FLAG, "prefetch": number(0),
     "dtype": choice(Dtype),
->>>>>>> main
 }  # fmt: skip
 """Option: what it has to be."""
 RANKS = dict.fromkeys(("tp", "pp", "ep", "ranks"), RANK)

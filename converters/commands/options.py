@@ -207,6 +207,10 @@ true_vocab_size = click.option(
     "--true-vocab-size", type=click.IntRange(1), metavar="N",
     help="Megatron-LLM: tokens that its training will have. Rows that the model lacks are copies of its last.",
 )  # fmt: skip
+for_trainer = click.option(
+    "--for", "for_trainer", type=click.Choice(["bridge"]),
+    help="Megatron, torch_dist: with the run_config.yaml and train_state.pt that Megatron-Bridge loads.",
+)  # fmt: skip
 megatron_version = click.option(
     "--megatron-version", type=click.Choice(VERSIONS),
     help="Megatron-LM that megatron_flags.txt is for.  [default: the newest that computes the model]",

@@ -26,6 +26,7 @@ AdapterUse = Literal["merged", "only"]
 Replicas = Literal["verify", "first", "mean"]
 LayerNames = Literal["te", "local"]
 Container = Literal["torch", "torch_dist", "fsdp_dtensor", "megatron-llm"]
+Trainer = Literal["bridge"]
 LayerFiles = Literal["sequential", "pipeline"]
 OptimizerFiles = Literal["plain", "distributed"]
 Rank = int | tuple[int, int]
@@ -73,6 +74,7 @@ class Names(TypedDict, total=False):
     megatron_version: str
     make_vocab_size_divisible_by: int
     format: Container
+    for_trainer: Trainer
     true_vocab_size: int
     layout: LayerFiles
     optimizer: OptimizerFiles
@@ -162,7 +164,7 @@ KINDS: Mapping[str, Kind] = {
         "a name or a path", lambda value: isinstance(value, str | PathLike)),
     "norm": choice(LayerNames), "experts": choice(LayerNames), "with_optimizer": FLAG, "force": FLAG,
     "format": choice(Container), "layout": choice(LayerFiles),
-    "optimizer": choice(OptimizerFiles), "verify": FLAG, "prefetch": number(0),
+    "optimizer": choice(OptimizerFiles), "for_trainer": choice(Trainer), "verify": FLAG, "prefetch": number(0),
     "dtype": choice(Dtype),
 }  # fmt: skip
 """Option: what it has to be."""

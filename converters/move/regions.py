@@ -47,7 +47,7 @@ class Nearby:
         spans = [[(0, 1) if span.axis == "layer" else span[1:3] for span in part.leaf.spans] for part in self.parts]
         self.bounds = np.array(spans, np.int64).reshape(len(self.parts), axes, 2)
 
-    def __call__(self, start: tuple[int, ...], shape: tuple[int, ...]) -> list[Part]:
+    def __call__(self, start: tuple[int, ...], shape: tuple[int, ...]) -> Sequence[Part]:
         """The parts that meet a tile."""
         if len(self.parts) == 1:
             return self.parts

@@ -21,7 +21,8 @@ from converters.move.blocks import Files
 from converters.move.engine import digest_of, execute
 from converters.move.journal import open_journal
 from converters.move.source_checks import SourceChecks
-from converters.plan.plan import Job, Part, Plan, make_plan
+from converters.plan.parts import Part
+from converters.plan.plan import Job, Plan, make_plan
 from converters.plan.request import Limits, Request
 from converters.prove.archive_crc import amend
 from formats.checkpoint import MANIFEST, Checkpoint, Settings

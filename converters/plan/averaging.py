@@ -19,6 +19,7 @@ from formats.checkpoint import Checkpoint
 from formats.disk.safetensors import FLOATS
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, short, some
 from formats.huggingface.config import residue
+from formats.layout.table import files_of
 from formats.model.spec import Verbatim
 from formats.registry import format_of, steps
 
@@ -202,5 +203,5 @@ def _masters(source: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
     if masters is None:
         return source, ()
     weights = as_weights(masters, source)
-    files = tuple(dict.fromkeys([*source.files, *(placed.fragment.path for placed in masters.tensors)]))
+    files = tuple(dict.fromkeys([*source.files, *files_of(masters.tensors)]))
     return replace(weights, files=files), ()

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from converters.plan.parts import Part, prove_tiling
 from converters.plan.plan import (
     MASTERS,
     PADDING,
-    Copies,
     Job,
-    Part,
     Plan,
     cast_dtype,
     cast_dtypes,
     make_plan,
     padding_leaves,
-    prove_tiling,
 )
 from converters.plan.request import Request
 from converters.plan.targets import plan_fsdp, plan_megatron
@@ -26,7 +24,7 @@ from formats.errors import UnsupportedError, VerificationError
 from formats.format import Training
 from formats.fsdp import optimizer as fsdp_optim
 from formats.layout.leaves import Leaf
-from formats.layout.table import ORIGINAL, Placed
+from formats.layout.table import ORIGINAL, Placed, Replica, files_of
 from formats.layout.tensors import UNTRAINED
 from formats.megatron import optimizer_reader, portable_optimizer
 from formats.megatron.args.options import FSDP_DTENSOR, Options, main_dtype
@@ -77,7 +75,7 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int) -> Plan:
     found = optimizer_of(source)
     masters = found.states.get("fp32")
     moments = replace(found, states={state: one for state, one in found.states.items() if state != "fp32"})
-    held = (placed.fragment.path for one in found.states.values() for placed in one.tensors)
+    held = (path for one in found.states.values() for path in files_of(one.tensors))
     weights = source if masters is None else as_weights(masters, source)
     files = tuple(dict.fromkeys([*source.files, *held]))
     weights = replace(weights, files=files, dropped=(), state=())
@@ -243,7 +241,7 @@ def _resumed(
         again = optimizer_reader.read(written).states
         return state_jobs(written, {state: again[state] for state in optimizer.states}, rows)
 
-    paths = (placed.fragment.path for one in optimizer.states.values() for placed in one.tensors)
+    paths = (path for one in optimizer.states.values() for path in files_of(one.tensors))
     resumed = replace(
         source,
         files=tuple(dict.fromkeys([*source.files, *paths])),
@@ -293,10 +291,10 @@ def _padding_jobs(
         yield Job(tensor, None, shape, dtype, cast_to, tuple(copies[ORIGINAL]), replicas, tuple(written), state=state)
 
 
-def _rows(tensors: Iterable[Placed], rows: range) -> dict[str, Copies]:
+def _rows(tensors: Iterable[Placed], rows: range) -> dict[str, dict[Replica, list[Part]]]:
     """The rows of vocabulary padding, by tensor and by the copy to which they belong; the first one counts 0."""
-    found: dict[str, Copies] = {}
-    for placed in tensors if rows else ():
+    found: dict[str, dict[Replica, list[Part]]] = {}
+    for placed in (one for whole in tensors for one in whole.each()) if rows else ():
         for leaf in rows_of_padding(placed, rows):
             found.setdefault(leaf.tensor, {}).setdefault(placed.slot.replica, []).append(Part(leaf, placed.fragment))
     return found

@@ -12,7 +12,8 @@ from typing import Any
 from formats.deepspeed.partitions import flat_fragment, flat_piece, whole_of
 from formats.disk.safetensors import Fragment
 from formats.errors import SourceError, UnsupportedError, short
-from formats.layout.pieces import Piece, Scattered, in_one, whole_part
+from formats.layout.columns import Piece
+from formats.layout.pieces import Scattered, in_one, whole_part
 from formats.torch_files.archive import TorchFile
 from formats.torch_files.pickle_values import Opaque, TensorRef
 from formats.torch_files.unpickle import DAMAGE

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from formats.deepspeed import folders as deepspeed
 from formats.disk.safetensors import DTYPES, Fragment
 from formats.errors import SourceError, UnsupportedError, short, some
-from formats.layout.pieces import Piece, Scattered, scattered, whole_part
-from formats.layout.table import Cut
+from formats.layout.columns import Cut, Piece
+from formats.layout.pieces import Scattered, scattered, whole_part
 from formats.optimizer import STATES, require_states
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch

@@ -25,8 +25,9 @@ from formats.disk.safetensors import Fragment
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, short, some
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
-from formats.layout.pieces import Piece, Scattered, in_one, scattered, spread, whole_part
-from formats.layout.table import ALONE, Cut, Placed, Rule, Slot, match
+from formats.layout.columns import Cut, Piece
+from formats.layout.pieces import Scattered, in_one, scattered, spread, whole_part
+from formats.layout.table import ALONE, Placed, Rule, Slot, files_of, match
 from formats.model import adapters
 from formats.model.spec import ModelSpec, Spec
 from formats.optimizer import STATES
@@ -96,7 +97,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     held = models[0].value
     topology = {"dp": held.get("dp_world_size", 1)}
     details = Details(shown={"iteration": held.get("global_steps"), "folder": tag.name})
-    files = tuple(sorted({piece.fragment.path for piece in pieces}))
+    files = tuple(sorted(files_of(pieces)))
     proof = None
     if WEIGHTS[wanted] in ("exp_avg", "exp_avg_sq") and not (third or whole):
         proof = read(path, replace(settings, weights="fp32-master"))
@@ -352,7 +353,7 @@ def states_of(source: Checkpoint, held: Training) -> dict[str, Checkpoint]:
             source,
             tensors=pieces,
             dropped=tuple(dropped),
-            files=tuple(sorted({piece.fragment.path for piece in pieces})),
+            files=tuple(sorted(files_of(pieces))),
             twins=_twins(placed, keys, held.module) if state == "fp32" else (),
             notes=(),
             proof=None,

@@ -22,9 +22,9 @@ from formats.layout.table import Layout, Placed, Replica
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A leaf, and the physical tensor that holds it; `woven` if the elements of others lie between its own.
+    """A leaf, and the physical tensor that holds it; `woven` if elements of others are between its own (interleaved).
 
-    What is woven is written by one process and one thread at a time: with its own elements it writes those of others.
+    What is interleaved is written by one process and one thread at a time: it rewrites the elements of others too.
     """
 
     leaf: Leaf

@@ -11,10 +11,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from converters.plan.parts import Copies, Part, Parts, empty, parts_of
-from formats.checkpoint import Checkpoint, Target
+from formats.checkpoint import Checkpoint, OutputFile, Target
 from formats.disk.safetensors import DTYPES, FLOATS, Fragment
 from formats.errors import RefusedError, UnsupportedError
 from formats.layout.leaves import Leaf
@@ -74,10 +75,10 @@ class Job:
 
     `shape` is the box, in the canonical order of the tensor's axes. `replicas` are further copies in the source; when
     the job is `partial` they are summands. `rows` is how many rows the source has when the target has more: the others
-    become their mean, or copies of the `last` one. `twins` hold the same tensor in the type that its float32 masters
-    are rounded to. `state` says what of the tensor moves, when it is not the weights: `exp_avg` and the like. `centred`
-    says of source and target whether they store the tensor less one. A tensor that is computed of several has no source
-    but its `terms`; its rows get `norms`, and `edge` says what is computed.
+    become their mean, or copies of the `last` one. `twins` hold the same tensor in the type that its master weights in
+    FP32 are rounded to. `state` says what of the tensor moves, when it is not the weights: `exp_avg` and the like.
+    `centred` says of source and target whether they store the tensor less one. A tensor that is computed of several has
+    no source but its `terms`; its rows get `norms`, and `edge` says what is computed.
     """
 
     tensor: str
@@ -108,7 +109,7 @@ class Job:
 
     @property
     def less_one(self) -> tuple[bool, bool]:
-        """Whether source and target store what moves less one: weights and their masters, not their moments."""
+        """Whether source and target store what moves less one: weights and their master weights, not their moments."""
         return self.centred if self.state in ("", MASTERS) else (False, False)
 
     @property
@@ -116,6 +117,11 @@ class Job:
         """What is added to the source, for the target or, without one, for the tensor itself."""
         source, target = self.less_one
         return int(source) - int(target)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of its axes."""
+        return tuple(span.axis for span in self.reads[0].sources[0].leaf.spans)
 
     @property
     def reads(self) -> tuple[Job, ...]:
@@ -355,6 +361,19 @@ def _prove_filled(target: Target) -> None:
             left = empty(placed)
             if left and not placed.slot.rule.pattern.filled:
                 raise RefusedError(f"{left} elements of {placed.key} have no source")
+
+
+def name_in(file: OutputFile) -> str:
+    """The path of a weight file in the output."""
+    return str(file.path).split(".partial/out/")[-1]
+
+
+def needs(target: Target) -> tuple[int, int]:
+    """Bytes of an output, and its files and folders; a manifest, a journal and the folder of that are among them."""
+    nbytes = sum(file.size for file in target.files) + sum(path.stat().st_size for path in target.copies.values())
+    names = {*map(name_in, target.files), *target.texts, *target.copies}
+    folders = {str(parent) for name in names for parent in PurePath(name).parents}
+    return nbytes + sum(map(len, target.texts.values())), len(names) + len(folders) + 3
 
 
 def filled(target: Target) -> int:

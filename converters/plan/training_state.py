@@ -1,4 +1,4 @@
-"""Plans of trainings that are resumed: weights, masters and moments, each a conversion of its own into one folder."""
+"""Plans of trainings that are resumed: weights, master weights and moments, each a conversion into one folder."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def optimizer_of(source: Checkpoint) -> Optimizer:
 
 
 def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int) -> Plan:
-    """A plan that writes a DCP folder with the optimizer of the source. Float32 masters become the weights.
+    """A plan that writes a DCP folder with the optimizer of the source. FP32 master weights become the weights.
 
     Args:
         source: the opened checkpoint.
@@ -84,7 +84,7 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int) -> Plan:
     jobs = (*plan.jobs, *state_jobs(source, moments.states, target=plan.target))
     notes = [UNTAKEN]
     if masters:
-        notes.append("FSDP trains the weights themselves: they are written from the float32 masters")
+        notes.append("FSDP trains the weights themselves: they are written from the FP32 master weights")
     if not found.groups:
         notes.append("the source has no rate, betas and weight decay: set_optimizer_state_dict of torch asks for them")
 
@@ -170,7 +170,7 @@ def plan_resumed(
 
 
 def _split(source: Checkpoint, found: Optimizer, cast: str | None) -> tuple[Checkpoint, dict[str, Checkpoint]]:
-    """What the weights are written from, and the states beside them: masters only where weights are rounded."""
+    """What the weights are written from, and the states beside them: master weights only where weights are rounded."""
     states = dict(found.states)
     masters = states.pop("fp32", None)
     weights = {dtype for (name, _), dtype in cast_dtypes(source, cast).items() if name not in UNTRAINED}
@@ -180,7 +180,7 @@ def _split(source: Checkpoint, found: Optimizer, cast: str | None) -> tuple[Chec
         masters = _trained(source)
     if masters is None:
         raise UnsupportedError(
-            f"{source.root} was trained without float32 masters, which Megatron's optimizer has of such weights",
+            f"{source.root} was trained without FP32 master weights, which Megatron's optimizer has of such weights",
             "--dtype fp32 takes the weights themselves, and resumes in float32",
         )
     return source, {"fp32": masters, **states}
@@ -189,7 +189,7 @@ def _split(source: Checkpoint, found: Optimizer, cast: str | None) -> tuple[Chec
 def _for_fsdp(
     source: Checkpoint, optimizer: Native, request: Request, options: Options
 ) -> tuple[Checkpoint, Native, Request, Options]:
-    """Megatron-FSDP saves the masters in the place of the weights; its arguments say what those are rounded to."""
+    """Megatron-FSDP saves master weights in the place of the weights; its arguments say what those are rounded to."""
     states = dict(optimizer.states)
     masters = states.pop("fp32", None)
     rounded = [dtype for (name, _), dtype in cast_dtypes(source, request.cast).items() if name not in UNTRAINED]
@@ -207,7 +207,7 @@ def _trained(source: Checkpoint) -> Checkpoint:
 
 
 def as_weights(masters: Checkpoint, source: Checkpoint) -> Checkpoint:
-    """Masters in place of the weights that are rounded from them; what nothing trains is as it was."""
+    """Master weights in place of the weights that are rounded from them; what nothing trains is as it was."""
     tensors = (*masters.tensors, *_parts_of(source, buffers=True))
     return replace(source, tensors=tensors, twins=masters.twins or _parts_of(source, buffers=False))
 
@@ -223,15 +223,15 @@ def _resumed(
     plan: Plan, optimizer: Native, rows: int, notes: Sequence[str], proof: Checkpoint | None = None,
     cast: str | None = None,
 ) -> Plan:  # fmt: skip
-    """A plan of the weights, with the jobs of the optimizer; masters that it does not carry are the proof.
+    """A plan of the weights, with the jobs of the optimizer; master weights that it does not carry are the proof.
 
     Raises:
-        UnsupportedError: masters would not round to the weights, from which one is taken off.
+        UnsupportedError: master weights would not round to the weights, from which one is taken off.
     """
     shifted = next((job.name for job in plan.jobs if job.shift), None)
     if shifted and MASTERS in optimizer.states:
         raise UnsupportedError(
-            f"Megatron stores {shifted} less one, where its float32 masters do not round to the weights of "
+            f"Megatron stores {shifted} less one, where its FP32 master weights do not round to the weights of "
             f"{plan.source.root}",
             "take the weights alone, without --with-optimizer, or --dtype fp32",
         )

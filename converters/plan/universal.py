@@ -1,4 +1,4 @@
-"""Plans of DeepSpeed's universal checkpoints: masters and moments, each a conversion of its own into one folder.
+"""Plans of DeepSpeed's universal checkpoints: master weights and moments, each a conversion of its own into one folder.
 
 Of DeepSpeed's own partitions every parameter keeps the name that the training gave it; of any other optimizer it has
 that of transformers.
@@ -23,7 +23,7 @@ from formats.deepspeed.mds import checkpoint as mds
 from formats.deepspeed.neox import checkpoint as neox
 from formats.deepspeed.neox.tables import slots_of
 from formats.deepspeed.universal import Parameter, States
-from formats.detect import lookalikes
+from formats.detect import signs
 from formats.disk.safetensors import Fragment
 from formats.errors import UnsupportedError
 from formats.huggingface import folder as huggingface
@@ -58,7 +58,7 @@ def open_states(path: Path, settings: Settings) -> States:
     Raises:
         UnsupportedError: the checkpoint is of stage 0, which keeps no names, or of another program.
     """
-    lookalikes.check(path)
+    signs.check(path)
     return neox.read_states(path, settings) if neox.detect(path) else _plain(path, settings)
 
 
@@ -192,7 +192,7 @@ def _target(root: Path, tag: str, parameters: Sequence[Parameter], small: Mappin
 
 
 def _jobs(opened: Sequence[Checkpoint], target: Target) -> tuple[Job, ...]:
-    """The jobs of each state. The masters are the weights."""
+    """The jobs of each state. The master weights are the weights."""
     found = list[Job]()
     for state, one in zip(STATES, opened, strict=True):
         files = tuple(file for file in target.files if file.path.stem == state)

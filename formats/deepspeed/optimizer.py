@@ -67,7 +67,7 @@ def read(source: Checkpoint) -> Optimizer:
     else:
         step, owners = _universal(source.home, held)
     if set(source.dtypes().values()) == {"F32"} and not states["fp32"].twins:
-        states.pop("fp32")  # the weights are the masters
+        states.pop("fp32")  # the weights are the master weights
     samples = model.get("global_samples")
     groups = _groups(states["exp_avg"], owners)
     return Optimizer(states, int(step), groups, samples if type(samples) is int else None)

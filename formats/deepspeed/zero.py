@@ -412,15 +412,15 @@ def _config_folder(path: Path, run: Path, tag: Path, settings: Settings) -> Path
 
 
 def _no_module(dtypes: Collection[str]) -> str:
-    """What weights are taken where a checkpoint has masters alone; DeepSpeed can keep these in 16 bits too."""
-    said = "it holds no module: these are the {} masters"
+    """What weights are taken where a checkpoint has master weights alone; DeepSpeed can keep these in 16 bits too."""
+    said = "it holds no module: these are the {} master weights"
     if "F32" in dtypes:
         return said.format("float32") + "; --dtype bf16 rounds them as DeepSpeed does"
     return said.format(" and ".join(sorted(dtypes)))
 
 
 def _twins(placed: Sequence[Placed], keys: Mapping[str, str], modules: Mapping[str, Fragment]) -> tuple[Placed, ...]:
-    """The module's own tensors, where the optimizer has a float32 master of them."""
+    """The module's own tensors, where the optimizer has an FP32 master weight of them."""
     found = [
         (one, modules.get(keys[one.key])) for one in placed if one.fragment.dtype == "F32" and not one.slot.replica
     ]

@@ -403,7 +403,7 @@ def write(
         spec: the model.
         dtypes: the element type of each logical tensor.
         ranks: how many data files.
-        optimizer: the moments, step and groups to write beside the weights, which are its masters.
+        optimizer: the moments, step and groups to write beside the weights, which are its master weights.
     """
     wanted = huggingface.model_slots(spec, memory=True)
     stored = [dcp_writer.whole(slot, f"{dcp_writer.CONTAINER}.{slot.keys[0]}") for slot in wanted]

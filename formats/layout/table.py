@@ -155,7 +155,7 @@ SHARED = Replica(shared=True)
 
 
 class Slot(NamedTuple):
-    """One physical tensor that a layout wants: its place, the spellings of its key, its shape and its content."""
+    """One physical tensor that a layout expects: its place, the spellings of its key, its shape and its content."""
 
     place: Place
     keys: tuple[str, ...]
@@ -366,7 +366,7 @@ def files_of(tensors: Iterable[Placed]) -> dict[Path, None]:
 def match(
     wanted: Iterable[Slot], found: Mapping[Place, Mapping[str, Fragment]], drops: Sequence[str], where: Path
 ) -> tuple[list[Placed], list[str]]:
-    """Pair the physical tensors that a layout wants with those that the files hold.
+    """Pair the physical tensors that a layout expects with those that the files hold.
 
     Args:
         wanted: the slots of the layout.

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from formats.layout.table import ALONE, Rule, Slot, match, rules, slots
 from formats.megatron import DIST as FORMAT
 from formats.megatron import common_state
 from formats.megatron import optimizer as megatron_optim
-from formats.megatron.args import flags, linear_attention, mla
+from formats.megatron.args import flags, linear_attention, mla, run_config
 from formats.megatron.args.moe import INTERLEAVE, interleaves_of
 from formats.megatron.args.options import DIST, Options, namespace
 from formats.megatron.chained_optimizer import BUFFER, CHAINED, spread
@@ -68,6 +69,8 @@ ABOUT = {
 """What `metadata.json` says. From 0.19 on there is no `common_*`, and what is there is left alone (core.py, 0.19.2)."""
 EMBEDDING = "embedding.word_embeddings.weight"
 LAYERS = "decoder.layers."
+LIGHTNING = "module."
+"""What stands before each name in NeMo 2: the model is in a module of Lightning."""
 OPTIMIZER = re.compile(CHAINED + r"optimizer\..*")
 GATED = ("linear_fc1.weight", "linear_fc1.bias")
 
@@ -141,6 +144,10 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     entries, objects = dcp.contents(folder)
     common = common_state.read(folder)
     require_alone(common)
+    instead = None if "args" in common.value else run_config.place(run, folder)
+    if instead:
+        common = replace(common, path=instead, value={**common.value, "args": run_config.read(instead)})
+        entries = [replace(entry, name=entry.name.removeprefix(LIGHTNING)) for entry in entries]
     args = args_of(common)
     tensors = tensors_in(folder, [entry for entry in entries if not OPTIMIZER.fullmatch(entry.name)])
     if EMBEDDING not in tensors or not tensors[EMBEDDING].shape:
@@ -148,7 +155,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     padded = tensors[EMBEDDING].shape[0]
     assets = assets_of(run, settings)
     config = huggingface.read_config(assets) if assets else None
-    spec = spec_of(args, DIST, assets, config, settings, folder, common.path, padded)
+    spec = spec_of(args, DIST, assets, config, settings, folder, common.path, padded, settled=instead is not None)
     whole = {key: tensor.whole for key, tensor in tensors.items()}
     interleaves, table = interleaves_of(args, str(common.path)), _table(tensors)
     _require_interleaves(interleaves, args, apart=any(rule in SPLIT for rule in table), where=str(common.path))
@@ -330,10 +337,10 @@ def write(
 
 
 def _require_experts(optimizer: Optimizer, spec: ModelSpec, parts: Sequence[Chunk]) -> None:
-    """Each stage has experts, where they have a plain optimizer with masters.
+    """Each stage has experts, where they have a plain optimizer with master weights.
 
     Raises:
-        RefusedError: one has none, and megatron-core looks there for the list of their masters (optimizer.py:884).
+        RefusedError: one has none, and megatron-core looks there for the list of their master weights (optimizer.py:884).
     """
     holding = {chunk.stage for chunk in parts if not spec.sparse_layers.isdisjoint(chunk.layers)}
     without = sorted({chunk.stage for chunk in parts} - holding)

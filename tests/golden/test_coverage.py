@@ -33,7 +33,7 @@ def lines(table) -> set[tuple[str, str]]:
 def used(folder, config=None) -> set[tuple[str, str]]:
     """The lines that a folder's tensors are read by."""
     found = set()
-    for placed in open_checkpoint(folder, Settings(config=config)).tensors:
+    for placed in open_checkpoint(folder, Settings(config=config)).fragments():
         spelling = placed.slot.rule.spellings[placed.slot.keys.index(placed.key)]
         found.add((spelling, placed.slot.rule.pattern.text))
     return found

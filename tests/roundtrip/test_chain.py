@@ -35,7 +35,7 @@ def to_megatron(source, request, tp: int, **options: Any):
     """
     family = source.spec.family
     options |= {"ep": tp, "etp": 1} if family == "gpt_oss" else {}
-    options |= {"norm": "te"} if source.spec.latent_rank or source.spec.recurrent_layers else {}
+    options |= {"norm": "te"} if source.spec.latent_rank or source.spec.mixed else {}
     return plan_megatron(source, request, Options(tp, **options), None)
 
 

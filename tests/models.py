@@ -346,7 +346,7 @@ RENAMED = (*EXPERTS, *FUSED_HERE, "gpt_neox", "gpt_neox-tied", "nemotron_h_dense
 """Those of which transformers renames tensors as it loads and saves them, and sorts them by that."""
 FEW = (
     "llama", "llama-mqa", "llama-biased", "qwen2-tied", "gpt2", "qwen3_5_text-tied",
-    "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "qwen3_next-tied",
+    "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "qwen3_next-tied", "nemotron_h", "nemotron_h-latent",
 )  # fmt: skip
 """Models that together use every line of Megatron's tables (`test_coverage.py` looks): what holds of a line, whosever
 tensors it places, is shown with them."""

@@ -1,4 +1,4 @@
-"""Jobs for Slurm: what a site wants, a batch script, and its submission.
+"""Jobs for Slurm: what a site requires, a batch script, and its submission.
 
 A script is a header of sbatch options, a few settings as shell variables, and a body from `containers/slurm` as it
 stands there. The sites' facts are in `containers/sites`; nothing of those files is run here.
@@ -72,7 +72,12 @@ class Job:
     def options(self) -> list[str]:
         """All options of sbatch."""
         output = str(self.folder).replace("%", "%%") + "/%x-%j.out"
-        header = {"job-name": self.name, **self.header, "output": output, "open-mode": "append"}
+        header = {
+            "job-name": self.name,
+            **self.header,
+            "output": self.header.get("output", output),
+            "open-mode": "append",
+        }
         return [f"--{name}={value}" if value else f"--{name}" for name, value in header.items()]
 
     @property

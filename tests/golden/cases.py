@@ -30,6 +30,7 @@ class Topology(NamedTuple):
     ep: int = 1
     etp: int = 0
     version: str = ""
+    experts: str = ""
 
     @property
     def ranks(self) -> int:
@@ -42,6 +43,7 @@ class Topology(NamedTuple):
         words = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "norm": self.norm}
         words |= {"ep": self.ep} if self.ep > 1 else {}
         words |= {"etp": self.etp} if self.etp else {}
+        words |= {"experts": self.experts} if self.experts else {}
         words |= {"megatron-version": self.version} if self.version else {}
         return [*(word for name, value in words.items() for word in (f"--{name}", str(value))), *self.uneven]
 
@@ -140,7 +142,14 @@ TOPOLOGIES = {
         version="0.16",
     ),
     "tp2-ep2-linear": Topology(
-        2, 1, 1, "te", (Case("qwen3_5_moe_text"), Case("qwen3_next-tied"), Case("nemotron_h")), ep=2, version="0.16"
+        2,
+        1,
+        1,
+        "te",
+        tuple(map(Case, ("qwen3_5_moe_text", "qwen3_next-tied", "nemotron_h", "nemotron_h-latent"))),
+        ep=2,
+        version="0.16",
+        experts="local",
     ),
     "tp8": Topology(8, 1, 1, "local", (Case("qwen2-tied"), Case("llama-mqa"))),
 }

@@ -41,7 +41,9 @@ def used(folder, config=None) -> set[tuple[str, str]]:
 
 def planned(source, topology) -> set[tuple[str, str]]:
     """The lines that a model's tensors are written by in a topology; nothing is written."""
-    options = Options(topology.tp, topology.pp, topology.vpp, topology.norm, ep=topology.ep, etp=topology.etp or None)
+    spread = {"ep": topology.ep, "etp": topology.etp or None, "version": topology.version or None}
+    spread["experts"] = topology.experts or None
+    options = Options(topology.tp, topology.pp, topology.vpp, topology.norm, **spread)
     plan = plan_megatron(open_checkpoint(source), Request(source), options, None)
     found = set()
     for placed in (placed for file in plan.target.files for placed in file.tensors):
@@ -63,7 +65,8 @@ def test_every_line_of_megatron_core_is_judged(model):
         rule for rule in megatron.MCORE if not {MTP, "predicting"} & rule.conditions
     ]  # of which test_mtp.py has all
     grouped = {line for line in lines(table) if megatron.GROUPED.fullmatch(line[0])}
-    assert lines(table) - seen == grouped, "of which test_megatron_dist.py has real ones"
+    newer = {line for line in lines(table) if ".mixer.conv1d_" in line[0]}  # 0.19, where the older name has its shape
+    assert lines(table) - seen == grouped | newer, "of the first test_megatron_dist.py has real ones"
 
 
 def test_a_layer_that_predicts_a_second_token_has_a_block_of_the_decoder():

@@ -51,11 +51,11 @@ def test_what_no_box_follows_is_not_told(turn):
     assert torch.stack([turn(whole("one", SHAPE)).reshape(120), whole("two", (120,))]).pieces is None
 
 
-RENAMED = ("llava", "qwen2_5_vl", "gemma3", "mistral3", "qwen3_next", "phimoe", "whisper")
+SORTED = ("llava", "qwen2_5_vl", "gemma3", "mistral3", "qwen3_next", "phimoe", "whisper")
 """Models whose names in memory are others than those of files: towers, fused experts, several copies of one tensor."""
 
 
-@pytest.mark.parametrize("kind", RENAMED)
+@pytest.mark.parametrize("kind", SORTED)
 def test_there_and_back(convert, tmp_path, kind, monkeypatch):
     """torch loads all of what is in memory; the names and bytes of the folder come back."""
     import torch.distributed.checkpoint as dcp

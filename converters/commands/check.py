@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import (
+    FILE,
     FOLDER,
+    ShareType,
     as_json,
     effort,
     memory,
@@ -21,6 +23,7 @@ from converters.commands.options import (
     settings_of,
     weights,
 )
+from converters.commands.running import require_new, write_new
 from converters.common.cli_help import command
 from formats.errors import (
     OptionNeededError,
@@ -34,6 +37,7 @@ from formats.errors import (
 
 if TYPE_CHECKING:
     from converters.library.proving import Effects
+    from converters.move.journal import Share
 
 
 @command()
@@ -60,12 +64,20 @@ def digest(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 @command()
 @click.argument("out", type=FOLDER)
 @click.argument("src", type=FOLDER, required=False)
+@click.option(
+    "--part",
+    "share",
+    type=ShareType(),
+    metavar="I/N",
+    help="The I-th of N parts, against the manifest, beside others on any nodes, and resumed after a kill. The "
+    "same command without it finishes.",
+)
 @reading
 @weights
 @replicas
 @effort
 @as_json
-def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
+def verify(out: Path, src: Path | None, share: Share | None, as_json: bool, **options: Any) -> None:
     """Check OUT against its manifest, or against SRC in any format.
 
     A checkpoint of another program has no manifest: its files of torch.save are checked against their own CRC-32, and
@@ -74,14 +86,20 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
     from converters.library.proving import verify_with
     from formats.checkpoint import MANIFEST
 
-    if src is None and out.is_dir() and not any(out.rglob(MANIFEST)):
+    whole = src is None and (not out.is_dir() or any(out.rglob(MANIFEST)))
+    if share is not None and not whole:
+        raise UsageError("--part compares with a manifest", f"without it: convert verify {out} {src or ''}".rstrip())
+    if src is None and not whole:
         _verify_archives(out, options, as_json)
         return
-    found = verify_with(out, src, _effects(options, as_json))
+    found = verify_with(out, src, _effects(options, as_json), share)
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=1))
     found.require(f"convert diff {out} {src}" if src else "copy the checkpoint again, or compare it with its source")
-    if not as_json:
+    if share is not None and not as_json:
+        told = "the same command without --part finishes"
+        click.echo(f"part {share} of {out} equals {found.name}: {found.tensors} tensors, {told}")
+    elif not as_json:
         click.echo(f"{out} equals {found.name}: {found.tensors} tensors\ndigest {found.digest}")
     for note in found.notes:
         click.echo(f"note: {note}", err=True)
@@ -150,17 +168,25 @@ def _unopened(folder: Path, options: Mapping[str, Any]) -> str | None:
 @click.argument("one", type=FOLDER)
 @click.argument("two", type=FOLDER)
 @click.option("--tensors", is_flag=True, help="List every tensor that differs.")
+@click.option("--html", type=FILE, metavar="FILE", help="Which tensors differ, and where and how, as one page.")
 @reading
 @weights
 @replicas
 @memory
 @as_json
-def diff(one: Path, two: Path, tensors: bool, memory: int, as_json: bool, **options: Any) -> None:
+def diff(one: Path, two: Path, tensors: bool, html: Path | None, memory: int, as_json: bool, **options: Any) -> None:
     """Compare two checkpoints in any formats; exit 6 when they differ."""
     from converters.commands.diff_text import lines
     from converters.library.proving import diff_with
 
-    found = diff_with(one, two, _effects({**options, "memory": memory, "threads": 1}, as_json))
+    if html:
+        require_new(html)
+    effects = _effects({**options, "memory": memory, "threads": 1}, as_json)
+    found = diff_with(one, two, effects, measured=html is not None)
+    if html:
+        from converters.commands.pages.diff import page
+
+        write_new(html, page(found, one, two))
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=1))
     else:

@@ -4,6 +4,7 @@ EXAMPLES = {
     "fsdp2hf": "checkpoint-5000 model --config base\ncheckpoint-5000 model --config base --push ORG/NAME",
     "hf2fsdp": "base start --ranks 8\nzero-run start --config base --with-optimizer",
     "hf2megatron": "base run --tp 4 --pp 2\nbase run --format torch_dist --ep 8\n"
+    "base run --format torch_dist --for bridge\n"
     "zero-run run --tp 4 --with-optimizer --config base",
     "hf2neox": "base run --tp 4",
     "hf2hf": "model small --dtype bf16 --shard-size 2GB",
@@ -16,15 +17,16 @@ EXAMPLES = {
     "average-norms": "run averaged",
     "average": "run mean --last 5\nstep-900 step-1000 mean --weights 0.4,0.6",
     "merge": "base adapter model\nbase adapter model --dtype bf16",
+    "watch": "run --out models --config base\nrun --out models --config base --push ORG/NAME --keep 3 --every 10",
     "submit": "--site lumi fsdp2hf checkpoint-5000 model --config base -n\n"
     "--site lumi --part 8 hf2megatron base run --tp 8",
-    "inspect": "checkpoint-5000\nrun --tensors",
+    "inspect": "checkpoint-5000\nrun --tensors\nrun --html run.html",
     "plan": "base --to megatron --tp 8\nbase --to megatron --tp 8 --html plan.html",
     "explain": "megatron linear_qkv\nmegatron linear_qkv.weight --svg qkv.svg",
     "formats": "--json",
     "digest": "run\nrun --tensors",
     "verify": "model\nmodel run --config base",
-    "diff": "run model\nrun model --tensors",
+    "diff": "run model\nrun model --tensors\nbase tuned --html diff.html",
     "assets": "model --from base --chat-template llama3",
     "tokenizer": "m.model out --control '<|user|>' --control '<|system|>'",
     "push": "model ORG/NAME -n\nmodel ORG/NAME --private",

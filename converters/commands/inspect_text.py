@@ -29,9 +29,18 @@ MOST_DRIFTED = 10
 def inspect_lines(record: Mapping[str, Any]) -> Iterator[str]:
     """`inspect` for people. Without a config there are no settings, and tensors of all containers are counted."""
     yield f"{record['path']}"
+    yield table(inspect_rows(record))
+    for note in record["notes"]:
+        yield f"note: {note}"
+    for entry in record.get("list", ()):
+        yield f"{entry['file']}  {entry['key']}  {entry['dtype']}{entry['shape']}  {entry['pattern']}"
+
+
+def inspect_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a checkpoint is, as names and values."""
     kind = (record.get("kind") or record["format"]) + "".join(f", {name} {n}" for name, n in record["topology"].items())
     dtypes = ", ".join(f"{n} {d}" for d, n in record["dtypes"].items())
-    rows = [
+    return [
         ("format", kind + (f", {record['folder']}" if "folder" in record else "")),
         *([("parameters", f"{record['parameters']:,}")] if "parameters" in record else []),
         ("weights" if "parameters" in record else "all tensors",
@@ -43,11 +52,6 @@ def inspect_lines(record: Mapping[str, Any]) -> Iterator[str]:
         *([("optimizer", _optimizer_line(record["optimizer"]))] if record.get("optimizer") else []),
         *([("travels along", ", ".join(record["assets"]) or "nothing")] if "assets" in record else []),
     ]  # fmt: skip
-    yield table(rows)
-    for note in record["notes"]:
-        yield f"note: {note}"
-    for entry in record.get("list", ()):
-        yield f"{entry['file']}  {entry['key']}  {entry['dtype']}{entry['shape']}  {entry['pattern']}"
 
 
 def _optimizer_line(about: Mapping[str, Any]) -> str:
@@ -73,7 +77,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     for edge, count in record["edges"].items():
         yield f"change {edge} in {count} tensors"
     if record["masters_compared"]:
-        yield f"check  {record['masters_compared']} float32 masters against what the model computes with"
+        yield f"check  {record['masters_compared']} FP32 master weights against what the model computes with"
     if target["filled_elements"]:
         yield f"fill   {target['filled_elements']} elements of vocabulary padding with {target['filled_with']}"
     if not record["edges"]:
@@ -83,6 +87,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     if len(target["files"]) > MOST_FILES:
         yield f"  … and {len(target['files']) - MOST_FILES} more"
     yield f"       and {some(target['small_files'], MOST_FILES)}"
+    yield f"room   {size(target['needs']['bytes'])} in {target['needs']['files']} files and folders"
     for name, keys in record["residue"].items():
         names = some(keys, 12)
         kept = "kept as they are" if name == "config.json" else "kept by reshard, a config cannot hold them"

@@ -25,7 +25,7 @@ LARGEST = 10**12
 LEAST = 1024
 """Bytes that may be written without a unit: fewer were meant to have one."""
 FILE = FOLDER = click.Path(path_type=Path)
-"""What is there is found out by whoever opens it, who has the better sentence."""
+"""Whether a path exists is checked where it is opened, so that the error can say more."""
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
@@ -205,6 +205,10 @@ vocab_multiple = click.option(
 true_vocab_size = click.option(
     "--true-vocab-size", type=click.IntRange(1), metavar="N",
     help="Megatron-LLM: tokens that its training will have. Rows that the model lacks are copies of its last.",
+)  # fmt: skip
+for_trainer = click.option(
+    "--for", "for_trainer", type=click.Choice(["bridge"]),
+    help="Megatron, torch_dist: with the run_config.yaml and train_state.pt that Megatron-Bridge loads.",
 )  # fmt: skip
 megatron_version = click.option(
     "--megatron-version", type=click.Choice(VERSIONS),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
 from converters.assets import files as assets
-from converters.plan.plan import PADDING, Plan, filled
+from converters.plan.plan import PADDING, Plan, filled, name_in, needs
 from formats.checkpoint import MANIFEST, Checkpoint
 from formats.errors import VitruvianError, some
 from formats.huggingface import config as hf_config
@@ -18,7 +19,9 @@ FILL = {"zeros": "zeros", "last": "copies of the last row"}
 
 def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
     """Everything that `inspect` knows."""
-    counted = Counter(placed.fragment.dtype for placed in source.tensors)
+    counted = Counter[str]()
+    for placed in source.tensors:
+        counted[placed.fragment.dtype] += placed.fragments
     weights = sum(placed.fragment.nbytes for placed in source.tensors)
     record: dict[str, Any] = {
         "path": str(source.root),
@@ -28,7 +31,7 @@ def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
         "settings": source.spec.settings(),
         "parameters": _parameters(source),
         "dtypes": dict(counted),
-        "tensors": len(source.tensors),
+        "tensors": counted.total(),
         "files": len(source.files),
         "bytes": weights,
         "dropped": len(source.dropped),
@@ -41,11 +44,18 @@ def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
     if tensors:
         record["list"] = [
             {"key": placed.key, "dtype": placed.fragment.dtype, "shape": list(placed.fragment.shape),
+             "bytes": placed.fragment.nbytes, "rank": rank_text(placed.slot.mesh),
              "file": str(placed.fragment.path.relative_to(source.root)), "offset": placed.fragment.offset,
              "pattern": placed.slot.rule.pattern.text, "replica": str(placed.slot.replica)}
-            for placed in source.tensors
+            for whole in source.tensors
+            for placed in whole.each()
         ]  # fmt: skip
     return record
+
+
+def rank_text(mesh: Iterable[tuple[str, tuple[int, int]]]) -> str:
+    """The rank that a tensor is for: `tp 1 of 2`; empty where no mesh is split."""
+    return " ".join(f"{axis} {rank} of {ranks}" for axis, (rank, ranks) in mesh if ranks > 1)
 
 
 def _optimizer(source: Checkpoint) -> dict[str, Any] | None:
@@ -75,7 +85,7 @@ def _notes(source: Checkpoint) -> list[str]:
     if source.assets is None:
         notes.append("no config or tokenizer travels with it; --config BASE supplies them")
     else:
-        notes += assets.checks(source.assets, source.spec)
+        notes += assets.checks(source.assets, source.config, source.spec)
         if left := assets.not_carried(source.assets):
             notes.append(f"{some(left, 4)} in {source.assets} are not carried: not names of model files")
     if source.spec.vocab is None:
@@ -113,9 +123,10 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     record["residue"] = _residue(source)
     if target:
         record["target"] = {
-            "files": {str(file.path).split(".partial/out/")[-1]: file.size for file in target.files},
+            "files": {name_in(file): file.size for file in target.files},
             "small_files": sorted([*target.texts, *target.copies]),
             "bytes": sum(file.size for file in target.files),
+            "needs": dict(zip(("bytes", "files"), needs(target), strict=True)),
             "filled_elements": filled(target) - _carried_padding(plan),
             "filled_with": FILL[target.padding],
         }

@@ -29,7 +29,6 @@ from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.errors import RefusedError, SourceError, UnsupportedError
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
-from formats.layout.pattern import parse
 from formats.layout.pieces import Scattered, spread
 from formats.layout.table import ALONE, Rule, match
 from formats.megatron import MEGATRON_FSDP as FORMAT
@@ -48,6 +47,7 @@ from formats.model.spec import ModelSpec
 from formats.torch_files import dcp, dcp_writer
 from formats.torch_files.archive import TorchFile, packed
 from formats.torch_files.archive_writer import Small, packed_plain
+from formats.torch_files.dcp_metadata import DATA
 from formats.torch_files.pickle_values import Namespace
 
 NAME = FORMAT.name
@@ -60,19 +60,17 @@ CARRIED = (*OBJECTS, *states.HEAD)
 BESIDE = ("optimizer", "rng_state", "rerun_state_machine", "opt_param_scheduler")
 """Entries with tensors beside the model."""
 FC1 = re.compile(r"(linear_fc1\.(?:weight|bias)(?:\{expert\})?)")
-GATED = re.compile(r"\((\w+): (\S+) \| (\w+): (\S+)\)(?:%\w+)?( \w+)?")
-"""Key and pattern of gate and up, one after the other in one tensor."""
+"""The key of gate and up, one after the other in one tensor."""
 
 
 def _apart(rule: Rule) -> Iterator[Rule]:
     """A row of the classic table, gate and up each under a key of its own."""
-    found = GATED.fullmatch(rule.pattern.text) if FC1.search(rule.key) else None
-    if found is None:
+    halves = rule.pattern.apart() if FC1.search(rule.key) else (rule.pattern,)
+    if len(halves) == 1:
         yield rule
         return
-    gate, gate_rows, up, up_rows, columns = found.groups(default="")
-    for suffix, name, rows in (("_w", gate, gate_rows), ("_v", up, up_rows)):
-        yield Rule(FC1.sub(rf"\g<1>{suffix}", rule.key), parse(f"{name}: {rows}{columns}"), rule.conditions)
+    for suffix, half in zip(("_w", "_v"), halves, strict=True):
+        yield Rule(FC1.sub(rf"\g<1>{suffix}", rule.key), half, rule.conditions)
 
 
 TABLE = tuple(half for rule in MODEL for half in _apart(rule))
@@ -125,8 +123,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     wanted = whole_slots(spec, _table(spec, tensors), padded, interleaves)
     placed, dropped = match(wanted, {ALONE: whole}, DROPS, folder)
     others = [entry.name for entry in entries if not KEY.match(entry.name)]
-    files = {item.path for entry in entries for item in entry.items}
-    writers = {found[1] for file in files if (found := dcp.DATA.fullmatch(file.name))}
+    files = {path for entry in entries for path in entry.items.files}
+    writers = {found[1] for file in files if (found := DATA.fullmatch(file.name))}
     experts = "local" if any(".local_experts." in key for key in tensors) else "te"
     held = {name.partition(".")[0] for name in (*others, *objects)}
     return Checkpoint(
@@ -228,7 +226,7 @@ def write(
 ) -> Target:
     """Lay out a run folder with one checkpoint, which any number of ranks loads.
 
-    The arguments are those of `classic.write`; the masters of `optimizer` are the weights.
+    The arguments are those of `classic.write`; the master weights of `optimizer` are the weights.
 
     Raises:
         RefusedError: Megatron-FSDP has no pipeline, or none of what was asked for.
@@ -242,7 +240,7 @@ def write(
     if optimizer and not (merged["bf16"] or merged["fp16"]) and "plain" not in spec.conditions:
         raise RefusedError(
             "megatron-core saves and loads no model with a gate that Megatron-FSDP trains in float32",
-            "--dtype bf16, of which the float32 weights are the masters",
+            "--dtype bf16, of which the float32 weights are the master weights",
         )
     folder = name_of(iteration)
     parameters = parameters_of(whole_slots(spec, _table(spec, ()), padded, options.mesh.interleaves), options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -354,3 +355,43 @@ def test_a_wish_beyond_a_partition_is_refused_by_slurm(queue, train, settings, m
     )
     assert ran.code == 2
     assert "sbatch does not take" in ran.err
+
+
+def test_a_watch_goes_on_from_job_to_job_until_nothing_is_new(submitted, convert, model, queue, tmp_path):
+    """The first job finds one checkpoint, a later one the other; the last ends the chain."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert convert("hf2fsdp", model(), run / "step-1").code == 0
+    words = ["watch", run, "--out", out, "--every", "0.05", "--idle", "0.01"]
+    job = submitted("convert", "--site", "lumi", *words)
+    assert queue.wait(job)["JobState"] == "COMPLETED", logs(tmp_path)
+    assert (out / "step-1").is_dir()
+    shutil.copytree(run / "step-1", run / "step-2")
+    queue.idle()
+    told = logs(tmp_path)
+    assert (told.count("digest "), told.count("link 1: done")) == (2, 0), told
+    assert "link 2: " in told
+    assert (out / "step-2").is_dir()
+    assert convert("verify", out / "step-2", run / "step-1").code == 0
+    assert [path.name for path in (tmp_path / "slurm").glob("*.out")] == ["watch.out"]
+
+
+def test_a_conversion_runs_with_the_header_of_each_site(submitted, model, queue, tmp_path):
+    """Partition, time and memory or cores as the site's file says; all at once, each in a folder of its own."""
+    sites = sorted(path.stem for path in (ROOT / "containers/sites").glob("*.sh"))
+    cores = ["--sbatch", "cpus-per-task=16"]  # of 64 that a node has here
+    jobs = {
+        site: submitted("convert", "--site", site, *cores, "hf2megatron", model(), tmp_path / site, "--tp", 2)
+        for site in sites
+    }
+    wanted = {
+        "lumi": "small",
+        "leonardo": "lrd_all_serial",
+        "jupiter": "booster",
+        "juwels": "batch",
+        "snellius": "rome",
+    }
+    for site, job in jobs.items():
+        facts = queue.wait(job)
+        assert facts["JobState"] == "COMPLETED", (site, logs(tmp_path))
+        assert facts["Partition"] == wanted.get(site, facts["Partition"])
+    assert len({str(files(tmp_path / site)) for site in sites}) == 1

@@ -27,7 +27,7 @@ from formats.errors import RefusedError, UsageError
 
 ROOT = Path(__file__).parents[2]
 CONTAINERS = ROOT / "containers"
-SITES = ("lumi", "leonardo", "local")
+SITES = sorted(path.stem for path in (CONTAINERS / "sites").glob("*.sh"))
 SCRIPTS = sorted([CONTAINERS / "run", CONTAINERS / "copy", CONTAINERS / "schedule.sh", *CONTAINERS.glob("*/*.sh")])
 TREE = {
     "model": {"path": "start"}, "data": {"train": ["P"], "seq_length": 64}, "batch": {"size": 192},
@@ -138,6 +138,14 @@ def test_the_shell_and_the_submission_read_the_same_facts(site):
     assert options_of(facts["SITE_GPU"].split()) == found.gpu
     assert facts["SITE_SRUN"].split() == found.srun
     assert [options_of(facts[f"SITE_CPU_{number}"].split()) for number in range(1, 1 + len(found.cpu))] == found.cpu
+
+
+def test_where_memory_comes_with_cores_no_memory_is_asked_for():
+    site = load_site("marenostrum5")
+    header = cpu_header(site, Wishes("marenostrum5", {}, None), 3600, 9001)
+    assert (header["cpus-per-task"], "mem" in header, header["qos"]) == ("5", False, "gp_ehpc")
+    with pytest.raises(RefusedError, match="more than a partition of marenostrum5 has"):
+        cpu_header(site, Wishes("marenostrum5", {}, None), 3600, 300_000)
 
 
 def test_the_masks_of_lumi_are_seven_cores_each_beside_their_die():
@@ -286,6 +294,23 @@ def test_parts_share_the_time(convert, folder, model, monkeypatch):
     part, whole = (seconds_of(time) - 900 for time in re.findall(r"^#SBATCH --time=(.*)$", ran.out, re.MULTILINE))
     assert whole > 3600
     assert 0 <= part * 8 - whole <= 8 * 60
+
+
+def test_a_watch_is_a_chain_of_short_jobs(convert, folder):
+    (folder / "run2").mkdir()  # no checkpoint yet
+    words = ["watch", "run2", "--out", "models", "--every", "20", "--idle", "24"]
+    ran = convert("submit", "--site", "leonardo", *words, "-n")
+    assert ran.code == 0, ran.err
+    for line in (
+        "#SBATCH --partition=lrd_all_serial",
+        "#SBATCH --time=01:00:00",
+        f"#SBATCH --output={folder}/slurm/%x.out",
+        "COMMAND=(convert watch run2 --out models --every 20 --idle 24 --once)",
+        "LINKS=${VITRUVIAN_LINKS:-100000}",
+        "PAUSE=1200",
+    ):
+        assert f"{line}\n" in ran.out, line
+    assert convert("submit", "--part", "2", *words, "-n").code == 2
 
 
 def test_a_conversion_beyond_every_partition_is_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import sys
 
 from vitruvian import beside
@@ -18,7 +19,8 @@ Each has --help. `convert` and `train` alone are the same commands.
 
 
 def convert() -> None:
-    """The command `convert`."""
+    """The command `convert`. Its products of matrices are for one thread each: no others are started on each core."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     _run("converters.cli")
 
 

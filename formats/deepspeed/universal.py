@@ -16,11 +16,10 @@ model was made with.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from formats.checkpoint import Checkpoint, OutputFile
 from formats.deepspeed.folders import model_name
@@ -98,7 +97,7 @@ def texts(
             "param_groups": plain,
             "optimizer_state_dict": {"state": {0: {"step": _reference()}}, "param_groups": [common]},
         },
-        {"0": np.float32(step).tobytes()},
+        {"0": struct.pack("<f", step)},
     )
     info = {"universal_checkpoint_version": VERSION}
     head = {key: value for key, value in model.items() if keeps(value) and key != "module"}
@@ -120,7 +119,7 @@ def _reference() -> TensorRef:
 
 def scalar(value: float) -> bytes:
     """A file of torch.save with one float32 number."""
-    return packed(_reference(), {"0": np.float32(value).tobytes()})
+    return packed(_reference(), {"0": struct.pack("<f", value)})
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

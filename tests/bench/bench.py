@@ -28,6 +28,10 @@ CONVERT = str(Path(sys.executable).with_name("convert"))
 CP = ("cp", "-r")
 CP_SYNC = ("sh", "-c", 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +')
 KEEP_FREE = 20 * 10**9
+READ = 'cp -r "$0" "$1" && shift && exec "$@"'
+"""A copy, and what comes after it as one command: its CPU time is that of both."""
+IN_MEMORY = Path("/dev/shm/vitruvian-bench")
+FREE_IN_MEMORY = 4 * 10**9
 CAT = ("sh", "-c", 'mkdir "$1" && cat "$0"/*.distcp > "$1/all"')
 CAT_SYNC = (*CAT[:2], CAT[2] + ' && sync "$1/all"')
 ACCELERATE = str(Path(sys.executable).with_name("accelerate"))
@@ -35,7 +39,7 @@ TO_TORCH = 'mkdir "$1" && exec "$2" -m torch.distributed.checkpoint.format_utils
 STARTS = 15
 HANGS = 1800
 MOST_SPACE = 4 << 30
-PARTS = ["start", "speed", "fsdp", "zero", "checksums", "ranks", "memory"]
+PARTS = ["start", "floor", "speed", "fsdp", "zero", "checksums", "ranks", "memory"]
 
 
 @dataclass(frozen=True)
@@ -113,13 +117,15 @@ def guard(pid: int, disk: Path | None, ended: threading.Event) -> None:
             return
 
 
-def interleave(contenders: Sequence[Contender], rounds: int, out: Path) -> dict[str, list[Sample]]:
+def interleave(
+    contenders: Sequence[Contender], rounds: int, out: Path, free: int = KEEP_FREE
+) -> dict[str, list[Sample]]:
     """Run A B C A B C ...; the first round does not count. Outputs are deleted, and the disk is idle, before each."""
     found: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
     for i in range(rounds + 1):
         for contender in contenders:
-            if shutil.disk_usage(out.parent).free < KEEP_FREE:
-                raise FailedError(f"less than {KEEP_FREE / 1e9:.0f} GB are free in {out.parent}")
+            if shutil.disk_usage(out.parent).free < free:
+                raise FailedError(f"less than {free / 1e9:.0f} GB are free in {out.parent}")
             sample = run([word.replace("{out}", str(out)) for word in contender.command])
             shutil.rmtree(out, ignore_errors=True)
             os.sync()
@@ -135,18 +141,18 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     return f"{median(values):.{digits}f} [{min(values):.{digits}f}..{max(values):.{digits}f}]"
 
 
-def ratios(samples: Sequence[Sample], base: Sequence[Sample]) -> tuple[float, float]:
-    """The ratio of the medians of the wall time, and the median of the ratios within each round."""
-    pairs = [one.wall / other.wall for one, other in zip(samples, base, strict=True)]
-    return median([one.wall for one in samples]) / median([other.wall for other in base]), median(pairs)
+def ratios(samples: Sequence[Sample], base: Sequence[Sample], of: str = "wall") -> tuple[float, float]:
+    """The ratio of the medians of the wall (or `cpu`) time, and the median of the ratios within each round."""
+    ours, others = ([float(getattr(one, of)) for one in each] for each in (samples, base))
+    return median(ours) / median(others), median([one / other for one, other in zip(ours, others, strict=True)])
 
 
-def show(title: str, found: Mapping[str, list[Sample]], bases: Sequence[str] = ()) -> None:
+def show(title: str, found: Mapping[str, list[Sample]], bases: Sequence[str] = (), of: str = "wall") -> None:
     rows = [["", "wall s", "CPU s", "peak RSS MB", *(f"x {base}" for base in bases)]]
     for name, samples in found.items():
         row = [name, spread([s.wall for s in samples]), spread([s.cpu for s in samples])]
         row.append(spread([s.rss / 1e6 for s in samples], 0))
-        rows.append(row + ["{:.2f} ({:.2f})".format(*ratios(samples, found[base])) for base in bases])
+        rows.append(row + ["{:.2f} ({:.2f})".format(*ratios(samples, found[base], of)) for base in bases])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     print(f"\n{title} (load {os.getloadavg()[0]:.1f})")
     for row in rows:
@@ -216,6 +222,53 @@ def speed(work: Path, rounds: int, results: Results) -> None:
     for wanted, source in (("fp32", bf16), ("bf16", fp32)):  # compared with a copy of the larger side
         title = f"cast to {wanted}, hf2megatron TP2xPP2"
         case(title, "hf2megatron", source, (*cut, "--dtype", wanted), fp32, True)
+
+
+def floor(work: Path, rounds: int, results: Results) -> None:
+    """CPU-seconds in memory, against a copy and one hashing read, and two, of the same bytes: what has to be done."""
+    del work
+    shutil.rmtree(IN_MEMORY, ignore_errors=True)
+    IN_MEMORY.mkdir()
+    try:
+        bf16, megatron, cut = model(IN_MEMORY, "1.1B"), str(IN_MEMORY / "megatron"), ("--tp", "2", "--pp", "2")
+        against_floor("hf2megatron TP2xPP2", ("hf2megatron", bf16, "{out}", *cut), bf16, 1.3, rounds, results)
+        run([CONVERT, "hf2megatron", bf16, megatron, *cut, "-q"])
+        against_floor("megatron2hf", ("megatron2hf", megatron, "{out}"), megatron, 1.3, rounds, results)
+        against_floor("reshard to TP4", ("reshard", megatron, "{out}", "--tp", "4"), megatron, 1.3, rounds, results)
+        shutil.rmtree(megatron)
+        ranks = str(IN_MEMORY / "fsdp")
+        run([CONVERT, "hf2fsdp", bf16, ranks, "--ranks", "4", "-q"])
+        against_floor("fsdp2hf, 4 ranks", ("fsdp2hf", ranks, "{out}", "--config", bf16), ranks, 1.3, rounds, results)
+        shutil.rmtree(IN_MEMORY)
+        IN_MEMORY.mkdir()
+        bf16, fp32 = model(IN_MEMORY, "617M"), model(IN_MEMORY, "617M", "--dtype", "fp32")
+        for wanted, source in (("fp32", bf16), ("bf16", fp32)):
+            command = ("hf2megatron", source, "{out}", *cut, "--dtype", wanted)
+            against_floor(f"cast to {wanted}, hf2megatron TP2xPP2", command, fp32, 1.6, rounds, results)
+    finally:
+        shutil.rmtree(IN_MEMORY, ignore_errors=True)
+
+
+def against_floor(title: str, words: Sequence[str], copied: str, most: float, rounds: int, results: Results) -> None:
+    """One conversion; a cast beside what its larger side takes."""
+    ours, hashing = (CONVERT, *words, "-q"), (sys.executable, "-m", "tests.bench.hashing", copied)
+    cases = {"convert": (*ours,), "convert --no-verify": (*ours, "--no-verify"), "convert -j 1": (*ours, "-j", "1")}
+    floors = {"cp + 2 reads": (*hashing, "{out}"), "cp + 1 read": hashing}
+    contenders = [Contender(name, command) for name, command in cases.items()]
+    contenders += [Contender(name, ("sh", "-c", READ, copied, "{out}", *reads)) for name, reads in floors.items()]
+    found = results.samples[f"floor: {title}"] = interleave(contenders, rounds, IN_MEMORY / "out", FREE_IN_MEMORY)
+    show(f"{title}, in memory; x of CPU s", found, [*floors], "cpu")
+    verified, unverified = (
+        ratios(found[name], found[base], "cpu")[0] for name, base in zip(cases, floors, strict=False)
+    )
+    results.targets.append((f"{title}: CPU s x (cp + 2 hashing reads)", verified, most, "x"))
+    results.targets.append((f"{title}, --no-verify: CPU s x (cp + 1)", unverified, most if most > 1.5 else 1.2, "x"))
+    if most < 1.5:
+        nbytes = sum(path.stat().st_size for path in Path(copied).rglob("*") if path.is_file())
+        whole, alone = (median([sample.wall for sample in found[name]]) for name in ("convert", "convert -j 1"))
+        results.targets.append((f"{title}: speed", -nbytes / 1e9 / whole, -1.4, "GB/s"))
+        cores = min(2, len(os.sched_getaffinity(0)))
+        results.targets.append((f"{title}: efficiency on {cores} cores", -alone / cores / whole, -0.9, "x"))
 
 
 def fsdp(work: Path, rounds: int, results: Results) -> None:
@@ -409,7 +462,7 @@ def main() -> None:
     wanted, rounds = options.only or PARTS, 3 if options.quick else 5
     if "start" in wanted:
         start(options.work, results)
-    for part in (speed, fsdp, zero, checksums, ranks):
+    for part in (floor, speed, fsdp, zero, checksums, ranks):
         if part.__name__ in wanted:
             part(options.work, rounds, results)
     if "memory" in wanted:

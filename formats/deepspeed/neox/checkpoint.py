@@ -21,7 +21,6 @@ from formats.checkpoint import ASSETS, Checkpoint, Details, Settings
 from formats.deepspeed import NEOX, modules, universal
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed.neox import checks as neox_checks
-from formats.deepspeed.neox import gqa_order
 from formats.deepspeed.neox.run_keys import require_known
 from formats.deepspeed.neox.tables import GPT_NEOX, LLAMA, slots_of
 from formats.deepspeed.neox.yml import from_neox, is_gated
@@ -193,6 +192,8 @@ def _place(
 ) -> tuple[tuple[Placed, ...], tuple[str, ...]]:
     """Where each tensor of the layout is, given those of each file, and those of them that are in parts."""
     if opened.model.qkv == "grouped":
+        from formats.deepspeed.neox import gqa_order
+
         found, parts = gqa_order.split(opened.model.spec, found, parts, opened.tp)
     placed, dropped = match(opened.wanted, {Place(file): held for file, held in found.items()}, DROPS, opened.tag)
     pieces = (
@@ -259,6 +260,8 @@ def _describe(
             if settings.gqa_layout == "grouped":
                 notes.append("--gqa-layout grouped has no effect: the files say that they are blocked")
         else:
+            from formats.deepspeed.neox import gqa_order
+
             qkv, remarks = gqa_order.choose(spec, found, tp, settings.gqa_layout, old)
             notes += remarks
     elif settings.gqa_layout != "auto":

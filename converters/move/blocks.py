@@ -133,9 +133,9 @@ def finish_files(targets: Iterable[OutputFile], files: Files, threads: int) -> N
 def strided(buffer: Array, position: int, dims: tuple[tuple[int, int, int], ...], side: int) -> Array:
     """The elements of a region in a buffer, whose strides are in column `side` of its dims."""
     item = buffer.itemsize
-    return np.lib.stride_tricks.as_strided(
-        buffer[position:], [dim[0] for dim in dims], [dim[side] * item for dim in dims]
-    )
+    shape, strides = [dim[0] for dim in dims], [dim[side] * item for dim in dims]
+    view: Array = np.ndarray(shape, buffer.dtype, buffer, position * item, strides)
+    return view
 
 
 def gather(

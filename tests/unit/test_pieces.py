@@ -73,7 +73,7 @@ def test_nearly_all_of_it_is_read_as_rows():
 
 def test_a_piece_that_is_stored_twice_is_refused(tmp_path):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata(again=3)))
-    with pytest.raises(SourceError, match="stores a piece of .* that it does not describe"):
+    with pytest.raises(SourceError, match=r"stores a piece of .* that it does not describe"):
         dcp_metadata.read(tmp_path / ".metadata")
 
 

@@ -30,8 +30,8 @@ from formats.torch_files.unpickle import loads
 RANKS, ROWS = 40, 300
 
 
-def metadata(*, twice: bool = False, again: int | None = None) -> Metadata:
-    """Of two matrices and a vector; `twice`: a chunk and its index have one offset; `again`: that rank's is doubled."""
+def metadata(*, twice: bool = False, lost: int | None = None) -> Metadata:
+    """Of two matrices and a vector. `twice`: chunk and index share an offset; `lost`: one more than is described."""
     tensors, stored = {}, {}
     for number, (name, width) in enumerate({"a": (70000,), "b": (5,), "norm": ()}.items()):
         chunks = []
@@ -42,8 +42,10 @@ def metadata(*, twice: bool = False, again: int | None = None) -> Metadata:
             if twice:
                 object.__setattr__(index, "offset", offset)
             stored[index] = _StorageInfo(f"__{rank}_0.distcp", number << 33, 1000 + number)
-            if rank == again:
-                stored[MetadataIndex(name, offset, RANKS + rank)] = _StorageInfo(f"__{rank}_0.distcp", 0, 1)
+            if rank == lost:
+                stored[MetadataIndex(name, Size((offset[0] + 1, *offset[1:])), rank)] = _StorageInfo(
+                    f"__{rank}_0.distcp", 0, 1
+                )
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype=bfloat16), Size((RANKS * ROWS, *width)), chunks)
     return Metadata(tensors, {name: ("model", name) for name in tensors}, stored)
 
@@ -71,8 +73,8 @@ def test_nearly_all_of_it_is_read_as_rows():
     assert sum(not isinstance(chunk, Rows) for chunk in chunks) <= 2
 
 
-def test_a_piece_that_is_stored_twice_is_refused(tmp_path):
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata(again=3)))
+def test_a_piece_that_is_not_described_is_refused(tmp_path):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata(lost=3)))
     with pytest.raises(SourceError, match=r"stores a piece of .* that it does not describe"):
         dcp_metadata.read(tmp_path / ".metadata")
 

@@ -12,7 +12,7 @@ export DS_ACCELERATOR ?= cpu
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-stock test-hpc test-gpu test-torch fuzz architectures watch-storm image locks lint type docs dist bench clean
+.PHONY: help setup demo test test-fast test-stock test-hpc test-gpu test-torch fuzz architectures watch-storm image locks lint type docs dist bench bench-large clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -134,6 +134,9 @@ bench: $(VENV)/.test  ## compare with cp, with other converters, tokenizers and 
 	$(BIN)/python -m tests.bench.bench
 	$(BIN)/python -m tests.bench.data
 	$(BIN)/python -m tests.bench.library
+
+bench-large: $(VENV)/.test  ## plans of Llama 3.1 405B and DeepSeek-V3, on checkpoints of holes
+	$(BIN)/python -m tests.bench.large
 
 clean:  ## remove the virtual environment and everything that was made
 	rm -rf $(VENV) build dist demo *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,112 @@
+"""Plans of the largest open models: python -m tests.bench.large [--work DIR] [--only CASE ...] [--json OUT]
+
+Each case makes a checkpoint of true metadata and sizes, of holes (`make_large.py`), and plans what is done with it, in
+a process of its own: CPU seconds, the largest memory, jobs and blocks. Nothing of the weights is read. The table at the
+end shows whether time and memory are linear in pieces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+CONVERT = str(Path(sys.executable).with_name("convert"))
+KEEP_FREE = 3 * 10**9
+
+
+class Case(NamedTuple):
+    """A checkpoint, and what is asked of it; the plan's command without SRC and OUT, or `inspect` or `digest`."""
+
+    name: str
+    model: str
+    kind: str
+    command: tuple[str, ...]
+    layers: int = 0
+
+
+FSDP = "405 B, FSDP on 1,024 ranks"
+CASES = (
+    Case("linear: 11 layers, digest", "llama-405b", "fsdp", ("digest",), 11),
+    Case("linear: 33 layers, digest", "llama-405b", "fsdp", ("digest",), 33),
+    Case(f"{FSDP}: plan of digest", "llama-405b", "fsdp", ("digest",)),
+    Case(f"{FSDP}: to Hugging Face", "llama-405b", "fsdp", ("fsdp2hf",)),
+    Case(f"{FSDP}, with optimizer: inspect", "llama-405b", "fsdp-optim", ("inspect",)),
+    Case("405 B, ZeRO-3 on 1,024 ranks: to universal", "llama-405b", "zero3", ("zero2universal",)),
+    Case("405 B, Hugging Face: to TP8 x PP18", "llama-405b", "hf", ("hf2megatron", "--tp", "8", "--pp", "18")),
+    Case(
+        "671 B, Hugging Face: to TP4 x PP8 x EP32", "deepseek-v3", "hf",
+        ("hf2megatron", "--tp", "4", "--pp", "8", "--ep", "32", "--last-stage-layers", "5"),
+    ),
+)  # fmt: skip
+PLAN = """
+import sys, json
+from pathlib import Path
+from converters.plan.targets import plan_reading
+from formats.registry import open_checkpoint
+plan = plan_reading(open_checkpoint(Path(sys.argv[1])))
+print(json.dumps({"jobs": len(plan.jobs), "blocks": plan.blocks}))
+"""
+
+
+def measure(case: Case, work: Path) -> dict[str, object]:
+    """Make a checkpoint unless it is there, and plan."""
+    source = work / "-".join(map(str, (case.model, case.kind, case.layers)))
+    if not source.exists():
+        if shutil.disk_usage(work).free < KEEP_FREE:
+            sys.exit(f"less than {KEEP_FREE / 1e9:.0f} GB are free in {work}")
+        made = ["--layers", str(case.layers)] if case.layers else []
+        command = [sys.executable, "-m", "tests.bench.make_large", case.model, case.kind, str(source), *made]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    verb, *options = case.command
+    asked = [CONVERT, verb, str(source), str(work / "out"), *options, "-n", "--json"]
+    if verb == "inspect":
+        asked = [CONVERT, "inspect", str(source), "--json"]
+    elif verb == "digest":
+        asked = [sys.executable, "-c", PLAN, str(source)]
+    with tempfile.TemporaryFile() as out:
+        pid = os.posix_spawn(
+            asked[0], asked, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, out.fileno(), 1)]
+        )  # this process stays small: Linux counts the memory of a parent into the peak of its child
+        _, status, usage = os.wait4(pid, 0)
+        out.seek(0)
+        said = json.loads(out.read() or b"{}")
+    if status:
+        sys.exit(f"{case.name}: failed")
+    return {
+        "case": case.name, "cpu": round(usage.ru_utime + usage.ru_stime, 2), "mb": usage.ru_maxrss * 1024 // 10**6,
+        "jobs": said.get("jobs"), "blocks": said.get("blocks") or said.get("tensors"),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "vitruvian-bench-large")
+    parser.add_argument("--only", nargs="*", default=[], help="words of the names of cases")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), min(1024, hard)))  # any number of ranks
+    found = []
+    for case in CASES:
+        if all(word in case.name for word in options.only):
+            found.append(measure(case, options.work))
+            row = found[-1]
+            per = f"{row['cpu'] / row['blocks'] * 1e6:.1f} µs" if row["blocks"] else ""  # type: ignore[operator]
+            print(
+                f"{row['case']:46} {row['cpu']:8} s {row['mb']:6} MB  {row['jobs']} jobs, {row['blocks']} blocks {per}"
+            )
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

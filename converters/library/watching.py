@@ -183,6 +183,8 @@ def _claimed(watch: Watch, name: str) -> Iterator[int | None]:
 def due(watch: Watch, held: Mapping[str, Record]) -> list[commits.Saved]:
     """The complete checkpoints that are to be converted, the oldest first, which the training deletes first.
 
+    What was begun, and whose checkpoint is gone by now, is to be ended.
+
     Raises:
         SourceError: the run cannot be read.
     """
@@ -192,6 +194,8 @@ def due(watch: Watch, held: Mapping[str, Record]) -> list[commits.Saved]:
         raise SourceError(f"{watch.run}: {error.strerror}") from None
     kept = watch.kept(one.step for one in saved)
     wanted = saved if watch.push else [one for one in saved if one.step in kept]  # others would be deleted at once
+    begun = [name for name, record in held.items() if record["state"] not in ENDED and not (watch.run / name).exists()]
+    wanted = [*wanted, *(commits.Saved(held[name]["step"], watch.run / name) for name in begun)]
     return [one for one in wanted if _is_due(watch, one, held.get(one.folder.name))]
 
 
@@ -295,7 +299,12 @@ def _convert(watch: Watch, saved: commits.Saved, stop: Stop) -> Export | None:
     with _claimed(watch, name) as claim:
         record = last(records(watch)).get(name)
         mark = commits.mark(folder)
-        if claim is None or not mark or not _is_due(watch, saved, record):
+        if claim is None or not _is_due(watch, saved, record):
+            return None
+        if not mark and not out.exists():
+            shutil.rmtree(_staging(out), ignore_errors=True)
+            if record is not None:
+                _note(watch, name, "gone", step=saved.step, mark=record["mark"])
             return None
         began = record if record is not None and record["state"] in ("began", "again") else None
         facts: dict[str, Any] = {"step": saved.step, "mark": mark}

@@ -77,6 +77,21 @@ def test_what_was_finished_before_a_kill_is_not_done_again(convert, run, tmp_pat
     assert convert(*words).out.count(digest) == 1
 
 
+def test_what_was_begun_and_is_gone_is_ended(convert, run, tmp_path):
+    """Killed at work, and the training has deleted the checkpoint since; and killed after it."""
+    out = tmp_path / "out"
+    words = ("watch", run, "--out", out, "--once")
+    convert(*words)
+    log = out / ".watch/log.jsonl"
+    log.write_text("".join(line for line in log.read_text().splitlines(True) if '"converted"' not in line))
+    (out / "step-1").rename(out / "step-1.partial")
+    for step in (1, 2):
+        shutil.rmtree(run / f"step-{step}")
+    assert convert(*words).code == 75
+    assert lines(out)[-2:] == [("step-1", "gone"), ("step-2", "converted")]
+    assert sorted(path.name for path in out.iterdir()) == [".watch", "step-2"]
+
+
 def test_a_checkpoint_that_another_watcher_has_is_left_to_it(run, tmp_path):
     watch = watching.Watch(run, tmp_path / "out")
     watching.begin(watch)

@@ -14,6 +14,7 @@ from converters.commands.options import (
     chat_template,
     deepspeed_reading,
     experts,
+    for_trainer,
     iteration_folder,
     layout,
     megatron_files,
@@ -52,6 +53,7 @@ READ = (MEGATRON_FSDP, DIST, MEGATRON)
 @stages
 @experts
 @megatron_version
+@for_trainer
 @vocab_multiple
 @click.option("--iteration", type=click.IntRange(1), metavar="N", help="Write iter_N instead of release.")
 @true_vocab_size
@@ -201,6 +203,7 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
 @stages
 @experts
 @megatron_version
+@for_trainer
 @layout
 @vocab_multiple
 @at_iteration

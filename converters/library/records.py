@@ -85,7 +85,7 @@ def _notes(source: Checkpoint) -> list[str]:
     if source.assets is None:
         notes.append("no config or tokenizer travels with it; --config BASE supplies them")
     else:
-        notes += assets.checks(source.assets, source.spec)
+        notes += assets.checks(source.assets, source.config, source.spec)
         if left := assets.not_carried(source.assets):
             notes.append(f"{some(left, 4)} in {source.assets} are not carried: not names of model files")
     if source.spec.vocab is None:

@@ -38,6 +38,7 @@ from formats.errors import SourceError, UsageError
 from formats.fsdp import FSDP
 from formats.huggingface import HUGGINGFACE
 from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
+from formats.mistral import MISTRAL
 from formats.registry import format_of
 
 USE_HF2MEGATRON = "any other format to Megatron is `convert hf2megatron`"
@@ -169,6 +170,30 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
 def hf2hf(src: Path, out: Path, **options: Any) -> None:
     """Hugging Face folder to another one: cast, other file sizes, a chat template with rows for its tokens."""
     convert_to("huggingface", opened(src, options, HUGGINGFACE), out, options)
+
+
+@command()
+@places
+@shard_size
+@chat_template
+@reading_of(MISTRAL)
+@writing
+def mistral2hf(src: Path, out: Path, **options: Any) -> None:
+    """Mistral's own files (consolidated.safetensors, params.json) to a Hugging Face folder."""
+    convert_to("huggingface", opened(src, options, MISTRAL), out, options)
+
+
+@command()
+@places
+@deepspeed_reading
+@reading
+@writing
+def hf2mistral(src: Path, out: Path, **options: Any) -> None:
+    """Any checkpoint of a Mistral or Mixtral to Mistral's own files: consolidated.safetensors with params.json."""
+    source = opened(src, options)
+    if format_of(source) is MISTRAL:
+        raise UsageError(f"{src} holds Mistral's own files already", "nothing is to be done")
+    convert_to("mistral", source, out, options)
 
 
 @command()

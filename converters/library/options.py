@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Place = str | PathLike[str]
 Dtype = Literal["keep", "bf16", "fp16", "fp32"]
-Target = Literal["huggingface", "megatron", "fsdp", "neox", "deepspeed"]
+Target = Literal["huggingface", "megatron", "fsdp", "neox", "deepspeed", "mistral"]
 Weights = Literal["module", "fp32-master", "exp_avg", "exp_avg_sq"]
 QueryOrder = Literal["auto", "blocked", "grouped"]
 AdapterUse = Literal["merged", "only"]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from formats.megatron.args.options import Options
 
 HUGGINGFACE, MEGATRON_RUN, FSDP, GPT_NEOX, UNIVERSAL = "huggingface", "megatron", "fsdp", "neox", "deepspeed"
+MISTRAL = "mistral"
 """What can be written."""
 OF_MEGATRON = (MEGATRON.name, DIST.name, MEGATRON_FSDP.name)
 """The formats of Megatron as a source."""
@@ -110,7 +111,7 @@ def plan_output(source: Checkpoint | States, request: Request, to: str, output: 
     Args:
         source: the opened checkpoint; the states of a training of DeepSpeed, for the target `deepspeed`.
         request: where to, and the cast.
-        to: the target: `huggingface`, `megatron`, `fsdp`, `neox` or `deepspeed`.
+        to: the target: `huggingface`, `megatron`, `fsdp`, `neox`, `deepspeed` or `mistral`.
         output: how it is laid out.
 
     Raises:
@@ -188,6 +189,12 @@ def _deepspeed(source: Checkpoint | States, request: Request, _: Output) -> Plan
     if isinstance(source, States):
         return plan_universal(source, request)
     return plan_of_optimizer(source, optimizer_of(source), request)
+
+
+def _mistral(source: Checkpoint, request: Request, _: Output) -> Plan:
+    from converters.plan.targets import plan_mistral
+
+    return plan_mistral(source, request)
 
 
 def _megatron(source: Checkpoint, request: Request, output: Output) -> Plan:
@@ -275,5 +282,6 @@ TARGETS: Mapping[str, tuple[set[str], Callable[..., Plan]]] = {
     FSDP: (FSDP_OPTIONS, _fsdp),
     GPT_NEOX: (NEOX_OPTIONS, _neox),
     UNIVERSAL: (set(), _deepspeed),
+    MISTRAL: (set(), _mistral),
 }
 """Target: the options that mean something to it, and what plans it."""

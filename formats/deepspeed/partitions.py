@@ -23,7 +23,7 @@ from formats.disk.safetensors import DTYPES, Fragment
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.layout.columns import Columns, Cut, Ints, Piece, boxes
 from formats.layout.pieces import Scattered, scattered, whole_part
-from formats.optimizer import STATES, require_states
+from formats.optimizer import STATES, require_states, whose
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.archive_writer import plain
@@ -206,7 +206,8 @@ def require_known(path: Path, kept: Iterable[str]) -> None:
     """
     if others := sorted(set(kept) - KEPT):
         raise UnsupportedError(
-            f"{path}: its optimizer keeps {some(others, 4)} of each parameter, and only Adam's states are carried"
+            f"{path}: its optimizer{whose(others)} keeps {some(others, 4)} of each parameter, and only Adam's "
+            "states are carried"
         )
 
 

@@ -12,6 +12,7 @@ import os
 import stat
 import struct
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,6 +117,7 @@ class Product(NamedTuple):
     matrices: int = 1
 
 
+@lru_cache(maxsize=4096)
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides in elements of a contiguous tensor."""
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))

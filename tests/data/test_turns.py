@@ -6,11 +6,14 @@ The judge is transformers: its ids of a dialogue, and of the prompt of each repl
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.data.test_templates import byte_level
+from converters.assets.chat_template import load_template
+from tests.data.test_templates import TOKENS as SHIPPED
+from tests.data.test_templates import byte_level, dialogues
 from train.data.tokens.encode import LOST, REPLY, SPLIT, TemplateEncoder, check_template
 from train.data.tokens.records import Malformed, Record, reader
 from train.data.tokens.tokenizers import Fast
@@ -150,6 +153,20 @@ def test_only_what_a_longer_dialogue_shows_otherwise_gets_a_document_of_its_own(
     template = (FOLDER / f"{name}.jinja").read_text()
     record = reader("conversations", (), template=template)({"messages": DIALOGUES[dialogue], "tools": TOOLS})
     assert TemplateEncoder(vocabulary, template, None, DATE)([record]).counts.get(SPLIT, 0) == more
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3"])
+def test_prompts_tell_replies_as_blocks_do(tmp_path, name):
+    """The shipped templates with their generation blocks taken out: the same ids and masks."""
+    folder = byte_level(tmp_path / "t", SHIPPED[name], "<|end|>")
+    vocabulary, template = Fast(folder / "tokenizer.json"), load_template(name)
+    marked = TemplateEncoder(vocabulary, template, 0)
+    bare = TemplateEncoder(vocabulary, re.sub(r"\{%-? *(end)?generation *-?%\}", "", template), 0)
+    assert (marked.marks, bare.marks) == (True, False)
+    for record in dialogues():
+        expected, found = marked([record]), bare([record])
+        assert found.ids.tolist() == expected.ids.tolist()
+        assert found.mask.tolist() == expected.mask.tolist()
 
 
 def test_variables_of_a_record_reach_its_template(tmp_path):

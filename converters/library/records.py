@@ -47,8 +47,7 @@ def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
              "bytes": placed.fragment.nbytes, "rank": rank_text(placed.slot.mesh),
              "file": str(placed.fragment.path.relative_to(source.root)), "offset": placed.fragment.offset,
              "pattern": placed.slot.rule.pattern.text, "replica": str(placed.slot.replica)}
-            for whole in source.tensors
-            for placed in whole.each()
+            for placed in source.fragments()
         ]  # fmt: skip
     return record
 

@@ -215,7 +215,7 @@ def model_slots(spec: Spec, keys: Iterable[str] = (), *, memory: bool = False) -
     """
     if isinstance(spec, Verbatim):
         return list(untabled.slots(spec))
-    fused = memory or any(map(untabled.FUSED.search, keys))
+    fused = memory or any(map(_names_in_memory(spec.family).fullmatch, keys))
     return list(
         slots(
             family_named(spec.family).tensors,
@@ -228,6 +228,12 @@ def model_slots(spec: Spec, keys: Iterable[str] = (), *, memory: bool = False) -
             experts=list(enumerate(range(spec.experts or 0))),
         )
     )
+
+
+def _names_in_memory(family: str) -> re.Pattern[str]:
+    """What a key is like that transformers has in memory alone."""
+    names = [rule.spellings for rule in family_named(family).tensors if "fused" in rule.conditions]
+    return re.compile("|".join(re.sub(r"\\\{\w+\\\}", r"\\d+", re.escape(name)) for each in names for name in each))
 
 
 def drops(spec: Spec, keys: Iterable[str] = (), settings: Settings = NOTHING_SAID) -> tuple[str, ...]:

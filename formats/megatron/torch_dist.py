@@ -31,10 +31,11 @@ from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import family_named
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
+from formats.layout.columns import Cut
 from formats.layout.pattern import splits
 from formats.layout.pieces import Scattered, unstacked
 from formats.layout.pieces import spread as pieces
-from formats.layout.table import ALONE, Cut, Rule, Slot, match, rules, slots
+from formats.layout.table import ALONE, Rule, Slot, match, rules, slots
 from formats.megatron import DIST as FORMAT
 from formats.megatron import common_state
 from formats.megatron import optimizer as megatron_optim
@@ -54,6 +55,7 @@ from formats.model.values import MOST_LAYERS
 from formats.torch_files import dcp, dcp_writer
 from formats.torch_files.archive import packed
 from formats.torch_files.archive_writer import packed_plain
+from formats.torch_files.dcp_metadata import DATA
 from formats.torch_files.pickle_values import Namespace
 
 NAME = FORMAT.name
@@ -160,8 +162,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     placed, dropped = match(whole_slots(spec, table, padded, interleaves), {ALONE: whole}, DROPS, folder)
     names = [*(entry.name for entry in entries), *objects]
     held = {*common.value, *(re.split(r"[./]", name)[0] for name in names)}
-    files = {item.path for entry in entries for item in entry.items}
-    writers = {found[1] for file in files if (found := dcp.DATA.fullmatch(file.name))}
+    files = {path for entry in entries for path in entry.items.files}
+    writers = {found[1] for file in files if (found := DATA.fullmatch(file.name))}
     norm = "local" if args.get("transformer_impl") == "local" else "te"
     experts = "local" if args.get("moe_grouped_gemm") is False else None
     return Checkpoint(
@@ -340,10 +342,10 @@ def write(
 
 
 def _require_experts(optimizer: Optimizer, spec: ModelSpec, parts: Sequence[Chunk]) -> None:
-    """Each stage has experts, where they have a plain optimizer with masters.
+    """Each stage has experts, where they have a plain optimizer with master weights.
 
     Raises:
-        RefusedError: one has none, and megatron-core looks there for the list of their masters (optimizer.py:884).
+        RefusedError: one has none, and megatron-core looks there for the list of their master weights (optimizer.py:884).
     """
     holding = {chunk.stage for chunk in parts if not spec.sparse_layers.isdisjoint(chunk.layers)}
     without = sorted({chunk.stage for chunk in parts} - holding)

@@ -46,7 +46,7 @@ class Options:
         version: the Megatron-LM that the flags are for; None for the newest that computes the model.
         accepted: deviations from the model that the user named (`versions.DEVIATIONS`).
         trainer: `bridge` for what Megatron-Bridge expects beside torch_dist; None for Megatron-LM alone.
-        computed: the element type of the training, as torch calls it, where the weights are its masters.
+        computed: the element type of the training, as torch calls it, where the weights are its master weights.
     """
 
     tp: int = 1

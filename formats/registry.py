@@ -13,9 +13,8 @@ from formats.deepspeed import MDS, NEOX, ZERO
 from formats.errors import RefusedError, SourceError, some
 from formats.format import Format
 from formats.fsdp import FSDP
-from formats.huggingface import HUGGINGFACE
+from formats.huggingface import HUGGINGFACE, MISTRAL
 from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
-from formats.mistral import MISTRAL
 
 if TYPE_CHECKING:  # mypy sees that the modules of the formats are what `Format` says
     from formats.checkpoint import Checkpoint, Settings
@@ -26,8 +25,8 @@ if TYPE_CHECKING:  # mypy sees that the modules of the formats are what `Format`
     from formats.fsdp import checkpoint as fsdp
     from formats.fsdp import optimizer as fsdp_optimizer
     from formats.huggingface import folder
+    from formats.huggingface.mistral import folder as mistral
     from formats.megatron import classic, fsdp_dtensor, portable_optimizer, torch_dist
-    from formats.mistral import folder as mistral
 
     READERS: tuple[Reader, ...] = (folder, fsdp_dtensor, torch_dist, fsdp, mds, neox, zero, classic, mistral)
     TRAININGS: tuple[Training, ...] = (optimizer, fsdp_optimizer, portable_optimizer)

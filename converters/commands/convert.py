@@ -36,9 +36,8 @@ from converters.common.cli_help import command
 from formats.deepspeed import NEOX
 from formats.errors import SourceError, UsageError
 from formats.fsdp import FSDP
-from formats.huggingface import HUGGINGFACE
+from formats.huggingface import HUGGINGFACE, MISTRAL
 from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
-from formats.mistral import MISTRAL
 from formats.registry import format_of
 
 USE_HF2MEGATRON = "any other format to Megatron is `convert hf2megatron`"

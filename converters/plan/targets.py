@@ -149,7 +149,7 @@ def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options
 
 def plan_mistral(source: Checkpoint, request: Request) -> Plan:
     """A plan that writes Mistral's own files, with config and tokenizer beside them."""
-    from formats.mistral import folder as mistral
+    from formats.huggingface.mistral import folder as mistral
 
     if isinstance(source.spec, Verbatim):
         raise UnsupportedError(f"{source.root} has no layout of Mistral's: {source.spec.why}", "see `convert formats`")

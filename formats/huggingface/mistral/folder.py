@@ -1,6 +1,6 @@
 """Mistral's own files, read and written.
 
-    params.json                                    the settings (formats/mistral/params.py)
+    params.json                                    the settings (formats/huggingface/mistral/params.py)
     consolidated.safetensors                       the weights; or
     consolidated-00001-of-00010.safetensors …      several files, with consolidated.safetensors.index.json
 
@@ -19,9 +19,10 @@ from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dt
 from formats.disk.safetensors import DTYPES, Entry, Fragment, read_safetensors, row_major, safetensors_header
 from formats.errors import SourceError, UnsupportedError
 from formats.families.family import Family
+from formats.huggingface import MISTRAL
 from formats.huggingface import folder as huggingface
+from formats.huggingface.mistral import params
 from formats.layout.table import ALONE, Placed, Rule, Slot, match, rules, slots
-from formats.mistral import MISTRAL, params
 from formats.model.spec import ModelSpec
 
 NAME = MISTRAL.name

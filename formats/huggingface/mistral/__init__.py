@@ -1,0 +1,1 @@
+"""Mistral's own files: consolidated safetensors with a params.json."""

@@ -20,7 +20,7 @@ def test_every_setting_is_there_and_explained(train, model, data, tmp_path):
     for name, told in keys().items():
         lines = [line for line in text.splitlines() if line.strip().lstrip("# ").startswith(f"{name.split('.')[-1]}:")]
         assert any(told in line for line in lines), name
-    assert "(tensorboard | wandb)" in text
+    assert "(tensorboard | wandb | mlflow | " in text
     assert "(rouge | bleu)" in text
     config, notes = load_config(tmp_path / "run/config.yml")
     assert not notes

@@ -9,8 +9,9 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
 
+from converters.common.cores import cores
 from converters.plan.output import DEFAULTS, Output
-from converters.plan.request import DEFAULT_MEMORY, LONG, Limits
+from converters.plan.request import LONG, Limits
 from formats.checkpoint import Settings
 from formats.errors import UsageError, short
 
@@ -254,7 +255,7 @@ def output_of(options: Mapping[str, Any]) -> Output:
 def limits_of(options: Mapping[str, Any], replicas: str) -> Limits:
     """How much of the machine `Effort` uses, given what is done with further copies."""
     accepted = tuple(options.get("accept", ()))
-    return Limits(options.get("threads", 2), options.get("memory", DEFAULT_MEMORY), replicas, accepted=accepted)
+    return Limits(options.get("threads") or cores(), options.get("memory"), replicas, accepted=accepted)
 
 
 def cast_of(options: Mapping[str, Any]) -> str | None:

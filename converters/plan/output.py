@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from converters.plan.request import Request
-from formats.checkpoint import Checkpoint
 from formats.deepspeed import NEOX
 from formats.errors import UsageError, some
 from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
@@ -18,6 +17,7 @@ from formats.registry import format_of
 
 if TYPE_CHECKING:
     from converters.plan.plan import Plan
+    from formats.checkpoint import Checkpoint
     from formats.deepspeed.universal import States
     from formats.megatron.args.options import Options
 
@@ -119,6 +119,8 @@ def plan_output(source: Checkpoint | States, request: Request, to: str, output: 
         RefusedError: something would be lost, guessed or duplicated.
         UnsupportedError: the source holds something that has no layout in the target.
     """
+    from formats.checkpoint import Checkpoint
+
     if to not in TARGETS:
         raise UsageError(f"there is no target {to}", f"one of {', '.join(TARGETS)}")
     known, planned = TARGETS[to]

@@ -126,15 +126,22 @@ def remembered_index(folder: Path | None) -> dict[str, Any] | None:
     return read_json(require_inside(folder / INDEX, folder)) | {"weight_map": read_weight_map(folder)}
 
 
-def checks(folder: Path, spec: Spec) -> list[str]:
-    """Where config, generation config and tokenizer do not fit each other."""
+def checks(folder: Path, config: Mapping[str, Any] | None, spec: Spec) -> list[str]:
+    """Where config, generation config and tokenizer do not fit each other.
+
+    Args:
+        folder: where they are.
+        config: the config.json in it, None where it was not parsed yet.
+        spec: the model's settings.
+    """
     notes = []
     named = {"config.json": "", "generation_config.json": "", "tokenizer_config.json": "added_tokens_decoder"}
     for name, key in named.items():
-        if not (folder / name).is_file():
+        parsed = config if name == "config.json" else None
+        if parsed is None and not (folder / name).is_file():
             continue
         try:
-            held = read_json(folder / name)
+            held = read_json(folder / name) if parsed is None else parsed
         except SourceError as error:
             notes.append(str(error))
             continue

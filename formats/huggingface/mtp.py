@@ -66,6 +66,6 @@ def counted(config: dict[str, Any], spec: Spec, dropped: Iterable[str]) -> dict[
         inner |= {key: 0 for key in FURTHER if inner.get(key)}
     elif isinstance(spec, ModelSpec) and spec.mtp_layers and not inner.get(FURTHER[0]):
         joins = [rule.key for rule in family_named(spec.family).tensors if JOIN in rule.pattern.tensors]
-        if any("{layer}" in key for key in joins):  # behind the others
+        if any("{layer}" in key for key in joins):  # they are numbered after the others
             inner[FURTHER[0]] = spec.mtp_layers
     return config

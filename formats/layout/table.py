@@ -181,12 +181,17 @@ class Slot(NamedTuple):
     def in_order(self, leaf: Leaf) -> Leaf:
         """A leaf with the coordinates that are outside the tensor, its spans in the canonical order of the axes."""
         outside = (("layer", self.layer), ("expert", self.expert))
-        found = (*(Span(axis, index, index + 1, 0) for axis, index in outside if index is not None), *leaf.spans)
-        spans = {span.axis: span for span in found}
-        axes = TENSORS.get(leaf.tensor, tuple(spans))  # a tensor that no table knows has the axes that it is stored in
-        if len(found) != len(axes) or spans.keys() != set(axes):
-            raise ValueError(f"a layout of {leaf.tensor} uses the axes {[s.axis for s in found]}, it has {list(axes)}")
-        return Leaf(leaf.tensor, tuple(spans[axis] for axis in axes), leaf.base)
+        return in_order(leaf, [Span(axis, index, index + 1, 0) for axis, index in outside if index is not None])
+
+
+def in_order(leaf: Leaf, outside: Sequence[Span]) -> Leaf:
+    """A leaf with coordinates that are outside the tensor, its spans in the canonical order of the axes."""
+    found = (*outside, *leaf.spans)
+    spans = {span.axis: span for span in found}
+    axes = TENSORS.get(leaf.tensor, tuple(spans))  # a tensor that no table knows has the axes that it is stored in
+    if len(found) != len(axes) or spans.keys() != set(axes):
+        raise ValueError(f"a layout of {leaf.tensor} uses the axes {[s.axis for s in found]}, it has {list(axes)}")
+    return Leaf(leaf.tensor, tuple(spans[axis] for axis in axes), leaf.base)
 
 
 class Layout(NamedTuple):

@@ -339,6 +339,11 @@ def write(
         TRACKER: (str(iteration) if iteration is not None else "release").encode(),
         FLAGS: flags.flags(merged, options.version, options.accepted).encode(),
     }
+    if options.trainer:
+        texts |= {
+            name if name.startswith("latest") else f"{folder}/{name}": text
+            for name, text in run_config.written(merged, merged["iteration"]).items()
+        }
     return Target(tuple(files), texts, {}, folder)
 
 

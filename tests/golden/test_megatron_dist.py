@@ -85,7 +85,7 @@ def write(convert, source: Path, out: Path, case: Case) -> None:
 
 def damaged(folder: Path, what: str) -> None:
     """Swap what is of equal size: coverage and digests are blind to it, the judge must not be."""
-    stored = {placed.key: placed.fragment for placed in open_checkpoint(folder).tensors}
+    stored = {placed.key: placed.fragment for placed in open_checkpoint(folder).fragments()}
     one, other = (stored[f"decoder.layers.{layer}.mlp.linear_fc1.weight"] for layer in (1, 2))
     half = one.nbytes // 2
     starts, length = (

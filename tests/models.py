@@ -342,12 +342,11 @@ EXPERTS = [name for name in IN_MEGATRON if _has(name, "sparse")]
 """Mixtures of experts in Megatron."""
 FUSED_HERE = [name for name in MODELS if name not in IN_MEGATRON and _has(name, "separate")]
 """Others, of which transformers fuses what the Hub has apart."""
-SORTED = (*EXPERTS, *FUSED_HERE, "nemotron_h_dense", "granite_hybrid")
-"""Those whose tensors transformers saves in the order of their names, as it does with what it renames."""
+RENAMED = (*EXPERTS, *FUSED_HERE, "gpt_neox", "gpt_neox-tied", "nemotron_h_dense", "granite_hybrid")
+"""Those of which transformers renames tensors as it loads and saves them, and sorts them by that."""
 FEW = (
     "llama", "llama-mqa", "llama-biased", "qwen2-tied", "gpt2", "qwen3_5_text-tied",
-    "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "qwen3_next-tied",
-    "nemotron_h", "nemotron_h-latent",
+    "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "qwen3_next-tied", "nemotron_h", "nemotron_h-latent",
 )  # fmt: skip
 """Models that together use every line of Megatron's tables (`test_coverage.py` looks): what holds of a line, whosever
 tensors it places, is shown with them."""

@@ -23,7 +23,7 @@ from formats.families import family_of, find_family
 from formats.megatron import megatron_llm
 from formats.megatron.args.options import CORE, DIST, FSDP_DTENSOR, Options
 from formats.registry import open_checkpoint
-from tests.models import MODELS, SORTED, files, settings_of
+from tests.models import MODELS, RENAMED, files, settings_of
 
 LLM = megatron_llm.NAME
 
@@ -175,7 +175,7 @@ def held_by_safetensors(folder: Path) -> dict[str, bytes]:
 def test_through_every_format_and_back(model, tmp_path, name):
     """Each format is read back through the library too, tensor by tensor. The files are cut as transformers cuts."""
     base, changes = CASES[name]
-    size = None if base in SORTED else 20_000
+    size = None if base in RENAMED else 20_000
     source = model(base, "bfloat16", shard="20KB" if size else "50GB", **changes)
     wanted_bits = held_by_safetensors(source)
     checkpoint, digests = open_checkpoint(source), set()

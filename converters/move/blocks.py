@@ -20,6 +20,7 @@ from converters.move.products import read_product
 from converters.move.regions import Nearby, region, runs
 from converters.move.source_checks import SourceChecks
 from formats.checkpoint import OutputFile
+from formats.disk.handle import Handle, close_handle, open_handle
 from formats.disk.safetensors import DTYPES, Fragment, allow_files, read_into, write_from
 from formats.disk.zstd_stream import Reader, Stream
 from formats.errors import OutputError, SourceError
@@ -41,23 +42,34 @@ class Files:
 
     sums: Checksums | None = None
     checks: SourceChecks | None = None
-    descriptors: dict[tuple[Path, bool], int] = field(default_factory=dict)
+    opened: dict[Path, Handle] = field(default_factory=dict)
+    writing: dict[Path, int] = field(default_factory=dict)
     fresh: set[int] = field(default_factory=set)
     streams: dict[tuple[Path, Stream], Reader] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     loom: threading.Lock = field(default_factory=threading.Lock)
 
-    def get(self, path: Path, writable: bool = False) -> int:
-        """The descriptor of a file, opened on first use."""
+    def get(self, path: Path) -> Handle:
+        """A file to read, opened on first use."""
         with self.lock:
-            if (path, writable) not in self.descriptors:
+            if path not in self.opened:
+                try:
+                    self.opened[path] = open_handle(path)
+                except OSError as error:
+                    raise SourceError(f"{path}: {error.strerror}") from None
+            return self.opened[path]
+
+    def get_to_write(self, path: Path) -> int:
+        """The descriptor of a file to write, opened on first use."""
+        with self.lock:
+            if path not in self.writing:
                 try:
                     # Never both: to write part of a page a client of NFS would read all of it, and write all of it
                     # back over what another node has put there meanwhile (Linux 6, fs/nfs/file.c and write.c).
-                    self.descriptors[path, writable] = os.open(path, os.O_WRONLY if writable else os.O_RDONLY)
+                    self.writing[path] = os.open(path, os.O_WRONLY)
                 except OSError as error:
-                    raise (OutputError if writable else SourceError)(f"{path}: {error.strerror}") from None
-            return self.descriptors[path, writable]
+                    raise OutputError(f"{path}: {error.strerror}") from None
+            return self.writing[path]
 
     def read(self, fragment: Fragment, at: int, buffer: memoryview) -> None:
         """Fill a buffer from a physical tensor, `at` bytes from its start. A stream is read by one thread at a time."""
@@ -96,7 +108,7 @@ class Files:
 
     def write(self, fragment: Fragment, at: int, piece: memoryview) -> None:
         """Write a piece of a physical tensor, `at` bytes from its start."""
-        fd = self.get(fragment.path, writable=True)
+        fd = self.get_to_write(fragment.path)
         write_from(fd, piece, fragment.offset + at)
         self.wrote(fd)
         if self.sums:
@@ -127,15 +139,15 @@ class Files:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for fd in self.descriptors.values():
-            os.close(fd)
+        for handle in (*self.opened.values(), *self.writing.values()):
+            close_handle(handle)
 
 
 def finish_files(targets: Iterable[OutputFile], files: Files, threads: int) -> None:
     """Write what is no tensor, with the checksums that a zip archive needs."""
 
     def finish(file: OutputFile) -> None:
-        fd, sums = files.get(file.path, writable=True), {}
+        fd, sums = files.get_to_write(file.path), {}
         for name, (offset, nbytes) in file.checksums.items():
             counted = files.sums.get(file.path, offset) if files.sums else None
             sums[name] = crc_of(files.get(file.path), offset, nbytes, file.path) if counted is None else counted

@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from formats.disk.handle import Handle, opened, read_at
 from formats.disk.zstd_stream import Stream
 from formats.errors import SourceError, short
 
@@ -249,7 +250,7 @@ def allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+def read_into(handle: Handle, buffer: memoryview, offset: int, path: Path) -> None:
     """Fill a buffer from a file.
 
     Raises:
@@ -258,7 +259,7 @@ def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
     done = 0
     while done < len(buffer):
         try:
-            count = os.preadv(fd, [buffer[done:]], offset + done)
+            count = read_at(handle, buffer[done:], offset + done)
         except OSError as error:
             raise SourceError(f"{path}: {error.strerror} at byte {offset + done}") from None
         if count == 0:
@@ -269,8 +270,8 @@ def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
 def read_bytes(path: Path, offset: int, count: int) -> bytes:
     """A few bytes of a file. Raises as `read_into` does."""
     raw = bytearray(count)
-    with path.open("rb") as file:
-        read_into(file.fileno(), memoryview(raw), offset, path)
+    with opened(path) as handle:
+        read_into(handle, memoryview(raw), offset, path)
     return bytes(raw)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from formats.disk.handle import Handle, read_at
 from formats.errors import SourceError, UnsupportedError
 
 END = 4096
@@ -20,7 +20,7 @@ class Stream(NamedTuple):
     start: int
     length: int
 
-    def ends(self, fd: int, path: Path) -> tuple[Callable[[int, int], bytes], int]:
+    def ends(self, fd: Handle, path: Path) -> tuple[Callable[[int, int], bytes], int]:
         """Read it through once, and keep its beginning and its end.
 
         Returns:
@@ -48,7 +48,7 @@ class Stream(NamedTuple):
 class Reader:
     """Reads a stream forwards; a step backwards begins anew."""
 
-    def __init__(self, fd: int, path: Path, stream: Stream) -> None:
+    def __init__(self, fd: Handle, path: Path, stream: Stream) -> None:
         self.fd, self.path, self.stream = fd, path, stream
         self.position = 0
         self.decoder = self._begin()
@@ -98,13 +98,13 @@ class Reader:
 class _Extent(io.RawIOBase):
     """An extent of an open file, read without moving its position: threads share the file."""
 
-    def __init__(self, fd: int, stream: Stream) -> None:
+    def __init__(self, fd: Handle, stream: Stream) -> None:
         self.fd, self.at, self.stop = fd, stream.start, stream.start + stream.length
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        count = os.preadv(self.fd, [memoryview(buffer)[: self.stop - self.at]], self.at)
+        count = read_at(self.fd, memoryview(buffer)[: self.stop - self.at], self.at)
         self.at += count
         return count

@@ -9,7 +9,6 @@ Facts: torch 2.13.0, distributed/checkpoint/metadata.py and filesystem.py; files
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from formats.disk.handle import Handle, close_handle, open_handle, opened
 from formats.disk.safetensors import MAX_DIMENSIONS, Fragment, allow_files, file_size
 from formats.disk.zstd_stream import Stream
 from formats.errors import SourceError, UnsupportedError, short
@@ -166,8 +166,8 @@ def read_objects(folder: Path, names: Collection[str]) -> dict[str, TorchFile]:
     for name, item in items.items():
         if item.transforms:
             raise UnsupportedError(f"{item.path} holds {name} encoded as {', '.join(item.transforms)}")
-        with item.path.open("rb") as file:
-            found[name] = read_archive(file.fileno(), item.path, item.start, item.length, name)
+        with opened(item.path) as handle:
+            found[name] = read_archive(handle, item.path, item.start, item.length, name)
     return found
 
 
@@ -243,20 +243,20 @@ def load(wanted: Iterable[Entry]) -> Iterator[Scattered]:
     tensors = list(wanted)
     _require_files(tensors)
     allow_files()
-    descriptors: dict[Path, int] = {}
+    descriptors: dict[Path, Handle] = {}
     try:
         for entry in tensors:
             for item in entry.items:
                 if item.path not in descriptors:
-                    descriptors[item.path] = os.open(item.path, os.O_RDONLY)
+                    descriptors[item.path] = open_handle(item.path)
         with ThreadPoolExecutor(READERS) as pool:
             yield from pool.map(lambda entry: _tensor(entry, descriptors), tensors)
     finally:
         for fd in descriptors.values():
-            os.close(fd)
+            close_handle(fd)
 
 
-def _tensor(entry: Entry, descriptors: Mapping[Path, int]) -> Scattered:
+def _tensor(entry: Entry, descriptors: Mapping[Path, Handle]) -> Scattered:
     pieces = [_piece(entry, item, descriptors[item.path]) for item in entry.items]
     return scattered(entry.name, entry.shape, _dtype(entry), pieces)
 
@@ -291,7 +291,7 @@ def _require_files(tensors: Iterable[Entry]) -> None:
             )
 
 
-def _piece(entry: Entry, item: Item, fd: int) -> Piece:
+def _piece(entry: Entry, item: Item, fd: Handle) -> Piece:
     stream = Stream(item.start, item.length) if item.transforms else None
     if stream is None:
         archive = read_archive(fd, item.path, item.start, item.length, entry.name)

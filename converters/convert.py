@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from converters.assets import files as assets
 from converters.assets.replaceable import foreign
@@ -25,7 +26,8 @@ from converters.move.source_checks import SourceChecks, Verdict
 from converters.plan.plan import Job, Plan, make_plan
 from converters.plan.request import Request
 from converters.prove import digest
-from formats.checkpoint import MANIFEST, Checkpoint, Settings, Target
+from formats.checkpoint import MANIFEST, Checkpoint, OutputFile, Settings, Target
+from formats.disk.handle import is_elsewhere
 from formats.errors import (
     DamagedError,
     Interrupted,
@@ -72,21 +74,26 @@ def run(
         VerificationError: the source contradicts its manifest; or what was written does not read back as planned.
         Interrupted: a signal came; the same call resumes later.
     """
+    if is_elsewhere(request.out):
+        from converters.remote.delivery import deliver
+
+        return deliver(plan, request, drifted, checked)
     target, opened = _begin(plan, request)
     if plan.source.proof is not None:
-        _prove(plan.source.proof, request)
+        prove(plan.source.proof, request)
     with stoppable() as stopped, opened as journal:
         try:
             sums = None if journal.digests else Checksums(target.files)  # runs before this one counted for themselves
             checks = SourceChecks(plan.jobs, request.limits.replicas, journal.sound)
-            with _disk(request), Files(sums, checks) as files, journal.kept(files):  # reading back begins meanwhile
+            with disk(request), Files(sums, checks) as files, journal.kept(files):  # reading back begins meanwhile
                 _execute(plan.jobs, target, request, journal, files, stopped, drifted)
                 checked(checks.complete(files.read_stored, request.limits.threads, stopped))
-                _finish(plan, target, request, journal.digests, files)
+                finish_files(target.files, files, request.limits.threads)  # what it has open is not on disk yet
+                finish_small(plan, target, request, journal.digests)
                 if stopped():
                     raise Interrupted("stopped by a signal", "run the same command again to resume")
                 if request.verify:
-                    _verify_output(plan, request, journal.digests, stopped)
+                    verify_output(plan, request, journal.digests, stopped, request.root)
         except (DamagedError, RefusedError, UnsupportedError, VerificationError):
             shutil.rmtree(request.staging)  # nothing of it can be used: the same command starts over
             raise
@@ -115,7 +122,7 @@ def run_share(plan: Plan, share: Share, request: Request, drifted: Drifted = lam
     with stoppable() as stopped, opened as journal:
         checks = SourceChecks(jobs, request.limits.replicas, journal.sound)
         try:
-            with _disk(request), Files(checks=checks) as files, journal.kept(files):
+            with disk(request), Files(checks=checks) as files, journal.kept(files):
                 _execute(jobs, target, request, journal, files, stopped, drifted, part=True)
         except DamagedError:
             journal.spoil()
@@ -137,7 +144,7 @@ def _begin(plan: Plan, request: Request, share: Share | None = None) -> tuple[Ta
 
 
 @contextmanager
-def _disk(request: Request) -> Iterator[None]:
+def disk(request: Request) -> Iterator[None]:
     """What a disk refuses, in a sentence."""
     try:
         yield
@@ -146,7 +153,7 @@ def _disk(request: Request) -> Iterator[None]:
         raise OutputError(f"{error.filename or request.staging}: {error.strerror}", hint) from None
 
 
-def _prove(masters: Checkpoint, request: Request) -> None:
+def prove(masters: Checkpoint, request: Request) -> None:
     """Moments are where the masters are: compare those with what the model computes with.
 
     Raises:
@@ -172,11 +179,7 @@ def _execute(
 
     What is not only a `part` of the work is read back afterwards, if that was asked for.
     """
-    for path in {file.path.parent for file in target.files} | {request.root}:
-        path.mkdir(parents=True, exist_ok=True)
-    for file in target.files:
-        with file.path.open("ab") as handle:
-            handle.truncate(file.size)  # changes nothing in one that other shares have begun
+    make_files(target.files, request)
     every = [*jobs]
     todo = [job for job in every if job.name not in journal.digests]
     left, whole = (sum(job.nbytes for job in each) for each in (todo, every))
@@ -193,9 +196,18 @@ def _execute(
         )
 
 
-def _finish(plan: Plan, target: Target, request: Request, digests: Mapping[str, str], files: Files) -> None:
-    """Write what is no tensor into the staging folder. What `files` has open is not on disk yet."""
-    finish_files(target.files, files, request.limits.threads)
+def make_files(files: Iterable[OutputFile], request: Request) -> None:
+    """Make the files of weights in the staging folder, each of its size; those that are there stay as they are."""
+    every = [*files]
+    for path in {file.path.parent for file in every} | {request.root}:
+        path.mkdir(parents=True, exist_ok=True)
+    for file in every:
+        with file.path.open("ab") as handle:
+            handle.truncate(file.size)  # changes nothing in one that other shares have begun
+
+
+def finish_small(plan: Plan, target: Target, request: Request, digests: Mapping[str, str]) -> None:
+    """Write the small files into the staging folder."""
     digest.check_source(plan, digests)
     texts = dict(target.texts)
     if plan.again is None:
@@ -210,6 +222,8 @@ def check_paths(source: Checkpoint, request: Request) -> None:
         OutputError: it is not.
     """
     out = request.out
+    if is_elsewhere(out):
+        raise UnsupportedError(f"{out} is in a store, and this is written into a folder", "name a folder")
     if out.exists() and not out.is_dir():
         raise OutputError(f"{out} exists and is no folder")
     if out.suffix in FILES:
@@ -251,19 +265,28 @@ def _check_free(request: Request) -> None:
 def _check_space(target: Target, request: Request) -> None:
     needed = sum(file.size for file in target.files) + sum(path.stat().st_size for path in target.copies.values())
     held = sum(file.path.stat().st_blocks * 512 for file in target.files if file.path.exists())
+    check_room(needed, held, request)
+
+
+def check_room(needed: int, held: int, request: Request) -> None:
+    """There is room for so many bytes in the staging folder, which holds some of them.
+
+    Raises:
+        OutputError: there is not.
+    """
     place = next(path for path in request.staging.parents if path.exists())
     free = shutil.disk_usage(place).free
     if needed - held > free:
         raise OutputError(f"{request.out} needs {size(needed - held)}, {place} has {size(free)} free")
 
 
-def _reopened(plan: Plan, request: Request) -> Plan:
+def _reopened(plan: Plan, root: Path) -> Plan:
     """A plan that reads the output with its own reader, which has to find the settings that were planned."""
     verbatim, accept = isinstance(plan.spec, Verbatim), plan.source.settings.accept
     try:
-        written = open_checkpoint(request.root, Settings(plan.spec.vocab, verbatim=verbatim, accept=accept))
+        written = open_checkpoint(root, Settings(plan.spec.vocab, verbatim=verbatim, accept=accept))
     except (SourceError, RefusedError, UnsupportedError) as error:  # names a file that is about to be deleted
-        said = str(error).replace(f"{request.root}/", "").replace(str(request.root), "the output")
+        said = str(error).replace(f"{root}/", "").replace(str(root), "the output")
         raise VerificationError(f"what was written of {plan.source.root} does not read back: {said}") from None
     changed = differences(written.spec, plan.spec)
     if changed:
@@ -274,9 +297,11 @@ def _reopened(plan: Plan, request: Request) -> Plan:
     return replace(again, jobs=(*again.jobs, *(plan.more(written) if plan.more else ())))
 
 
-def _verify_output(plan: Plan, request: Request, digests: Mapping[str, str], stopped: Callable[[], bool]) -> None:
-    """Read the output with its own reader and compare settings and digests with what was planned."""
-    again = plan.again(plan) if plan.again else _reopened(plan, request)
+def verify_output(
+    plan: Plan, request: Request, digests: Mapping[str, str], stopped: Callable[[], bool], root: Path
+) -> None:
+    """Read the output with its own reader, at `root`, and compare settings and digests with what was planned."""
+    again = plan.again(plan) if plan.again else _reopened(plan, root)
     with Progress("verifying", again.nbytes, request.quiet, request.tell) as progress:
         try:
             limits = replace(request.limits, replicas="verify")

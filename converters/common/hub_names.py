@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from formats.errors import SourceError, some
+from formats.errors import SourceError, UsageError, some
 
 NAME = re.compile(
     r"(?:hf://)?(?P<org>\w[\w.-]*)/(?P<name>\w[\w.-]*)(?:@(?P<revision>[^/\s]+))?(?:/(?P<folder>.+))?", re.A
@@ -103,6 +103,24 @@ def _on_hub(wanted: str, below: str) -> Found:
     if below and not folder.is_dir():
         raise SourceError(f"{folder} is no folder on the Hub")
     return Found(folder, f"{wanted} is read from the Hub, revision {commit}")
+
+
+def place_of(path: Path) -> Path:
+    """Where an output goes: a folder, or a place in a store.
+
+    Raises:
+        UsageError: it is an address that nothing can be written to.
+    """
+    scheme = str(path).partition(":/")[0]
+    if scheme in ("http", "https"):
+        raise UsageError(
+            f"{path} can be read, and not written", "OUT is a folder, s3://…, gs://…, az://… or hf://ORG/NAME"
+        )
+    if scheme not in (*STORES, SCHEME[:-2]):
+        return path
+    from converters.remote.path import remote
+
+    return remote(path)
 
 
 def cache() -> Path:

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.common.hub_names import place_of
 from converters.common.manifest import check_manifest, total
 from converters.convert import check_paths, run, run_share
 from converters.library.options import (
@@ -33,6 +34,7 @@ from converters.plan.opening import open_only, open_training, replicas_of, sourc
 from converters.plan.output import UNIVERSAL, plan_output
 from converters.plan.request import Request
 from converters.prove import digest
+from formats.disk.handle import is_elsewhere
 from formats.errors import UsageError
 from formats.torch_files import saves
 
@@ -183,6 +185,11 @@ def check(planned: plans.Plan, request: Request) -> None:
         OutputError: OUT exists, or is in the source.
         VerificationError: the source contradicts its manifest.
     """
+    if is_elsewhere(request.out):
+        from converters.remote import delivery
+
+        delivery.check(planned, request)
+        return
     for source in planned.sources:
         check_paths(source, request)
         check_manifest(source)
@@ -269,7 +276,7 @@ def _planned(src: Path, out: Path, to: str, options: Mapping[str, Any], family: 
 def asked(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Request:
     """What the options of `Conversion` ask for, of a source that is open."""
     return Request(
-        out,
+        place_of(out),
         cast_of(options),
         limits_of(options, replicas_of(source, options.get("replicas"))),
         force=options.get("force", False),

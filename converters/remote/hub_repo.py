@@ -23,6 +23,8 @@ SECONDS = 30
 """After so long without a byte, one asks again."""
 LIBRARIES = ("httpx2", "httpx", "requests", "urllib3", "httpcore", "httpcore2")
 """What huggingface_hub speaks through; an error of theirs is trouble with the network."""
+GIT = ".gitattributes"
+"""A file that every repository has, and that is git's."""
 FIRST = 4
 """How often the Hub is asked for a model at first: a folder that is not there looks like a name of it."""
 Result = TypeVar("Result")
@@ -40,14 +42,15 @@ class Repo:
     @cached_property
     def commit(self) -> str:
         """Its commit."""
-        about = self._ask(lambda api: api.model_info(self.name, revision=self.revision, timeout=SECONDS), FIRST)
+        about = self.ask(lambda api: api.model_info(self.name, revision=self.revision, timeout=SECONDS), FIRST)
         return str(about.sha)
 
     @cached_property
     def tree(self) -> dict[str, Entry]:
         """Every file of the commit."""
-        listed = self._ask(lambda api: list(api.list_repo_tree(self.name, recursive=True, revision=self.commit)))
+        listed = self.ask(lambda api: list(api.list_repo_tree(self.name, recursive=True, revision=self.commit)))
         files = [one for one in listed if hasattr(one, "size")]
+        files = [one for one in files if one.path != GIT]
         return {one.path: Entry(one.size, one.lfs.sha256 if one.lfs else one.blob_id) for one in files}
 
     def listed(self, folder: str) -> dict[str, Entry | None]:
@@ -71,7 +74,7 @@ class Repo:
 
     def _fetch(self, key: str, entry: Entry, start: int, stop: int) -> memoryview:
         from huggingface_hub import get_session
-        from huggingface_hub.utils import build_hf_headers
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # as in converters.hub
 
         place = self._place(key, entry)
         home = urlsplit(place).netloc == urlsplit(self._api.endpoint).netloc
@@ -117,7 +120,7 @@ class Repo:
 
         return HfApi(library_name="vitruvian")
 
-    def _ask(self, act: Callable[[Any], Result], tries: int | None = None) -> Result:
+    def ask(self, act: Callable[[Any], Result], tries: int | None = None) -> Result:
         """Ask the Hub, as often as it takes."""
         return patiently(self.url, lambda: self._meant(lambda: act(self._api)), tries)
 

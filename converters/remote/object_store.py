@@ -45,7 +45,7 @@ class Bucket:
         except ImportError:
             raise UnsupportedError(f"{self.url} needs the package obstore", "pip install 'vitruvian[remote]'") from None
         plain = [self.url, *(os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))]
-        options = {"allow_http": True} if any(one.startswith("http://") for one in plain) else {}
+        options: Any = {"allow_http": True} if any(one.startswith("http://") for one in plain) else {}
         try:
             return from_url(self.url, client_options=options, retry_config={"max_retries": 0})
         except (BaseError, ValueError, OSError) as error:

@@ -128,9 +128,9 @@ class RemotePath(PosixPath):
         mark = int.from_bytes(blake2b(entry.identity.encode(), digest_size=7).digest(), "big") if entry else 0
         kind = stat.S_IFREG if entry else stat.S_IFDIR
         fields = (kind | 0o444, mark, 0, 1, 0, 0, entry.size if entry else 0, 0, 0, 0)
-        return os.stat_result(fields, {"st_mtime_ns": mark})  # type: ignore[call-arg]  # it takes further fields
+        return os.stat_result(fields, {"st_mtime_ns": mark})
 
-    lstat = stat  # type: ignore[assignment]  # there are no links
+    lstat = stat
 
     def _is(self, folder: bool) -> bool:
         try:

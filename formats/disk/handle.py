@@ -49,6 +49,11 @@ def close_handle(handle: Handle) -> None:
         handle.close()
 
 
+def is_elsewhere(path: Path) -> bool:
+    """Whether a path is of a store, and not of the disk."""
+    return hasattr(path, "ranges")
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[Handle]:
     """A file that is open for a while."""
@@ -83,7 +88,7 @@ def soon(paths: Iterable[Path]) -> None:
     """Say that the heads of files will be read: those of a store are asked for together."""
     by_store: dict[type[Path], list[Path]] = {}
     for path in paths:
-        if hasattr(path, "ranges"):
+        if is_elsewhere(path):
             by_store.setdefault(type(path), []).append(path)
     for kind, held in by_store.items():
         kind.ahead(held)  # type: ignore[attr-defined]  # of a kind that has `ranges`

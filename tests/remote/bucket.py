@@ -8,8 +8,8 @@ import re
 import socket
 import struct
 import threading
-import urllib.request
 from dataclasses import dataclass
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -63,18 +63,22 @@ class Server:
         self.proxy.server_close()
         self.moto.stop()
 
-    def ask(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """Ask moto, past the proxy."""
+    @cached_property
+    def client(self) -> Any:
+        """A client of moto, past the proxy."""
+        import boto3
+
         host, port = self.behind
-        kind = {"Content-Type": "application/octet-stream", "Content-Length": str(len(body))}
-        request = urllib.request.Request(f"http://{host}:{port}{path}", body, kind, method=method)
-        with urllib.request.urlopen(request) as answer:
-            return bytes(answer.read())
+        keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
+        return boto3.client("s3", endpoint_url=f"http://{host}:{port}", **keys)
 
     def reset(self, bucket: str) -> None:
         """Forget everything, and make a bucket."""
-        self.ask("POST", "/moto-api/reset")
-        self.ask("PUT", f"/{bucket}")
+        host, port = self.behind
+        line = http.client.HTTPConnection(host, port, timeout=30)
+        line.request("POST", "/moto-api/reset", b"", {"Content-Length": "0"})
+        assert line.getresponse().status == 200
+        self.client.create_bucket(Bucket=bucket)
         self.faults, self.failed = [], 0
         self.log.clear()
 
@@ -82,12 +86,22 @@ class Server:
         """Put the files of a folder into a bucket: place is BUCKET/FOLDER."""
         for path in sorted(folder.rglob("*")):
             if path.is_file():
-                self.ask("PUT", f"/{place}/{path.relative_to(folder)}", path.read_bytes())
+                self.put_one(f"{place}/{path.relative_to(folder)}", path.read_bytes())
+
+    def put_one(self, place: str, content: bytes) -> None:
+        """Put an object into a bucket: place is BUCKET/KEY."""
+        bucket, _, key = place.partition("/")
+        self.client.put_object(Bucket=bucket, Key=key, Body=content)
+
+    def get(self, place: str) -> bytes:
+        """An object: place is BUCKET/KEY."""
+        bucket, _, key = place.partition("/")
+        return bytes(self.client.get_object(Bucket=bucket, Key=key)["Body"].read())
 
     def names(self, bucket: str, prefix: str = "") -> list[str]:
         """The keys in a bucket."""
-        listed = self.ask("GET", f"/{bucket}?list-type=2&prefix={prefix}").decode()
-        return re.findall("<Key>(.*?)</Key>", listed)
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+        return [one["Key"] for page in pages for one in page.get("Contents", ())]
 
     def read(self, pattern: str = "GET .") -> int:
         """The bytes that the answers to some requests had."""

@@ -175,6 +175,10 @@ class RemotePath(PosixPath):
         """Itself."""
         return self
 
+    def relative_to(self, other: Any, *_: Any, **__: Any) -> Path:  # type: ignore[override]  # what is left is in no store
+        """The way from a folder above it."""
+        return Path(*super().relative_to(other).parts)
+
     def expanduser(self) -> RemotePath:
         """Itself."""
         return self
@@ -195,13 +199,13 @@ class RemotePath(PosixPath):
 
     def glob(self, pattern: str, **_: Any) -> Iterator[RemotePath]:  # type: ignore[override]  # Path takes more
         """What is below a folder, by a pattern of names."""
-        first, _, rest = pattern.partition("/")
+        first, *deeper = pattern.split("/", 1)
         if not self.is_dir():
             return
         for path in self.iterdir():
             if fnmatchcase(path.name, first):
-                if rest:
-                    yield from path.glob(rest)
+                if deeper:
+                    yield from path.glob(deeper[0])
                 else:
                     yield path
 

@@ -27,7 +27,7 @@ from converters.prove.archive_crc import amend
 from formats.checkpoint import MANIFEST, Checkpoint, Settings
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed.neox import checkpoint as neox
-from formats.detect import lookalikes
+from formats.detect import signs
 from formats.errors import OutputError, SourceError, UnsupportedError
 from formats.torch_files import saved_names
 
@@ -66,7 +66,7 @@ def plan(run: Path, settings: Settings, request: Request) -> Averaging:
         UnsupportedError: there is one tensor parallel rank, and so one copy; or it is no checkpoint of GPT-NeoX.
         SourceError: what would be copied or linked is no file of the checkpoint.
     """
-    lookalikes.check(run)
+    signs.check(run)
     settings = replace(settings, gqa_layout="blocked")  # which no norm depends on
     source = neox.read(run, replace(settings, weights="module"))
     if source.topology["tp"] == 1:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from fnmatch import filter as matching
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from formats.deepspeed import MDS, NEOX, ZERO
-from formats.errors import RefusedError, SourceError, UnsupportedError, some
+from formats.errors import RefusedError, SourceError, some
 from formats.format import Format
 from formats.fsdp import FSDP
 from formats.huggingface import HUGGINGFACE
@@ -44,15 +43,6 @@ KNOWN_TO = {
     for name in dict.fromkeys(name for form in FORMATS.values() for name in form.reader_options)
 }
 """Setting of a reader: the formats that know it, of those that not every format knows."""
-FOREIGN = {
-    "adapter_config.json": ("a PEFT adapter", "merge it into its model: convert merge BASE ADAPTER OUT"),
-    "lit_model.pth": ("a model of LitGPT", "make it one of Hugging Face: litgpt convert_from_litgpt"),
-    "checkpoint_metadata.json": ("a checkpoint of nanotron", "its examples/llama/convert_nanotron_to_hf.py exports it"),
-    "consolidated.*": ("a model in Meta's or Mistral's own files", "take those of Hugging Face, with a config.json"),
-    "*.nemo": ("a model of NeMo", "llm.export_ckpt of nemo.collections exports it, with target='hf'"),
-    "*.gguf": ("a model of llama.cpp", "take the Hugging Face folder that it was made of"),
-}
-"""File of what is not read, nor passes for what is, as `lookalikes` do: what it is, and what to do about it."""
 ITERATION = re.compile(r"iter_\d+|release")
 """Folders of a run of Megatron, each a checkpoint."""
 MOST_FOLDERS = 64
@@ -78,7 +68,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
         RefusedError: it holds two models, and nobody said which.
     """
     from formats.checkpoint import Settings
-    from formats.detect import lookalikes
+    from formats.detect import signs
     from formats.detect.rivals import require_one
     from formats.torch_files.saves import require_one_save
 
@@ -86,12 +76,12 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
         if not path.exists():
             raise SourceError(f"{path} does not exist", downloaded(path))
         if not path.is_dir():
-            _check_foreign(path, [path.name])
+            signs.check_unknown(path)
             hint = f"name its folder: {path.parent}" if is_known(path.parent) else ""
             raise SourceError(f"{path} is a file, a checkpoint is a folder", hint)
         tag = settings.tag if settings else None
         place = path / tag if tag and Path(tag).name == tag and (path / tag).is_dir() else path
-        lookalikes.check(place)
+        signs.check(place)
         if place == path and not first:
             require_one(path, is_known)
         for reader in (form.reader for form in [*first, *FORMATS.values()]):
@@ -112,10 +102,12 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
         raise SourceError(f"{path} holds no latest_checkpointed_iteration.txt", f"name one: {path / iterations[-1]}")
     runs = fsdp.checkpoints(path, is_known)
     if not runs:
-        _check_foreign(path, entries)
+        signs.check_unknown(path)
         runs = _inside(path)
     if runs:
         raise SourceError(f"{path} holds {len(runs)} checkpoint{'s' if len(runs) > 1 else ''}", f"name one: {runs[0]}")
+    for folder in _folders(path):
+        signs.check_unknown(folder)
     raise SourceError(
         f"{path} is no checkpoint of a known format; it holds {some(entries, 6) or 'nothing'}",
         "`convert formats` lists what is read",
@@ -128,22 +120,14 @@ def downloaded(path: Path) -> str:
     return f"a model of the Hub has to be downloaded first: hf download {name} --local-dir FOLDER"
 
 
-def _check_foreign(path: Path, entries: Sequence[str]) -> None:
-    """What is known and not read, by the names in its folder.
-
-    Raises:
-        UnsupportedError: it is another program's, which has to export it.
-    """
-    for pattern, (what, hint) in FOREIGN.items():
-        if held := matching(entries, pattern):
-            raise UnsupportedError(f"{path} is {what}, which is not read ({held[0]})", hint)
-
-
 def _inside(path: Path) -> list[Path]:
     """Checkpoints in a folder that is none itself, or in the snapshots of a folder of the Hub's cache."""
-    place = path / "snapshots" if (path / "snapshots").is_dir() else path
-    folders = (one for one in sorted(place.iterdir()) if one.is_dir())
-    return [one for one in islice(folders, MOST_FOLDERS) if is_known(one)]
+    return [one for one in _folders(path / "snapshots" if (path / "snapshots").is_dir() else path) if is_known(one)]
+
+
+def _folders(path: Path) -> list[Path]:
+    """The folders in a folder, as many as are looked into."""
+    return list(islice((one for one in sorted(path.iterdir()) if one.is_dir()), MOST_FOLDERS))
 
 
 def is_known(path: Path) -> bool:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "tests/golden/megatron_llm/llama2/hf"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 INSIDE = ("vitruvian/py.typed", "formats/py.typed", "converters/py.typed", "train/py.typed", "containers/run",
-          "converters/commands/plan_page.html", "converters/assets/templates/chatml.jinja")  # fmt: skip
+          "converters/commands/pages/plan.html", "converters/assets/templates/chatml.jinja")  # fmt: skip
 """What is no module, and has to be in the wheel."""
 
 

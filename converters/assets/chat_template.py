@@ -117,7 +117,7 @@ class Probe:
         """
         text, spans = self.two
         if not spans:
-            return ["the chat template has no {% generation %} block, so that training cannot tell replies apart"]
+            return ["the chat template has no {% generation %} block, by which most trainers tell replies apart"]
         faults = []
         if not all(_within(*self._reply(number), spans) for number in range(2)):
             faults.append("the generation blocks of the chat template do not hold every reply")
@@ -128,9 +128,13 @@ class Probe:
             )
         if any(text.find(question) in range(*span) for question in QUESTIONS for span in spans):
             faults.append("a generation block of the chat template holds a question, which would be trained")
-        if not (self.one[0].startswith(self.prompts[0]) and text.startswith(self.prompts[1])):
-            faults.append("the prompt that the chat template makes for a reply is no beginning of what it trains")
-        return faults
+        return [*faults, *self.strange_prompts()]
+
+    def strange_prompts(self) -> list[str]:
+        """What keeps a training run from telling replies from their prompts, without generation blocks."""
+        if self.one[0].startswith(self.prompts[0]) and self.two[0].startswith(self.prompts[1]):
+            return []
+        return ["the prompt that the chat template makes for a reply is no beginning of what it trains"]
 
     def _reply(self, number: int) -> tuple[int, int]:
         begin = self.two[0].find(REPLIES[number])

@@ -62,9 +62,9 @@ def named(path: Path, tag: str | None, config: Path | None) -> Tokenizer | None:
     """
     from formats.deepspeed import folders as deepspeed
     from formats.deepspeed.neox import checkpoint as neox
-    from formats.detect import lookalikes
+    from formats.detect import signs
 
-    lookalikes.check(path)
+    signs.check(path)
     if not path.is_dir() or not neox.detect(path) or (config and (config / "config.json").is_file()):
         return None
     _, place = deepspeed.locate(path, tag)

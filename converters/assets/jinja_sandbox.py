@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import Template, TemplateError, meta, nodes
@@ -142,15 +143,19 @@ def render(
     bos_token: str | None,
     eos_token: str | None,
     add_generation_prompt: bool = False,
+    tools: Sequence[Any] | None = None,
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> Rendered:
     """Render a dialogue, in this process and without a limit of time: for templates that are known.
 
     Args:
         template: the text of a chat template.
-        messages: the dialogue; keys whose value is None do not reach the template.
+        messages: the dialogue; keys whose value is None do not reach the template, but for `content`.
         bos_token: what the tokenizer calls so; the template does not find the name when it is None.
         eos_token: likewise.
         add_generation_prompt: end with the beginning of a reply.
+        tools: the functions that the model may call, as the template takes them.
+        variables: further names that the template finds.
 
     Returns:
         The text, and (start, stop) of each generation block in it.
@@ -160,16 +165,21 @@ def render(
             generation block wrote, so that nobody knows where it lies.
     """
     named = {"bos_token": bos_token, "eos_token": eos_token}
-    plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    plain = [
+        {key: value for key, value in message.items() if value is not None or key == "content"} for message in messages
+    ]
     progress, pieces = _Progress(), list[str]()
     mark = _PROGRESS.set(progress)
     try:
         for piece in _compiled(template).generate(
             messages=plain,
-            tools=None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **{name: token for name, token in named.items() if token is not None},
+            **{
+                **variables,
+                **{name: token for name, token in named.items() if token is not None},
+                "tools": tools,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            },
         ):
             pieces.append(piece)
             progress.length += len(piece)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import (
+    FILE,
     FOLDER,
     as_json,
     effort,
@@ -21,6 +22,7 @@ from converters.commands.options import (
     settings_of,
     weights,
 )
+from converters.commands.running import require_new, write_new
 from converters.common.cli_help import command
 from formats.errors import (
     OptionNeededError,
@@ -150,17 +152,25 @@ def _unopened(folder: Path, options: Mapping[str, Any]) -> str | None:
 @click.argument("one", type=FOLDER)
 @click.argument("two", type=FOLDER)
 @click.option("--tensors", is_flag=True, help="List every tensor that differs.")
+@click.option("--html", type=FILE, metavar="FILE", help="Which tensors differ, and where and how, as one page.")
 @reading
 @weights
 @replicas
 @memory
 @as_json
-def diff(one: Path, two: Path, tensors: bool, memory: int, as_json: bool, **options: Any) -> None:
+def diff(one: Path, two: Path, tensors: bool, html: Path | None, memory: int, as_json: bool, **options: Any) -> None:
     """Compare two checkpoints in any formats; exit 6 when they differ."""
     from converters.commands.diff_text import lines
     from converters.library.proving import diff_with
 
-    found = diff_with(one, two, _effects({**options, "memory": memory, "threads": 1}, as_json))
+    if html:
+        require_new(html)
+    effects = _effects({**options, "memory": memory, "threads": 1}, as_json)
+    found = diff_with(one, two, effects, measured=html is not None)
+    if html:
+        from converters.commands.pages.diff import page
+
+        write_new(html, page(found, one, two))
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=1))
     else:

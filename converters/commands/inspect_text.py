@@ -29,9 +29,18 @@ MOST_DRIFTED = 10
 def inspect_lines(record: Mapping[str, Any]) -> Iterator[str]:
     """`inspect` for people. Without a config there are no settings, and tensors of all containers are counted."""
     yield f"{record['path']}"
+    yield table(inspect_rows(record))
+    for note in record["notes"]:
+        yield f"note: {note}"
+    for entry in record.get("list", ()):
+        yield f"{entry['file']}  {entry['key']}  {entry['dtype']}{entry['shape']}  {entry['pattern']}"
+
+
+def inspect_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a checkpoint is, as names and values."""
     kind = (record.get("kind") or record["format"]) + "".join(f", {name} {n}" for name, n in record["topology"].items())
     dtypes = ", ".join(f"{n} {d}" for d, n in record["dtypes"].items())
-    rows = [
+    return [
         ("format", kind + (f", {record['folder']}" if "folder" in record else "")),
         *([("parameters", f"{record['parameters']:,}")] if "parameters" in record else []),
         ("weights" if "parameters" in record else "all tensors",
@@ -43,11 +52,6 @@ def inspect_lines(record: Mapping[str, Any]) -> Iterator[str]:
         *([("optimizer", _optimizer_line(record["optimizer"]))] if record.get("optimizer") else []),
         *([("travels along", ", ".join(record["assets"]) or "nothing")] if "assets" in record else []),
     ]  # fmt: skip
-    yield table(rows)
-    for note in record["notes"]:
-        yield f"note: {note}"
-    for entry in record.get("list", ()):
-        yield f"{entry['file']}  {entry['key']}  {entry['dtype']}{entry['shape']}  {entry['pattern']}"
 
 
 def _optimizer_line(about: Mapping[str, Any]) -> str:

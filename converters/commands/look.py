@@ -45,9 +45,10 @@ TARGETS: dict[str, dict[str, str]] = {
 @command()
 @click.argument("src", type=FOLDER)
 @click.option("--tensors", is_flag=True, help="List every physical tensor.")
+@click.option("--html", type=FILE, metavar="FILE", help="Settings, tensors by kind and files, as one page.")
 @reading
 @as_json
-def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
+def inspect(src: Path, tensors: bool, html: Path | None, as_json: bool, **options: Any) -> None:
     """What a checkpoint is: format, family, topology, sizes, files.
 
     Of a folder with several checkpoint-N, each, the newest first. Where a config is missing, what the files tell.
@@ -56,6 +57,12 @@ def inspect(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
     from formats.fsdp.checkpoint import checkpoints
 
     runs = checkpoints(src, is_known)
+    if html:
+        from converters.commands.pages.inspect import page
+
+        if runs:
+            raise UsageError(f"{src} holds {len(runs)} checkpoints, and a page is of one", f"take {runs[0]}")
+        write_new(html, page(_inspected(src, options, True)))
     records = [_inspected(run, options, tensors) for run in runs or [src]]
     if as_json:
         click.echo(json.dumps({"checkpoints": records} if runs else records[0], indent=1))
@@ -103,7 +110,7 @@ def plan(src: Path, to: str, blocks: bool, html: Path | None, as_json: bool, **o
     target = dict(TARGETS[to])
     planned = plan_output(source, request, target.pop("to"), output_of({**options, **target}))
     if html:
-        from converters.commands.plan_page import page
+        from converters.commands.pages.plan import page
 
         write_new(html, page(planned))
     listed = list(block_lines(planned)) if blocks else []

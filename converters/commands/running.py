@@ -41,6 +41,20 @@ def output_of(options: Mapping[str, Any]) -> Output:
     return Output(**said)
 
 
+def require_new(path: Path) -> None:
+    """Insist that a page or a picture can be written, before the work for it is done.
+
+    Raises:
+        OutputError: the file exists, or its folder does not.
+    """
+    from formats.errors import OutputError
+
+    if path.exists():
+        raise OutputError(f"{path} exists", "choose another name")
+    if not path.parent.is_dir():
+        raise OutputError(f"{path.parent} is no folder", "make it first")
+
+
 def write_new(path: Path, text: str) -> None:
     """Write a page or a picture.
 
@@ -48,12 +62,8 @@ def write_new(path: Path, text: str) -> None:
         OutputError: the file exists, or its folder does not.
     """
     from converters.common.atomic import write_file
-    from formats.errors import OutputError
 
-    if path.exists():
-        raise OutputError(f"{path} exists", "choose another name")
-    if not path.parent.is_dir():
-        raise OutputError(f"{path.parent} is no folder", "make it first")
+    require_new(path)
     write_file(path, text.encode())
 
 

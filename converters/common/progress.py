@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -29,14 +30,15 @@ def clock(seconds: float) -> str:
 
 
 def table(rows: Iterable[Sequence[object]], indent: str = "  ") -> str:
-    """Left-aligned columns."""
+    """Left-aligned columns, the first one in colour on a terminal."""
     texts = [[str(cell) for cell in row] for row in rows]
     if not texts:
         return ""
     widths = [max(len(row[i]) for row in texts) for i in range(len(texts[0]))]
-    return "\n".join(
-        indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in texts
-    )
+    lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in texts]
+    if len(widths) > 1 and sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+        lines = [[f"\x1b[36m{first}\x1b[0m", *others] for first, *others in lines]
+    return "\n".join(indent + "  ".join(line).rstrip() for line in lines)
 
 
 def ranges(numbers: Iterable[int]) -> str:

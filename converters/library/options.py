@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
 
 from converters.plan.output import DEFAULTS, Output
 from converters.plan.request import DEFAULT_MEMORY, LONG, Limits
@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 Place = str | PathLike[str]
 Dtype = Literal["keep", "bf16", "fp16", "fp32"]
 Target = Literal["huggingface", "megatron", "fsdp", "neox", "deepspeed"]
+Weights = Literal["module", "fp32-master", "exp_avg", "exp_avg_sq"]
+QueryOrder = Literal["auto", "blocked", "grouped"]
+AdapterUse = Literal["merged", "only"]
+Replicas = Literal["verify", "first", "mean"]
+LayerNames = Literal["te", "local"]
+Container = Literal["torch", "torch_dist", "fsdp_dtensor", "megatron-llm"]
+LayerFiles = Literal["sequential", "pipeline"]
+OptimizerFiles = Literal["plain", "distributed"]
 Rank = int | tuple[int, int]
 """A parallel size, or a rank and the size, such as (3, 8)."""
 
@@ -34,11 +42,11 @@ class Reading(TypedDict, total=False):
     allow_missing: Sequence[str]
     container: str
     tag: str
-    weights: Literal["module", "fp32-master", "exp_avg", "exp_avg_sq"]
-    gqa_layout: Literal["auto", "blocked", "grouped"]
+    weights: Weights
+    gqa_layout: QueryOrder
     accept: Sequence[str]
     drop: Sequence[Literal["mtp"]]
-    adapter: Literal["merged", "only"]
+    adapter: AdapterUse
     family: Place
 
 
@@ -47,7 +55,7 @@ class Effort(TypedDict, total=False):
 
     threads: int
     memory: int
-    replicas: Literal["verify", "first", "mean"]
+    replicas: Replicas
     progress: Tell
 
 
@@ -59,15 +67,15 @@ class Names(TypedDict, total=False):
     last_stage_layers: int
     pp_layout: str
     etp: int
-    norm: Literal["te", "local"]
-    experts: Literal["te", "local"]
+    norm: LayerNames
+    experts: LayerNames
     glu_interleave: int
     megatron_version: str
     make_vocab_size_divisible_by: int
-    format: Literal["torch", "torch_dist", "fsdp_dtensor", "megatron-llm"]
+    format: Container
     true_vocab_size: int
-    layout: Literal["sequential", "pipeline"]
-    optimizer: Literal["plain", "distributed"]
+    layout: LayerFiles
+    optimizer: OptimizerFiles
 
 
 class Layout(Names, total=False):
@@ -120,8 +128,9 @@ def number(least: int) -> Kind:
     return Kind(f"a whole number of {least} or more", lambda value: type(value) is int and value >= least)
 
 
-def choice(*values: str) -> Kind:
-    """One of some words."""
+def choice(literal: Any) -> Kind:
+    """One of the words of a Literal."""
+    values = get_args(literal)
     return Kind("one of " + ", ".join(values), lambda value: value in values)
 
 
@@ -142,19 +151,19 @@ RANK = Kind(
 KINDS: Mapping[str, Kind] = {
     "config": PLACE, "vocab_size": number(1), "set": Kind("a dict of settings", lambda value: isinstance(value, dict)),
     "verbatim": FLAG, "allow_missing": NAMES, "container": TEXT, "tag": TEXT, "accept": NAMES, "family": PLACE,
-    "drop": NAMES, "adapter": choice("merged", "only"),
-    "weights": choice("module", "fp32-master", "exp_avg", "exp_avg_sq"),
-    "gqa_layout": choice("auto", "blocked", "grouped"), "replicas": choice("verify", "first", "mean"),
+    "drop": NAMES, "adapter": choice(AdapterUse),
+    "weights": choice(Weights),
+    "gqa_layout": choice(QueryOrder), "replicas": choice(Replicas),
     "threads": number(1), "memory": number(1), "progress": Kind("a function", callable),
     **dict.fromkeys(("tp", "pp", "ep", "ranks"), number(1)),
     **dict.fromkeys(("vpp", "etp", "make_vocab_size_divisible_by", "true_vocab_size", "shard_size"), number(1)),
     **dict.fromkeys(("first_stage_layers", "last_stage_layers", "glu_interleave", "consumed_samples"), number(0)),
     "iteration": number(0), "pp_layout": TEXT, "megatron_version": TEXT, "chat_template": Kind(
         "a name or a path", lambda value: isinstance(value, str | PathLike)),
-    "norm": choice("te", "local"), "experts": choice("te", "local"), "with_optimizer": FLAG, "force": FLAG,
-    "format": choice("torch", "torch_dist", "fsdp_dtensor", "megatron-llm"), "layout": choice("sequential", "pipeline"),
-    "optimizer": choice("plain", "distributed"), "verify": FLAG, "prefetch": number(0),
-    "dtype": choice("keep", "bf16", "fp16", "fp32"),
+    "norm": choice(LayerNames), "experts": choice(LayerNames), "with_optimizer": FLAG, "force": FLAG,
+    "format": choice(Container), "layout": choice(LayerFiles),
+    "optimizer": choice(OptimizerFiles), "verify": FLAG, "prefetch": number(0),
+    "dtype": choice(Dtype),
 }  # fmt: skip
 """Option: what it has to be."""
 RANKS = dict.fromkeys(("tp", "pp", "ep", "ranks"), RANK)

@@ -235,14 +235,14 @@ def _verified(
     return Verified(out, name, counted, *totals, tuple(settings), tuple(wrong), tuple(notes))
 
 
-def diff_with(one: Path, two: Path, effects: Effects) -> Differences:
-    """In what two checkpoints differ, tensor by tensor, whatever formats they are in."""
+def diff_with(one: Path, two: Path, effects: Effects, *, measured: bool = False) -> Differences:
+    """In what two checkpoints differ, tensor by tensor, whatever formats they are in; `measured`: and how."""
     first = effects.open(one, own_config(one, effects.settings, two), alone=False)
     second = effects.open(two, own_config(two, effects.settings, one), first, alone=False)
     first, second = alike(first, second)
     left, right = plan_reading(first), plan_reading(second)
     with effects.progress("comparing", left.nbytes) as progress:
-        found = compare(left, right, effects.limits, progress.advance)
+        found = compare(left, right, effects.limits, progress.advance, measured=measured)
     keys = _keys(second.spec) | _keys(first.spec)
     return Differences(tuple(found), tuple(setting_differences(first, second)), len(left.jobs), keys)
 

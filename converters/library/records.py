@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
@@ -41,11 +42,17 @@ def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
     if tensors:
         record["list"] = [
             {"key": placed.key, "dtype": placed.fragment.dtype, "shape": list(placed.fragment.shape),
+             "bytes": placed.fragment.nbytes, "rank": rank_text(placed.slot.mesh),
              "file": str(placed.fragment.path.relative_to(source.root)), "offset": placed.fragment.offset,
              "pattern": placed.slot.rule.pattern.text, "replica": str(placed.slot.replica)}
             for placed in source.tensors
         ]  # fmt: skip
     return record
+
+
+def rank_text(mesh: Iterable[tuple[str, tuple[int, int]]]) -> str:
+    """The rank that a tensor is for: `tp 1 of 2`; empty where no mesh is split."""
+    return " ".join(f"{axis} {rank} of {ranks}" for axis, (rank, ranks) in mesh if ranks > 1)
 
 
 def _optimizer(source: Checkpoint) -> dict[str, Any] | None:

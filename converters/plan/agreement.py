@@ -138,7 +138,8 @@ def _against_base(source: Checkpoint, spec: Verbatim) -> list[Finding] | None:
     if folder is None or not has_weights(folder) or folder.resolve() in (source.root.resolve(), source.home.resolve()):
         return None
     base = {key: fragment.shape for key, fragment in read_files(folder).items()}
-    copies = {*spec.copies, *([key for key in base if HEAD.fullmatch(key)] if spec.tied else [])}
+    embeddings = [shape for key, shape in base.items() if EMBEDDING.fullmatch(key)] if spec.tied else []
+    copies = {*spec.copies, *(key for key, shape in base.items() if HEAD.fullmatch(key) and shape in embeddings)}
     shared = set() if any(map(HEAD.fullmatch, base)) else {key for key in spec.shapes if HEAD.fullmatch(key)}
     embedded = next((shape for key, shape in spec.shapes.items() if EMBEDDING.fullmatch(key)), None)
     cut = {key: spec.shapes[key] for key in shared if embedded is not None and spec.shapes[key] != embedded}

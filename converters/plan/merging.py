@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from formats.disk.safetensors import FLOATS, Fragment, Product, row_major
 from formats.errors import RefusedError, SourceError, UnsupportedError, short, some
 from formats.huggingface import adapter as peft
 from formats.huggingface.folder import model_slots
-from formats.layout.pattern import parse
 from formats.layout.table import Placed, Slot
 from formats.model.spec import Verbatim
 
@@ -184,7 +182,7 @@ def untied(base: Checkpoint) -> Checkpoint:
     for placed in base.tensors:
         rule = placed.slot.rule
         if rule.pattern.tensors == ("embedding",) and not placed.slot.replica.shared:
-            named = replace(rule, pattern=parse(re.sub(r"\bembedding\b", "head", rule.pattern.text)))
+            named = replace(rule, pattern=rule.pattern.renamed("embedding", "head"))
             heads.append(placed._replace(slot=placed.slot._replace(rule=named)))
     kept = (placed for placed in base.tensors if not placed.slot.replica.shared)
     settings = replace(base.settings, values={**base.settings.values, "tied": False})

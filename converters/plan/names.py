@@ -41,6 +41,22 @@ class Names(NamedTuple):
     copies: tuple[str, ...] = ()
 
 
+class Answer(NamedTuple):
+    """What transformers tells of a model without a table.
+
+    Args:
+        spec: the model.
+        memory: the shapes of its tensors in memory.
+        hub: what each tensor of its files consists of.
+        tied: copy in memory: the tensor that it is a copy of.
+    """
+
+    spec: Verbatim
+    memory: dict[str, tuple[int, ...]]
+    hub: Mapping[str, Mapping[str, Any]]
+    tied: Mapping[str, str]
+
+
 def known(source: Checkpoint, config: Mapping[str, Any]) -> bool:
     """Whether transformers tells what the tensors of a checkpoint are called in memory."""
     return _asked(source, config) is not None
@@ -56,15 +72,15 @@ def in_memory(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     Raises:
         UnsupportedError: transformers turns a tensor in a way that no box follows.
     """
-    answer, spec = _asked(source, config), source.spec
-    if answer is None or not isinstance(spec, Verbatim):
+    answer = _asked(source, config)
+    if answer is None:
         return source
-    memory = {name: tuple(shape) for name, shape in answer["memory"].items()}
-    hub = {name: one for name, one in answer["hub"].items() if tuple(one["shape"]) == spec.shapes.get(name)}
+    spec, memory = answer.spec, answer.memory
+    hub = {name: one for name, one in answer.hub.items() if tuple(one["shape"]) == spec.shapes.get(name)}
     moves = {name: list(_pieces(source, name, one)) for name, one in hub.items()}
     rest = {name: shape for name, shape in spec.shapes.items() if name not in moves}
     written = {move.name for some in moves.values() for move in some} | rest.keys()
-    copies = {copy: one for copy, one in answer["tied"].items() if one in written and copy not in written}
+    copies = {copy: one for copy, one in answer.tied.items() if one in written and copy not in written}
     for some in moves.values():
         some += [move._replace(name=copy) for copy, one in copies.items() for move in some if move.name == one]
     shapes = {name: shape for name, shape in (memory | rest).items() if name in written or name in copies}
@@ -81,15 +97,15 @@ def in_files(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     Raises:
         UnsupportedError: transformers turns a tensor in a way that no box follows.
     """
-    answer, spec = _asked(source, config), source.spec
-    if answer is None or not isinstance(spec, Verbatim):
+    answer = _asked(source, config)
+    if answer is None:
         return source
-    memory = {name: tuple(shape) for name, shape in answer["memory"].items()}
+    spec, memory = answer.spec, answer.memory
     known = {name for name, shape in spec.shapes.items() if memory.get(name) == shape}
-    tied = {copy: one for copy, one in answer["tied"].items() if {copy, one} <= known}
+    tied = {copy: one for copy, one in answer.tied.items() if {copy, one} <= known}
     moves: dict[str, list[Move]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, one in answer["hub"].items():
+    for name, one in answer.hub.items():
         for here, inner, there, axes in _pieces(source, name, one):
             if inner in known - tied.keys():
                 turned = tuple(axes.index(axis) if axis in axes else None for axis in range(len(there)))
@@ -113,12 +129,16 @@ def alike(one: Checkpoint, other: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
     return left, right
 
 
-def _asked(source: Checkpoint, config: Mapping[str, Any]) -> dict[str, Any] | None:
+def _asked(source: Checkpoint, config: Mapping[str, Any]) -> Answer | None:
     """What transformers tells of the names; None where it cannot, or is not to be asked."""
-    if not isinstance(source.spec, Verbatim) or source.settings.verbatim or config.get("quantization_config"):
+    spec = source.spec
+    if not isinstance(spec, Verbatim) or source.settings.verbatim or config.get("quantization_config"):
         return None
-    answer = agreement.ask(config, source.spec.shapes)
-    return answer if "memory" in answer else None
+    answer = agreement.ask(config, spec.shapes)
+    if "memory" not in answer:
+        return None
+    shapes = {name: tuple(shape) for name, shape in answer["memory"].items()}
+    return Answer(spec, shapes, answer["hub"], answer["tied"])
 
 
 def _pieces(source: Checkpoint, name: str, one: Mapping[str, Any]) -> Iterator[Move]:

@@ -126,6 +126,11 @@ class Job:
         return int(source) - int(target)
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of its axes."""
+        return tuple(span.axis for span in self.reads[0].sources[0].leaf.spans)
+
+    @property
     def reads(self) -> tuple[Job, ...]:
         """The jobs that read what this one is made of: itself, unless it is computed of several."""
         return tuple(term.job for term in self.terms) or (self,)

@@ -23,7 +23,7 @@ from formats.deepspeed.mds import checkpoint as mds
 from formats.deepspeed.neox import checkpoint as neox
 from formats.deepspeed.neox.tables import slots_of
 from formats.deepspeed.universal import Parameter, States
-from formats.detect import lookalikes
+from formats.detect import signs
 from formats.disk.safetensors import Fragment
 from formats.errors import UnsupportedError
 from formats.huggingface import folder as huggingface
@@ -58,7 +58,7 @@ def open_states(path: Path, settings: Settings) -> States:
     Raises:
         UnsupportedError: the checkpoint is of stage 0, which keeps no names, or of another program.
     """
-    lookalikes.check(path)
+    signs.check(path)
     return neox.read_states(path, settings) if neox.detect(path) else _plain(path, settings)
 
 

@@ -16,21 +16,25 @@ from converters.move.replicas import Copies, Tile
 from converters.move.source_checks import SourceChecks
 from converters.plan.plan import Job, Plan
 from converters.plan.request import Limits
+from converters.prove.distances import Distances
 from formats.disk.safetensors import DTYPES, FLOATS
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor that is not the same: how many elements differ, and by how much at most."""
+    """One tensor that is not the same: how many elements differ, by how much at most, and, if measured, which."""
 
     name: str
     what: str
     count: int = 0
     largest: float = 0.0
+    distances: Distances | None = None
 
 
-def compare(one: Plan, two: Plan, limits: Limits, advance: Callable[[int], None]) -> list[Difference]:
-    """The tensors in which two checkpoints differ.
+def compare(
+    one: Plan, two: Plan, limits: Limits, advance: Callable[[int], None], *, measured: bool = False
+) -> list[Difference]:
+    """The tensors in which two checkpoints differ; `measured` says to tell how the elements of each are apart.
 
     Tensors of one element type are compared bit by bit; those of different ones as numbers, and reported even when
     these are equal.
@@ -52,7 +56,7 @@ def compare(one: Plan, two: Plan, limits: Limits, advance: Callable[[int], None]
                     _Side(each, Nearby(each.sources, len(each.shape)), Copies(each, files, limits.replicas))
                     for each in (job, right[name])
                 )
-                difference = _compare(left_side, right_side, files, buffers)
+                difference = _compare(left_side, right_side, files, buffers, measured)
                 found += [difference] if difference else []
                 advance(job.nbytes)
         checks.complete(files.read_stored, limits.threads)
@@ -75,7 +79,7 @@ class _Side(NamedTuple):
         return add_one(values, self.job.source_dtype) if add else values
 
 
-def _compare(left: _Side, right: _Side, files: Files, buffers: Sequence[Array]) -> Difference | None:
+def _compare(left: _Side, right: _Side, files: Files, buffers: Sequence[Array], measured: bool) -> Difference | None:
     one, two = left.job, right.job
     if one.shape != two.shape:
         return Difference(one.name, f"shape {list(one.shape)} | {list(two.shape)}")
@@ -86,6 +90,7 @@ def _compare(left: _Side, right: _Side, files: Files, buffers: Sequence[Array]) 
         return Difference(one.name, f"{dtypes[0]} | {dtypes[1]}")
     *rooms, other, scratch = buffers
     count, largest = 0, 0.0
+    distances = Distances(one.axes, one.shape) if measured and both_float else None
     for start, shape in tiles(one.shape, len(other) // 8):
         tile = Tile(start, shape, other, scratch)
         words, others = (
@@ -98,12 +103,16 @@ def _compare(left: _Side, right: _Side, files: Files, buffers: Sequence[Array]) 
             a, b = to_float(words, dtypes[0]), to_float(others, dtypes[1])
             numbers = (a != b) & ~(np.isnan(a) & np.isnan(b))
             with np.errstate(invalid="ignore"):
-                distance = np.abs(a[numbers].astype(np.float64) - b[numbers])
-            largest = max(largest, float(np.where(np.isnan(distance), np.inf, distance).max(initial=0.0)))
+                distance = np.abs(a.astype(np.float64) - b)
+            distance[~numbers] = 0.0
+            distance[np.isnan(distance)] = np.inf
+            largest = max(largest, float(distance.max(initial=0.0)))
+            if distances:
+                distances.add(start, shape, a, b, distance)
         count += int((words != others if same else numbers).sum())
     for side in (left, right):
         side.copies.judge()
     if not same:
-        return Difference(one.name, f"{dtypes[0]} | {dtypes[1]}", count, largest)
+        return Difference(one.name, f"{dtypes[0]} | {dtypes[1]}", count, largest, distances)
     what = "values" if largest or not both_float else "bits of zeros or NaN"
-    return Difference(one.name, what, count, largest) if count else None
+    return Difference(one.name, what, count, largest, distances) if count else None

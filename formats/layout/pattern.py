@@ -109,6 +109,21 @@ class Pattern:
         """Whether some of its addresses may belong to no tensor."""
         return any(isinstance(term, Fill) for dim in self.dims for term in _walk(dim))
 
+    def renamed(self, old: str, new: str) -> Pattern:
+        """The same layout of another logical tensor."""
+        return parse(re.sub(rf"\b{old}\b(?=\s*:)", new, self.text))
+
+    def apart(self) -> tuple[Pattern, ...]:
+        """Each branch as a tensor of its own, where one dimension is a sum; otherwise the pattern itself."""
+        for dim, term in enumerate(self.dims):
+            whole = term.term if isinstance(term, Interleaved) else term
+            if isinstance(whole, Sum):
+                before, after = self.dims[:dim], self.dims[dim + 1 :]
+                return tuple(
+                    parse(f"{label}: {' '.join(map(_text, (*before, body, *after)))}") for label, body in whole.branches
+                )
+        return (self,)
+
 
 def _branches(terms: Sequence[Term]) -> Iterator[tuple[str | None, Product]]:
     for term in terms:
@@ -132,6 +147,25 @@ def _walk(term: Term) -> Iterator[Term]:
             yield from (each for inner in terms for each in _walk(inner))
         case Sum(branches):
             yield from (each for _, body in branches for each in _walk(body))
+
+
+def _text(term: Term) -> str:
+    """A term as it is written."""
+    match term:
+        case Axis(name):
+            return name
+        case Fill(name):
+            return f"~{name}"
+        case Split(inner, name):
+            return f"{_text(inner)}/{name}"
+        case Interleaved(inner, name):
+            return f"{_text(inner)}%{name}"
+        case Product((inner,)):
+            return _text(inner)
+        case Product(terms):
+            return f"({' '.join(map(_text, terms))})"
+        case Sum(branches):
+            return f"({' | '.join(f'{label}: ' * bool(label) + _text(body) for label, body in branches)})"
 
 
 def splits(term: Term) -> tuple[str, ...]:

@@ -29,7 +29,6 @@ from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.errors import RefusedError, SourceError, UnsupportedError
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
-from formats.layout.pattern import parse
 from formats.layout.pieces import Scattered, spread
 from formats.layout.table import ALONE, Rule, match
 from formats.megatron import MEGATRON_FSDP as FORMAT
@@ -60,19 +59,17 @@ CARRIED = (*OBJECTS, *states.HEAD)
 BESIDE = ("optimizer", "rng_state", "rerun_state_machine", "opt_param_scheduler")
 """Entries with tensors beside the model."""
 FC1 = re.compile(r"(linear_fc1\.(?:weight|bias)(?:\{expert\})?)")
-GATED = re.compile(r"\((\w+): (\S+) \| (\w+): (\S+)\)(?:%\w+)?( \w+)?")
-"""Key and pattern of gate and up, one after the other in one tensor."""
+"""The key of gate and up, one after the other in one tensor."""
 
 
 def _apart(rule: Rule) -> Iterator[Rule]:
     """A row of the classic table, gate and up each under a key of its own."""
-    found = GATED.fullmatch(rule.pattern.text) if FC1.search(rule.key) else None
-    if found is None:
+    halves = rule.pattern.apart() if FC1.search(rule.key) else (rule.pattern,)
+    if len(halves) == 1:
         yield rule
         return
-    gate, gate_rows, up, up_rows, columns = found.groups(default="")
-    for suffix, name, rows in (("_w", gate, gate_rows), ("_v", up, up_rows)):
-        yield Rule(FC1.sub(rf"\g<1>{suffix}", rule.key), parse(f"{name}: {rows}{columns}"), rule.conditions)
+    for suffix, half in zip(("_w", "_v"), halves, strict=True):
+        yield Rule(FC1.sub(rf"\g<1>{suffix}", rule.key), half, rule.conditions)
 
 
 TABLE = tuple(half for rule in MODEL for half in _apart(rule))

@@ -163,9 +163,11 @@ def test_a_key_that_the_template_reads_is_not_harmless():
     record = {"messages": [{"role": "user", "content": "a", "name": "b"}, {"role": "assistant", "content": "c"}]}
     plain = reader("conversations", (), template="{{ message['content'] }}{{ tool.name }}")
     assert plain(record).contents == ["a", "c"]
+    assert reader("conversations", (), template="{{ message.name }}")(record).turns[0]["name"] == "b"
+    record["messages"][0]["lang"] = "lv"
     with pytest.raises(Malformed) as failed:
-        reader("conversations", (), template="{{ message.name }}")(record)
-    assert (failed.value.reason, failed.value.detail) == ("unknown", "turn 1 has 'name'")
+        reader("conversations", (), template="{{ message.get('lang') }}")(record)
+    assert (failed.value.reason, failed.value.detail) == ("unknown", "turn 1 has 'lang'")
 
 
 def test_blocks_that_are_no_replies_cannot_be_left_out(tokenized, tmp_path):

@@ -201,7 +201,7 @@ def test_turns_with_more_than_text_are_not_cut(train, tmp_path):
 @pytest.mark.parametrize(
     ("template", "message"),
     [  # what is written for each turn
-        ("{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}", "no {% generation %} block"),
+        ("{{ m['content'] }}{{ loop.length if loop.last }}<|im_end|>", "is no beginning of what it trains"),
         (
             "{% for m in messages %}<|nobody|>{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}",
             "nobody",
@@ -268,7 +268,7 @@ def test_what_a_template_leaves_out_or_cuts_is_counted(train, tmp_path, turns, a
     source = ["--input", tmp_path / "c.jsonl", *words, "--append-eod", "--workers", 1]
     ran = train("tokenize", *source, "--output-prefix", tmp_path / "P")
     assert ran.code == 0, ran.err
-    assert ("of 1 documents the chat template leaves out or changes a message" in ran.err) == bool(altered)
+    assert ("of 1 records the chat template leaves out or changes a message" in ran.err) == bool(altered)
     counts = json.loads((tmp_path / "P_text_document.json").read_text())["counts"]
     assert counts.get("altered_documents", 0) == altered
     ran = train("lint", tmp_path / "c.jsonl", *words)

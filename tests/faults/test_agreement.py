@@ -324,6 +324,15 @@ def test_a_shared_head_that_is_cut(plain, convert, tmp_path, alone):
     refused(convert(*words), 3, "lm_head.weight is [54, ", "--allow-missing 'lm_head.weight'")
 
 
+def test_a_head_that_is_no_copy_of_the_embedding(plain, convert, tmp_path, alone):
+    """A config that says that both are one, and a head of its own all the same: the embedding has more rows."""
+    base, state = plain("cpmant")
+    assert state["lm_head.weight"].shape != state["cpmant.input_embedding.weight"].shape
+    source = save(tmp_path / "c", {"model": without(state, "lm_head")})
+    ran = convert("fsdp2hf", source, tmp_path / "out", "--config", base, "-q")
+    refused(ran, 3, "lm_head.weight is missing")
+
+
 def test_a_vocabulary_that_the_user_says(plain, convert, tmp_path, alone):
     """More rows than the base has are right with --vocab-size; the config of the language model says so then."""
     import torch

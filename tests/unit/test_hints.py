@@ -46,25 +46,6 @@ def test_no_line_of_help_is_cut_off(group):
     assert not [name for name, one in group.commands.items() if one.get_short_help_str(120).endswith("...")]
 
 
-@pytest.mark.parametrize(
-    ("names", "told"),
-    [
-        (["adapter_config.json", "adapter_model.safetensors"], "a PEFT adapter"),
-        (["config.json", "lit_model.pth"], "a model of LitGPT"),
-        (["params.json", "consolidated.00.pth"], "own files"),
-        (["checkpoint_metadata.json", "model"], "nanotron"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_files_of_programs_that_export_themselves(convert, tmp_path, names, told):
-    for name in names:
-        (tmp_path / name).write_text("{}")
-    ran = convert("inspect", tmp_path)
-    assert ran.code == 4
-    assert told in ran.err
-    assert "hint: " in ran.err
-
-
 def test_a_checkpoint_further_down(model, convert, tmp_path):
     cache = tmp_path / "models--org--name"
     (cache / "blobs").mkdir(parents=True)

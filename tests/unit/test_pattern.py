@@ -111,3 +111,14 @@ def test_a_table_with_a_mistake_does_not_load(line):
 def test_spellings_multiply():
     rule = rules("{a|b}.{layer}.{c|d}  final_norm: hidden")[0]
     assert rule.spellings == ("a.{layer}.c", "a.{layer}.d", "b.{layer}.c", "b.{layer}.d")
+
+
+def test_a_pattern_gives_its_branches_and_the_layout_of_another_tensor():
+    gated = parse("(gate: (expert ffn)/etp | up: ffn)%interleave (hidden pair)")
+    assert [half.text for half in gated.apart()] == [
+        "gate: (expert ffn)/etp (hidden pair)",
+        "up: ffn (hidden pair)",
+    ]
+    assert parse("up: ffn hidden").apart() == (parse("up: ffn hidden"),)
+    assert parse("embedding: vocab hidden").renamed("embedding", "head") == parse("head: vocab hidden")
+    assert parse("(vocab: vocab | ~padding) hidden").renamed("vocab", "head").text == "(head: vocab | ~padding) hidden"

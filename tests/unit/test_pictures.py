@@ -139,11 +139,107 @@ def test_names_in_a_page_are_no_markup(model, convert, tmp_path):
 
 
 def test_a_plan_of_very_many_pieces_lists_the_first_layer_of_each_kind(model, convert, tmp_path, monkeypatch):
-    monkeypatch.setattr("converters.commands.plan_page.MOST_PARTS", 10)
-    monkeypatch.setattr("converters.commands.plan_page.MOST_OF_ONE", 1)
+    monkeypatch.setattr("converters.commands.pages.plan.MOST_PARTS", 10)
+    monkeypatch.setattr("converters.commands.pages.plan.MOST_OF_ONE", 1)
     convert("plan", model("llama"), "--to", "megatron", "--tp", 2, "--html", tmp_path / "plan.html")
     told = facts(tmp_path / "plan.html")
     assert told["brief"]
     assert {len(kind["jobs"]) for kind in told["kinds"]} == {1}
     assert told["kinds"][1]["jobs"][0]["to"][-1] == [-1, "1 more", "", 0]
     assert sum(kind["count"] for kind in told["kinds"]) == 39
+
+
+@pytest.fixture
+def changed(model, tmp_path):
+    """A model, and a copy of it in which one query head and one number of the embedding are others."""
+    from safetensors.numpy import load_file, save_file
+
+    other = shutil.copytree(model("llama"), tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    query = tensors["model.layers.2.self_attn.q_proj.weight"]
+    query[16:20] += 0.25  # the first half of the third head, which has 8 rows
+    tensors["model.embed_tokens.weight"][7, 5] = float("nan")
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    return model("llama"), other
+
+
+def test_a_comparison_is_a_page_that_says_where_and_how(changed, convert, tmp_path):
+    one, two = changed
+    ran = convert("diff", one, two, "--html", tmp_path / "diff.html")
+    assert (ran.code, "2 tensors" in ran.err) == (6, True)
+    told = facts(tmp_path / "diff.html")
+    assert not re.findall(r"https?://", (tmp_path / "diff.html").read_text())
+    kinds = {kind["name"]: kind["tensors"] for kind in told["kinds"]}
+    assert [each["layer"] for each in kinds["query"]] == ["2"]
+    found = kinds["query"][0]["distances"]
+    query, axes = kinds["query"][0], {axis["name"]: axis for axis in found["axes"]}
+    assert query["count"] == sum(size[2] for size in found["sizes"]) == 4 * axes["hidden"]["length"]
+    assert [size[:2] for size in found["sizes"]] == [["1e-1", "1e0"]]
+    for axis in ("group", "head", "half"):
+        assert sum(map(bool, axes[axis]["counts"])) == 1, axis
+    assert all(axes["hidden"]["counts"])
+    assert found["rms"] == pytest.approx(0.25 * (query["count"] / found["elements"]) ** 0.5, rel=1e-5)
+    element = kinds["embedding"][0]["distances"]
+    assert [(place, two, apart) for place, _, two, apart in element["farthest"]] == [([7, 5], "nan", None)]
+    assert convert("diff", one, two, "--html", tmp_path / "diff.html").code == 7  # a page is not replaced
+
+
+def test_distances_are_those_of_numpy_whatever_the_tiles():
+    import numpy as np
+
+    from converters.prove.distances import FARTHEST, Distances
+
+    shape = (5, 6, 7)
+    one, two = (np.random.default_rng(seed).standard_normal(shape) for seed in (1, 2))
+    two[1:4] = one[1:4]
+    apart = np.abs(one - two)
+    found = Distances(("a", "b", "c"), shape)
+    for start in range(0, 5, 2):
+        part = slice(start, start + 2)
+        tile = apart[part]
+        found.add((start, 0, 0), tile.shape, one[part].ravel(), two[part].ravel(), tile.ravel())
+    for axis in range(3):
+        others = tuple({0, 1, 2} - {axis})
+        assert np.array_equal(found.counts[axis], (apart != 0).sum(axis=others))
+        assert np.array_equal(found.largest[axis], apart.max(axis=others))
+    assert found.rms == pytest.approx(float(np.sqrt(np.mean(apart**2))))
+    assert [element[0] for element in found.farthest] == sorted(apart.ravel(), reverse=True)[:FARTHEST]
+    assert all(apart[place] == distance for distance, place, _, _ in found.farthest)
+
+
+def test_a_checkpoint_is_a_page(model, convert, tmp_path):
+    assert convert("hf2megatron", model("llama"), tmp_path / "run", "--tp", 2, "--pp", 2).code == 0
+    page = tmp_path / "run.html"
+    assert convert("inspect", tmp_path / "run", "--html", page).code == 0
+    told = facts(page)
+    assert ["layers", "4"] in told["rows"]
+    assert sum(file[1] for file in told["files"]) == sum(kind["bytes"] for kind in told["kinds"]) == told["bytes"]
+    kind = next(kind for kind in told["kinds"] if "linear_fc1.weight" in kind["key"])
+    assert (kind["count"], "gate" in kind["holds"]) == (8, True)
+    assert {place[2] for place in kind["places"]} == {"tp 0 of 2", "tp 1 of 2"}
+    ran = convert("inspect", tmp_path, "--html", tmp_path / "none.html")
+    assert ran.code
+    assert not (tmp_path / "none.html").exists()
+
+
+def test_a_browser_shows_a_comparison_and_a_checkpoint(changed, convert, tmp_path):
+    convert("diff", *changed, "--html", tmp_path / "diff.html")
+    shown = seen(tmp_path / "diff.html", "q_proj", tmp_path / "profile")
+    assert "1 of 2 kinds of tensors" in shown
+    assert "1 of 2 parts differ" in shown  # the half of a head
+    convert("inspect", changed[0], "--html", tmp_path / "hf.html")
+    shown = seen(tmp_path / "hf.html", "q_proj", tmp_path / "profile")
+    assert "1 of 12 kinds of tensors" in shown
+    assert "model.layers.3.self_attn.q_proj.weight" in shown
+
+
+def test_tables_are_in_colour_on_a_terminal_alone(monkeypatch):
+    from converters.common.progress import table
+
+    rows = [("format", "megatron"), ("layers", 4)]
+    plain = table(rows)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert re.sub(r"\x1b\[\d+m", "", table(rows)) == plain != table(rows)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert table(rows) == plain

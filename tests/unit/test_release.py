@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,23 @@ def test_workflows_run_what_the_makefile_has(path):
     assert all(re.fullmatch(r"[\w-]+/[\w-]+@(?:v\d+|release/v\d+)", one) for one in used)
 
 
+FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"))
+SCHEMAS = {
+    "github-workflows": WORKFLOWS,
+    "github-issue-forms": FORMS,
+    "github-issue-config": [ROOT / ".github/ISSUE_TEMPLATE/config.yml"],
+    "citation-file-format": [ROOT / "CITATION.cff"],
+}
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_files_for_github_are_of_their_schemas(schema):
+    """In a flow mapping of YAML a comma ends a text: what is after it was a key of its own."""
+    words = ["-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", *map(str, SCHEMAS[schema])]
+    ran = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
 def test_only_a_tag_publishes():
     flows = {path.stem: yaml.safe_load(path.read_text()) for path in WORKFLOWS}
     publishing = {
@@ -100,9 +119,8 @@ def test_only_a_tag_publishes():
 
 
 def test_issue_forms_ask_for_what_is_needed():
-    forms = [path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"]
-    assert {path.stem for path in forms} == {"wrong-result", "refused", "model"}
-    for path in forms:
+    assert {path.stem for path in FORMS} == {"wrong-result", "refused", "model"}
+    for path in FORMS:
         form = yaml.safe_load(path.read_text())
         assert form["name"]
         assert form["description"]

@@ -76,7 +76,7 @@ def _job(options: Mapping[str, Any]) -> Job | None:
 
     if not options["tokenizer"]:
         return None
-    unasked = dict.fromkeys(("tokenizer_type", "eod", "append_eod", "control_tokens", "ftfy"))
+    unasked = dict.fromkeys(("tokenizer_type", "eod", "append_eod", "control_tokens", "ftfy", "date"))
     for path in options["files"]:
         try:
             parts = ranges([path])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,6 +80,9 @@ running = together(
 @click.option("--append-eod", is_flag=True, help="End each document with the end-of-document token.")
 @click.option("--eod", metavar="TOKEN", help="That token.  [default: <|endoftext|>, or the eos of a tokenizer.json]")
 @chat_template
+@click.option(
+    "--date", type=click.DateTime(["%Y-%m-%d"]), help="Today, for a chat template that asks.  [default: today]"
+)
 @click.option("--control-tokens", metavar="ROLE=ID,…", help="Ids to check, such as user=7,assistant=8.")
 @click.option("--ftfy", is_flag=True, help="Repair wrongly decoded texts (mojibake) with ftfy before anything else.")
 @record_format
@@ -138,6 +142,7 @@ def make_job(options: Mapping[str, Any], parts: Ranges) -> Job:
     form = form_of(first_value(parts, key), key) if options["form"] == "auto" else options["form"]
     control = control_ids(vocabulary, parse_control_tokens(options["control_tokens"]))
     template = _template(options["template"], vocabulary, form, control)
+    date = _date(options["date"], template)
     if template is not None and isinstance(vocabulary, Fast):
         check_template(vocabulary, template)
     elif form != "text" and not {"user", "assistant"} <= control.keys():
@@ -164,9 +169,18 @@ def make_job(options: Mapping[str, Any], parts: Ranges) -> Job:
         eod=eod,
         eod_token=token,
         template=template,
+        date=date,
         ftfy=_ftfy() if options["ftfy"] else None,
         auto=options["form"] == "auto",
     )
+
+
+def _date(given: Any, template: str | None) -> str | None:
+    """The date that a chat template takes for today, None for one that does not ask."""
+    asks = template is not None and "strftime_now" in template
+    if given is not None and not asks:
+        raise UsageError("--date has no effect: the chat template does not ask for it", "remove it")
+    return str((given or datetime.now()).date()) if asks else None
 
 
 def _ftfy() -> str:
@@ -209,7 +223,8 @@ def _template(template: str | None, vocabulary: Any, form: str, control: Mapping
 
 def _turns(job: Job) -> str:
     control = ", ".join(f"<|{role}|> {number}" for role, number in job.control.items())
-    turns = "a chat template" if job.template is not None else control or "none"
+    dated = f", which takes {job.date} for today" if job.date else ""
+    turns = f"a chat template{dated}" if job.template is not None else control or "none"
     return turns if job.form != "text" else "none"
 
 
@@ -259,8 +274,9 @@ def decided(options: Mapping[str, Any], request: Request, decisions: Mapping[str
 
 def report(out: Path, counts: Mapping[str, Any], as_json: bool) -> None:
     """Print what became of the records."""
+    from train.data.tokens.encode import LOST, SPLIT
     from train.data.tokens.records import REASONS
-    from train.data.tokens.workers import ALTERED, UNTRAINED
+    from train.data.tokens.workers import UNTRAINED
 
     if as_json:
         click.echo(json.dumps({"output": str(out)} | dict(counts)))
@@ -272,9 +288,15 @@ def report(out: Path, counts: Mapping[str, Any], as_json: bool) -> None:
             "other programs do not read it",
             err=True,
         )
-    if altered := counts.get(ALTERED):
+    for kind, what in LOST.items():
+        if number := counts.get(kind):
+            click.echo(
+                f"note: of {number} records the chat template leaves out or changes {what}: train show prints them",
+                err=True,
+            )
+    if added := counts.get(SPLIT):
         click.echo(
-            f"note: of {altered} documents the chat template leaves out or changes a message: train show prints them",
+            f"note: {added} documents are added, for replies that the chat template shows otherwise in a longer one",
             err=True,
         )
     click.echo(f"{out}: {counts['documents']} documents, {counts['tokens']} tokens, {sum(dropped.values())} dropped")

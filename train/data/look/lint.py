@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import SourceError
-from train.data.tokens.encode import Encoder
+from train.data.tokens.encode import LOST, SPLIT, Encoder
 from train.data.tokens.input_ranges import Ranges, ranges, values
 from train.data.tokens.records import Malformed, Reader, Record, reader
 from train.data.tokens.shapes import form_of
@@ -19,7 +19,8 @@ from train.data.tokens.workers import Job, encoder, job_reader
 NOTES = {
     "token": "contents that spell a control token; they stay text",
     "twice": "records that occur twice",
-    "altered": "records of which the chat template leaves out or changes a message",
+    **{kind: f"records of which the chat template leaves out or changes {what}" for kind, what in LOST.items()},
+    SPLIT: "documents that are added, for replies that the chat template shows otherwise in a longer one",
     "left out": "records that exclude a reply from the training",
 }
 """Findings for which no record is dropped."""
@@ -115,14 +116,13 @@ def _notes(record: Record, seen: set[int], encode: Encoder | None, longest: int 
         yield "token"
     if record.left_out:
         yield "left out"
-    known = hash((tuple(record.roles), tuple(record.contents), record.left_out))
+    known = hash(repr(record))
     if known in seen:
         yield "twice"
     seen.add(known)
     if encode is not None:
         encoded = encode([record])
-        if encoded.altered:
-            yield "altered"
+        yield from Counter(encoded.counts).elements()
         if encoded.refused:
             yield encoded.refused[0][1]
         elif longest is not None and encoded.sizes[0] > longest:

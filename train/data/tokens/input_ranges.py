@@ -234,7 +234,17 @@ def _rows(part: Range, columns: Iterable[str]) -> list[dict[str, Any]]:
     except (ArrowException, OSError, ValueError, OverflowError) as error:
         reason = short(" ".join(str(error).split()), 200)
         raise SourceError(f"{part.path} is damaged in row group {part.begin}: {reason}") from None
-    return rows
+    return [_present(row) for row in rows]
+
+
+def _present(value: Any) -> Any:
+    """A row without the keys that are null: columns of structs have every key in every row."""
+    match value:
+        case dict():
+            return {name: _present(inner) for name, inner in value.items() if inner is not None}
+        case list():
+            return [_present(inner) for inner in value]
+    return value
 
 
 def _loader(kind: str, key: str) -> Callable[[bytes], Any]:

@@ -5,21 +5,20 @@ A record is never repaired. Each fault has a name in `REASONS`, under which it i
     {"text": "<<<|user|>>>…<<<|user|>>><<<|assistant|>>>…<<<|assistant|>>>"}    control-text: a marker on both sides
     {"conversations": [{"role": "user", "content": "…"}, …]}                    conversations ("messages" too)
     {"conversations": [{"from": "human", "value": "…"}, …]}                     sharegpt
+    {"messages": [{"tool_calls": […], …}, …], "tools": […]}                  conversations for templates, see turns.py
     {"text": "…"}                                                               text, trained as a whole
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from train.data.tokens.shapes import FIELDS, MARKER, SPELLED, describe, shapes_of, turns_field
-from train.data.tokens.turn_flags import Unclear, check_record, check_text, is_empty, is_trained
+from train.data.tokens.turn_flags import REASONING, Unclear, check_record, check_text, is_empty, is_trained
+from train.data.tokens.turns import Reads, message_of, reads, text_of, tools_of, variables_of
 
-READ = re.compile(r"""(\w+)(?:\.|\[["'])(\w+)""")
-NO_TURN = re.compile("loop|ns$|namespace|tool|function|param")
-"""Attributes that a chat template reads of a variable; and names of variables that are not turns."""
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 REASONS: Mapping[str, str] = {
     "json": "the line is not valid JSON (NaN and Infinity are not allowed)",
@@ -39,6 +38,7 @@ REASONS: Mapping[str, str] = {
     "no reply": "no turn of the assistant",
     "keys": "turns with from and value: --format sharegpt reads them",
     "more": "a turn with tool calls, reasoning or media, which would be lost",
+    "tool call": "a tool call or a tool without a name or with arguments that are no JSON object, or odd reasoning",
     "unknown": "a turn has an unknown key, which may say what is trained",
     "weight": "the flag of a turn is neither 0 nor 1, neither false nor true, or flags contradict each other",
     "asked": "a turn of another role than the assistant is flagged as trained",
@@ -51,6 +51,7 @@ REASONS: Mapping[str, str] = {
     "recipe": "fields that no format reads; train fetch makes records of them, with a recipe that names the fields",
     "key": "a key is given twice in the record",
     "template": "the chat template refuses the turns",
+    "prompt": "the prompt that the chat template makes for a reply is no beginning of the dialogue",
     "literal": "the text spells a control token, and the tokenizer cannot tell the two apart",
     "nothing": "nothing is left after tokenization",
 }
@@ -63,11 +64,23 @@ class Record(NamedTuple):
         roles: role of each turn; empty for plain text.
         contents: text of each turn; one text if there are no roles.
         left_out: indices of replies that the record excludes from the training.
+        turns: the turns as a chat template takes them; empty if roles and contents say everything.
+        tools: the functions that the model may call.
+        variables: further names that the chat template finds.
     """
 
     roles: Sequence[str]
     contents: Sequence[str]
     left_out: frozenset[int] = frozenset()
+    turns: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Any] | None = None
+    variables: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def messages(self) -> Sequence[Mapping[str, Any]]:
+        """The turns as a chat template takes them."""
+        pairs = zip(self.roles, self.contents, strict=True)
+        return self.turns or [{"role": role, "content": text} for role, text in pairs]
 
 
 class Malformed(Exception):
@@ -79,6 +92,8 @@ class Malformed(Exception):
 
 
 Reader = Callable[[Any], Record]
+SILENT = ("tool_calls", *REASONING)
+"""Keys of turns that may be without text."""
 
 
 GRAVE = ("unknown", "weight", "asked", "record", "both", "shapes", "key")
@@ -108,7 +123,7 @@ def reader(
         A function from a JSON value to its record; it raises Malformed.
     """
     known = frozenset(roles)
-    read = frozenset(key for base, key in READ.findall(template or "") if not NO_TURN.search(base))
+    read = reads(template)
     turns = _conversation(known, any_turns, ("role", "content"), {}, read)
     shared = _conversation(known, any_turns, SPELLED, SHAREGPT, read)
 
@@ -200,16 +215,29 @@ def _unbalanced(parts: Sequence[str]) -> str:
     return "odd" if len(parts) % 4 != 1 else "pair"
 
 
-def _checked(roles: Sequence[str], contents: Sequence[str], known: frozenset[str], any_turns: bool = False) -> Record:
+def _checked(
+    roles: Sequence[str],
+    contents: Sequence[str],
+    known: frozenset[str],
+    any_turns: bool = False,
+    silent: Sequence[bool] | None = None,
+) -> Record:
+    """The record of some turns; `silent` are those that may be without text."""
     if known and not known.issuperset(roles):
         raise Malformed("role")
     if any_turns:
         return Record(roles, contents)
-    if "" in contents or any(map(str.isspace, contents)):
+    spoken = contents if silent is None else [text for text, quiet in zip(contents, silent, strict=True) if not quiet]
+    if "" in spoken or any(map(str.isspace, spoken)):
         raise Malformed("empty turn")
     if "assistant" not in roles:
         raise Malformed("no reply")
     return Record(roles, contents)
+
+
+def _is_silent(turn: Mapping[str, Any], speaker: str) -> bool:
+    """Whether a turn may be without text: a tool may return nothing."""
+    return turn[speaker] == "tool" or (len(turn) > 2 and not all(is_empty(turn.get(key)) for key in SILENT))
 
 
 def _turns(value: Any) -> list[dict[str, Any]]:
@@ -229,30 +257,44 @@ def _turns(value: Any) -> list[dict[str, Any]]:
 
 
 def _conversation(
-    known: frozenset[str], any_turns: bool, keys: tuple[str, str], names: Mapping[str, str], template: frozenset[str]
+    known: frozenset[str], any_turns: bool, keys: tuple[str, str], names: Mapping[str, str], template: Reads
 ) -> Reader:
     """The reader of turns with these keys for speaker and text; `names` maps speakers to roles, if they differ."""
 
     def read(value: Any) -> Record:
         turns = _turns(value)
+        try:
+            return _read(value, turns)
+        except Unclear as error:
+            raise Malformed(error.reason, error.detail) from None
+
+    def _read(value: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> Record:
         roles: list[Any] = [turn.get(keys[0]) for turn in turns]
-        contents: list[Any] = [turn.get(keys[1]) for turn in turns]
-        if None in roles or None in contents:
+        given: list[Any] = [text_of(turn.get(keys[1]), number) for number, turn in enumerate(turns, 1)]
+        whole = [text is not None or bool(turn.get("tool_calls")) for text, turn in zip(given, turns, strict=True)]
+        if None in roles or not all(whole):
             raise Malformed("keys" if keys != SPELLED and SPELLED[0] in turns[0] else "field")
-        if not all(isinstance(content, str) for content in (*roles, *contents)):
+        if not all(isinstance(content, str) for content in (*roles, *given) if content is not None):
             raise Malformed("type")
         if names and not names.keys() >= set(roles):
             raise Malformed("role")
         roles = [names.get(role, role) for role in roles]
-        try:
-            check_record(value, [text for role, text in zip(roles, contents, strict=True) if role == "system"])
-            flags = [is_trained(turn, number, keys, template) for number, turn in enumerate(turns, 1)]
-        except Unclear as error:
-            raise Malformed(error.reason, error.detail) from None
-        record = _checked(roles, contents, known, any_turns)
-        if all(flag is None for flag in flags):
+        contents = [text or "" for text in given]
+        systems = [text for role, text in zip(roles, contents, strict=True) if role == "system"]
+        check_record(value, systems, template.fields)
+        flags = [is_trained(turn, number, keys, template.keys) for number, turn in enumerate(turns, 1)]
+        record = _checked(roles, contents, known, any_turns, [_is_silent(turn, keys[0]) for turn in turns])
+        if any(flag is not None for flag in flags):
+            record = record._replace(left_out=_left_out(roles, flags, any_turns))
+        if not template.fields:
             return record
-        return record._replace(left_out=_left_out(roles, flags, any_turns))
+        messages = [
+            message_of(turn, number, role, text, template.keys)
+            for number, (turn, role, text) in enumerate(zip(turns, roles, given, strict=True), 1)
+        ]
+        tools = tools_of(value) if "tools" in template.fields else None
+        plain = all(len(message) == 2 and message["content"] is not None for message in messages)
+        return record._replace(turns=() if plain else messages, tools=tools, variables=variables_of(value))
 
     return read
 

@@ -27,11 +27,12 @@ from blake3 import blake3
 from converters.common.atomic import lock, named, stoppable, sync_folder, write_file
 from converters.common.progress import Progress
 from formats.errors import Interrupted, OutputError, RefusedError, SourceError
+from train.data.tokens.encode import LOST, SPLIT
 from train.data.tokens.indexed import best_dtype, bin_path, idx_path, write_index
 from train.data.tokens.input_ranges import Ranges
 from train.data.tokens.records import GRAVE, REASONS
 from train.data.tokens.sidecar import Facts, facts_path, facts_text, mask_path
-from train.data.tokens.workers import ALTERED, EXAMPLES, UNTRAINED, Job, Part, Workers
+from train.data.tokens.workers import EXAMPLES, UNTRAINED, Job, Part, Workers
 
 STREAMS = ("bin", "sizes", "mask")
 """The staged streams: tokens, int32 sizes of documents, and the loss mask (or the roles of role bins)."""
@@ -334,7 +335,7 @@ def _publish(request: Request, done: Done, finals: dict[str, Path]) -> Facts:
 def write_facts(request: Request, done: Done, counts: Mapping[str, int]) -> Facts:
     """Write the sidecar into the staging folder, with these counts and those of dropped records."""
     job = request.job
-    names = (ALTERED, UNTRAINED, *REASONS)
+    names = (*LOST, SPLIT, UNTRAINED, *REASONS)
     counts = dict(counts) | {name: number for name, number in done.counts.items() if name in names}
     masked = job.template is None and UNTRAINED in counts
     facts = Facts(

@@ -32,14 +32,19 @@ FLAGS: Mapping[str, Flag] = {
 HARMLESS = frozenset({
     "id", "uuid", "message_id", "parent_id", "turn_id", "index", "idx", "turn", "name", "author", "user_id",
     "timestamp", "created_at", "create_time", "update_time", "date", "time", "model", "source", "url", "lang",
-    "language", "tokens", "token_count", "num_tokens", "length",
+    "language", "tokens", "token_count", "num_tokens", "length", "tool_call_id",
 })  # fmt: skip
 """Keys of a turn with metadata. One that a chat template reads is no longer harmless."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a turn with what the model thinks before it speaks. A template that reads one of them is given the first
+two, whatever the record calls it (transformers 5.23.0 utils/chat_template_utils.py, `_alias_reasoning_fields`)."""
+RENDERED = ("tool_calls", "tool_call_id", "name", *REASONING)
+"""Keys of a turn, beside role and content, that a chat template is given if it reads them."""
 MORE = frozenset({
-    "tools", "functions", "documents", "tool_calls", "tool_call_id", "function_call", "thinking", "reasoning",
-    "reasoning_content", "images", "image", "audio", "audios", "videos", "video",
+    "tools", "functions", "documents", "tool_calls", "function_call", *REASONING, "images", "image",
+    "audio", "audios", "videos", "video",
 })  # fmt: skip
-"""Keys of a record or a turn whose content would be lost in the training here."""
+"""Keys of a record or a turn whose content would be lost in the training, unless a chat template reads it."""
 ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "weight": (1,), "train": (True,), "loss": (True,), "masked": (False,), "mask": ("User", "user"),
     "train_detail": (), "train_on_input": (False,), "train_on_inputs": (False,), "mask_history": (False,),
@@ -71,7 +76,7 @@ def is_trained(turn: Mapping[str, Any], number: int, own: Collection[str], read:
         turn: with all its keys.
         number: of the turn, from 1.
         own: the keys of its role and its content.
-        read: keys that a chat template reads, none of which is harmless.
+        read: keys that a chat template reads: it is given those of `RENDERED`, and no other is harmless.
 
     Raises:
         Unclear: a key is not understood, or two flags contradict each other.
@@ -81,7 +86,7 @@ def is_trained(turn: Mapping[str, Any], number: int, own: Collection[str], read:
     flags: dict[str, bool] = {}
     for key, value in turn.items():
         absent = value is None if key in FLAGS else is_empty(value)
-        if key in own or absent or (key in HARMLESS and key not in read):
+        if key in own or absent or (key in RENDERED if key in read else key in HARMLESS):
             continue
         shown = f"turn {number} has {key!r}"
         if key in MORE:
@@ -97,18 +102,19 @@ def is_trained(turn: Mapping[str, Any], number: int, own: Collection[str], read:
     return next(iter(flags.values()), None)
 
 
-def check_record(record: Mapping[str, Any], systems: Collection[str]) -> None:
+def check_record(record: Mapping[str, Any], systems: Collection[str], given: Collection[str] = ()) -> None:
     """Refuse keys of a record that apply to its whole dialogue, unless they agree with what is done.
 
     Args:
         record: with all its keys.
         systems: contents of its system turns.
+        given: keys that a chat template is given.
 
     Raises:
         Unclear: a key does not agree.
     """
     for key, value in record.items():
-        if value is None or (key not in FLAGS and is_empty(value)):
+        if value is None or key in given or (key not in FLAGS and is_empty(value)):
             continue
         shown = f"the record has {key!r}"
         if key in MORE:

@@ -41,8 +41,6 @@ EXAMPLES = 5
 
 UNTRAINED = "untrained_replies"
 """Key of the counts: replies that their records exclude from the training."""
-ALTERED = "altered_documents"
-"""Key of the counts: documents in which the chat template leaves out or changes a message."""
 Dropped = tuple[int, str, str]
 """Line of a dropped record, the reason, and the part of the record."""
 
@@ -62,6 +60,7 @@ class Job:
         eod: id of the end-of-document token, None for none.
         eod_token: its name.
         template: the text of a chat template, None for control tokens.
+        date: what it takes for today, as YYYY-MM-DD; None if it does not ask.
         special: name to id of the special tokens of role bins, None for other files.
         ftfy: the version of ftfy that repairs texts, None without it.
         auto: whether the format was detected from the first record, not given.
@@ -77,6 +76,7 @@ class Job:
     eod: int | None = None
     eod_token: str | None = None
     template: str | None = None
+    date: str | None = None
     special: dict[str, int] | None = None
     ftfy: str | None = None
     auto: bool = False
@@ -128,7 +128,7 @@ def encoder(job: Job) -> Encoder:
     if job.template is None:
         return control_encoder(vocabulary, job.control, job.eod, job.masked)
     assert isinstance(vocabulary, Fast)  # checked by the command
-    return TemplateEncoder(vocabulary, job.template, job.eod)
+    return TemplateEncoder(vocabulary, job.template, job.eod, job.date)
 
 
 def job_reader(job: Job) -> Reader:
@@ -153,7 +153,7 @@ def encode_range(job: Job, encode: Encoder, part: Range, out: Path) -> Part:
             gone = {place for place, _ in encoded.refused}
             left = (len(record.left_out) for place, record in enumerate(batch.records) if place not in gone)
             counts[UNTRAINED] += sum(left)
-            counts[ALTERED] += encoded.altered
+            counts.update(encoded.counts)
             lengths["bin"] += tokens.write(encoded.ids.astype(dtype).data)
             lengths["sizes"] += sizes.write(np.array(encoded.sizes, "<i4").data)
             if encoded.mask is not None:

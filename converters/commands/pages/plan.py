@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from converters.commands.pages.template import filled, starred
 from converters.common.progress import ranges
-from converters.library.records import plan_record
+from converters.library.records import plan_record, rank_text
 from converters.plan.plan import Job, Part, Plan
 from formats.disk.safetensors import Fragment
 from formats.layout.table import Placed
@@ -25,10 +23,8 @@ Where = Mapping[tuple[Path, int], tuple[str, str]]
 
 
 def page(plan: Plan) -> str:
-    """A plan as HTML: names from files are data in it, and never markup."""
-    text = json.dumps(facts(plan), separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026")
-    template = files("converters.commands").joinpath("plan_page.html").read_text()
-    return template.replace("/*FACTS*/", text)
+    """A plan as HTML."""
+    return filled("plan.html", facts(plan))
 
 
 def facts(plan: Plan) -> dict[str, Any]:
@@ -55,7 +51,7 @@ def facts(plan: Plan) -> dict[str, Any]:
             "dtype": dtype,
             "edges": list(edges),
             "bytes": sum(job.nbytes for job in jobs),
-            "keys": list(dict.fromkeys(map(_template, _keys(jobs[0], sources, targets)))),
+            "keys": list(dict.fromkeys(map(starred, _keys(jobs[0], sources, targets)))),
             "jobs": [
                 {
                     "layer": job.layer, "copies": len(job.replicas),
@@ -103,7 +99,7 @@ def _where(tensors: Iterable[Placed]) -> Where:
     return {
         (one.fragment.path, one.fragment.offset): (
             one.key,
-            " ".join(f"{axis} {rank} of {ranks}" for axis, (rank, ranks) in one.slot.mesh if ranks > 1),
+            rank_text(one.slot.mesh),
         )
         for one in tensors
     }
@@ -125,8 +121,3 @@ def _parts(parts: Iterable[Part], where: Where, names: _Names) -> list[list[Any]
     return (
         found if len(found) <= MOST_OF_ONE else [*found[:MOST_OF_ONE], [-1, f"{len(found) - MOST_OF_ONE} more", "", 0]]
     )
-
-
-def _template(key: str) -> str:
-    """A key with a star for the number of its layer."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", key)

@@ -1,0 +1,1 @@
+"""Pages that need nothing else: `plan --html`, `diff --html`, `inspect --html`."""

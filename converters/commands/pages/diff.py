@@ -1,0 +1,83 @@
+"""`convert diff --html`: which tensors of two checkpoints differ, and how, as one page that needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isfinite, prod
+from pathlib import Path
+from typing import Any
+
+from converters.commands.diff_text import kinds, named, numbers
+from converters.commands.pages.template import filled
+from converters.library.proving import Differences
+from converters.prove.diff import Difference
+from converters.prove.distances import DECADES, Distances
+
+LAYER = "layer"
+BARS = 64
+"""Bars of an axis at most: of a longer one, each stands for several places."""
+
+
+def page(found: Differences, one: Path, two: Path) -> str:
+    """The differences of two checkpoints as HTML."""
+    return filled("diff.html", facts(found, one, two))
+
+
+def facts(found: Differences, one: Path, two: Path) -> dict[str, Any]:
+    """What the page shows."""
+    return {
+        "one": str(one), "two": str(two),
+        "compared": found.compared, "differing": len(found.tensors), "settings": list(found.settings),
+        "kinds": [
+            {"name": tensor, "key": named(found, kind), "what": what,
+             "numbers": f"{len(kind)} tensor{'s' * (len(kind) > 1)}",
+             "tensors": [_tensor(found, each) for each in kind]}
+            for what, tensor, kind in kinds(found)
+        ],
+    }  # fmt: skip
+
+
+def _tensor(found: Differences, each: Difference) -> dict[str, Any]:
+    layer = each.name.partition(".")[2] if found.keys else ""
+    text = ", ".join(filter(None, (found.key_of(each.name), each.what, numbers([each]))))
+    distances = _distances(each.distances) if each.distances and each.count else None
+    return {"layer": layer or None, "text": text, "count": each.count, "distances": distances}
+
+
+def _distances(distances: Distances) -> dict[str, Any]:
+    used = [n for n, count in enumerate(distances.sizes) if count]
+    shown = [number for number, axis in enumerate(distances.axes) if axis != LAYER]
+    edges = [None, *(f"1e{decade}" for decade in DECADES), None]
+    return {
+        "elements": prod(distances.shape),
+        "rms": _number(distances.rms),
+        "sizes": [
+            [edges[n], edges[n + 1], int(distances.sizes[n])] for n in range(min(used), max(used) + 1)
+        ] if used else [],
+        "axes": list(_axes(distances)),
+        "farthest": [
+            [[place[number] for number in shown], f"{one:.9g}", f"{two:.9g}", _number(apart)]
+            for apart, place, one, two in distances.farthest
+        ],
+    }  # fmt: skip
+
+
+def _axes(distances: Distances) -> Iterator[dict[str, Any]]:
+    """Each axis but the layer's, in bars: how many elements differ at its places, and by how much at most."""
+    for name, length, counts, largest in zip(
+        distances.axes, distances.shape, distances.counts, distances.largest, strict=True
+    ):
+        if name == LAYER:
+            continue  # a tensor is of one
+        step = -(-length // BARS)
+        starts = range(0, length, step)
+        yield {
+            "name": name, "length": length, "step": step,
+            "counts": [int(counts[start : start + step].sum()) for start in starts],
+            "largest": [_number(float(largest[start : start + step].max())) for start in starts],
+        }  # fmt: skip
+
+
+def _number(number: float) -> float | None:
+    """A number for JSON, which has none that is not finite."""
+    return number if isfinite(number) else None

@@ -1,0 +1,48 @@
+"""`convert inspect --html`: a checkpoint as one page that needs nothing else: settings, tensors by kind, files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from converters.commands.inspect_text import inspect_rows
+from converters.commands.pages.template import filled, starred
+
+MOST_PLACES = 40_000
+"""Tensors that a page lists one by one; of a checkpoint with more, the first ones of each kind."""
+MOST_OF_KIND = 64
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """A checkpoint as HTML, from its record with the list of its tensors."""
+    return filled("inspect.html", facts(record))
+
+
+def facts(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What the page shows."""
+    entries = record.get("list", [])
+    files: dict[str, list[int]] = {}
+    kinds: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for entry in entries:
+        held = files.setdefault(entry["file"], [0, 0])
+        held[0] += entry["bytes"]
+        held[1] += 1
+        kinds.setdefault((starred(entry["key"]), entry["dtype"]), []).append(entry)
+    numbers = {name: number for number, name in enumerate(files)}
+    brief = len(entries) > MOST_PLACES
+    return {
+        "path": record["path"], "parameters": record.get("parameters"), "tensors": record["tensors"],
+        "bytes": record["bytes"], "count": record["files"],
+        "rows": [[name, str(value)] for name, value in inspect_rows(record)],
+        "notes": record["notes"], "files": [[name, *held] for name, held in files.items()], "brief": brief,
+        "kinds": [
+            {"key": key, "dtype": dtype, "shapes": " ".join(dict.fromkeys(str(one["shape"]) for one in kind)),
+             "holds": " ".join(dict.fromkeys(one["pattern"] for one in kind)), "count": len(kind),
+             "bytes": sum(one["bytes"] for one in kind),
+             "places": [
+                 [one["key"], numbers[one["file"]], one["rank"], str(one["shape"]), one["replica"]]
+                 for one in (kind[:MOST_OF_KIND] if brief else kind)
+             ]}
+            for (key, dtype), kind in kinds.items()
+        ],
+    }  # fmt: skip

@@ -1,0 +1,224 @@
+"""Checkpoints of programs whose format has no reader: what they are, who wrote them, and what can be done with them.
+
+Facts, measured with what the named program wrote: orbax-checkpoint 0.12.8, mlx-lm 0.32.2. Read: megatron-core 0.19.2
+training/checkpointing.py (torch_dcp), Megatron-Bridge 067f987d training/utils/checkpoint_utils.py, NeMo 2.5
+lightning/io and scripts/checkpoint_converters, litgpt 0.5.13 scripts, nanotron 0.4 serialize, OLMo-core 3.0.0
+train/checkpoint.py, ColossalAI applications/Colossal-LLaMA, T5X checkpoints.py, transformers 4.57 utils/__init__.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatch
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from formats.errors import SourceError, UnsupportedError
+from formats.megatron import fsdp_dtensor
+from formats.torch_files import dcp
+
+MOST_TEXT = 1 << 20
+MOST_ENTRIES = 10_000
+"""Files of a folder whose names are looked at."""
+
+
+class Sign(NamedTuple):
+    """A kind of checkpoint: what it is, what can be done with it today, and the file or folder that tells it.
+
+    `hint` may name the `{folder}`.
+    """
+
+    what: str
+    hint: str
+    told_by: Callable[[Path], Path | None]
+
+
+def check(path: Path) -> None:
+    """Refuse what would pass for a format of the registry, by the name of its program.
+
+    Raises:
+        UnsupportedError: it is in `LOOKALIKES`.
+    """
+    _refuse(path, LOOKALIKES if path.is_dir() else ())
+
+
+def check_unknown(path: Path) -> None:
+    """Refuse a file, or a folder of no known format, by the name of its program.
+
+    Raises:
+        UnsupportedError: it is in `OTHERS`.
+    """
+    _refuse(path, OTHERS)
+
+
+def _refuse(path: Path, signs: Iterable[Sign]) -> None:
+    for sign in signs:
+        if found := sign.told_by(path):
+            raise UnsupportedError(
+                f"{path} is {sign.what}, which is not read ({found} tells)", sign.hint.format(folder=path)
+            )
+
+
+def _holds(*patterns: str) -> Callable[[Path], Path | None]:
+    """Told by files or folders that are all there, each as one of the names between its bars; or by being the first."""
+    wanted = [pattern.split("|") for pattern in patterns]
+
+    def told_by(path: Path) -> Path | None:
+        if not path.is_dir():
+            return path if len(wanted) == 1 and any(fnmatch(path.name, one) for one in wanted[0]) else None
+        names = sorted(entry.name for entry in islice(path.iterdir(), MOST_ENTRIES))
+        found = [next((name for one in group for name in names if fnmatch(name, one)), None) for group in wanted]
+        return None if None in found or not found[0] else path / found[0]
+
+    return told_by
+
+
+def _says(name: str, pattern: str) -> Callable[[Path], Path | None]:
+    """Told by what a small file says."""
+
+    def told_by(path: Path) -> Path | None:
+        file = path / name
+        if not file.is_file() or file.stat().st_size > MOST_TEXT:
+            return None
+        return file if re.search(pattern, file.read_text(errors="replace")) else None
+
+    return told_by
+
+
+def _torch_dcp(path: Path) -> Path | None:
+    """Megatron's plain DCP, whose model has the names of modules; in fsdp_dtensor they begin with `module`."""
+    folder = _iteration(path)
+    if folder is None or not dcp.names(folder, *fsdp_dtensor.OBJECTS):
+        return None
+    try:
+        entries, objects = dcp.contents(folder)
+    except SourceError:  # which a reader will tell
+        return None
+    keys = [entry.name for entry in entries if re.match(r"model\d*\.", entry.name)]
+    mine = set(fsdp_dtensor.OBJECTS) <= set(objects) and not any(map(fsdp_dtensor.KEY.match, keys))
+    return folder / dcp.METADATA if mine and keys else None
+
+
+def _bridge(path: Path) -> Path | None:
+    """`run_config.yaml` in an iteration, which says of what class its model is."""
+    folder = _iteration(path)
+    return _says("run_config.yaml", "_target_:")(folder) if folder else None
+
+
+def _nemo(path: Path) -> Path | None:
+    """`context/` beside `weights/`, from the folder of both or from `weights/` itself."""
+    folder = path.parent if path.name == "weights" else path
+    files = [folder / "context" / name for name in ("model.yaml", "io.json")]
+    return next((file for file in files if (folder / "weights").is_dir() and file.is_file()), None)
+
+
+def _olmo_core(path: Path) -> Path | None:
+    """`model_and_optim/` beside the config of the experiment, from the folder of both or from itself."""
+    folder = path.parent if path.name == "model_and_optim" else path
+    held = (folder / "model_and_optim" / dcp.METADATA).is_file()
+    return _says("config.json", r"\bolmo_core\.")(folder) if held else None
+
+
+def _iteration(path: Path) -> Path | None:
+    from formats.megatron.folders import locate
+
+    try:
+        return locate(path)[1]
+    except SourceError:
+        return None
+
+
+BASE = "take the Hugging Face folder that it was made of"
+LOOKALIKES = (
+    Sign(
+        "a checkpoint of Megatron-LM with --ckpt-format torch_dcp",
+        "load it in that training and save with --ckpt-format torch_dist, which is read",
+        _torch_dcp,
+    ),
+    Sign(
+        "a checkpoint of Megatron-Bridge, whose weights are torch_dist without the args of Megatron-LM",
+        "export it with Megatron-Bridge: AutoBridge.from_hf_pretrained(MODEL).export_ckpt(ITERATION, OUT)",
+        _bridge,
+    ),
+    Sign(
+        "a checkpoint of NeMo 2, whose weights are torch_dist without the args of Megatron-LM",
+        "export it with NeMo: llm.export_ckpt(path=FOLDER, target='hf', output_path=OUT) of nemo.collections",
+        _nemo,
+    ),
+    Sign(
+        "a checkpoint of OLMo-core",
+        "src/examples/huggingface/convert_checkpoint_to_hf.py of OLMo-core exports it",
+        _olmo_core,
+    ),
+    Sign(
+        "a quantized model of MLX",
+        "mlx_lm.convert --hf-path {folder} --mlx-path OUT --dequantize makes one of Hugging Face",
+        _says("config.json", r'"quantization"\s*:\s*\{\s*"(group_size|bits|mode)"'),
+    ),
+)
+"""What would pass for another format, or for one that lacks something; tried in this order, before the registry."""
+OTHERS = (
+    Sign("a PEFT adapter", "merge it into its model: convert merge BASE ADAPTER OUT", _holds("adapter_config.json")),
+    Sign(
+        "a model of LitGPT",
+        "litgpt convert_from_litgpt {folder} OUT; OUT/model.pth, as pytorch_model.bin beside the config.json of its "
+        "base, is one of Hugging Face",
+        _holds("lit_model.pth|lit_model.pth.lora|lit_model.pth.adapter*"),
+    ),
+    Sign(
+        "a checkpoint of nanotron",
+        "examples/llama/convert_nanotron_to_hf.py of nanotron exports it",
+        _holds("checkpoint_metadata.json", "model"),
+    ),
+    Sign(
+        "a model in Meta's or Mistral's own files",
+        "take those of Hugging Face, with a config.json",
+        _holds("consolidated.*|consolidated-*"),
+    ),
+    Sign(
+        "a model of NeMo 1",
+        "scripts/checkpoint_converters/convert_llama_nemo_to_hf.py of NeMo 2, or that of its family, exports it",
+        _holds("*.nemo"),
+    ),
+    Sign(
+        "a model of NeMo 1, unpacked",
+        "pack it with tar -cf MODEL.nemo; scripts/checkpoint_converters of NeMo 2 exports that",
+        _holds("model_weights|model_weights.ckpt", "model_config.yaml"),
+    ),
+    Sign("a model of llama.cpp", BASE, _holds("*.gguf|ggml-model*.bin")),
+    Sign(
+        "a checkpoint of ColossalAI",
+        "its model is one of Hugging Face: name {folder}/modeling",
+        _holds("running_states.json", "modeling"),
+    ),
+    Sign(
+        "a checkpoint of T5X (JAX)",
+        "transformers 4 converts those of T5: models/t5/convert_t5x_checkpoint_to_pytorch.py",
+        _holds("target.*|state.param_states*", "checkpoint"),
+    ),
+    Sign(
+        "a checkpoint of Orbax (JAX: MaxText, Flax)",
+        "export it with its trainer; MaxText: python -m MaxText.utils.ckpt_conversion.to_huggingface",
+        _holds("_CHECKPOINT_METADATA|_METADATA|manifest.ocdbt"),
+    ),
+    Sign(
+        "a model of Flax",
+        "transformers 4 loads it: AutoModelForCausalLM.from_pretrained(FOLDER, from_flax=True).save_pretrained(OUT)",
+        _holds("flax_model.msgpack|flax_model.msgpack.index.json|flax_model-*.msgpack"),
+    ),
+    Sign(
+        "a model of TensorFlow",
+        "transformers 4 loads it: AutoModelForCausalLM.from_pretrained(FOLDER, from_tf=True).save_pretrained(OUT)",
+        _holds("tf_model.h5|tf_model.h5.index.json|tf_model-*.h5|*.ckpt.index"),
+    ),
+    Sign("a model of PaddlePaddle", "export it with PaddleNLP, or " + BASE, _holds("model_state*.pdparams")),
+    Sign("a model of OLMo 1", "hf_olmo/convert_olmo_to_hf.py of OLMo exports it", _holds("model.pt", "train.pt")),
+    Sign("an engine of TensorRT-LLM", BASE, _holds("rank*.engine|rank*.safetensors")),
+    Sign("a model of MLC", BASE, _holds("mlc-chat-config.json|ndarray-cache.json|tensor-cache.json")),
+    Sign("a model of ONNX", BASE, _holds("*.onnx")),
+    Sign("a model of OpenVINO", BASE, _holds("openvino_model.xml|openvino_language_model.xml")),
+    Sign("a pipeline of diffusers", "its parts are folders of their own: name one", _holds("model_index.json")),
+)
+"""What passes for nothing that is read; tried in this order, when no format knows a folder, and for files."""

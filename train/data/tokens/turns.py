@@ -1,0 +1,188 @@
+r"""What a chat template is given of a dialogue beside roles and texts: tool calls, tools, reasoning, its own variables.
+
+    {"role": "assistant", "content": null, "reasoning_content": "…",
+     "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}}]}
+    {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "…"}]}
+
+A template reads what it knows, and leaves out the rest without a word. So a key that it does not read is refused, and
+what it read and did not write is counted, see `encode.Lost`.
+
+Facts: OpenAI's reference of chat completions (messages, tool_calls, arguments as a JSON string, parts of a content);
+transformers 5.23.0 chat_extras.md (`tools`, arguments as an object) and utils/chat_template_utils.py; vLLM 0.11
+entrypoints/chat_utils.py, `_postprocess_messages`: arguments are decoded before a template gets them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from train.data.tokens.turn_flags import REASONING, RENDERED, Unclear, is_empty
+
+READ = re.compile(r"""(\w+)(?:\.get\(\s*["']|\.|\[["'])(\w+)""")
+NO_TURN = re.compile("loop|ns$|namespace|tool|function|param")
+"""Attributes that a chat template reads of a variable; and names of variables that are not turns."""
+TOOLS = re.compile(r"\btools\b")
+VARIABLES = "chat_template_kwargs"
+"""Field of a record with variables for its template, as TRL has it."""
+
+
+class Reads(NamedTuple):
+    """What a chat template reads.
+
+    Attributes:
+        keys: keys of a turn.
+        fields: fields of a record that it is given.
+    """
+
+    keys: frozenset[str] = frozenset()
+    fields: frozenset[str] = frozenset()
+
+
+def reads(template: str | None) -> Reads:
+    """What a chat template reads; nothing without one."""
+    if template is None:
+        return Reads()
+    keys = {key for base, key in READ.findall(template) if not NO_TURN.search(base)}
+    if not keys.isdisjoint(REASONING):
+        keys.update(REASONING)
+    fields = {VARIABLES, *(["tools"] if TOOLS.search(template) else [])}
+    return Reads(frozenset(keys), frozenset(fields))
+
+
+def text_of(content: Any, number: int) -> Any:
+    """The text of a content: of a list the texts of its parts, one after the other.
+
+    So do templates that read lists themselves (Llama 4, Gemma 3, Qwen2-VL).
+
+    Raises:
+        Unclear: a part is something else than text.
+    """
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise Unclear("more", f"turn {number} has a part of the type {str(kind)[:40]!r}")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def message_of(turn: Mapping[str, Any], number: int, role: str, text: str | None, keys: frozenset[str]) -> Any:
+    """A turn as a chat template takes it.
+
+    Raises:
+        Unclear: a tool call has no name, or arguments that are no object.
+    """
+    message: dict[str, Any] = {"role": role, "content": text}
+    more = {key: turn[key] for key in RENDERED if key in keys and not is_empty(turn.get(key))}
+    thought = next((more.pop(key) for key in REASONING if key in more), None)
+    if thought is not None:
+        if not isinstance(thought, str) or any(key in more and more[key] != thought for key in REASONING):
+            raise Unclear("tool call", f"turn {number} has reasoning that is no text, or two of it")
+        message |= {"thinking": thought, "reasoning_content": thought}
+    message |= {key: value for key, value in more.items() if key not in REASONING}
+    if "tool_calls" in message:
+        message["tool_calls"] = _calls(message["tool_calls"], f"turn {number} has a tool call")
+    return message
+
+
+def _calls(calls: Any, shown: str) -> list[Any]:
+    if not isinstance(calls, list):
+        raise Unclear("tool call", f"{shown} outside a list")
+    return [_call(call, shown) for call in calls]
+
+
+def _call(call: Any, shown: str) -> dict[str, Any]:
+    """A tool call whose arguments are an object."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise Unclear("tool call", f"{shown} without a name")
+    arguments = _decoded(function.get("arguments", {}))
+    if not isinstance(arguments, dict):
+        raise Unclear("tool call", f"{shown} of {function['name'][:40]!r} whose arguments are no object")
+    changed = {**function, "arguments": arguments}
+    return changed if function is call else {**call, "function": changed}
+
+
+def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
+    """The tools of a record: a list, or the JSON of one, as tables have it.
+
+    Raises:
+        Unclear: they are no list of tools with names.
+    """
+    value = record.get("tools")
+    if is_empty(value):
+        return None
+    tools = _decoded(value)
+    if not isinstance(tools, list) or None in map(tool_name, tools):
+        raise Unclear("tool call", "the record has tools that are no list of functions with names")
+    return tools
+
+
+def tool_name(tool: Any) -> str | None:
+    """The name of a tool, or of the function of a tool call; None if it has none."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def called(message: Mapping[str, Any]) -> list[str]:
+    """The names and the texts of the tool calls of a message."""
+    functions = [call.get("function", call) for call in message.get("tool_calls", ())]
+    return [text for function in functions for text in (function["name"], *texts(function["arguments"]))]
+
+
+def _decoded(value: Any) -> Any:
+    """The value of a JSON text; any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(constant)
+
+
+def variables_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables that a record sets for its chat template.
+
+    Raises:
+        Unclear: they are no object.
+    """
+    value = record.get(VARIABLES)
+    if is_empty(value):
+        return {}
+    if not isinstance(value, dict):
+        raise Unclear("record", f"the record has {VARIABLES!r} that is no object")
+    return value
+
+
+def replaced(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with all its texts changed, keys too."""
+    match value:
+        case str():
+            return change(value)
+        case Mapping():
+            return {change(key): replaced(item, change) for key, item in value.items()}
+        case list() | tuple():
+            return [replaced(item, change) for item in value]
+    return value
+
+
+def texts(value: Any) -> list[str]:
+    """All texts in a JSON value, keys too."""
+    match value:
+        case str():
+            return [value]
+        case Mapping():
+            return [*value, *texts(list(value.values()))]
+        case list() | tuple():
+            return [text for item in value for text in texts(item)]
+    return []

@@ -74,10 +74,6 @@ def run(
         VerificationError: the source contradicts its manifest; or what was written does not read back as planned.
         Interrupted: a signal came; the same call resumes later.
     """
-    if is_elsewhere(request.out):
-        from converters.remote.delivery import deliver
-
-        return deliver(plan, request, drifted, checked)
     target, opened = _begin(plan, request)
     if plan.source.proof is not None:
         prove(plan.source.proof, request)

@@ -161,7 +161,12 @@ def carry_out(
         jobs = run_share(planned, share, request, drifted)
         nbytes, seconds = sum(job.nbytes for job in jobs), time.monotonic() - began
         return Part(str(share), request.out, len(jobs), nbytes, seconds, averaged, tuple(notes))
-    digests = run(planned, request, drifted, verdicts.append)
+    if is_elsewhere(request.out):
+        from converters.delivery.deliver import deliver
+
+        digests = deliver(planned, request, drifted, verdicts.append)
+    else:
+        digests = run(planned, request, drifted, verdicts.append)
     paths = {part.fragment.path for job in planned.reads for part in job.sources if part.fragment.member}
     read = [(one, paths & {*one.files}) for one in planned.sources]
     return Converted(
@@ -186,9 +191,9 @@ def check(planned: plans.Plan, request: Request) -> None:
         VerificationError: the source contradicts its manifest.
     """
     if is_elsewhere(request.out):
-        from converters.remote import delivery
+        from converters.delivery import deliver
 
-        delivery.check(planned, request)
+        deliver.check(planned, request)
         return
     for source in planned.sources:
         check_paths(source, request)

@@ -7,6 +7,8 @@ address that expires. The token goes to the Hub alone.
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections.abc import Callable
 from functools import cached_property
@@ -118,6 +120,8 @@ class Repo:
     def _api(self) -> Any:
         from huggingface_hub import HfApi
 
+        if "HF_HUB_VERBOSITY" not in os.environ:
+            logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each time that it asks again
         return HfApi(library_name="vitruvian")
 
     def ask(self, act: Callable[[Any], Result], tries: int | None = None) -> Result:

@@ -55,7 +55,10 @@ class Bucket:
         """What is in a folder (`Store`)."""
         import obstore
 
-        held = self._ask(folder, lambda: obstore.list_with_delimiter(self.store, folder or None))
+        try:
+            held = self._ask(folder, lambda: obstore.list_with_delimiter(self.store, folder or None))
+        except FileNotFoundError:
+            return {}
         names: dict[str, Entry | None] = {one.rpartition("/")[2]: None for one in held["common_prefixes"]}
         return names | {one["path"].rpartition("/")[2]: _entry(one) for one in held["objects"] if one["path"] != folder}
 

@@ -50,9 +50,11 @@ class Mount:
 
     def listed(self, folder: str) -> dict[str, Entry | None]:
         """What is in a folder, by name; None for a folder."""
+        above, _, name = folder.rpartition("/")
         with self.lock:
             if folder not in self.folders:
-                self.folders[folder] = self.store.listed(folder)
+                absent = above in self.folders and self.folders[above].get(name, 0) is not None
+                self.folders[folder] = {} if absent else self.store.listed(folder)
             found = dict(self.folders[folder])
         for key, path in self.beside.items():
             inside = key.removeprefix(f"{folder}/") if folder else key
@@ -63,6 +65,8 @@ class Mount:
 
     def entry(self, key: str) -> Entry | None:
         """An object, None without one."""
+        if key in self.roots and self.listed(key):  # a web server has a page there
+            return None
         folder, _, name = key.rpartition("/")
         below = any(not root or folder == root or folder.startswith(f"{root}/") for root in self.roots)
         if below or folder in self.folders:

@@ -15,7 +15,8 @@ TRIES = 9
 FIRST, LONGEST = 0.2, 15.0
 """Seconds of the first pause; each is twice the one before, up to the longest: half a minute in all."""
 LATER = (408, 425, 429)
-"""Refusals that may be over when one asks again, as may all of the server's own errors (5xx)."""
+NEVER = (501, 505)
+"""Refusals that may be over when one asks again, as may the server's own errors (5xx), but these."""
 
 
 class Again(Exception):
@@ -54,7 +55,7 @@ def patiently(what: str, act: Callable[[], Result], tries: int | None = None) ->
 
 def is_passing(status: int) -> bool:
     """Whether a refusal may be over when one asks again."""
-    return status >= 500 or status in LATER
+    return (status >= 500 and status not in NEVER) or status in LATER
 
 
 def line(text: str) -> str:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import vitruvian
-from converters.remote import delivery, receivers
+from converters.delivery import receivers
+from converters.delivery.deliver import groups_of
 from tests.hub.server import Fault as HubFault
 from tests.remote.bucket import Fault
 
@@ -162,7 +163,7 @@ def test_files_that_share_a_tensor_are_sent_together(model, here):
     from converters.library.conversion import _planned
 
     plan, request = _planned(model("llama", "bfloat16"), here / "out", "megatron", {"tp": 2, "pp": 2}, None)
-    groups = delivery.groups_of(plan, plan.target)
+    groups = groups_of(plan, plan.target)
     assert sorted(len(group.files) for group in groups) in ([2, 2], [4])
     assert sum(len(group.jobs) for group in groups) == len(plan.jobs)
     assert request.out == here / "out"

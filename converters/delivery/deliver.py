@@ -22,6 +22,7 @@ from converters.common.atomic import lock, stoppable, write_all
 from converters.common.manifest import check_manifest
 from converters.common.progress import Progress
 from converters.convert import Drifted, check_room, disk, finish_small, make_files, prove, verify_output
+from converters.delivery.receivers import Receiver, receiver_of
 from converters.move.blocks import Files, finish_files
 from converters.move.crc32 import Checksums
 from converters.move.engine import execute
@@ -30,7 +31,6 @@ from converters.move.source_checks import SourceChecks, Verdict
 from converters.plan.plan import Job, Plan
 from converters.plan.request import Request
 from converters.remote.path import RemotePath
-from converters.remote.receivers import Receiver, receiver_of
 from converters.remote.store import Entry
 from formats.checkpoint import MANIFEST, OutputFile, Target
 from formats.errors import Interrupted, OutputError, UnsupportedError, some

@@ -117,8 +117,9 @@ class OnHub:
 
     def begin(self, own: Collection[str], free: Free) -> None:
         """Make it ready (`Receiver`): a new repository is private."""
-        from converters.hub.upload import require_token
+        from converters.hub.upload import calm, require_token
 
+        calm(quiet=True)
         require_token()
         name, ask = self.repo.name, self.repo.ask
         ask(lambda api: api.create_repo(name, private=True, exist_ok=True))

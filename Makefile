@@ -12,10 +12,10 @@ export DS_ACCELERATOR ?= cpu
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-stock test-hpc test-gpu test-torch fuzz faults architectures image locks lint type docs dist bench clean
+.PHONY: help setup demo test test-fast test-stock test-hpc test-gpu test-torch fuzz faults architectures watch-storm image locks lint type docs dist bench clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/.python:
 	$(PYTHON) -m venv $(VENV)
@@ -97,6 +97,9 @@ faults: $(VENV)/.test  ## conversions between S3 and the Hub on loopback, with f
 
 architectures: $(VENV)/.test  ## every architecture of transformers through FSDP and back, as listed in tests/architectures (20 minutes)
 	$(BIN)/python -m tests.architectures.sweep
+
+watch-storm: $(VENV)/.test  ## `convert watch` beside a training that deletes and renames, killed at random: 200 checkpoints (10 minutes)
+	$(BIN)/python -m tests.faults.watch_storm
 
 image:  ## an image for Apptainer or Singularity: VARIANT=cpu, cuda, rocm or rocm-laif (containers/IMAGES.md)
 	containers/build.sh $(VARIANT) $(BUILD)

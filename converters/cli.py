@@ -6,7 +6,7 @@ import re
 
 import click
 
-from converters.commands import assets, check, combine, convert, look, neox, publish, submit, to, tokenizer, zero
+from converters.commands import assets, check, combine, convert, look, neox, publish, submit, to, tokenizer, watch, zero
 from converters.commands.examples import EXAMPLES
 from converters.common.cli_main import Sections, run
 from formats.errors import UsageError
@@ -27,6 +27,7 @@ SECTIONS = {
         neox.average_norms,
         combine.average,
         combine.merge,
+        watch.watch,
         submit.submit,
     ),
     "Look": (look.inspect, look.plan, look.explain, look.formats),

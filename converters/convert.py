@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +17,14 @@ from converters.assets import files as assets
 from converters.assets.replaceable import foreign
 from converters.common.atomic import stoppable, sync_folder
 from converters.common.manifest import check_manifest
-from converters.common.progress import Progress, size
+from converters.common.progress import Progress
+from converters.common.room import require_room
 from converters.move.blocks import Files, finish_files
 from converters.move.crc32 import Checksums
 from converters.move.engine import digest_of, execute
 from converters.move.journal import Journal, Share, fingerprint, open_journal
 from converters.move.source_checks import SourceChecks, Verdict
-from converters.plan.plan import Job, Plan, make_plan
+from converters.plan.plan import Job, Plan, make_plan, needs
 from converters.plan.request import Request
 from converters.prove import digest
 from formats.checkpoint import MANIFEST, Checkpoint, OutputFile, Settings, Target
@@ -70,10 +71,11 @@ def run(
 
     Raises:
         OutputError: OUT exists, or there is no room.
-        DamagedError: what was read has not the checksum that the source keeps of it.
+        DamagedError: what was read has not the checksum that the source keeps of it, or was written anew meanwhile.
         VerificationError: the source contradicts its manifest; or what was written does not read back as planned.
         Interrupted: a signal came; the same call resumes later.
     """
+    stamps = stamps_of(plan)
     target, opened = _begin(plan, request)
     if plan.source.proof is not None:
         prove(plan.source.proof, request)
@@ -90,6 +92,7 @@ def run(
                     raise Interrupted("stopped by a signal", "run the same command again to resume")
                 if request.verify:
                     verify_output(plan, request, journal.digests, stopped, request.root)
+                check_unchanged(stamps, stamps_of(plan))
         except (DamagedError, RefusedError, UnsupportedError, VerificationError):
             shutil.rmtree(request.staging)  # nothing of it can be used: the same command starts over
             raise
@@ -133,10 +136,27 @@ def _begin(plan: Plan, request: Request, share: Share | None = None) -> tuple[Ta
     for source in plan.sources:
         check_paths(source, request)
         check_manifest(source)
-    _check_space(plan.target, request)
+    check_room(plan.target, request)
     mark, files = fingerprint(plan, request.limits.replicas), plan.target.files
     opened = open_journal(request.staging, mark, files, share, force=request.force, every=request.commit_seconds)
     return plan.target, opened
+
+
+def stamps_of(plan: Plan) -> dict[Path, tuple[int, int]]:
+    """Size and time of each file of the sources that is there."""
+    stats = {path: path.stat() for one in plan.sources for path in one.files if path.exists()}
+    return {path: (held.st_size, held.st_mtime_ns) for path, held in stats.items()}
+
+
+def check_unchanged(before: Mapping[Path, tuple[int, int]], after: Mapping[Path, tuple[int, int]]) -> None:
+    """No file of the source was written while it was read. One that was deleted since was read before.
+
+    Raises:
+        DamagedError: one was.
+    """
+    for path, stamp in before.items():
+        if after.get(path, stamp) != stamp:
+            raise DamagedError(f"{path} was written anew while it was read", "run it again when the save is complete")
 
 
 @contextmanager
@@ -236,8 +256,21 @@ def check_paths(source: Checkpoint, request: Request) -> None:
 def _check_free(request: Request) -> None:
     """OUT is absent, empty, or a checkpoint that may be replaced."""
     place = request.place
-    if not place.is_dir() or not any(place.iterdir()):
-        return
+    if place.is_dir() and any(place.iterdir()):
+        check_replaceable(request, lambda: foreign(place))
+
+
+def check_replaceable(request: Request, others: Callable[[], Sequence[str]]) -> None:
+    """What is at OUT is a checkpoint that may be replaced.
+
+    Args:
+        request: what was asked for.
+        others: what is there and no checkpoint has.
+
+    Raises:
+        OutputError: it may not be replaced.
+    """
+    place = request.place
     if not request.force:
         raise OutputError(f"{request.out} exists", "choose another folder, or delete it with --force")
     known = any(form.reader.detect(place) for form in FORMATS.values())
@@ -251,29 +284,23 @@ def _check_free(request: Request) -> None:
             f"{request.out} holds {len(held)} checkpoints: {some(held, 4)}",
             "--force deletes one checkpoint, not a training; remove it yourself",
         )
-    if others := foreign(place):
+    if odd := others():
         raise OutputError(
-            f"{request.out} holds what no checkpoint has: {some(others, 4)}",
+            f"{request.out} holds what no checkpoint has: {some(odd, 4)}",
             "--force deletes checkpoints only; move that elsewhere, or remove the folder yourself",
         )
 
 
-def _check_space(target: Target, request: Request) -> None:
-    needed = sum(file.size for file in target.files) + sum(path.stat().st_size for path in target.copies.values())
-    held = sum(file.path.stat().st_blocks * 512 for file in target.files if file.path.exists())
-    check_room(needed, held, request)
-
-
-def check_room(needed: int, held: int, request: Request) -> None:
-    """There is room for so many bytes in the staging folder, which holds some of them.
+def check_room(target: Target, request: Request) -> None:
+    """There is room for the output, as far as it is not written yet.
 
     Raises:
         OutputError: there is not.
     """
+    held = [file.path.stat().st_blocks * 512 for file in target.files if file.path.exists()]
+    nbytes, files = needs(target)
     place = next(path for path in request.staging.parents if path.exists())
-    free = shutil.disk_usage(place).free
-    if needed - held > free:
-        raise OutputError(f"{request.out} needs {size(needed - held)}, {place} has {size(free)} free")
+    require_room(place, nbytes - sum(held), files - len(held), request.out)
 
 
 def _reopened(plan: Plan, root: Path) -> Plan:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import vitruvian
 
 
 def main() -> None:
-    """Convert, and push if that is asked for; a sentence on stderr and the exit code say what went wrong."""
+    """Convert, unless that is done, and push if asked to; stderr and the exit code say what went wrong."""
     task = json.load(sys.stdin)
     try:
-        done = vitruvian.convert(task["src"], task["out"], to="huggingface", **task["options"])
-        branch = done.out.name
-        url = vitruvian.push(done.out, task["push"], revision=branch).url if task["push"] else ""
+        out, digest = Path(task["out"]), task["digest"]
+        if digest is None:
+            digest = vitruvian.convert(task["src"], out, to="huggingface", **task["options"]).digest
+        url = vitruvian.push(out, task["push"], revision=out.name).url if task["push"] else ""
     except vitruvian.VitruvianError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(error.exit_code)
-    sys.stdout.write(json.dumps({"digest": done.digest, "url": url}))
+    sys.stdout.write(json.dumps({"digest": digest, "url": url}))
 
 
 if __name__ == "__main__":

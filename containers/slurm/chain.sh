@@ -26,7 +26,7 @@ submit_next() { # the script as it runs, even if the file has changed; its optio
     if squeue --noheader --me --name="$SLURM_JOB_NAME" --format=%E | grep -qw "afterany:$SLURM_JOB_ID"; then return; fi
     script=$(scontrol write batch_script "$SLURM_JOB_ID" -) || continue
     mapfile -t options < <(sed -En '/^#SBATCH\s+/{s///;/["'\'']/!s/\s#.*//;p}' <<<"$script" | xargs printf '%s\n')
-    submit "link $((link + 1))" "${options[@]}" "$after_this" \
+    submit "link $((link + 1))" "${options[@]}" "$after_this" ${PAUSE:+--begin="now+$PAUSE"} \
       --export="ALL,VITRUVIAN_LINK=$((link + 1)),VITRUVIAN_FAILED=$failed" <<<"$script" && return
   done
   return 1

@@ -87,6 +87,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     if len(target["files"]) > MOST_FILES:
         yield f"  … and {len(target['files']) - MOST_FILES} more"
     yield f"       and {some(target['small_files'], MOST_FILES)}"
+    yield f"room   {size(target['needs']['bytes'])} in {target['needs']['files']} files and folders"
     for name, keys in record["residue"].items():
         names = some(keys, 12)
         kept = "kept as they are" if name == "config.json" else "kept by reshard, a config cannot hold them"

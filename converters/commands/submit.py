@@ -28,6 +28,10 @@ RATE = 100e6
 """Bytes of weights a second, for reading, writing and reading back together: a slow hour of a shared file system."""
 START = 900
 """Seconds for everything else."""
+ROUND = 3600
+"""Seconds of a job that looks for new checkpoints, at the least; it may find more than there are now."""
+LOOKS = 100_000
+"""Jobs of a watch, at the most."""
 OF_TRAININGS = ("partition", "nodes", "time")
 """Settings of a user that do not fit a job without GPUs."""
 
@@ -105,15 +109,23 @@ def submit(context: click.Context, /, words: tuple[str, ...], **options: Any) ->
 
     It is planned here, from headers only; memory, time and partition come from the plan. A job whose time is up is
     followed by another one, which resumes. With --part that is the last job, for which -n prints a name in place of
-    the number that it waits for.
+    the number that it waits for. `watch` becomes a chain of short jobs, each of which looks once.
     """  # \b is the sign of click for lines as they stand
     from converters.common.slurm import cpu_job
 
     wishes, parts, dry_run = wishes_of(options, typed=OF_TRAININGS), options["parts"], options["dry_run"]
-    plans, buffers = _plans(context, words)
+    plans, asked = _plans(context, words)
     seconds = sum(plan["bytes"] for plan in plans) / RATE
-    megabytes = BASE_MB + (buffers + PIECE * max(plan.get("blocks", 0) for plan in plans)) / 10**6
+    megabytes = BASE_MB + (asked["memory"] + PIECE * max((plan.get("blocks", 0) for plan in plans), default=0)) / 10**6
     name, command, after = words[0], ["convert", *words], dict[str, str]()
+    if "every" in asked:
+        if parts:
+            raise UsageError("--part is for one conversion", "several watches share the work: submit it several times")
+        one = cpu_job(name, [*command, "--once"], wishes, max(ROUND, START + seconds), megabytes)
+        looks = {"LINKS": f"${{VITRUVIAN_LINKS:-{LOOKS}}}", "PAUSE": f"{60 * asked['every']:.0f}"}
+        log = {"output": str(one.folder).replace("%", "%%") + "/%x.out"}  # one file, not one a look
+        hand_over(replace(one, settings={**one.settings, **looks}, header={**one.header, **log}), dry_run)
+        return
     if parts:  # one whose time is up is not followed by another: the last job has time for all that is left
         one = cpu_job(f"{name}-part", command, wishes, START + seconds / parts, megabytes, array=f"1-{parts}")
         share = {"COMMAND+": f'(--part "$SLURM_ARRAY_TASK_ID/{parts}")', "LINKS": "1"}
@@ -121,8 +133,8 @@ def submit(context: click.Context, /, words: tuple[str, ...], **options: Any) ->
     hand_over(cpu_job(name, command, wishes, START + seconds, megabytes, **after), dry_run)
 
 
-def _plans(context: click.Context, words: tuple[str, ...]) -> tuple[list[Mapping[str, Any]], int]:
-    """The plans of a conversion, from its own dry run, and the bytes of its buffers.
+def _plans(context: click.Context, words: tuple[str, ...]) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
+    """The plans of a conversion, from its own dry run, and its options.
 
     Raises:
         UsageError: it is no conversion.
@@ -141,4 +153,4 @@ def _plans(context: click.Context, words: tuple[str, ...]) -> tuple[list[Mapping
         plan, end = decoder.raw_decode(text)
         text = text[end:].lstrip()
         plans.append(plan)
-    return plans, called.params["memory"]
+    return plans, called.params

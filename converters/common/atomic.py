@@ -39,13 +39,14 @@ def stoppable() -> Iterator[Callable[[], bool]]:
         yield came.is_set
 
 
-def lock(handle: int, what: object, *, shared: bool = False) -> bool:
+def lock(handle: int, what: object, *, shared: bool = False, wait: bool = False) -> bool:
     """Be the only process that works on something, as long as the handle of a file in it is open.
 
     Args:
         handle: of the file.
         what: how an error calls it, such as the folder.
         shared: work beside others that share it too.
+        wait: until no other process works on it.
 
     Returns:
         Whether the file system has locks.
@@ -54,7 +55,7 @@ def lock(handle: int, what: object, *, shared: bool = False) -> bool:
         OutputError: another process works on it.
     """
     try:
-        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         raise OutputError(f"another process is writing {what}") from None
     except OSError as error:

@@ -72,7 +72,12 @@ class Job:
     def options(self) -> list[str]:
         """All options of sbatch."""
         output = str(self.folder).replace("%", "%%") + "/%x-%j.out"
-        header = {"job-name": self.name, **self.header, "output": output, "open-mode": "append"}
+        header = {
+            "job-name": self.name,
+            **self.header,
+            "output": self.header.get("output", output),
+            "open-mode": "append",
+        }
         return [f"--{name}={value}" if value else f"--{name}" for name, value in header.items()]
 
     @property

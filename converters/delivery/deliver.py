@@ -21,7 +21,18 @@ from converters.assets.replaceable import is_known_name
 from converters.common.atomic import lock, stoppable, write_all
 from converters.common.manifest import check_manifest
 from converters.common.progress import Progress
-from converters.convert import Drifted, check_room, disk, finish_small, make_files, prove, verify_output
+from converters.common.room import require_room
+from converters.convert import (
+    Drifted,
+    check_replaceable,
+    check_unchanged,
+    disk,
+    finish_small,
+    make_files,
+    prove,
+    stamps_of,
+    verify_output,
+)
 from converters.delivery.receivers import Receiver, receiver_of
 from converters.move.blocks import Files, finish_files
 from converters.move.crc32 import Checksums
@@ -33,8 +44,7 @@ from converters.plan.request import Request
 from converters.remote.path import RemotePath
 from converters.remote.store import Entry
 from formats.checkpoint import MANIFEST, OutputFile, Target
-from formats.errors import Interrupted, OutputError, UnsupportedError, some
-from formats.registry import is_known
+from formats.errors import Interrupted, OutputError, UnsupportedError
 
 RECORD = "sent.jsonl"
 LAST = ("config.json", "model.safetensors.index.json", ".metadata", "metadata.json", "latest",
@@ -93,14 +103,16 @@ def deliver(
         OutputError: OUT exists, or there is no room for the largest files of it.
         UnsupportedError: the output is one that is only written into a folder.
     """
-    target = _target_of(plan, request)
+    target, stamps = _target_of(plan, request), stamps_of(plan)
     for source in plan.sources:
         check_manifest(source)
     if plan.source.proof is not None:
         prove(plan.source.proof, request)
     groups = groups_of(plan, target)
     sizes = sorted((group.nbytes for group in groups), reverse=True)
-    check_room(sum(sizes[:2]) + sum(path.stat().st_size for path in target.copies.values()), 0, request)
+    place = next(path for path in request.staging.parents if path.exists())
+    nbytes = sum(sizes[:2]) + sum(path.stat().st_size for path in target.copies.values())
+    require_room(place, nbytes, len(target.files) + len(target.texts) + len(target.copies), request.out)
     mark, receiver = fingerprint(plan, request.limits.replicas), receiver_of(_out(request))
     with stoppable() as stopped, disk(request), _record(request, mark) as sent:
         planned = {_name(file.path, request) for file in target.files} | {*target.texts, *target.copies}
@@ -122,6 +134,7 @@ def deliver(
             raise Interrupted("stopped by a signal", "run the same command again to resume")
         if request.verify:
             verify_output(plan, request, sent.digests, stopped, receiver.reading(small))
+        check_unchanged(stamps, stamps_of(plan))
         receiver.finish({name: small[name] for name in sorted(small, key=_turn)}, sent.objects)
     shutil.rmtree(request.staging)
     return dict(sent.digests)
@@ -173,16 +186,8 @@ def check_free(request: Request, held: Sequence[str]) -> None:
     Raises:
         OutputError: it may not.
     """
-    if not held:
-        return
-    if not request.force:
-        raise OutputError(
-            f"{request.out} exists: it holds {some(held, 3)}", "choose another name, or delete it with --force"
-        )
-    others = [name for name in held if not is_known_name(name.rpartition("/")[2])]
-    if others or not is_known(request.out):
-        what = f"holds what no checkpoint has: {some(others, 4)}" if others else "exists and is no checkpoint"
-        raise OutputError(f"{request.out} {what}", "--force deletes checkpoints only; remove it yourself")
+    if held:
+        check_replaceable(request, lambda: [name for name in held if not is_known_name(name.rpartition("/")[2])])
 
 
 def _each(

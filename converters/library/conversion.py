@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.common.hub_names import place_of
 from converters.common.manifest import check_manifest, total
-from converters.convert import check_paths, run, run_share
+from converters.convert import check_paths, check_room, run, run_share
 from converters.library.options import (
     Conversion,
     Place,
@@ -184,10 +184,10 @@ def carry_out(
 
 
 def check(planned: plans.Plan, request: Request) -> None:
-    """What a plan could fail at before a byte of the weights is read, the room on the disk apart.
+    """What a plan could fail at before a byte of the weights is read.
 
     Raises:
-        OutputError: OUT exists, or is in the source.
+        OutputError: OUT exists, or is in the source, or there is no room for it.
         VerificationError: the source contradicts its manifest.
     """
     if is_elsewhere(request.out):
@@ -198,6 +198,8 @@ def check(planned: plans.Plan, request: Request) -> None:
     for source in planned.sources:
         check_paths(source, request)
         check_manifest(source)
+    assert planned.target is not None
+    check_room(planned.target, request)
 
 
 def plan(src: Place, *, to: Target = "huggingface", **options: Unpack[Planning]) -> Plan:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,42 @@ class Export:
     url: str = ""
     error: str = ""
     exit_code: int = 0
+
+
+def export_one(
+    src: Path,
+    out: Path,
+    options: Mapping[str, Any],
+    *,
+    push: str | None = None,
+    digest: str | None = None,
+    home: Path | None = None,
+    held: Sequence[int] = (),
+    started: Callable[[subprocess.Popen[str]], object] = lambda _: None,
+) -> Export:
+    """Export one checkpoint in a process of its own, and wait for it.
+
+    Args:
+        src: its folder.
+        out: the Hugging Face folder.
+        options: those of `vitruvian.convert`.
+        push: ORG/NAME to which it is pushed afterwards, into a branch of the folder's name; None for none.
+        digest: that of OUT, where it is there already and has to be pushed alone.
+        home: the folder in which relative paths begin; None for the current one.
+        held: open files that the process keeps open too, and with them their locks.
+        started: told of the process.
+    """
+    task = {"src": str(src), "out": str(out), "push": push, "options": options, "digest": digest}
+    words = [sys.executable, "-m", PROGRAM]
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(words, **pipes, text=True, cwd=home, pass_fds=held) as ran:  # noqa: S603  # fixed words
+        started(ran)
+        said, errors = ran.communicate(json.dumps(task, default=str))
+    if ran.returncode:
+        lines = errors.strip().splitlines() or ["it was killed"]
+        return Export(src, out, error=lines[-1], exit_code=ran.returncode)
+    done = json.loads(said)
+    return Export(src, out, done["digest"], done["url"])
 
 
 class Exporter:
@@ -154,23 +190,10 @@ class Exporter:
                     self.condition.wait(SECONDS)
                 number, folder = self.pending.popleft()
                 self.busy = True
-            export = self._export(folder)
+            export = export_one(folder, self.out / folder.name, self.options, push=self.push, home=self.home)
             with self.condition:
                 self.busy = False
             self._note(number, export)
-
-    def _export(self, folder: Path) -> Export:
-        out = self.out / folder.name
-        task = {"src": str(folder), "out": str(out), "push": self.push, "options": self.options}
-        words = [sys.executable, "-m", PROGRAM]
-        ran = subprocess.run(  # noqa: S603  # this interpreter, and fixed words
-            words, input=json.dumps(task, default=str), capture_output=True, text=True, check=False, cwd=self.home
-        )
-        if ran.returncode:
-            lines = ran.stderr.strip().splitlines() or ["it was killed"]
-            return Export(folder, out, error=lines[-1], exit_code=ran.returncode)
-        done = json.loads(ran.stdout)
-        return Export(folder, out, done["digest"], done["url"])
 
     def _note(self, number: int, export: Export) -> None:
         with self.condition:

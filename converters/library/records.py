@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from converters.assets import files as assets
-from converters.plan.plan import PADDING, Plan, filled
+from converters.plan.plan import PADDING, Plan, filled, name_in, needs
 from formats.checkpoint import MANIFEST, Checkpoint
 from formats.errors import VitruvianError, some
 from formats.huggingface import config as hf_config
@@ -120,9 +120,10 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     record["residue"] = _residue(source)
     if target:
         record["target"] = {
-            "files": {str(file.path).split(".partial/out/")[-1]: file.size for file in target.files},
+            "files": {name_in(file): file.size for file in target.files},
             "small_files": sorted([*target.texts, *target.copies]),
             "bytes": sum(file.size for file in target.files),
+            "needs": dict(zip(("bytes", "files"), needs(target), strict=True)),
             "filled_elements": filled(target) - _carried_padding(plan),
             "filled_with": FILL[target.padding],
         }

@@ -11,9 +11,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from formats.checkpoint import Checkpoint, Target
+from formats.checkpoint import Checkpoint, OutputFile, Target
 from formats.disk.safetensors import DTYPES, FLOATS, Fragment
 from formats.errors import RefusedError, UnsupportedError
 from formats.layout.boxes import overlap
@@ -401,6 +402,19 @@ def _prove_filled(target: Target) -> None:
             empty = _empty(placed)
             if empty and not placed.slot.rule.pattern.filled:
                 raise RefusedError(f"{empty} elements of {placed.key} have no source")
+
+
+def name_in(file: OutputFile) -> str:
+    """The path of a weight file in the output."""
+    return str(file.path).split(".partial/out/")[-1]
+
+
+def needs(target: Target) -> tuple[int, int]:
+    """Bytes of an output, and its files and folders; a manifest, a journal and the folder of that are among them."""
+    nbytes = sum(file.size for file in target.files) + sum(path.stat().st_size for path in target.copies.values())
+    names = {*map(name_in, target.files), *target.texts, *target.copies}
+    folders = {str(parent) for name in names for parent in PurePath(name).parents}
+    return nbytes + sum(map(len, target.texts.values())), len(names) + len(folders) + 3
 
 
 def filled(target: Target) -> int:

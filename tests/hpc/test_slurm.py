@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -354,3 +355,21 @@ def test_a_wish_beyond_a_partition_is_refused_by_slurm(queue, train, settings, m
     )
     assert ran.code == 2
     assert "sbatch does not take" in ran.err
+
+
+def test_a_watch_goes_on_from_job_to_job_until_nothing_is_new(submitted, convert, model, queue, tmp_path):
+    """The first job finds one checkpoint, a later one the other; the last ends the chain."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert convert("hf2fsdp", model(), run / "step-1").code == 0
+    words = ["watch", run, "--out", out, "--every", "0.05", "--idle", "0.01"]
+    job = submitted("convert", "--site", "lumi", *words)
+    assert queue.wait(job)["JobState"] == "COMPLETED", logs(tmp_path)
+    assert (out / "step-1").is_dir()
+    shutil.copytree(run / "step-1", run / "step-2")
+    queue.idle()
+    told = logs(tmp_path)
+    assert (told.count("digest "), told.count("link 1: done")) == (2, 0), told
+    assert "link 2: " in told
+    assert (out / "step-2").is_dir()
+    assert convert("verify", out / "step-2", run / "step-1").code == 0
+    assert [path.name for path in (tmp_path / "slurm").glob("*.out")] == ["watch.out"]

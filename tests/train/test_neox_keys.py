@@ -144,13 +144,14 @@ def test_what_means_something_else_is_refused(read, text, message):
     assert message in str(caught.value)
 
 
-def test_files_with_weights_are_refused(read):
+def test_files_have_weights(read):
+    """GPT-NeoX takes as many rows of each file if none are given (neox_arguments/arguments.py)."""
     both = BARE.replace("[/d/P]", "[/d/P, /d/Q]")
-    _, notes = read(both)
-    assert any("all rows of all files are trained alike" in note for note in notes)
-    with pytest.raises(UsageError, match="train_data_weights"):
-        read(both + "train_data_weights: [1.0, 2.0]\n")
-    read(BARE + "train_data_weights: [1.0]\n")
+    config, notes = read(both)
+    assert config.data.weights == [1, 1]
+    assert any("no train_data_weights, each file has the same share" in note for note in notes)
+    assert read(both + "train_data_weights: [1.0, 2.0]\n")[0].data.weights == [1, 2]
+    assert read(BARE)[0].data.weights == []
 
 
 @pytest.mark.parametrize("value", ["true", "false"])

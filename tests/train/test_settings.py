@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from formats.errors import UsageError
 from train.settings.batching import Order, Sizes, batch_sizes, make_order, passes
-from train.settings.config import Batch, Config, Steps, load_config
+from train.settings.config import Batch, Config, Data, Steps, load_config
 from train.settings.schedule import SHAPES, check_schedule, learning_rate
 
 NEOX = """
@@ -166,16 +166,19 @@ def test_every_row_once_an_epoch_on_any_ranks(rows, seed, steps, micro, accumula
     assert taken == [row for step in range(steps) for row in order.batch(step, other, 0)[0]]
 
 
+DATA = Data(train=["P"], seq_length=8)
+
+
 def test_steps_are_said_once():
     with pytest.raises(UsageError) as caught:
-        make_order(10, 1, Steps(epochs=1.0, train_iters=2), 4)
+        make_order([0, 10], 1, DATA, Steps(epochs=1.0, train_iters=2), 4)
     assert "--steps.epochs null" in caught.value.hint
     assert passes(10, Steps(train_iters=3), 4) == passes(10, Steps(epochs=2.0), 4) == ""
     assert passes(10, Steps(train_iters=5), 4) == "steps.train_iters 5 are 2 passes over 10 rows, 3 are one"
 
 
 def test_epochs_end_with_empty_places():
-    order, total = make_order(10, 1, Steps(epochs=1.0), 4)
+    order, total = make_order([0, 10], 1, DATA, Steps(epochs=1.0), 4)
     assert total == 3
     last = order.batch(2, Sizes(2, 1, 2), 0) + order.batch(2, Sizes(2, 1, 2), 1)
     assert [len(rows) for rows in last] == [2, 0]

@@ -288,6 +288,23 @@ def test_parts_share_the_time(convert, folder, model, monkeypatch):
     assert 0 <= part * 8 - whole <= 8 * 60
 
 
+def test_a_watch_is_a_chain_of_short_jobs(convert, folder):
+    (folder / "run2").mkdir()  # no checkpoint yet
+    words = ["watch", "run2", "--out", "models", "--every", "20", "--idle", "24"]
+    ran = convert("submit", "--site", "leonardo", *words, "-n")
+    assert ran.code == 0, ran.err
+    for line in (
+        "#SBATCH --partition=lrd_all_serial",
+        "#SBATCH --time=01:00:00",
+        f"#SBATCH --output={folder}/slurm/%x.out",
+        "COMMAND=(convert watch run2 --out models --every 20 --idle 24 --once)",
+        "LINKS=${VITRUVIAN_LINKS:-100000}",
+        "PAUSE=1200",
+    ):
+        assert f"{line}\n" in ran.out, line
+    assert convert("submit", "--part", "2", *words, "-n").code == 2
+
+
 def test_a_conversion_beyond_every_partition_is_refused():
     with pytest.raises(RefusedError, match="more than a partition of leonardo has"):
         cpu_header(load_site("leonardo"), Wishes("leonardo", {}, None), 3600, 500_000)

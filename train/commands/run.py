@@ -106,9 +106,10 @@ def plan(config: Path, overrides: tuple[str, ...], ranks: int, device: str | Non
         facts = {"rows": len(needs.rows), "tokens": tokens, "batch": needs.sizes.size, "steps": needs.steps}
         facts |= {"parameters": needs.parameters, "trained": needs.trained, "bytes": total}
         facts |= {"epochs": needs.epochs, "flops": needs.flops, "memory": needs.memory, "seconds": seconds}
+        facts |= {"mixture": [part._asdict() for part in needs.mixture]}
         click.echo(json.dumps(facts))
         return
-    once = passes(len(needs.rows), settings.steps, needs.sizes.size)
+    once = "" if needs.mixture else passes(len(needs.rows), settings.steps, needs.sizes.size)
     for note in [*notes, *_hints(settings), *filter(None, [needs.rows.overlong, once])]:
         click.echo(f"note: {note}", err=True)
     parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in needs.memory.items())
@@ -125,3 +126,9 @@ def plan(config: Path, overrides: tuple[str, ...], ranks: int, device: str | Non
         hours = f"about {seconds / 3600:.3g} h on {ranks} {device} at {100 * mfu:g} % MFU"
         lines.append(("time", f"{hours}, {seconds * ranks / 3600:.3g} GPU hours"))
     click.echo(table(lines, ""))
+    if needs.mixture:
+        mixed = [
+            (part.name, part.rows, f"{100 * part.share:.2f} %", part.trained, f"{part.epochs:.3g}", part.tokens)
+            for part in needs.mixture
+        ]
+        click.echo("\n" + table([("set", "rows", "share", "trained rows", "epochs", "trained tokens"), *mixed], ""))

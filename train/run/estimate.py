@@ -9,6 +9,7 @@ DeepSpeed's buckets need more, and what DeepSpeed offloads is counted all the sa
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from formats.huggingface.folder import model_slots
 from formats.model.spec import ModelSpec
 from formats.model.vocab_rows import EMBEDDING, HEAD
 from train.data.rows import CHUNK, Rows, check_tokenizer, lengths, open_rows
-from train.settings.batching import Sizes, batch_sizes, make_order
+from train.settings.batching import Order, Sizes, batch_sizes, make_order
 from train.settings.config import Config, Lora
 from train.settings.effects import check_effect
 from train.settings.schedule import check_schedule
@@ -38,6 +39,17 @@ PEAK = {
 """Part of a device's name: bf16 floating point operations a second."""
 
 
+class Part(NamedTuple):
+    """A set of a mixture: its name, its rows, its share of the rows that are trained, these, passes, and tokens."""
+
+    name: str
+    rows: int
+    share: float
+    trained: int
+    epochs: float
+    tokens: int
+
+
 class Estimate(NamedTuple):
     """What a training run will need.
 
@@ -50,6 +62,7 @@ class Estimate(NamedTuple):
         trained: trainable parameters.
         memory: bytes of a rank, by use.
         flops: model FLOPs of all steps, see `throughput.flops_of`.
+        mixture: the sets, if they are mixed.
     """
 
     sizes: Sizes
@@ -60,6 +73,7 @@ class Estimate(NamedTuple):
     trained: int
     memory: dict[str, int]
     flops: float
+    mixture: list[Part]
 
     @property
     def epochs(self) -> float:
@@ -85,7 +99,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
         raise UsageError(f"{ranks} ranks cannot be {config.parallel.replicas} replicas of equal shards")
     sizes = batch_sizes(config.batch, ranks)
     rows = open_rows(config.data, config.data.train, config.seed)
-    order, steps = make_order(len(rows), config.seed, config.steps, sizes.size)
+    order, steps = make_order(rows.ends, config.seed, config.data, config.steps, sizes.size)
     check_schedule(config, steps)
     check_effect(config, steps)
     check_tokenizer(rows.documents, started(config.model.path))
@@ -109,12 +123,11 @@ def estimate(config: Config, ranks: int) -> Estimate:
         "activations": kept * layers * tokens * hidden * width + 40 * tokens * hidden * width,
         "logits": 3 * 4 * min(CHUNK, tokens) * vocabulary,
     }
-    inputs = np.concatenate([lengths(*pair) for pair in zip(rows.documents, rows.plans, strict=True)]).astype(float) - 1
-    pairs = np.square(inputs).sum() / 2
+    inputs, pairs = _once(rows, order)
     multiplied = counted - _idle(spec) - (0 if spec.tied else vocabulary * hidden)
     factor = 6.0 * multiplied if config.lora is None else 4.0 * multiplied + 6.0 * trained
     head = ((spec.nope_dim or 0) + spec.rope_dim + spec.head_dim) / 2 if spec.rope_dim else spec.head_dim
-    once = factor * inputs.sum() + 12.0 * layers * spec.heads * head * pairs
+    flops = factor * inputs + 12.0 * layers * spec.heads * head * pairs
     parameters = counted + trained if config.lora else counted
     return Estimate(
         sizes=sizes,
@@ -124,8 +137,32 @@ def estimate(config: Config, ranks: int) -> Estimate:
         parameters=parameters,
         trained=trained,
         memory=memory,
-        flops=float(once) * order.samples / len(rows),
+        flops=flops,
+        mixture=mixture_of(rows, order),
     )
+
+
+def _once(rows: Rows, order: Order) -> tuple[float, float]:
+    """Inputs of the training, and pairs of inputs that see each other, over all its rows."""
+    sets = [lengths(*pair).astype(float) - 1 for pair in zip(rows.documents, rows.plans, strict=True)]
+    parts = [stop - first for first, stop in pairwise(rows.ends)]
+    taken = order.taken() if order.sets else [order.samples * many / len(rows) for many in parts]
+    passes = [many / of for many, of in zip(taken, parts, strict=True)]
+    inputs = sum(often * of.sum() for often, of in zip(passes, sets, strict=True))
+    pairs = sum(often * np.square(of).sum() / 2 for often, of in zip(passes, sets, strict=True))
+    return float(inputs), float(pairs)
+
+
+def mixture_of(rows: Rows, order: Order) -> list[Part]:
+    """The sets of a mixture as they are trained; none if all rows are trained alike."""
+    if not order.sets:
+        return []
+    names = [str(documents.indexed.prefix) for documents in rows.documents]
+    tokens = [plan.counts["tokens"] for plan in rows.plans]
+    return [
+        Part(name, chosen.rows, chosen.weight, taken, taken / chosen.rows, round(count * taken / chosen.rows))
+        for name, chosen, taken, count in zip(names, order.sets, order.taken(), tokens, strict=True)
+    ]
 
 
 def _idle(spec: ModelSpec) -> int:

@@ -16,6 +16,7 @@ from formats.torch_files import saves
 from train.distributed import World
 from train.engines import Stepping, open_engine
 from train.run.checkpoint import Progress, Saver, require_sound
+from train.run.estimate import mixture_of
 from train.run.evaluate import open_sets
 from train.run.identity import begun, record, small_files
 from train.run.log import Log, Say, Step
@@ -141,7 +142,9 @@ def _open(prepared: Prepared, world: World, say: Callable[[str], None]) -> Run:
             say(f"note       {prepared.start} has no {saves.RECORD}: nothing proves that its files are of one save")
         for note in [*prepared.notes, *filter(None, [of_start])]:
             say(f"note       {note}")
-        if passes_note := passes(len(rows), config.steps, prepared.sizes.size):
+        for part in mixture_of(rows, prepared.order):
+            say(f"set        {part.name}: {part.trained} rows, {100 * part.share:.2f} %, {part.epochs:.3g} epochs")
+        if not prepared.order.sets and (passes_note := passes(len(rows), config.steps, prepared.sizes.size)):
             say(f"note       {passes_note}")
         say(f"batch      {prepared.sizes}")
         say(f"steps      {prepared.total}, from global step {prepared.progress.offset + prepared.progress.step + 1}")

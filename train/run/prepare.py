@@ -21,7 +21,7 @@ from train.model.trainee import DTYPES, fitted, open_config
 from train.run.checkpoint import Progress, check_same, newest, read_progress, require_places
 from train.run.export import check_export
 from train.run.identity import changed_files, require_same_config, require_same_tokenizer
-from train.settings.batching import Order, Sizes, batch_sizes, make_order
+from train.settings.batching import Order, Sizes, batch_sizes, make_order, mixed
 from train.settings.config import Config
 from train.settings.effects import check_effect
 from train.settings.schedule import check_schedule
@@ -61,7 +61,7 @@ def prepare(config: Config, world: World) -> Prepared:
     """
     sizes = batch_sizes(config.batch, world.ranks)
     rows = open_rows(config.data, config.data.train, config.seed)
-    order, total = make_order(len(rows), config.seed, config.steps, sizes.size)
+    order, total = make_order(rows.ends, config.seed, config.data, config.steps, sizes.size)
     check_schedule(config, total)
     check_effect(config, total)
     kind = ENGINES[config.engine][2]
@@ -70,7 +70,7 @@ def prepare(config: Config, world: World) -> Prepared:
         offset=config.steps.iteration_offset,
         size=sizes.size,
         seed=config.seed,
-        rows=rows.digest,
+        rows=mixed(rows.digest, order.weights),
         tokens=0,
         samples=order.samples,
         engine=kind,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from formats.errors import UsageError
-from train.settings.config import Batch, Steps
+from train.settings.config import Batch, Data, Steps
+from train.settings.mixture import Set, samples_of, turns, weights_of
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,16 @@ class Order:
         rows: number of rows.
         seed: of their order, which differs in each epoch.
         samples: number of rows trained in all; batches after it are empty.
+        sets: the sets of a mixture; empty if all rows are trained alike.
     """
 
     rows: int
     seed: int
     samples: int
+    sets: tuple[Set, ...] = ()
+    permutations: dict[tuple[int, ...], tuple[int, NDArray[np.int64]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def batch(self, step: int, sizes: Sizes, rank: int) -> list[list[int]]:
         """The rows of one rank in a step: for each micro-batch its rows, fewer at the end.
@@ -90,29 +97,72 @@ class Order:
 
     def row(self, sample: int) -> int:
         """The row of a sample, counted over all epochs."""
-        return int(_permutation(self.rows, self.seed, sample // self.rows)[sample % self.rows])
+        if not self.sets:
+            return self._permuted(self.rows, sample)
+        of, before = (int(numbers[sample]) for numbers in turns(self.weights, self.samples))
+        return self.sets[of].first + self._permuted(self.sets[of].rows, before, of)
+
+    def _permuted(self, rows: int, number: int, *of: int) -> int:
+        """A row of a set, which is permuted anew in each epoch; the current permutation is kept."""
+        epoch, place = divmod(number, rows)
+        held = self.permutations.get(of)
+        if held is None or held[0] != epoch:
+            held = self.permutations[of] = epoch, np.random.default_rng([self.seed, epoch, *of]).permutation(rows)
+        return int(held[1][place])
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The shares of the sets."""
+        return tuple(chosen.weight for chosen in self.sets)
+
+    def taken(self) -> list[int]:
+        """How many rows of each set are trained."""
+        counts: list[int] = np.bincount(turns(self.weights, self.samples)[0], minlength=len(self.sets)).tolist()
+        return counts
 
 
-@lru_cache(2)
-def _permutation(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    return np.random.default_rng([seed, epoch]).permutation(rows)
-
-
-def make_order(rows: int, seed: int, steps: Steps, size: int) -> tuple[Order, int]:
+def make_order(ends: Sequence[int], seed: int, data: Data, steps: Steps, size: int) -> tuple[Order, int]:
     """The order of rows, and the number of steps.
 
+    Args:
+        ends: first row of each set, and the number of rows.
+        seed: of the order.
+        data: how sets are mixed.
+        steps: how long.
+        size: rows of a step.
+
     Raises:
-        UsageError: neither train_iters nor epochs are given, or both.
+        UsageError: not one of train_iters and epochs is given, or the mixture's settings contradict each other.
     """
+    parts = [stop - first for first, stop in pairwise(ends)]
+    weights = weights_of(data, parts)
+    sets = tuple(map(Set, ends, parts, weights))
+    samples, total = _length(ends[-1], sum(samples_of(data, parts)) if data.epochs else None, steps, size)
+    return Order(ends[-1], seed, samples, sets), total
+
+
+def _length(rows: int, of_sets: int | None, steps: Steps, size: int) -> tuple[int, int]:
+    """Rows of a training, and its steps; `of_sets` are the rows that `data.epochs` asks for."""
+    if of_sets is not None:
+        for name in ("train_iters", "epochs"):
+            if getattr(steps, name) is not None:
+                hint = f"--steps.{name} null removes the other"
+                raise UsageError(f"data.epochs says how long the training is, and so does steps.{name}", hint)
+        return of_sets, math.ceil(of_sets / size)
     if (steps.train_iters is None) == (steps.epochs is None):
         both = "--steps.epochs null removes the other" if steps.epochs is not None else ""
         raise UsageError("give one of steps.train_iters and steps.epochs", both)
     if steps.train_iters is not None:
-        return Order(rows, seed, steps.train_iters * size), steps.train_iters
+        return steps.train_iters * size, steps.train_iters
     samples = round((steps.epochs or 0) * rows)
     if not samples:
         raise UsageError(f"{steps.epochs} epochs of {rows} rows round to no row")
-    return Order(rows, seed, samples), math.ceil(samples / size)
+    return samples, math.ceil(samples / size)
+
+
+def mixed(digest: str, weights: Sequence[float]) -> str:
+    """The digest of rows, and of the weights with which their sets are mixed."""
+    return blake3(f"{digest} {weights}".encode()).hexdigest() if weights else digest
 
 
 def one_pass(rows: int, size: int) -> int:

@@ -93,6 +93,15 @@ class Data(_Part):
     validation: dict[str, Path] = Field(
         default_factory=dict, description="Named sets, each evaluated separately; of a plan the split of that name."
     )
+    weights: list[Annotated[float, Field(gt=0)]] = Field(
+        default_factory=list, description="Share of each set of data.train in the rows.  [default: by its rows]"
+    )
+    temperature: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="Shares are raised to 1/temperature: small sets get more above 1."
+    )
+    epochs: list[Annotated[float, Field(gt=0)]] = Field(
+        default_factory=list, description="Passes over each set of data.train, instead of those in steps."
+    )
     seq_length: Count = Field(description="Input tokens of a row.")
     packing: Literal["bfd", "k_bin", "overflow", "packed"] = Field("bfd", description="See train pack.")
     overlong: Literal["drop", "error", "truncate"] = Field("drop", description="Documents longer than a row.")

@@ -20,6 +20,7 @@ from formats.errors import UsageError
 
 ALIASES: Mapping[str, str] = {
     "train_data_paths": "data.train",
+    "train_data_weights": "data.weights",
     "seq_length": "data.seq_length",
     "train_micro_batch_size_per_gpu": "batch.micro",
     "train_batch_size": "batch.size",
@@ -52,7 +53,7 @@ TOGETHER: Mapping[str, str] = {
     "min_lr": "schedule.min_lr", "warmup": "schedule.warmup", "lr_decay_iters": "", "cd_start_iter": "schedule.start",
     "cd_end_iter": "schedule.end", "start_cd_lr": "", "decay_pp": "", "loss_mask_pairs": "",
     "loss_mask_alternating_individual": "", "eval_interval": "evaluate.every", "eval_iters": "evaluate.max_rows",
-    "allow_chopped": "data.overlong", "train_data_weights": "", "eod_mask_loss": "",
+    "allow_chopped": "data.overlong", "eod_mask_loss": "",
 }  # fmt: skip
 """Keys that have a meaning only together, see `completed`; and the equivalent setting, if there is one."""
 DEFAULTS: Mapping[str, tuple[str, Any]] = {
@@ -230,9 +231,7 @@ def _completed(tree: dict[str, Any], held_keys: Mapping[str, Any]) -> list[str]:
         fill(ours, value, why)
     files = get(tree, "data.train")
     if isinstance(files, list) and len(files) > 1:
-        if held_keys.get("train_data_weights"):
-            raise UsageError("train_data_weights: all rows of all files are trained alike", "remove it")
-        notes.append("train_data_paths: all rows of all files are trained alike, however many a file has")
+        fill("data.weights", [1.0] * len(files), "no train_data_weights, each file has the same share")
     idle = [key for key in ("eval_interval", "eval_iters") if key in held_keys]
     if idle and not get(tree, "data.validation"):
         notes.append(f"{', '.join(idle)}: no effect without valid_data_paths")

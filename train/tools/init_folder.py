@@ -111,8 +111,8 @@ def init_after(folder: Path, before: Path, data: Sequence[Path]) -> Path:
         raise UsageError(f"{before} has no batch.size, so the number of steps of a phase is unknown")
     total = config.steps.train_iters
     if total is None:
-        rows = len(open_rows(config.data, config.data.train, config.seed))
-        _, total = make_order(rows, config.seed, config.steps, config.batch.size)
+        rows = open_rows(config.data, config.data.train, config.seed)
+        _, total = make_order(rows.ends, config.seed, config.data, config.steps, config.batch.size)
     values = dict(_set_values(config))
     values |= {"data.train": list(data), "steps.iteration_offset": config.steps.iteration_offset + total}
     if config.steps.train_iters is not None:

@@ -1,0 +1,159 @@
+"""`convert watch`: each new checkpoint of a training becomes a Hugging Face folder, once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from converters.commands.options import (
+    FOLDER,
+    adapter,
+    as_json,
+    chat_template,
+    dtype,
+    effort,
+    policy,
+    reading,
+    shard_size,
+    weights,
+)
+from converters.common.cli_help import command
+from converters.common.cli_main import printable
+
+if TYPE_CHECKING:
+    from converters.library.exporting import Export
+    from converters.library.watching import Watch
+
+OWN = ("to", "out", "push", "every", "idle", "once", "keep", "keep_every", "dry_run", "quiet", "as_json")
+"""Options of the watch itself; all others are those of each conversion."""
+IDLE = 48
+
+
+@command()
+@click.argument("run", type=FOLDER)
+@click.option("--to", type=click.Choice(["hf"]), default="hf", show_default=True, help="What each becomes.")
+@click.option("--out", type=FOLDER, required=True, metavar="DIR", help="Each becomes DIR/NAME, NAME of its folder.")
+@click.option("--push", metavar="ORG/NAME", help="Then send it to the Hub, into a branch of its name.")
+@click.option(
+    "--every",
+    type=click.FloatRange(min=0.01),
+    default=5,
+    show_default=True,
+    metavar="MIN",
+    help="Minutes between two looks.",
+)
+@click.option(
+    "--idle",
+    type=click.FloatRange(min=0),
+    default=IDLE,
+    show_default=True,
+    metavar="HOURS",
+    help="End when no checkpoint was new for so long.",
+)
+@click.option("--once", is_flag=True, help="Look once. Exit code 75 while the watch is not over.")
+@click.option("--keep", type=click.IntRange(1), metavar="N", help="Delete all but the newest N of DIR.  [default: all]")
+@click.option("--keep-every", type=click.IntRange(1), metavar="STEPS", help="Keep those of such steps too.")
+@shard_size
+@chat_template
+@adapter
+@weights
+@dtype
+@policy
+@reading
+@effort
+@click.option("-n", "--dry-run", is_flag=True, help="Print what would be converted now.")
+@click.option("-q", "--quiet", is_flag=True, help="Failures only.")
+@as_json
+def watch(run: Path, **options: Any) -> None:  # fmt: skip
+    """Convert each new checkpoint of a training once, when it is complete.
+
+    RUN is the folder of the training. Its trainer says what is complete: by latest_checkpointed_iteration.txt, latest,
+    trainer_state.json or .metadata. What happened is in DIR/.watch, so that any number of watches, on any nodes, share
+    the work, and the same command goes on after a kill. Checkpoints of other names, and links, are left alone.
+    """
+    from converters.library import watching
+    from formats.errors import Interrupted
+
+    watched = _watch_of(run, options)
+    if options["dry_run"]:
+        _show(watched, options["as_json"])
+        return
+    watching.begin(watched, anew=not options["once"])
+    with watching.stoppable() as stop:
+        while True:
+            watching.look(watched, stop)
+            if watching.is_over(watched, watching.records(watched)):
+                watching.require_all(watched)
+                return
+            if options["once"]:
+                sys.exit(Interrupted.exit_code)
+            stop.check(60 * options["every"])
+
+
+def _watch_of(run: Path, options: Mapping[str, Any]) -> Watch:
+    """What the options ask for.
+
+    Raises:
+        UsageError: an option has an impossible value, or means nothing without another one.
+    """
+    from converters.hub.push_plan import check_names
+    from converters.hub.upload import require_token
+    from converters.library.options import Conversion, checked
+    from converters.library.watching import Watch
+    from formats.errors import SourceError, UsageError
+    from formats.model.settings import parse_settings
+
+    if options["keep_every"] and not options["keep"]:
+        raise UsageError("--keep-every adds to what --keep keeps", "--keep 3, for instance; without it all are kept")
+    if not run.is_dir():
+        raise SourceError(f"{run} is no folder", "name that of the training, before its first checkpoint too")
+    if options["push"]:
+        check_names(options["push"], None)
+        if not options["dry_run"]:
+            require_token()
+    said = {name: value for name, value in options.items() if name not in OWN and value not in (None, (), False)}
+    said["set"] = parse_settings(said.pop("settings", ()))
+    if "family" in said:
+        said["family"] = str(said["family"].file)
+    places = {name: str(Path(said[name]).absolute()) for name in ("config",) if name in said and said[name].exists()}
+    said = checked({**said, **places}, Conversion.__optional_keys__)
+
+    def tell(export: Export) -> None:
+        if options["as_json"]:
+            facts = {name: getattr(export, name) for name in ("digest", "url", "error", "exit_code")}
+            click.echo(json.dumps({"src": str(export.src), "out": str(export.out), **facts}))
+        elif export.error:
+            click.echo(printable(f"note: {export.src.name} was not converted: {export.error}"), err=True)
+        elif not options["quiet"]:
+            click.echo(
+                f"{options['out'] / export.out.name}: digest {export.digest}"
+                + (f", {export.url}" if export.url else "")
+            )
+
+    kept = options["keep"], options["keep_every"]
+    return Watch(run.absolute(), options["out"].absolute(), said, options["push"], *kept, 3600 * options["idle"], tell)
+
+
+def _show(watched: Watch, as_json: bool) -> None:
+    """Print the checkpoints that are due, or their plans."""
+    from converters.library import conversion, watching
+    from converters.library.options import Planning
+    from formats.detect import commits
+
+    states = watching.last(watching.records(watched))
+    todo = watching.due(watched, states)
+    if as_json:
+        names = Planning.__optional_keys__
+        asked = {name: value for name, value in watched.options.items() if name in names}
+        for one in todo:
+            click.echo(json.dumps(conversion.plan(one.folder, **asked).record))
+        return
+    waiting = {one.folder.name for one in todo}
+    for name in dict.fromkeys([*states, *commits.folders(watched.run)]):
+        said = "to be converted" if name in waiting else states[name]["state"] if name in states else "not complete"
+        click.echo(printable(f"{name}: {said}"))

@@ -1,0 +1,112 @@
+"""Room for an output: bytes and files, on its file system and within the quotas of Lustre."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from converters.common.progress import size
+from formats.errors import OutputError
+
+SECONDS = 20
+"""How long a command may take that asks a file system; one that is busy is not waited for."""
+NONE = 1 << 62
+
+
+class Room(NamedTuple):
+    """What may still be written.
+
+    Attributes:
+        nbytes: bytes.
+        files: files and folders; a file system without a limit has a very large number.
+        of: what has them.
+    """
+
+    nbytes: int
+    files: int
+    of: str
+
+
+def require_room(place: Path, nbytes: int, files: int, out: Path) -> None:
+    """Insist on room for an output.
+
+    Args:
+        place: a folder that is there, on the file system that is written to.
+        nbytes: bytes that are needed.
+        files: files and folders that are needed.
+        out: what is written.
+
+    Raises:
+        OutputError: there is less.
+    """
+    for room in rooms(place):
+        if nbytes > room.nbytes:
+            raise OutputError(f"{out} needs {size(nbytes)}, {room.of} has {size(room.nbytes)} free")
+        if files > room.files:
+            raise OutputError(
+                f"{out} needs {files} files and folders, {room.of} has {room.files} free",
+                "remove files that are not needed, or choose another file system",
+            )
+
+
+def rooms(place: Path) -> Iterator[Room]:
+    """What the file system of a folder has, and what quotas of it leave."""
+    held = os.statvfs(place)
+    yield Room(held.f_bavail * held.f_frsize, held.f_favail if held.f_files else NONE, str(place))
+    if _mounted(place) == "lustre":
+        yield from _lustre(place)
+
+
+def _mounted(place: Path) -> str:
+    """The type of the file system that a folder is on; empty where Linux does not tell."""
+    try:
+        lines = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    except OSError:
+        return ""
+    found = [(len(where), kind) for _, where, kind, *_ in lines if place.resolve().is_relative_to(_plain(where))]
+    return max(found)[1] if found else ""
+
+
+def _plain(where: str) -> str:
+    """A path of /proc/mounts, which has blanks as octal numbers (proc(5))."""
+    return re.sub(r"\\([0-7]{3})", lambda one: chr(int(one[1], 8)), where)
+
+
+def _lustre(place: Path) -> Iterator[Room]:
+    """The quotas of user, group and project that hold for new files in a folder.
+
+    `lfs quota -q` prints path, kilobytes, quota, limit, grace, files, quota, limit, grace; 0 is no limit, a star stands
+    behind what is above its quota. `lfs project -d` prints the project's number first (lfs-quota(1), lfs-project(1) of
+    Lustre 2.15).
+    """
+    status = place.stat()
+    told = _asked("lfs", "project", "-d", str(place)).split()
+    project = told[0] if told and told[0].isdigit() and told[0] != "0" else ""
+    asked = {"user": str(os.getuid()), "group": str(status.st_gid), "project": project}
+    for kind, number in asked.items():
+        words = _asked("lfs", "quota", "-q", f"-{kind[0]}", number, str(place)).split() if number else []
+        numbers = [word.rstrip("*") for word in words[-8:]]
+        if len(numbers) != 8 or not all(numbers[index].isdigit() for index in (0, 2, 4, 6)):
+            continue
+        kilobytes, most, files, most_files = (int(numbers[index]) for index in (0, 2, 4, 6))
+        yield Room(
+            1024 * max(0, most - kilobytes) if most else NONE,
+            max(0, most_files - files) if most_files else NONE,
+            f"the quota of {kind} {number} on {place}",
+        )
+
+
+def _asked(*words: str) -> str:
+    """What a command prints; empty where there is none of that name, or it fails."""
+    if shutil.which(words[0]) is None:
+        return ""
+    try:
+        ran = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=False)  # noqa: S603
+    except subprocess.TimeoutExpired:
+        return ""
+    return "" if ran.returncode else ran.stdout

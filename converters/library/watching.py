@@ -1,0 +1,375 @@
+"""Convert each complete checkpoint of a training once, while it goes on.
+
+    OUT/.watch/log.jsonl          what came of each checkpoint, a line an event; the last one of a name counts
+    OUT/.watch/NAME.claim         locked by the process that works on a checkpoint, and gone afterwards
+    OUT/NAME                      the model, complete or absent
+
+Any number of watchers can work beside each other, and be killed: what one has begun another resumes, since the lock of
+a claim ends with its process. A model is put in its place in one step, and counts from its line in the log on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from converters.common.atomic import answered, lock, write_all
+from converters.common.manifest import read_manifest, total
+from converters.library.conversion import plan
+from converters.library.exporting import Export, ExportError, export_one
+from converters.library.options import Planning
+from formats.detect import commits
+from formats.errors import Interrupted, OptionNeededError, OutputError, SourceError, UsageError
+
+PLACE, LOG = ".watch", "log.jsonl"
+ENDED = ("converted", "failed", "gone", "removed")
+"""What a line says of a checkpoint that nobody is to do, as long as its files are the same."""
+AGAIN = {7, 8, Interrupted.exit_code}
+"""Exit codes of what may be otherwise the next time: room, network, a signal. So may a process that was killed."""
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What is watched, and what becomes of it.
+
+    Attributes:
+        run: the folder of the training.
+        out: the folder of the models.
+        options: those of `vitruvian.convert`.
+        push: ORG/NAME to which each model is pushed, into a branch of its name.
+        keep: how many of the newest models are kept; None for all.
+        keep_every: models of steps that this divides are kept too.
+        idle: seconds without a new checkpoint after which it is over.
+        tell: told what came of each checkpoint.
+    """
+
+    run: Path
+    out: Path
+    options: Mapping[str, Any] = field(default_factory=dict)
+    push: str | None = None
+    keep: int | None = None
+    keep_every: int | None = None
+    idle: float = float("inf")
+    tell: Callable[[Export], object] = lambda _: None
+
+    @property
+    def place(self) -> Path:
+        """Where the log is."""
+        return self.out / PLACE
+
+    def kept(self, steps: Iterable[int]) -> set[int]:
+        """The steps whose models are kept."""
+        ordered = sorted(steps)
+        if self.keep is None:
+            return {*ordered}
+        return {*ordered[max(0, len(ordered) - self.keep) :]} | {
+            step for step in ordered if self.keep_every and step % self.keep_every == 0
+        }
+
+
+# --- the log ---------------------------------------------------------------------------------------------------------
+
+
+def begin(watch: Watch, *, anew: bool = True) -> None:
+    """Make the log, or see that it is of the same watch.
+
+    Args:
+        watch: what is watched.
+        anew: the time without a new checkpoint begins now.
+
+    Raises:
+        UsageError: the log is of another training, or of other options.
+        OutputError: the file system has no locks.
+    """
+    watch.place.mkdir(parents=True, exist_ok=True)
+    with _appending(watch) as (held, append):
+        if not last(held) and not _is_same(watch, held):
+            os.truncate(watch.place / LOG, 0)  # of a command that was wrong
+            held.clear()
+        _require_same(watch, held)
+        if anew or not held:
+            append({"state": "watch", **_asked(watch)})
+
+
+def _asked(watch: Watch) -> Record:
+    """What two watches have to agree on to share their work."""
+    options = json.loads(json.dumps(watch.options, default=str))
+    return {"run": str(watch.run), "push": watch.push, "options": options}
+
+
+def _is_same(watch: Watch, held: Sequence[Record]) -> bool:
+    return all(held[0].get(name) == value for name, value in _asked(watch).items()) if held else True
+
+
+def _require_same(watch: Watch, held: Sequence[Record]) -> None:
+    if not _is_same(watch, held):
+        before = json.dumps({name: held[0].get(name) for name in _asked(watch)})
+        hint = "choose another folder for --out, or give the same options"
+        raise UsageError(f"{watch.out} is of another watch: {before}", hint)
+
+
+@contextmanager
+def _appending(watch: Watch) -> Iterator[tuple[list[Record], Callable[[Record], None]]]:
+    """What the log says, and what adds a line; alone. A line that was cut short counts for nothing, and is cut off."""
+    handle = os.open(watch.place / LOG, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        if not lock(handle, watch.place / LOG, wait=True):
+            raise OutputError(f"{watch.out} lies on a file system without locks, which a watch needs")
+        content = os.pread(handle, os.fstat(handle).st_size, 0)
+        whole = content[: content.rfind(b"\n") + 1]
+        os.ftruncate(handle, len(whole))
+
+        def append(record: Record) -> None:
+            write_all(handle, (json.dumps({"time": round(time.time(), 3), **record}) + "\n").encode())
+            os.fsync(handle)
+
+        yield [json.loads(line) for line in whole.splitlines()], append
+    finally:
+        os.close(handle)
+
+
+def records(watch: Watch) -> list[Record]:
+    """The lines of the log, none before it is begun."""
+    if not (watch.place / LOG).is_file():
+        return []
+    with _appending(watch) as (held, _):
+        return held
+
+
+def last(held: Iterable[Record]) -> dict[str, Record]:
+    """What the log says of each checkpoint, by its name."""
+    return {record["checkpoint"]: record for record in held if "checkpoint" in record}
+
+
+def _note(watch: Watch, name: str, state: str, **facts: Any) -> None:
+    """Add a line about a checkpoint."""
+    with _appending(watch) as (held, append):
+        _require_same(watch, held)
+        append({"checkpoint": name, "state": state, **facts})
+
+
+@contextmanager
+def _claimed(watch: Watch, name: str) -> Iterator[int | None]:
+    """Be the only process that works on a checkpoint: the handle of the lock, None if another one works on it."""
+    path = watch.place / f"{name}.claim"
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            lock(handle, path)
+            mine = os.path.samestat(os.fstat(handle), path.stat())
+        except (OutputError, FileNotFoundError):  # another one has it, or had it and is done
+            mine = False
+        yield handle if mine else None
+        if mine:
+            path.unlink()
+    finally:
+        os.close(handle)
+
+
+# --- what is to be done ----------------------------------------------------------------------------------------------
+
+
+def due(watch: Watch, held: Mapping[str, Record]) -> list[commits.Saved]:
+    """The complete checkpoints that are to be converted, the oldest first, which the training deletes first.
+
+    Raises:
+        SourceError: the run cannot be read.
+    """
+    try:
+        saved = commits.complete(watch.run)
+    except OSError as error:
+        raise SourceError(f"{watch.run}: {error.strerror}") from None
+    kept = watch.kept(one.step for one in saved)
+    wanted = saved if watch.push else [one for one in saved if one.step in kept]  # others would be deleted at once
+    return [one for one in wanted if _is_due(watch, one, held.get(one.folder.name))]
+
+
+def _is_due(watch: Watch, saved: commits.Saved, record: Record | None) -> bool:
+    if record is None or record["state"] not in ENDED or record["state"] == "gone":
+        return True
+    anew = commits.mark(saved.folder) not in ("", record["mark"])
+    return anew and not (watch.out / saved.folder.name).exists()  # a model is never replaced
+
+
+def is_over(watch: Watch, held: Iterable[Record]) -> bool:
+    """Whether no checkpoint was new for too long."""
+    newest: float = max(record["time"] for record in held if record["state"] in ("watch", *ENDED))
+    return time.time() - newest > watch.idle
+
+
+# --- doing it --------------------------------------------------------------------------------------------------------
+
+
+class Stop:
+    """What a signal has asked for: no further checkpoint, and the end of the conversion that runs."""
+
+    def __init__(self) -> None:
+        self.came = threading.Event()
+        self.running: subprocess.Popen[str] | None = None
+
+    def ask(self, *_: object) -> None:
+        """Answer a signal."""
+        self.came.set()
+        if self.running is not None:
+            self.running.terminate()
+
+    def started(self, process: subprocess.Popen[str]) -> None:
+        """Remember a conversion. One that is over takes no harm of a signal: it has been waited for."""
+        self.running = process
+        if self.came.is_set():
+            process.terminate()
+
+    def check(self, seconds: float = 0) -> None:
+        """Wait for so long.
+
+        Raises:
+            Interrupted: a signal came.
+        """
+        until = time.monotonic() + seconds
+        while not self.came.is_set() and (left := until - time.monotonic()) > 0:
+            time.sleep(min(0.5, left))
+        if self.came.is_set():
+            raise Interrupted("stopped by a signal", "run the same command again to resume")
+
+
+@contextmanager
+def stoppable() -> Iterator[Stop]:
+    """Signals end a watch between two steps of its work."""
+    stop = Stop()
+    with answered(stop.ask):
+        yield stop
+
+
+def look(watch: Watch, stop: Stop) -> None:
+    """Convert what is due, and delete what is not kept.
+
+    Raises:
+        Interrupted: a signal came; the next look resumes.
+        UsageError, UnsupportedError, RefusedError: the first checkpoint has such an error, and so would every other.
+        SourceError: the run cannot be read.
+        OutputError: the log cannot be written.
+    """
+    held = last(records(watch))
+    todo = due(watch, held)
+    if not held and todo:
+        with suppress(SourceError):  # of this checkpoint, which its conversion will tell
+            _check_options(watch, todo[0])
+    for saved in todo:
+        stop.check()
+        export = _convert(watch, saved, stop)
+        stop.check()
+        if export is None:
+            continue
+        watch.tell(export)
+    _remove(watch)
+
+
+def _check_options(watch: Watch, saved: commits.Saved) -> None:
+    """Plan the first conversion.
+
+    Raises:
+        UsageError, UnsupportedError, RefusedError, SourceError: it cannot be planned.
+    """
+    names = Planning.__optional_keys__
+    try:
+        plan(saved.folder, **{name: value for name, value in watch.options.items() if name in names})
+    except OptionNeededError as error:
+        raise UsageError(f"{saved.folder}: {error}", error.hint) from None
+
+
+def _convert(watch: Watch, saved: commits.Saved, stop: Stop) -> Export | None:
+    """Convert one checkpoint, unless another process does. What is already in its place is only pushed and noted."""
+    folder, name = saved.folder, saved.folder.name
+    out = watch.out / name
+    with _claimed(watch, name) as claim:
+        record = last(records(watch)).get(name)
+        mark = commits.mark(folder)
+        if claim is None or not mark or not _is_due(watch, saved, record):
+            return None
+        began = record if record is not None and record["state"] in ("began", "again") else None
+        facts: dict[str, Any] = {"step": saved.step, "mark": mark}
+        if out.exists() and began is None:
+            export = Export(folder, out, error=f"{out} exists, and is not of this watch", exit_code=7)
+            _note(watch, name, "failed", **facts, error=export.error, exit_code=export.exit_code)
+            return export
+        digest = None
+        if out.exists():  # it was killed before it could say so
+            remembered = read_manifest(out)
+            digest = total(remembered[1]) if remembered else ""
+            assert began is not None
+            facts["mark"] = began["mark"]
+        else:
+            if began is None or began["mark"] != mark:
+                shutil.rmtree(_staging(out), ignore_errors=True)
+            _note(watch, name, "began", **facts)
+        if digest is not None and watch.push is None:
+            export = Export(folder, out, digest)
+        else:
+            export = export_one(
+                folder, out, watch.options, push=watch.push, digest=digest, held=(claim,), started=stop.started
+            )
+        state = _state(export, record)
+        if state == "gone":
+            shutil.rmtree(_staging(out), ignore_errors=True)
+        said = {key: getattr(export, key) for key in ("digest", "url", "error", "exit_code") if getattr(export, key)}
+        _note(watch, name, state, **facts, **said)
+        return None if state == "gone" else export
+
+
+def _staging(out: Path) -> Path:
+    """Where a conversion works before its output is complete (`Request.staging`)."""
+    return out.with_name(out.name + ".partial")
+
+
+def _state(export: Export, before: Record | None) -> str:
+    """What the log says of an attempt. A source that cannot be read may be half deleted: it is looked at twice."""
+    if not export.error:
+        return "converted"
+    if not export.src.exists():
+        return "gone"
+    first = export.exit_code == SourceError.exit_code and (before is None or before.get("error") != export.error)
+    return "again" if first or export.exit_code in AGAIN or export.exit_code < 0 else "failed"
+
+
+def _remove(watch: Watch) -> None:
+    """Delete the models that are not kept: out of their place in one step, then their files."""
+    held = last(records(watch))
+    steps = {name: record["step"] for name, record in held.items() if record["state"] == "converted"}
+    for name in [name for name, step in steps.items() if step not in watch.kept(steps.values())]:
+        with _claimed(watch, name) as claim:
+            record = last(records(watch))[name]
+            if claim is None or record["state"] != "converted":
+                continue
+            old = watch.place / f"{name}.old"
+            if (watch.out / name).exists():
+                shutil.rmtree(old, ignore_errors=True)
+                (watch.out / name).rename(old)
+            shutil.rmtree(old, ignore_errors=True)
+            _note(watch, name, "removed", step=record["step"], mark=record["mark"])
+
+
+def require_all(watch: Watch) -> None:
+    """Insist on every checkpoint that was seen complete, but those that the training deleted before they were read.
+
+    Raises:
+        ExportError: some were not converted.
+    """
+    held = {name: record for name, record in last(records(watch)).items() if record.get("error")}
+    states = [("failed", "again") if (watch.run / name).exists() else ("failed",) for name in held]
+    failed = [one for one, wanted in zip(held.items(), states, strict=True) if one[1]["state"] in wanted]
+    if failed:
+        name, record = failed[0]
+        error = ExportError(f"{len(failed)} checkpoints were not converted: {name}: {record['error']}")
+        error.exit_code = max(1, record["exit_code"])
+        raise error

@@ -1,0 +1,110 @@
+"""Which checkpoints of a training are complete, by what its trainer writes last.
+
+A trainer makes the folder first, then the files of all ranks, and then one small file: in the folder, or beside all
+folders, where it names the newest one. A checkpoint is complete when that file says so; nobody guesses it from sizes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from formats.deepspeed.folders import LATEST
+from formats.fsdp.checkpoint import INSIDE
+from formats.megatron.folders import TRACKER
+
+
+class Sign(NamedTuple):
+    """What a trainer writes last.
+
+    Attributes:
+        folder: the names of its checkpoints; the first group is the step.
+        tracker: file of the run, with the step or the name of the newest complete checkpoint; those before it are
+            complete. Empty where the sign is in each checkpoint.
+        within: files of a checkpoint, of which the first that is written is written last.
+    """
+
+    folder: re.Pattern[str]
+    tracker: str = ""
+    within: tuple[str, ...] = ()
+
+
+GLOBAL_STEP = re.compile(r"global_step(\d+)")
+SIGNS = (
+    # megatron/training/checkpointing.py `save_checkpoint` (0.16.1): after a barrier, or when an asynchronous save is
+    # finalized; torch_dist, fsdp_dtensor and Megatron-Bridge too
+    Sign(re.compile(r"iter_(\d+)"), tracker=TRACKER),
+    # deepspeed/runtime/engine.py `save_checkpoint` (0.19.8): `latest` after the commit; GPT-NeoX, Megatron-DeepSpeed
+    Sign(GLOBAL_STEP, tracker=LATEST),
+    # `train run`: train/run/checkpoint.py
+    Sign(GLOBAL_STEP, within=(".progress",)),
+    # transformers/trainer.py `_save_checkpoint` (5.23.0): after model, optimizer and random states; axolotl, TRL
+    Sign(re.compile(r"checkpoint-(\d+)"), within=("trainer_state.json",)),
+    # verl/trainer/ppo/ray_trainer.py `_save_checkpoint` (0.4 to 0.6)
+    Sign(re.compile(r"global_step_(\d+)"), tracker=TRACKER),
+    # torch/distributed/checkpoint/filesystem.py `finish` (2.13.0): renamed into its place when all ranks have written;
+    # torchtitan, accelerate; not checkpoint-N, whose model the Trainer may write twice
+    Sign(
+        re.compile(r"(?:(?:step|epoch)[-_]?|checkpoint_)(\d+)"),
+        within=tuple(f"{inside}/.metadata".lstrip("/") for inside in INSIDE),
+    ),
+)
+"""The trainers' signs. A folder is a complete checkpoint if one of them says so."""
+
+
+class Saved(NamedTuple):
+    """A complete checkpoint of a run."""
+
+    step: int
+    folder: Path
+
+
+def folders(run: Path) -> list[str]:
+    """The folders of a run that are named as checkpoints, complete or not."""
+    names = sorted(entry.name for entry in os.scandir(run) if entry.is_dir(follow_symlinks=False))
+    return [name for name in names if any(sign.folder.fullmatch(name) for sign in SIGNS)]
+
+
+def complete(run: Path) -> list[Saved]:
+    """The complete checkpoints of a run, the oldest first. Links among them are of somebody else, and left out.
+
+    Raises:
+        OSError: the run cannot be read.
+    """
+    found = set()
+    for sign in SIGNS:
+        newest = _tracked(run, sign)
+        for name in folders(run):
+            named = sign.folder.fullmatch(name)
+            within = (run / name / last for last in sign.within)
+            if named and (int(named[1]) <= newest or any(last.is_file() for last in within)):
+                found.add(Saved(int(named[1]), run / name))
+    return sorted(found)
+
+
+def _tracked(run: Path, sign: Sign) -> int:
+    """The step of the newest complete checkpoint by a tracker; -1 if it names none, or there is none."""
+    try:
+        word = (run / sign.tracker).read_bytes()[:1000].decode(errors="replace").strip() if sign.tracker else ""
+    except FileNotFoundError:
+        return -1
+    named = sign.folder.fullmatch(word) or re.fullmatch(r"(\d{1,18})", word)
+    return int(named[1]) if named else -1
+
+
+def mark(folder: Path) -> str:
+    """What changes when a checkpoint is saved anew under its name: size and time of its first file; empty without any.
+
+    A save writes every file, so one tells, whatever their number.
+    """
+    for place, inside, names in os.walk(folder):
+        inside.sort()
+        for name in sorted(names):
+            try:
+                held = Path(place, name).stat()
+            except FileNotFoundError:
+                continue
+            return f"{Path(place, name).relative_to(folder)} {held.st_size} {held.st_mtime_ns}"
+    return ""

@@ -1,0 +1,120 @@
+"""`convert watch`: each complete checkpoint once, whoever is killed; what is kept, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+import vitruvian
+from converters.library import watching
+from formats.detect import commits
+from tests.faults.watch_storm import converted, storm
+
+
+@pytest.fixture
+def run(model, tmp_path):
+    """A training of three checkpoints, the last of which is not complete."""
+    for step in (1, 2, 3):
+        if step == 1:
+            vitruvian.convert(model("llama", "bfloat16"), tmp_path / "run" / "step-1", to="fsdp")
+        else:
+            shutil.copytree(tmp_path / "run" / "step-1", tmp_path / "run" / f"step-{step}")
+    (tmp_path / "run" / "step-3" / ".metadata").unlink()
+    return tmp_path / "run"
+
+
+def lines(out):
+    held = [json.loads(line) for line in (out / ".watch/log.jsonl").read_text().splitlines()]
+    return [(one.get("checkpoint", ""), one["state"]) for one in held]
+
+
+@pytest.mark.timeout(250)
+def test_two_watchers_that_are_killed_convert_each_checkpoint_once(tmp_path):
+    """`make watch-storm` does it with 200."""
+    told = storm(tmp_path, 5, 4, 0.3)
+    assert told["killed"] >= 2
+    assert told["converted"] >= 3
+
+
+def test_what_is_complete_is_converted_once_and_kept_by_rule(convert, run, tmp_path):
+    out = tmp_path / "out"
+    words = ("watch", run, "--out", out, "--to", "hf", "--once")
+    ran = convert(*words, "-n")
+    assert ran.out.splitlines() == ["step-1: to be converted", "step-2: to be converted", "step-3: not complete"]
+    assert not out.exists()
+    ran = convert(*words)
+    assert (ran.code, len(ran.out.splitlines())) == (75, 2), ran.err
+    assert vitruvian.verify(out / "step-2", run / "step-2").equal
+    shutil.copy(run / "step-1" / ".metadata", run / "step-3")
+    ran = convert(*words, "--keep", "1", "--keep-every", "2")
+    assert (ran.code, ran.out.count("digest")) == (75, 1)
+    assert sorted(path.name for path in out.iterdir()) == [".watch", "step-2", "step-3"]
+    assert [path.name for path in (out / ".watch").iterdir()] == ["log.jsonl"]
+    ran = convert(*words, "--idle", "0")
+    assert (ran.code, ran.out) == (0, "")
+    assert lines(out)[-1] == ("step-1", "removed")
+
+
+def test_what_was_finished_before_a_kill_is_not_done_again(convert, run, tmp_path):
+    """Between a model in its place and the line that says so; and a line that was cut short."""
+    out = tmp_path / "out"
+    words = ("watch", run, "--out", out, "--once")
+    shutil.rmtree(run / "step-2")
+    convert(*words)
+    log, place = out / ".watch/log.jsonl", (out / "step-1").stat().st_ino
+    whole = log.read_text()
+    log.write_text(whole[:-20])
+    assert convert(*words).code == 75
+    assert (out / "step-1").stat().st_ino == place
+    digest = vitruvian.digest(run / "step-1").digest
+    assert converted(out) == {"step-1": [digest]}
+    # saved anew: a model is never replaced, one that was moved away is made again
+    (run / "step-1" / ".metadata").touch()
+    assert convert(*words).out == ""
+    (out / "step-1").rename(tmp_path / "old")
+    assert convert(*words).out.count(digest) == 1
+
+
+def test_a_checkpoint_that_another_watcher_has_is_left_to_it(run, tmp_path):
+    watch = watching.Watch(run, tmp_path / "out")
+    watching.begin(watch)
+    saved = commits.complete(run)[0]
+    with watching._claimed(watch, saved.folder.name) as mine, watching._claimed(watch, saved.folder.name) as other:
+        assert mine is not None
+        assert other is None
+        assert watching._convert(watch, saved, watching.Stop()) is None
+
+
+def test_what_fails_is_told_and_does_not_stop_the_others(convert, run, tmp_path):
+    out = tmp_path / "out"
+    words = ("watch", run, "--out", out, "--once")
+    (out / "step-2").mkdir(parents=True)
+    next((run / "step-1").glob("*.distcp")).write_bytes(b"cut short")
+    shutil.copy(run / "step-2" / ".metadata", run / "step-3")
+    ran = convert(*words)
+    assert (ran.code, ran.out.count("digest")) == (75, 1)
+    assert "step-1 was not converted: " in ran.err
+    assert f"step-2 was not converted: {out}/step-2 exists, and is not of this watch" in ran.err
+    ran = convert(*words, "--idle", "0")  # what cannot be read is looked at twice, as it may be half deleted
+    assert (ran.code, ran.err.count("was not converted: ")) == (3, 1)
+    assert "2 checkpoints were not converted: step-1" in ran.err
+    ran = convert(*words, "--idle", "0")
+    assert (ran.code, ran.err.count("was not converted: ")) == (3, 0)
+    shutil.rmtree(run / "step-1")
+    shutil.copytree(run / "step-3", run / "step-1")  # saved again
+    assert convert(*words).out.count("digest") == 1
+
+
+def test_an_error_of_the_options_ends_the_watch(convert, run, tmp_path):
+    out = tmp_path / "out"
+    words = ("watch", run, "--out", out, "--once")
+    assert convert(*words, "--tag", "x").code == 2
+    ran = convert(*words, "--weights", "module")
+    assert (ran.code, ran.out, "--weights has no effect" in ran.err) == (2, "", True), ran.err
+    assert convert(*words, "--keep-every", "2").code == 2
+    assert convert("watch", tmp_path / "nothing", "--out", out).code == 3
+    assert convert(*words).code == 75  # the log was one of a command that was wrong
+    ran = convert(*words, "--dtype", "fp32")
+    assert (ran.code, "is of another watch" in ran.err) == (2, True)

@@ -1,0 +1,78 @@
+"""Room is asked for before anything is written: bytes and files, of a file system and of Lustre's quotas."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from converters.common import room
+from tests.models import files
+
+LFS = """#!/bin/sh
+[ "$1" = project ] && {{ echo "{project} P $3"; exit; }}
+case $3 in -u) echo "{user}" ;; -g) echo "{group}" ;; -p) echo "$5
+  {shared}" ;; esac
+"""
+"""Prints as lfs of Lustre 2.15 does; a path that is long stands on a line of its own."""
+
+
+@pytest.fixture
+def lustre(tmp_path, monkeypatch):
+    def answer(**said: str) -> list[room.Room]:
+        none = "/l 8 0 0 - 2 0 0 -"
+        script = tmp_path / "lfs"
+        script.write_text(LFS.format(**{"project": "0", "user": none, "group": none, "shared": none, **said}))
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        monkeypatch.setattr(room, "_mounted", lambda _: "lustre")
+        return [*room.rooms(tmp_path)][1:]
+
+    return answer
+
+
+def test_quotas_of_lustre_count(lustre, tmp_path):
+    mine, group = lustre(group="/l 1000 0 3000 - 5* 10 10 6d")
+    assert (mine.nbytes, mine.files) == (room.NONE, room.NONE)
+    assert (group.nbytes, group.files) == (2000 * 1024, 5)
+    with pytest.raises(room.OutputError, match=r"needs 2.0 MB, the quota of group .* has 2.0 MB free"):
+        room.require_room(tmp_path, 2000 * 1024 + 1, 1, tmp_path / "out")
+    with pytest.raises(room.OutputError, match=r"needs 6 files and folders, the quota of group .* has 5 free"):
+        room.require_room(tmp_path, 1, 6, tmp_path / "out")
+    *_, project = lustre(project="41", shared="1000* 0 900 - 5 0 7 -")
+    assert (project.nbytes, project.files, project.of.split(" on ")[0]) == (0, 2, "the quota of project 41")
+    assert lustre(user="", group="no such group", shared="x") == []
+
+
+def test_the_type_of_a_file_system_is_that_of_the_innermost_mount(tmp_path):
+    where = room._mounted(tmp_path)
+    assert where
+    assert room._plain(r"/a\040b") == "/a b"
+
+
+@pytest.mark.parametrize(("limit", "words"), [("size=64k", "needs"), ("nr_inodes=9", "files and folders")])
+def test_a_small_file_system_is_seen_before_anything_is_written(convert, model, tmp_path, limit, words):
+    """As a quota is at a site: bytes or files are too few."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", limit, "tmpfs", place], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        for more in (["-n"], []):
+            ran = convert("hf2megatron", model(), place / "out", "--tp", 2, *more)
+            assert (ran.code, f"{place} has " in ran.err, words in ran.err) == (7, True, True), ran.err
+        ran = convert("submit", "hf2megatron", model(), place / "out", "--tp", 2, "-n")
+        assert (ran.code, words in ran.err) == (7, True), ran.err
+        assert not [*place.iterdir()]
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_what_is_said_is_what_is_made(convert, model, tmp_path):
+    ran = convert("hf2megatron", model(), tmp_path / "out", "--tp", 2, "-n")
+    said = ran.out.partition("room   ")[2].splitlines()[0]
+    assert convert("hf2megatron", model(), tmp_path / "out", "--tp", 2).code == 0
+    made = len([*(tmp_path / "out").rglob("*")]) + 1
+    assert said.split()[-4:] == [str(made + 2), "files", "and", "folders"]  # and OUT.partial with its journal
+    assert files(tmp_path / "out")

@@ -44,7 +44,14 @@ from converters.plan.request import Request
 from converters.remote.path import RemotePath
 from converters.remote.store import Entry
 from formats.checkpoint import MANIFEST, OutputFile, Target
-from formats.errors import Interrupted, OutputError, UnsupportedError
+from formats.errors import (
+    DamagedError,
+    Interrupted,
+    OutputError,
+    RefusedError,
+    UnsupportedError,
+    VerificationError,
+)
 
 RECORD = "sent.jsonl"
 LAST = ("config.json", "model.safetensors.index.json", ".metadata", "metadata.json", "latest",
@@ -78,6 +85,12 @@ class Sent:
     resumed: bool = False
     digests: dict[str, str] = field(default_factory=dict)
     objects: dict[str, Entry] = field(default_factory=dict)
+
+    def claim(self, mark: str) -> None:
+        """Say of which conversion it is, once OUT is known to be free and before anything is sent."""
+        if not self.resumed:
+            write_all(self.handle, f"{mark}\n".encode())
+            os.fsync(self.handle)
 
     def note(self, digests: Mapping[str, str], objects: Mapping[str, Entry]) -> None:
         """Remember a group that has arrived."""
@@ -118,24 +131,30 @@ def deliver(
         planned = {_name(file.path, request) for file in target.files} | {*target.texts, *target.copies}
         planned.add(f"{target.home}/{MANIFEST}".removeprefix("./"))
         receiver.begin(planned if sent.resumed else set(), lambda held: check_free(request, held))
+        sent.claim(mark)
         checks = SourceChecks(plan.jobs, request.limits.replicas)
         before = sum(job.nbytes for job in plan.jobs if job.name in sent.digests)
         total = sum(job.nbytes for job in plan.jobs)
-        with (
-            Progress("converting", total - before, request.quiet, request.tell, before, total) as progress,
-            ThreadPoolExecutor(1) as sender,
-        ):
-            _each(groups, request, receiver, sent, checks, progress.advance, stopped, drifted, mark, sender)
-        with Files(checks=checks) as files:
-            checked(checks.complete(files.read_stored, request.limits.threads, stopped))
-        finish_small(plan, target, request, sent.digests)
-        small = {str(path.relative_to(request.root)): path for path in request.root.rglob("*") if path.is_file()}
-        if stopped():
-            raise Interrupted("stopped by a signal", "run the same command again to resume")
-        if request.verify:
-            verify_output(plan, request, sent.digests, stopped, receiver.reading(small))
-        check_unchanged(stamps, stamps_of(plan))
-        receiver.finish({name: small[name] for name in sorted(small, key=_turn)}, sent.objects)
+        try:
+            with (
+                Progress("converting", total - before, request.quiet, request.tell, before, total) as progress,
+                ThreadPoolExecutor(1) as sender,
+            ):
+                _each(groups, request, receiver, sent, checks, progress.advance, stopped, drifted, mark, sender)
+            with Files(checks=checks) as files:
+                checked(checks.complete(files.read_stored, request.limits.threads, stopped))
+            finish_small(plan, target, request, sent.digests)
+            small = {str(path.relative_to(request.root)): path for path in request.root.rglob("*") if path.is_file()}
+            if stopped():
+                raise Interrupted("stopped by a signal", "run the same command again to resume")
+            if request.verify:
+                verify_output(plan, request, sent.digests, stopped, receiver.reading(small))
+            check_unchanged(stamps, stamps_of(plan))
+            receiver.finish({name: small[name] for name in sorted(small, key=_turn)}, sent.objects)
+        except (DamagedError, RefusedError, UnsupportedError, VerificationError):
+            receiver.abandon(planned)  # nothing of it can be used: the same command starts over
+            shutil.rmtree(request.staging)
+            raise
     shutil.rmtree(request.staging)
     return dict(sent.digests)
 
@@ -253,8 +272,10 @@ def _record(request: Request, mark: str) -> Iterator[Sent]:
     if any(staging.iterdir()) and not (staging / RECORD).is_file():
         raise OutputError(f"{staging} is needed for the work and holds something else", "move it out of the way")
     handle = os.open(staging / RECORD, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    mine = False
     try:
         lock(handle, staging)
+        mine = True
         head, *lines = (staging / RECORD).read_bytes().splitlines(keepends=True) or [b""]
         if head.strip() and head != f"{mark}\n".encode() and not request.force:
             said = f"{staging} holds the beginnings of another conversion (or its source has changed since)"
@@ -272,10 +293,10 @@ def _record(request: Request, mark: str) -> Iterator[Sent]:
             for path in staging.iterdir():
                 if path.is_dir():
                     shutil.rmtree(path)
-            write_all(handle, f"{mark}\n".encode())
-            os.fsync(handle)
         yield sent
     finally:
+        if mine and staging.is_dir() and not (staging / RECORD).stat().st_size:  # nothing was begun
+            shutil.rmtree(staging)
         os.close(handle)
 
 

@@ -33,6 +33,9 @@ class Receiver(Protocol):
     def send(self, name: str, path: Path) -> Entry:
         """Send a file of weights."""
 
+    def abandon(self, names: Collection[str]) -> None:
+        """Delete what was sent, of all these names."""
+
     def has(self, name: str, entry: Entry) -> bool:
         """Whether a file that was sent is still what it was."""
 
@@ -71,6 +74,10 @@ class InBucket:
         """Send a file (`Receiver`)."""
         return self.bucket.send(f"{self.key}/{name}", path)
 
+    def abandon(self, names: Collection[str]) -> None:
+        """Delete what was sent (`Receiver`)."""
+        self.bucket.remove(f"{self.key}/{name}" for name in self._held() if name in names)
+
     def has(self, name: str, entry: Entry) -> bool:
         """Whether it is still there (`Receiver`)."""
         return self.bucket.found(f"{self.key}/{name}") == entry
@@ -96,6 +103,7 @@ class OnHub:
         store, self.key = out.mount()[0].store, out.mount()[1]
         assert isinstance(store, Repo)
         self.repo, self.branch = store, store.revision or "main"
+        self.old: list[str] = []
 
     def _held(self) -> list[str]:
         """The files below OUT now, the card apart."""
@@ -127,8 +135,8 @@ class OnHub:
             ask(lambda api: api.create_branch(name, branch=self.branch, exist_ok=True))
         self.old = self._held()
         free([one for one in self.old if one not in own] if own else self.old)
-        if not own and ask(lambda api: api.revision_exists(name, BRANCH)):
-            ask(lambda api: api.delete_branch(name, branch=BRANCH))
+        if not own:
+            self.abandon(())
         ask(lambda api: api.create_branch(name, branch=BRANCH, exist_ok=True))
 
     def send(self, name: str, path: Path) -> Entry:
@@ -143,6 +151,11 @@ class OnHub:
 
         self.repo.ask(upload)
         return self._there(name)
+
+    def abandon(self, names: Collection[str]) -> None:  # noqa: ARG002  # as a bucket needs them
+        """Delete what was sent (`Receiver`), which is in its branch alone."""
+        if self.repo.ask(lambda api: api.revision_exists(self.repo.name, BRANCH)):
+            self.repo.ask(lambda api: api.delete_branch(self.repo.name, branch=BRANCH))
 
     def _there(self, name: str) -> Entry:
         found = self.repo.ask(lambda api: api.get_paths_info(self.repo.name, [f"{FOLDER}/{name}"], revision=BRANCH))

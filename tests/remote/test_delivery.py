@@ -74,9 +74,11 @@ def test_an_output_that_exists_is_not_overwritten(bucket, model, here, convert):
     source = model("llama", "bfloat16")
     vitruvian.convert(source, "s3://models/out", shard_size=100_000)
     before = bucket.names("models", "out")
-    ran = convert("to", "huggingface", source, "s3://models/out")
-    assert ran.code == 7, ran.err
-    assert "s3://models/out exists" in ran.err
+    for _ in range(2):
+        ran = convert("to", "huggingface", source, "s3://models/out")
+        assert ran.code == 7, ran.err
+        assert "s3://models/out exists" in ran.err
+        assert not [*here.iterdir()]
     assert bucket.names("models", "out") == before
     ran = convert("to", "huggingface", source, "s3://models/out", "--force")
     assert ran.code == 0, ran.err
@@ -86,7 +88,6 @@ def test_an_output_that_exists_is_not_overwritten(bucket, model, here, convert):
     ran = convert("to", "huggingface", source, "s3://models/out", "--force")
     assert ran.code == 7
     assert "holds what no checkpoint has: thesis.tex" in ran.err
-    assert not [*here.iterdir()] or convert("to", "huggingface", source, "https://x.org/out").code == 2
 
 
 def test_a_killed_delivery_resumes_and_shows_nothing(bucket, model, here):
@@ -156,7 +157,8 @@ def test_what_arrives_otherwise_is_not_published(bucket, model, here, monkeypatc
     monkeypatch.setattr(receivers.InBucket, "send", altered)
     with pytest.raises(vitruvian.VerificationError, match="do not read back as written"):
         vitruvian.convert(model("llama", "bfloat16"), "s3://models/out")
-    assert bucket.names("models", "out") == ["out/model.safetensors"]
+    assert bucket.names("models", "out") == []
+    assert not [*here.iterdir()]
 
 
 def test_files_that_share_a_tensor_are_sent_together(model, here):

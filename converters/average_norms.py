@@ -1,8 +1,8 @@
-"""Averages the norms of a GPT-NeoX checkpoint over its tensor parallel ranks, in the model and in the float32 masters.
+"""Averages the norms of a GPT-NeoX checkpoint over its tensor parallel ranks, in the model and in FP32 master weights.
 
 Each rank trains its own copy of every norm, and in a long training they drift apart. Averaged in the module alone they
-would come back with the first step that resumes from the masters. Every other byte stays what it is: files without a
-norm are hard links.
+would come back with the first step that resumes from the master weights. Every other byte stays what it is: files
+without a norm are hard links.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from converters.move.blocks import Files
 from converters.move.engine import digest_of, execute
 from converters.move.journal import open_journal
 from converters.move.source_checks import SourceChecks
-from converters.plan.plan import Job, Part, Plan, make_plan
+from converters.plan.parts import Part
+from converters.plan.plan import Job, Plan, make_plan
 from converters.plan.request import Limits, Request
 from converters.prove.archive_crc import amend
 from formats.checkpoint import MANIFEST, Checkpoint, Settings
@@ -169,7 +170,7 @@ def _write(work: Averaging, request: Request, limits: Limits) -> dict[str, float
 
 
 def _verify(work: Averaging, limits: Limits) -> None:
-    """Read every norm of the output back: all copies are equal, and the masters are the module.
+    """Read every norm of the output back: all copies are equal, and the master weights are the module.
 
     Raises:
         VerificationError: they are not.

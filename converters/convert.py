@@ -170,13 +170,13 @@ def disk(request: Request) -> Iterator[None]:
 
 
 def prove(masters: Checkpoint, request: Request) -> None:
-    """Moments are where the masters are: compare those with what the model computes with.
+    """Moments are where the master weights are: compare those with what the model computes with.
 
     Raises:
         VerificationError: they are not the same model.
     """
     plan = make_plan(masters)
-    with Progress("comparing masters", plan.nbytes, request.quiet, request.tell) as progress:
+    with Progress("comparing master weights", plan.nbytes, request.quiet, request.tell) as progress:
         digest_of(plan.jobs, request.limits, progress.advance)
 
 

@@ -88,9 +88,9 @@ class Checkpoint:
         topology: the parallel sizes, in the order in which they are shown; empty when nothing is sharded.
         assets: the folder with config, tokenizer and chat template, if there is one.
         details: what only the same format can use again, such as Megatron's `args`.
-        twins: where `tensors` are float32 masters, the same tensors in the type that the model computes with.
+        twins: where `tensors` are FP32 master weights, the same tensors in the type that the model computes with.
         notes: what else the user should know.
-        proof: where `tensors` are moments, the masters that lie beside them and can be compared with the module.
+        proof: where `tensors` are moments, the master weights that lie beside them and can be compared with the module.
         without: the logical tensors of the model that it does not hold.
         settings: what the user said when it was opened.
         config: the parsed config.json of `assets`.
@@ -184,7 +184,7 @@ class OutputFile:
         tensors: what goes where.
         checksums: byte ranges (offset, size) whose CRC-32 `headers` needs, by name.
         headers: (offset, bytes) of everything that is no tensor, given those checksums.
-        states: what else goes where: masters and moments of an optimizer, by the name of the state.
+        states: what else goes where: master weights and moments of an optimizer, by the name of the state.
     """
 
     path: Path

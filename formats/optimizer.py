@@ -1,4 +1,4 @@
-"""What a training keeps of a model besides its weights, in no framework's terms: Adam's masters, moments and step."""
+"""What a training keeps of a model besides its weights, in no framework's terms: master weights, moments, step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from formats.errors import SourceError, UnsupportedError, short
 from formats.torch_files.archive_writer import NUMBERS, Small
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
-"""What there is of a parameter: the float32 master, unless it is float32 itself, and Adam's moments."""
+"""What there is of a parameter: the FP32 master weight, unless it is float32 itself, and Adam's moments."""
 
 
 ADAM = frozenset({"amsgrad", "bias_correction", "correct_bias"})

@@ -276,9 +276,17 @@ EXPERTS = [name for name in IN_MEGATRON if _has(name, "sparse")]
 """Mixtures of experts in Megatron."""
 FUSED_HERE = [name for name in MODELS if name not in IN_MEGATRON and _has(name, "separate")]
 """Others, of which transformers fuses what the Hub has apart."""
+SORTED = (*EXPERTS, *FUSED_HERE)
+"""Those whose tensors transformers saves in the order of their names, as it does with what it renames."""
+FEW = (
+    "llama", "llama-mqa", "llama-biased", "qwen2-tied", "gpt2", "qwen3_5_text-tied",
+    "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "qwen3_next-tied",
+)  # fmt: skip
+"""Models that together use every line of Megatron's tables (`test_coverage.py` looks): what holds of a line, whosever
+tensors it places, is shown with them."""
 DTYPES = ("bfloat16", "float32", "float16")
 IN_EVERY_TYPE = ("llama", "qwen2-tied", "gpt2", "mixtral", "gpt_neox")
-"""The models that go through every round trip in all types; the others in bfloat16, for a type is only its width."""
+"""The models that go through a round trip in all types; the others in bfloat16, for a type is only its width."""
 
 
 def build(folder: Path, name: str, dtype: str = "float32", shard: str = "50GB", **changes: Any) -> Path:

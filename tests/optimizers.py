@@ -85,7 +85,7 @@ def groups(*, experts: bool = False, **more: Any) -> list[dict[str, Any]]:
 
 
 def plain(stored: dict[str, Any]) -> Any:
-    """What megatron-core's optimizer saves of itself: of a model in half precision with masters."""
+    """What megatron-core's optimizer saves of itself: of a model in half precision with master weights."""
     return chained(stored, lambda share, experts: _plain(share, experts, half(stored)))
 
 
@@ -106,7 +106,7 @@ def _plain(share: Parameters, experts: bool, half: bool) -> dict[str, Any]:
 
 
 def half(stored: dict[str, Any]) -> bool:
-    """Whether there are masters beside the weights."""
+    """Whether there are master weights beside the weights."""
     import torch
 
     return any(weight.dtype != torch.float32 for _, _, weight in parameters(stored))

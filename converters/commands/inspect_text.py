@@ -77,7 +77,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     for edge, count in record["edges"].items():
         yield f"change {edge} in {count} tensors"
     if record["masters_compared"]:
-        yield f"check  {record['masters_compared']} float32 masters against what the model computes with"
+        yield f"check  {record['masters_compared']} FP32 master weights against what the model computes with"
     if target["filled_elements"]:
         yield f"fill   {target['filled_elements']} elements of vocabulary padding with {target['filled_with']}"
     if not record["edges"]:

@@ -122,7 +122,7 @@ def hf2neox(src: Path, out: Path, **options: Any) -> None:
 def average_norms(run: Path, out: Path, dry_run: bool, as_json: bool, **options: Any) -> None:
     """GPT-NeoX checkpoint with its norms averaged over tensor parallel ranks.
 
-    In the model and in the float32 masters, in the same topology; what holds no norm is a hard link. OUT is a run
+    In the model and in the FP32 master weights, in the same topology; what holds no norm is a hard link. OUT is a run
     folder to train on from, with or without `finetune: true`.
     """
     from converters import average_norms

@@ -24,7 +24,7 @@ MOST = 10**12
 LEAST = 1024
 """Bytes that may be written without a unit: fewer were meant to have one."""
 FILE = FOLDER = click.Path(path_type=Path)
-"""What is there is found out by whoever opens it, who has the better sentence."""
+"""Whether a path exists is checked where it is opened, so that the error can say more."""
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2

@@ -48,7 +48,7 @@ def zero2hf(src: Path, out: Path, **options: Any) -> None:
 def zero2universal(src: Path, out: Path, **options: Any) -> None:
     """Any training to DeepSpeed: a universal checkpoint, for any number of ranks and any stage.
 
-    It holds masters, both moments and the step of every parameter that is trained. Train on with `checkpoint:
+    It holds master weights, both moments and the step of every parameter that is trained. Train on with `checkpoint:
     {load_universal: true}`. Of DeepSpeed ZeRO and GPT-NeoX, parameters keep the names of the training. Of any other
     checkpoint whose optimizer is read, they have those of transformers.
     """

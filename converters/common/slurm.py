@@ -1,4 +1,4 @@
-"""Jobs for Slurm: what a site wants, a batch script, and its submission.
+"""Jobs for Slurm: what a site requires, a batch script, and its submission.
 
 A script is a header of sbatch options, a few settings as shell variables, and a body from `containers/slurm` as it
 stands there. The sites' facts are in `containers/sites`; nothing of those files is run here.

@@ -19,7 +19,9 @@ FILL = {"zeros": "zeros", "last": "copies of the last row"}
 
 def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
     """Everything that `inspect` knows."""
-    counted = Counter(placed.fragment.dtype for placed in source.tensors)
+    counted = Counter[str]()
+    for placed in source.tensors:
+        counted[placed.fragment.dtype] += placed.fragments
     weights = sum(placed.fragment.nbytes for placed in source.tensors)
     record: dict[str, Any] = {
         "path": str(source.root),
@@ -29,7 +31,7 @@ def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
         "settings": source.spec.settings(),
         "parameters": _parameters(source),
         "dtypes": dict(counted),
-        "tensors": len(source.tensors),
+        "tensors": counted.total(),
         "files": len(source.files),
         "bytes": weights,
         "dropped": len(source.dropped),
@@ -45,7 +47,8 @@ def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
              "bytes": placed.fragment.nbytes, "rank": rank_text(placed.slot.mesh),
              "file": str(placed.fragment.path.relative_to(source.root)), "offset": placed.fragment.offset,
              "pattern": placed.slot.rule.pattern.text, "replica": str(placed.slot.replica)}
-            for placed in source.tensors
+            for whole in source.tensors
+            for placed in whole.each()
         ]  # fmt: skip
     return record
 

@@ -33,8 +33,9 @@ from converters.plan.training_state import rows_of_padding
 from formats.checkpoint import Target
 from formats.disk.safetensors import DTYPES
 from formats.errors import UnsupportedError, UsageError
+from formats.layout.columns import Cut
 from formats.layout.leaves import Leaf
-from formats.layout.table import Cut, Placed
+from formats.layout.table import Placed
 
 if TYPE_CHECKING:
     from converters.library.torch_tensor import TorchTensor

@@ -27,7 +27,7 @@ from formats.errors import OutputError, SourceError
 from formats.torch_files.crc32 import crc_of
 
 SPARSEST = 8
-"""A strided region is read in one go, and one that is woven written, when it has at least one element in so many."""
+"""A strided region is read in one go, and an interleaved one written, when it has at least one element in so many."""
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Files:
 
     @contextmanager
     def weaving(self, fragment: Fragment) -> Iterator[None]:
-        """Be the only thread that writes what is woven. Its checksum is that of what is read once more."""
+        """Hold the lock for interleaved regions. Their checksum is computed from disk afterwards."""
         if self.sums:
             self.sums.forget(fragment)
         with self.loom:
@@ -189,7 +189,7 @@ def gather(
 def scatter(
     files: Files, parts: Nearby, start: tuple[int, ...], shape: tuple[int, ...], tile: Array, scratch: Array
 ) -> None:
-    """Write a tile out to the leaves that hold it. Of one that is woven all is read and written that lies between."""
+    """Write a tile to the leaves that hold it. Of an interleaved one all between is read and written."""
     item = tile.itemsize
     for part in parts(start, shape):
         where, sparsest = region(part.leaf, start, shape), SPARSEST if part.woven else 1

@@ -98,6 +98,7 @@ def run_job(
         RefusedError: it is a moment that Adam does not compute.
         Interrupted: `stop` was true.
     """
+    job = job.made
     digest, targets = hasher(job), Nearby(job.targets, len(job.shape))
     policies = [term.policy for term in job.terms] or [limits.replicas]
     copies = [Copies(read, files, policy) for read, policy in zip(job.reads, policies, strict=True)]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from converters.plan.plan import Part
+from converters.plan.parts import Part
 from formats.layout.leaves import Leaf
 
 
@@ -40,9 +40,9 @@ class Nearby:
     """Parts of a tensor, to be asked which of them meet a tile: a tensor of a thousand ranks has as many."""
 
     def __init__(self, parts: Sequence[Part], axes: int) -> None:
-        self.parts = parts
-        spans = [[(0, 1) if span.axis == "layer" else span[1:3] for span in part.leaf.spans] for part in parts]
-        self.bounds = np.array(spans, np.int64).reshape(len(parts), axes, 2)
+        self.parts = tuple(parts)
+        spans = [[(0, 1) if span.axis == "layer" else span[1:3] for span in part.leaf.spans] for part in self.parts]
+        self.bounds = np.array(spans, np.int64).reshape(len(self.parts), axes, 2)
 
     def __call__(self, start: tuple[int, ...], shape: tuple[int, ...]) -> list[Part]:
         """The parts that meet a tile."""

@@ -37,8 +37,8 @@ class Copies:
     Attributes:
         worst: how far apart the others were, by the copy; by None that of all of them whose mean would be taken.
         drift: how far apart the copies were that had to be averaged.
-        nameless: masters are in the model's own file, as in ZeRO stage 0, which gives them no names: that each is the
-            tensor's own only the comparison tells, and no policy does without it.
+        nameless: master weights are in the model's own file, as in ZeRO stage 0, which gives them no names: that each
+            is the tensor's own only the comparison tells, and no policy does without it.
     """
 
     def __init__(self, job: Job, files: Files, policy: str) -> None:
@@ -87,7 +87,7 @@ class Copies:
         return found
 
     def _round(self, values: Array, tile: Tile, twins: Nearby) -> None:
-        """Count the elements in which the rounded masters differ from what the model computes with."""
+        """Count the elements in which the rounded master weights differ from what the model computes with."""
         dtype = self.job.twins[0].fragment.dtype
         word = WORDS[DTYPES[dtype]]
         room = tile.other.view(word)[: len(values)]
@@ -105,10 +105,10 @@ class Copies:
         job = self.job
         if self.unequal:
             alone = "without its optimizer" if job.state else "with zero2hf or neox2hf --weights module"
-            unchecked = "" if self.nameless else "; --replicas first takes the masters unchecked"
+            unchecked = "" if self.nameless else "; --replicas first takes the master weights unchecked"
             raise VerificationError(
                 f"{self.unequal} of {prod(job.shape)} elements of {job.name} in {job.twins[0].fragment.path} are not "
-                f"the rounded float32 masters of {job.sources[0].fragment.path}",
+                f"the rounded FP32 master weights of {job.sources[0].fragment.path}",
                 f"the model goes alone {alone}{unchecked}",
             )
         if not self.worst:

@@ -51,7 +51,7 @@ def _config(source: Checkpoint) -> dict[str, object]:
 def _saved(alone: Checkpoint) -> peft.Saved:
     """An adapter in a checkpoint as one on disk: each tensor in one piece."""
     tensors = {}
-    counted = (one for one in alone.tensors if not one.slot.replica)
+    counted = (one for whole in alone.tensors for one in whole.each() if not one.slot.replica)
     for key, pieces in groupby(counted, key=lambda one: one.key):
         tensors[key] = _joined([*pieces])
     return peft.Saved(alone.root, _config(alone), tensors, alone.files)
@@ -64,7 +64,7 @@ def _joined(pieces: list[Placed]) -> Fragment:
         UnsupportedError: they are other parts of it.
     """
     shape, found = pieces[0].slot.shape, []
-    for key, _, fragment, part in pieces:
+    for key, _, fragment, part, _ in pieces:
         start = 0
         if part is not None and part.flat:
             start = part.ranges[0][0]

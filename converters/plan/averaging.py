@@ -1,4 +1,4 @@
-"""The plan of a mean of several checkpoints: of their float32 masters, where they have them."""
+"""The plan of a mean of several checkpoints: of their FP32 master weights, where they have them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from formats.checkpoint import Checkpoint
 from formats.disk.safetensors import FLOATS
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, short, some
 from formats.huggingface.config import residue
+from formats.layout.table import files_of
 from formats.model.spec import Verbatim
 from formats.registry import format_of, steps
 
@@ -190,7 +191,7 @@ def _require_types(sources: Sequence[Checkpoint]) -> None:
 
 
 def _masters(source: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
-    """A checkpoint with its float32 masters for its weights, if it has them; and what else to know."""
+    """A checkpoint with its FP32 master weights for its weights, if it has them; and what else to know."""
     if set(source.dtypes().values()) == {"F32"}:
         return source, ()
     if format_of(source).training is None or not training_of(source).is_trained(source):
@@ -198,9 +199,9 @@ def _masters(source: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
     try:
         masters = optimizer_of(source).states.get("fp32")
     except (SourceError, UnsupportedError) as error:
-        return source, (f"the weights of {source.root} are averaged, and not its masters: {error}",)
+        return source, (f"the weights of {source.root} are averaged, and not its master weights: {error}",)
     if masters is None:
         return source, ()
     weights = as_weights(masters, source)
-    files = tuple(dict.fromkeys([*source.files, *(placed.fragment.path for placed in masters.tensors)]))
+    files = tuple(dict.fromkeys([*source.files, *files_of(masters.tensors)]))
     return replace(weights, files=files), ()

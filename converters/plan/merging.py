@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from converters.plan.plan import Input, Job, Norms, Part, Plan, Term, parts_of
+from converters.plan.parts import Part, parts_of
+from converters.plan.plan import Input, Job, Norms, Plan, Term
 from converters.plan.request import Request
 from formats.checkpoint import Checkpoint
 from formats.disk.safetensors import FLOATS, Fragment, Product, row_major

@@ -151,7 +151,7 @@ def _fsdp(source: Checkpoint, request: Request, output: Output) -> Plan:
 
 
 def _require_no_cast(request: Request) -> None:
-    """An optimizer that moves as it is belongs to weights that move as they are, or are its masters."""
+    """An optimizer that moves as it is belongs to weights that move as they are, or are its master weights."""
     if request.cast:
         raise UsageError(f"--with-optimizer excludes --dtype {request.cast}", "leave one of them out")
 

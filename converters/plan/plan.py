@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+from converters.plan.parts import Copies, Part, Parts, parts_of
 from formats.checkpoint import Checkpoint, OutputFile, Target
 from formats.disk.safetensors import DTYPES, FLOATS, Fragment
 from formats.errors import RefusedError, UnsupportedError
-from formats.layout.boxes import overlap
 from formats.layout.leaves import Leaf
 from formats.layout.table import ORIGINAL, Placed, Replica
 from formats.layout.tensors import EXACT
@@ -30,22 +30,6 @@ MASTERS = "fp32"
 SCALE = re.compile(r"(.*)[._](?:scale(?:_inv)?|SCB|absmax)")
 """What weights of 8 bits, named before it, are multiplied by; the last two are bitsandbytes'."""
 CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A leaf, and the physical tensor that holds it; `woven` if the elements of others lie between its own.
-
-    What is woven is written by one process and one thread at a time: with its own elements it writes those of others.
-    """
-
-    leaf: Leaf
-    fragment: Fragment
-    woven: bool = False
-
-
-Copies = dict[Replica, list[Part]]
-"""The parts of a tensor, and of each further copy of it."""
 
 
 class Term(NamedTuple):
@@ -91,10 +75,10 @@ class Job:
 
     `shape` is the box, in the canonical order of the tensor's axes. `replicas` are further copies in the source; when
     the job is `partial` they are summands. `rows` is how many rows the source has when the target has more: the others
-    become their mean, or copies of the `last` one. `twins` hold the same tensor in the type that its float32 masters
-    are rounded to. `state` says what of the tensor moves, when it is not the weights: `exp_avg` and the like. `centred`
-    says of source and target whether they store the tensor less one. A tensor that is computed of several has no source
-    but its `terms`; its rows get `norms`, and `edge` says what is computed.
+    become their mean, or copies of the `last` one. `twins` hold the same tensor in the type that its master weights in
+    FP32 are rounded to. `state` says what of the tensor moves, when it is not the weights: `exp_avg` and the like.
+    `centred` says of source and target whether they store the tensor less one. A tensor that is computed of several has
+    no source but its `terms`; its rows get `norms`, and `edge` says what is computed.
     """
 
     tensor: str
@@ -102,12 +86,12 @@ class Job:
     shape: tuple[int, ...]
     source_dtype: str
     dtype: str
-    sources: tuple[Part, ...]
-    replicas: Mapping[Replica, tuple[Part, ...]]
-    targets: tuple[Part, ...]
+    sources: Sequence[Part]
+    replicas: Mapping[Replica, Sequence[Part]]
+    targets: Sequence[Part]
     rows: int | None = None
     partial: bool = False
-    twins: tuple[Part, ...] = ()
+    twins: Sequence[Part] = ()
     last: bool = False
     state: str = ""
     centred: tuple[bool, bool] = (False, False)
@@ -116,8 +100,16 @@ class Job:
     edge: str = ""
 
     @property
+    def made(self) -> Job:
+        """The same, with all of its parts made: what is carried out asks for them again and again."""
+        replicas = {copy: tuple(parts) for copy, parts in self.replicas.items()}
+        terms = tuple(term._replace(job=term.job.made) for term in self.terms)
+        sources, targets, twins = tuple(self.sources), tuple(self.targets), tuple(self.twins)
+        return replace(self, sources=sources, replicas=replicas, targets=targets, twins=twins, terms=terms)
+
+    @property
     def less_one(self) -> tuple[bool, bool]:
-        """Whether source and target store what moves less one: weights and their masters, not their moments."""
+        """Whether source and target store what moves less one: weights and their master weights, not their moments."""
         return self.centred if self.state in ("", MASTERS) else (False, False)
 
     @property
@@ -246,8 +238,8 @@ def make_plan(
     """
     held, twins = parts_of(source.tensors), parts_of(source.twins)
     partial, centred = (_marked(source.tensors, condition) for condition in ("partial", "centred"))
-    written = [placed for file in target.files for placed in file.tensors] if target else []
-    wanted, less_one = parts_of(written), _marked(written, "centred")
+    held_there = [placed for file in target.files for placed in file.tensors] if target else []
+    wanted, less_one = parts_of(held_there), _marked(held_there, "centred")
     repeated = _repeated(target) if target and target.padding == "last" else {}
     dtypes = source.dtypes()
     if cast:
@@ -259,26 +251,28 @@ def make_plan(
         if tensor in source.without:
             continue
         name = tensor if layer is None else f"{tensor}.{layer}"
-        nothing: Copies = {} if prod(shape) else {ORIGINAL: []}
+        nothing: Copies = {} if prod(shape) else {ORIGINAL: Parts(tensor)}
         sources = held.get((tensor, layer), nothing)
         targets = wanted.get((tensor, layer), nothing)
         if ORIGINAL not in sources or (target and ORIGINAL not in targets):
             raise RefusedError(f"nothing {'writes' if ORIGINAL in sources else 'holds'} {name}")
-        twin = twins.get((tensor, layer), {}).get(ORIGINAL, [])
+        twin = twins.get((tensor, layer), {}).get(ORIGINAL, Parts(tensor))
         module: Copies = {ORIGINAL: twin}
         checked = (("source", sources, held_shape), ("target", targets, shape), ("module", module, held_shape))
         for side, copies, box in checked if twin else checked[:2]:
             for copy, parts in copies.items():
-                prove_tiling([part.leaf for part in parts], box, f"{name} in the {side}{f' ({copy})' if copy else ''}")
+                parts.prove(box, f"{name} in the {side}{f' ({copy})' if copy else ''}")
+        written = sum(targets.values(), Parts(tensor))
+        written.more = tuple(repeated.get((tensor, layer), ()))
         dtype = dtypes[tensor, layer]
         jobs.append(
             Job(
-                tensor, layer, shape, dtype, cast_dtype(dtype, cast, tensor), tuple(sources[ORIGINAL]),
-                {copy: tuple(parts) for copy, parts in sources.items() if copy},
-                (*(part for parts in targets.values() for part in parts), *repeated.get((tensor, layer), ())),
+                tensor, layer, shape, dtype, cast_dtype(dtype, cast, tensor), sources[ORIGINAL],
+                {copy: parts for copy, parts in sources.items() if copy},
+                written,
                 held_shape[0] if held_shape != shape else None,
                 (tensor, layer) in partial,
-                tuple(twin),
+                twin,
                 bool(target and target.padding == "last"),
                 centred=((tensor, layer) in centred, (tensor, layer) in less_one),
             )
@@ -325,23 +319,6 @@ def cast_dtypes(source: Checkpoint, cast: str | None) -> dict[tuple[str, int | N
     return {name: cast_dtype(dtype, cast, name[0]) for name, dtype in source.dtypes().items()}
 
 
-def parts_of(tensors: Iterable[Placed]) -> dict[tuple[str, int | None], Copies]:
-    """The leaves of physical tensors by (tensor, layer) and by the copy to which they belong."""
-    found: dict[tuple[str, int | None], Copies] = {}
-    for placed in tensors:
-        leaves = placed.leaves()
-        woven = len(leaves) > 1 and any(min(_steps(leaf), default=1) > 1 for leaf in leaves)
-        for leaf in leaves:
-            copies = found.setdefault((leaf.tensor, placed.slot.layer), {})
-            copies.setdefault(placed.slot.replica, []).append(Part(leaf, placed.fragment, woven))
-    return found
-
-
-def _steps(leaf: Leaf) -> list[int]:
-    """The strides that a leaf has."""
-    return [span.stride for span in leaf.spans if span.size > 1]
-
-
 def padding_leaves(placed: Placed, stop: int | None = None) -> Iterator[Leaf]:
     """The rows of vocabulary padding in a tensor, up to `stop`, as leaves of rows after the last token."""
     sizes = dict(placed.slot.sizes)
@@ -375,19 +352,6 @@ def repeated_leaves(placed: Placed) -> Iterator[Leaf]:
         spans = (rows._replace(start=last - 1, stop=last), *leaf.spans[1:])
         for row in range(rows.size):
             yield Leaf(leaf.tensor, spans, leaf.base + row * rows.stride)
-
-
-def prove_tiling(leaves: Sequence[Leaf], shape: tuple[int, ...], name: str) -> None:
-    """Each element of the box is in exactly one leaf: the sizes add up, and no two leaves overlap.
-
-    Raises:
-        RefusedError: they do not.
-    """
-    total = sum(leaf.numel for leaf in leaves)
-    if total != prod(shape):
-        raise RefusedError(f"{name} has {prod(shape)} elements, the layout covers {total}")
-    if overlap([tuple((span.start, span.stop) for span in leaf.spans) for leaf in leaves if leaf.numel]):
-        raise RefusedError(f"two parts of {name} overlap")
 
 
 def _empty(placed: Placed) -> int:

@@ -1,22 +1,20 @@
-"""Plans of trainings that are resumed: weights, masters and moments, each a conversion of its own into one folder."""
+"""Plans of trainings that are resumed: weights, master weights and moments, each a conversion into one folder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from converters.plan.parts import Part, prove_tiling
 from converters.plan.plan import (
     MASTERS,
     PADDING,
-    Copies,
     Job,
-    Part,
     Plan,
     cast_dtype,
     cast_dtypes,
     make_plan,
     padding_leaves,
-    prove_tiling,
 )
 from converters.plan.request import Request
 from converters.plan.targets import plan_fsdp, plan_megatron
@@ -26,7 +24,7 @@ from formats.errors import UnsupportedError, VerificationError
 from formats.format import Training
 from formats.fsdp import optimizer as fsdp_optim
 from formats.layout.leaves import Leaf
-from formats.layout.table import ORIGINAL, Placed
+from formats.layout.table import ORIGINAL, Placed, Replica, files_of
 from formats.layout.tensors import UNTRAINED
 from formats.megatron import optimizer_reader, portable_optimizer
 from formats.megatron.args.options import FSDP_DTENSOR, Options, main_dtype
@@ -63,7 +61,7 @@ def optimizer_of(source: Checkpoint) -> Optimizer:
 
 
 def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int) -> Plan:
-    """A plan that writes a DCP folder with the optimizer of the source. Float32 masters become the weights.
+    """A plan that writes a DCP folder with the optimizer of the source. FP32 master weights become the weights.
 
     Args:
         source: the opened checkpoint.
@@ -77,7 +75,7 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int) -> Plan:
     found = optimizer_of(source)
     masters = found.states.get("fp32")
     moments = replace(found, states={state: one for state, one in found.states.items() if state != "fp32"})
-    held = (placed.fragment.path for one in found.states.values() for placed in one.tensors)
+    held = (path for one in found.states.values() for path in files_of(one.tensors))
     weights = source if masters is None else as_weights(masters, source)
     files = tuple(dict.fromkeys([*source.files, *held]))
     weights = replace(weights, files=files, dropped=(), state=())
@@ -86,7 +84,7 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int) -> Plan:
     jobs = (*plan.jobs, *state_jobs(source, moments.states, target=plan.target))
     notes = [UNTAKEN]
     if masters:
-        notes.append("FSDP trains the weights themselves: they are written from the float32 masters")
+        notes.append("FSDP trains the weights themselves: they are written from the FP32 master weights")
     if not found.groups:
         notes.append("the source has no rate, betas and weight decay: set_optimizer_state_dict of torch asks for them")
 
@@ -172,7 +170,7 @@ def plan_resumed(
 
 
 def _split(source: Checkpoint, found: Optimizer, cast: str | None) -> tuple[Checkpoint, dict[str, Checkpoint]]:
-    """What the weights are written from, and the states beside them: masters only where weights are rounded."""
+    """What the weights are written from, and the states beside them: master weights only where weights are rounded."""
     states = dict(found.states)
     masters = states.pop("fp32", None)
     weights = {dtype for (name, _), dtype in cast_dtypes(source, cast).items() if name not in UNTRAINED}
@@ -182,7 +180,7 @@ def _split(source: Checkpoint, found: Optimizer, cast: str | None) -> tuple[Chec
         masters = _trained(source)
     if masters is None:
         raise UnsupportedError(
-            f"{source.root} was trained without float32 masters, which Megatron's optimizer has of such weights",
+            f"{source.root} was trained without FP32 master weights, which Megatron's optimizer has of such weights",
             "--dtype fp32 takes the weights themselves, and resumes in float32",
         )
     return source, {"fp32": masters, **states}
@@ -191,7 +189,7 @@ def _split(source: Checkpoint, found: Optimizer, cast: str | None) -> tuple[Chec
 def _for_fsdp(
     source: Checkpoint, optimizer: Native, request: Request, options: Options
 ) -> tuple[Checkpoint, Native, Request, Options]:
-    """Megatron-FSDP saves the masters in the place of the weights; its arguments say what those are rounded to."""
+    """Megatron-FSDP saves master weights in the place of the weights; its arguments say what those are rounded to."""
     states = dict(optimizer.states)
     masters = states.pop("fp32", None)
     rounded = [dtype for (name, _), dtype in cast_dtypes(source, request.cast).items() if name not in UNTRAINED]
@@ -209,7 +207,7 @@ def _trained(source: Checkpoint) -> Checkpoint:
 
 
 def as_weights(masters: Checkpoint, source: Checkpoint) -> Checkpoint:
-    """Masters in place of the weights that are rounded from them; what nothing trains is as it was."""
+    """Master weights in place of the weights that are rounded from them; what nothing trains is as it was."""
     tensors = (*masters.tensors, *_parts_of(source, buffers=True))
     return replace(source, tensors=tensors, twins=masters.twins or _parts_of(source, buffers=False))
 
@@ -225,15 +223,15 @@ def _resumed(
     plan: Plan, optimizer: Native, rows: int, notes: Sequence[str], proof: Checkpoint | None = None,
     cast: str | None = None,
 ) -> Plan:  # fmt: skip
-    """A plan of the weights, with the jobs of the optimizer; masters that it does not carry are the proof.
+    """A plan of the weights, with the jobs of the optimizer; master weights that it does not carry are the proof.
 
     Raises:
-        UnsupportedError: masters would not round to the weights, from which one is taken off.
+        UnsupportedError: master weights would not round to the weights, from which one is taken off.
     """
     shifted = next((job.name for job in plan.jobs if job.shift), None)
     if shifted and MASTERS in optimizer.states:
         raise UnsupportedError(
-            f"Megatron stores {shifted} less one, where its float32 masters do not round to the weights of "
+            f"Megatron stores {shifted} less one, where its FP32 master weights do not round to the weights of "
             f"{plan.source.root}",
             "take the weights alone, without --with-optimizer, or --dtype fp32",
         )
@@ -243,7 +241,7 @@ def _resumed(
         again = optimizer_reader.read(written).states
         return state_jobs(written, {state: again[state] for state in optimizer.states}, rows)
 
-    paths = (placed.fragment.path for one in optimizer.states.values() for placed in one.tensors)
+    paths = (path for one in optimizer.states.values() for path in files_of(one.tensors))
     resumed = replace(
         source,
         files=tuple(dict.fromkeys([*source.files, *paths])),
@@ -293,10 +291,10 @@ def _padding_jobs(
         yield Job(tensor, None, shape, dtype, cast_to, tuple(copies[ORIGINAL]), replicas, tuple(written), state=state)
 
 
-def _rows(tensors: Iterable[Placed], rows: range) -> dict[str, Copies]:
+def _rows(tensors: Iterable[Placed], rows: range) -> dict[str, dict[Replica, list[Part]]]:
     """The rows of vocabulary padding, by tensor and by the copy to which they belong; the first one counts 0."""
-    found: dict[str, Copies] = {}
-    for placed in tensors if rows else ():
+    found: dict[str, dict[Replica, list[Part]]] = {}
+    for placed in (one for whole in tensors for one in whole.each()) if rows else ():
         for leaf in rows_of_padding(placed, rows):
             found.setdefault(leaf.tensor, {}).setdefault(placed.slot.replica, []).append(Part(leaf, placed.fragment))
     return found

@@ -1,4 +1,4 @@
-"""Plans of DeepSpeed's universal checkpoints: masters and moments, each a conversion of its own into one folder.
+"""Plans of DeepSpeed's universal checkpoints: master weights and moments, each a conversion of its own into one folder.
 
 Of DeepSpeed's own partitions every parameter keeps the name that the training gave it; of any other optimizer it has
 that of transformers.
@@ -28,7 +28,7 @@ from formats.disk.safetensors import Fragment
 from formats.errors import UnsupportedError
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Scattered, spread
-from formats.layout.table import ALONE, Slot, match
+from formats.layout.table import ALONE, Slot, files_of, match
 from formats.layout.tensors import BUFFERS
 from formats.model import untabled
 from formats.model.spec import ModelSpec, Verbatim
@@ -192,7 +192,7 @@ def _target(root: Path, tag: str, parameters: Sequence[Parameter], small: Mappin
 
 
 def _jobs(opened: Sequence[Checkpoint], target: Target) -> tuple[Job, ...]:
-    """The jobs of each state. The masters are the weights."""
+    """The jobs of each state. The master weights are the weights."""
     found = list[Job]()
     for state, one in zip(STATES, opened, strict=True):
         files = tuple(file for file in target.files if file.path.stem == state)
@@ -238,7 +238,7 @@ def _state(run: Path, tag: Path, tensors: Mapping[str, Scattered], module: Mappi
     whole = {name: one.whole for name, one in tensors.items()}
     placed, _ = match(untabled.slots(spec), {ALONE: whole}, (), tag)
     pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
-    files = tuple(sorted({piece.fragment.path for piece in pieces}))
+    files = tuple(sorted(files_of(pieces)))
     twins = tuple(one._replace(fragment=module[one.key]) for one in placed if one.key in module)
     return Checkpoint(run, tag, zero.NAME, spec, pieces, (), files, twins=twins, ties=zero.TIES)
 

@@ -57,8 +57,8 @@ def same_output(plan: Plan, place: Path) -> dict[str, str] | None:
 def check_source(plan: Plan, digests: Mapping[str, str]) -> None:
     """Compare what was read with the manifest that travels with the source, if there is one.
 
-    Masters that are written as the weights are not: they were compared with those that the manifest is of. Neither are
-    tensors that are read as parts of others, which it does not have.
+    Master weights that are written as the weights are not: they were compared with those that the manifest is of.
+    Neither are tensors that are read as parts of others, which it does not have.
 
     Raises:
         VerificationError: the source is not what it was when its manifest was written.

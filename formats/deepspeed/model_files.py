@@ -12,7 +12,8 @@ from typing import Any
 from formats.deepspeed.partitions import flat_fragment, flat_piece, whole_of
 from formats.disk.safetensors import Fragment
 from formats.errors import SourceError, UnsupportedError, short
-from formats.layout.pieces import Piece, Scattered, in_one, whole_part
+from formats.layout.columns import Piece
+from formats.layout.pieces import Scattered, in_one, whole_part
 from formats.torch_files.archive import TorchFile
 from formats.torch_files.pickle_values import Opaque, TensorRef
 from formats.torch_files.unpickle import DAMAGE
@@ -88,12 +89,12 @@ def module(file: TorchFile) -> dict[str, Fragment]:
 def whole(file: TorchFile, state: str, modules: Mapping[str, Fragment]) -> Iterator[tuple[str, Scattered]]:
     """The states of stage 0, which keeps them whole, in the order of its groups and without a name.
 
-    Each takes the first parameter of its shape that is left. That this is right, the comparison of the masters with the
-    module proves, also where moments are asked for: `converters/move/replicas.py` lets no one switch it off.
+    Each takes the first parameter of its shape that is left. That this is right, the comparison of the master weights
+    with the module proves, also where moments are asked for: `converters/move/replicas.py` lets no one switch it off.
 
     Raises:
         SourceError: there are none, or they fit no parameter.
-        UnsupportedError: there are no masters, so that nothing would tell which parameter a moment belongs to.
+        UnsupportedError: there are no master weights, so that nothing would tell which parameter a moment belongs to.
     """
     try:
         groups = _whole_groups(file, state)
@@ -110,7 +111,7 @@ def whole(file: TorchFile, state: str, modules: Mapping[str, Fragment]) -> Itera
 
 
 def _whole_groups(file: TorchFile, state: str) -> list[list[TensorRef]]:
-    """The states of each group. A training in float32 has no masters: its optimizer is that of torch alone."""
+    """The states of each group. A training in float32 has no master weights: its optimizer is that of torch alone."""
     held = file.value["optimizer"]
     masters = held.get("fp32_groups")
     inner = held["optimizer_state_dict"] if masters is not None else held

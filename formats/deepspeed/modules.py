@@ -103,7 +103,7 @@ OfState = Callable[[Partitions, str], Checkpoint]
 
 
 def kept(tag: Path, models: Mapping[int, TorchFile], weights: str, of_state: OfState) -> Checkpoint:
-    """What `--weights` asks for of an optimizer; moments with the masters that prove whose they are."""
+    """What `--weights` asks for of an optimizer; moments with the master weights that prove whose they are."""
     state = weights.replace("fp32-master", "fp32")
     held = _partitions(tag, models, sorted({"fp32", state}))
     proof = None if state == "fp32" else of_state(held, "fp32")

@@ -67,7 +67,7 @@ def read(source: Checkpoint) -> Optimizer:
     else:
         step, owners = _universal(source.home, held)
     if set(source.dtypes().values()) == {"F32"} and not states["fp32"].twins:
-        states.pop("fp32")  # the weights are the masters
+        states.pop("fp32")  # the weights are the master weights
     samples = model.get("global_samples")
     groups = _groups(states["exp_avg"], owners)
     return Optimizer(states, int(step), groups, samples if type(samples) is int else None)
@@ -147,7 +147,7 @@ def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable
 def _groups(moments: Checkpoint, owners: Owners) -> dict[tuple[str, int | None], Group]:
     """How each logical tensor is treated, group after group as the training has them."""
     found: dict[tuple[str, int | None], Group] = {}
-    for placed in moments.tensors:
+    for placed in (one for whole in moments.tensors for one in whole.each()):
         starts = owners[placed.fragment.path]
         group = starts[bisect(starts, placed.fragment.offset, key=lambda one: one[0]) - 1][1]
         for name in placed.slot.rule.pattern.tensors:

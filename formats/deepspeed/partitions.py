@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO: the float32 masters and moments that each data parallel rank keeps a part of.
+"""DeepSpeed ZeRO: the FP32 master weights and moments that each data parallel rank keeps a part of.
 
     TAG/mp_rank_{mp:02d}_model_states.pt                     stages 0 to 2: the module, and the shapes in their order
     TAG/zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt   stage 3: the shapes; the module is empty
@@ -6,7 +6,7 @@
 
 Stages 1 and 2 (deepspeed/runtime/zero/stage_1_and_2.py, 0.19.8) lay the parameters of a group end to end, in the order
 of `param_shapes`, pad the end to a multiple of twice the ranks, and give each rank an equal part; padding at the end of
-the stored masters is stripped. Stage 3 (stage3.py) gives each rank ceil(n / ranks) elements of every parameter.
+the stored master weights is stripped. Stage 3 (stage3.py) gives each rank ceil(n / ranks) elements of every parameter.
 `param_slice_mappings` is not used: with round_robin_gradients it is in another order than the data.
 """
 
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from formats.deepspeed import folders as deepspeed
 from formats.disk.safetensors import DTYPES, Fragment
 from formats.errors import SourceError, UnsupportedError, short, some
-from formats.layout.pieces import Piece, Scattered, scattered, whole_part
-from formats.layout.table import Cut
+from formats.layout.columns import Cut, Piece
+from formats.layout.pieces import Scattered, scattered, whole_part
 from formats.optimizer import STATES, require_states
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
@@ -171,7 +171,8 @@ def _parse(file: TorchFile, held: Mapping[str, Any], states: Sequence[str]) -> P
     )
     kept = frozenset(str(name) for one in inner for name in one)
     if more := sorted(set(moments["state"]) - set(range(len(masters)))):
-        raise SourceError(f"{file.path} holds states of group {short(more[0])}, and masters of {len(masters)} groups")
+        groups_of = f"states of group {short(more[0])}, and master weights of {len(masters)} groups"
+        raise SourceError(f"{file.path} holds {groups_of}")
     return Partition(file.path, stage, ranks, groups, gaps, steps, settings, kept)
 
 

@@ -43,7 +43,7 @@ class Parameter(NamedTuple):
     Attributes:
         name: its name in the module.
         slot: the whole of it.
-        cut: how tensor parallelism cuts it, as the loader wants to be told: `cat_dim` and the like.
+        cut: how tensor parallelism cuts it, as the loader expects it: `cat_dim` and the like.
         step: Adam's step.
     """
 

@@ -25,8 +25,9 @@ from formats.disk.safetensors import Fragment
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, short, some
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
-from formats.layout.pieces import Piece, Scattered, in_one, scattered, spread, whole_part
-from formats.layout.table import ALONE, Cut, Placed, Rule, Slot, match
+from formats.layout.columns import Cut, Piece
+from formats.layout.pieces import Scattered, in_one, scattered, spread, whole_part
+from formats.layout.table import ALONE, Placed, Rule, Slot, files_of, match
 from formats.model import adapters
 from formats.model.spec import ModelSpec, Spec
 from formats.optimizer import STATES
@@ -96,7 +97,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     held = models[0].value
     topology = {"dp": held.get("dp_world_size", 1)}
     details = Details(shown={"iteration": held.get("global_steps"), "folder": tag.name})
-    files = tuple(sorted({piece.fragment.path for piece in pieces}))
+    files = tuple(sorted(files_of(pieces)))
     proof = None
     if WEIGHTS[wanted] in ("exp_avg", "exp_avg_sq") and not (third or whole):
         proof = read(path, replace(settings, weights="fp32-master"))
@@ -352,7 +353,7 @@ def states_of(source: Checkpoint, held: Training) -> dict[str, Checkpoint]:
             source,
             tensors=pieces,
             dropped=tuple(dropped),
-            files=tuple(sorted({piece.fragment.path for piece in pieces})),
+            files=tuple(sorted(files_of(pieces))),
             twins=_twins(placed, keys, held.module) if state == "fp32" else (),
             notes=(),
             proof=None,
@@ -411,15 +412,15 @@ def _config_folder(path: Path, run: Path, tag: Path, settings: Settings) -> Path
 
 
 def _no_module(dtypes: Collection[str]) -> str:
-    """What weights are taken where a checkpoint has masters alone; DeepSpeed can keep these in 16 bits too."""
-    said = "it holds no module: these are the {} masters"
+    """What weights are taken where a checkpoint has master weights alone; DeepSpeed can keep these in 16 bits too."""
+    said = "it holds no module: these are the {} master weights"
     if "F32" in dtypes:
         return said.format("float32") + "; --dtype bf16 rounds them as DeepSpeed does"
     return said.format(" and ".join(sorted(dtypes)))
 
 
 def _twins(placed: Sequence[Placed], keys: Mapping[str, str], modules: Mapping[str, Fragment]) -> tuple[Placed, ...]:
-    """The module's own tensors, where the optimizer has a float32 master of them."""
+    """The module's own tensors, where the optimizer has an FP32 master weight of them."""
     found = [
         (one, modules.get(keys[one.key])) for one in placed if one.fragment.dtype == "F32" and not one.slot.replica
     ]

@@ -1,9 +1,9 @@
 """Checkpoints of programs whose format has no reader: what they are, who wrote them, and what can be done with them.
 
 Facts, measured with what the named program wrote: orbax-checkpoint 0.12.8, mlx-lm 0.32.2. Read: megatron-core 0.19.2
-training/checkpointing.py (torch_dcp), Megatron-Bridge 067f987d training/utils/checkpoint_utils.py, NeMo 2.5
-lightning/io and scripts/checkpoint_converters, litgpt 0.5.13 scripts, nanotron 0.4 serialize, OLMo-core 3.0.0
-train/checkpoint.py, ColossalAI applications/Colossal-LLaMA, T5X checkpoints.py, transformers 4.57 utils/__init__.py.
+training/checkpointing.py (torch_dcp), NeMo 2.5 scripts/checkpoint_converters, litgpt 0.5.13 scripts, nanotron 0.4
+serialize, OLMo-core 3.0.0 train/checkpoint.py, ColossalAI applications/Colossal-LLaMA, T5X checkpoints.py, transformers
+4.57 utils/__init__.py.
 """
 
 from __future__ import annotations
@@ -101,17 +101,10 @@ def _torch_dcp(path: Path) -> Path | None:
     return folder / dcp.METADATA if mine and keys else None
 
 
-def _bridge(path: Path) -> Path | None:
-    """`run_config.yaml` in an iteration, which says of what class its model is."""
+def _bridge_fsdp(path: Path) -> Path | None:
+    """What Megatron-Bridge says of its files, of which those of Megatron-FSDP have no arguments inside."""
     folder = _iteration(path)
-    return _says("run_config.yaml", "_target_:")(folder) if folder else None
-
-
-def _nemo(path: Path) -> Path | None:
-    """`context/` beside `weights/`, from the folder of both or from `weights/` itself."""
-    folder = path.parent if path.name == "weights" else path
-    files = [folder / "context" / name for name in ("model.yaml", "io.json")]
-    return next((file for file in files if (folder / "weights").is_dir() and file.is_file()), None)
+    return _says("run_config.yaml", r"\n  ckpt_format: fsdp_dtensor\n")(folder) if folder else None
 
 
 def _olmo_core(path: Path) -> Path | None:
@@ -138,14 +131,9 @@ LOOKALIKES = (
         _torch_dcp,
     ),
     Sign(
-        "a checkpoint of Megatron-Bridge, whose weights are torch_dist without the args of Megatron-LM",
-        "export it with Megatron-Bridge: AutoBridge.from_hf_pretrained(MODEL).export_ckpt(ITERATION, OUT)",
-        _bridge,
-    ),
-    Sign(
-        "a checkpoint of NeMo 2, whose weights are torch_dist without the args of Megatron-LM",
-        "export it with NeMo: llm.export_ckpt(path=FOLDER, target='hf', output_path=OUT) of nemo.collections",
-        _nemo,
+        "a checkpoint of Megatron-Bridge with ckpt_format: fsdp_dtensor",
+        "load it there and save with ckpt_format: torch_dist, which is read",
+        _bridge_fsdp,
     ),
     Sign(
         "a checkpoint of OLMo-core",

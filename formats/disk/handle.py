@@ -7,7 +7,7 @@ reads at offsets goes through here, so no reader of a format knows where its byt
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -82,6 +82,18 @@ def pread(handle: Handle, count: int, offset: int) -> bytes:
     while done < count and (got := handle.read_at(memoryview(raw)[done:], offset + done)):
         done += got
     return bytes(raw[:done])
+
+
+def preadv(handle: Handle, buffers: Sequence[memoryview], offset: int) -> None:
+    """Read into buffers, one after the other, from an offset on. What is behind the end stays as it is."""
+    if isinstance(handle, int):
+        os.preadv(handle, buffers, offset)
+        return
+    for buffer in buffers:
+        done = 0
+        while done < len(buffer) and (got := handle.read_at(buffer[done:], offset + done)):
+            done += got
+        offset += len(buffer)
 
 
 def soon(paths: Iterable[Path]) -> None:

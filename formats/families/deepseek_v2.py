@@ -1,7 +1,7 @@
 """DeepSeek-V2: keys and values out of a latent, experts after a softmax (transformers, 5.23.0).
 
 Facts: models/deepseek_v2/modeling_deepseek_v2.py: the elements of a head that rotate are its last, neighbours are
-turned; its router heeds no norm_topk_prob. DeepSeek-V2-Lite has queries without a latent, and takes the best experts;
+turned; its router ignores norm_topk_prob. DeepSeek-V2-Lite has queries without a latent, and takes the best experts;
 the large one takes them out of groups that it ranks by their best expert.
 """
 

@@ -25,8 +25,9 @@ from formats.families.family import Family
 from formats.fsdp import FSDP, torchtitan
 from formats.fsdp.contents import Listing, contents
 from formats.huggingface import folder as huggingface
-from formats.layout.pieces import Piece, Scattered, in_one, scattered, spread
-from formats.layout.table import ALONE, Cut, Rule, Slot, match, slots
+from formats.layout.columns import Cut, Piece
+from formats.layout.pieces import Scattered, in_one, scattered, spread
+from formats.layout.table import ALONE, Rule, Slot, files_of, match, slots
 from formats.layout.tensors import UNTRAINED
 from formats.model import adapters
 from formats.model.spec import ModelSpec, Spec, Verbatim
@@ -107,7 +108,7 @@ def _dcp(folder: Path, settings: Settings) -> Listing:
     entries = dcp.entries(folder)
     containers = [settings.container] if settings.container is not None else _starts(entries)
     paths = [entry.path or _split(entry.name, containers) for entry in entries]
-    files = dcp.metadata_files(folder) + sorted({item.path for entry in entries for item in entry.items})
+    files = dcp.metadata_files(folder) + sorted({path for entry in entries for path in entry.items.files})
     return Listing(paths, lambda wanted: dcp.load([entries[i] for i in wanted]), tuple(files))
 
 
@@ -211,7 +212,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if isinstance(spec, Verbatim):
         _require_rows(tensors, spec, path)
     pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
-    ranks, left = {"ranks": len({piece.fragment.path for piece in pieces})}, (*dropped, *more)
+    ranks, left = {"ranks": len(files_of(pieces))}, (*dropped, *more)
     unbounded = listing.unbounded and isinstance(spec, Verbatim)
     return Checkpoint(
         path, folder, NAME, spec, pieces, left, listing.files, ranks, assets, config=config, unbounded=unbounded
@@ -402,7 +403,7 @@ def write(
         spec: the model.
         dtypes: the element type of each logical tensor.
         ranks: how many data files.
-        optimizer: the moments, step and groups to write beside the weights, which are its masters.
+        optimizer: the moments, step and groups to write beside the weights, which are its master weights.
     """
     wanted = huggingface.model_slots(spec, memory=True)
     stored = [dcp_writer.whole(slot, f"{dcp_writer.CONTAINER}.{slot.keys[0]}") for slot in wanted]

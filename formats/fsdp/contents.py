@@ -30,7 +30,7 @@ class Listing(NamedTuple):
 def contents(path: Path, listing: Listing) -> dict[str, Any]:
     """What `inspect` can say without a config: all tensors of the files, states of an optimizer among them."""
     tensors = list(listing.load(range(len(listing.paths))))
-    ranks = {piece.fragment.path for tensor in tensors for piece in tensor.copies[0]}
+    ranks = {path for tensor in tensors for path in tensor.files}
     containers = Counter(names[0] if len(names) > 1 else "" for names in listing.paths)
     return {
         "path": str(path),

@@ -6,7 +6,8 @@
     optim.{key}.{step|exp_avg|exp_avg_sq}               `train run` before it took torch's names; without settings
     optimizer_0/, optimizer.bin, optimizer_0_rank0.bin  accelerate's, beside the model's
 
-Keys are those of the model. What FSDP trains is the model itself: where it is float32, its weights are Adam's masters.
+Keys are those of the model. What FSDP trains is the model itself: where it is float32, its weights are the
+master weights.
 
 Facts: torch 2.13.0, distributed/checkpoint/state_dict.py and distributed/fsdp/_optim_utils.py; accelerate 1.15.0,
 utils/fsdp_utils.py; what they wrote, and what they load again, is in tests/golden/test_fsdp_optim.py.

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
+from pathlib import Path
 from typing import NamedTuple
 
 from formats.disk.safetensors import DTYPES, Fragment, row_major
 from formats.errors import SourceError
 from formats.layout.boxes import overlap
-from formats.layout.table import Cut, Placed
-
-
-class Piece(NamedTuple):
-    """A part of a tensor, and where it lies."""
-
-    part: Cut
-    fragment: Fragment
+from formats.layout.columns import Columns, Cut, Piece, tile
+from formats.layout.table import Placed
 
 
 class Scattered(NamedTuple):
@@ -24,7 +19,13 @@ class Scattered(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
-    copies: tuple[tuple[Piece, ...], ...]
+    copies: tuple[Sequence[Piece], ...]
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold a piece of it."""
+        first = self.copies[0]
+        return first.files if isinstance(first, Columns) else [piece.fragment.path for piece in first]
 
     @property
     def whole(self) -> Fragment:
@@ -48,6 +49,8 @@ def scattered(name: str, shape: tuple[int, ...], dtype: str, pieces: Iterable[Pi
     Raises:
         SourceError: the pieces leave a hole or overlap, or differ in element type; the message names the files.
     """
+    if isinstance(pieces, Columns) and pieces.dtype == dtype and tile(pieces.boxes, shape):
+        return Scattered(shape, dtype, (pieces,))
     by_part: dict[Cut, list[Piece]] = {}
     for piece in pieces:
         if piece.fragment.dtype != dtype:
@@ -101,8 +104,11 @@ def _at(index: int, piece: Piece) -> Piece:
 
 
 def spread(placed: Placed, tensor: Scattered) -> Iterator[Placed]:
-    """One placed fragment for each piece of a tensor that has found its place."""
+    """A tensor that has found its place: one for each piece, or one for all of those that are columns."""
     for number, copy in enumerate(tensor.copies):
         slot = placed.slot._replace(replica=placed.slot.replica._replace(number=number))
+        if isinstance(copy, Columns):
+            yield Placed(placed.key, slot, placed.fragment, columns=copy)
+            continue
         for part, fragment in copy:
             yield Placed(placed.key, slot, fragment, part)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from formats.disk.safetensors import Fragment
 from formats.errors import SourceError
+from formats.layout.columns import Boxes, Columns, Cut
 from formats.layout.leaves import Leaf, Span, cut
 from formats.layout.lowering import Mesh, lower, shape
 from formats.layout.pattern import Pattern, parse
@@ -117,21 +118,6 @@ def rules(table: str) -> tuple[Rule, ...]:
     return tuple(parsed)
 
 
-class Cut(NamedTuple):
-    """The part of a physical tensor that is stored in one place.
-
-    A box (start and stop along each dimension), or, when `flat`, one interval of its elements in row-major order.
-    """
-
-    ranges: tuple[tuple[int, int], ...]
-    flat: bool = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the part."""
-        return tuple(stop - start for start, stop in self.ranges)
-
-
 class Place(NamedTuple):
     """Where a tensor is looked for: a file, and the pipeline chunk in it, where a file has several."""
 
@@ -169,7 +155,7 @@ SHARED = Replica(shared=True)
 
 
 class Slot(NamedTuple):
-    """One physical tensor that a layout wants: its place, the spellings of its key, its shape and its content."""
+    """One physical tensor that a layout expects: its place, the spellings of its key, its shape and its content."""
 
     place: Place
     keys: tuple[str, ...]
@@ -181,12 +167,44 @@ class Slot(NamedTuple):
     replica: Replica
     expert: int | None = None
 
-    def leaves(self, strides: tuple[int, ...] | None = None, part: Cut | None = None) -> list[Leaf]:
-        """What the physical tensor, or a part of it, holds, for strides in elements (row-major unless given)."""
-        leaves = _lowered(self.rule.pattern, self.sizes, self.mesh, strides, part)
+    def leaves(self) -> list[Leaf]:
+        """What the physical tensor holds, where it is whole and row-major."""
+        layout = Layout(self.rule.pattern, self.sizes, self.mesh)
+        return [self.in_order(leaf) for leaves in layout.lowered() for leaf in leaves]
+
+    def in_order(self, leaf: Leaf) -> Leaf:
+        """A leaf with the coordinates that are outside the tensor, its spans in the canonical order of the axes."""
         outside = (("layer", self.layer), ("expert", self.expert))
-        spans = [Span(axis, index, index + 1, 0) for axis, index in outside if index is not None]
-        return [_in_order(leaf, spans) for leaf in leaves]
+        found = (*(Span(axis, index, index + 1, 0) for axis, index in outside if index is not None), *leaf.spans)
+        spans = {span.axis: span for span in found}
+        axes = TENSORS.get(leaf.tensor, tuple(spans))  # a tensor that no table knows has the axes that it is stored in
+        if len(found) != len(axes) or spans.keys() != set(axes):
+            raise ValueError(f"a layout of {leaf.tensor} uses the axes {[s.axis for s in found]}, it has {list(axes)}")
+        return Leaf(leaf.tensor, tuple(spans[axis] for axis in axes), leaf.base)
+
+
+class Layout(NamedTuple):
+    """All that the leaves of a fragment, or of each piece in columns, follow from, but for its layer and expert."""
+
+    pattern: Pattern
+    sizes: tuple[tuple[str, int], ...]
+    mesh: tuple[tuple[str, tuple[int, int]], ...]
+    strides: tuple[int, ...] | None = None
+    part: Cut | None = None
+    boxes: Boxes | None = None
+
+    def lowered(self) -> Sequence[Sequence[Leaf]]:
+        """The leaves of each piece, without the coordinates that are outside the tensor."""
+        if self.boxes is None:
+            return (_lowered(self.pattern, self.sizes, self.mesh, self.strides, self.part),)
+        return _lowered_boxes(self.pattern, self.sizes, self.mesh, self.boxes)
+
+
+@lru_cache(maxsize=64)
+def _lowered_boxes(
+    pattern: Pattern, sizes: tuple[tuple[str, int], ...], mesh: tuple[tuple[str, tuple[int, int]], ...], boxes: Boxes
+) -> list[list[Leaf]]:
+    return [_lowered.__wrapped__(pattern, sizes, mesh, None, part) for part in boxes.cuts()]
 
 
 @lru_cache(maxsize=4096)
@@ -208,16 +226,6 @@ def _shape(
     pattern: Pattern, sizes: tuple[tuple[str, int], ...], mesh: tuple[tuple[str, tuple[int, int]], ...]
 ) -> tuple[int, ...]:
     return shape(pattern, dict(sizes), dict(mesh))
-
-
-def _in_order(leaf: Leaf, outside: Sequence[Span]) -> Leaf:
-    """The leaf with the coordinates that are outside the tensor, its spans in the canonical order of the axes."""
-    found = (*outside, *leaf.spans)
-    spans = {span.axis: span for span in found}
-    axes = TENSORS.get(leaf.tensor, tuple(spans))  # a tensor that no table knows has the axes that it is stored in
-    if len(found) != len(axes) or spans.keys() != set(axes):
-        raise ValueError(f"a layout of {leaf.tensor} uses the axes {[s.axis for s in found]}, it has {list(axes)}")
-    return Leaf(leaf.tensor, tuple(spans[axis] for axis in axes), leaf.base)
 
 
 def slots(
@@ -297,29 +305,63 @@ def model_tensors(table: Sequence[Rule], conditions: Iterable[str]) -> tuple[str
 
 
 class Placed(NamedTuple):
-    """A physical tensor of a checkpoint, or a part of one, found (or to be written) under `key`."""
+    """A physical tensor of a checkpoint, or a part of one, found (or to be written) under `key`.
+
+    With `columns` it is all pieces of a tensor, and `fragment` stands for all of it.
+    """
 
     key: str
     slot: Slot
     fragment: Fragment
     part: Cut | None = None
+    columns: Columns | None = None
 
-    def leaves(self) -> list[Leaf]:
-        """What the fragment holds.
+    @property
+    def fragments(self) -> int:
+        """How many fragments it is."""
+        return 1 if self.columns is None else len(self.columns)
+
+    def each(self) -> Iterator[Placed]:
+        """Each of the pieces by itself."""
+        if self.columns is None:
+            yield self
+        else:
+            for part, fragment in self.columns:
+                yield Placed(self.key, self.slot, fragment, part)
+
+    @property
+    def layout(self) -> Layout:
+        """What its leaves follow from.
 
         Raises:
             SourceError: it is an interval of elements that are not contiguous.
         """
-        fragment, flat = self.fragment, self.part is not None and self.part.flat
+        slot, fragment, flat = self.slot, self.fragment, self.part is not None and self.part.flat
+        if self.columns is not None:
+            return Layout(slot.rule.pattern, slot.sizes, slot.mesh, boxes=self.columns.boxes)
         if flat and not fragment.row_major and prod(fragment.shape) > 1:
             raise SourceError(f"{fragment.path} holds {self.key} in a flat piece with gaps: strides {fragment.strides}")
-        return self.slot.leaves(None if fragment.row_major else fragment.strides, self.part)
+        strides = None if fragment.row_major else fragment.strides
+        return Layout(slot.rule.pattern, slot.sizes, slot.mesh, strides, self.part)
+
+    def leaves(self) -> list[Leaf]:
+        """What it holds, where it is no columns. Raises as `layout` does."""
+        assert self.columns is None
+        return [self.slot.in_order(leaf) for leaves in self.layout.lowered() for leaf in leaves]
+
+
+def files_of(tensors: Iterable[Placed]) -> dict[Path, None]:
+    """The files that physical tensors are in, in their order."""
+    found: dict[Path, None] = {}
+    for placed in tensors:
+        found |= dict.fromkeys([placed.fragment.path] if placed.columns is None else placed.columns.files)
+    return found
 
 
 def match(
     wanted: Iterable[Slot], found: Mapping[Place, Mapping[str, Fragment]], drops: Sequence[str], where: Path
 ) -> tuple[list[Placed], list[str]]:
-    """Pair the physical tensors that a layout wants with those that the files hold.
+    """Pair the physical tensors that a layout expects with those that the files hold.
 
     Args:
         wanted: the slots of the layout.

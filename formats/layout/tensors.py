@@ -1,4 +1,4 @@
-"""The body: every logical tensor that a model can have, and its axes.
+"""The catalogue of logical tensors, and their axes.
 
 Axes are the finest split that any format needs. Their order is the canonical order of elements, in which digests are
 taken. A tensor with a `layer` axis is handled layer by layer.
@@ -12,13 +12,13 @@ before it, and what makes one of both; then it is a layer as others are, with a 
 
 A router scores experts; `router_bias` is added to the scores when experts are chosen, and to nothing else,
 `router_score_bias` to the scores themselves; `router_choice_bias` is the first as a parameter, which no training moves.
-What is shared is an expert for all tokens, whose output `shared_router` weighs where a model has one. A sink is the
-score of no token, one for each head.
+Shared experts see every token; `shared_router` gates their output where a model has one. An attention sink is one
+learned logit of a head, which attends to no token.
 
 The activation xIELU has two numbers that a training moves, one for each sign, and two that it does not.
 
-A latent is what keys and values of all heads are made of: `latent_down` leads to it, and to the part of the keys that
-rotates; `latent_up` leads from it to each head. Queries may have one of their own, or come by `latent_query`.
+Multi-head latent attention (MLA): `latent_down` projects to the latent of keys and values, and to the rotary part of
+keys; `latent_up` projects from it to each head. Queries may have a latent of their own, or come by `latent_query`.
 
 A query gate weighs the output of attention, element by element. The value heads of linear attention are in the order of
 the key heads that they belong to, `spread` of each; beta says how much its state learns of a token, alpha, decay and

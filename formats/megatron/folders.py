@@ -8,6 +8,8 @@ from pathlib import Path
 from formats.errors import SourceError, short
 
 TRACKER = "latest_checkpointed_iteration.txt"
+WEIGHTS, CONTEXT = "weights", "context"
+"""In a checkpoint of NeMo 2: the folder that Megatron-LM calls an iteration, and that of the settings."""
 
 
 def locate(path: Path) -> tuple[Path, Path]:
@@ -16,7 +18,10 @@ def locate(path: Path) -> tuple[Path, Path]:
     Raises:
         SourceError: the tracker names an iteration that is not there.
     """
-    if any(path.glob("mp_rank_*")) or not (path / TRACKER).is_file():
+    nemo = path.parent if path.name == WEIGHTS else path
+    if (nemo / WEIGHTS).is_dir() and (nemo / CONTEXT).is_dir():
+        run, iteration = nemo, nemo / WEIGHTS
+    elif any(path.glob("mp_rank_*")) or not (path / TRACKER).is_file():
         run, iteration = (path.parent if (path.parent / TRACKER).is_file() else path), path
     else:
         with (path / TRACKER).open("rb") as file:

@@ -47,6 +47,7 @@ from formats.model.spec import ModelSpec
 from formats.torch_files import dcp, dcp_writer
 from formats.torch_files.archive import TorchFile, packed
 from formats.torch_files.archive_writer import Small, packed_plain
+from formats.torch_files.dcp_metadata import DATA
 from formats.torch_files.pickle_values import Namespace
 
 NAME = FORMAT.name
@@ -122,8 +123,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     wanted = whole_slots(spec, _table(spec, tensors), padded, interleaves)
     placed, dropped = match(wanted, {ALONE: whole}, DROPS, folder)
     others = [entry.name for entry in entries if not KEY.match(entry.name)]
-    files = {item.path for entry in entries for item in entry.items}
-    writers = {found[1] for file in files if (found := dcp.DATA.fullmatch(file.name))}
+    files = {path for entry in entries for path in entry.items.files}
+    writers = {found[1] for file in files if (found := DATA.fullmatch(file.name))}
     experts = "local" if any(".local_experts." in key for key in tensors) else "te"
     held = {name.partition(".")[0] for name in (*others, *objects)}
     return Checkpoint(
@@ -225,7 +226,7 @@ def write(
 ) -> Target:
     """Lay out a run folder with one checkpoint, which any number of ranks loads.
 
-    The arguments are those of `classic.write`; the masters of `optimizer` are the weights.
+    The arguments are those of `classic.write`; the master weights of `optimizer` are the weights.
 
     Raises:
         RefusedError: Megatron-FSDP has no pipeline, or none of what was asked for.
@@ -239,7 +240,7 @@ def write(
     if optimizer and not (merged["bf16"] or merged["fp16"]) and "plain" not in spec.conditions:
         raise RefusedError(
             "megatron-core saves and loads no model with a gate that Megatron-FSDP trains in float32",
-            "--dtype bf16, of which the float32 weights are the masters",
+            "--dtype bf16, of which the float32 weights are the master weights",
         )
     folder = name_of(iteration)
     parameters = parameters_of(whole_slots(spec, _table(spec, ()), padded, options.mesh.interleaves), options)

@@ -1,7 +1,7 @@
 """The optimizer in a checkpoint of Megatron-FSDP: Adam's moments of each parameter, and its settings one by one.
 
-The weights are the masters. torch's Adam counts its steps beside the moments, Transformer Engine's among the settings;
-both are written. gate and up, which are one parameter, have moments of their own and one entry of settings.
+The weights are the master weights. torch's Adam counts its steps beside the moments, Transformer Engine's among the
+settings; both are written. gate and up, which are one parameter, have moments of their own and one entry of settings.
 
 Facts: megatron-core 0.19.2, optimizer/distrib_optimizer.py `sharded_param_state_fsdp_dtensor` and
 `_param2group_meta_to_param_groups`, torch 2.13.0 optim/adam.py, TransformerEngine 2.x pytorch/optimizers/fused_adam.py.

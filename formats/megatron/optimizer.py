@@ -103,9 +103,9 @@ class Optimizer:
 def of_kind(optimizer: Optimizer, source: Checkpoint, *, distributed: bool) -> Optimizer:
     """The same optimizer as a distributed one, or as a plain one.
 
-    The distributed optimizer of a float32 model has masters too, which are the weights themselves. torch's Adam counts
-    its steps beside the moments, and where it is distributed they are a float in the groups; those of Transformer
-    Engine and Apex count in the groups, as integers, in both (optimizer/distrib_optimizer.py `state_dict`).
+    The distributed optimizer of a float32 model has master weights too, which are the weights themselves. torch's Adam
+    counts its steps beside the moments, and where it is distributed they are a float in the groups; those of
+    Transformer Engine and Apex count in the groups, as integers, in both (optimizer/distrib_optimizer.py `state_dict`).
 
     Args:
         optimizer: that of the source.

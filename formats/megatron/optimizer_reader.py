@@ -94,7 +94,7 @@ def _require_one_step(optimizer: Optimizer, where: str) -> None:
 
 
 def _as_checkpoints(source: Checkpoint, states: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:
-    """The states, masters to be compared with the weights."""
+    """The states, master weights to be compared with the weights."""
     return {
         state: replace(one, twins=source.tensors if state == "fp32" else (), without=BUFFERS)
         for state, one in states.items()

@@ -62,7 +62,7 @@ def native(source: Checkpoint, found: Optimizer) -> tuple[Native, list[str]]:
 
     Args:
         source: the checkpoint that it belongs to.
-        found: the optimizer, with the masters of weights that are rounded, and of no others.
+        found: the optimizer, with the master weights of weights that are rounded, and of no others.
 
     Raises:
         UnsupportedError: the settings of parameters are not known, or differ where Megatron has one for all.
@@ -114,7 +114,7 @@ def native(source: Checkpoint, found: Optimizer) -> tuple[Native, list[str]]:
 
 
 def _words(group: Group, wd_mult: float, step: int) -> dict[str, Any]:
-    """A group as Megatron tells it from the others, and as each Adam wants it."""
+    """A group as Megatron tells it from the others, and as each Adam expects it."""
     known = {"wd_mult": wd_mult, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
     return known | {"default_config": True, "step": step, "bias_correction": True} | group._asdict()
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,15 @@ from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import family_named
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
+from formats.layout.columns import Cut
 from formats.layout.pattern import splits
 from formats.layout.pieces import Scattered, unstacked
 from formats.layout.pieces import spread as pieces
-from formats.layout.table import ALONE, Cut, Rule, Slot, match, rules, slots
+from formats.layout.table import ALONE, Rule, Slot, match, rules, slots
 from formats.megatron import DIST as FORMAT
 from formats.megatron import common_state
 from formats.megatron import optimizer as megatron_optim
-from formats.megatron.args import flags, linear_attention, mla
+from formats.megatron.args import flags, linear_attention, mla, run_config
 from formats.megatron.args.moe import INTERLEAVE, interleaves_of
 from formats.megatron.args.options import DIST, Options, namespace
 from formats.megatron.chained_optimizer import BUFFER, CHAINED, spread
@@ -53,6 +55,7 @@ from formats.model.values import MOST_LAYERS
 from formats.torch_files import dcp, dcp_writer
 from formats.torch_files.archive import packed
 from formats.torch_files.archive_writer import packed_plain
+from formats.torch_files.dcp_metadata import DATA
 from formats.torch_files.pickle_values import Namespace
 
 NAME = FORMAT.name
@@ -66,6 +69,8 @@ ABOUT = {
 """What `metadata.json` says. From 0.19 on there is no `common_*`, and what is there is left alone (core.py, 0.19.2)."""
 EMBEDDING = "embedding.word_embeddings.weight"
 LAYERS = "decoder.layers."
+LIGHTNING = "module."
+"""What stands before each name in NeMo 2: the model is in a module of Lightning."""
 OPTIMIZER = re.compile(CHAINED + r"optimizer\..*")
 GATED = ("linear_fc1.weight", "linear_fc1.bias")
 
@@ -139,6 +144,10 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     entries, objects = dcp.contents(folder)
     common = common_state.read(folder)
     require_alone(common)
+    instead = None if "args" in common.value else run_config.place(run, folder)
+    if instead:
+        common = replace(common, path=instead, value={**common.value, "args": run_config.read(instead)})
+        entries = [replace(entry, name=entry.name.removeprefix(LIGHTNING)) for entry in entries]
     args = args_of(common)
     tensors = tensors_in(folder, [entry for entry in entries if not OPTIMIZER.fullmatch(entry.name)])
     if EMBEDDING not in tensors or not tensors[EMBEDDING].shape:
@@ -146,15 +155,15 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     padded = tensors[EMBEDDING].shape[0]
     assets = assets_of(run, settings)
     config = huggingface.read_config(assets) if assets else None
-    spec = spec_of(args, DIST, assets, config, settings, folder, common.path, padded)
+    spec = spec_of(args, DIST, assets, config, settings, folder, common.path, padded, settled=instead is not None)
     whole = {key: tensor.whole for key, tensor in tensors.items()}
     interleaves, table = interleaves_of(args, str(common.path)), _table(tensors)
     _require_interleaves(interleaves, args, apart=any(rule in SPLIT for rule in table), where=str(common.path))
     placed, dropped = match(whole_slots(spec, table, padded, interleaves), {ALONE: whole}, DROPS, folder)
     names = [*(entry.name for entry in entries), *objects]
     held = {*common.value, *(re.split(r"[./]", name)[0] for name in names)}
-    files = {item.path for entry in entries for item in entry.items}
-    writers = {found[1] for file in files if (found := dcp.DATA.fullmatch(file.name))}
+    files = {path for entry in entries for path in entry.items.files}
+    writers = {found[1] for file in files if (found := DATA.fullmatch(file.name))}
     norm = "local" if args.get("transformer_impl") == "local" else "te"
     experts = "local" if args.get("moe_grouped_gemm") is False else None
     return Checkpoint(
@@ -328,10 +337,10 @@ def write(
 
 
 def _require_experts(optimizer: Optimizer, spec: ModelSpec, parts: Sequence[Chunk]) -> None:
-    """Each stage has experts, where they have a plain optimizer with masters.
+    """Each stage has experts, where they have a plain optimizer with master weights.
 
     Raises:
-        RefusedError: one has none, and megatron-core looks there for the list of their masters (optimizer.py:884).
+        RefusedError: one has none, and megatron-core looks there for the list of their master weights (optimizer.py:884).
     """
     holding = {chunk.stage for chunk in parts if not spec.sparse_layers.isdisjoint(chunk.layers)}
     without = sorted({chunk.stage for chunk in parts} - holding)

@@ -79,7 +79,7 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
         where: what to call the file that says them in an error.
 
     Raises:
-        SourceError: one is missing, or makes no sense; the message names the flag that supplies it.
+        SourceError: one is missing or invalid; the message names the flag that supplies it.
         UnsupportedError: they make a model that has no layout here.
     """
     family = family_named(values["family"])

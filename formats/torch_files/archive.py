@@ -34,6 +34,9 @@ STREAM = "archive"
 NEWEST = 63
 """The version of the zip format that APPNOTE 6.3 describes."""
 AGAIN = "copy the file again, or take another checkpoint"
+IDENTITY = "/.data/serialization_id"
+"""A member with the hash of what was saved."""
+MAX_OUTLINE = 1 << 14
 _LOCAL = 30
 _SMALL = 0xFFFFFFFF
 _TAIL = 2048
@@ -302,13 +305,59 @@ def stored(fd: Handle, path: Path) -> Iterator[Stored]:
             return pread(fd, min(count, end - start - offset), start + offset) if offset >= 0 else b""
 
         try:
-            members, directory = _directory(read, end - start)
-            extents = list(_extents(read, members, directory))
+            yield from list(_noted(read, end - start, start))
         except (SourceError, UnsupportedError, struct.error) as error:
             raise SourceError(f"{path}: the archive at byte {start} is damaged: {error}") from None
-        for member, (name, (offset, size, crc)) in zip(members, extents, strict=True):
-            noted = (start + member.start + 14, start + member.entry + 16, start + offset + size + 4)
-            yield Stored(name, start + offset, size, crc, noted)
+
+
+def _noted(read: Read, size: int, start: int = 0) -> Iterator[Stored]:
+    """Every member of an archive that begins at byte `start` of a file."""
+    members, directory = _directory(read, size)
+    for member, (name, (offset, length, crc)) in zip(members, _extents(read, members, directory), strict=True):
+        noted = (start + member.start + 14, start + member.entry + 16, start + offset + length + 4)
+        yield Stored(name, start + offset, length, crc, noted)
+
+
+class Outline(NamedTuple):
+    """What is around the bytes of the only tensor of an archive.
+
+    Attributes:
+        parts: what is before and after them, uint8.
+        same: 255 where archives like this one have the same byte, 0 in checksums of what differs.
+        crc: where in the second part the CRC-32 of the tensor is.
+    """
+
+    parts: tuple[Any, Any]
+    same: tuple[Any, Any]
+    crc: int
+
+
+def outline(read: Read, size: int, data: int) -> Outline | None:
+    """What is around a tensor that lies at byte `data` of an archive; None if that is more than a few kB."""
+    import numpy as np
+
+    members = list(_noted(read, size))
+    tensors = [member for member in members if "/data/" in member.name]
+    end = sum(tensors[0][1:3]) if tensors else 0
+    if len(tensors) != 1 or tensors[0].start != data or data > MAX_OUTLINE or size - end > MAX_OUTLINE:
+        return None
+    tensor = tensors[0]
+    same = np.full(size - tensor.size, 255, np.uint8)
+    around = np.frombuffer(read(0, data) + read(end, size - end), np.uint8)
+
+    def differs(at: int, count: int) -> None:
+        at -= tensor.size if at >= end else 0
+        same[at : at + count] = 0
+
+    for member in (tensor, *(one for one in members if one.name.endswith(IDENTITY))):
+        header, entry, after = member.noted
+        differs(header, 4)
+        differs(entry, 4)
+        if read(after - 4, 4) == b"PK\x07\x08":
+            differs(after, 4)
+        if member is not tensor:
+            differs(member.start, member.size)
+    return Outline((around[:data], around[data:]), (same[:data], same[data:]), tensor.noted[1] - end)
 
 
 def directories(fd: Handle, path: Path) -> Iterator[bytes]:

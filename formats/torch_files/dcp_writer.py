@@ -16,8 +16,9 @@ from formats.checkpoint import OutputFile, slot_dtype
 from formats.disk.safetensors import DTYPES as SIZES
 from formats.disk.safetensors import Fragment, row_major
 from formats.errors import UnsupportedError
+from formats.layout.columns import Cut
 from formats.layout.pieces import whole_part
-from formats.layout.table import Cut, Placed, Slot
+from formats.layout.table import Placed, Slot
 from formats.torch_files import dcp
 from formats.torch_files.archive import Archive, plan_archive
 from formats.torch_files.archive_writer import Small, packed_plain

@@ -14,8 +14,8 @@ from typing import Any
 
 from formats.disk.safetensors import DTYPES, Fragment
 from formats.errors import SourceError, UnsupportedError, short
-from formats.layout.pieces import Piece, Scattered, scattered, whole_part
-from formats.layout.table import Cut
+from formats.layout.columns import Cut, Piece
+from formats.layout.pieces import Scattered, scattered, whole_part
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.pickle_values import Opaque, TensorRef
 from formats.torch_files.saved_names import MODEL_DUMP

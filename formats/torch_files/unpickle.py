@@ -20,6 +20,7 @@ from typing import Any
 from formats.disk.safetensors import MAX_DIMENSIONS
 from formats.errors import SourceError
 from formats.torch_files.pickle_values import DTYPES, STORAGES, Dtype, Namespace, Opaque, StorageRef, TensorRef
+from formats.torch_files.rows import Bytes, Memo, Reader
 
 _EMPTY = {0x29: tuple, 0x5D: list, 0x7D: dict, 0x8F: set}
 _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}
@@ -35,13 +36,14 @@ _COUNTS = {
 class _Machine:
     """Runs the opcodes of protocols 2 to 5 over plain data."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: Bytes, rows: Reader | None) -> None:
         self.data = data
         self.at = 0
         self.stack: list[Any] = []
         self.marks: list[int] = []
-        self.memo: list[Any] = []
+        self.memo = Memo()
         self.budget = len(data)
+        self.rows = rows
 
     def take(self, count: int) -> bytes:
         """The next bytes of the pickle."""
@@ -57,7 +59,9 @@ class _Machine:
 
     def line(self) -> str:
         """The next line of the pickle."""
-        end = self.data.index(b"\n", self.at)
+        end = self.data.find(b"\n", self.at)
+        if end < 0:
+            raise SourceError(f"the pickle is cut off after {len(self.data)} bytes")
         line = self.data[self.at : end].decode()
         self.at = end + 1
         return line
@@ -71,9 +75,24 @@ class _Machine:
 
     def remember(self, number: int) -> None:
         """Put the top of the stack into the memo. Every pickler numbers from 0 on, one by one."""
-        if number > len(self.memo):
-            raise SourceError(f"the pickle gives an object the number {number} after {len(self.memo)} others")
-        self.memo[number : number + 1] = [self.stack[-1]]
+        if number > self.memo.count:
+            raise SourceError(f"the pickle gives an object the number {number} after {self.memo.count} others")
+        self.memo[number] = self.stack[-1]
+        self.memo.count = max(self.memo.count, number + 1)
+
+    def recall(self, number: int) -> Any:
+        """An object by its number. One in rows is made, with all of them, by running their bytes after all."""
+        memo = self.memo
+        if number not in memo:
+            held = next((one for one in memo.rows if one[0] <= number < one[1]), None)
+            if held is None:
+                raise SourceError(f"the pickle refers to the object {number}, which it does not have")
+            memo.rows.remove(held)
+            before = self.stack, self.marks, self.at, memo.count, self.rows
+            self.stack, self.marks, self.rows, memo.count = [], [], None, held[0]
+            self.run(held[2], held[3])
+            self.stack, self.marks, self.at, memo.count, self.rows = before
+        return memo[number]
 
     def spend(self, count: int) -> None:
         """Count elements that a pickle has copied: no honest one copies more than it holds."""
@@ -81,17 +100,20 @@ class _Machine:
         if self.budget < 0:
             raise SourceError("the pickle copies more than it holds")
 
-    def run(self) -> Any:
-        """The object of the pickle. The opcodes that files are full of are handled here, the others by `_RARE`."""
-        data, stack, memo, at = self.data, self.stack, self.memo, 0
-        while True:
+    def run(self, at: int = 0, end: int = -1) -> Any:
+        """The object of the pickle. The opcodes that files are full of are handled here, the others by `_RARE`.
+
+        With an `end` only the bytes up to it are run, for what they put into the memo.
+        """
+        data, stack, memo = self.data, self.stack, self.memo
+        while at != end:
             code = data[at]
             at += 1
             if code == 0x71:  # BINPUT
                 self.remember(data[at])
                 at += 1
             elif code == 0x68:  # BINGET
-                stack.append(memo[data[at]])
+                stack.append(memo[data[at]] if data[at] in memo else self.recall(data[at]))
                 at += 1
             elif code == 0x72:  # LONG_BINPUT
                 self.remember(_U32.unpack_from(data, at)[0])
@@ -110,7 +132,7 @@ class _Machine:
                     raise SourceError(f"the pickle is cut off after {len(data)} bytes")
                 stack.append(data[start:at].decode(encoding) if encoding else data[start:at])
             elif code == 0x94:  # MEMOIZE
-                memo.append(stack[-1])
+                memo.add(stack[-1])
             elif code == 0x74:  # TUPLE
                 stack.append(tuple(self.since_mark()))
             elif code in _EMPTY:
@@ -131,6 +153,7 @@ class _Machine:
                 at = self.at
             else:
                 raise SourceError(f"the pickle holds opcode 0x{code:02x}, which no checkpoint needs")
+        return None
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
@@ -167,6 +190,11 @@ class _Machine:
             self.spend(sum(len(value) for value in args if isinstance(value, list | set | dict | str)))
         self.push(known(*args))
 
+    def new(self) -> None:
+        self.call()
+        if self.rows is not None:
+            self.rows.begin(self.data, self.at, self.stack, self.marks, self.memo)
+
     def call_with_names(self) -> None:
         self.call(self.pop())
 
@@ -180,6 +208,8 @@ class _Machine:
             target.__dict__.update(state)
         elif isinstance(target, Opaque):
             target.state = state
+            if self.rows is not None:
+                self.at = self.rows.follow(self.data, self.at, self.stack, self.marks, self.memo)
         elif not isinstance(target, OrderedDict):  # whose state, such as `_metadata`, is not needed
             raise SourceError("the pickle sets the state of a plain value")
 
@@ -230,7 +260,7 @@ def _two_values(machine: _Machine) -> list[Any]:
 
 _RARE: dict[int, Callable[[_Machine], object]] = {
     0x80: lambda m: m.take(1),  # PROTO
-    0x6A: lambda m: m.push(m.memo[m.number(_U32)]),  # LONG_BINGET
+    0x6A: lambda m: m.push(m.recall(m.number(_U32))),  # LONG_BINGET
     0x95: lambda m: m.take(8),  # FRAME
     0x30: lambda m: m.stack.pop(),  # POP
     0x31: lambda m: m.since_mark(),  # POP_MARK
@@ -245,7 +275,7 @@ _RARE: dict[int, Callable[[_Machine], object]] = {
     0x63: lambda m: m.global_(m.line(), m.line()),  # GLOBAL
     0x93: lambda m: m.stack_global(),  # STACK_GLOBAL
     0x52: lambda m: m.call(),  # REDUCE
-    0x81: lambda m: m.call(),  # NEWOBJ
+    0x81: lambda m: m.new(),  # NEWOBJ
     0x92: lambda m: m.call_with_names(),  # NEWOBJ_EX
     0x62: lambda m: m.build(),  # BUILD
     0x51: lambda m: m.persistent(),  # BINPERSID
@@ -345,18 +375,19 @@ DAMAGE = (IndexError, KeyError, ValueError, TypeError, AttributeError, OverflowE
 """What reading a value of another shape than expected raises."""
 
 
-def loads(data: bytes, name: str) -> Any:
+def loads(data: Bytes, name: str, rows: Reader | None = None) -> Any:
     """Unpickle inertly.
 
     Args:
-        data: the pickle.
+        data: the pickle, or the map of a file that is one.
         name: what to call it in an error.
+        rows: reads the objects of some classes as `Rows`, which stand for them in lists and, twice, in maps.
 
     Raises:
         SourceError: the pickle is damaged, or is none.
     """
     try:
-        return _Machine(data).run()
+        return _Machine(data, rows).run()
     except SourceError as error:
         raise SourceError(f"{name}: {error}") from None
     except DAMAGE as error:

@@ -282,7 +282,7 @@ def zero(work: Path, rounds: int, results: Results) -> None:
             Contender("convert --no-verify", (*ours, "--no-verify")),
             Contender("convert, to bf16", (*ours, "--dtype", "bf16")),
         ]
-        title = f"zero2hf, stage {stage}, 2 ranks, fp32 masters"
+        title = f"zero2hf, stage {stage}, 2 ranks, FP32 master weights"
         found = results.samples[title] = interleave(contenders, rounds, out)
         show(title, found, ["zero_to_fp32"])
         for name in (name for name in found if name.startswith("convert")):

@@ -4,8 +4,8 @@ python -m tests.bench.make_zero SRC OUT --stage 2|3 [--ranks N]
 python -m tests.bench.make_zero --same ONE TWO
 
 Training a model of this size with real DeepSpeed takes minutes and all of the memory; what counts here is how many
-bytes lie where. The masters are the weights in float32, the moments are made of them. The second form compares the
-tensors of two folders of safetensors files, bit for bit.
+bytes lie where. The master weights are the weights in float32, the moments are made of them. The second form compares
+the tensors of two folders of safetensors files, bit for bit.
 """
 
 from __future__ import annotations

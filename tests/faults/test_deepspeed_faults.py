@@ -100,7 +100,7 @@ def test_partitions_of_two_ranks_swapped(neox, told):
     """Of the same size, and without their names: only the comparison with the module can tell."""
     run, tag = neox("llama-tp2-dp2")
     swap(*(tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)), named=False)
-    told(run, 6, "are not the rounded float32 masters", flags=("--weights", "fp32-master"))
+    told(run, 6, "are not the rounded FP32 master weights", flags=("--weights", "fp32-master"))
 
 
 def test_optimizer_states_that_are_not_there(neox, told):

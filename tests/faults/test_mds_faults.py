@@ -75,7 +75,7 @@ def test_a_file_that_is_cut_off(convert, run, tmp_path, name, words):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("name", "words", "code", "told"), [(LAYER, (), 3, "CRC-32"), (OPTIM, MASTERS, 6, "rounded float32 masters")]
+    ("name", "words", "code", "told"), [(LAYER, (), 3, "CRC-32"), (OPTIM, MASTERS, 6, "rounded FP32 master weights")]
 )
 def test_a_flipped_bit(convert, run, tmp_path, name, words, code, told):
     import torch
@@ -147,7 +147,7 @@ def test_masters_of_another_model(convert, run, tmp_path):
         held["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data.add_(1)
 
     changed(run, OPTIM, other)
-    refused(convert("zero2hf", run, tmp_path / "out", *MASTERS), 6, "are not the rounded float32 masters")
+    refused(convert("zero2hf", run, tmp_path / "out", *MASTERS), 6, "are not the rounded FP32 master weights")
 
 
 UNKNOWN = {

@@ -63,8 +63,8 @@ PLAIN = {
     "no step yet": (lambda s: adam(s)["state"].clear(), 3, "holds no exp_avg and no exp_avg_sq of embedding"),
     "frozen": (lambda s: adam(s)["param_groups"][0]["params"].pop(), 3, "has 17 parameters, its model has 18"),
     "no master": (lambda s: s["optimizer"]["fp32_from_fp16_params"][1].pop(), 3, "has 8 parameters, its model has 9"),
-    "no masters": (lambda s: s["optimizer"].pop("fp32_from_fp16_params"), 3, "fp32 of its optimizer: "),
-    "another master": (lambda s: s["optimizer"]["fp32_from_fp16_params"][0][2].mul_(1.5), 6, "rounded float32 masters"),
+    "no master weights": (lambda s: s["optimizer"].pop("fp32_from_fp16_params"), 3, "fp32 of its optimizer: "),
+    "another master": (lambda s: s["optimizer"]["fp32_from_fp16_params"][0][2].mul_(1.5), 6, "FP32 master weights"),
     "another shape": (
         lambda s: adam(s)["state"][3].update(exp_avg=adam(s)["state"][3]["exp_avg"][:-1].clone()), 3, "has shape"
     ),
@@ -138,7 +138,7 @@ def test_files_of_a_distributed_optimizer(runs, convert, tmp_path):
     refused(run, "holds no distrib_optim.pt")
     other = copy("other")
     spoil(other, lambda stored: next(iter(stored[0].values()))["param"][:100].add_(1), "distrib_optim.pt")
-    refused(other, "rounded float32 masters", 6)
+    refused(other, "rounded FP32 master weights", 6)
     short = copy("short")
     spoil(
         short,
@@ -177,7 +177,7 @@ EXPERTS = {
     "another scaler": (lambda s: s["optimizer"][1].update(grad_scaler={"growth": 7}), 3, "scale losses otherwise"),
     "no moment": (lambda s: of_experts(s)["state"][3].pop("exp_avg"), 3, "holds no exp_avg of decoder.layers."),
     "copies differ": (lambda s: s["optimizer"][0]["optimizer"]["state"][1]["exp_avg"].add_(1), 6, "between its copies"),
-    "another master": (lambda s: s["optimizer"][1]["fp32_from_fp16_params"][0][2].mul_(1.5), 6, "float32 masters"),
+    "another master": (lambda s: s["optimizer"][1]["fp32_from_fp16_params"][0][2].mul_(1.5), 6, "FP32 master weights"),
 }  # fmt: skip
 
 
@@ -196,7 +196,7 @@ def test_files_of_two_distributed_optimizers(runs, convert, tmp_path):
             (lambda stored: stored.__setitem__(1, None), 1, 3, "tensors are missing"),
             (lambda stored: stored.__setitem__(0, None), 0, 3, "tensors are missing"),
             (lambda stored: stored.pop(), 0, 4, "holds 1 optimizers, model_optim_rng.pt 2"),
-            (lambda stored: next(iter(stored[1][0].values()))["param"][:100].add_(1), 1, 6, "float32 masters"),
+            (lambda stored: next(iter(stored[1][0].values()))["param"][:100].add_(1), 1, 6, "FP32 master weights"),
         )
     ):
         run = shutil.copytree(runs["both"], tmp_path / f"run{number}")

@@ -33,23 +33,14 @@ def torch_dcp(at: Path) -> Path:
 
 
 def bridge(at: Path) -> Path:
-    shutil.copytree(REAL / "dp_reshardable", at)
-    config = "model:\n  _target_: megatron.bridge.models.llama.llama_provider.LlamaModelProvider\n  num_layers: 1\n"
-    (at / "iter_0000003/run_config.yaml").write_text(config)
-    return at
-
-
-def nemo(at: Path) -> Path:
-    shutil.copytree(REAL / "dp_reshardable/iter_0000003", at / "weights")
-    (at / "context").mkdir()
-    (at / "context/model.yaml").write_text("_target_: nemo.collections.llm.gpt.model.llama.LlamaModel\n")
+    shutil.copytree(REAL / "fsdp_dtensor", at)
+    (at / "iter_0000003/run_config.yaml").write_text("checkpoint:\n  async_save: false\n  ckpt_format: fsdp_dtensor\n")
     return at
 
 
 KINDS: dict[str, tuple[Callable[[Path], Path], str, str, str]] = {
     "torch_dcp": (torch_dcp, "iter_0000003", "--ckpt-format torch_dcp", "torch_dist"),
-    "bridge": (bridge, "iter_0000003", "Megatron-Bridge", "export_ckpt"),
-    "nemo": (nemo, "weights", "NeMo 2", "llm.export_ckpt"),
+    "bridge": (bridge, "iter_0000003", "Megatron-Bridge with ckpt_format: fsdp_dtensor", "torch_dist"),
 }
 """How one is made, a folder in it that is named by itself, what it is called, and what the hint says."""
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from converters.move import engine, source_checks
 from converters.move.source_checks import SourceChecks, claim
-from converters.plan.plan import Job, Part
+from converters.plan.parts import Part
+from converters.plan.plan import Job
 from converters.prove.digest import MANIFEST
 from formats.checkpoint import Settings
 from formats.disk.safetensors import Fragment, Member, read_into

@@ -109,7 +109,7 @@ def test_states_without_names_are_compared_whatever_is_asked(convert, tmp_path, 
     model = {"module": module, "optimizer": {"fp32_groups": groups, "optimizer_state_dict": inner}}
     words = [save(tmp_path / "run", model), tmp_path / "out", "--weights", kind, "--replicas", policy, "--verbatim"]
     told = convert("zero2hf", *words)
-    refused(told, 6, "are not the rounded float32 masters", "--weights module")
+    refused(told, 6, "are not the rounded FP32 master weights", "--weights module")
     assert "--replicas" not in told.err
 
 
@@ -160,7 +160,7 @@ def test_states_that_a_universal_checkpoint_cannot_hold_are_refused(convert, tmp
     ("change", "code", "words"),
     [
         (lambda held: held["param_groups"][0].update(amsgrad=True), 4, "says amsgrad = True"),
-        (lambda held: held["state"].update({1: held["state"][0]}), 3, "states of group 1, and masters of 1 groups"),
+        (lambda held: held["state"].update({1: held["state"][0]}), 3, "of group 1, and master weights of 1 groups"),
         (lambda held: held["state"][0]["exp_avg_sq"].neg_(), 5, "holds -1, and 31 of 32 elements are such"),
         (lambda held: held["state"][0]["exp_avg"].fill_(float("nan")), 5, "holds nan, and 32 of 32 elements"),
     ],
@@ -212,13 +212,13 @@ def test_ranks_treat_the_parameters_of_a_group_alike(convert, tmp_path, stage, n
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_masters_with_names_may_be_taken_unchecked(convert, tmp_path, stage):
-    """A training in which the two drifted apart: who asks for the masters gets them."""
+    """A training in which the two drifted apart: who asks for the master weights gets them."""
     import torch
 
     flat = torch.arange(32.0)
     model = {"module": {EMBEDDING: flat.reshape(8, 4).bfloat16() + 1}, "param_shapes": [{EMBEDDING: (8, 4)}]}
     words = [save(tmp_path / "run", model, partition(flat, stage)), tmp_path / "out", *MASTERS]
-    refused(convert("zero2hf", *words), 6, "32 of 32 elements", "--replicas first takes the masters unchecked")
+    refused(convert("zero2hf", *words), 6, "32 of 32 elements", "--replicas first takes the master weights unchecked")
     assert convert("zero2hf", *words, "--replicas", "first").code == 0
     assert torch.equal(weights(tmp_path / "out")[EMBEDDING], flat.reshape(8, 4))
 

@@ -226,7 +226,7 @@ def _neox(name: str) -> Callable[[Path, int], Path]:
 
 
 def _negate(held: Any) -> None:
-    """Change the signs of all floating tensors, weights and masters alike; Adam's step, which is one, moves on."""
+    """Change the signs of all floating tensors, weights and master weights; Adam's step, which is one, moves on."""
     import torch
 
     for key, value in held.items() if isinstance(held, dict) else enumerate(held) if isinstance(held, list) else ():

@@ -4,7 +4,7 @@ Real megatron-core (0.16.1, local layer spec, CPU, gloo, two ranks) trains with 
 functions, loads and trains on. Its loop around them, megatron/training, is not in the package: `saved` and `resume`
 put and take the entries of megatron/training/checkpointing.py (0032978f), written here once more.
 
-    python -c 'import megatron_train as t; exit(t.main())' JOBS.json
+    python megatron_train.py JOBS.json
 
 JOBS.json is a list of trainings, done one after another in one start of the framework, which takes longest:
 
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from argparse import Namespace
 from copy import copy, deepcopy
 from pathlib import Path
@@ -344,3 +345,7 @@ def main() -> int:
     norm_some_rows()
     megatron_experts.gg.ops = Namespace(gmm=grouped_gemm)
     return dist_judge.main(do, RANKS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -62,7 +62,7 @@ def test_merged(trained, convert, tmp_path):
     ran = convert(command, folder / "checkpoint", tmp_path / "out", *words)
     assert ran.code == 0, ran.err
     assert "lora_A.default.weight\n" not in ran.err
-    # of ZeRO the float32 masters of the adapter, where the golden logits are those of its bfloat16 copies
+    # of ZeRO the FP32 master weights of the adapter, where the golden logits are those of its bfloat16 copies
     assert logits(tmp_path / "out", folder) < (5e-7 if command == "fsdp2hf" else 2e-3)
     assert convert("verify", tmp_path / "out").code == 0
     done = vitruvian.convert(

@@ -1,4 +1,4 @@
-"""average-norms on checkpoints of real DeepSpeed whose norms drifted: only they change, in module and masters."""
+"""average-norms on checkpoints of real DeepSpeed whose norms drifted: only they change, module and master weights."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_norms_and_nothing_else(made, convert, tmp_path, yml, kind):
 
 @pytest.mark.parametrize("kind", ["tp2", "pp2-tp2"])
 def test_every_copy_is_the_mean(made, convert, tmp_path, yml, kind):
-    """What training goes on from (the masters) and what it computes with (the module) agree afterwards."""
+    """What training goes on from (the master weights) and what it computes with (the module) agree afterwards."""
     import torch
     from safetensors.torch import load_file
 

@@ -132,7 +132,7 @@ def test_numbers_of_bigscience(convert, tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_masters_and_moments(convert, tmp_path, name):
-    """Of the whole run, bit for bit what torch finds in the files of its ranks; masters round to the weights."""
+    """Of the whole run, bit for bit what torch finds in the files of its ranks; master weights round to the weights."""
     import torch
     from safetensors.torch import load_file
 

@@ -67,7 +67,7 @@ CASES = (
     Case("gpt_oss", 2, 1, "stacked", norm="te", experts=("--etp", 1)),
     Case("gpt_oss-tied", 1, 2, "split", "bfloat16", experts=("--ep", 4, "--etp", 1)),
 )
-"""The folders are cut for --tp and --pp, and loaded at TP1, TP2, PP2 and TP2 x PP2."""
+"""The folders are cut for --tp and --pp, and loaded at TP2 x PP2, and at one of TP1, TP2 and PP2 in turn."""
 SPREAD = {(2, 2): {"ep": 2, "etp": 1}, (2, 1): {"ep": 2, "etp": 2}, (1, 2): {"ep": 1, "etp": 2}, (1, 1): {"ep": 4}}
 """How experts are spread then, over all four ranks."""
 GROUPED = ("mixtral", "dots1")
@@ -102,7 +102,9 @@ def test_megatron_core_loads_and_we_read_what_it_saves(model, convert, megatron_
     for number, (case, source) in enumerate(zip(CASES, sources, strict=True)):
         write(convert, source, tmp_path / f"m{number}", case)
     jobs: list[dict[str, Any]] = []
-    for (tp, pp), (number, case) in product(SPREAD, enumerate(CASES)):
+    for (turn, (tp, pp)), (number, case) in product(enumerate(SPREAD), enumerate(CASES)):
+        if turn not in (0, 1 + number % 3):
+            continue
         one = {"dist": str(tmp_path / f"m{number}"), "hf": str(sources[number]), "te": case.norm == "te"}
         one |= SPREAD[tp, pp] if case.model in EXPERTS else {}
         one |= {"etp": 1} if case.model.startswith("gpt_oss") else {}  # megatron-core cuts no experts with biases

@@ -72,7 +72,7 @@ def test_every_command_reads_it(convert, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_its_optimizer_in_torch_dist_and_back(convert, tmp_path, dtype):
-    """The weights are the masters, and what is rounded has them beside it."""
+    """The weights are the master weights, and what is rounded has them beside it."""
     import torch
 
     there, back = tmp_path / "there", tmp_path / "back"
@@ -146,7 +146,7 @@ def test_to_it_and_back(model, convert, tmp_path, name):
 
 
 def test_other_frameworks_resume_from_it(convert, tmp_path):
-    """Adam goes into FSDP and DeepSpeed, and from there back: the same masters, moments, step and settings."""
+    """Adam goes into FSDP and DeepSpeed, and from there back: the same master weights, moments, step and settings."""
     fsdp, back = tmp_path / "fsdp", tmp_path / "back"
     assert convert("hf2fsdp", RUN, fsdp, "--with-optimizer", *VOCAB).code == 0
     assert convert("zero2universal", RUN, tmp_path / "universal", *VOCAB).code == 0

@@ -6,9 +6,6 @@ Its losses are those of the training that went on unbroken, and what it saves at
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +18,7 @@ from converters.plan.training_state import state_jobs
 from formats.checkpoint import Settings
 from formats.megatron import optimizer_reader
 from formats.registry import open_checkpoint
+from tests.train.conftest import Forks
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(600)]
 HERE = Path(__file__).parent
@@ -107,16 +105,13 @@ RUNS = (
 )
 
 
-def train(jobs: list[dict[str, Any]], folder: Path, seconds: int = 280) -> None:
+def train(megatron_core: Forks, jobs: list[dict[str, Any]], folder: Path) -> None:
     """Run the trainings, those of one topology together."""
     jobs = sorted(jobs, key=lambda job: [job[name] or 1 for name in Topology._fields])
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    call = "import sys, megatron_train; sys.exit(megatron_train.main())"
-    command = [sys.executable, "-c", call, str(folder / "jobs.json")]
-    env = os.environ | {"PYTHONPATH": str(HERE)}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr[-4000:]
-    assert ran.stdout.count("largest relative loss difference") == sum("resume" in job for job in jobs)
+    code, out = megatron_core([str(folder / "jobs.json")], 1, HERE / "megatron_train.py")
+    assert code == 0, out[-4000:]
+    assert out.count("largest relative loss difference") == sum("resume" in job for job in jobs)
 
 
 def at(topology: Topology) -> dict[str, int | None]:
@@ -142,7 +137,7 @@ def swapped(run: Path) -> None:
     torch.save(stored, path)
 
 
-def test_a_training_goes_on(model, convert, tmp_path):
+def test_a_training_goes_on(model, convert, megatron_core, tmp_path):
     jobs: list[dict[str, Any]] = []
     for number, run in enumerate(RUNS):
         source, begun = model(run.model, run.dtype), tmp_path / f"begun{number}"
@@ -153,7 +148,7 @@ def test_a_training_goes_on(model, convert, tmp_path):
         rest = {"hf": str(source), "losses": str(tmp_path / f"losses{number}"), "save": saves, "weights": str(begun)}
         jobs.append(run.job | at(run.topology) | rest)
     jobs[4]["save"][str(tmp_path / "shifted")] = "torch_dist"
-    train(jobs, tmp_path)
+    train(megatron_core, jobs, tmp_path)
 
     resumed: list[dict[str, Any]] = []
     for number, run in enumerate(RUNS):
@@ -175,7 +170,7 @@ def test_a_training_goes_on(model, convert, tmp_path):
         "reshard", source, tmp_path / "damaged", "--pp", 2, "--with-optimizer", "--norm", "local", "--vocab-size", 211
     )
     swapped(tmp_path / "damaged")
-    train([*resumed, damaged], tmp_path)
+    train(megatron_core, [*resumed, damaged], tmp_path)
     for job in resumed:
         given = remembered_states(Path(job["resume"]) / "iter_0000003")
         assert states(Path(f"{job['resume']}-again"), 211) == given != {}, job["resume"]

@@ -157,7 +157,7 @@ def test_masters_are_compared_in_either_order(convert, tmp_path, name):
     state["module"]["sequential.3.attention.query_key_value.weight"][9, 5] += 1
     torch.save(state, path)
     ran = convert("neox2hf", run, tmp_path / "out", *flags(run), "--weights", "fp32-master")
-    refused(ran, 6, "1 of ", "are not the rounded float32 masters")
+    refused(ran, 6, "1 of ", "are not the rounded FP32 master weights")
 
 
 def test_the_wrong_order_would_show(convert, tmp_path):

@@ -39,7 +39,7 @@ def go_on(jobs: list[dict[str, Any]], folder: Path) -> None:
     assert ran.stdout.count("largest relative loss difference") == len(jobs)
 
 
-def test_a_training_goes_on_in_another_framework(model, convert, tmp_path):
+def test_a_training_goes_on_in_another_framework(model, convert, megatron_core, tmp_path):
     begun: dict[str, dict[str, Any]] = {}
     for name, topology in MODELS.items():
         source, weights = model(name), tmp_path / f"{name}-weights"
@@ -48,7 +48,7 @@ def test_a_training_goes_on_in_another_framework(model, convert, tmp_path):
         rest = {"hf": str(source), "losses": str(tmp_path / f"{name}-losses"), "weights": str(weights)}
         saves = {str(tmp_path / f"{name}-run"): "torch_dist"}
         begun[name] = {"dtype": "float32", "distributed": False, "multiple": 1, **at(topology), **rest, "save": saves}
-    train([*begun.values()], tmp_path)
+    train(megatron_core, [*begun.values()], tmp_path)
 
     moved, back = [], []
     for way, (command, words, more) in WAYS.items():
@@ -67,4 +67,4 @@ def test_a_training_goes_on_in_another_framework(model, convert, tmp_path):
         assert ran.code == 0, ran.err
         rest = {key: job[key] for key in ("hf", "dtype", "distributed", "multiple", "losses")}
         back.append({**rest, **at(topology), "resume": str(out), "foreign": True})
-    train(back, tmp_path)
+    train(megatron_core, back, tmp_path)

@@ -3,7 +3,7 @@
 * Upstream's neox-to-hf and hf-to-neox, and a fork's, take query_key_value of a model without shared heads for blocked.
 * Upstream's neox-to-hf multiplies the row-parallel biases of a serial residual by the number of ranks.
 * ds_to_universal with round_robin_gradients, and with tensor parallelism without metadata: test_universal.py.
-* zero_to_fp32 reads no round-robin order either way; masters that are not the module's: test_zero.py.
+* zero_to_fp32 reads no round-robin order either way; master weights that are not the module's: test_zero.py.
 """
 
 from __future__ import annotations

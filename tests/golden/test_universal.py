@@ -82,7 +82,7 @@ def test_what_deepspeed_makes_is_read(made, zero, convert, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("kind", ["zero2", "zero3", "pp2-tp2"])
 def test_every_file_is_parsed_twice_at_most(made, convert, tmp_path, monkeypatch, yml, kind):
-    """Once to know what it is, once for all of masters, moments and steps."""
+    """Once to know what it is, once for all of master weights, moments and steps."""
     from collections import Counter
 
     from formats.torch_files import archive
@@ -117,7 +117,7 @@ def test_frozen_parameters_are_not_in_it(made, convert, tmp_path, kind, table):
 
 
 def test_what_a_universal_checkpoint_is_compared_with(made, convert, tmp_path):
-    """Masters with masters: the module of the same checkpoint is rounded."""
+    """Master weights with master weights: the module of the same checkpoint is rounded."""
     source, universal = made(TWO) / "zero2", tmp_path / "universal"
     assert convert("zero2universal", source, universal).code == 0
     for words in (

@@ -66,7 +66,7 @@ HEADS = ("lm_head.weight", "model.embed_tokens.weight")
 
 @pytest.mark.parametrize(("world", "kind"), CASES, ids=name)
 def test_every_kind_comes_back(made, convert, tmp_path, world, kind):
-    """Module, masters and both moments, bit for bit."""
+    """Module, master weights and both moments, bit for bit."""
     folder, truth = checkpoint(made(world), kind), made(world) / f"{kind}.truth.safetensors"
     module = convert("zero2hf", folder, tmp_path / "module", *flags(made(world), kind), "--weights", "module")
     if third(kind):
@@ -121,7 +121,7 @@ def test_masters_of_16_bits_are_called_that(made, convert, tmp_path):
     for place, masters in ((source, "float32"), (folder, "BF16")):
         ran = convert("zero2hf", place, tmp_path / masters, "--config", made(TWO) / "hf")
         assert ran.code == 0, ran.err
-        assert f"these are the {masters} masters" in ran.err
+        assert f"these are the {masters} master weights" in ran.err
         assert json.loads(convert("inspect", tmp_path / masters, "--json").out)["dtypes"].keys() == {
             "F32" if masters == "float32" else masters
         }
@@ -188,15 +188,15 @@ def swapped(made, tmp_path) -> Callable[..., Path]:
 @pytest.mark.parametrize("kind", ["zero1", "zero2", "bf16-optimizer"])
 @pytest.mark.parametrize("weights", STATES)
 def test_partitions_of_two_ranks_swapped(made, convert, tmp_path, swapped, kind, weights):
-    """Moments are proved by the masters beside them."""
+    """Moments are proved by the master weights beside them."""
     ran = convert("zero2hf", swapped(kind), tmp_path / "out", "--config", made(TWO) / "hf", "--weights", weights)
-    refused(ran, 6, "are not the rounded float32 masters")
+    refused(ran, 6, "are not the rounded FP32 master weights")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kind", ["zero1", "zero2", "bf16-optimizer"])
 def test_a_universal_checkpoint_of_swapped_partitions(convert, tmp_path, swapped, kind):
-    refused(convert("zero2universal", swapped(kind), tmp_path / "out"), 6, "are not the rounded float32 masters")
+    refused(convert("zero2universal", swapped(kind), tmp_path / "out"), 6, "are not the rounded FP32 master weights")
 
 
 @pytest.mark.parametrize("files", ["*optim_states.pt", "*model_states.pt"])
@@ -225,7 +225,7 @@ def test_files_that_know_no_name(made, convert, tmp_path):
 
 
 def test_stage_0_with_its_groups_in_another_order(made, convert, tmp_path):
-    """Nothing in the file tells; the masters, compared with the module, do."""
+    """Nothing in the file tells; the master weights, compared with the module, do."""
     import shutil
 
     import torch
@@ -241,7 +241,7 @@ def test_stage_0_with_its_groups_in_another_order(made, convert, tmp_path):
     torch.save(state, path)
     for weights in STATES:
         ran = convert("zero2hf", folder, tmp_path / "out", "--config", made(TWO) / "hf", "--weights", weights)
-        refused(ran, 6, "are not the rounded float32 masters")
+        refused(ran, 6, "are not the rounded FP32 master weights")
 
 
 def test_files_of_two_saves(made, convert, tmp_path):
@@ -345,6 +345,6 @@ def test_masters_that_are_not_the_modules_are_refused(made, convert, tmp_path):
     torch.save(state, path)
     common = ["--config", made(TWO) / "hf", "--weights", "fp32-master"]
     ran = convert("zero2hf", folder, tmp_path / "out", *common)
-    refused(ran, 6, "are not the rounded float32 masters", "--weights module")
+    refused(ran, 6, "are not the rounded FP32 master weights", "--weights module")
     assert not (tmp_path / "out").exists()
     assert convert("zero2hf", folder, tmp_path / "out", *common, "--replicas", "first").code == 0

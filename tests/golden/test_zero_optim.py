@@ -236,7 +236,7 @@ def test_masters_of_another_save_are_noticed_in_float32_too(made, convert, tmp_p
         torch.save(stored, path)
     words = [] if command == "zero2universal" else ["--with-optimizer", "--config", made(TWO) / "hf"]
     ran = convert(command, tmp_path / "run", tmp_path / "out", *words)
-    refused(ran, 6, "are not the rounded float32 masters")
+    refused(ran, 6, "are not the rounded FP32 master weights")
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -14,9 +14,9 @@ The truth has, in full shape, module.NAME for all that the module's state dict n
 and fp32.NAME, exp_avg.NAME, exp_avg_sq.NAME for what is trained. With model parallelism all begin with the mp rank,
 `3.fp32.NAME`. It owes nothing to files, param_slice_mappings, param_shapes or the paddings. Where a parameter lies in
 its group's flat buffer is read off memory itself, data_ptr() of the parameter (ZeRO-3: of its ds_tensor) less that of
-the buffer, which holds for shuffled groups (round_robin_gradients) too; masters and moments, cut where the buffer is
-cut, are gathered and read at the same place. Stage 0 has whole tensors, a pair per parameter. The module's own weights
-come another way, DeepSpeed's all-gathers, and every fp32.NAME, rounded, must be module.NAME bit for bit.
+the buffer, which holds for shuffled groups (round_robin_gradients) too; master weights and moments, cut where the
+buffer is cut, are gathered and read at the same place. Stage 0 has whole tensors, a pair per parameter. The module's
+own weights come another way, DeepSpeed's all-gathers, and every fp32.NAME, rounded, must be module.NAME bit for bit.
 
 The kinds of the model train on the same data without clipping, and sharding changes no number where only two add up: at
 WORLD 2 the truths of zero1, zero2, zero3, bf16-optimizer and the round-robin kinds are equal bit for bit, at 4 those of

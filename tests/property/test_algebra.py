@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from converters.move.blocks import Files
 from converters.move.engine import execute
 from converters.move.regions import Nearby, region, runs, tiles
-from converters.plan.plan import Job, Part, prove_tiling
+from converters.plan.parts import Part, prove_tiling
+from converters.plan.plan import Job
 from converters.plan.request import Limits
 from formats.disk.safetensors import Fragment, row_major
 from formats.layout.boxes import overlap

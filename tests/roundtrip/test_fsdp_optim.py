@@ -1,4 +1,4 @@
-"""Masters become the weights of an FSDP training; and an optimizer through every family and a kill."""
+"""Master weights become the weights of an FSDP training; and an optimizer through every family and a kill."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_masters_become_the_weights(model, convert, tmp_path, name):
     add_optimizer(run, "plain")
     ran = convert("hf2fsdp", run, out, "--ranks", 3, "--with-optimizer")
     assert ran.code == 0, ran.err
-    assert "they are written from the float32 masters" in ran.err
+    assert "they are written from the FP32 master weights" in ran.err
     assert "only weights" not in ran.err
     assert convert("verify", out).code == 0
     found = dcp.FileSystemReader(out).read_metadata().state_dict_metadata
@@ -71,7 +71,7 @@ def test_a_master_that_does_not_round_to_its_weight_is_noticed(model, convert, t
     stored["optimizer"]["fp32_from_fp16_params"][0][2].mul_(1.5)
     torch.save(stored, path)
     ran = convert("hf2fsdp", run, tmp_path / "out", "--with-optimizer")
-    assert (ran.code, "rounded float32 masters" in ran.err) == (6, True), ran.err
+    assert (ran.code, "rounded FP32 master weights" in ran.err) == (6, True), ran.err
 
 
 def trained(source: Path, folder: Path) -> Path:

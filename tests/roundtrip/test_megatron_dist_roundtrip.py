@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from formats.registry import open_checkpoint
-from tests.models import IN_MEGATRON, files
+from tests.models import FEW, files
 
 
-@pytest.mark.parametrize("name", IN_MEGATRON)
-def test_every_family_comes_back(model, convert, tmp_path, name):
+@pytest.mark.parametrize("name", FEW)
+def test_every_line_comes_back(model, convert, tmp_path, name):
+    """Every family comes back in `test_chain.py`."""
     source = model(name, "bfloat16", shard="100KB")
     dist, classic, back = (tmp_path / step for step in ("dist", "classic", "back"))
     spread = ["--ep", 2, "--etp", 1] if name.startswith("gpt_oss") else []  # experts with biases are whole

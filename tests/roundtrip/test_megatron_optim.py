@@ -105,7 +105,7 @@ def test_inspect_names_the_states(model, convert, tmp_path):
     add_optimizer(run, "plain")
     assert "fp32, exp_avg, exp_avg_sq (plain)" in convert("inspect", run).out
     out = convert("reshard", run, tmp_path / "out", "--with-optimizer", "-n").out
-    assert "check  39 float32 masters" in out
+    assert "check  39 FP32 master weights" in out
     assert "rows of vocabulary padding" not in out
 
 

@@ -29,7 +29,7 @@ CASES = {
 
 
 def states(run: Path) -> dict[str, str]:
-    """The digest of each state of each tensor, and of what is rounded from the masters."""
+    """The digest of each state of each tensor, and of what is rounded from the master weights."""
     source = open_checkpoint(run, Settings())
     return digest_of(state_jobs(source, optimizer_of(source).states), Limits())
 
@@ -44,7 +44,7 @@ def test_through_fsdp(model, convert, tmp_path, name):
     ran = convert("hf2fsdp", run, moved, "--ranks", 3, "--with-optimizer")
     assert ran.code == 0, ran.err
     assert "only weights" not in ran.err
-    assert ("written from the float32 masters" in ran.err) == (dtype == "bfloat16")
+    assert ("written from the FP32 master weights" in ran.err) == (dtype == "bfloat16")
     assert convert("verify", moved).code == 0
     words += ["--with-optimizer", "--dtype", {"float32": "fp32", "bfloat16": "bf16"}[dtype]]
     ran = convert("hf2megatron", moved, out, *wanted.split(), *words)

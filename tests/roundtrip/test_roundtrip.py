@@ -6,7 +6,7 @@ import pytest
 
 from formats.families import FAMILIES
 from formats.registry import open_checkpoint
-from tests.models import DTYPES, EXPERTS, IN_EVERY_TYPE, IN_MEGATRON, LINEAR, MODELS, files
+from tests.models import DTYPES, EXPERTS, FEW, IN_EVERY_TYPE, LINEAR, MODELS, files
 
 TOPOLOGIES = ["tp1 pp1", "tp2 pp2", "tp4 pp1", "tp1 pp4", "tp2 pp2 vpp2", "tp8 pp1"]
 
@@ -18,9 +18,10 @@ def flags(topology: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, one) for name in IN_MEGATRON if name not in EXPERTS for one in DTYPES[: 3 if name in IN_EVERY_TYPE else 1]],
+    [(name, one) for name in FEW if name not in EXPERTS for one in DTYPES[: 3 if name in IN_EVERY_TYPE else 1]],
 )
-def test_every_family_and_type_comes_back(model, convert, tmp_path, name, dtype):
+def test_every_line_and_type_comes_back(model, convert, tmp_path, name, dtype):
+    """Every family comes back in `test_chain.py`."""
     source = model(name, dtype, shard="100KB" if dtype == "bfloat16" else "50GB")
     linear = name in LINEAR  # which has no local names, and not heads for eight ranks
     topologies = [one.replace("8", "4") if linear else one for one in TOPOLOGIES]

@@ -117,7 +117,8 @@ def test_copies_are_added_up_one_by_one(tmp_path, partial):
 
     from converters.move.blocks import Files
     from converters.move.engine import execute
-    from converters.plan.plan import Job, Part
+    from converters.plan.parts import Part
+    from converters.plan.plan import Job
     from converters.plan.request import Limits
     from formats.disk.safetensors import Fragment
     from formats.layout.leaves import Leaf, Span

@@ -162,6 +162,6 @@ def test_masters_go_where_they_still_round_to_the_weights(model, convert, tmp_pa
     sums = [sum(float(one.double().sum()) for one in found) for found in every]  # but for the padding of the vocabulary
     assert sums[0] == sums[1], "moments are those of the weight either way"
     ran = convert("hf2megatron", fsdp, tmp_path / "bf16", "--with-optimizer", "--dtype", "bf16")
-    assert (ran.code, "less one, where its float32 masters do not round to the weights" in ran.err) == (4, True), (
+    assert (ran.code, "less one, where its FP32 master weights do not round to the weights" in ran.err) == (4, True), (
         ran.err
     )

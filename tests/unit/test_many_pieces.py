@@ -12,7 +12,7 @@ from converters.move.blocks import Files, finish_files
 from formats.checkpoint import OutputFile
 from formats.deepspeed import zero
 from formats.disk.safetensors import Fragment
-from formats.torch_files import dcp, dcp_writer
+from formats.torch_files import dcp_metadata, dcp_writer
 
 ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
@@ -47,13 +47,12 @@ def test_more_ranks_than_the_usual_limit_of_open_files(model, convert, tmp_path)
     assert ran.stdout.split()[0] == convert("digest", model("llama")).out.split()[0]
 
 
-def test_metadata_of_a_model_alone_is_read_once(model, convert, tmp_path, monkeypatch):
+def test_metadata_is_read_once(model, convert, tmp_path):
     """Of a large run it is hundreds of megabytes: it is not parsed again to look for an optimizer."""
     assert convert("hf2fsdp", model("llama"), tmp_path / "out", "--ranks", 2).code == 0
-    read, seen = dcp._metadata, []
-    monkeypatch.setattr(dcp, "_metadata", lambda file: (seen.append(file), read(file))[1])
+    dcp_metadata._read.cache_clear()
     assert convert("inspect", tmp_path / "out").code == 0
-    assert len(seen) == 1
+    assert dcp_metadata._read.cache_info().misses == 1
 
 
 def test_pieces_that_are_alike_are_laid_out_once(model, convert, tmp_path, monkeypatch):

@@ -8,8 +8,8 @@ import pytest
 
 from formats.disk.safetensors import Fragment
 from formats.errors import SourceError
-from formats.layout.pieces import Piece, scattered
-from formats.layout.table import Cut
+from formats.layout.columns import Cut, Piece
+from formats.layout.pieces import scattered
 
 
 def piece(start: int, stop: int, file: str, dtype: str = "F32") -> Piece:

@@ -49,6 +49,7 @@ def _run(path: Path, overrides: tuple[str, ...]) -> None:
     settings, notes = load_config(path, overrides)
 
     from train.distributed import world
+    from train.run.checkpoint import best_of
     from train.run.export import export
     from train.run.loop import RESUME, train
 
@@ -66,10 +67,12 @@ def _run(path: Path, overrides: tuple[str, ...]) -> None:
         return
     if settings.export is not None and not settings.export.exists():
         checkpoint, moved = settings.save.path / progress.name, settings.model.path
+        if settings.evaluate.best is not None:
+            checkpoint = best_of(settings.save.path) or checkpoint
         note = export(checkpoint, settings.export, settings.chat_template, moved)
         if note:
             click.echo(f"note: {note}", err=True)
-        click.echo(f"exported to {settings.export}")
+        click.echo(f"exported {checkpoint.name} to {settings.export}")
     (settings.save.path / RESUME).unlink(missing_ok=True)
 
 

@@ -36,7 +36,7 @@ from train.distributed import World
 from train.engines import ENGINES, Engine
 from train.engines.errors import reason
 from train.settings.config import Save
-from train.start.run_folder import LATEST, NOTE, PREFIX, is_ours
+from train.start.run_folder import BEST, LATEST, NOTE, PREFIX, is_ours
 
 PARTIAL = ".partial"
 THREADS = 2
@@ -93,6 +93,12 @@ def newest(save: Path) -> Path | None:
             f"echo {checkpoints[-1].name} > {quote(str(save / LATEST))}",
         )
     return None
+
+
+def best_of(save: Path) -> Path | None:
+    """The checkpoint that `best` names, None if there is none."""
+    name = (save / BEST).read_text().strip() if (save / BEST).is_file() else ""
+    return save / name if name and is_ours(save / name) else None
 
 
 def ours(save: Path) -> list[Path]:
@@ -311,12 +317,13 @@ class Saver:
         self._forget(place, progress)
 
     def _forget(self, latest: Path, progress: Progress) -> None:
-        """Delete the oldest checkpoints beyond `save.keep`; never links, nor those of another run or phase."""
+        """Delete the oldest checkpoints beyond `save.keep`; never links, the best, nor another run's."""
         if self.keep is None:
             return
         checkpoints = [path for path in ours(self.save) if _offset(path) == progress.offset]
+        best = best_of(self.save)
         for path in checkpoints[: -self.keep]:
-            if path != latest:
+            if path not in (latest, best):
                 _delete(path)
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from converters.common.atomic import write_file
 from train.data.rows import Rows, check_tokenizer, open_rows
@@ -111,8 +112,15 @@ def evaluate(
                 sums[:2] += float(loss), flat.trained
             total, tokens, *texts = world.sums(*sums.tolist())
             scores[name] = Score(total, int(tokens), {} if judge is None else judge.scores(texts))
-    trainee.train()
+    back_to_training(trainee)
     return scores
+
+
+def back_to_training(trainee: Trainee) -> None:
+    """End an evaluation. FSDP2 leaves the root gathered after a forward pass that no backward pass follows."""
+    trainee.train()
+    if isinstance(trainee, FSDPModule):
+        trainee.reshard()
 
 
 def _spread(rows: int, most: int | None) -> Sequence[int]:

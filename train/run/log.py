@@ -9,21 +9,25 @@ A resumed run continues its curves: lines of steps that will be trained again ar
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import fmean, pstdev
+from types import MappingProxyType
+from typing import NamedTuple
 
 from converters.common.atomic import write_file
 from converters.common.progress import clock, size
-from formats.errors import UnsupportedError
 from train.run.checkpoint import Progress
 from train.run.evaluate import CSV, Score, line_of, record_of, write_csv
+from train.run.generate import Answer
+from train.run.trackers import open_tracker
 from train.settings.config import Config
-from train.start.run_folder import EVALUATIONS, LOG
+from train.start.run_folder import EVALUATIONS, GENERATIONS, LOG
 
+RECENT, LEAST = 50, 20
+"""Steps whose losses a new loss is compared with, and how many there have to be."""
 Say = Callable[[str], None]
-Tracker = Callable[[int, Mapping[str, float]], None]
-"""Called with a global step and its metrics."""
 
 
 class Step(NamedTuple):
@@ -40,6 +44,7 @@ class Step(NamedTuple):
         stop: a rank has to stop: a signal, or its time is up.
         written: all ranks have written their part of a checkpoint.
         due: `save.every_minutes` have passed on rank 0.
+        norms: of the gradient of each layer, with `log.layer_norms`.
     """
 
     loss: float
@@ -52,6 +57,7 @@ class Step(NamedTuple):
     stop: bool
     written: bool
     due: bool
+    norms: Mapping[str, float] = MappingProxyType({})
 
 
 class Log:
@@ -62,12 +68,13 @@ class Log:
         self.seconds = 0.0
         step = progress.offset + progress.step
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in (LOG, EVALUATIONS):
+        for name in (LOG, EVALUATIONS, GENERATIONS):
             _forget(self.folder / name, step)
+        self.spike, self.losses = config.log.spike, deque(_losses(self.folder / LOG), RECENT)
         for path in (self.folder / CSV).rglob("*.csv"):
             if path.stem.isdecimal() and step < int(path.stem) <= progress.offset + total:
                 path.unlink()
-        self.trackers: list[Tracker] = [TRACKERS[name](config, step) for name in config.log.trackers]
+        self.trackers = [open_tracker(name, config, step) for name in config.log.trackers]
 
     def line(self, progress: Progress, total: int, step: Step, seconds: float, say: Say) -> None:
         """Log a step."""
@@ -80,7 +87,9 @@ class Log:
         }  # fmt: skip
         if self.peak:
             record["mfu"] = round(step.flops / seconds / self.peak / self.ranks, 4)
+        record |= {f"grad_norm/{layer}": norm for layer, norm in step.norms.items()}
         self._write(LOG, record)
+        self._notice(number, step.loss, say)
         if progress.step % self.every and progress.step != total:
             return
         in_loss = 100 * step.trained / max(1, step.tokens)
@@ -95,6 +104,24 @@ class Log:
             f"{clock((total - progress.step) * self.seconds)} left",
         ]
         say(" · ".join(parts))
+
+    def _notice(self, number: int, loss: float, say: Say) -> None:
+        """Print a note on a loss that is far above those of the last steps."""
+        if self.spike is not None and len(self.losses) >= LEAST:
+            mean, deviation = fmean(self.losses), pstdev(self.losses)
+            if loss > mean + self.spike * deviation:
+                far = f"{(loss - mean) / deviation:.1f} standard deviations" if deviation else "far"
+                say(f"note       global step {number}: loss {loss:.4g} is {far} above {mean:.4g}, the mean before it")
+        self.losses.append(loss)
+
+    def answers(self, progress: Progress, answers: Sequence[Answer], say: Say) -> None:
+        """Log the answers to prompts."""
+        step = {"step": progress.step, "global_step": progress.offset + progress.step}
+        with (self.folder / GENERATIONS).open("a") as file:
+            file.writelines(json.dumps(step | answer._asdict(), ensure_ascii=False) + "\n" for answer in answers)
+        for answer in answers:
+            shown = " ".join(f"{answer.prompt} -> {answer.text}".split())
+            say(f"answer     {shown[:200]}{'…' if len(shown) > 200 else ''}")
 
     def scores(self, progress: Progress, scores: Mapping[str, Score], say: Say) -> None:
         """Log an evaluation."""
@@ -111,6 +138,12 @@ class Log:
             tracker(int(record["global_step"]), numbers)
 
 
+def _losses(path: Path) -> list[float]:
+    """The losses of the last steps of a log."""
+    lines = path.read_text().splitlines()[-RECENT:] if path.is_file() else []
+    return [float(json.loads(line)["loss"]) for line in lines]
+
+
 def _forget(path: Path, step: int) -> None:
     """Drop the lines after a global step, and an incomplete last line of a killed job."""
     if path.is_file():
@@ -123,49 +156,3 @@ def _step_of(line: str) -> float:
         return float(json.loads(line)["global_step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")
-
-
-# --- trackers --------------------------------------------------------------------------------------------------------
-
-
-def _lacking(name: str) -> UnsupportedError:
-    return UnsupportedError(f"log.trackers names {name}, which is not installed", "pip install 'vitruvian[trackers]'")
-
-
-def _tensorboard(config: Config, step: int) -> Tracker:
-    """TensorBoard; it drops later steps by itself (`purge_step`)."""
-    try:
-        from torch.utils.tensorboard.writer import SummaryWriter
-    except ImportError:
-        raise _lacking("tensorboard") from None
-    writer = SummaryWriter(str(config.save.path / "runs"), purge_step=step + 1)
-
-    def track(number: int, numbers: Mapping[str, float]) -> None:
-        for name, value in numbers.items():
-            writer.add_scalar(name, value, number)
-        writer.flush()
-
-    return track
-
-
-def _wandb(config: Config, _: int) -> Tracker:
-    """Weights & Biases; a resumed run has the same id, which is made from its folder's path."""
-    try:
-        import wandb
-    except ImportError:
-        raise _lacking("wandb") from None
-    from blake3 import blake3
-
-    place = config.save.path.resolve()
-    name = blake3(str(place).encode()).hexdigest(8)
-    wandb_run: Any = wandb.init(
-        id=name, name=place.name, dir=str(place), resume="allow", config=config.model_dump(mode="json")
-    )
-
-    def track(number: int, numbers: Mapping[str, float]) -> None:
-        wandb_run.log(dict(numbers), step=number)
-
-    return track
-
-
-TRACKERS: Mapping[str, Callable[[Config, int], Tracker]] = {"tensorboard": _tensorboard, "wandb": _wandb}

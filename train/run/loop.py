@@ -15,10 +15,13 @@ from formats.errors import Interrupted, OutputError
 from formats.torch_files import saves
 from train.distributed import World
 from train.engines import Stepping, open_engine
+from train.run.best import Best, open_best
 from train.run.checkpoint import Progress, Saver, require_sound
 from train.run.estimate import mixture_of
 from train.run.evaluate import open_sets
+from train.run.generate import open_prompts
 from train.run.identity import begun, record, small_files
+from train.run.layer_norms import layer_norms
 from train.run.log import Log, Say, Step
 from train.run.metrics import open_judge
 from train.run.prepare import Prepared, choose_attention, prepare
@@ -73,9 +76,13 @@ def _alone(config: Config, world: World) -> Iterator[None]:
 
 def _train(config: Config, world: World, say: Say) -> Progress:
     prepared = prepare(config, world)
-    if prepared.progress.step >= prepared.total:
+    best = world.from_first(lambda: open_best(config, prepared.progress))
+    if prepared.progress.step >= prepared.total or (best is not None and best.is_over):
         if world.first:
-            say(f"nothing left to do: {prepared.progress.name} is after the last of {prepared.total} steps")
+            after = f"after the last of {prepared.total} steps"
+            if best is not None and best.is_over:
+                after = f"where the training stopped early; the best is {best}"
+            say(f"nothing left to do: {prepared.progress.name} is {after}")
             for note in prepared.notes:
                 say(f"note       {note}")
         return prepared.progress
@@ -83,7 +90,7 @@ def _train(config: Config, world: World, say: Say) -> Progress:
         raise OutputError(
             f"{config.export}, where the model is to be exported to, exists", "name a new folder: --export"
         )
-    run = _open(prepared, world, say)
+    run = _open(prepared, best, world, say)
     log = None
     if world.first:
         log = Log(config, world.ranks, prepared.progress, prepared.total, peak_of(world.device))
@@ -93,7 +100,7 @@ def _train(config: Config, world: World, say: Say) -> Progress:
     if config.engine == "transformers":
         from train.run.trainer_steps import steps
     progress = steps(run, log, say)
-    if progress.step < prepared.total:
+    if progress.step < prepared.total and not (best is not None and best.is_over):
         raise Interrupted(
             f"stopped after step {progress.step} of {prepared.total}, saved as {progress.name}",
             "run the same command again to resume",
@@ -117,7 +124,7 @@ def _steps(run: Run, log: Log | None, say: Say) -> Progress:
     return progress
 
 
-def _open(prepared: Prepared, world: World, say: Callable[[str], None]) -> Run:
+def _open(prepared: Prepared, best: Best | None, world: World, say: Callable[[str], None]) -> Run:
     config, rows = prepared.config, prepared.rows
     sets = open_sets(config, world)
     judge = open_judge(config.evaluate.metrics, config.evaluate.tokenizer or config.model.path, sets)
@@ -164,6 +171,8 @@ def _open(prepared: Prepared, world: World, say: Callable[[str], None]) -> Run:
         judge=judge,
         parameters=multiplied(engine.model),
         watch=Watch(config),
+        best=best,
+        prompts=open_prompts(config),
     )
 
 
@@ -181,7 +190,9 @@ def _step(run: Run, number: int, stopped: bool) -> Step:
         loss = loss_of(run, engine.trainee, flat, (config.seed, number, world.rank, place))
         engine.backward(loss * (world.ranks / max(1, step.trained)), place == len(batches) - 1)
         losses += loss.detach()
+    norms = layer_norms(engine.model, world) if config.log.layer_norms else {}
     rate = learning_rate(config, number, prepared.total)
     norm = engine.step(rate)
     (summed,) = world.sums(float(losses))
-    return step._replace(loss=summed / max(1, step.trained), norm=norm, rate=rate, memory=memory_of(world.device))
+    step = step._replace(norm=norm, rate=rate, memory=memory_of(world.device), norms=norms)
+    return step._replace(loss=summed / max(1, step.trained))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import faulthandler
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +16,16 @@ from train.data.rows import Flat, Rows
 from train.distributed import World
 from train.engines import Engine
 from train.model.neftune import noise_for
+from train.run.best import Best, score_of, write_best
 from train.run.checkpoint import Progress, Saver
-from train.run.evaluate import evaluate
+from train.run.evaluate import Score, evaluate
+from train.run.generate import Prompts, generate
 from train.run.log import Log, Say, Step
 from train.run.metrics import Judge
 from train.run.prepare import Prepared
 from train.run.throughput import flops_of
 from train.settings.config import Config
+from train.start.run_folder import is_ours
 
 
 class Run(NamedTuple):
@@ -36,6 +39,8 @@ class Run(NamedTuple):
     judge: Judge | None
     parameters: float
     watch: Watch
+    best: Best | None
+    prompts: Prompts | None
 
 
 def finish_step(run: Run, log: Log | None, progress: Progress, step: Step, seconds: float, say: Say) -> bool:
@@ -60,7 +65,27 @@ def finish_step(run: Run, log: Log | None, progress: Progress, step: Step, secon
         scores = evaluate(run.engine.trainee, run.sets, run.world, run.judge, most, run.watch.again)
         if log:
             log.scores(progress, scores, say)
+        if run.prompts is not None:
+            answers = generate(run.engine.trainee, run.prompts, run.world, run.watch.again)
+            if log:
+                log.answers(progress, answers, say)
+        if run.best is not None:
+            return _judged(run, run.best, progress, scores, say) or leaving
     return leaving
+
+
+def _judged(run: Run, best: Best, progress: Progress, scores: Mapping[str, Score], say: Say) -> bool:
+    """Keep the checkpoint of the best evaluation. Returns whether the training ends here."""
+    config, step = run.prepared.config, progress.offset + progress.step
+    is_best = best.add(step, score_of(best, scores))
+    if (is_best or best.is_over) and not is_ours(config.save.path / progress.name):
+        run.saver.start(run.engine, progress)
+        run.saver.finish()
+    if is_best:
+        run.world.from_first(lambda: write_best(config.save.path, best))
+    if best.is_over and run.world.first:
+        say(f"stopped early: {best.stale} evaluations without a better one than {best}")
+    return best.is_over
 
 
 class Watch:

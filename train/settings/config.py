@@ -23,6 +23,11 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 
+Tracker = Literal[
+    "tensorboard", "wandb", "mlflow", "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte",
+    "kubeflow", "neptune", "swanlab", "trackio",
+]  # fmt: skip
+"""The trackers of transformers 5.23.0 (integrations/integration_utils.py)."""
 QUANTIZED = "1, 2, 3, 5, 8, 16, 32, 40, 64 and 80"
 """Numbers of nodes on which users have run ZeRO++'s quantized gradients."""
 
@@ -189,14 +194,30 @@ class Evaluate(_Part):
     )
     max_rows: Count | None = Field(None, description="Rows of each set, evenly spread.  [default: all]")
     tokenizer: Path | None = Field(None, description="Tokenizer file.  [default: that of the model folder]")
+    best: str | None = Field(
+        None,
+        description="Set or metric, such as eu or eu_bleu, whose best checkpoint is kept, and exported.",
+    )
+    patience: Count | None = Field(
+        None, description="End the training after so many evaluations in a row that were not better than the best."
+    )
+    min_delta: Annotated[float, Field(ge=0)] = Field(0.0, description="By how much one is better, for the patience.")
+    prompts: Annotated[list[str], BeforeValidator(_listed)] = Field(
+        default_factory=list, description="Prompts that are answered at each evaluation, into generations.jsonl."
+    )
+    new_tokens: Count = Field(64, description="Most tokens of such an answer.")
 
 
 class Log(_Part):
     """Logs."""
 
     every: Count = Field(1, description="Steps between two lines.")
-    trackers: list[Literal["tensorboard", "wandb"]] = Field(
-        default_factory=list, description="Where curves go besides log.jsonl; a resumed run continues them."
+    trackers: list[Tracker] = Field(
+        default_factory=list, description="Where curves go besides log.jsonl; the first three continue when resumed."
+    )
+    layer_norms: bool = Field(False, description="Log the gradient norm of each layer too.")
+    spike: Annotated[float, Field(gt=0)] | None = Field(
+        6.0, description="Note a loss that is so many standard deviations above the mean of the last 50 steps."
     )
 
 
@@ -352,9 +373,14 @@ def _overridden(name: str, settings: Mapping[str, Any]) -> str:
 
 def _check_engine(config: Config) -> None:
     """Refuse settings that only another engine has."""
-    replicas, compiled = {"parallel.replicas": config.parallel.replicas > 1}, {"model.compile": config.model.compile}
     zero = {"parallel.deepspeed": bool(config.parallel.deepspeed)}
-    ours = replicas | compiled | {"lora": config.lora is not None, "model.kernels": config.model.kernels == "liger"}
+    ours = {
+        "parallel.replicas": config.parallel.replicas > 1,
+        "model.compile": config.model.compile,
+        "lora": config.lora is not None,
+        "model.kernels": config.model.kernels == "liger",
+        "log.layer_norms": config.log.layer_norms,
+    }
     foreign = {"fsdp": zero, "transformers": ours | zero, "deepspeed": ours}
     for name, is_set in foreign[config.engine].items():
         if is_set:

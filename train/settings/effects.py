@@ -5,7 +5,7 @@ from __future__ import annotations
 from formats.errors import UsageError
 from train.settings.config import Config
 
-OF_SETS = ("every", "metrics", "max_rows", "tokenizer")
+OF_SETS = ("every", "metrics", "max_rows", "tokenizer", "best", "prompts")
 """Settings of `evaluate` that apply to the validation sets."""
 
 
@@ -26,6 +26,9 @@ def check_effect(config: Config, total: int) -> None:
                 f"evaluate.{name} is {value!s}, and data.validation names no set to evaluate",
                 f"--data.validation.NAME PREFIX; or without evaluate.{name}",
             )
+    for name in ("patience", "min_delta"):
+        if getattr(config.evaluate, name) and config.evaluate.best is None:
+            raise UsageError(f"evaluate.{name} needs a metric that decides", "--evaluate.best NAME")
     profile = config.profile
     if profile.kind is not None and profile.after + profile.steps > total:
         raise UsageError(

@@ -4,7 +4,9 @@
     SAVE/global_step1500/      checkpoints, see `checkpoint.py`
     SAVE/latest                name of the newest checkpoint
     SAVE/log.jsonl             a line for each step
+    SAVE/best                  name of the best one, with evaluate.best
     SAVE/evaluations.jsonl     a line for each evaluation
+    SAVE/generations.jsonl     a line for each answer to evaluate.prompts
 
 They are read without torch.
 """
@@ -24,9 +26,9 @@ from formats.detect.rivals import require_one
 from formats.errors import SourceError, UsageError
 from train.settings.config import Config, flat, load_config
 
-CONFIG, LOG, EVALUATIONS = "config.yml", "log.jsonl", "evaluations.jsonl"
-LATEST, NOTE, PREFIX = "latest", ".progress", "global_step"
-"""Name of the newest checkpoint; progress file in each checkpoint; prefix of checkpoint names."""
+CONFIG, LOG, EVALUATIONS, GENERATIONS = "config.yml", "log.jsonl", "evaluations.jsonl", "generations.jsonl"
+LATEST, BEST, NOTE, PREFIX = "latest", "best", ".progress", "global_step"
+"""Files that name the newest and the best checkpoint; progress file in each checkpoint; prefix of their names."""
 OF_A_JOB = (
     "save.path", "init", "export", "chat_template", "steps.exit_", "log.", "profile.", "parallel.timeout_minutes",
 )  # fmt: skip

@@ -9,7 +9,8 @@ from typing import Any
 from converters.commands.pages.template import filled, starred
 from converters.common.progress import ranges
 from converters.library.records import plan_record, rank_text
-from converters.plan.plan import Job, Part, Plan
+from converters.plan.parts import Part
+from converters.plan.plan import Job, Plan
 from formats.disk.safetensors import Fragment
 from formats.layout.table import Placed
 
@@ -101,7 +102,8 @@ def _where(tensors: Iterable[Placed]) -> Where:
             one.key,
             rank_text(one.slot.mesh),
         )
-        for one in tensors
+        for placed in tensors
+        for one in placed.each()
     }
 
 

@@ -249,7 +249,7 @@ def _order(
 
 
 def _of_state(opened: _Opened, held: Mapping[int, list[Partition]], state: str) -> Checkpoint:
-    """What the optimizer keeps, as a checkpoint; masters are to be compared with the module."""
+    """What the optimizer keeps, as a checkpoint; master weights are to be compared with the module."""
     parts = modules.masters(opened.models, opened.tp, held, state, EMBEDDING)
     held_whole = {Place(file): {key: one.whole for (at, key), one in parts.items() if at == file} for file, _ in parts}
     placed, dropped = match(opened.wanted, held_whole, DROPS, opened.tag)

@@ -158,7 +158,7 @@ def _open(path: Path, settings: Settings) -> _Opened:
 
 
 def _of_state(opened: _Opened, partitions: Mapping[int, list[Partition]], state: str) -> Checkpoint:
-    """What the optimizer keeps, as a checkpoint; masters are to be compared with the module."""
+    """What the optimizer keeps, as a checkpoint; master weights are to be compared with the module."""
     parts = modules.masters(opened.models, opened.tp, partitions, state, 0, layered=opened.layered)
     whole = {file: {key: one.whole for (at, key), one in parts.items() if at == file} for file, _ in parts}
     pieces, dropped = _place(opened, whole, parts)

@@ -8,15 +8,15 @@ In the grouped layout, row y of the keys is in share y // c at its row y % c, fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from formats.disk.handle import opened
 from formats.disk.safetensors import DTYPES, Fragment, read_into
 from formats.errors import RefusedError
-from formats.layout.pieces import Piece, Scattered, scattered, whole_part
-from formats.layout.table import Cut
+from formats.layout.columns import Cut, Piece
+from formats.layout.pieces import Scattered, scattered, whole_part
 from formats.model.spec import ModelSpec
 
 QKV = "attention.query_key_value.weight"
@@ -101,7 +101,7 @@ def split(
     return tensors, pieces
 
 
-def _flat(copy: tuple[Piece, ...], width: int) -> Iterator[tuple[int, int, Fragment]]:
+def _flat(copy: Sequence[Piece], width: int) -> Iterator[tuple[int, int, Fragment]]:
     """(start, stop, fragment) of each piece of a matrix, as intervals of its elements."""
     for part, fragment in copy:
         if part.flat:

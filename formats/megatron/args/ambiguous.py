@@ -20,7 +20,7 @@ Scaling = Mapping[str, Any] | None
 
 
 def named(args: Args, settings: Mapping[str, Any], where: str) -> Args:
-    """The args, with what stands under two names as the version of the checkpoint heeds it.
+    """The args, with what is given under two names as the version of the checkpoint reads it.
 
     Raises:
         RefusedError: two names of the epsilon differ, and nothing tells which one counts.

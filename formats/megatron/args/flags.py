@@ -152,7 +152,7 @@ def remarks(text: str) -> tuple[str, ...]:
 
 
 def _spelled(option: Option, value: Any) -> str:
-    """An option on the command line, as a shell wants it."""
+    """An option on the command line, as a shell reads it."""
     match option.form:
         case "true" | "false":
             return option.name

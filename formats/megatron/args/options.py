@@ -45,7 +45,7 @@ class Options:
         shared_interleave: the same of shared experts.
         version: the Megatron-LM that the flags are for; None for the newest that computes the model.
         accepted: deviations from the model that the user named (`versions.DEVIATIONS`).
-        computed: the element type of the training, as torch calls it, where the weights are its masters.
+        computed: the element type of the training, as torch calls it, where the weights are its master weights.
     """
 
     tp: int = 1

@@ -1,0 +1,138 @@
+"""Parts: which leaves of a logical tensor are in which physical ones, and the proof that they tile it.
+
+A plan of a million pieces is a plan of some thousand tensors: parts are made when they are asked for, and what only
+depends on how a tensor is cut is proved once for all layers that are cut alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, islice
+from math import prod
+from typing import Any
+
+from formats.disk.safetensors import Fragment
+from formats.errors import RefusedError
+from formats.layout.boxes import overlap
+from formats.layout.leaves import Leaf
+from formats.layout.table import Layout, Placed, Replica
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A leaf, and the physical tensor that holds it; `woven` if elements of others are between its own (interleaved).
+
+    What is interleaved is written by one process and one thread at a time: it rewrites the elements of others too.
+    """
+
+    leaf: Leaf
+    fragment: Fragment
+    woven: bool = False
+
+
+class Parts(Sequence[Part]):
+    """The parts of a logical tensor in some physical ones, and `more`; each is made when it is asked for."""
+
+    __slots__ = ("leaves", "more", "placed", "tensor")
+
+    def __init__(self, tensor: str) -> None:
+        self.tensor, self.leaves = tensor, 0
+        self.placed: list[Placed] = []
+        self.more: tuple[Part, ...] = ()
+
+    def __len__(self) -> int:
+        return self.leaves + len(self.more)
+
+    def __iter__(self) -> Iterator[Part]:
+        return chain(chain.from_iterable(_parts(placed, self.tensor) for placed in self.placed), self.more)
+
+    def __getitem__(self, index: Any) -> Any:
+        """One, or some from the first on."""
+        if isinstance(index, slice):
+            return tuple(islice(self, *index.indices(len(self))))
+        return next(islice(self, range(len(self))[index], None))
+
+    def __add__(self, other: Parts) -> Parts:
+        """The parts of both."""
+        found = Parts(self.tensor)
+        found.placed, found.leaves = self.placed + other.placed, self.leaves + other.leaves
+        found.more = self.more + other.more
+        return found
+
+    def prove(self, shape: tuple[int, ...], name: str) -> None:
+        """Each element of a box is in exactly one part. Raises as `prove_tiling`."""
+        layouts = tuple((placed.layout, placed.slot.expert) for placed in self.placed)
+        if self.more or not _tiled(self.tensor, layouts, shape):
+            prove_tiling([part.leaf for part in self], shape, name)
+
+
+Copies = dict[Replica, Parts]
+"""The parts of a tensor, and of each further copy of it."""
+
+
+def parts_of(tensors: Iterable[Placed]) -> dict[tuple[str, int | None], Copies]:
+    """The parts of logical tensors by (tensor, layer) and by the copy to which they belong."""
+    found: dict[tuple[str, int | None], Copies] = {}
+    for placed in tensors:
+        slot = placed.slot
+        for tensor, count in _counts(placed.layout):
+            copies = found.setdefault((tensor, slot.layer), {})
+            if slot.replica not in copies:
+                copies[slot.replica] = Parts(tensor)
+            copies[slot.replica].placed.append(placed)
+            copies[slot.replica].leaves += count
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _counts(layout: Layout) -> tuple[tuple[str, int], ...]:
+    """How many leaves of each tensor there are."""
+    found: dict[str, int] = {}
+    for leaf in chain.from_iterable(layout.lowered()):
+        found[leaf.tensor] = found.get(leaf.tensor, 0) + 1
+    return tuple(found.items())
+
+
+def _parts(placed: Placed, tensor: str) -> Iterator[Part]:
+    """The parts of a tensor in a physical one."""
+    slot, columns = placed.slot, placed.columns
+    for number, leaves in enumerate(placed.layout.lowered()):
+        woven = len(leaves) > 1 and any(min(_steps(leaf), default=1) > 1 for leaf in leaves)
+        held = [slot.in_order(leaf) for leaf in leaves if leaf.tensor == tensor]
+        if held:
+            fragment = placed.fragment if columns is None else columns[number].fragment
+            yield from (Part(leaf, fragment, woven) for leaf in held)
+
+
+def _steps(leaf: Leaf) -> list[int]:
+    """The strides that a leaf has."""
+    return [span.stride for span in leaf.spans if span.size > 1]
+
+
+@lru_cache(maxsize=256)
+def _tiled(tensor: str, layouts: tuple[tuple[Layout, int | None], ...], shape: tuple[int, ...]) -> bool:
+    """Whether the leaves of some fragments tile a tensor: the layer, which all have in common, plays no part in it."""
+    leaves, boxes = 0, []
+    for layout, expert in layouts:
+        outside = [] if expert is None else [("expert", expert, expert + 1)]
+        for leaf in chain.from_iterable(layout.lowered()):
+            if leaf.tensor == tensor and leaf.numel:
+                leaves += leaf.numel
+                spans = sorted([*outside, *((span.axis, span.start, span.stop) for span in leaf.spans)])
+                boxes.append(tuple((start, stop) for _, start, stop in spans))
+    return leaves == prod(shape) and not overlap(boxes)
+
+
+def prove_tiling(leaves: Sequence[Leaf], shape: tuple[int, ...], name: str) -> None:
+    """Each element of the box is in exactly one leaf: the sizes add up, and no two leaves overlap.
+
+    Raises:
+        RefusedError: they do not.
+    """
+    total = sum(leaf.numel for leaf in leaves)
+    if total != prod(shape):
+        raise RefusedError(f"{name} has {prod(shape)} elements, the layout covers {total}")
+    if overlap([tuple((span.start, span.stop) for span in leaf.spans) for leaf in leaves if leaf.numel]):
+        raise RefusedError(f"two parts of {name} overlap")

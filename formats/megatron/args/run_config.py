@@ -1,0 +1,144 @@
+"""What Megatron-Bridge and NeMo 2 save instead of the args of Megatron-LM: the fields of a model's class, as YAML.
+
+    iter_0000100/run_config.yaml, `model`       Megatron-Bridge: a provider, which is a TransformerConfig with more
+    context/model.yaml, `config`                NeMo 2: a GPTConfig, likewise; beside `weights/`
+
+Fields have the names of megatron-core, most of which are arguments of Megatron-LM too; what is called otherwise is
+below. Both build megatron-core's GPTModel of the fields alone where their class is one of `PLAIN`; other classes
+(Gemma's) change the model in code, which no field tells.
+
+Facts: Megatron-Bridge 0.3.1 models/gpt_provider.py, whose own files are in tests/golden/bridge; NeMo 2.5
+collections/llm/gpt/model/base.py, llama.py (`apply_rope_scaling`), and its tests/lightning/_io/artifacts/model.yaml.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from formats.errors import RefusedError, SourceError, UnsupportedError, short
+from formats.torch_files.pickle_values import Namespace
+
+BRIDGE, NEMO = "run_config.yaml", "model.yaml"
+MOST_YAML = 1 << 20
+PLAIN = re.compile(
+    r"megatron\.bridge\.models\.(gpt_provider\.GPTModelProvider|mla_provider\.MLAModelProvider|(llama|qwen|mistral)\.\w+\."
+    r"(Llama(?!4)|Qwen2(?!\w*VL)|Qwen25(?!\w*VL)|Qwen3(?!\w*(VL|Next))|Mistral)\w*Provider\w*)"
+    r"|nemo\.collections\.llm\.gpt\.model\.(base\.GPTConfig|llama\.Llama(?!4)|mistral\.Mistral|mixtral\.Mixtral|qwen2\.Qwen2|"
+    r"qwen3\.Qwen3)\w*"
+)
+"""Classes whose model is what their fields say, with the name of the module."""
+RENAMED = {
+    "num_moe_experts": "num_experts",
+    "rope_scaling": "use_rope_scaling",
+    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "vocab_size": "true_vocab_size",
+}
+"""Field: the argument that says the same."""
+OWN = {
+    "_cpu_offloading_context", "_target_", "activation_func", "data_step_fn", "first_pipeline_num_layers",
+    "forward_step_fn", "gated_linear_unit", "generation_config", "hf_model_id", "last_pipeline_num_layers",
+    "mtp_enabled", "parallel_output", "scatter_embedding_sequence_parallel", "share_embeddings_and_output_weights",
+    "should_pad_vocab", "transformer_layer_spec", "use_arbitrary_attention_mask",
+    "use_transformer_engine_full_layer_spec",
+}  # fmt: skip
+"""Fields that are no arguments: they choose kernels, or are read here."""
+ACTIVATIONS = {
+    ("silu", True): {"swiglu": True},
+    ("gelu", False): {},
+    ("squared_relu", False): {"squared_relu": True},
+    ("quick_gelu", True): {"quick_geglu": True},
+}
+"""(function, whether there is a gate): the arguments that say so."""
+LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
+"""What NeMo says of the scaling of Llama 3.1 beside its factor, and megatron-core has no other."""
+
+
+def place(run: Path, folder: Path) -> Path | None:
+    """The file that is instead of the args, None if there is none."""
+    found = (folder / BRIDGE, run / "context" / NEMO)
+    return next((path for path in found if path.is_file()), None)
+
+
+def read(path: Path) -> Namespace:
+    """The fields of a model's class as the args of Megatron-LM.
+
+    Raises:
+        SourceError: the file is no map of fields.
+        UnsupportedError: the class changes its model in code, its activation is none of Megatron-LM's, or there is an
+            adapter alone.
+        RefusedError: the rotary embedding is scaled as Megatron-LM cannot say.
+    """
+    try:
+        if path.stat().st_size > MOST_YAML:
+            raise SourceError(f"{path} has {path.stat().st_size} bytes, too many for a configuration")
+        held = yaml.load(path.read_text(), Loader=_Loader)  # noqa: S506
+        fields, adapter = dict(held["model" if path.name == BRIDGE else "config"]), held.get("peft")
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError, TypeError, KeyError, AttributeError):
+        raise SourceError(f"{path} holds no fields of a model") from None
+    if adapter:
+        raise UnsupportedError(
+            f"{path} says peft: the checkpoint holds an adapter of Megatron-Bridge without its base, which is not read",
+            "merge it with examples/peft/merge_lora.py of Megatron-Bridge, whose output is read",
+        )
+    return Namespace(_as_args(fields, path))
+
+
+def _as_args(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    kind = str(fields.get("_target_"))
+    if not PLAIN.fullmatch(kind):
+        raise UnsupportedError(
+            f"{path}: the class {short(kind)} is not known to compute what its fields say",
+            "export it with the program that wrote it: AutoBridge.export_ckpt, or llm.export_ckpt of NeMo",
+        )
+    function = str((fields.get("activation_func") or {}).get("_target_")).rpartition(".")[2]
+    gated = fields.get("gated_linear_unit")
+    activation = ACTIVATIONS.get((function, gated is True))
+    if activation is None:
+        raise UnsupportedError(f"{path}: activation_func = {short(function)} with gated_linear_unit = {short(gated)}")
+    known = {name: value for name, value in fields.items() if name not in {*OWN, *LLAMA3, "scale_factor"}}
+    args = {RENAMED.get(name, name): value for name, value in known.items() if not isinstance(value, dict)}
+    length, groups = fields.get("seq_length"), fields.get("num_query_groups")
+    return {
+        "max_position_embeddings": length,
+        "swiglu": False,
+        "quick_geglu": False,
+        "squared_relu": False,
+        **args,
+        **activation,
+        "bias_gelu_fusion": function == "gelu" and fields.get("bias_activation_fusion") is True,
+        "untie_embeddings_and_output_weights": fields.get("share_embeddings_and_output_weights") is False,
+        "group_query_attention": groups is not None,
+        "disable_bias_linear": fields.get("add_bias_linear") is False,
+        "apply_layernorm_1p": fields.get("layernorm_zero_centered_gamma") is True,
+        **_llama3(fields, path),
+    }
+
+
+def _llama3(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The scaling of a NeMo class of Llama 3.1 and later."""
+    if fields.get("scale_factor") is None:
+        return {}
+    for name, only in LLAMA3.items():
+        if fields.get(name) != only:
+            raise RefusedError(f"{path}: {name} = {short(fields.get(name))}, and megatron-core has {only} alone")
+    return {"use_rope_scaling": True, "rope_scaling_factor": fields["scale_factor"]}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without objects: what PyYAML would make one of is the list or map that it is."""
+
+
+def _plain(loader: yaml.SafeLoader, _: str, node: yaml.Node) -> Any:
+    if isinstance(node, yaml.MappingNode):
+        return loader.construct_mapping(node, deep=True)
+    return loader.construct_sequence(node, deep=True) if isinstance(node, yaml.SequenceNode) else str(node.value)
+
+
+_Loader.add_multi_constructor("tag:yaml.org,2002:python/", _plain)

@@ -1,0 +1,300 @@
+"""The items of `.distcp` files: where the bytes of each piece are, and whether it is the piece that it should be.
+
+An item is one complete torch.save archive. Those of pieces of one shape and length are alike but for checksums and
+`.data/serialization_id` (torch/serialization.py and caffe2/serialize/inline_container.cc, 2.13): the first is read as
+any archive is, the others are compared with it, byte for byte, in numpy. What is not alike is read as any archive is.
+The end of an item and the beginning of the next lie side by side and are read by one call; a file is open while
+it is read, so that any number of ranks needs no more descriptors than there are threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from formats.disk.handle import Handle, opened, pread, preadv
+from formats.disk.safetensors import Fragment, file_size
+from formats.disk.zstd_stream import Stream
+from formats.errors import SourceError, UnsupportedError, short
+from formats.layout.columns import Columns, Cut, Ints, Piece
+from formats.torch_files.archive import Outline, TorchFile, outline, parse_archive, read_archive
+from formats.torch_files.dcp_metadata import DATA, Item, Items
+from formats.torch_files.pickle_values import DTYPES, Dtype, Opaque, TensorRef
+
+READERS = 8
+"""Threads that read the heads of items, which may lie on slow storage."""
+
+Tensor = tuple[str, Any, Items]
+"""Name, torch's element type, and items."""
+
+
+class _Kind(NamedTuple):
+    """Items that may be alike: where their bytes are, counted from the item's start, and what is around them."""
+
+    offset: int
+    member: tuple[int, int]
+    outline: Outline
+
+
+class _Wanted(NamedTuple):
+    """All items that are looked for, as columns, tensor after tensor; `bounds` are the first of each and the end.
+
+    What is found of them comes into `crc`, and into `odd`: pieces that are not like the first of their kind.
+    """
+
+    tensors: Sequence[Tensor]
+    bounds: Ints
+    paths: Sequence[Path]
+    file: Ints
+    start: Ints
+    length: Ints
+    kind: Ints
+    kinds: dict[int, _Kind | None]
+    crc: Ints
+    odd: dict[int, Piece]
+
+    def piece(self, row: int, fd: Handle) -> Piece:
+        """One piece, read as any archive is."""
+        number = int(np.searchsorted(self.bounds, row, side="right")) - 1
+        name, dtype, items = self.tensors[number]
+        return _piece(name, dtype_of(name, dtype), items.item(row - int(self.bounds[number])), fd)
+
+
+def find(tensors: Sequence[Tensor]) -> Iterator[tuple[str, Sequence[Piece]]]:
+    """The element type of each tensor, and its pieces.
+
+    Raises:
+        SourceError: a file is missing or cut off, or an item is not what the metadata says.
+        UnsupportedError: an item is encoded in a way that is not known.
+    """
+    dtypes = [dtype_of(name, dtype) for name, dtype, _ in tensors]
+    wanted = _columns(tensors)
+    ends = np.zeros(len(wanted.paths), np.int64)
+    np.maximum.at(ends, wanted.file, wanted.start + wanted.length)
+    named = np.repeat(np.arange(len(tensors)), np.diff(wanted.bounds))
+    require_files(
+        {path: end for path, end in zip(wanted.paths, ends.tolist(), strict=True) if end},
+        lambda path: [tensors[i][0] for i in named[wanted.file == wanted.paths.index(path)].tolist()],
+    )
+    order = np.lexsort((wanted.start, wanted.file))
+    files, firsts = np.unique(wanted.file[order], return_index=True)
+    with ThreadPoolExecutor(READERS) as pool:
+        for _ in pool.map(lambda rows: _read(wanted, rows), np.split(order, firsts[1:]) if len(files) else ()):
+            pass
+    odd = np.array(sorted(wanted.odd), np.int64)
+    for number, (dtype, (_, _, items)) in enumerate(zip(dtypes, tensors, strict=True)):
+        rows = slice(*wanted.bounds[number : number + 2].tolist())
+        single = rows.start < rows.stop and not len(odd[(odd >= rows.start) & (odd < rows.stop)])
+        yield dtype, _found(wanted, rows, dtype, items) if single else _each(wanted, rows, dtype, items)
+
+
+def _columns(tensors: Sequence[Tensor]) -> _Wanted:
+    every = [items for _, _, items in tensors]
+    numbers: dict[Path, int] = {}
+    files = list[Ints]()
+    tables: dict[int, Ints] = {}
+    kinds: dict[tuple[object, ...], int] = {}
+    kind = list[Ints]()
+    for (_, dtype, _), items in zip(tensors, every, strict=True):
+        if id(items.paths) not in tables:
+            numbered = [numbers.setdefault(path, len(numbers)) for path in items.paths]
+            tables[id(items.paths)] = np.array(numbered, np.int32)
+        files.append(tables[id(items.paths)][items.file])
+        ranges = items.boxes.ranges
+        about, which = np.unique(
+            np.column_stack((items.length, ranges[:, :, 1] - ranges[:, :, 0])), axis=0, return_inverse=True
+        )
+        codes = [kinds.setdefault((dtype, *one), len(kinds)) for one in about.tolist()]
+        kind.append(np.array(codes, np.int32)[which.reshape(-1)] if codes else np.empty(0, np.int32))
+    bounds = np.cumsum([0, *map(len, every)])
+    start, length = (_joined([getattr(items, what) for items in every], np.int64) for what in ("start", "length"))
+    file, of = _joined(files, np.int32), _joined(kind, np.int32)
+    for number, items in enumerate(every):
+        for row in items.transforms:
+            of[bounds[number] + row] = -1
+    return _Wanted(
+        tensors, bounds, [*numbers], file, start, length, of, {-1: None}, np.zeros(len(start), np.uint32), {}
+    )
+
+
+def _joined(parts: Sequence[Ints], dtype: type) -> Ints:
+    return np.concatenate(parts) if parts else np.empty(0, dtype)
+
+
+def _read(wanted: _Wanted, rows: Ints) -> None:
+    """Read the heads of the items of one file, which are in the order in which they lie."""
+    path = wanted.paths[wanted.file[rows[0]]]
+    with opened(path) as fd:
+        alike = dict[int, list[int]]()
+        for row, kind in zip(rows.tolist(), wanted.kind[rows].tolist(), strict=True):
+            if kind not in wanted.kinds:
+                wanted.kinds[kind] = _kind(wanted, row, fd)
+            if wanted.kinds[kind] is None:
+                wanted.odd[row] = wanted.piece(row, fd)
+            else:
+                alike.setdefault(kind, []).append(row)
+        buffers = {kind: _Buffers(len(held), wanted.kinds[kind]) for kind, held in alike.items()}
+        _fill(wanted, rows, fd, buffers)
+        for kind, held in alike.items():
+            sound, crc = buffers[kind].compare()
+            wanted.crc[held] = crc
+            for row in np.array(held)[~sound].tolist():
+                wanted.odd[row] = wanted.piece(row, fd)
+
+
+def _fill(wanted: _Wanted, rows: Ints, fd: Handle, buffers: Mapping[int, _Buffers]) -> None:
+    """Read what is around the items: the end of one together with the beginning of the next."""
+    columns = (wanted.start[rows], wanted.length[rows], wanted.kind[rows])
+    waiting, at, end = list[memoryview](), 0, 0
+    for start, length, kind in zip(*(column.tolist() for column in columns), strict=True):
+        held = buffers.get(kind)
+        if held is None:
+            continue
+        if waiting and start != end:
+            preadv(fd, waiting, at)
+            waiting, at = [], start
+        head, tail = held.next()
+        preadv(fd, [*waiting, head], at if waiting else start)
+        end = start + length
+        waiting, at = [tail], end - len(tail)
+    if waiting:
+        preadv(fd, waiting, at)
+
+
+class _Buffers:
+    """What is around some items of one kind."""
+
+    def __init__(self, count: int, kind: _Kind | None) -> None:
+        assert kind is not None
+        self.like, self.count = kind.outline, 0
+        self.raw = [np.zeros((count, len(part)), np.uint8) for part in self.like.parts]
+        self.views = [memoryview(raw.reshape(-1).data) for raw in self.raw]
+
+    def next(self) -> list[memoryview]:
+        """Room for what is before and after the next item's bytes."""
+        self.count += 1
+        return [
+            view[(self.count - 1) * len(part) : self.count * len(part)]
+            for view, part in zip(self.views, self.like.parts, strict=True)
+        ]
+
+    def compare(self) -> tuple[Any, Ints]:
+        """Which items are like the first, and the CRC-32 of the bytes of each."""
+        sound = np.ones(self.count, bool)
+        for raw, part, same in zip(self.raw, self.like.parts, self.like.same, strict=True):
+            sound &= ~((raw ^ part) & same).any(axis=1)
+        crc = self.raw[1][:, self.like.crc : self.like.crc + 4]
+        return sound, np.ascontiguousarray(crc).view("<u4").reshape(-1)
+
+
+def _kind(wanted: _Wanted, row: int, fd: Handle) -> _Kind | None:
+    """What the items of a kind are like, by the first of them; None if it does not tell."""
+    fragment, start, length = wanted.piece(row, fd).fragment, int(wanted.start[row]), int(wanted.length[row])
+    if fragment.member is None or not fragment.row_major:
+        return None
+    member = (fragment.member.start - start, fragment.member.size)
+    like = outline(lambda at, count: pread(fd, min(count, length - at), start + at), length, member[0])
+    return like and _Kind(fragment.offset - start, member, like)
+
+
+def _found(wanted: _Wanted, rows: slice, dtype: str, items: Items) -> Columns:
+    """The pieces of a tensor whose items are all alike."""
+    start, codes = wanted.start[rows], wanted.kind[rows]
+    offset, member = np.empty_like(start), np.empty((len(start), 3), np.int64)
+    for code in np.unique(codes).tolist():
+        kind, own = wanted.kinds[code], codes == code
+        assert kind is not None
+        offset[own] = start[own] + kind.offset
+        member[own, 0], member[own, 1] = start[own] + kind.member[0], kind.member[1]
+    member[:, 2] = wanted.crc[rows]
+    return Columns(dtype, items.boxes, items.paths, items.file, offset, member)
+
+
+def _each(wanted: _Wanted, rows: slice, dtype: str, items: Items) -> list[Piece]:
+    """The pieces of a tensor of which some have to be objects."""
+    found = list[Piece]()
+    for row, cut in zip(range(rows.start, rows.stop), items.boxes.cuts(), strict=True):
+        if row in wanted.odd:
+            found.append(wanted.odd[row])
+            continue
+        one = _found(wanted, slice(row, row + 1), dtype, items.only(row - rows.start))
+        found.append(Piece(cut, one.fragment(0, cut.shape)))
+    return found
+
+
+def dtype_of(name: str, dtype: Any) -> str:
+    """The element type of a tensor.
+
+    Raises:
+        UnsupportedError: safetensors has none like it.
+    """
+    if not isinstance(dtype, Dtype):
+        raise UnsupportedError(f"{name} has the element type {short(dtype)}, which has no counterpart")
+    return DTYPES[dtype.name]
+
+
+def require_files(needed: Mapping[Path, int], names: Callable[[Path], Sequence[str]]) -> None:
+    """Every file is here and long enough.
+
+    Args:
+        needed: the bytes that each must have.
+        names: the tensors that a file holds.
+
+    Raises:
+        SourceError: one is not.
+    """
+    missing = [path for path in needed if not path.is_file()]
+    if missing:
+        first = missing[0]
+        ranks = sorted({int(found[1]) for path in missing if (found := DATA.fullmatch(path.name))})
+        raise SourceError(
+            f"{first.parent} lacks {len(missing)} of {len(needed)} files, such as {first.name} with a part of "
+            f"{names(first)[0]} ({len(names(first))} tensors)",
+            f"they lie on the nodes of ranks {ranges(ranks)}" if ranks else "",
+        )
+    for path, size in needed.items():
+        if file_size(path) < size:
+            raise SourceError(
+                f"{path} is cut off: it has {file_size(path)} bytes, {names(path)[-1]} reaches to byte {size}"
+            )
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers as text, neighbours joined: 0-3, 8."""
+    groups: list[list[int]] = []
+    for number in numbers:
+        if groups and groups[-1][-1] == number - 1:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return ", ".join(f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups)
+
+
+def _piece(name: str, dtype: str, item: Item, fd: Handle) -> Piece:
+    stream = Stream(item.start, item.length) if item.transforms else None
+    if stream is None:
+        archive = read_archive(fd, item.path, item.start, item.length, name)
+    else:
+        if item.transforms != ("stream.zstd/1",):
+            raise UnsupportedError(
+                f"{item.path} holds {name} encoded as {', '.join(item.transforms)}, only zstd is known"
+            )
+        value, storages, _ = parse_archive(*stream.ends(fd, item.path), f"{item.path}: {name}")
+        archive = TorchFile(item.path, value, storages)
+    ref = archive.value
+    shape = tuple(stop - start for start, stop in item.box)
+    if not isinstance(ref, TensorRef):
+        what = f"{ref!r}" if isinstance(ref, Opaque) else short(ref)
+        raise UnsupportedError(f"{item.path} holds {name} as {what}, which is no plain tensor")
+    if ref.shape != shape or ref.dtype != dtype:
+        raise SourceError(
+            f"{item.path} holds {name} as {ref.dtype}{list(ref.shape)} at byte {item.start}, the metadata says "
+            f"{dtype}{list(shape)}"
+        )
+    fragment: Fragment = archive.fragment(ref, name)
+    return Piece(Cut(item.box), fragment._replace(stream=stream) if prod(shape) else fragment)

@@ -1,0 +1,262 @@
+"""Rows: objects that follow each other in a pickle, and differ in numbers and texts alone, as columns.
+
+The metadata of a distributed checkpoint is a pickle of some objects for each piece, millions of them. What one of them
+looks like, opcode by opcode, says what those after it look like: a pattern is made of the bytes of one that the machine
+has run, with gaps where numbers and texts are, and all that match it are read at once, without an object for each.
+What does not match is run by the machine: the first object of each kind, and one that a frame cuts in two.
+
+Facts: the opcodes in Lib/pickletools.py, and the frames of 64 KiB and batches of 1000 that Modules/_pickle.c writes
+(CPython 3.13).
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from formats.errors import SourceError
+from formats.torch_files.pickle_values import Opaque
+
+_PLAIN = frozenset(b")\x81\x94}(t\x85\x86\x87RubN")
+"""Opcodes without an operand that an object of such a kind is made of."""
+_NUMBERS = {0x4B: 1, 0x4D: 2, 0x4A: 4}
+"""Opcodes of numbers, with the bytes of their operand."""
+_NUMBER = rb"(K.|M..|J.{4}|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x07.{7}|\x8a\x08.{8})"
+_TEXT = rb"(h.|j.{4}|\x8c.[\x20-\x7e]*\x94)"
+"""A text that has a number, or gets one here."""
+MOST_NUMBERS = 1 << 16
+"""Numbers whose value is remembered."""
+MOST_KINDS = 16
+LET_GO = 1 << 24
+"""Bytes of a map after which those that were read are let go."""
+
+Bytes = bytes | mmap.mmap
+
+
+class Kind(NamedTuple):
+    """What objects look like.
+
+    Attributes:
+        pattern: their bytes, with gaps.
+        names: what is in each gap: class and attribute.
+        numbered: how many objects, texts in gaps not among them, get a number.
+        texts: the gaps of texts, and how many objects have got a number before each.
+    """
+
+    pattern: re.Pattern[bytes]
+    names: tuple[str, ...]
+    numbered: int
+    texts: tuple[tuple[int, int], ...]
+
+
+@dataclass(eq=False, slots=True)
+class Rows:
+    """Objects of one kind, or pairs of a key and its value.
+
+    Attributes:
+        columns: what is in the gaps, by class and attribute: `MetadataIndex.offset` has a column for each dimension.
+            Texts are numbers of `texts`.
+        texts: every text in a gap of the pickle.
+    """
+
+    columns: Mapping[str, Sequence[array[int]]]
+    texts: Sequence[str]
+
+
+class Memo(dict[int, Any]):
+    """The objects of a pickle that have a number, but for those in rows.
+
+    Attributes:
+        count: the number of the next object.
+        rows: where rows are: the numbers of their objects, from the first to the one after the last, and their bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.rows: list[tuple[int, int, int, int]] = []
+
+    def add(self, value: Any) -> None:
+        """Give an object the next number."""
+        self[self.count] = value
+        self.count += 1
+
+
+class _Begun(NamedTuple):
+    """An object that is not complete: its first byte, itself, and what lay on the stack before it."""
+
+    start: int
+    made: Opaque
+    stack: int
+    marks: int
+
+
+class Reader:
+    """Reads rows of some classes.
+
+    Args:
+        classes: the class of an object, or of a value, to the one that its row begins with: its own, or its key's.
+        fields: the attributes of these classes.
+    """
+
+    def __init__(self, classes: Mapping[str, str], fields: frozenset[str]) -> None:
+        self.classes, self.first, self.fields = classes, frozenset(classes.values()), fields
+        self.begun: dict[str, _Begun] = {}
+        self.texts, self.numbers = _Texts(), _Numbers()
+        self.kinds: dict[str, list[Kind]] = {}
+        self.let_go = 0
+
+    def begin(self, data: Bytes, at: int, stack: Sequence[Any], marks: Sequence[int], memo: Memo) -> None:
+        """Remember where the object on the stack begins, if its class has a number; `at` is behind its NEWOBJ."""
+        made = stack[-1]
+        if isinstance(made, Opaque) and made.name in self.first:
+            self.begun.pop(made.name, None)
+            for start, code in ((at - 4, 0x68), (at - 7, 0x6A)):
+                of = memo.get(int.from_bytes(data[start + 1 : at - 2], "little"))
+                if start > 0 and data[start] == code and isinstance(of, Opaque) and of.name == made.name:
+                    self.begun[made.name] = _Begun(start, made, len(stack) - 1, len(marks))
+
+    def follow(self, data: Bytes, at: int, stack: list[Any], marks: Sequence[int], memo: Memo) -> int:
+        """Put the rows like the object on the stack, which ends at `at`, onto the stack. Returns where they end."""
+        made = stack[-1]
+        begun = self.begun.pop(self.classes.get(made.name, ""), None)
+        if begun is None:
+            return at
+        sample = (made,) if begun.made is made else (begun.made, made)
+        if (*stack[begun.stack :],) != sample or begun.marks != len(marks):
+            return at
+        kind, known = self._kind(data, begun.start, at, memo), self.kinds.setdefault(made.name, [])
+        if kind is not None and kind not in known and len(known) < MOST_KINDS:
+            known.append(kind)
+        end, found = self._read(data, at, known, memo)
+        for columns in found:
+            stack += [Rows(columns, self.texts.held)] * len(sample)
+        if isinstance(data, mmap.mmap) and end - self.let_go > LET_GO:
+            let_go = end // mmap.PAGESIZE * mmap.PAGESIZE
+            data.madvise(mmap.MADV_DONTNEED, self.let_go, let_go - self.let_go)
+            self.let_go = let_go
+        return end
+
+    def _kind(self, data: Bytes, at: int, end: int, memo: Memo) -> Kind | None:
+        """What the objects in some bytes look like; None if a pattern cannot say."""
+        names, parts = list[str](), list[bytes]()
+        numbered, texts = 0, list[tuple[int, int]]()
+        owner = field = ""
+        while at < end:
+            code, start = data[at], at
+            at += 1
+            if code in _NUMBERS or code == 0x8A:
+                at += _NUMBERS[code] if code in _NUMBERS else 1 + data[at]
+                names.append(f"{owner}.{field}")
+                parts.append(_NUMBER)
+                continue
+            if code in (0x68, 0x6A, 0x8C):
+                at += {0x68: 1, 0x6A: 4}.get(code, 1 + data[at])
+                raw = data[start + 1 : at]
+                value = raw[1:].decode() if code == 0x8C else memo.get(int.from_bytes(raw, "little"))
+                if isinstance(value, str) and value not in self.fields:
+                    if code == 0x8C and data[at] != 0x94:
+                        return None
+                    at += code == 0x8C
+                    texts.append((len(names), numbered))
+                    names.append(f"{owner}.{field}")
+                    parts.append(_TEXT)
+                    continue
+                if isinstance(value, str):
+                    field = value
+                elif not isinstance(value, Opaque) or value.args:  # an object that is there twice
+                    return None
+                elif value.name in self.classes or value.name in self.first:
+                    owner = value.name
+            elif code not in _PLAIN:
+                return None
+            numbered += code == 0x94
+            parts.append(re.escape(data[start:at]))
+        return _compiled(b"".join(parts), tuple(names), numbered, tuple(texts)) if names else None
+
+    def _read(
+        self, data: Bytes, at: int, kinds: Sequence[Kind], memo: Memo
+    ) -> tuple[int, list[dict[str, list[array[int]]]]]:
+        """The rows that follow: where they end, and the columns of those of each kind.
+
+        Raises:
+            SourceError: a text of a row is none.
+        """
+        end, first, found = at, memo.count, [list[tuple[bytes, ...]]() for _ in kinds]
+        turns = list(zip(kinds, found, strict=True))
+        while row := self._next(data, end, turns, memo):
+            end = row
+        if end > at:
+            memo.rows.append((first, memo.count, at, end))
+        return end, [self._columns(kind, rows, memo) for kind, rows in zip(kinds, found, strict=True) if rows]
+
+    def _next(self, data: Bytes, at: int, turns: list[tuple[Kind, list[tuple[bytes, ...]]]], memo: Memo) -> int:
+        """Read one row, of the kind that the last one was if it can be. Returns where it ends, 0 if there is none."""
+        for turn, (kind, rows) in enumerate(turns):
+            match = kind.pattern.match(data, at)
+            if match and (not kind.texts or self._name(match.groups(), kind, memo)):
+                if turn:
+                    turns.insert(0, turns.pop(turn))
+                rows.append(match.groups())
+                memo.count += kind.numbered
+                return match.end()
+        return 0
+
+    def _name(self, row: tuple[bytes, ...], kind: Kind, memo: Memo) -> bool:
+        """Give the texts that a row holds their numbers; false if it is no row, for one is not as long as it says."""
+        held = [(row[gap], before) for gap, before in kind.texts if row[gap][0] == 0x8C]
+        if any(raw[1] != len(raw) - 3 for raw, _ in held):
+            return False
+        for raw, before in held:
+            memo[memo.count + before] = raw[2:-1].decode()
+            memo.count += 1
+        return True
+
+    def _columns(self, kind: Kind, rows: Sequence[tuple[bytes, ...]], memo: Memo) -> dict[str, list[array[int]]]:
+        columns: dict[str, list[array[int]]] = {}
+        texts = {gap for gap, _ in kind.texts}
+        for gap, values in enumerate(zip(*rows, strict=True)):
+            read: Iterable[int] = map(self.numbers.__getitem__, values)
+            if gap in texts:
+                read = [self.texts.number(raw, memo) for raw in values]
+            columns.setdefault(kind.names[gap], []).append(array("i" if gap in texts else "q", read))
+        return columns
+
+
+class _Texts(dict[bytes, int]):
+    """The number of each text in `held`, by the opcode that gets it out of the memo or holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held, self.numbers = list[str](), dict[str, int]()
+
+    def number(self, raw: bytes, memo: Memo) -> int:
+        """The number of a text."""
+        if raw not in self:
+            value = raw[2:-1].decode() if raw[0] == 0x8C else memo.get(int.from_bytes(raw[1:], "little"))
+            if not isinstance(value, str):
+                raise SourceError("the pickle holds something else where a text belongs")
+            self[raw] = self.numbers.setdefault(value, len(self.held))
+            self.held += [value] * (self[raw] == len(self.held))
+        return self[raw]
+
+
+class _Numbers(dict[bytes, int]):
+    """Numbers by the opcode that holds them."""
+
+    def __missing__(self, raw: bytes) -> int:
+        if len(self) > MOST_NUMBERS:
+            self.clear()
+        value = int.from_bytes(raw[2:] if raw[0] == 0x8A else raw[1:], "little", signed=raw[0] in (0x4A, 0x8A))
+        self[raw] = value
+        return value
+
+
+@lru_cache(maxsize=64)
+def _compiled(pattern: bytes, names: tuple[str, ...], numbered: int, texts: tuple[tuple[int, int], ...]) -> Kind:
+    return Kind(re.compile(pattern, re.DOTALL), names, numbered, texts)

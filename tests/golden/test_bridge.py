@@ -1,0 +1,99 @@
+"""Checkpoints of Megatron-Bridge, which wrote them itself, and of NeMo 2: read without a config of Hugging Face."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.faults.dcp_tools import edit, refused
+
+REAL = Path(__file__).with_name("bridge")
+MODELS = ("llama3_tied", "qwen3_moe")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_its_logits(convert, tmp_path, name):
+    """What it read of Hugging Face comes back: transformers computes the same of it."""
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    out, wanted = tmp_path / "out", np.load(REAL / name / "golden.npz")
+    assert convert("megatron2hf", REAL / name, out).code == 0
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        found = model(torch.tensor(wanted["ids"])).logits.numpy()
+    assert np.abs(found - wanted["logits"]).max() < 1e-5 < np.abs(found).max()
+
+
+def test_into_other_layouts(convert, tmp_path):
+    """Its fields are arguments of Megatron-LM in what is written of it, which needs it no more."""
+    run = REAL / MODELS[1]
+    digest = convert("digest", run / "iter_0000000").out.split()[0]
+    for number, options in enumerate((("--format", "torch", "--tp", 2, "--ep", 2), ("--format", "torch_dist"))):
+        out = tmp_path / str(number)
+        assert convert("reshard", run, out, *options).code == 0
+        assert convert("digest", out).out.split()[0] == digest
+        assert not list(out.rglob("run_config.yaml"))
+
+
+def nemo(at: Path, **fields: Any) -> Path:
+    """The same model as NeMo 2 saves it: each name in a module of Lightning, the fields in `context`."""
+    iteration = REAL / MODELS[0] / "iter_0000000"
+    config = yaml.safe_load((iteration / "run_config.yaml").read_text())["model"]
+    shutil.copytree(iteration, at / "weights", ignore=shutil.ignore_patterns("*.yaml", "train_state.pt"))
+
+    def rename(metadata: Any) -> None:
+        held = metadata.state_dict_metadata
+        metadata.state_dict_metadata = {f"module.{name}": about for name, about in held.items()}
+        metadata.storage_data = {
+            type(index)(f"module.{index.fqn}", index.offset, index.index): where
+            for index, where in metadata.storage_data.items()
+        }
+
+    edit(at / "weights", rename)
+    for name in ("rope_scaling", "rope_scaling_factor", "should_pad_vocab", "hf_model_id"):
+        del config[name]
+    config |= {"_target_": "nemo.collections.llm.gpt.model.llama.Llama31Config8B", "scale_factor": 8.0}
+    config |= {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192, "vocab_size": None} | fields
+    (at / "context").mkdir()
+    model = {"_target_": "nemo.collections.llm.gpt.model.llama.LlamaModel", "config": config}
+    (at / "context/model.yaml").write_text(yaml.safe_dump(model))
+    return at
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nemo_2(convert, tmp_path):
+    run = nemo(tmp_path / "nemo")
+    refused(convert("megatron2hf", run, tmp_path / "out"), 5, "true vocabulary")
+    for number, place in enumerate((run, run / "weights")):
+        assert convert("megatron2hf", place, tmp_path / str(number), "--vocab-size", 60).code == 0
+        assert convert("diff", tmp_path / str(number), REAL / MODELS[0]).code == 0
+
+
+def test_what_the_fields_do_not_tell(convert, tmp_path):
+    """A class with code of its own, an adapter alone, another scaling, a file that is none."""
+    adapter, field = {"peft": {"dim": 8}}, "rotary_interleaved"
+    changes: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "not known to compute": lambda run: run["model"].update(_target_="megatron.bridge.models.gemma.G"),
+        "an adapter of Megatron-Bridge": lambda run: run.update(adapter),
+        f"{field} = True": lambda run: run["model"].update({field: True}),
+        "activation_func": lambda run: run["model"].update(activation_func=None),
+        "own_field": lambda run: run["model"].update(own_field=3),
+    }
+    for number, (told, change) in enumerate(changes.items()):
+        run = shutil.copytree(REAL / MODELS[0], tmp_path / str(number))
+        path = run / "iter_0000000/run_config.yaml"
+        held = yaml.safe_load(path.read_text())
+        change(held)
+        path.write_text(yaml.safe_dump(held))
+        refused(convert("inspect", run), 4, told)
+    path.write_text("model: 3")
+    refused(convert("inspect", run), 3, "no fields of a model")
+    other = nemo(tmp_path / "nemo", high_freq_factor=8)
+    refused(convert("inspect", other), 5, "high_freq_factor = 8")

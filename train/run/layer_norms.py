@@ -1,0 +1,34 @@
+"""The gradient norm of each layer, over all ranks."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from train.distributed import World
+
+LAYER = re.compile(r"(?:layers|h|blocks)\.\d+(?=\.)")
+
+
+def layer_norms(model: Any, world: World) -> dict[str, float]:
+    """The norm of the gradient of each layer, and of the parameters outside of layers. Collective.
+
+    A shard is counted once: replicas have equal gradients.
+    """
+    squares: dict[str, torch.Tensor] = {}
+    for name, tensor in model.named_parameters():
+        if tensor.grad is None:
+            continue
+        found = LAYER.search(name)
+        layer = found[0] if found else name.rpartition(".")[0].rpartition(".")[2]
+        held = isinstance(tensor.grad, DTensor)
+        local = tensor.grad.to_local() if held else tensor.grad
+        copies = world.mesh.shape[0] if held else world.ranks
+        square = local.double().square().sum() / copies
+        squares[layer] = squares[layer] + square if layer in squares else square
+    sums = world.sums(*torch.stack(list(squares.values())).tolist())
+    return {layer: math.sqrt(total) for layer, total in zip(squares, sums, strict=True)}

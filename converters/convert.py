@@ -246,11 +246,20 @@ def check_paths(source: Checkpoint, request: Request) -> None:
         raise OutputError(f"OUT is a folder, and {out} is named like a file", f"name it {out.with_suffix('')}")
     if out.is_symlink() and not out.exists():
         raise OutputError(f"{out} is a broken link")
+    check_apart(source, request)
+    _check_free(request)  # last, as it offers --force
+
+
+def check_apart(source: Checkpoint, request: Request) -> None:
+    """OUT and the source are not inside each other.
+
+    Raises:
+        OutputError: they are.
+    """
     root, home = source.root.resolve(), source.home.resolve()  # a run may keep models beside its checkpoints
     for place in (request.place, request.staging):
         if place in (root, home) or home in place.parents or place in root.parents:
             raise OutputError(f"{place} and the source {root} are inside each other", "choose another folder")
-    _check_free(request)  # last, as it offers --force
 
 
 def _check_free(request: Request) -> None:

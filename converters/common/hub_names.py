@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from formats.errors import SourceError, UsageError, some
+from formats.errors import NetworkError, SourceError, UsageError, some
 
 NAME = re.compile(
     r"(?:hf://)?(?P<org>\w[\w.-]*)/(?P<name>\w[\w.-]*)(?:@(?P<revision>[^/\s]+))?(?:/(?P<folder>.+))?", re.A
@@ -99,7 +99,10 @@ def _on_hub(wanted: str, below: str) -> Found:
     folder = remote(Path(f"{SCHEME}{wanted}") / below)
     store = folder.mount()[0].store
     assert isinstance(store, Repo)
-    commit = store.commit
+    try:
+        commit = store.commit
+    except (SourceError, UsageError, NetworkError) as error:
+        raise type(error)(f"{wanted} is no folder here; {error}", error.hint) from None
     if below and not folder.is_dir():
         raise SourceError(f"{folder} is no folder on the Hub")
     return Found(folder, f"{wanted} is read from the Hub, revision {commit}")

@@ -24,6 +24,7 @@ from converters.common.progress import Progress
 from converters.common.room import require_room
 from converters.convert import (
     Drifted,
+    check_apart,
     check_replaceable,
     check_unchanged,
     disk,
@@ -118,6 +119,7 @@ def deliver(
     """
     target, stamps = _target_of(plan, request), stamps_of(plan)
     for source in plan.sources:
+        check_apart(source, request)
         check_manifest(source)
     if plan.source.proof is not None:
         prove(plan.source.proof, request)
@@ -168,6 +170,7 @@ def check(plan: Plan, request: Request) -> None:
     """
     _target_of(plan, request)
     for source in plan.sources:
+        check_apart(source, request)
         check_manifest(source)
     receiver_of(_out(request)).check(lambda held: check_free(request, held))
 

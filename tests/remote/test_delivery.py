@@ -84,6 +84,9 @@ def test_an_output_that_exists_is_not_overwritten(bucket, model, here, convert):
     assert ran.code == 0, ran.err
     assert "s3://models/out: " in ran.out
     assert len(bucket.names("models", "out/model")) == 1
+    ran = convert("to", "huggingface", "s3://models/out", "s3://models/out/again", "--force")
+    assert ran.code == 7
+    assert "are inside each other" in ran.err
     bucket.put_one("models/out/thesis.tex", b"x")
     ran = convert("to", "huggingface", source, "s3://models/out", "--force")
     assert ran.code == 7

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -131,6 +131,10 @@ class Checkpoint:
         """The details of a checkpoint that is of the format to which they belong."""
         assert isinstance(self.details, kind)
         return self.details
+
+    def fragments(self) -> Iterator[Placed]:
+        """Every physical tensor, each piece by itself."""
+        return (one for placed in self.tensors for one in placed.each())
 
     def dtypes(self) -> dict[tuple[str, int | None], str]:
         """The element type of each logical tensor, by (name, layer).

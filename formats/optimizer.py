@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -46,6 +46,31 @@ _UNSET: tuple[object, ...] = (None, False, "", (), [], {})
 
 MORE = {"amsgrad": "max_exp_avg_sq", "momentum_decay": "mu_product"}
 """With which settings there is a further state of a parameter."""
+
+
+KEEPS = {
+    "momentum_buffer": "Muon or SGD with momentum",
+    "exp_avg_sq_row": "Adafactor, of transformers",
+    "row_var": "Adafactor, of torch",
+    "state1": "an 8-bit optimizer of bitsandbytes",
+    "exp_avg_diff": "Adan",
+    "exp_inf": "Adamax",
+    "max_exp_avg_sq": "Adam with amsgrad",
+    "mu_product": "NAdam",
+    "square_avg": "RMSprop or Adadelta",
+    "sum": "Adagrad",
+    "GG": "SOAP",
+    "z": "a schedule-free optimizer",
+}
+"""State of a parameter: the optimizer that it tells (torch 2.13.0, transformers 5.23.0; those of SOAP, Adan,
+bitsandbytes and the schedule-free ones as their authors' code calls them)."""
+
+
+def whose(kept: Collection[str]) -> str:
+    """Which optimizer, other than Adam, keeps such states of a parameter, as a part of a sentence; empty if unknown."""
+    found = [name for state, name in KEEPS.items() if state in kept]
+    found += ["Lion"] if {*kept} - {"step"} == {"exp_avg"} else []
+    return f" of {found[0]}" if found else ""
 
 
 def require_states(group: Mapping[str, Any], where: str) -> None:

@@ -15,6 +15,7 @@ from formats.format import Format
 from formats.fsdp import FSDP
 from formats.huggingface import HUGGINGFACE
 from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
+from formats.mistral import MISTRAL
 
 if TYPE_CHECKING:  # mypy sees that the modules of the formats are what `Format` says
     from formats.checkpoint import Checkpoint, Settings
@@ -26,12 +27,13 @@ if TYPE_CHECKING:  # mypy sees that the modules of the formats are what `Format`
     from formats.fsdp import optimizer as fsdp_optimizer
     from formats.huggingface import folder
     from formats.megatron import classic, fsdp_dtensor, portable_optimizer, torch_dist
+    from formats.mistral import folder as mistral
 
-    READERS: tuple[Reader, ...] = (folder, fsdp_dtensor, torch_dist, fsdp, mds, neox, zero, classic)
+    READERS: tuple[Reader, ...] = (folder, fsdp_dtensor, torch_dist, fsdp, mds, neox, zero, classic, mistral)
     TRAININGS: tuple[Training, ...] = (optimizer, fsdp_optimizer, portable_optimizer)
 
 FORMATS: dict[str, Format] = {
-    form.name: form for form in (HUGGINGFACE, MEGATRON_FSDP, DIST, FSDP, MDS, NEOX, ZERO, MEGATRON)
+    form.name: form for form in (HUGGINGFACE, MEGATRON_FSDP, DIST, FSDP, MDS, NEOX, ZERO, MEGATRON, MISTRAL)
 }
 """Every format, by name.
 

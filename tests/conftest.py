@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,20 @@ settings.load_profile("ours")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.fsync = os.fdatasync = lambda fd: None  # a test's files need not outlive a power cut
+
+
+REQUIRED = os.environ.get("VITRUVIAN_REQUIRED", "").split()
+"""Programs that `.ci/run` has installed: no test is skipped for want of one."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    """A test that lacks a program which is required has failed."""
+    report: Any = yield
+    reason = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else ""
+    if any(re.search(rf"\b{name}\b", reason) for name in REQUIRED):
+        report.outcome, report.longrepr = "failed", f"VITRUVIAN_REQUIRED names what is not here: {reason}"
+    return report
 
 
 class Ran(NamedTuple):

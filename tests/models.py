@@ -59,6 +59,13 @@ DELTA = {
     "linear_value_head_dim": 6, **TOKENS,
 }  # fmt: skip
 MIXED = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
+STATES = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 4, "mamba_d_state": 6, **TOKENS}
+NEMOTRON = {
+    "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 4, "ssm_state_size": 6, "chunk_size": 16,
+    "n_routed_experts": 4, "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 40, **TOKENS,
+}  # fmt: skip
+MAMBA = {"num_heads": 8, "head_dim": 16, "n_groups": 4, "state_size": 6, "chunk_size": 16, **TOKENS}
+STATE, FULL = "linear_attention", "full_attention"
 FOUR = {"num_experts_per_tok": 4}
 FIRST = ["full_attention", *["sliding_attention"] * 3]
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
@@ -197,6 +204,58 @@ MODELS: dict[str, dict[str, Any]] = {
         **DELTA,
         **TIED,
     },
+    "nemotron_h": {"model_type": "nemotron_h", "layers_block_type": [STATE, "mlp", FULL, "moe"], **NEMOTRON},
+    "nemotron_h-latent": {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["moe", FULL, STATE, "mlp"],
+        "moe_latent_size": 20,
+        **NEMOTRON,
+    },
+    "nemotron_h_dense": {"model_type": "nemotron_h", "layers_block_type": [STATE, "mlp", FULL, "mlp"], **NEMOTRON},
+    "bamba": {"model_type": "bamba", "attn_layer_indices": [1, 2], **STATES},
+    "bamba-tied": {"model_type": "bamba", "attn_layer_indices": [3], **STATES, **TIED},
+    "granitemoehybrid": {
+        "model_type": "granitemoehybrid",
+        "layer_types": [STATE, FULL, STATE, STATE],
+        "num_local_experts": 4,
+        "shared_intermediate_size": 40,
+        "logits_scaling": 8.0,
+        **STATES,
+    },
+    "granite_hybrid": {
+        "model_type": "granitemoehybrid",
+        "layer_types": [FULL, STATE, STATE, FULL],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "position_embedding_type": "rope",
+        **STATES,
+    },
+    "granitemoehybrid-tied": {
+        "model_type": "granitemoehybrid",
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "num_local_experts": 4,
+        "shared_intermediate_size": 40,
+        **STATES,
+        **TIED,
+    },
+    "falcon_h1": {"model_type": "falcon_h1", "mamba_d_ssm": 96, "key_multiplier": 0.5, **STATES, "mamba_d_head": 12},
+    "falcon_h1-tied": {"model_type": "falcon_h1", "mamba_d_ssm": 128, "ssm_in_multiplier": 2.0, **STATES, **TIED},
+    "falcon_h1_normed": {
+        "model_type": "falcon_h1",
+        "mamba_d_ssm": 128,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        **STATES,
+    },
+    "mamba2": {"model_type": "mamba2", **MAMBA},
+    "mamba2-tied": {"model_type": "mamba2", **MAMBA, **TIED},
+    "lfm2": {"model_type": "lfm2", "layer_types": ["conv", FULL, "conv", "conv"], "block_multiple_of": 16},
+    "lfm2-untied": {
+        "model_type": "lfm2",
+        "full_attn_idxs": [0, 2],
+        "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": False,
+    },
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "head_dim": 16, "norm_topk_prob": True, **MOE},
     "qwen3_moe-tied": {"model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": [0, 2], **MOE, **TIED},
     "dots1": {"model_type": "dots1", "n_routed_experts": 4, "first_k_dense_replace": 1, **DOTS},
@@ -230,6 +289,8 @@ UNKNOWN = {
     "bloom": ("num_key_value_heads", "intermediate_size"),
     "falcon": ("num_key_value_heads", "intermediate_size"),
     "qwen3_5_moe_text": ("intermediate_size",),
+    "nemotron_h": ("num_hidden_layers",),
+    "mamba2": ("num_attention_heads", "num_key_value_heads", "intermediate_size", "max_position_embeddings"),
 }
 """Model type: what its config calls otherwise, or does not have."""
 
@@ -241,12 +302,17 @@ HARMLESS = {
     "sliding_window", "original_max_position_embeddings", "num_kv_heads", "num_ln_in_parallel_attn",
     "multi_query", "router_aux_loss_coef", "output_router_logits", "router_jitter_noise",
     "shared_expert_intermediate_size", "qk_head_dim", "num_nextn_predict_layers", "n_group", "topk_group",
-    "enable_moe_fp32_combine", "eod_token_id", "slow_but_exact",
+    "enable_moe_fp32_combine", "eod_token_id", "slow_but_exact", "mamba_chunk_size", "chunk_size", "num_logits_to_keep",
+    "rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_max", "time_step_min",
+    "time_step_limit", "time_step_rank", "z_loss_coefficient", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap",
+    "n_shared_experts", "expand", "mamba_proj_bias", "use_mamba_kernels", "mtp_layers_block_type", "n_routed_experts",
+    "num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size",
+    "norm_topk_prob", "routed_scaling_factor",
 }  # fmt: skip
 """Keys of transformers 5.23.0 that no table knows. They are of training, generation or precision, or of what the family
 has switched off: the window of Qwen, the longrope of Phi-3, the groups and norms of another Falcon, what Qwen3-MoE does
-not share; of DeepSeek a sum of two others, the layer that transformers drops, and V2's groups, as a greedy router has
-none."""
+not share, the experts of a Nemotron-H without any, and of its state spaces what only a kernel or a first step minds; of
+DeepSeek a sum of two others, the layer that transformers drops, and V2's groups, as a greedy router has none."""
 
 
 def settings_of(name: str, **changes: Any) -> dict[str, Any]:
@@ -270,17 +336,17 @@ def _has(name: str, condition: str) -> bool:
 
 IN_MEGATRON = [name for name in MODELS if not family_of(name).only_here and name != "qwen3-biased"]
 """Those with a layout of Megatron."""
-LINEAR = [name for name in IN_MEGATRON if _has(name, "recurrent")]
-"""Those with linear attention, of which Megatron has no local layers."""
+LINEAR = [name for name in IN_MEGATRON if _has(name, "recurrent") or _has(name, "state")]
+"""Those with linear attention or state spaces, of which Megatron has no local layers."""
 EXPERTS = [name for name in IN_MEGATRON if _has(name, "sparse")]
 """Mixtures of experts in Megatron."""
 FUSED_HERE = [name for name in MODELS if name not in IN_MEGATRON and _has(name, "separate")]
 """Others, of which transformers fuses what the Hub has apart."""
-SORTED = (*EXPERTS, *FUSED_HERE)
-"""Those whose tensors transformers saves in the order of their names, as it does with what it renames."""
+RENAMED = (*EXPERTS, *FUSED_HERE, "gpt_neox", "gpt_neox-tied", "nemotron_h_dense", "granite_hybrid")
+"""Those of which transformers renames tensors as it loads and saves them, and sorts them by that."""
 FEW = (
     "llama", "llama-mqa", "llama-biased", "qwen2-tied", "gpt2", "qwen3_5_text-tied",
-    "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "qwen3_next-tied",
+    "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "qwen3_next-tied", "nemotron_h", "nemotron_h-latent",
 )  # fmt: skip
 """Models that together use every line of Megatron's tables (`test_coverage.py` looks): what holds of a line, whosever
 tensors it places, is shown with them."""

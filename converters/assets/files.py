@@ -20,6 +20,7 @@ from formats.disk.json_file import read_json
 from formats.errors import SourceError
 from formats.families import FAMILIES
 from formats.families.family import FAMILY_FILE
+from formats.huggingface import mtp
 from formats.huggingface.config import dropouts, to_huggingface
 from formats.huggingface.folder import INDEX, NAME, SINGLE, read_weight_map
 from formats.huggingface.quantized import stale
@@ -85,9 +86,10 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
     counted = list(source.dtypes().values())
     usual = max(counted, key=counted.count)
     if source.assets is None or source.config is None:
-        return _dump(to_huggingface(spec, {}) | {"torch_dtype": TORCH_NAMES.get(dtype or usual, "float32")})
+        alone = mtp.counted(to_huggingface(spec, {}), spec, source.dropped)
+        return _dump(alone | {"torch_dtype": TORCH_NAMES.get(dtype or usual, "float32")})
     path, base = require_inside(source.assets / "config.json", source.assets), source.config
-    config = to_huggingface(spec, base)
+    config = mtp.counted(to_huggingface(spec, base), spec, source.dropped)
     plain = stale(config, counted) and (source.format != NAME or isinstance(spec, ModelSpec))
     if plain:
         del config["quantization_config"]
@@ -123,15 +125,22 @@ def remembered_index(folder: Path | None) -> dict[str, Any] | None:
     return read_json(require_inside(folder / INDEX, folder)) | {"weight_map": read_weight_map(folder)}
 
 
-def checks(folder: Path, spec: Spec) -> list[str]:
-    """Where config, generation config and tokenizer do not fit each other."""
+def checks(folder: Path, config: Mapping[str, Any] | None, spec: Spec) -> list[str]:
+    """Where config, generation config and tokenizer do not fit each other.
+
+    Args:
+        folder: where they are.
+        config: the config.json in it, None where it was not parsed yet.
+        spec: the model's settings.
+    """
     notes = []
     named = {"config.json": "", "generation_config.json": "", "tokenizer_config.json": "added_tokens_decoder"}
     for name, key in named.items():
-        if not (folder / name).is_file():
+        parsed = config if name == "config.json" else None
+        if parsed is None and not (folder / name).is_file():
             continue
         try:
-            held = read_json(folder / name)
+            held = read_json(folder / name) if parsed is None else parsed
         except SourceError as error:
             notes.append(str(error))
             continue

@@ -16,7 +16,6 @@ import click
 from converters.commands.options import FOLDER, as_json
 from converters.common.atomic import sync_folder
 from converters.common.cli_help import command
-from formats.checkpoint import ASSETS
 from formats.errors import RefusedError, SourceError, UsageError
 
 if TYPE_CHECKING:
@@ -94,6 +93,7 @@ def prepare(out: Path, base: Path | None, template: str | None, rows: int, folde
     """
     from converters.assets.chat_template import apply_template, load_template
     from converters.assets.files import files, write
+    from formats.checkpoint import ASSETS
 
     own = dict(files(out))
     if base is not None and not base.is_dir():

@@ -13,6 +13,7 @@ import click
 from converters.commands.options import (
     FILE,
     FOLDER,
+    ShareType,
     as_json,
     effort,
     memory,
@@ -36,6 +37,7 @@ from formats.errors import (
 
 if TYPE_CHECKING:
     from converters.library.proving import Effects
+    from converters.move.journal import Share
 
 
 @command()
@@ -62,12 +64,20 @@ def digest(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
 @command()
 @click.argument("out", type=FOLDER)
 @click.argument("src", type=FOLDER, required=False)
+@click.option(
+    "--part",
+    "share",
+    type=ShareType(),
+    metavar="I/N",
+    help="The I-th of N parts, against the manifest, beside others on any nodes, and resumed after a kill. The "
+    "same command without it finishes.",
+)
 @reading
 @weights
 @replicas
 @effort
 @as_json
-def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
+def verify(out: Path, src: Path | None, share: Share | None, as_json: bool, **options: Any) -> None:
     """Check OUT against its manifest, or against SRC in any format.
 
     A checkpoint of another program has no manifest: its files of torch.save are checked against their own CRC-32, and
@@ -76,14 +86,20 @@ def verify(out: Path, src: Path | None, as_json: bool, **options: Any) -> None:
     from converters.library.proving import verify_with
     from formats.checkpoint import MANIFEST
 
-    if src is None and out.is_dir() and not any(out.rglob(MANIFEST)):
+    whole = src is None and (not out.is_dir() or any(out.rglob(MANIFEST)))
+    if share is not None and not whole:
+        raise UsageError("--part compares with a manifest", f"without it: convert verify {out} {src or ''}".rstrip())
+    if src is None and not whole:
         _verify_archives(out, options, as_json)
         return
-    found = verify_with(out, src, _effects(options, as_json))
+    found = verify_with(out, src, _effects(options, as_json), share)
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=1))
     found.require(f"convert diff {out} {src}" if src else "copy the checkpoint again, or compare it with its source")
-    if not as_json:
+    if share is not None and not as_json:
+        told = "the same command without --part finishes"
+        click.echo(f"part {share} of {out} equals {found.name}: {found.tensors} tensors, {told}")
+    elif not as_json:
         click.echo(f"{out} equals {found.name}: {found.tensors} tensors\ndigest {found.digest}")
     for note in found.notes:
         click.echo(f"note: {note}", err=True)

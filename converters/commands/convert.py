@@ -14,6 +14,7 @@ from converters.commands.options import (
     chat_template,
     deepspeed_reading,
     experts,
+    for_trainer,
     iteration_folder,
     layout,
     megatron_files,
@@ -37,6 +38,7 @@ from formats.errors import SourceError, UsageError
 from formats.fsdp import FSDP
 from formats.huggingface import HUGGINGFACE
 from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
+from formats.mistral import MISTRAL
 from formats.registry import format_of
 
 USE_HF2MEGATRON = "any other format to Megatron is `convert hf2megatron`"
@@ -52,6 +54,7 @@ READ = (MEGATRON_FSDP, DIST, MEGATRON)
 @stages
 @experts
 @megatron_version
+@for_trainer
 @vocab_multiple
 @click.option("--iteration", type=click.IntRange(1), metavar="N", help="Write iter_N instead of release.")
 @true_vocab_size
@@ -172,6 +175,30 @@ def hf2hf(src: Path, out: Path, **options: Any) -> None:
 
 @command()
 @places
+@shard_size
+@chat_template
+@reading_of(MISTRAL)
+@writing
+def mistral2hf(src: Path, out: Path, **options: Any) -> None:
+    """Mistral's own files (consolidated.safetensors, params.json) to a Hugging Face folder."""
+    convert_to("huggingface", opened(src, options, MISTRAL), out, options)
+
+
+@command()
+@places
+@deepspeed_reading
+@reading
+@writing
+def hf2mistral(src: Path, out: Path, **options: Any) -> None:
+    """Any checkpoint of a Mistral or Mixtral to Mistral's own files: consolidated.safetensors with params.json."""
+    source = opened(src, options)
+    if format_of(source) is MISTRAL:
+        raise UsageError(f"{src} holds Mistral's own files already", "nothing is to be done")
+    convert_to("mistral", source, out, options)
+
+
+@command()
+@places
 @click.option(
     "--ranks",
     type=click.IntRange(1, 100_000),
@@ -202,6 +229,7 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
 @stages
 @experts
 @megatron_version
+@for_trainer
 @layout
 @vocab_multiple
 @at_iteration

@@ -4,9 +4,12 @@ EXAMPLES = {
     "fsdp2hf": "checkpoint-5000 model --config base\ncheckpoint-5000 model --config base --push ORG/NAME",
     "hf2fsdp": "base start --ranks 8\nzero-run start --config base --with-optimizer",
     "hf2megatron": "base run --tp 4 --pp 2\nbase run --format torch_dist --ep 8\n"
+    "base run --format torch_dist --for bridge\n"
     "zero-run run --tp 4 --with-optimizer --config base",
     "hf2neox": "base run --tp 4",
     "hf2hf": "model small --dtype bf16 --shard-size 2GB",
+    "hf2mistral": "base native",
+    "mistral2hf": "native model --set max_positions=32768",
     "megatron2hf": "run model --config base\nrun model --config base --iteration 5000",
     "neox2hf": "run model --tokenizer model.model --chat-template control",
     "zero2hf": "run model --config base\nrun masters --config base --weights fp32-master",

@@ -16,10 +16,12 @@ MOST_FILES = 64
 HEADS = {
     "huggingface": "HF",
     "zero": "ZeRO",
+    "megatron": "Meg.",
     "megatron_dist": "dist",
     "megatron_fsdp": "mFSDP",
-    "megatron_deepspeed": "M.-DS",
-    "megatron-llm": "M.-LLM",
+    "megatron_deepspeed": "MDS",
+    "mistral": "Mist.",
+    "megatron-llm": "LLM",
 }
 """Format: the head of its column, where that is shorter."""
 MOST_DRIFTED = 10

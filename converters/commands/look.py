@@ -38,6 +38,7 @@ TARGETS: dict[str, dict[str, str]] = {
     "huggingface": {"to": "huggingface"},
     "fsdp": {"to": "fsdp"},
     "neox": {"to": "neox"},
+    "mistral": {"to": "mistral"},
 }
 """What `plan` plans for: targets, and files of one."""
 
@@ -88,7 +89,8 @@ def _inspected(src: Path, options: Mapping[str, Any], tensors: bool) -> dict[str
     "--to",
     type=click.Choice([*TARGETS]),
     required=True,
-    help="The format to plan for.",
+    metavar="FORMAT",
+    help=f"The format to plan for: {', '.join(TARGETS)}.",
 )
 @topology
 @experts

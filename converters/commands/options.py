@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from converters.common.cores import MOST, cores
 from converters.plan.request import LONG
 from formats.errors import SourceError
 from formats.format import Format
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from formats.families.family import Family
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-MOST = 10**12
+LARGEST = 10**12
 LEAST = 1024
 """Bytes that may be written without a unit: fewer were meant to have one."""
 FILE = FOLDER = click.Path(path_type=Path)
@@ -45,7 +46,7 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
         if not match[2] and float(match[1]) < LEAST:
             self.fail(f"{value!r} has no unit, such as {value}GB", param, ctx)
         size = int(float(match[1]) * self.units[match[2].upper()])
-        if not 0 < size <= MOST:
+        if not 0 < size <= LARGEST:
             self.fail(f"{value!r} is not between 1 byte and 1 TB", param, ctx)
         return size
 
@@ -139,13 +140,11 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 memory = click.option(
     "--memory",
     type=Size(),
-    default="16MiB",
-    show_default=True,
-    help="All buffers together, such as 64MiB; raise it with -j.",
+    help="All buffers together, such as 64MiB.  [default: 4MiB a thread, 16MiB at least]",
 )
 effort = together(
-    click.option("-j", "--threads", type=click.IntRange(1, 256), default=2, show_default=True,
-                 help="Tensors at a time."),
+    click.option("-j", "--threads", type=click.IntRange(1, 256), default=cores,
+                 help=f"Tensors at a time.  [default: the cores of the job, {MOST} at most]"),
     memory,
 )  # fmt: skip
 replicas = click.option(
@@ -206,6 +205,10 @@ vocab_multiple = click.option(
 true_vocab_size = click.option(
     "--true-vocab-size", type=click.IntRange(1), metavar="N",
     help="Megatron-LLM: tokens that its training will have. Rows that the model lacks are copies of its last.",
+)  # fmt: skip
+for_trainer = click.option(
+    "--for", "for_trainer", type=click.Choice(["bridge"]),
+    help="Megatron, torch_dist: with the run_config.yaml and train_state.pt that Megatron-Bridge loads.",
 )  # fmt: skip
 megatron_version = click.option(
     "--megatron-version", type=click.Choice(VERSIONS),

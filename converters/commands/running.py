@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.plan.output import FSDP, GPT_NEOX, HUGGINGFACE, MEGATRON_RUN, UNIVERSAL
+from converters.plan.output import FSDP, GPT_NEOX, HUGGINGFACE, MEGATRON_RUN, MISTRAL, UNIVERSAL
 
 if TYPE_CHECKING:
     from converters.plan.output import Output
@@ -72,6 +72,7 @@ NEXT = {
     MEGATRON_RUN: "--load {out}, with the flags in {out}/megatron_flags.txt",
     FSDP: 'dcp.load({{"model": state_dict}}, checkpoint_id="{out}")',
     GPT_NEOX: "GPT-NeoX with load: {out} and finetune: true",
+    MISTRAL: 'Transformer.from_folder("{out}") of mistral-inference, or vllm serve {out} --load-format mistral',
     UNIVERSAL: "DeepSpeed with checkpoint: {{load_universal: true}}, load_checkpoint from {out}",
 }
 """What can be done with an output, by its format."""

@@ -111,12 +111,15 @@ def submit(context: click.Context, /, words: tuple[str, ...], **options: Any) ->
     followed by another one, which resumes. With --part that is the last job, for which -n prints a name in place of
     the number that it waits for. `watch` becomes a chain of short jobs, each of which looks once.
     """  # \b is the sign of click for lines as they stand
+    from converters.common.cores import MOST
     from converters.common.slurm import cpu_job
+    from converters.plan.request import EACH_MEMORY
 
     wishes, parts, dry_run = wishes_of(options, typed=OF_TRAININGS), options["parts"], options["dry_run"]
     plans, asked = _plans(context, words)
     seconds = sum(plan["bytes"] for plan in plans) / RATE
-    megabytes = BASE_MB + (asked["memory"] + PIECE * max((plan.get("blocks", 0) for plan in plans), default=0)) / 10**6
+    buffers = asked["memory"] or EACH_MEMORY * MOST  # the threads are those of the cores of the job
+    megabytes = BASE_MB + (buffers + PIECE * max((plan.get("blocks", 0) for plan in plans), default=0)) / 10**6
     name, command, after = words[0], ["convert", *words], dict[str, str]()
     if "every" in asked:
         if parts:

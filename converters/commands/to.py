@@ -20,6 +20,7 @@ NAMES = {
     "fsdp": ("fsdp", "dcp", "torch", "accelerate", "axolotl", "torchtitan", "verl"),
     "neox": ("neox", "gptneox"),
     "zero": ("zero", "deepspeed", "universal"),
+    "mistral": ("mistral", "consolidated", "mistralinference"),
     "gguf": ("gguf", "ggml", "llamacpp"),
 }
 """What commands call a format, and what those call it who look for one."""
@@ -73,7 +74,7 @@ def found(path: Path) -> Format | None:
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF THAT COMMAND]")
 @click.pass_context
 def to(context: click.Context, /, target: str, src: Path, out: Path, words: Sequence[str]) -> None:
-    """Any checkpoint to FORMAT: hf, megatron, fsdp, neox or zero.
+    """Any checkpoint to FORMAT: hf, megatron, fsdp, neox, zero or mistral.
 
     It is the command that is named after the two formats, and takes the options of that: `convert hf2megatron --help`,
     for instance. They stand after OUT.

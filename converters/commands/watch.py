@@ -128,7 +128,7 @@ def _watch_of(run: Path, options: Mapping[str, Any]) -> Watch:
             facts = {name: getattr(export, name) for name in ("digest", "url", "error", "exit_code")}
             click.echo(json.dumps({"src": str(export.src), "out": str(export.out), **facts}))
         elif export.error:
-            click.echo(printable(f"note: {export.src.name} was not converted: {export.error}"), err=True)
+            click.echo(printable(f"note: {export.src.name}: {export.error}"), err=True)
         elif not options["quiet"]:
             click.echo(
                 f"{options['out'] / export.out.name}: digest {export.digest}"

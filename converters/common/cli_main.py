@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
@@ -72,7 +71,6 @@ def _say(what: str, text: str, colour: str) -> None:
 def run(group: click.Group, program: str) -> None:
     """Run a command line: one sentence and a hint for every error, and its exit code."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `convert … | head` ends quietly
-    gc.set_threshold(100_000)  # headers are many small objects and no cycles: collecting them early finds nothing
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is: a path need not be UTF-8
     verbose = any(re.fullmatch("-vv+", word) for word in sys.argv[1:])

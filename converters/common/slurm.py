@@ -23,7 +23,7 @@ from formats.errors import RefusedError, UsageError
 CONTAINERS = Path(__file__).parents[2] / "containers"
 OTHER_LIMITS = frozenset({"qos", "reservation"})
 """Options with limits of time of their own, such as four days by boost_qos_lprod of Leonardo: Slurm knows them."""
-FACT = re.compile(r"^(SITE_(?:GPU|CPU_\d+|SRUN|NET))=(?:'([^']*)')?", re.MULTILINE)
+FACT = re.compile(r"^(SITE_(?:GPU|CPU_\d+|CORE_MB|SRUN|NET))=(?:'([^']*)')?", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Site:
         cpu: those of each partition for jobs without, the first choice first; `mem` (MB) and `time` are the most.
         srun: options of a step that has whole nodes.
         network: what connects its nodes, where TCP in its place is a fault.
+        core: megabytes that come with each core, where memory cannot be asked for; 0 where it can.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Site:
     cpu: Sequence[Mapping[str, str]]
     srun: Sequence[str]
     network: str
+    core: int = 0
 
     @property
     def tasks(self) -> int:
@@ -128,7 +130,8 @@ def load_site(name: str) -> Site:
     gpu = _wanted(path, facts, "SITE_GPU", "ntasks-per-node")
     partitions = sorted(key for key in facts if key.startswith("SITE_CPU_")) or ["SITE_CPU_1"]
     cpu = [_wanted(path, facts, key, "mem") for key in partitions]
-    return Site(name, gpu, cpu, shlex.split(facts.get("SITE_SRUN", "")), facts.get("SITE_NET", ""))
+    srun, core = shlex.split(facts.get("SITE_SRUN", "")), int(facts.get("SITE_CORE_MB", 0))
+    return Site(name, gpu, cpu, srun, facts.get("SITE_NET", ""), core)
 
 
 def _wanted(path: Path, facts: Mapping[str, str], key: str, name: str) -> dict[str, str]:
@@ -205,9 +208,9 @@ def cpu_header(site: Site, wishes: Wishes, seconds: float, megabytes: float) -> 
         if "partition" in asked and limits.get("partition") != asked["partition"]:
             continue
         if mem <= megabytes_of(limits["mem"]) and time <= seconds_of(limits["time"]):
-            return {**limits, **asked}
+            return _by_cores(site, {**limits, **asked}, mem)
     if "partition" in asked and all(limits.get("partition") != asked["partition"] for limits in site.cpu):
-        return {**site.cpu[0], **asked}  # one that only the user knows
+        return _by_cores(site, {**site.cpu[0], **asked}, mem)  # one that only the user knows
     most = "; ".join(
         f"{one.get('partition', 'default')} {megabytes_of(one['mem']):.0f} MB, {one['time']}" for one in site.cpu
     )
@@ -215,6 +218,14 @@ def cpu_header(site: Site, wishes: Wishes, seconds: float, megabytes: float) -> 
         f"{mem:.0f} MB for {asked['time']} are more than a partition of {site.name} has ({most})",
         "--time and --sbatch mem=… say otherwise; what is interrupted resumes when it is submitted again",
     )
+
+
+def _by_cores(site: Site, header: dict[str, str], megabytes: float) -> dict[str, str]:
+    """The options, with cores in the place of memory where it comes with them."""
+    if not site.core:
+        return header
+    cores = max(int(header["cpus-per-task"]), -int(-megabytes // site.core))
+    return {name: value for name, value in header.items() if name != "mem"} | {"cpus-per-task": str(cores)}
 
 
 def megabytes_of(text: str) -> float:

@@ -9,8 +9,9 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
 
+from converters.common.cores import cores
 from converters.plan.output import DEFAULTS, Output
-from converters.plan.request import DEFAULT_MEMORY, LONG, Limits
+from converters.plan.request import LONG, Limits
 from formats.checkpoint import Settings
 from formats.errors import UsageError, short
 
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
 
 Place = str | PathLike[str]
 Dtype = Literal["keep", "bf16", "fp16", "fp32"]
-Target = Literal["huggingface", "megatron", "fsdp", "neox", "deepspeed"]
+Target = Literal["huggingface", "megatron", "fsdp", "neox", "deepspeed", "mistral"]
 Weights = Literal["module", "fp32-master", "exp_avg", "exp_avg_sq"]
 QueryOrder = Literal["auto", "blocked", "grouped"]
 AdapterUse = Literal["merged", "only"]
 Replicas = Literal["verify", "first", "mean"]
 LayerNames = Literal["te", "local"]
 Container = Literal["torch", "torch_dist", "fsdp_dtensor", "megatron-llm"]
+Trainer = Literal["bridge"]
 LayerFiles = Literal["sequential", "pipeline"]
 OptimizerFiles = Literal["plain", "distributed"]
 Rank = int | tuple[int, int]
@@ -73,6 +75,7 @@ class Names(TypedDict, total=False):
     megatron_version: str
     make_vocab_size_divisible_by: int
     format: Container
+    for_trainer: Trainer
     true_vocab_size: int
     layout: LayerFiles
     optimizer: OptimizerFiles
@@ -162,7 +165,7 @@ KINDS: Mapping[str, Kind] = {
         "a name or a path", lambda value: isinstance(value, str | PathLike)),
     "norm": choice(LayerNames), "experts": choice(LayerNames), "with_optimizer": FLAG, "force": FLAG,
     "format": choice(Container), "layout": choice(LayerFiles),
-    "optimizer": choice(OptimizerFiles), "verify": FLAG, "prefetch": number(0),
+    "optimizer": choice(OptimizerFiles), "for_trainer": choice(Trainer), "verify": FLAG, "prefetch": number(0),
     "dtype": choice(Dtype),
 }  # fmt: skip
 """Option: what it has to be."""
@@ -252,7 +255,7 @@ def output_of(options: Mapping[str, Any]) -> Output:
 def limits_of(options: Mapping[str, Any], replicas: str) -> Limits:
     """How much of the machine `Effort` uses, given what is done with further copies."""
     accepted = tuple(options.get("accept", ()))
-    return Limits(options.get("threads", 2), options.get("memory", DEFAULT_MEMORY), replicas, accepted=accepted)
+    return Limits(options.get("threads") or cores(), options.get("memory"), replicas, accepted=accepted)
 
 
 def cast_of(options: Mapping[str, Any]) -> str | None:

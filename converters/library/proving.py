@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +13,15 @@ from converters.common.manifest import contradictions, is_verbatim, read_manifes
 from converters.common.progress import Progress, Tell
 from converters.library.options import Effort, Place, Reading, checked, known_family, limits_of, path_of, settings_of
 from converters.move.engine import digest_of
+from converters.move.journal import Share
 from converters.plan.agreement import setting_differences
 from converters.plan.names import alike
 from converters.plan.opening import open_source, require_effect, require_family
-from converters.plan.plan import Job
+from converters.plan.plan import Job, Plan
 from converters.plan.request import Limits
 from converters.plan.targets import plan_reading
 from converters.prove.diff import Difference, compare
+from converters.prove.resumed import digests, is_begun, journal_of
 from formats.checkpoint import MANIFEST, Checkpoint, Settings
 from formats.errors import SourceError, VerificationError
 from formats.huggingface import folder as huggingface
@@ -170,12 +174,19 @@ def digest_with(source: Checkpoint, effects: Effects) -> Digest:
     return Digest(total(found), found)
 
 
-def verify_with(out: Path, src: Path | None, effects: Effects) -> Verified:
+def verify_with(out: Path, src: Path | None, effects: Effects, share: Share | None = None) -> Verified:
     """Compare a checkpoint with its manifest, or with another one.
+
+    Args:
+        out: the checkpoint.
+        src: the other one, None for the manifest.
+        effects: how they are opened and read.
+        share: the part of the tensors that is read here; the call without finishes, and does what no part has done.
 
     Raises:
         SourceError: there is no manifest.
         VerificationError: the manifest is of a model that a table described, and none does now.
+        Interrupted: a signal came while a journal is kept; the same call resumes later.
     """
     if src is not None:
         return _verify_with_source(out, src, effects)
@@ -197,7 +208,19 @@ def verify_with(out: Path, src: Path | None, effects: Effects) -> Verified:
     differing = contradictions(checkpoint.spec.settings(), facts)
     notes = [UNCOMPARED_CONFIG] if isinstance(checkpoint.spec, Verbatim) else []
     states = remembered_states(checkpoint.home)
-    return _verified(checkpoint, out, MANIFEST, {**against}, states, differing, notes, effects)
+    read = partial(_resumed, out, effects, share) if share or is_begun(out) else None
+    found = _verified(checkpoint, out, MANIFEST, {**against}, states, differing, notes, effects, read)
+    if read and share is None:
+        shutil.rmtree(journal_of(out))
+    return found
+
+
+def _resumed(out: Path, effects: Effects, share: Share | None, plan: Plan) -> dict[str, str]:
+    """The digests of a checkpoint, by its journals; of a share of it that share's."""
+    with effects.progress(
+        "hashing", sum(job.nbytes for job in (share.jobs(plan.jobs) if share else plan.jobs))
+    ) as tell:
+        return digests(out, plan, effects.limits, share, tell.advance)
 
 
 def _verify_with_source(out: Path, src: Path, effects: Effects) -> Verified:
@@ -218,20 +241,26 @@ def _verified(
     settings: list[str],
     notes: list[str],
     effects: Effects,
+    read: Callable[[Plan], dict[str, str]] | None = None,
 ) -> Verified:
-    """Compare the digests of a checkpoint, and of its optimizer where those are known, with what they should be."""
+    """Compare the digests of a checkpoint, and of its optimizer where those are known, with what they should be.
+
+    `read` reads them in another way than from the first to the last; what it leaves out, a share's call, has no part.
+    """
     from converters.plan.training_state import state_jobs, training_of
 
-    found = _hashed(plan_reading(checkpoint).jobs, effects, checked=False)  # digests say more than a CRC-32
-    here, there = dict(found), {**against, **states}
+    plan, there = plan_reading(checkpoint), {**against, **states}
+    weights = {job.name for job in plan.jobs}
     if states:
         held, _ = training_of(checkpoint).states(checkpoint)
-        here |= _hashed(state_jobs(checkpoint, held), effects, checked=False)
+        plan = replace(plan, jobs=(*plan.jobs, *state_jobs(checkpoint, held)))
     elif "optimizer" in checkpoint.state:
         notes = [UNCOMPARED_OPTIMIZER, *notes]
-    wrong = sorted(tensor for tensor in {*here, *there} if here.get(tensor) != there.get(tensor))
-    counted = len({*here, *there})
-    totals = total(found), total(against)
+    here = read(plan) if read else _hashed(plan.jobs, effects, checked=False)  # digests say more than a CRC-32
+    left_out = {job.name for job in plan.jobs} - here.keys()
+    wrong = sorted(tensor for tensor in {*here, *there} - left_out if here.get(tensor) != there.get(tensor))
+    counted = len({*here, *there} - left_out)
+    totals = total({name: digest for name, digest in here.items() if name in weights}), total(against)
     return Verified(out, name, counted, *totals, tuple(settings), tuple(wrong), tuple(notes))
 
 

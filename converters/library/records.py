@@ -47,8 +47,7 @@ def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
              "bytes": placed.fragment.nbytes, "rank": rank_text(placed.slot.mesh),
              "file": str(placed.fragment.path.relative_to(source.root)), "offset": placed.fragment.offset,
              "pattern": placed.slot.rule.pattern.text, "replica": str(placed.slot.replica)}
-            for whole in source.tensors
-            for placed in whole.each()
+            for placed in source.fragments()
         ]  # fmt: skip
     return record
 
@@ -85,7 +84,7 @@ def _notes(source: Checkpoint) -> list[str]:
     if source.assets is None:
         notes.append("no config or tokenizer travels with it; --config BASE supplies them")
     else:
-        notes += assets.checks(source.assets, source.spec)
+        notes += assets.checks(source.assets, source.config, source.spec)
         if left := assets.not_carried(source.assets):
             notes.append(f"{some(left, 4)} in {source.assets} are not carried: not names of model files")
     if source.spec.vocab is None:

@@ -333,9 +333,14 @@ def _staging(out: Path) -> Path:
 
 
 def _state(export: Export, before: Record | None) -> str:
-    """What the log says of an attempt. A source that cannot be read may be half deleted: it is looked at twice."""
+    """What the log says of an attempt. A source that cannot be read may be half deleted: it is looked at twice.
+
+    A model that is there and was not sent is sent by a later look, whatever the reason was.
+    """
     if not export.error:
         return "converted"
+    if export.out.exists():
+        return "again"
     if not export.src.exists():
         return "gone"
     first = export.exit_code == SourceError.exit_code and (before is None or before.get("error") != export.error)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -16,14 +15,14 @@ import numpy as np
 from converters.move.casts import Array
 from converters.move.crc32 import Checksums
 from converters.move.dequantize import read_bf16
+from converters.move.descriptors import Descriptors
 from converters.move.products import read_product
 from converters.move.regions import Nearby, region, runs
 from converters.move.source_checks import SourceChecks
 from formats.checkpoint import OutputFile
-from formats.disk.handle import Handle, close_handle, open_handle
-from formats.disk.safetensors import DTYPES, Fragment, allow_files, read_into, write_from
+from formats.disk.handle import Handle
+from formats.disk.safetensors import DTYPES, Fragment, read_into, write_from
 from formats.disk.zstd_stream import Reader, Stream
-from formats.errors import OutputError, SourceError
 from formats.torch_files.crc32 import crc_of
 
 SPARSEST = 8
@@ -37,44 +36,22 @@ class Files:
     Attributes:
         sums: the checksums of what is written.
         checks: those of what is read.
-        fresh: what is to be synced.
     """
 
     sums: Checksums | None = None
     checks: SourceChecks | None = None
-    opened: dict[Path, Handle] = field(default_factory=dict)
-    writing: dict[Path, int] = field(default_factory=dict)
-    fresh: set[int] = field(default_factory=set)
+    descriptors: Descriptors = field(default_factory=Descriptors)
     streams: dict[tuple[Path, Stream], Reader] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
     loom: threading.Lock = field(default_factory=threading.Lock)
 
-    def get(self, path: Path) -> Handle:
-        """A file to read, opened on first use."""
-        with self.lock:
-            if path not in self.opened:
-                try:
-                    self.opened[path] = open_handle(path)
-                except OSError as error:
-                    raise SourceError(f"{path}: {error.strerror}") from None
-            return self.opened[path]
-
-    def get_to_write(self, path: Path) -> int:
-        """The descriptor of a file to write, opened on first use."""
-        with self.lock:
-            if path not in self.writing:
-                try:
-                    # Never both: to write part of a page a client of NFS would read all of it, and write all of it
-                    # back over what another node has put there meanwhile (Linux 6, fs/nfs/file.c and write.c).
-                    self.writing[path] = os.open(path, os.O_WRONLY)
-                except OSError as error:
-                    raise OutputError(f"{path}: {error.strerror}") from None
-            return self.writing[path]
+    def open(self, path: Path, writable: bool = False) -> AbstractContextManager[Handle]:
+        """The descriptor of a file, to be used while the context is entered; what is written to it is synced."""
+        return self.descriptors.open(path, writable)
 
     def read(self, fragment: Fragment, at: int, buffer: memoryview) -> None:
         """Fill a buffer from a physical tensor, `at` bytes from its start. A stream is read by one thread at a time."""
         if fragment.scales is not None:
-            read_bf16(self.get, fragment, fragment.scales, at, buffer)
+            read_bf16(self.open, fragment, fragment.scales, at, buffer)
             return
         if fragment.product is not None:
             read_product(self.read, fragment, fragment.product, at, buffer)
@@ -96,21 +73,23 @@ class Files:
 
     def read_stored(self, fragment: Fragment, at: int, buffer: memoryview) -> None:
         """Fill a buffer with bytes as they are stored, which are not counted."""
-        fd, offset = self.get(fragment.path), fragment.offset + at
+        offset = fragment.offset + at
         if fragment.stream is None:
-            read_into(fd, buffer, offset, fragment.path)
+            with self.open(fragment.path) as fd:
+                read_into(fd, buffer, offset, fragment.path)
             return
         key = (fragment.path, fragment.stream)
-        reader = self.streams.pop(key, None) or Reader(fd, fragment.path, fragment.stream)
-        reader.read_into(buffer, offset)
+        with self.open(fragment.path) as fd:
+            reader = self.streams.pop(key, None) or Reader(fd, fragment.path, fragment.stream)
+            reader.fd = fd
+            reader.read_into(buffer, offset)
         if reader.position < fragment.offset + fragment.nbytes:
             self.streams[key] = reader
 
     def write(self, fragment: Fragment, at: int, piece: memoryview) -> None:
         """Write a piece of a physical tensor, `at` bytes from its start."""
-        fd = self.get_to_write(fragment.path)
-        write_from(fd, piece, fragment.offset + at)
-        self.wrote(fd)
+        with self.open(fragment.path, writable=True) as fd:
+            write_from(fd, piece, fragment.offset + at)
         if self.sums:
             self.sums.add(fragment, at, piece)
 
@@ -122,38 +101,28 @@ class Files:
         with self.loom:
             yield
 
-    def wrote(self, fd: int) -> None:
-        """Remember, after a write, that the file is to be synced."""
-        with self.lock:
-            self.fresh.add(fd)
-
     def sync(self) -> None:
-        """Force to disk what was written since the last time: of a thousand files, those few that are at work."""
-        with self.lock:
-            fresh, self.fresh = self.fresh, set()
-        for fd in fresh:
-            os.fdatasync(fd)
+        """Force to disk what was written since the last time."""
+        self.descriptors.sync()
 
     def __enter__(self) -> Files:
-        allow_files()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handle in (*self.opened.values(), *self.writing.values()):
-            close_handle(handle)
+        self.descriptors.close()
 
 
 def finish_files(targets: Iterable[OutputFile], files: Files, threads: int) -> None:
     """Write what is no tensor, with the checksums that a zip archive needs."""
 
     def finish(file: OutputFile) -> None:
-        fd, sums = files.get_to_write(file.path), {}
-        for name, (offset, nbytes) in file.checksums.items():
-            counted = files.sums.get(file.path, offset) if files.sums else None
-            sums[name] = crc_of(files.get(file.path), offset, nbytes, file.path) if counted is None else counted
-        for offset, content in file.headers(sums):
-            write_from(fd, memoryview(content), offset)
-        files.wrote(fd)  # if only to be synced
+        sums = {}
+        with files.open(file.path, writable=True) as fd, files.open(file.path) as written:
+            for name, (offset, nbytes) in file.checksums.items():
+                counted = files.sums.get(file.path, offset) if files.sums else None
+                sums[name] = crc_of(written, offset, nbytes, file.path) if counted is None else counted
+            for offset, content in file.headers(sums):
+                write_from(fd, memoryview(content), offset)
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(finish, targets))
@@ -165,9 +134,9 @@ def finish_files(targets: Iterable[OutputFile], files: Files, threads: int) -> N
 def strided(buffer: Array, position: int, dims: tuple[tuple[int, int, int], ...], side: int) -> Array:
     """The elements of a region in a buffer, whose strides are in column `side` of its dims."""
     item = buffer.itemsize
-    return np.lib.stride_tricks.as_strided(
-        buffer[position:], [dim[0] for dim in dims], [dim[side] * item for dim in dims]
-    )
+    shape, strides = [dim[0] for dim in dims], [dim[side] * item for dim in dims]
+    view: Array = np.ndarray(shape, buffer.dtype, buffer, position * item, strides)
+    return view
 
 
 def gather(

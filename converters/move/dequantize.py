@@ -7,6 +7,7 @@ torch's float8_e4m3fn. transformers and DeepSeek's own script multiply in float3
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ PIECE = 1 << 16
 BITS = {"MXFP4": 4, "FP8": 8}
 
 Words = NDArray[np.uint16]
-Open = Callable[[Path], Handle]
+Open = Callable[[Path], AbstractContextManager[Handle]]
 """The descriptor of a file."""
 
 
@@ -94,7 +95,8 @@ def _codes(opened: Open, fragment: Fragment, start: int, count: int, scales: Sca
     bits = BITS[scales.method]
     first, last = start * bits // 8, ((start + count) * bits + 7) // 8
     raw = np.empty(last - first, np.uint8)
-    read_into(opened(fragment.path), raw.data, fragment.offset + first, fragment.path)
+    with opened(fragment.path) as fd:
+        read_into(fd, raw.data, fragment.offset + first, fragment.path)
     if bits == 8:
         return raw
     return np.stack([raw & 15, raw >> 4], axis=1).ravel()[start % 2 :][:count]
@@ -108,7 +110,8 @@ def _factors(opened: Open, start: int, columns: int, scales: Scales) -> NDArray[
     first, last = column // wide, (column + columns - 1) // wide + 1
     words = np.empty(last - first, casts.WORDS[DTYPES[held.dtype]])
     place = (matrix * -(-scales.rows // high) + inside // high) * each + first
-    read_into(opened(held.path), words.view(np.uint8).data, held.offset + place * words.itemsize, held.path)
+    with opened(held.path) as fd:
+        read_into(fd, words.view(np.uint8).data, held.offset + place * words.itemsize, held.path)
     _require_factors(words, place, scales)
     return np.repeat(words, wide)[column - first * wide :][:columns]
 

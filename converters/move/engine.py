@@ -34,7 +34,7 @@ from formats.errors import Interrupted, VerificationError
 
 def buffers_of(limits: Limits) -> Buffers:
     """The memory of each of some threads."""
-    return Buffers(max(64 << 10, limits.memory // (3 * limits.threads)) // 64 * 64)
+    return Buffers(max(192 << 10, limits.room // limits.threads))
 
 
 class Outcome(NamedTuple):

@@ -18,17 +18,21 @@ from formats.errors import RefusedError, UsageError
 
 Box = tuple[tuple[int, int], ...]
 """A start and a stop along each axis of a logical tensor."""
+SCRATCH = 512 << 10
+"""Bytes that are read around strided blocks at a time: they are still in the cache when they are copied."""
 
 
 class Buffers(threading.local):
     """One thread's memory: a tile, another one for casts and further copies, and what is read around strided blocks."""
 
     def __init__(self, nbytes: int) -> None:
+        around = min(SCRATCH, nbytes // 3 // 64 * 64)
+        tile = (nbytes - around) // 2 // 64 * 64
         try:
-            self.tile, self.other, self.scratch = (np.empty(nbytes, np.uint8) for _ in range(3))
+            self.tile, self.other, self.scratch = (np.empty(size, np.uint8) for size in (tile, tile, around))
         except MemoryError:
             raise UsageError(
-                f"this machine has no {nbytes * 3} bytes for the buffers of a thread", "lower --memory, or raise -j"
+                f"this machine has no {nbytes} bytes for the buffers of a thread", "lower --memory, or raise -j"
             ) from None
 
 

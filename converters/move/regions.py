@@ -11,6 +11,9 @@ import numpy as np
 from converters.plan.parts import Part
 from formats.layout.leaves import Leaf
 
+ALONE = 4
+"""A contiguous block of more than the limit's quarter stands alone: a call for it is cheaper than one more copy."""
+
 
 class Region(NamedTuple):
     """A strided block: `dims` are (count, stride in the file, stride in the tile), in elements, widest stride first."""
@@ -44,8 +47,10 @@ class Nearby:
         spans = [[(0, 1) if span.axis == "layer" else span[1:3] for span in part.leaf.spans] for part in self.parts]
         self.bounds = np.array(spans, np.int64).reshape(len(self.parts), axes, 2)
 
-    def __call__(self, start: tuple[int, ...], shape: tuple[int, ...]) -> list[Part]:
+    def __call__(self, start: tuple[int, ...], shape: tuple[int, ...]) -> Sequence[Part]:
         """The parts that meet a tile."""
+        if len(self.parts) == 1:
+            return self.parts
         low = np.array(start, np.int64)
         meets = (self.bounds[:, :, 0] < low + np.array(shape, np.int64)) & (self.bounds[:, :, 1] > low)
         return [self.parts[i] for i in np.flatnonzero(meets.all(axis=1)).tolist()]
@@ -81,22 +86,29 @@ def runs(where: Region, limit: int, sparsest: int) -> Iterator[tuple[int, int, i
 
     Args:
         where: the region.
-        limit: most elements from the first to the last of a piece.
+        limit: most elements from the first to the last of a piece, unless it is contiguous on both sides.
         sparsest: most elements of the file for each element that is wanted; 1 for exact runs.
 
     Yields:
         (address in the file, position in the tile, elements from first to last, dims of the piece).
     """
-    inner = len(where.dims)
-    span = useful = 1
-    while inner > 0:
-        count, in_file, _ = where.dims[inner - 1]
-        wider = span + (count - 1) * in_file
-        if wider > limit or wider > useful * count * sparsest:
+    dims, inner, fit = where.dims, len(where.dims), 1
+    span = useful = within = 1
+    while inner and span * ALONE <= limit:
+        count, in_file, in_tile = dims[inner - 1]
+        most = count if (in_file, in_tile) == (1, 1) else min(count, (limit - span) // in_file + 1)
+        wider = span + (most - 1) * in_file
+        if most < 2 or wider > useful * most * sparsest:
             break
-        span, useful, inner = wider, useful * count, inner - 1
-    outer = where.dims[:inner]
-    for index in product(*(range(count) for count, _, _ in outer)):
-        in_file = sum(i * stride for i, (_, stride, _) in zip(index, outer, strict=True))
-        in_tile = sum(i * stride for i, (_, _, stride) in zip(index, outer, strict=True))
-        yield where.file + in_file, where.tile + in_tile, span, where.dims[inner:]
+        within, span, useful, fit, inner = span, wider, useful * most, most, inner - 1
+        if most < count:
+            break
+    count, far, wide = dims[inner] if inner < len(dims) else (1, 0, 0)
+    cuts = [(begin, min(fit, count - begin)) for begin in range(0, count, fit)]
+    for index in product(*(range(number) for number, _, _ in dims[:inner])):
+        in_file = sum(i * stride for i, (_, stride, _) in zip(index, dims[:inner], strict=True))
+        in_tile = sum(i * stride for i, (_, _, stride) in zip(index, dims[:inner], strict=True))
+        for begin, some in cuts:
+            rest = dims[inner + 1 :] if some == 1 else ((some, far, wide), *dims[inner + 1 :])
+            first, position = where.file + in_file + begin * far, where.tile + in_tile + begin * wide
+            yield first, position, within + (some - 1) * far, rest

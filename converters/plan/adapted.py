@@ -51,7 +51,7 @@ def _config(source: Checkpoint) -> dict[str, object]:
 def _saved(alone: Checkpoint) -> peft.Saved:
     """An adapter in a checkpoint as one on disk: each tensor in one piece."""
     tensors = {}
-    counted = (one for whole in alone.tensors for one in whole.each() if not one.slot.replica)
+    counted = (one for one in alone.fragments() if not one.slot.replica)
     for key, pieces in groupby(counted, key=lambda one: one.key):
         tensors[key] = _joined([*pieces])
     return peft.Saved(alone.root, _config(alone), tensors, alone.files)

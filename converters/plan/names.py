@@ -171,9 +171,7 @@ def _renamed(source: Checkpoint, spec: Verbatim, config: Mapping[str, Any], name
     said = {"tied": spec.tied} | ({} if spec.vocab is None else {"vocab": spec.vocab})
     new = untabled.describe(dict(config), names.shapes, said, spec.why)
     new = replace(new, copies={copy: one for copy, one in new.copies.items() if copy in names.shapes})
-    tensors = tuple(
-        part for whole in source.tensors for placed in whole.each() for part in _parts(placed, spec, new, names)
-    )
+    tensors = tuple(part for placed in source.fragments() for part in _parts(placed, spec, new, names))
     remarks = tuple(one for one in spec.remarks if one != untabled.FUSED_NOTE or one in new.remarks)
     return replace(source, tensors=tensors, spec=replace(new, remarks=remarks, under=under), original=source)
 

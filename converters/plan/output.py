@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from converters.plan.request import Request
-from formats.checkpoint import Checkpoint
 from formats.deepspeed import NEOX
 from formats.errors import UsageError, some
 from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
@@ -18,10 +17,12 @@ from formats.registry import format_of
 
 if TYPE_CHECKING:
     from converters.plan.plan import Plan
+    from formats.checkpoint import Checkpoint
     from formats.deepspeed.universal import States
     from formats.megatron.args.options import Options
 
 HUGGINGFACE, MEGATRON_RUN, FSDP, GPT_NEOX, UNIVERSAL = "huggingface", "megatron", "fsdp", "neox", "deepspeed"
+MISTRAL = "mistral"
 """What can be written."""
 OF_MEGATRON = (MEGATRON.name, DIST.name, MEGATRON_FSDP.name)
 """The formats of Megatron as a source."""
@@ -30,7 +31,7 @@ DIALECTS = {"torch": "megatron-core", "torch_dist": "torch_dist", "fsdp_dtensor"
 """`format` of a Megatron folder: the dialect that its files are written in."""
 OF_CORE, OF_LLM = ("torch", "torch_dist", "fsdp_dtensor"), ("megatron-llm",)
 OF_DIALECTS = {"norm": OF_CORE, "experts": OF_CORE, "glu_interleave": OF_CORE, "megatron_version": OF_CORE,
-               "with_optimizer": OF_CORE, "true_vocab_size": OF_LLM}  # fmt: skip
+               "with_optimizer": OF_CORE, "true_vocab_size": OF_LLM, "for_trainer": ("torch_dist",)}  # fmt: skip
 """Option: each `format` of Megatron that it is for, of those that are not for all."""
 
 
@@ -53,6 +54,7 @@ class Output:
         megatron_version: the Megatron-LM that its flags are for; None for the newest that computes the model.
         make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times `tp`.
         format: Megatron: `torch`, `torch_dist`, `fsdp_dtensor` or `megatron-llm`.
+        for_trainer: Megatron: `bridge` for what Megatron-Bridge expects beside torch_dist.
         true_vocab_size: Megatron-LLM: tokens that its training will have.
         iteration: the iteration that is written; None for a release of Megatron, and 0 of GPT-NeoX.
         layout: GPT-NeoX: `sequential` or `pipeline`.
@@ -79,6 +81,7 @@ class Output:
     megatron_version: str | None = None
     make_vocab_size_divisible_by: int | None = None
     format: str | None = None
+    for_trainer: str | None = None
     true_vocab_size: int | None = None
     iteration: int | None = None
     layout: str | None = None
@@ -99,7 +102,7 @@ DEFAULTS = {field.name: field.default for field in fields(Output)}
 
 def flag_of(name: str) -> str:
     """What an option is called on the command line."""
-    return name.replace("_", "-")
+    return name.removesuffix("_trainer").replace("_", "-")
 
 
 def plan_output(source: Checkpoint | States, request: Request, to: str, output: Output) -> Plan:
@@ -108,7 +111,7 @@ def plan_output(source: Checkpoint | States, request: Request, to: str, output: 
     Args:
         source: the opened checkpoint; the states of a training of DeepSpeed, for the target `deepspeed`.
         request: where to, and the cast.
-        to: the target: `huggingface`, `megatron`, `fsdp`, `neox` or `deepspeed`.
+        to: the target: `huggingface`, `megatron`, `fsdp`, `neox`, `deepspeed` or `mistral`.
         output: how it is laid out.
 
     Raises:
@@ -116,6 +119,8 @@ def plan_output(source: Checkpoint | States, request: Request, to: str, output: 
         RefusedError: something would be lost, guessed or duplicated.
         UnsupportedError: the source holds something that has no layout in the target.
     """
+    from formats.checkpoint import Checkpoint
+
     if to not in TARGETS:
         raise UsageError(f"there is no target {to}", f"one of {', '.join(TARGETS)}")
     known, planned = TARGETS[to]
@@ -186,12 +191,22 @@ def _deepspeed(source: Checkpoint | States, request: Request, _: Output) -> Plan
     return plan_of_optimizer(source, optimizer_of(source), request)
 
 
+def _mistral(source: Checkpoint, request: Request, _: Output) -> Plan:
+    from converters.plan.targets import plan_mistral
+
+    return plan_mistral(source, request)
+
+
 def _megatron(source: Checkpoint, request: Request, output: Output) -> Plan:
     from converters.plan.targets import plan_megatron
 
     again = source.format in OF_MEGATRON
     options = _megatron_options(source, output)
     iteration = _iteration(source) if again and output.iteration is None else output.iteration
+    if output.for_trainer:
+        if output.with_optimizer:
+            raise UsageError(f"--for {output.for_trainer} is for weights alone", "leave --with-optimizer out")
+        iteration = iteration or 0  # of which each folder there has one
     if not output.with_optimizer:
         for name in ("optimizer", "consumed_samples"):
             if getattr(output, name) is not None:
@@ -257,6 +272,7 @@ def _megatron_options(source: Checkpoint, output: Output) -> Options:
         interleaves.get("shared_interleave", 0),
         version=output.megatron_version,
         accepted=source.settings.accept,
+        trainer=output.for_trainer,
     )
 
 
@@ -266,5 +282,6 @@ TARGETS: Mapping[str, tuple[set[str], Callable[..., Plan]]] = {
     FSDP: (FSDP_OPTIONS, _fsdp),
     GPT_NEOX: (NEOX_OPTIONS, _neox),
     UNIVERSAL: (set(), _deepspeed),
+    MISTRAL: (set(), _mistral),
 }
 """Target: the options that mean something to it, and what plans it."""

@@ -77,7 +77,7 @@ def parts_of(tensors: Iterable[Placed]) -> dict[tuple[str, int | None], Copies]:
     found: dict[tuple[str, int | None], Copies] = {}
     for placed in tensors:
         slot = placed.slot
-        for tensor, count in _counts(placed.layout):
+        for tensor, count, _ in _counts(placed.layout):
             copies = found.setdefault((tensor, slot.layer), {})
             if slot.replica not in copies:
                 copies[slot.replica] = Parts(tensor)
@@ -87,12 +87,18 @@ def parts_of(tensors: Iterable[Placed]) -> dict[tuple[str, int | None], Copies]:
 
 
 @lru_cache(maxsize=1024)
-def _counts(layout: Layout) -> tuple[tuple[str, int], ...]:
-    """How many leaves of each tensor there are."""
-    found: dict[str, int] = {}
+def _counts(layout: Layout) -> tuple[tuple[str, int, int], ...]:
+    """How many leaves of each tensor there are, and how many elements they have."""
+    found: dict[str, tuple[int, int]] = {}
     for leaf in chain.from_iterable(layout.lowered()):
-        found[leaf.tensor] = found.get(leaf.tensor, 0) + 1
-    return tuple(found.items())
+        count, numel = found.get(leaf.tensor, (0, 0))
+        found[leaf.tensor] = count + 1, numel + leaf.numel
+    return tuple((tensor, *held) for tensor, held in found.items())
+
+
+def empty(placed: Placed) -> int:
+    """How many elements of a fragment belong to no tensor."""
+    return prod(placed.fragment.shape) - sum(numel for _, _, numel in _counts(placed.layout))
 
 
 def _parts(placed: Placed, tensor: str) -> Iterator[Part]:

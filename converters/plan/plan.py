@@ -14,7 +14,7 @@ from math import prod
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from converters.plan.parts import Copies, Part, Parts, parts_of
+from converters.plan.parts import Copies, Part, Parts, empty, parts_of
 from formats.checkpoint import Checkpoint, OutputFile, Target
 from formats.disk.safetensors import DTYPES, FLOATS, Fragment
 from formats.errors import RefusedError, UnsupportedError
@@ -354,18 +354,13 @@ def repeated_leaves(placed: Placed) -> Iterator[Leaf]:
             yield Leaf(leaf.tensor, spans, leaf.base + row * rows.stride)
 
 
-def _empty(placed: Placed) -> int:
-    """How many elements of a fragment belong to no tensor."""
-    return prod(placed.fragment.shape) - sum(leaf.numel for leaf in placed.leaves())
-
-
 def _prove_filled(target: Target) -> None:
     """Each element of a written tensor belongs to a leaf or to a named fill: nothing is left to chance."""
     for file in target.files:
         for placed in file.tensors:
-            empty = _empty(placed)
-            if empty and not placed.slot.rule.pattern.filled:
-                raise RefusedError(f"{empty} elements of {placed.key} have no source")
+            left = empty(placed)
+            if left and not placed.slot.rule.pattern.filled:
+                raise RefusedError(f"{left} elements of {placed.key} have no source")
 
 
 def name_in(file: OutputFile) -> str:
@@ -383,4 +378,4 @@ def needs(target: Target) -> tuple[int, int]:
 
 def filled(target: Target) -> int:
     """How many elements of the target are fill (vocabulary padding)."""
-    return sum(_empty(placed) for file in target.files for placed in file.tensors)
+    return sum(empty(placed) for file in target.files for placed in file.tensors)

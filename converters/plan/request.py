@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from converters.common.cores import cores
 from converters.common.progress import Tell
 from formats.disk.handle import is_elsewhere
 from formats.errors import OutputError
@@ -14,7 +15,8 @@ COMMIT_SECONDS = 0.25
 """How much work a killed run may lose, and how soon the disk begins to write."""
 
 
-DEFAULT_MEMORY = 16 << 20
+LEAST_MEMORY, EACH_MEMORY = 16 << 20, 4 << 20
+"""Bytes of all buffers, and of those of each of many threads, unless the user says."""
 LONG = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """Torch's names of the element types of a cast: ours."""
 
@@ -25,7 +27,7 @@ class Limits:
 
     Attributes:
         threads: jobs at a time.
-        memory: bytes of all buffers together.
+        memory: bytes of all buffers together; None for the default.
         replicas: what to do with further copies of a tensor: `verify`, `first`, `mean`, or `drift`, the mean of copies
             that are near each other.
         finite: refuse NaN and infinity.
@@ -33,12 +35,17 @@ class Limits:
         fresh: what is written to reads as zeros, so that zeros need not be written.
     """
 
-    threads: int = 2
-    memory: int = DEFAULT_MEMORY
+    threads: int = field(default_factory=cores)
+    memory: int | None = None
     replicas: str = "verify"
     finite: bool = False
     accepted: tuple[str, ...] = ()
     fresh: bool = True
+
+    @property
+    def room(self) -> int:
+        """Bytes of all buffers together."""
+        return self.memory or max(LEAST_MEMORY, EACH_MEMORY * self.threads)
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,20 @@ def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options
     return replace(plan, notes=notes)
 
 
+def plan_mistral(source: Checkpoint, request: Request) -> Plan:
+    """A plan that writes Mistral's own files, with config and tokenizer beside them."""
+    from formats.mistral import folder as mistral
+
+    if isinstance(source.spec, Verbatim):
+        raise UnsupportedError(f"{source.root} has no layout of Mistral's: {source.spec.why}", "see `convert formats`")
+    require_vocab(source)
+    target = mistral.write(request.root, source.spec, cast_dtypes(source, request.cast))
+    held = dict(assets.files(source.assets)) if source.assets else {}
+    texts = {**target.texts, "config.json": assets.config_text(source, _cast_to(request))}
+    copies = {name: path for name, path in held.items() if name not in texts}
+    return make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
+
+
 def _inside(
     source: Checkpoint, request: Request, folder: str, spec: Spec | None = None
 ) -> tuple[dict[str, bytes], dict[str, Path]]:

@@ -46,7 +46,7 @@ def compare(
     left, right = {job.name: job for job in one.jobs}, {job.name: job for job in two.jobs}
     found = [Difference(name, "only in the first") for name in left if name not in right]
     found += [Difference(name, "only in the second") for name in right if name not in left]
-    limit = max(64 << 10, limits.memory // 4) // 64 * 64
+    limit = max(64 << 10, limits.room // 4) // 64 * 64
     buffers = [np.empty(limit, np.uint8) for _ in range(4)]
     checks = SourceChecks([*one.jobs, *two.jobs], limits.replicas)
     with Files(checks=checks) as files:

@@ -147,7 +147,7 @@ def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable
 def _groups(moments: Checkpoint, owners: Owners) -> dict[tuple[str, int | None], Group]:
     """How each logical tensor is treated, group after group as the training has them."""
     found: dict[tuple[str, int | None], Group] = {}
-    for placed in (one for whole in moments.tensors for one in whole.each()):
+    for placed in moments.fragments():
         starts = owners[placed.fragment.path]
         group = starts[bisect(starts, placed.fragment.offset, key=lambda one: one[0]) - 1][1]
         for name in placed.slot.rule.pattern.tensors:

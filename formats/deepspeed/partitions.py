@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from formats.deepspeed import folders as deepspeed
 from formats.disk.safetensors import DTYPES, Fragment
 from formats.errors import SourceError, UnsupportedError, short, some
-from formats.layout.columns import Cut, Piece
+from formats.layout.columns import Columns, Cut, Ints, Piece, boxes
 from formats.layout.pieces import Scattered, scattered, whole_part
-from formats.optimizer import STATES, require_states
+from formats.optimizer import STATES, require_states, whose
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.archive_writer import plain
@@ -206,7 +206,8 @@ def require_known(path: Path, kept: Iterable[str]) -> None:
     """
     if others := sorted(set(kept) - KEPT):
         raise UnsupportedError(
-            f"{path}: its optimizer keeps {some(others, 4)} of each parameter, and only Adam's states are carried"
+            f"{path}: its optimizer{whose(others)} keeps {some(others, 4)} of each parameter, and only Adam's "
+            "states are carried"
         )
 
 
@@ -361,18 +362,54 @@ def _by_parameter(flats: Sequence[Flat], group: Mapping[str, tuple[int, ...]]) -
                 f"have {total} on each of {len(flats)} ranks",
                 "files of different runs may be mixed up",
             )
+    every = _Flats.of([flat.fragment for flat in flats])
     at = 0
     for name, shape in group.items():
-        numel = prod(shape)
-        part = -(-numel // len(flats))
-        cuts = [(rank * part, min(numel, (rank + 1) * part)) for rank in range(len(flats))]
-        pieces = [
-            flat_piece(flat.fragment, at, low, high)
-            for flat, (low, high) in zip(flats, cuts, strict=True)
-            if low < high
-        ]
-        yield name, whole_of(name, shape, pieces, flats[0].fragment)
+        part = -(-prod(shape) // len(flats))
+        if part:
+            yield name, scattered(name, shape, every.dtype, every.pieces(at, part, prod(shape)))
+        else:
+            yield name, whole_of(name, shape, [], flats[0].fragment)
         at += part
+
+
+class _Flats(NamedTuple):
+    """A flat group of stage 3 as columns, a row for each rank."""
+
+    dtype: str
+    paths: Sequence[Path]
+    file: Ints
+    offset: Ints
+    member: Ints | None
+
+    @classmethod
+    def of(cls, flats: Sequence[Fragment]) -> _Flats:
+        """The parts that all ranks have of a group.
+
+        Raises:
+            SourceError: they differ in element type.
+        """
+        import numpy as np
+
+        for flat in flats:
+            if flat.dtype != flats[0].dtype:
+                raise SourceError(f"{flat.path} holds {flat.dtype}, {flats[0].path} {flats[0].dtype}")
+        member = np.array([flat.member or (0, 0, 0) for flat in flats], np.int64)
+        held = member if all(flat.member for flat in flats) else None
+        offset = np.array([flat.offset for flat in flats], np.int64)
+        return cls(flats[0].dtype, [flat.path for flat in flats], np.arange(len(flats), dtype=np.int32), offset, held)
+
+    def pieces(self, at: int, part: int, numel: int) -> Columns:
+        """A parameter: `part` elements on each rank, `at` elements into the group, as far as it has so many."""
+        import numpy as np
+
+        low = np.arange(0, numel, part, dtype=np.int64)
+        cuts = boxes(np.stack((low, np.minimum(low + part, numel)), axis=1)[:, None], flat=True)
+        rows = slice(len(low))
+        offset = self.offset[rows] + at * DTYPES[self.dtype]
+        return Columns(
+            self.dtype, cuts, self.paths, self.file[rows], offset, None if self.member is None else self.member[rows]
+        )
 
 
 def flat_piece(flat: Fragment, at: int, low: int, high: int) -> Piece:

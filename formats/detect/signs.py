@@ -161,7 +161,7 @@ OTHERS = (
         _holds("checkpoint_metadata.json", "model"),
     ),
     Sign(
-        "a model in Meta's or Mistral's own files",
+        "a model in Meta's or Mistral's own files of torch",
         "take those of Hugging Face, with a config.json",
         _holds("consolidated.*|consolidated-*"),
     ),

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import stat
 import struct
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,6 +118,7 @@ class Product(NamedTuple):
     matrices: int = 1
 
 
+@lru_cache(maxsize=4096)
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides in elements of a contiguous tensor."""
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
@@ -243,13 +244,6 @@ def safetensors_header(entries: Iterable[Entry], metadata: Mapping[str, str]) ->
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
-def allow_files() -> None:
-    """Let the process open as many files as it may: a thousand ranks have as many, and the usual limit is 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 def read_into(handle: Handle, buffer: memoryview, offset: int, path: Path) -> None:
     """Fill a buffer from a file.
 
@@ -275,12 +269,13 @@ def read_bytes(path: Path, offset: int, count: int) -> bytes:
     return bytes(raw)
 
 
-WRITE = 1 << 16
+WRITE = 1 << 17
 """Bytes of one write. Larger ones make ext4 take fresh pages for large folios: twice the time on a virtual machine."""
 
 
-def write_from(fd: int, buffer: memoryview, offset: int) -> None:
-    """Write a whole buffer to a file."""
+def write_from(fd: Handle, buffer: memoryview, offset: int) -> None:
+    """Write a whole buffer to a file of the disk."""
+    assert isinstance(fd, int)
     done = 0
     while done < len(buffer):
         done += os.pwrite(fd, buffer[done : done + WRITE], offset + done)

@@ -46,7 +46,7 @@ class Stream(NamedTuple):
 
 
 class Reader:
-    """Reads a stream forwards; a step backwards begins anew."""
+    """Reads a stream forwards; a step backwards begins anew. `fd` may be opened anew between two reads."""
 
     def __init__(self, fd: Handle, path: Path, stream: Stream) -> None:
         self.fd, self.path, self.stream = fd, path, stream
@@ -61,7 +61,7 @@ class Reader:
                 f"{self.path} is compressed with zstd, which needs the package zstandard", "pip install zstandard"
             ) from None
         self.position, self.damage = 0, zstandard.ZstdError
-        window = io.BufferedReader(_Extent(self.fd, self.stream), STEP)
+        window = io.BufferedReader(_Extent(self), STEP)
         return zstandard.ZstdDecompressor().stream_reader(window, read_across_frames=True)
 
     def take(self, count: int) -> bytes:
@@ -98,13 +98,14 @@ class Reader:
 class _Extent(io.RawIOBase):
     """An extent of an open file, read without moving its position: threads share the file."""
 
-    def __init__(self, fd: Handle, stream: Stream) -> None:
-        self.fd, self.at, self.stop = fd, stream.start, stream.start + stream.length
+    def __init__(self, reader: Reader) -> None:
+        stream = reader.stream
+        self.reader, self.at, self.stop = reader, stream.start, stream.start + stream.length
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        count = read_at(self.fd, memoryview(buffer)[: self.stop - self.at], self.at)
+        count = read_at(self.reader.fd, memoryview(buffer)[: self.stop - self.at], self.at)
         self.at += count
         return count

@@ -32,10 +32,19 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
         for family in FAMILIES.values()
         if config.get("model_type") == (family.model_type or family.name)
         and all(config.get(key) == value for key, value in family.marks.items())
+        and (not family.blocks or any(block in family.blocks for block in _blocks(family, config)))
     ]
-    return max(
-        fitting, key=lambda one: (config.get("architectures") == [one.architecture], len(one.marks)), default=None
-    )
+
+    def likeness(one: Family) -> tuple[bool, int]:
+        return config.get("architectures") == [one.architecture], len((*one.marks, *one.blocks))
+
+    return max(fitting, key=likeness, default=None)
+
+
+def _blocks(family: Family, config: Mapping[str, Any]) -> Iterator[Any]:
+    """The kinds of its layers, by the letters of a pattern or the words of a list."""
+    for key in family.keys["mlp_layers"].split():
+        yield from config[key] if isinstance(config.get(key), str | list) else ()
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:

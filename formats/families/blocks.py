@@ -169,6 +169,19 @@ model.layers.{layer}.post_feedforward_layernorm.weight    down_norm: hidden
 """Norms before and after each, as in Gemma."""
 
 
+STATE_SPACE = """
+model.layers.{layer}.mamba.dt_bias            state_step_bias: (state_group share)    state
+model.layers.{layer}.mamba.A_log              state_decay: (state_group share)    state
+model.layers.{layer}.mamba.D                  state_skip: (state_group share)    state
+model.layers.{layer}.mamba.conv1d.weight      (state_x_taps: state_group share state_dim | state_b_taps: state_group state | state_c_taps: state_group state) () tap    state
+model.layers.{layer}.mamba.conv1d.bias        (state_x_taps_bias: state_group share state_dim | state_b_taps_bias: state_group state | state_c_taps_bias: state_group state)    state
+model.layers.{layer}.mamba.in_proj.weight     (state_gate: state_group share state_dim | state_x: state_group share state_dim | state_b: state_group state | state_c: state_group state | state_step: state_group share) hidden    state
+model.layers.{layer}.mamba.norm.weight        state_norm: (state_group share state_dim)    state
+model.layers.{layer}.mamba.out_proj.weight    state_output: hidden (state_group share state_dim)    state
+"""
+"""A state space (Mamba2), in the order of its inputs that all its classes have."""
+
+
 def second(block: str, prefix: str = "model.layers.{layer}.") -> str:
     """The lines of a layer as those of one that predicts a token after the next, under another prefix."""
     lines = [line for line in block.splitlines() if line.startswith("model.layers.{layer}.")]

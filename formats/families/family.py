@@ -26,6 +26,7 @@ SIGNS = {
     "latent": {"latent_down"},
     "recurrent": {"linear_decay"},
     "query_gate": {"query_gate"},
+    "state": {"state_decay"},
     "moe": {"router"},
     "router_bias": {"router_bias"},
     "shared_experts": {"shared_up"},
@@ -49,6 +50,7 @@ class Family:
         requires: config keys that must have one value, or be absent.
         model_type: that of the config, where several families have it.
         marks: the config keys and values that tell it from the others of them.
+        blocks: kinds of layers, in a pattern or in a list, of which its config has one, and those of the others none.
         rope_theta: what transformers assumes when the config names none; None where nothing rotates.
         head_dim: the same for the head dimension; None for hidden size / heads.
         ffn_ratio: the same for the size of the MLP, in hidden sizes; 0 where the config has to name it.
@@ -81,6 +83,7 @@ class Family:
     requires: Mapping[str, Any] = field(default_factory=dict)
     model_type: str = ""
     marks: Mapping[str, Any] = field(default_factory=dict)
+    blocks: tuple[str, ...] = ()
     rope_theta: float | None = 10000.0
     head_dim: int | None = None
     ffn_ratio: int = 0

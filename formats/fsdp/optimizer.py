@@ -27,7 +27,7 @@ from formats.fsdp import checkpoint as fsdp
 from formats.layout.pieces import Scattered, spread
 from formats.layout.table import ALONE, Placed, match
 from formats.layout.tensors import UNTRAINED
-from formats.optimizer import Group, Optimizer, group_of, number_of
+from formats.optimizer import Group, Optimizer, group_of, number_of, whose
 from formats.torch_files import dcp, rank_dumps
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.archive_writer import plain, small_of
@@ -197,9 +197,10 @@ def _require_adam(held: Held) -> None:
     where = held.listing.where
     if all(key.isdecimal() for keys in held.states.values() for key in keys):
         raise UnsupportedError(f"{where}: its optimizer numbers its parameters, and does not say which is which")
-    others = sorted(set(held.states) - {*MOMENTS, "step"})
-    if others:
-        raise UnsupportedError(f"{where}: its optimizer is not Adam's or AdamW's, it keeps {', '.join(others)}")
+    others, name = sorted(set(held.states) - {*MOMENTS, "step"}), whose(held.states)
+    if others or name:
+        keeps = ", ".join(others) or "exp_avg alone"
+        raise UnsupportedError(f"{where}: its optimizer{name} is not Adam's or AdamW's, it keeps {keeps}")
     if missing := [state for state in MOMENTS if state not in held.states]:
         raise SourceError(f"{where}: its optimizer holds no {' and no '.join(missing)}")
 
@@ -218,7 +219,8 @@ def _step(held: Held, keys: Iterable[str]) -> int:
         if parts and parts["state"] == "step":
             found[unwrapped(parts["key"])] = value
         elif parts and parts["state"] not in MOMENTS:
-            raise UnsupportedError(f"{where}: its optimizer is not Adam's or AdamW's, it keeps {parts['state']}")
+            kind = whose([parts["state"]])
+            raise UnsupportedError(f"{where}: its optimizer{kind} is not Adam's or AdamW's, it keeps {parts['state']}")
     steps: dict[int, str] = {}
     for key in keys:
         if key not in found:

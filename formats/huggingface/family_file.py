@@ -33,6 +33,7 @@ from formats.layout.pattern import PatternError
 from formats.layout.table import BIASES, CONDITIONS, MTP, Rule, model_tensors, rules
 from formats.layout.tensors import TENSORS
 from formats.model.settings import CHOICES, LISTS
+from formats.model.spec import MIXERS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -46,6 +47,7 @@ FIELDS: Mapping[str, tuple[type, ...]] = {
     "rope_theta": (float, int, str),
     "model_type": (str,),
     "marks": (dict,),
+    "blocks": (list,),
     "drops": (list,),
     "requires": (dict,),
     "head_dim": (int,),
@@ -67,16 +69,18 @@ FIELDS: Mapping[str, tuple[type, ...]] = {
     "tokens": (dict,),
 }
 """Field of a `Family`, and its type. The first four have to be there."""
-APART = ("rope_theta", "drops", "nulls", "full_until", "biases")
+APART = ("rope_theta", "drops", "nulls", "blocks", "full_until", "biases")
 REQUIRED = ("name", "architecture", "table", "rope_theta")
 SETTINGS = (*USUAL, *CHOICES, "rope_theta")
 """What `keys` and `defaults` may name."""
 OF_LAYERS = {"dense", "sparse"}
-OF_MIXERS = {"attention", "recurrent"}
+OF_MIXERS = {"attention", *MIXERS.values()}
 OF_QUERIES = {"compressed", "uncompressed"}
+OF_EXPERTS = {"wide", "narrow"}
 OF_KEYS = {"fused", "separate"}
 ALLOWED = {
-    "tied", "untied", "parallel", "serial", "optional", *OF_KEYS, *OF_LAYERS, *OF_QUERIES, *OF_MIXERS, MTP, *BIASES,
+    "tied", "untied", "parallel", "serial", "optional", MTP,
+    *OF_KEYS, *OF_LAYERS, *OF_QUERIES, *OF_MIXERS, *OF_EXPERTS, *BIASES,
 }  # fmt: skip
 """The conditions that mean something in a Hugging Face folder."""
 ROUTERS = ("softmax", "sigmoid")
@@ -126,6 +130,7 @@ def load(path: Path) -> Family:
         **{name: value for name, value in values.items() if name not in APART},
         drops=tuple(_drops(values.get("drops", []), path)),
         nulls=tuple(_keys(values.get("nulls", []), path)),
+        blocks=tuple(_keys(values.get("blocks", []), path)),
         rope_theta=_theta(values["rope_theta"], path),
         full_until=_full_until(values.get("full_until"), path),
         biases={key: _bias(value, f"{path}: biases.{key}") for key, value in values.get("biases", {}).items()},
@@ -291,23 +296,29 @@ def _check_table(family: Family, path: Path) -> None:
     used = {name for rule in family.tensors for name in rule.conditions}
     if used & {"parallel", "serial"} and residuals == [set()]:
         raise UsageError(f"{path}: lines that are {used & {'parallel', 'serial'}} need the key parallel_residual")
-    if "moe" not in family.traits and used & OF_LAYERS:
+    alone = "mlp_layers" in family.keys
+    if not ("moe" in family.traits or alone) and used & OF_LAYERS:
         raise UsageError(f"{path}: without a router no line can be {min(used & OF_LAYERS)}")
-    named = [{"fused"}, {"separate"}]
-    kinds = [{"dense"}, {"sparse", "fused"}, {"sparse", "separate"}] if "moe" in family.traits else named
+    named = [{name} for name in ("fused", "separate")]
+    mlps = [{one} for one in (("dense", "sparse") if "moe" in family.traits else ("dense",))]
     if "query_rank" not in family.keys and used & OF_QUERIES:
         raise UsageError(f"{path}: without the key query_rank no line can be {min(used & OF_QUERIES)}")
     queries = [{one} for one in sorted(OF_QUERIES)] if "query_rank" in family.keys else [set[str]()]
-    if "recurrent_layers" not in family.keys and used & OF_MIXERS:
-        raise UsageError(f"{path}: without the key recurrent_layers no line can be {min(used & OF_MIXERS)}")
-    mixers = [{one} for one in sorted(OF_MIXERS)] if "recurrent_layers" in family.keys else [set[str]()]
+    known = {"attention", *(kind for name, kind in MIXERS.items() if name in family.keys)}
+    mixing = OF_MIXERS & used
+    if mixing - known or (mixing and known == {"attention"}):
+        name = next(name for name, kind in MIXERS.items() if kind in mixing - known or known == {"attention"})
+        raise UsageError(f"{path}: without the key {name} no line can be {min(mixing - known or mixing)}")
+    mixers = [{one} for one in sorted(known)]
+    layers_of = [*mixers, *mlps] if alone else [one | other for one, other in product(mixers, mlps)]
+    experts = [{"wide"}, {"narrow"}] if "expert_latent" in family.keys else [{"wide"}]
     chosen = {name for names, _ in family.biases.values() for name in names.split()}
     if used & BIASES != chosen:
         raise UsageError(f"{path}: biases has {sorted(chosen)}, the lines of its table {sorted(used & BIASES)}")
     biases = [chosen, set[str]()] if chosen else [chosen]
     parts = [set[str](), {MTP}] if MTP in used else [set[str]()]
     heads = ({"tied"}, {"untied"})
-    for residual, head, part, *rest in product(residuals, heads, parts, kinds, queries, mixers, biases):
+    for residual, head, part, *rest in product(residuals, heads, parts, named, layers_of, experts, queries, biases):
         kind = set[str]().union(*rest, part)
         layers = [rule for rule in family.tensors if (MTP in rule.conditions) == bool(part)]
         here = [rule for rule in layers if rule.conditions <= {*residual, *head, *kind, "optional"}]
@@ -363,7 +374,9 @@ def _check_megatron(family: Family, path: Path) -> None:
     own, plain = known.get(family.holds, set()), "ungated" in family.traits
     reasons = {
         "no family that Megatron has is made of these tensors": family.holds not in known,
-        "nothing rotates and no position is learned": family.rope_theta is None and "learned" not in family.traits,
+        "nothing rotates and no position is learned": (
+            family.rope_theta is None and not {"learned", "state"} & family.traits
+        ),
         "no other format has the keys in own": bool(set(family.own) - own),
         f"its own lacks {', '.join(sorted(own))}": bool(own - set(family.own)),
         "its residual may be parallel": "parallel_residual" in family.keys,

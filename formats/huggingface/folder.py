@@ -217,7 +217,7 @@ def model_slots(spec: Spec, keys: Iterable[str] = (), *, memory: bool = False) -
     """
     if isinstance(spec, Verbatim):
         return list(untabled.slots(spec))
-    fused = memory or any(map(untabled.FUSED.search, keys))
+    fused = memory or any(map(_names_in_memory(spec.family).fullmatch, keys))
     return list(
         slots(
             family_named(spec.family).tensors,
@@ -230,6 +230,12 @@ def model_slots(spec: Spec, keys: Iterable[str] = (), *, memory: bool = False) -
             experts=list(enumerate(range(spec.experts or 0))),
         )
     )
+
+
+def _names_in_memory(family: str) -> re.Pattern[str]:
+    """What a key is like that transformers has in memory alone."""
+    names = [rule.spellings for rule in family_named(family).tensors if "fused" in rule.conditions]
+    return re.compile("|".join(re.sub(r"\\\{\w+\\\}", r"\\d+", re.escape(name)) for each in names for name in each))
 
 
 def drops(spec: Spec, keys: Iterable[str] = (), settings: Settings = NOTHING_SAID) -> tuple[str, ...]:
@@ -319,15 +325,19 @@ def _file(path: Path, entries: Sequence[Entry], slots_by_key: Mapping[str, Slot]
 
 
 def _shard(entries: Sequence[Entry], limit: int) -> dict[str, list[Entry]]:
-    shards: list[list[Entry]] = [[]]
-    size = 0
+    """The tensors of each file, as huggingface_hub 2.4.0 cuts (`split_state_dict_into_shards_factory`)."""
+    shards, current, size = list[list[Entry]](), list[Entry](), 0
     for entry in entries:
         nbytes = prod(entry.shape) * DTYPES[entry.dtype]
-        if shards[-1] and size + nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(entry)
+        if nbytes > limit:  # a file of its own, before the one that is being filled
+            shards.append([entry])
+            continue
+        if current and size + nbytes > limit:
+            shards.append(current)
+            current, size = [], 0
+        current.append(entry)
         size += nbytes
+    shards += [current] if current or not shards else []
     if len(shards) == 1:
         return {SINGLE: shards[0]}
     return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}

@@ -4,8 +4,11 @@ Facts: transformers 5.23.0, models/qwen2_moe/modeling_qwen2_moe.py (which layers
 models/dots1/modeling_dots1.py (the first ones are dense; the shared experts are one MLP, as wide as all of them),
 models/llama4/configuration_llama4.py (the list is of those with experts, and goes before the step),
 models/hy_v3/configuration_hy_v3.py and models/qwen3_next/configuration_qwen3_next.py (a word for each layer),
-models/ernie4_5_moe/modeling_ernie4_5_moe.py (from a layer to a layer, -1 being the last) and
-models/smollm3/configuration_smollm3.py (the step of layers without rotation).
+models/ernie4_5_moe/modeling_ernie4_5_moe.py (from a layer to a layer, -1 being the last),
+models/smollm3/configuration_smollm3.py (the step of layers without rotation),
+models/nemotron_h/configuration_nemotron_h.py (a letter or a word for each layer),
+models/bamba/configuration_bamba.py and models/lfm2/configuration_lfm2.py (a list of those with attention);
+configuration_utils.py `remap_legacy_layer_types`.
 """
 
 from __future__ import annotations
@@ -21,7 +24,13 @@ from formats.model.values import some_layers, whole
 SLIDING, FULL = "sliding_attention", "full_attention"
 """What `layer_types` calls a layer with a sliding window, and one without."""
 LINEAR = "linear_attention"
-"""What it calls one with linear attention."""
+"""What it calls one with linear attention, or with a state space."""
+MLP, MOE, CONV = "mlp", "moe", "conv"
+"""What it calls an MLP that is a layer by itself, without and with experts, and a short convolution."""
+LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
+"""Kinds of layers in a pattern."""
+OLD = {"mamba": LINEAR, "attention": FULL}
+"""What some kinds were called before."""
 STEP_WITHOUT_ROTATION = 4
 """How far the layers are apart that do not rotate, where the config says nothing."""
 STEP_OF_ATTENTION = 4
@@ -60,6 +69,7 @@ def marked(
 
     def read(spelled: Spelled, context: Context) -> Any:
         marks: Any = spelled.get(key)
+        marks = [OLD.get(str(one), one) for one in marks] if isinstance(marks, list) else marks
         if marks is None and (assumed := absent(spelled, context)) is not None:
             return assumed
         count = len(marks) if isinstance(marks, list) and all(one in words for one in marks) else -1
@@ -99,6 +109,64 @@ def alternating(key: str, step: str) -> Codec:
         return tuple(layer for layer in _layers(context) if (layer + 1) % distance)
 
     return marked(key, (LINEAR, FULL), LINEAR, apart)
+
+
+def with_states(key: str) -> Codec:
+    """A word for each layer: whether it has a state space; without any all have."""
+    return marked(key, (LINEAR, FULL), LINEAR, lambda _, context: tuple(_layers(context)))
+
+
+def without(key: str) -> Codec:
+    """The layers that are not listed; without a list all of them."""
+
+    def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
+        others = _list(key, spelled, context) or ()
+        return tuple(layer for layer in _layers(context) if layer not in others)
+
+    return Codec(read, lambda some, context: {key: [layer for layer in _layers(context) if layer not in some]})
+
+
+def convolved(key: str, attention: str) -> Codec:
+    """A word for each layer: whether it has a short convolution; or a list of those that have attention."""
+
+    def unlisted(spelled: Spelled, context: Context) -> tuple[int, ...]:
+        return without(attention).read(spelled, context) if attention in spelled else ()
+
+    return marked(key, (CONV, FULL), CONV, unlisted)
+
+
+def _kinds(key: str, spelled: Spelled, context: Context) -> list[str]:
+    """The kinds of layers that are one block each, from a pattern or from a list."""
+    given = spelled.get(key)
+    kinds = [LETTERS.get(str(one), OLD.get(str(one), one)) for one in given] if isinstance(given, str | list) else []
+    if not kinds or not all(kind in LETTERS.values() for kind in kinds):
+        raise SourceError(f"{context.where} says {key} = {short(given)}, it should be a pattern or a list of layers")
+    return kinds
+
+
+def _kind(layer: int, context: Context) -> str:
+    held = {name: context.values[name] or () for name in ("mlp_layers", "dense_layers", "state_layers")}
+    if layer in held["mlp_layers"]:
+        return MOE if context.values["experts"] and layer not in held["dense_layers"] else MLP
+    return LINEAR if layer in held["state_layers"] else FULL
+
+
+def of_kind(*wanted: str) -> Callable[[str], Codec]:
+    """The layers of such kinds, each of which is one block; how many there are, where none is named."""
+
+    def of(key: str) -> Codec:
+        def read(spelled: Spelled, context: Context) -> Any:
+            kinds = _kinds(key, spelled, context)
+            return tuple(layer for layer, kind in enumerate(kinds) if kind in wanted) if wanted else len(kinds)
+
+        def write(_: Any, context: Context) -> Spelled:
+            kinds = [_kind(layer, context) for layer in _layers(context)]
+            letters = {kind: letter for letter, kind in LETTERS.items()}
+            return {key: "".join(letters[kind] for kind in kinds) if key.endswith("pattern") else kinds}
+
+        return Codec(read, write)
+
+    return of
 
 
 def worded(key: str) -> Codec:

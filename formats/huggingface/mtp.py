@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from formats.checkpoint import Settings
 from formats.errors import UsageError
 from formats.families import family_named
 from formats.layout.table import MTP
-from formats.model.spec import ModelSpec
+from formats.model.coherence import FURTHER
+from formats.model.spec import ModelSpec, Spec
+from formats.model.untabled import language
 
 PREFIX = re.compile(r"((?:.*\.)?layers\.\d+\.)(?:enorm|hnorm|eh_proj)\..*|((?:model\.)?mtp\.).*")
 """What all keys of such a layer begin with: its number, of which its own tensors tell, or a word of its own."""
@@ -48,3 +51,21 @@ def count(spec: ModelSpec, keys: Iterable[str]) -> int:
     joins = [rule.key for rule in family_named(spec.family).tensors if JOIN in rule.pattern.tensors]
     patterns = [re.compile(NUMBER.sub(r"(\\d+)", re.escape(key))) for key in joins]
     return sum(1 for key in keys if any(one.fullmatch(key) for one in patterns))
+
+
+def counted(config: dict[str, Any], spec: Spec, dropped: Iterable[str]) -> dict[str, Any]:
+    """A config that says how many such layers the files have which it will be with.
+
+    Args:
+        config: what is otherwise written; nothing else has it.
+        spec: the model.
+        dropped: keys of the source that are left out.
+    """
+    inner = language(config)
+    if keys_of(dropped):
+        inner |= {key: 0 for key in FURTHER if inner.get(key)}
+    elif isinstance(spec, ModelSpec) and spec.mtp_layers and not inner.get(FURTHER[0]):
+        joins = [rule.key for rule in family_named(spec.family).tensors if JOIN in rule.pattern.tensors]
+        if any("{layer}" in key for key in joins):  # they are numbered after the others
+            inner[FURTHER[0]] = spec.mtp_layers
+    return config

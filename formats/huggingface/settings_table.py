@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from formats.errors import UnsupportedError, short
 from formats.families import family_named
 from formats.families.family import Family
-from formats.huggingface import layers, rope
+from formats.huggingface import layers, rope, sizes
 from formats.model.codec import Codec, Context, Maker, Row, Spelled, rows, write
 
 USUAL = {
@@ -26,7 +27,16 @@ USUAL = {
 """Setting: config key, where a family has none of its own."""
 
 TABLE = """
+layers             hybrid_override_pattern                                         blocks
 biases             *                                                               biases
+mlp_layers         *                                                               MLPs
+dense_layers       hybrid_override_pattern                                         dense MLPs
+state_layers       hybrid_override_pattern                                         state spaces
+state_layers       layer_types                                                     with states
+state_layers       attn_layer_indices                                              without
+short_layers       * full_attn_idxs                                                convolved
+state_dim          mamba_d_head mamba_expand mamba_d_ssm                           expanded
+ffn                block_ff_dim block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of    adjusted
 dense_layers       first_k_dense_replace                                           in_front
 dense_layers       mlp_layer_types                                                 worded
 dense_layers       moe_layers interleave_moe_layer_step                            unlisted
@@ -42,8 +52,8 @@ full_layers        *                                                            
 sliding_window     *
 rope               *                                                               rotary
 """
-"""Setting, its keys, codec. A star is the key of the family, whatever it is; what is not here is a plain value.
-These settings are written after all others, in this order."""
+"""Setting, its keys, codec. A star is the key of the family, whatever it is, and the first of its names stands for each
+of them; what is not here is a plain value. These settings are written after all others, in this order."""
 
 
 def _family(context: Context) -> Family:
@@ -70,6 +80,10 @@ CODECS: Mapping[str, Maker] = {
     "biases": biases, "in_front": layers.in_front, "worded": layers.worded, "unlisted": layers.unlisted,
     "bounded": layers.bounded, "listed": layers.listed, "counted": layers.counted, "rotating": layers.rotating,
     "windowed": layers.windowed, "alternating": layers.alternating, "rotary": rope.rotary,
+    "blocks": layers.of_kind(), "MLPs": layers.of_kind(layers.MLP, layers.MOE),
+    "dense MLPs": layers.of_kind(layers.MLP), "state spaces": layers.of_kind(layers.LINEAR),
+    "with states": layers.with_states, "without": layers.without, "convolved": layers.convolved,
+    "expanded": sizes.expanded, "adjusted": sizes.adjusted,
 }  # fmt: skip
 LINES = {(line.split()[0], line.split()[1]): line for line in TABLE.strip().splitlines()}
 LAST = list(dict.fromkeys(setting for setting, _ in LINES))
@@ -84,12 +98,14 @@ def keys_of(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
 def rows_of(family: Family, config: Mapping[str, Any]) -> tuple[Row, ...]:
     """The rows of a family under the names that a config has, in the order in which they are written."""
     keys = keys_of(family, config)
+    first = {name: key.split()[0] for name, key in {**USUAL, **family.keys}.items() if key}
     rotary = [rope.PARAMETERS, keys.pop("rope_theta", rope.THETA), rope.SCALING, keys.pop("rotary_fraction", "")]
     keys |= {"biases": " ".join(family.biases), "sliding_window": family.window}
     keys |= {"rope": "" if family.rope_theta is None else " ".join(rotary)}
     names = sorted((name for name in keys if keys[name]), key=lambda name: LAST.index(name) if name in LAST else -1)
-    lines = {name: LINES.get((name, keys[name])) or LINES.get((name, "*")) or f"{name}  *" for name in names}
-    return rows("\n".join(line.replace("*", keys[name]).strip() for name, line in lines.items()), CODECS)
+    lines = {name: LINES.get((name, first.get(name, ""))) or LINES.get((name, "*")) or f"{name}  *" for name in names}
+    named = [re.sub(rf"(?<=\s)(?:\*|{first.get(name, '-')})(?=\s|$)", keys[name], line) for name, line in lines.items()]
+    return rows("\n".join(map(str.strip, named)), CODECS)
 
 
 def keys_read(family: Family) -> set[str]:

@@ -53,9 +53,15 @@ CONDITIONS = {
     "uncompressed": "only when they do not",
     "attention": "only in layers with attention",
     "recurrent": "only in layers with linear attention, whose state goes from token to token",
+    "state": "only in layers with a state space (Mamba2)",
+    "short": "only in layers with a short convolution",
     "mtp": "only in layers that predict a token after the next",
+    "whole": "only when a layer has attention, or what is in its place, and an MLP",
+    "single": "only when a layer is the one or the other",
     "dense": "only in layers with one MLP for all tokens",
     "sparse": "only in layers with experts",
+    "wide": "only when experts work on all of a hidden state",
+    "narrow": "only when they work on a latent",
     "predicting": "only when the model has layers that predict tokens after the next",
     "fused": "only when gate and up, or all experts, are one matrix, or a name is that in memory",
     "separate": "only when each is its own, or a name is that of the Hub",
@@ -71,7 +77,7 @@ BIASES = {"qkv_bias", "output_bias", "mlp_bias"}
 MTP = "mtp"
 """The kind of the layers that predict tokens after the next, which are numbered after the others. A line holds in them
 or in the others, never in both."""
-KINDS = {"attention", "recurrent", "dense", "sparse", MTP}
+KINDS = {"attention", "recurrent", "state", "short", "dense", "sparse", MTP}
 """Conditions that hold in some layers of a model, and not in others: what a layer has of each is its kinds."""
 SECOND = re.compile(r"\.layers\.\d+\.(?:enorm|hnorm|eh_proj)\.|^(?:model\.)?mtp\.")
 """Keys that only a layer has which predicts a token after the next, in DeepSeek-V3 and its descendants, and in Qwen."""
@@ -175,12 +181,17 @@ class Slot(NamedTuple):
     def in_order(self, leaf: Leaf) -> Leaf:
         """A leaf with the coordinates that are outside the tensor, its spans in the canonical order of the axes."""
         outside = (("layer", self.layer), ("expert", self.expert))
-        found = (*(Span(axis, index, index + 1, 0) for axis, index in outside if index is not None), *leaf.spans)
-        spans = {span.axis: span for span in found}
-        axes = TENSORS.get(leaf.tensor, tuple(spans))  # a tensor that no table knows has the axes that it is stored in
-        if len(found) != len(axes) or spans.keys() != set(axes):
-            raise ValueError(f"a layout of {leaf.tensor} uses the axes {[s.axis for s in found]}, it has {list(axes)}")
-        return Leaf(leaf.tensor, tuple(spans[axis] for axis in axes), leaf.base)
+        return in_order(leaf, [Span(axis, index, index + 1, 0) for axis, index in outside if index is not None])
+
+
+def in_order(leaf: Leaf, outside: Sequence[Span]) -> Leaf:
+    """A leaf with coordinates that are outside the tensor, its spans in the canonical order of the axes."""
+    found = (*outside, *leaf.spans)
+    spans = {span.axis: span for span in found}
+    axes = TENSORS.get(leaf.tensor, tuple(spans))  # a tensor that no table knows has the axes that it is stored in
+    if len(found) != len(axes) or spans.keys() != set(axes):
+        raise ValueError(f"a layout of {leaf.tensor} uses the axes {[s.axis for s in found]}, it has {list(axes)}")
+    return Leaf(leaf.tensor, tuple(spans[axis] for axis in axes), leaf.base)
 
 
 class Layout(NamedTuple):

@@ -12,6 +12,7 @@ before it, and what makes one of both; then it is a layer as others are, with a 
 
 A router scores experts; `router_bias` is added to the scores when experts are chosen, and to nothing else,
 `router_score_bias` to the scores themselves; `router_choice_bias` is the first as a parameter, which no training moves.
+Experts may work on a latent of their layer, to which one matrix leads, and from which another comes back.
 Shared experts see every token; `shared_router` gates their output where a model has one. An attention sink is one
 learned logit of a head, which attends to no token.
 
@@ -23,6 +24,10 @@ keys; `latent_up` projects from it to each head. Queries may have a latent of th
 A query gate weighs the output of attention, element by element. The value heads of linear attention are in the order of
 the key heads that they belong to, `spread` of each; beta says how much its state learns of a token, alpha, decay and
 the bias of their step how much it forgets. Taps are the weights of a convolution over tokens.
+
+A state space (Mamba2) has heads, `share` of each group: x is what goes into the state of a head, b how, and c how it is
+read, both for a group; step and decay say how much it forgets, skip what goes past it, and a gate weighs what comes
+out. `pre_norm` is the only norm of a layer that is one block. In a short convolution b and c are gates of x.
 
 Where only a part of a head rotates, `half pair` is just its order; no layout may turn it into `pair half`.
 """
@@ -73,6 +78,28 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         linear_decay  layer key_head spread
         linear_norm  layer value_dim
         linear_output  layer hidden key_head spread value_dim
+        pre_norm     layer hidden
+        state_gate   layer state_group share state_dim hidden
+        state_x      layer state_group share state_dim hidden
+        state_b      layer state_group state hidden
+        state_c      layer state_group state hidden
+        state_step   layer state_group share hidden
+        state_x_taps  layer state_group share state_dim tap
+        state_b_taps  layer state_group state tap
+        state_c_taps  layer state_group state tap
+        state_x_taps_bias  layer state_group share state_dim
+        state_b_taps_bias  layer state_group state
+        state_c_taps_bias  layer state_group state
+        state_step_bias  layer state_group share
+        state_decay  layer state_group share
+        state_skip   layer state_group share
+        state_norm   layer state_group share state_dim
+        state_output  layer hidden state_group share state_dim
+        short_b      layer channel hidden
+        short_c      layer channel hidden
+        short_x      layer channel hidden
+        short_taps   layer channel tap
+        short_output  layer hidden channel
         sinks        layer group head
         output       layer hidden group head dim
         output_bias  layer hidden
@@ -100,6 +127,10 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         expert_gate_bias  layer expert expert_ffn
         expert_up_bias  layer expert expert_ffn
         expert_down_bias  layer expert hidden
+        experts_in   layer expert_latent hidden
+        experts_out  layer hidden expert_latent
+        latent_expert_up  layer expert expert_ffn expert_latent
+        latent_expert_down  layer expert expert_latent expert_ffn
         shared_gate  layer shared_ffn hidden
         shared_up    layer shared_ffn hidden
         shared_down  layer hidden shared_ffn

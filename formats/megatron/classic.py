@@ -25,9 +25,9 @@ from formats.families import family_named
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.table import Place, Rule, Slot, match, rules, slots
-from formats.megatron import MEGATRON, megatron_llm, mtp
+from formats.megatron import MEGATRON, megatron_llm, mtp, names
 from formats.megatron import optimizer as megatron_optim
-from formats.megatron.args import flags, linear_attention, mla
+from formats.megatron.args import flags, linear_attention, mla, state_space
 from formats.megatron.args.args import from_megatron
 from formats.megatron.args.options import CORE, DIST, Options, main_dtype, namespace
 from formats.megatron.chained_optimizer import Parameter, spread
@@ -61,6 +61,7 @@ FLAGS = "megatron_flags.txt"
 DECODER = (
     *mla.RULES,
     *linear_attention.RULES,
+    *state_space.RULES,
     *rules("""
 embedding.word_embeddings.weight                                                             (embedding: vocab | ~padding)/tp hidden    first
 embedding.position_embeddings.weight                                                         positions: position hidden    first
@@ -77,7 +78,7 @@ decoder.layers.{layer}.{mlp.linear_fc1.layer_norm_weight|pre_mlp_layernorm.weigh
 decoder.layers.{layer}.{mlp.linear_fc1.layer_norm_bias|pre_mlp_layernorm.bias}               post_norm_bias: hidden
 decoder.layers.{layer}.pre_mlp_layernorm.weight                                              post_norm: hidden    sparse
 decoder.layers.{layer}.mlp.linear_fc1.weight                                                 (gate: ffn/tp | up: ffn/tp) hidden    dense
-decoder.layers.{layer}.mlp.linear_fc1.weight                                                 up: ffn/tp hidden    plain
+decoder.layers.{layer}.mlp.linear_fc1.weight                                                 up: ffn/tp hidden    dense plain
 decoder.layers.{layer}.mlp.linear_fc1.bias                                                   (gate_bias: ffn/tp | up_bias: ffn/tp)
 decoder.layers.{layer}.mlp.linear_fc1.bias                                                   up_bias: ffn/tp    plain
 decoder.layers.{layer}.mlp.linear_fc2.weight                                                 down: hidden ffn/tp    dense
@@ -86,15 +87,21 @@ decoder.layers.{layer}.mlp.router.weight                                        
 decoder.layers.{layer}.mlp.router.expert_bias                                                router_bias: expert    sparse
 decoder.layers.{layer}.mlp.router.bias                                                       router_score_bias: expert    sparse
 decoder.layers.{layer}.mlp.experts.{linear_fc1.weight{expert}|local_experts.{expert}.linear_fc1.weight}  (expert_gate: expert_ffn/etp | expert_up: expert_ffn/etp)%interleave hidden    sparse separate
+decoder.layers.{layer}.mlp.experts.{linear_fc1.weight{expert}|local_experts.{expert}.linear_fc1.weight}  expert_up: expert_ffn/etp hidden    sparse separate plain
+decoder.layers.{layer}.mlp.experts.{linear_fc1.weight{expert}|local_experts.{expert}.linear_fc1.weight}  latent_expert_up: expert_ffn/etp expert_latent    sparse separate
 decoder.layers.{layer}.mlp.experts.{linear_fc1.bias{expert}|local_experts.{expert}.linear_fc1.bias}  (expert_gate_bias: expert_ffn/etp | expert_up_bias: expert_ffn/etp)%interleave    sparse separate
 decoder.layers.{layer}.mlp.experts.{linear_fc2.weight{expert}|local_experts.{expert}.linear_fc2.weight}  expert_down: hidden expert_ffn/etp    sparse separate
+decoder.layers.{layer}.mlp.experts.{linear_fc2.weight{expert}|local_experts.{expert}.linear_fc2.weight}  latent_expert_down: expert_latent expert_ffn/etp    sparse separate
+decoder.layers.{layer}.mlp.fc1_latent_proj.weight                                            experts_in: expert_latent hidden    sparse
+decoder.layers.{layer}.mlp.fc2_latent_proj.weight                                            experts_out: hidden expert_latent    sparse
 decoder.layers.{layer}.mlp.experts.{linear_fc2.bias{expert}|local_experts.{expert}.linear_fc2.bias}  expert_down_bias: hidden    sparse separate
 decoder.layers.{layer}.mlp.experts.weight1                                                   (expert/ep hidden (expert_gate: expert_ffn/etp | expert_up: expert_ffn/etp))    sparse fused
 decoder.layers.{layer}.mlp.experts.weight2                                                   expert_down: (expert/ep expert_ffn/etp hidden)    sparse fused
 decoder.layers.{layer}.mlp.shared_experts.gate_weight                                        shared_router: () hidden    sparse
 decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight                                  (shared_gate: shared_ffn/tp | shared_up: shared_ffn/tp)%shared_interleave hidden    sparse
+decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight                                  shared_up: shared_ffn/tp hidden    sparse plain
 decoder.layers.{layer}.mlp.shared_experts.linear_fc2.weight                                  shared_down: hidden shared_ffn/tp    sparse
-decoder.final_layernorm.weight                                                               final_norm: hidden    last
+decoder.final_layernorm.weight                                                               final_norm: hidden    last whole
 decoder.final_layernorm.bias                                                                 final_norm_bias: hidden    last
 """),
 )
@@ -352,8 +359,8 @@ def write(
     merged |= optimizer.args() if optimizer else {}
     by_file: dict[str, list[Slot]] = {}
     table = TABLES[options.dialect]
-    if not llm and spec.mtp_layers:
-        table = mtp.named(table, flags.chosen(merged, options.version, options.accepted)[0])
+    if not llm:
+        table = names.of_version(table, flags.chosen(merged, options.version, options.accepted)[0])
     wanted = slots_of(spec, table, options.mesh, pipeline, padded)
     for slot in wanted:
         by_file.setdefault(slot.place.file, []).append(slot)
@@ -399,6 +406,7 @@ def topology_of(spec: ModelSpec, options: Options) -> tuple[Pipeline, int]:
     _require_tp(spec, options.tp)
     mla.require_names(spec, options.norm, options.tp if options.dialect == CORE else 1)
     linear_attention.require_topology(spec, options.norm, options.tp)
+    state_space.require_topology(spec, options.norm, options.tp, options.vpp)
     unit = options.vocab_multiple * options.tp
     return options.pipeline, -(-(spec.vocab or 0) // unit) * unit
 

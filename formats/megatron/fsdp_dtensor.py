@@ -100,8 +100,8 @@ def tables() -> dict[str, tuple[Rule, ...]]:
 
 
 def holders(family: Family) -> dict[str, bool]:
-    """It holds the families that are not of Hugging Face alone, and that have no linear attention."""
-    return {NAME: not family.only_here and "recurrent" not in family.traits}
+    """It holds the families that are not of Hugging Face alone, and have neither linear attention nor state spaces."""
+    return {NAME: not family.only_here and not {"recurrent", "state"} & family.traits}
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
@@ -183,9 +183,10 @@ def _require_known(args: Mapping[str, Any], spec: ModelSpec, interleaves: Mappin
             up, and the inputs of linear attention are cut part by part or not, as the version has it
             (`handle_gdn_in_state_dict`, which the saver of 0.19.2 does not call).
     """
-    if spec.recurrent_layers:
+    mixer = "linear attention" if spec.recurrent_layers else "a state space" if spec.state_layers else ""
+    if mixer:
         raise UnsupportedError(
-            f"{where}: linear attention is not supported in fsdp_dtensor: its inputs are cut otherwise in each version",
+            f"{where}: {mixer} is not supported in fsdp_dtensor: its inputs are cut otherwise in each version",
             "--format torch or torch_dist",
         )
     stages, experts = (args.get(f"{axis}_model_parallel_size") for axis in ("pipeline", "expert"))

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from formats.errors import RefusedError
 from formats.layout.table import MTP, Rule, rules
-from formats.megatron.args.versions import since
 from formats.megatron.pipeline import Chunk, Pipeline
 from formats.model.spec import ModelSpec
 
-OLD, NEW, RENAMED = "transformer_layer", "mtp_model_layer", "0.17"
+MIXERS = {"recurrent", "state"}
+"""What no such layer has in the place of attention."""
 LAYER, DEPTH = "decoder.layers.{layer}.", "mtp.layers.{depth}."
 BEFORE = rules("""
 mtp.layers.{depth}.enorm.weight      mtp_embedding_norm: hidden    mtp last
@@ -29,20 +29,14 @@ embedding.word_embeddings.weight             (embedding: vocab | ~padding)/tp hi
 """)
 
 
-def rules_of(table: Iterable[Rule], block: str = f"{{{OLD}|{NEW}}}") -> tuple[Rule, ...]:
+def rules_of(table: Iterable[Rule], block: str = "{transformer_layer|mtp_model_layer}") -> tuple[Rule, ...]:
     """The lines of these layers, made of those of a decoder's; `block` is what a block is called."""
-    layers = [rule for rule in table if rule.key.startswith(LAYER) and "recurrent" not in rule.conditions]
+    layers = [rule for rule in table if rule.key.startswith(LAYER) and not rule.conditions & MIXERS]
     inner = [
         replace(rule, key=rule.key.replace(LAYER, f"{DEPTH}{block}."), conditions=rule.conditions | {MTP, "last"})
         for rule in layers
     ]
     return (*BEFORE, *inner, *BEHIND)
-
-
-def named(table: Iterable[Rule], version: str) -> tuple[Rule, ...]:
-    """A table as a version writes it."""
-    name = NEW if since(version, RENAMED) else OLD
-    return tuple(replace(rule, key=rule.key.replace(f"{{{OLD}|{NEW}}}", name)) for rule in table)
 
 
 def layers_of(spec: ModelSpec, chunk: Chunk) -> list[tuple[int, int]]:

@@ -46,13 +46,15 @@ PREFIX = "optimizer.state."
 SHARDED = "distrib_optim.pt"
 LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?(.*)")
 MODULES = (
-    "enorm", "hnorm", "eh_proj", "input_layernorm", "self_attention.dt_bias", "self_attention.A_log",
+    "enorm", "hnorm", "eh_proj", "mixer.conv1d_", "mixer.dt_bias", "mixer.A_log", "mixer.D", "mixer.in_proj",
+    "mixer.conv1d", "mixer.norm", "mixer.out_proj", "input_layernorm", "self_attention.dt_bias", "self_attention.A_log",
     "self_attention.in_proj", "self_attention.conv1d", "self_attention.out_norm", "self_attention.out_proj",
     "self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv",
     "self_attention.linear_q_proj", "self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj",
     "self_attention.linear_kv_down_proj", "self_attention.linear_kv_up_proj", "self_attention.q_layernorm",
     "self_attention.k_layernorm", "self_attention.kv_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1",
-    "mlp.linear_fc2", "mlp.router", "mlp.experts", "mlp.shared_experts", "final_layernorm",
+    "mlp.linear_fc2", "mlp.router",
+    "mlp.fc1_latent_proj", "mlp.fc2_latent_proj", "mlp.experts", "mlp.shared_experts", "final_layernorm",
 )  # fmt: skip
 """Of a layer, in the order in which the model has them (transformer_layer.py, attention.py,
 gated_delta_net.py, mlp.py, moe_layer.py; multi_token_prediction.py around one)."""

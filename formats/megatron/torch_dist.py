@@ -39,7 +39,7 @@ from formats.layout.table import ALONE, Rule, Slot, match, rules, slots
 from formats.megatron import DIST as FORMAT
 from formats.megatron import common_state
 from formats.megatron import optimizer as megatron_optim
-from formats.megatron.args import flags, linear_attention, mla, run_config
+from formats.megatron.args import flags, linear_attention, mla, run_config, state_space
 from formats.megatron.args.moe import INTERLEAVE, interleaves_of
 from formats.megatron.args.options import DIST, Options, namespace
 from formats.megatron.chained_optimizer import BUFFER, CHAINED, spread
@@ -76,17 +76,22 @@ GATED = ("linear_fc1.weight", "linear_fc1.bias")
 
 STACKED = rules("""
 decoder.layers.{layer}.{pre_mlp_layernorm.weight|mlp.linear_fc1.layer_norm_weight}    post_norm: hidden    sparse
+decoder.layers.{layer}.pre_mlp_layernorm.weight                 pre_norm: hidden    sparse
 decoder.layers.{layer}.mlp.experts.experts.linear_fc1.weight    expert/ep (expert_gate: expert_ffn/etp | expert_up: expert_ffn/etp)%interleave hidden    sparse
+decoder.layers.{layer}.mlp.experts.experts.linear_fc1.weight    expert_up: expert/ep expert_ffn/etp hidden    sparse plain
+decoder.layers.{layer}.mlp.experts.experts.linear_fc1.weight    latent_expert_up: expert/ep expert_ffn/etp expert_latent    sparse
+decoder.layers.{layer}.mlp.experts.experts.linear_fc2.weight    latent_expert_down: expert/ep expert_latent expert_ffn/etp    sparse
 decoder.layers.{layer}.mlp.experts.experts.linear_fc1.bias      expert/ep (expert_gate_bias: expert_ffn/etp | expert_up_bias: expert_ffn/etp)%interleave    sparse
 decoder.layers.{layer}.mlp.experts.experts.linear_fc2.weight    expert_down: expert/ep hidden expert_ffn/etp    sparse
 decoder.layers.{layer}.mlp.experts.experts.linear_fc2.bias      expert_down_bias: expert/ep hidden    sparse
 """)
 """Experts, stacked, and the norm before them as Transformer Engine and as the local layers call it."""
-APART = re.compile(r".*(?:\.mlp\.experts\.|\{layer\}\.pre_mlp_layernorm\.|\.in_proj\.weight|\.conv1d\.weight).*")
+APART = re.compile(r".*(?:\.mlp\.experts\.|\{layer\}\.pre_mlp_layernorm\.|\.in_proj\.weight|\.conv1d\.|\.\{conv1d\.).*")
 MODEL = [rule for rule in MCORE if not {"mtp", "predicting"} & rule.conditions]
-TABLE = (*(rule for rule in MODEL if not APART.fullmatch(rule.key)), *STACKED, *linear_attention.SPLIT)
-"""The tensors of a model, each layer by itself: all but those of `STACKED` and of the inputs of linear attention are as
-in a classic checkpoint."""
+INPUTS = (*linear_attention.SPLIT, *state_space.SPLIT)
+TABLE = (*(rule for rule in MODEL if not APART.fullmatch(rule.key)), *STACKED, *INPUTS)
+"""The tensors of a model, each layer by itself: all but those of `STACKED` and of the inputs of linear attention and of
+state spaces are as in a classic checkpoint."""
 
 SPLIT = rules("""
 decoder.layers.{layer}.mlp.linear_fc1.weight_w    gate: ffn hidden    dense
@@ -107,6 +112,7 @@ decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight_v    shared_up: shar
 STATES = ("self_attention.linear_qkv", "self_attention.linear_proj")
 """The modules of each layer whose `_extra_state` a strict load asks for, empty as it is; more of them depend on it."""
 LINEAR = ("linear_fc1", "linear_fc2")
+LATENT = ("fc1_latent_proj", "fc2_latent_proj")
 TE_STATES = ("self_attention.core_attention",)
 """Transformer Engine's attention has one for megatron-core up to 0.14 (transformer_engine.py:1436 at 0.16.1)."""
 TE_NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
@@ -333,6 +339,11 @@ def write(
         TRACKER: (str(iteration) if iteration is not None else "release").encode(),
         FLAGS: flags.flags(merged, options.version, options.accepted).encode(),
     }
+    if options.trainer:
+        texts |= {
+            name if name.startswith("latest") else f"{folder}/{name}": text
+            for name, text in run_config.written(merged, merged["iteration"]).items()
+        }
     return Target(tuple(files), texts, {}, folder)
 
 
@@ -403,16 +414,18 @@ def _extra_states(spec: ModelSpec, norm: str) -> Iterator[str]:
     latent = mla.states(spec, te=te) if "latent" in family.traits else STATES
     attention = [*latent, *(TE_STATES if te else ()), *(TE_NORMS if te and "qk_norm" in family.traits else ())]
     recurrent = [f"self_attention.{name}" for name in (*linear_attention.STATES, "out_norm")]
+    mixers = {"recurrent": recurrent, "state": state_space.STATES, "attention": attention}
     sparse = ["pre_mlp_layernorm"] if te else []
     sparse += [f"mlp.shared_experts.{name}" for name in LINEAR] if "shared_experts" in family.traits else []
+    sparse += [f"mlp.{name}" for name in LATENT] if spec.expert_latent else []
+    mlps = {"sparse": sparse, "dense": [f"mlp.{name}" for name in LINEAR]}
     for layer, kinds in enumerate(spec.layer_kinds):
-        every = recurrent if "recurrent" in kinds else attention
         place, number = (f"{LAYERS}{layer}.", "0_1") if spec.mixed else (LAYERS, f"{layer}_{spec.layers}")
         experts = "sparse" in kinds
-        for module in [*every, *(sparse if experts else [f"mlp.{name}" for name in LINEAR])]:
+        for module in [name for kind, names in (mixers | mlps).items() if kind in kinds for name in names]:
             yield f"{place}{module}._extra_state/shard_{number}"
         for name, expert in product(LINEAR, range(spec.experts or 0)) if experts else ():
             shard = f"{expert}_{spec.experts}" if spec.mixed else f"{layer}.{expert}_{spec.layers}.{spec.experts}"
             yield f"{place}mlp.experts.experts.{name}._extra_state/shard_{shard}"
-    if te:
-        yield "decoder.final_layernorm._extra_state/shard_0_1"
+    last = [] if not te else ["decoder.final_layernorm"] if spec.mlp_layers is None else state_space.LAST_STATES
+    yield from (f"{module}._extra_state/shard_0_1" for module in last)

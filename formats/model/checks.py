@@ -67,6 +67,10 @@ CHECKS = (
     Check(SourceError, lambda m, _: (m.linear_value_heads or 0) % (m.linear_key_heads or 1),
           "{m.linear_value_heads} value heads of linear attention do not divide over {m.linear_key_heads} key heads",
           "recurrent"),
+    Check(SourceError, lambda m, _: (m.state_heads or 0) % (m.state_groups or 1),
+          "{m.state_heads} heads of state spaces do not divide into {m.state_groups} groups", "state"),
+    Check(SourceError, lambda m, _: {*(m.state_layers or ())} & {*(m.mlp_layers or ())},
+          "layers {m.state_layers} have state spaces, and layers {m.mlp_layers} are an MLP: some are both", "state"),
 )
 # fmt: on
 

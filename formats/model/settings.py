@@ -103,6 +103,7 @@ class Experts:
         experts: how many a layer has.
         top_k: to how many of them a token goes: to those of the highest scores in the best groups.
         expert_ffn: elements inside one.
+        expert_latent: elements of the latent that experts work on; None where there is none.
         shared_ffn: elements inside what is shared by all tokens.
         dense_layers: the layers that have one MLP for all tokens instead, from 0.
         router_normalized: whether the weights of their outputs add up to 1.
@@ -114,6 +115,7 @@ class Experts:
     experts: int | None = choice()
     top_k: int | None = choice()
     expert_ffn: int | None = choice()
+    expert_latent: int | None = choice(needed=False)
     shared_ffn: int | None = choice()
     dense_layers: tuple[int, ...] | None = choice(())
     router_normalized: bool | None = choice(True)
@@ -161,7 +163,34 @@ class Recurrent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts(Recurrent, Latent, Experts, Wiring, Window, Rope, Decoder):
+class StateSpace:
+    """Layers of other kinds: state spaces (Mamba2), short convolutions, an MLP alone.
+
+    Facts: transformers 5.23.0, models/nemotron_h/modeling_nemotron_h.py, models/lfm2/modeling_lfm2.py.
+
+    Attributes:
+        state_layers: which ones have a state space in the place of attention, from 0.
+        short_layers: which ones have a short convolution there.
+        mlp_layers: where a layer is either an MLP or what mixes tokens, those that are an MLP.
+        state_heads: heads of a state space.
+        state_groups: its groups, of which each has as many heads.
+        state_dim: elements of a head.
+        state_size: elements of its state for each of these.
+        taps: the tokens that a convolution sees.
+    """
+
+    state_layers: tuple[int, ...] | None = choice(())
+    short_layers: tuple[int, ...] | None = choice(())
+    mlp_layers: tuple[int, ...] | None = choice()
+    state_heads: int | None = choice()
+    state_groups: int | None = choice()
+    state_dim: int | None = choice()
+    state_size: int | None = choice()
+    taps: int | None = choice()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts(StateSpace, Recurrent, Latent, Experts, Wiring, Window, Rope, Decoder):
     """All of them, under their own names; dataclasses have the fields of the last base first."""
 
 

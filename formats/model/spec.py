@@ -11,7 +11,7 @@ from formats.layout.table import MTP, model_tensors
 from formats.layout.tensors import TENSORS
 from formats.model.settings import CHOICES, EVERY, LISTS, Parts
 
-MIXERS = {"recurrent_layers": "recurrent"}
+MIXERS = {"recurrent_layers": "recurrent", "state_layers": "state", "short_layers": "short"}
 """Setting: the kind of the layers that it names, by what mixes tokens there; all others have attention."""
 
 
@@ -41,8 +41,20 @@ class ModelSpec(Parts):
         query = {"compressed" if self.query_rank else "uncompressed", "latent"} if self.latent_rank else {"direct"}
         predicting = {"predicting"} if self.mtp_layers else set()
         gate = "query_gate" if "query_gate" in self.traits else "no_query_gate"
+        experts = "narrow" if self.expert_latent else "wide"
+        single = "whole" if self.mlp_layers is None else "single"
         return frozenset(
-            {"tied" if self.tied else "untied", *residual, *plain, *query, gate, *predicting, *self.biases}
+            {
+                "tied" if self.tied else "untied",
+                *residual,
+                *plain,
+                *query,
+                gate,
+                single,
+                experts,
+                *predicting,
+                *self.biases,
+            }
         )
 
     @property
@@ -53,7 +65,8 @@ class ModelSpec(Parts):
     @property
     def sparse_layers(self) -> frozenset[int]:
         """The layers that have experts."""
-        return frozenset(range(self.layers if self.experts else 0)).difference(self.dense_layers or ())
+        every = range(self.layers) if self.mlp_layers is None else self.mlp_layers
+        return frozenset(every if self.experts else ()).difference(self.dense_layers or ())
 
     @property
     def layer_kinds(self) -> tuple[frozenset[str], ...]:
@@ -62,19 +75,21 @@ class ModelSpec(Parts):
         A layer that predicts a token after the next has attention, and experts where the last one has them.
         """
         mixers = {name: set(getattr(self, name) or ()) for name in MIXERS}
-        sparse = self.sparse_layers
+        sparse, mlps = self.sparse_layers, self.mlp_layers
 
-        def mixer(layer: int) -> str:
-            return next((MIXERS[name] for name, layers in mixers.items() if layer in layers), "attention")
+        def of(layer: int) -> frozenset[str]:
+            mixer = next((MIXERS[name] for name, layers in mixers.items() if layer in layers), "attention")
+            mlp = "sparse" if layer in sparse else "dense"
+            return frozenset({mixer, mlp} if mlps is None else {mlp if layer in mlps else mixer})
 
-        kinds = [frozenset({mixer(layer), "sparse" if layer in sparse else "dense"}) for layer in range(self.layers)]
+        kinds = [of(layer) for layer in range(self.layers)]
         second = {"attention", "sparse" if self.layers - 1 in sparse else "dense", MTP}
         return (*kinds, *[frozenset(second)] * self.mtp_layers)
 
     @property
     def mixed(self) -> bool:
-        """Whether its layers are of several kinds."""
-        return len({*self.layer_kinds[: self.layers]}) > 1
+        """Whether its layers are of several kinds, or could be in a model that is like it."""
+        return self.mlp_layers is not None or len({*self.layer_kinds[: self.layers]}) > 1
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -92,11 +107,15 @@ class ModelSpec(Parts):
             "group": self.kv_heads, "head": self.heads // self.kv_heads, "dim": self.head_dim,
             "unit": 1, "half": 2, "pair": self.head_dim // 2, "ffn": self.ffn, "position": self.max_positions,
             "expert": self.experts or 0, "expert_ffn": self.expert_ffn or self.ffn, "shared_ffn": self.shared_ffn or 0,
+            "expert_latent": self.expert_latent or 0,
             "query_dim": nope + rope, "query_rank": self.query_rank or 0, "latent_rank": rank,
             "joint_dim": rank + rope, "up_dim": nope + self.head_dim,
             "joined": 2 * self.hidden,
             "key_head": key_heads, "spread": (self.linear_value_heads or 0) // (key_heads or 1),
-            "key_dim": self.linear_key_dim or 0, "value_dim": self.linear_value_dim or 0, "tap": self.linear_taps or 0,
+            "key_dim": self.linear_key_dim or 0, "value_dim": self.linear_value_dim or 0,
+            "tap": self.linear_taps or self.taps or 0, "channel": self.hidden,
+            "state_group": self.state_groups or 0, "share": (self.state_heads or 0) // (self.state_groups or 1),
+            "state_dim": self.state_dim or 0, "state": self.state_size or 0,
         }  # fmt: skip
 
     def boxes(self, padded_vocab: int | None = None) -> Iterator[tuple[str, int | None, tuple[int, ...]]]:

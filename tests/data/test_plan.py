@@ -307,6 +307,9 @@ def test_showing(train, tmp_path):
     ran = train("show", *words)
     assert ran.code == 0, ran.err
     assert ran.out.count("document ") == 200
+    given = train("show", f"{words[0]}.bin", words[2], *words[3:])  # as vis.py is called
+    assert given.out == ran.out
+    assert train("show", *words, words[2]).code == 2
     first = ran.out.splitlines()[:4]
     assert first == [
         "document 0, 16 tokens, 5 trained",

@@ -48,7 +48,7 @@ def rank(root: Path, name: str, iteration: str = "release") -> Path:
 def held(root: Path, key: str, file: Path) -> Placed:
     """A physical tensor of one file."""
     return next(
-        placed for placed in open_checkpoint(root).tensors if placed.key == key and placed.fragment.path == file
+        placed for placed in open_checkpoint(root).fragments() if placed.key == key and placed.fragment.path == file
     )
 
 
@@ -247,7 +247,7 @@ def test_altered_padding_is_no_difference(made, convert):
 
 def test_an_altered_safetensors_file_is_seen(made, convert, tmp_path):
     assert convert("megatron2hf", made("tp2 pp1"), tmp_path / "hf").code == 0
-    place = next(placed for placed in open_checkpoint(tmp_path / "hf").tensors if "norm" in placed.key)
+    place = next(placed for placed in open_checkpoint(tmp_path / "hf").fragments() if "norm" in placed.key)
     poke(place, 3, 17.5)
     refused(convert("verify", tmp_path / "hf"), 6, tmp_path / "hf")
 

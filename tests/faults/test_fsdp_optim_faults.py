@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from formats.optimizer import whose
 from tests.faults.dcp_tools import edit, refused, save, weights
 
 UP, NORM = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
@@ -60,7 +61,7 @@ UP_LOST = (f"{UP} [96, 64]", "is it frozen, or has it made no step yet?")
 REFUSED: dict[str, tuple[Callable[[State], object], int, tuple[str, ...]]] = {
     "no first moment": (lambda s: of(UP)(s).pop("exp_avg"), 3, ("exp_avg of its optimizer", *UP_LOST)),
     "no second moment": (lambda s: of(UP)(s).pop("exp_avg_sq"), 3, ("exp_avg_sq of its optimizer", *UP_LOST)),
-    "no second moments": (lambda s: every(s, lambda one: one.pop("exp_avg_sq")), 3, ("holds no exp_avg_sq",)),
+    "Lion's": (lambda s: every(s, lambda one: one.pop("exp_avg_sq")), 4, ("its optimizer of Lion", "exp_avg alone")),
     "no step of one": (lambda s: of(UP)(s).pop("step"), 3, (f"holds no step of {UP}",)),
     "no step yet": (lambda s: of(UP)(s)["step"].zero_(), 3, (f"{UP} has made 0 steps",)),
     "steps differ": (lambda s: of(UP)(s)["step"].add_(1), 4, ("different numbers of steps", f"{UP} 4")),
@@ -98,7 +99,7 @@ REFUSED: dict[str, tuple[Callable[[State], object], int, tuple[str, ...]]] = {
     "a negative eps": (lambda s: s["optim"]["param_groups"][0].update(eps=-1e-8), 3, ("its eps is -1e-08",)),
     "momentum": (
         lambda s: every(s, lambda one: one.update(momentum_buffer=one.pop("exp_avg"))), 4,
-        ("is not Adam's or AdamW's, it keeps momentum_buffer",),
+        ("its optimizer of Muon or SGD with momentum is not Adam's or AdamW's, it keeps momentum_buffer",),
     ),
     "numbered": (
         lambda s: s["optim"].update(state=dict(enumerate(s["optim"]["state"].values()))), 4,
@@ -141,6 +142,26 @@ def test_an_optimizer_is_whole_or_refused(trained, convert, tmp_path, what):
     told = convert("inspect", folder, "--config", source).out
     assert ("cannot be taken along" in told) == (what != "none")
     assert convert("hf2fsdp", folder, tmp_path / "out", "--config", source, "-q").code == 0, "the weights alone"
+
+
+def test_optimizers_are_told_by_what_they_keep():
+    """Of each that torch and transformers have the states are those by which it is named, and Adam is none of them."""
+    import torch
+    from transformers import Adafactor
+
+    kinds = {
+        torch.optim.Muon: "Muon or SGD with momentum", torch.optim.Adafactor: "Adafactor, of torch",
+        Adafactor: "Adafactor, of transformers", torch.optim.Adamax: "Adamax", torch.optim.NAdam: "NAdam",
+        torch.optim.RMSprop: "RMSprop", torch.optim.Adagrad: "Adagrad", torch.optim.Adadelta: "RMSprop or Adadelta",
+        torch.optim.AdamW: "",
+    }  # fmt: skip
+    for kind, name in kinds.items():
+        weight = torch.nn.Parameter(torch.ones(4, 4))
+        optimizer = kind([weight])
+        weight.grad = torch.ones(4, 4)
+        optimizer.step()
+        told = whose(optimizer.state[weight])
+        assert told.startswith(f" of {name}") if name else not told, kind
 
 
 def test_more_steps_than_a_float32_counts_are_not_written(trained, convert, tmp_path):

@@ -194,7 +194,7 @@ def flip(path: Path, at: int) -> None:
 
 def flip_weight(folder: Path, **settings: object) -> Path:
     """Change one bit in the middle of a weight."""
-    fragments = [one.fragment for one in open_checkpoint(folder, Settings(**settings)).tensors]
+    fragments = [one.fragment for one in open_checkpoint(folder, Settings(**settings)).fragments()]
     largest = max(fragments, key=lambda one: one.nbytes)
     if largest.stream is not None:
         flip(largest.path, largest.stream.start + largest.stream.length // 2)
@@ -229,7 +229,7 @@ def test_a_flipped_bit_is_refused_and_a_sound_source_is_verified(source, convert
 def test_a_flipped_bit_in_a_pickle(source, convert, model, tmp_path, kind):
     """`Storage` is in every pickle of torch, and one bit of a name of a class changes what it holds."""
     folder, command = source(kind)
-    path = open_checkpoint(folder, Settings(**settings_of(kind, model))).tensors[0].fragment.path
+    path = next(open_checkpoint(folder, Settings(**settings_of(kind, model))).fragments()).fragment.path
     flip(path, path.read_bytes().index(b"Storage") + 7 + 8)
     refused(convert(command[0], folder, tmp_path / "out", *command[1:]), 3, path.name)
 
@@ -266,7 +266,7 @@ def test_averaged_norms(convert, tmp_path):
     """They are written with a new checksum, which would hide the damage."""
     run = shutil.copytree(GOLDEN / "llama-bf16-optimizer-tp2", tmp_path / "run")
     opened = open_checkpoint(run, Settings(weights="fp32-master", gqa_layout="blocked"))
-    norm = next(one.fragment for one in opened.tensors if "norm" in one.key)
+    norm = next(one.fragment for one in opened.fragments() if "norm" in one.key)
     flip(norm.path, norm.offset + norm.nbytes // 2)
     refused(convert("average-norms", run, tmp_path / "out"), 3, f"{norm.path} is damaged", "norm")
     assert not (tmp_path / "out").exists()
@@ -383,7 +383,7 @@ def test_what_a_first_run_found_sound_is_not_read_again(source, convert, monkeyp
 def test_a_part_that_reads_damage_leaves_nothing_to_resume(source, convert, tmp_path):
     folder, command = source("megatron")
     words = [command[0], folder, tmp_path / "out"]
-    last = next(one.fragment for one in open_checkpoint(folder).tensors if one.slot.layer == 3)
+    last = next(one.fragment for one in open_checkpoint(folder).fragments() if one.slot.layer == 3)
     flip(last.path, last.offset + 9)
     assert convert(*words, "--part", "1/2").code == 0, "what it has read is sound"
     refused(convert(*words, "--part", "2/2"), 3, f"{last.path} is damaged")

@@ -95,13 +95,13 @@ def test_what_fails_is_told_and_does_not_stop_the_others(convert, run, tmp_path)
     shutil.copy(run / "step-2" / ".metadata", run / "step-3")
     ran = convert(*words)
     assert (ran.code, ran.out.count("digest")) == (75, 1)
-    assert "step-1 was not converted: " in ran.err
-    assert f"step-2 was not converted: {out}/step-2 exists, and is not of this watch" in ran.err
+    assert "note: step-1: " in ran.err
+    assert f"note: step-2: {out}/step-2 exists, and is not of this watch" in ran.err
     ran = convert(*words, "--idle", "0")  # what cannot be read is looked at twice, as it may be half deleted
-    assert (ran.code, ran.err.count("was not converted: ")) == (3, 1)
+    assert (ran.code, ran.err.count("note: ")) == (3, 1)
     assert "2 checkpoints were not converted: step-1" in ran.err
     ran = convert(*words, "--idle", "0")
-    assert (ran.code, ran.err.count("was not converted: ")) == (3, 0)
+    assert (ran.code, ran.err.count("note: ")) == (3, 0)
     shutil.rmtree(run / "step-1")
     shutil.copytree(run / "step-3", run / "step-1")  # saved again
     assert convert(*words).out.count("digest") == 1

@@ -29,6 +29,7 @@ class Topology(NamedTuple):
     uneven: tuple[str, ...] = ()
     ep: int = 1
     etp: int = 0
+    version: str = ""
 
     @property
     def ranks(self) -> int:
@@ -41,6 +42,7 @@ class Topology(NamedTuple):
         words = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "norm": self.norm}
         words |= {"ep": self.ep} if self.ep > 1 else {}
         words |= {"etp": self.etp} if self.etp else {}
+        words |= {"megatron-version": self.version} if self.version else {}
         return [*(word for name, value in words.items() for word in (f"--{name}", str(value))), *self.uneven]
 
 
@@ -112,10 +114,34 @@ TOPOLOGIES = {
         ep=2,
     ),
     "tp2-ep2-biases": Topology(2, 1, 1, "te", (Case("gpt_oss"), Case("gpt_oss-tied", "bfloat16")), ep=2, etp=1),
-    "tp1-linear": Topology(1, 1, 1, "te", tuple(map(Case, LINEAR))),
-    "tp2-linear": Topology(2, 1, 1, "te", (Case("qwen3_next"), Case("qwen3_5_text-tied", "bfloat16"))),
-    "pp2-linear": Topology(1, 2, 1, "te", (Case("qwen3_next-tied", "bfloat16"), Case("qwen3_5_text"))),
-    "tp2-ep2-linear": Topology(2, 1, 1, "te", (Case("qwen3_5_moe_text"), Case("qwen3_next-tied")), ep=2),
+    "tp1-linear": Topology(1, 1, 1, "te", tuple(map(Case, LINEAR)), version="0.16"),
+    "tp2-linear": Topology(
+        2,
+        1,
+        1,
+        "te",
+        (
+            *map(Case, ("qwen3_next", "nemotron_h_dense", "nemotron_h-latent")),
+            Case("qwen3_5_text-tied", "bfloat16"),
+        ),
+        version="0.16",
+    ),
+    "pp2-linear": Topology(
+        1,
+        2,
+        1,
+        "te",
+        (
+            Case("qwen3_next-tied", "bfloat16"),
+            Case("qwen3_5_text"),
+            Case("nemotron_h"),
+            Case("nemotron_h_dense"),
+        ),
+        version="0.16",
+    ),
+    "tp2-ep2-linear": Topology(
+        2, 1, 1, "te", (Case("qwen3_5_moe_text"), Case("qwen3_next-tied"), Case("nemotron_h")), ep=2, version="0.16"
+    ),
     "tp8": Topology(8, 1, 1, "local", (Case("qwen2-tied"), Case("llama-mqa"))),
 }
 """By name. tp8 is more ranks than key/value groups: Megatron then cuts inside a group."""

@@ -96,7 +96,12 @@ def as_transformer_engine(model: GPTModel) -> None:
         "set_extra_state": lambda self, value: None,
     }
     latent = model.config.multi_latent_attention  # whose own norms are a part of what follows them
-    alone = ("final_layernorm", *(("input_layernorm",) if latent else ("q_layernorm", "k_layernorm", "out_norm")))
+    alone = (
+        "final_layernorm",
+        "final_norm",
+        "latent_proj",
+        *(("input_layernorm",) if latent else ("q_layernorm", "k_layernorm", "out_norm")),
+    )
     for name, module in model.named_modules():
         if name.endswith("core_attention"):
             sinks = model.config.softmax_type == "learnable"  # which it never saved without that method
@@ -108,7 +113,7 @@ def as_transformer_engine(model: GPTModel) -> None:
         if latent:
             mlp = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
             layer.submodules_config.sharded_state_dict_keys_map = {**judge.LATENT_NORMS, **mlp}
-        if hasattr(layer.mlp, "router"):  # the norm before experts is never a part of what follows it
+        if hasattr(getattr(layer, "mlp", None), "router"):  # the norm before experts is never a part of what follows it
             layer.pre_mlp_layernorm.__class__ = type("Norm", (type(layer.pre_mlp_layernorm),), state)
             renamed = layer.submodules_config.sharded_state_dict_keys_map
             layer.submodules_config.sharded_state_dict_keys_map = {

@@ -58,12 +58,27 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
 FILE = "model_optim_rng.pt"
+STATE = ("nemotron_h",)
+"""Hybrids, whose layers are one block each (models/mamba/mamba_model.py)."""
+LETTERS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 SIGMOID = ("dots1", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "solar_open", "hy_v3")
 LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "gpt_oss", "deepseek_v2", *SIGMOID)
-PLAIN = ("arcee", "gpt2", "jais2", "nemotron", "starcoder2")
-EPSILONS = ("norm_epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
+EXPERTS = (
+    "mixtral",
+    *STATE,
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+    "gpt_oss",
+    "deepseek_v2",
+    *SIGMOID,
+)
+PLAIN = ("arcee", *STATE, "gpt2", "jais2", "nemotron", "starcoder2")
+WITHOUT_BIAS = ("arcee", *STATE)
+"""Those of `PLAIN` that have RMSNorms."""
+EPSILONS = ("norm_epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps", "layer_norm_epsilon")
 DENSE = ("cwm", "ernie4_5", "ministral", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", *PLAIN)
 OUTSIDE = ("opensci",)
 """Those that no release of transformers has."""
@@ -153,6 +168,7 @@ def patch_for_cpu() -> None:
     """
     share_gloo_device()
     te_layers.install()
+    te_layers.install_state_space()
     megatron_norm.HAVE_FUSED_LAYER_NORM, megatron_norm.FusedLayerNormAffineFunction = True, TorchKernel
     megatron_block.LayerNormImpl = LocalNorm
     LocalSpecProvider.layer_norm = lambda self, rms_norm=False, for_qk=False: LocalNorm
@@ -262,14 +278,22 @@ def window_fields(c: PreTrainedConfig) -> dict[str, Any]:
 
 
 def activation(c: PreTrainedConfig) -> str:
-    """The activation, which GPT-2 calls otherwise."""
-    return c.activation_function if c.model_type == "gpt2" else c.hidden_act
+    """The activation, which some call otherwise."""
+    names = {"gpt2": "activation_function", "nemotron_h": "mlp_hidden_act"}
+    return getattr(c, names.get(c.model_type, "hidden_act"))
+
+
+def has_experts(c: PreTrainedConfig) -> bool:
+    """Whether some layers have; of hybrids some models have none."""
+    return c.model_type in EXPERTS and (c.model_type not in STATE or "moe" in c.layers_block_type)
 
 
 def position_arguments(c: PreTrainedConfig) -> dict[str, Any]:
     """GPTModel's arguments of positions; the other llama3 numbers are fixed: rotary_pos_embedding.py:92-99."""
     if c.model_type == "gpt2":
         return {"position_embedding_type": "learned_absolute"}
+    if c.model_type in STATE:
+        return {"position_embedding_type": "none"}
     yarn = c.rope_parameters.get("rope_type") == "yarn" and c.model_type not in LATENT
     return {"position_embedding_type": "yarn" if yarn else "rope", **rope_arguments(c)}
 
@@ -332,7 +356,8 @@ def biases(c: PreTrainedConfig) -> dict[str, bool]:
 
 def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
     """What describes the model under the same name in TransformerConfig and in a checkpoint's args."""
-    plain, tiny, layer_norm = c.model_type in PLAIN, expert_fields(c), c.model_type in PLAIN[1:]
+    plain, tiny = c.model_type in PLAIN, expert_fields(c)
+    layer_norm = plain and c.model_type not in WITHOUT_BIAS
     if c.model_type not in FAMILIES or activation(c) not in (GELU if plain else ("silu",)):
         raise JudgementError(f"model_type {c.model_type!r} with {activation(c)!r} is beyond this judge")
     if c.model_type == "gpt2":
@@ -367,6 +392,20 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         **tiny,
         **(gpt_oss_fields(c) if c.model_type == "gpt_oss" else {}),
         **(linear_fields(c) if c.model_type in LINEAR else {}),
+        **(state_fields(c) if c.model_type in STATE else {}),
+    }
+
+
+def state_fields(c: PreTrainedConfig) -> dict[str, Any]:
+    """State spaces; what is not said of a convolution and of the norm behind a gate is fixed (ssm/mamba_mixer.py)."""
+    if (c.conv_kernel, c.layer_norm_epsilon, c.use_conv_bias) != (4, 1e-5, True):
+        raise JudgementError("megatron-core has convolutions of 4 tokens with biases, and an epsilon of 1e-5")
+    return {
+        "is_hybrid_model": True,
+        "mamba_state_dim": c.ssm_state_size,
+        "mamba_head_dim": c.mamba_head_dim,
+        "mamba_num_groups": c.n_groups,
+        "mamba_num_heads": c.mamba_num_heads,
     }
 
 
@@ -419,8 +458,19 @@ def expert_fields(c: PreTrainedConfig) -> dict[str, Any]:
     What transformers normalizes after a softmax is a softmax over the chosen (transformer/moe/moe_utils.py
     `topk_routing_with_score_function`); a sigmoid's weights are always normalized.
     """
-    if c.model_type not in EXPERTS:
+    if not has_experts(c):
         return {}
+    if c.model_type in STATE:
+        return {
+            "num_moe_experts": c.n_routed_experts,
+            "moe_router_topk": c.num_experts_per_tok,
+            "moe_ffn_hidden_size": c.moe_intermediate_size,
+            "moe_shared_expert_intermediate_size": c.moe_shared_expert_intermediate_size,
+            "moe_latent_size": c.moe_latent_size,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": c.routed_scaling_factor if c.routed_scaling_factor != 1.0 else None,
+        }
     sigmoid, first = c.model_type in SIGMOID, c.model_type in (*LATENT, "dots1", "glm4_moe")
     alike = c.model_type in ("mixtral", "gpt_oss")
     normalized = alike or getattr(c, "norm_topk_prob", True)
@@ -475,7 +525,8 @@ def transformer_config(c: PreTrainedConfig, topology: Topology, dtype: torch.dty
         virtual_pipeline_model_parallel_size=topology.vpp,
         expert_model_parallel_size=topology.ep,
         expert_tensor_parallel_size=topology.etp or topology.tp,
-        **({"moe_router_load_balancing_type": "none"} if c.model_type in EXPERTS else {}),
+        **({"moe_router_load_balancing_type": "none"} if has_experts(c) else {}),
+        **({"use_mamba_mem_eff_path": False} if c.model_type in STATE else {}),
         **model_fields(c) | window_fields(c) | (latent_fields(c) if c.model_type in LATENT else {}),
         **topology.uneven,
     )
@@ -499,6 +550,7 @@ def expected_claims(
     required = model_fields(c) | {
         **expert_claims(c, topology),
         **yarn_claims(c),
+        **({"hybrid_override_pattern": pattern(c)} if c.model_type in STATE else {}),
         **{name: rope[name] for name in ("rotary_base", "rotary_percent", "position_embedding_type") if name in rope},
         "max_position_embeddings": c.max_position_embeddings,
         "untie_embeddings_and_output_weights": not c.tie_word_embeddings,
@@ -528,7 +580,7 @@ def expected_claims(
 
 def expert_claims(c: PreTrainedConfig, topology: Topology) -> dict[str, Any]:
     """What args must say of experts under a name that is not TransformerConfig's."""
-    if c.model_type not in EXPERTS:
+    if not has_experts(c):
         return {}
     sizes = {"expert_model_parallel_size": topology.ep, "expert_tensor_parallel_size": topology.etp}
     return {"num_experts": expert_fields(c)["num_moe_experts"], **sizes}
@@ -544,6 +596,11 @@ def claim_failures(claims: argparse.Namespace, required: dict[str, Any], optiona
     wrong = {n: v for n, v in (required | optional).items() if n in said and said[n] != v}
     absent = [f"args.{n} is absent, expected {v!r}" for n, v in required.items() if n not in said]
     return absent + [f"args.{n} is {said[n]!r}, expected {v!r}" for n, v in wrong.items()]
+
+
+def pattern(c: PreTrainedConfig) -> str:
+    """The letter of each layer of a hybrid."""
+    return "".join(LETTERS[kind] for kind in c.layers_block_type)
 
 
 def layer_spec(config: TransformerConfig, stage: int | None) -> Any:
@@ -562,6 +619,23 @@ def build_chunks(c: PreTrainedConfig, config: TransformerConfig, padded: int) ->
     is cast afterwards, as the framework does by Float16Module (transformer/module.py:440).
     """
     vpp = config.virtual_pipeline_model_parallel_size
+    if config.is_hybrid_model:
+        from megatron.core.models.mamba import MambaModel
+
+        return [
+            MambaModel(
+                config,
+                te_layers.hybrid(),
+                padded,
+                c.max_position_embeddings,
+                pre_process=ps.is_pipeline_first_stage(),
+                hybrid_override_pattern=pattern(c),
+                post_process=ps.is_pipeline_last_stage(),
+                parallel_output=False,
+                share_embeddings_and_output_weights=c.tie_word_embeddings,
+                **position_arguments(c),
+            ).to(config.params_dtype)
+        ]
     return [
         GPTModel(
             config=config,
@@ -579,7 +653,7 @@ def build_chunks(c: PreTrainedConfig, config: TransformerConfig, padded: int) ->
     ]
 
 
-def from_te_names(state: StateDict) -> StateDict:
+def from_te_names(state: StateDict, config: TransformerConfig) -> StateDict:
     """Rename the norms of a Transformer Engine checkpoint to the local spec's names.
 
     The pairs are megatron-core's own: sharded_state_dict_keys_map, models/gpt/gpt_layer_specs.py:417.
@@ -588,7 +662,8 @@ def from_te_names(state: StateDict) -> StateDict:
     if any(".linear_kv_down_proj." in key for key in state):
         pairs = LATENT_NORMS | {name: te for name, te in pairs.items() if name != "input_layernorm."}
     sparse = {key.split(".mlp.")[0] for key in state if ".mlp.router." in key}
-    renamed, pairs = {}, {} if any(".in_proj." in key for key in state) else pairs  # its layers have these names here
+    stand_ins = config.experimental_attention_variant or config.is_hybrid_model  # whose layers have these names here
+    renamed, pairs = {}, {} if stand_ins else pairs
     for old, value in state.items():
         key = re.sub(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r".experts.local_experts.\3.\1.\2", old)
         for local, te in pairs.items():
@@ -628,7 +703,7 @@ def load_chunks(chunks: list[GPTModel], stored: dict[str, Any], names: list[str]
     failures = []
     for chunk, name in zip(chunks, names, strict=True):
         try:
-            state = from_te_names(stored[name]) if norm == "te" else dict(stored[name])
+            state = from_te_names(stored[name], chunk.config) if norm == "te" else dict(stored[name])
             chunk.load_state_dict(state, strict=True)
         except (JudgementError, RuntimeError) as error:
             failures.append(f"{name}: {error}")

@@ -1,26 +1,35 @@
 """Transformer Engine's layers on a CPU: stand-ins in torch with the names of their parameters, for both judges.
 
-Linear attention has no local layers. So megatron-core's own code builds its blocks of Transformer Engine's, and only
-what computes in these is replaced; what megatron-core computes itself, of which linear attention is most, is untouched.
+Linear attention and hybrids with state spaces have no local layers. So megatron-core's own code builds its blocks of
+Transformer Engine's, and only what computes in these is replaced; what megatron-core computes itself, of which linear
+attention is most, is untouched. Of a state space the recurrence and the norm behind the gate are kernels of mamba_ssm.
 
 Facts: megatron-core 0.16.1 and 0.19.2, extensions/transformer_engine.py (`TELayerNormColumnParallelLinear`: a norm and
 a linear layer in one, `layer_norm_weight` and `weight`), models/gpt/experimental_attention_variant_module_specs.py,
-ssm/gated_delta_net.py: `torch_chunk_gated_delta_rule`, its own recurrence in torch.
+ssm/gated_delta_net.py: `torch_chunk_gated_delta_rule`, its own recurrence in torch; 0.16.1, ssm/mamba_mixer.py.
 """
 
 from __future__ import annotations
 
+import sys
+from dataclasses import fields, is_dataclass, replace
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
+from unittest.mock import MagicMock
 
 import megatron.core
 import torch
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 VERSION = tuple(map(int, megatron.core.__version__.split(".")[:2]))
@@ -64,6 +73,47 @@ class NormAndColumn(ColumnParallelLinear):
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0, "bias": 0}, sharded_offsets, **groups)
 
 
+class Whole(torch.nn.Linear):
+    """`TELinear` that every tensor rank holds whole."""
+
+    def __init__(self, rows: int, columns: int, *, config: Any, **_: Any) -> None:
+        super().__init__(rows, columns, bias=False, dtype=config.params_dtype)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), None
+
+
+class GatedNorm(torch.nn.Module):
+    """`RMSNormGated` of mamba_ssm: times SiLU of the gate, then an RMSNorm within each group."""
+
+    def __init__(self, size: int, eps: float, group_size: int, dtype: torch.dtype, **_: Any) -> None:
+        super().__init__()
+        self.weight, self.eps, self.group = torch.nn.Parameter(torch.ones(size, dtype=dtype)), eps, group_size
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        y = (x * torch.nn.functional.silu(z)).float().unflatten(-1, (-1, self.group))
+        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)).flatten(-2).to(x.dtype) * self.weight
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        state, group = self.state_dict(prefix="", keep_vars=True), (metadata or {}).get("dp_cp_group")
+        groups = {"tp_group": get_tensor_model_parallel_group(), "dp_cp_group": group}
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, **groups)
+
+
+def scan(
+    x: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *_: Any, **also: Any
+) -> Any:
+    """`mamba_chunk_scan_combined`, token by token; a head reads and writes its state as its group does."""
+    dt = torch.nn.functional.softplus(dt + also["dt_bias"])
+    b, c = (one.repeat_interleave(x.shape[2] // one.shape[2], 2) for one in (b, c))
+    state, found = torch.zeros(x.shape[0], *x.shape[2:], b.shape[-1]), []
+    for now in range(x.shape[1]):
+        state = state * torch.exp(dt[:, now] * a)[..., None, None]
+        state = state + (dt[:, now, :, None] * x[:, now])[..., None] * b[:, now, :, None]
+        found.append((state * c[:, now, :, None]).sum(-1) + also["D"][:, None] * x[:, now])
+    return torch.stack(found, 1)
+
+
 class Layers(LocalSpecProvider):
     """What megatron-core asks for Transformer Engine's classes."""
 
@@ -83,6 +133,44 @@ class Layers(LocalSpecProvider):
         if VERSION >= (0, 18):  # a builder, not a class and its parts
             return super().grouped_mlp_modules(False)
         return SequentialMLP, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+
+
+def hybrid() -> ModuleSpec:
+    """megatron-core's own `mamba_stack_spec`, of these layers."""
+    te = import_module("megatron.core.extensions.transformer_engine")
+    specs = import_module("megatron.core.models.mamba.mamba_layer_specs")
+    experts = get_moe_module_spec_for_backend(Layers(), num_experts=1, moe_grouped_gemm=False)
+    ours = (
+        (te.TENorm, Norm),
+        (te.TELayerNormColumnParallelLinear, NormAndColumn),
+        (te.TERowParallelLinear, RowParallelLinear),
+        (te.TEDotProductAttention, DotProductAttention),
+        (specs.moe, experts),
+    )
+
+    def of(part: Any) -> Any:
+        for theirs, stand_in in ours:
+            if part is theirs:
+                return stand_in
+        if isinstance(part, ModuleSpec):
+            return replace(part, submodules=of(part.submodules))
+        if is_dataclass(part) and not isinstance(part, type):
+            return type(part)(**{field.name: of(getattr(part, field.name)) for field in fields(part)})
+        return part
+
+    return of(specs.mamba_stack_spec)
+
+
+def install_state_space() -> None:
+    """Let megatron-core compute state spaces, and latents of experts, without the packages that have their kernels."""
+    if find_spec("triton") is None:  # which kernels of inference are imported from
+        sys.modules["megatron.core.inference.contexts.attention_context.triton.tensor_ops"] = MagicMock()
+    mixer, block = (import_module(f"megatron.core.ssm.mamba_{name}") for name in ("mixer", "block"))
+    mixer.HAVE_MAMBA_SSM, mixer.causal_conv1d_fn, mixer.mamba_chunk_scan_combined = True, None, scan
+    mixer.ExtendedRMSNorm = mixer.RMSNormGated = GatedNorm
+    block.TENorm = Norm
+    moe = import_module("megatron.core.transformer.moe.moe_layer")
+    moe.HAVE_TE, moe.TELinear = True, Whole
 
 
 def install() -> None:

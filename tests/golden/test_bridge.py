@@ -97,3 +97,36 @@ def test_what_the_fields_do_not_tell(convert, tmp_path):
     refused(convert("inspect", run), 3, "no fields of a model")
     other = nemo(tmp_path / "nemo", high_freq_factor=8)
     refused(convert("inspect", other), 5, "high_freq_factor = 8")
+
+
+ELSEWHERE = {"make_vocab_size_divisible_by", "should_pad_vocab"}
+"""Of the padding, which Bridge leaves out where it imports and we have as Megatron-LM does."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_bridge_loads(convert, tmp_path, name):
+    """Each field that is written for Bridge is as it has written it, and the counters are tensors of torch."""
+    import torch
+
+    out = tmp_path / "out"
+    assert convert("megatron2hf", REAL / name, tmp_path / "hf").code == 0
+    options = ("--format", "torch_dist", "--norm", "local")
+    assert convert("hf2megatron", tmp_path / "hf", out, *options, "--for", "bridge").code == 0
+    ours, theirs = (yaml.safe_load((run / "iter_0000000/run_config.yaml").read_text()) for run in (out, REAL / name))
+    held = {field for field in ours["model"] if ours["model"][field] != theirs["model"][field]}
+    scaled = set() if ours["model"]["rope_scaling"] else {"rope_scaling_factor"}  # which then is for nothing
+    assert held == ELSEWHERE | scaled
+    asked = ("save_optim", "save_rng", "ckpt_format", "_target_")
+    assert {key: theirs["checkpoint"][key] for key in asked} == {key: ours["checkpoint"][key] for key in asked}
+    state, own = (torch.load(run / "latest_train_state.pt") for run in (out, REAL / name))
+    assert {key: tensor.item() for key, tensor in state.items()} == {key: own[key].item() for key in own}
+    assert (out / "iter_0000000/train_state.pt").read_bytes() == (out / "latest_train_state.pt").read_bytes()
+    assert convert("reshard", out, tmp_path / "again", "--for", "bridge", "--tp", 2).code == 0
+    refused(convert("hf2megatron", tmp_path / "hf", tmp_path / "no", "--for", "bridge"), 2, "--for", "torch_dist")
+    both = ("--for", "bridge", "--with-optimizer", *options)
+    refused(convert("hf2megatron", tmp_path / "hf", tmp_path / "no", *both), 2, "weights alone")
+
+
+def test_what_bridge_would_compute_otherwise(convert, model, tmp_path):
+    ran = convert("hf2megatron", model("deepseek_v3"), tmp_path / "out", "--format", "torch_dist", "--for", "bridge")
+    refused(ran, 5, "multi_latent_attention = True", "import_ckpt")

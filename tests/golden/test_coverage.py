@@ -22,7 +22,7 @@ from tests.golden.cases import TOPOLOGIES
 from tests.golden.test_megatron_lm import FOLDERS
 from tests.golden.test_torchtitan import CASES
 from tests.golden.test_torchtitan import family as family_of
-from tests.models import MODELS, settings_of
+from tests.models import FEW, MODELS, settings_of
 
 
 def lines(table) -> set[tuple[str, str]]:
@@ -33,7 +33,7 @@ def lines(table) -> set[tuple[str, str]]:
 def used(folder, config=None) -> set[tuple[str, str]]:
     """The lines that a folder's tensors are read by."""
     found = set()
-    for placed in open_checkpoint(folder, Settings(config=config)).tensors:
+    for placed in open_checkpoint(folder, Settings(config=config)).fragments():
         spelling = placed.slot.rule.spellings[placed.slot.keys.index(placed.key)]
         found.add((spelling, placed.slot.rule.pattern.text))
     return found
@@ -52,10 +52,13 @@ def planned(source, topology) -> set[tuple[str, str]]:
 
 def test_every_line_of_megatron_core_is_judged(model):
     """The folders are those that `test_megatron_core.py` has real megatron-core load."""
-    seen = set()
+    seen, few = set(), set()
     for topology in TOPOLOGIES.values():
         for case in () if topology.uneven else topology.cases:
-            seen |= planned(model(case.model, case.dtype), topology)
+            found = planned(model(case.model, case.dtype), topology)
+            seen |= found
+            few |= found if case.model in FEW else set()
+    assert few == seen, "FEW of tests/models.py lacks a model"
     table = [
         rule for rule in megatron.MCORE if not {MTP, "predicting"} & rule.conditions
     ]  # of which test_mtp.py has all
@@ -104,9 +107,10 @@ def test_every_line_of_a_family_was_written_by_transformers(model, tmp_path, fam
     if family == "gpt2":  # its base model, which has no head
         GPT2LMHeadModel.from_pretrained(model("gpt2")).transformer.save_pretrained(tmp_path)
         seen |= used(tmp_path, model("gpt2"))
-    if "moe" in FAMILIES[family].traits:
-        state = AutoModelForCausalLM.from_pretrained(model(family)).state_dict()
-        seen |= used(save(tmp_path, {"model": state}), model(family))
+    if any("fused" in rule.conditions for rule in FAMILIES[family].tensors):
+        for name in (name for name in MODELS if FAMILIES[family] is find_family(settings_of(name))):
+            state = AutoModelForCausalLM.from_pretrained(model(name)).state_dict()
+            seen |= used(save(tmp_path / name, {"model": state}), model(name))
     explicit_tied_head = {(f"{head}.weight", "embedding: vocab hidden") for head in ("lm_head", "embed_out")}
     in_memory = {("lm_head.weight", "head: vocab hidden")} if family == "gpt_neox" else set()  # test_fsdp_other_models
     table = [rule for rule in FAMILIES[family].tensors if MTP not in rule.conditions]  # which test_mtp.py has it read

@@ -36,7 +36,7 @@ GPT_OSS_20B = {
 def logical(source) -> dict[str, torch.Tensor]:
     """The logical tensors of one layer, in their own order of axes, out of the file's bytes."""
     held, found = load_file(source / "model.safetensors"), {}
-    for placed in open_checkpoint(source).tensors:
+    for placed in open_checkpoint(source).fragments():
         for leaf in placed.leaves() if placed.slot.layer == LAYER else []:
             spans = [span for span in leaf.spans if span.axis != "layer"]
             sizes, strides = [span.size for span in spans], [span.stride for span in spans]

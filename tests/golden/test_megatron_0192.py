@@ -1,47 +1,66 @@
-"""torch_dist of stock Megatron-LM 0.19.2, which keeps its arguments in the DCP: every command reads it."""
+"""Runs of stock Megatron-LM 0.19.2, which keeps its arguments in the DCP, torch_dist and fsdp_dtensor: every command
+reads them. Here the optimizer of torch_dist too; that of Megatron-FSDP is in test_megatron_fsdp.py.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from formats.torch_files.archive import read_torch
 from formats.torch_files.archive_writer import packed_plain
 
-RUN = Path(__file__).with_name("megatron_0192") / "dp_reshardable"
-LOGITS = RUN.with_name("logits.npz")
+
+class Saved(NamedTuple):
+    """A run: its folder, what `inspect` calls it, its true vocabulary, its logits and how near ours have to be."""
+
+    run: Path
+    name: str
+    vocab: int
+    logits: str
+    near: float
+    resharded: str
+
+
+HERE = Path(__file__).with_name("megatron_0192")
+RUN = HERE / "dp_reshardable"
 VOCAB = ("--vocab-size", 28)
+DIST = Saved(RUN, "megatron_dist, ranks 1", 28, "logits.npz", 1e-5, "torch_dist")
+FSDP = Saved(HERE / "fsdp_dtensor", "megatron_fsdp, ranks 2", 60, "fsdp_logits.npz", 2e-6, "torch")
+of_each = pytest.mark.parametrize("saved", [DIST, FSDP], ids=["torch_dist", "fsdp_dtensor"])
 
 
-@pytest.mark.parametrize("path", [RUN, RUN / "iter_0000003"], ids=["run", "iteration"])
-def test_its_logits(convert, tmp_path, path):
+@of_each
+@pytest.mark.parametrize("inside", ["", "iter_0000003"], ids=["run", "iteration"])
+def test_its_logits(convert, tmp_path, saved, inside):
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM
 
-    out, wanted = tmp_path / "out", np.load(LOGITS)
-    assert convert("megatron2hf", path, out, *VOCAB).code == 0
+    out, wanted = tmp_path / "out", np.load(HERE / saved.logits)
+    assert convert("megatron2hf", saved.run / inside, out, "--vocab-size", saved.vocab).code == 0
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
         found = model(torch.tensor(wanted["ids"])).logits.numpy()
-    assert np.abs(found - wanted["logits"][..., :28]).max() < 1e-5 < np.abs(found).max()
+    assert np.abs(found - wanted["logits"][..., : saved.vocab]).max() < saved.near < np.abs(found).max()
 
 
-def test_every_command_reads_it(convert, tmp_path):
-    out, again = tmp_path / "out", tmp_path / "again"
-    told = convert("inspect", RUN, *VOCAB).out
-    assert "megatron_dist, ranks 1, iter_0000003" in told
+@of_each
+def test_every_command_reads_it(convert, tmp_path, saved):
+    out, again, run, words = tmp_path / "out", tmp_path / "again", saved.run, ("--vocab-size", saved.vocab)
+    told = convert("inspect", run, *words).out
+    assert f"{saved.name}, iter_0000003" in told
     assert "fp32, exp_avg, exp_avg_sq (distributed optimizer)" in told
-    assert convert("verify", RUN).code == 0, "its own checksums"
-    assert convert("megatron2hf", RUN, out, *VOCAB).code == 0
-    assert convert("verify", out, RUN, *VOCAB).code == 0
-    assert convert("reshard", RUN, again, "--tp", 2, "--format", "torch_dist", *VOCAB).code == 0
-    assert convert("diff", RUN, again, *VOCAB).code == 0
-    digests = {convert("digest", place, *VOCAB).out.split()[0] for place in (RUN, RUN / "iter_0000003", out, again)}
+    assert convert("verify", run).code == 0, "its own checksums"
+    assert convert("megatron2hf", run, out, *words).code == 0
+    assert convert("verify", out, run, *words).code == 0
+    assert convert("reshard", run, again, "--tp", 2, "--format", saved.resharded, *words).code == 0
+    assert convert("diff", run, again, *words).code == 0
+    digests = {convert("digest", place, *words).out.split()[0] for place in (run, run / "iter_0000003", out, again)}
     assert len(digests) == 1
 
 

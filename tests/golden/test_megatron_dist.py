@@ -64,6 +64,8 @@ CASES = (
     Case("qwen3_next", 2, 1, "numbered", norm="te", experts=("--ep", 2)),
     Case("qwen3_5_text", 4, 1, "numbered", optimizer="fully_reshardable", norm="te"),
     Case("qwen3_5_text-tied", 1, 2, "split", "bfloat16", norm="te"),
+    Case("nemotron_h", 2, 2, "numbered", norm="te", experts=("--ep", 2)),
+    Case("nemotron_h-latent", 1, 1, "stacked", norm="te"),
     Case("gpt_oss", 2, 1, "stacked", norm="te", experts=("--etp", 1)),
     Case("gpt_oss-tied", 1, 2, "split", "bfloat16", experts=("--ep", 4, "--etp", 1)),
 )
@@ -83,7 +85,7 @@ def write(convert, source: Path, out: Path, case: Case) -> None:
 
 def damaged(folder: Path, what: str) -> None:
     """Swap what is of equal size: coverage and digests are blind to it, the judge must not be."""
-    stored = {placed.key: placed.fragment for placed in open_checkpoint(folder).tensors}
+    stored = {placed.key: placed.fragment for placed in open_checkpoint(folder).fragments()}
     one, other = (stored[f"decoder.layers.{layer}.mlp.linear_fc1.weight"] for layer in (1, 2))
     half = one.nbytes // 2
     starts, length = (

@@ -1,4 +1,7 @@
-"""Megatron-FSDP: what 0.19.2 saved as fsdp_dtensor is read bit for bit, with its optimizer; torch reads both sides."""
+"""Megatron-FSDP: what 0.19.2 saved as fsdp_dtensor is read bit for bit, with its optimizer; torch reads both sides.
+
+Its logits, and that every command reads it: test_megatron_0192.py.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ from tests.faults.dcp_tools import refused
 from tests.models import files
 
 RUN = Path(__file__).with_name("megatron_0192") / "fsdp_dtensor"
-LOGITS = RUN.with_name("fsdp_logits.npz")
 VOCAB = ("--vocab-size", 60)
 LAYER = "decoder.layers.0."
 PARAMETERS = {
@@ -40,34 +42,6 @@ def tensors(folder: Path) -> dict[str, Any]:
     }
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     return state
-
-
-@pytest.mark.parametrize("path", [RUN, RUN / "iter_0000003"], ids=["run", "iteration"])
-def test_its_logits(convert, tmp_path, path):
-    import numpy as np
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    out, wanted = tmp_path / "out", np.load(LOGITS)
-    assert convert("megatron2hf", path, out, *VOCAB).code == 0
-    with torch.no_grad():
-        model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-        found = model(torch.tensor(wanted["ids"])).logits.numpy()
-    assert np.abs(found - wanted["logits"][..., :60]).max() < 2e-6 < np.abs(found).max()
-
-
-def test_every_command_reads_it(convert, tmp_path):
-    out, again = tmp_path / "out", tmp_path / "again"
-    told = convert("inspect", RUN, *VOCAB).out
-    assert "megatron_fsdp, ranks 2, iter_0000003" in told
-    assert "fp32, exp_avg, exp_avg_sq (distributed optimizer)" in told
-    assert convert("verify", RUN).code == 0, "its own checksums"
-    assert convert("megatron2hf", RUN, out, *VOCAB).code == 0
-    assert convert("verify", out, RUN, *VOCAB).code == 0
-    assert convert("reshard", RUN, again, "--tp", 2, "--format", "torch", *VOCAB).code == 0
-    assert convert("diff", RUN, again, *VOCAB).code == 0
-    digests = {convert("digest", place, *VOCAB).out.split()[0] for place in (RUN, RUN / "iter_0000003", out, again)}
-    assert len(digests) == 1
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

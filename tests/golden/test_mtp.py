@@ -50,6 +50,8 @@ def with_second(source: Path, out: Path, seed: int = 3) -> Path:
     for key, value in list(more.items()):
         if key.endswith("e_score_correction_bias"):
             more[key] = value.float()
+    if not qwen:  # as on the Hub
+        (out / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}, indent=2) + "\n")
     save_file(held | more, out / "model.safetensors", {"format": "pt"})
     return out
 

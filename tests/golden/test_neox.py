@@ -252,7 +252,7 @@ def test_every_line_of_the_tables_was_written_by_neox():
     seen: dict[str, set[tuple[str, str]]] = {"llama": set(), "gpt_neox": set()}
     for case in CASES:
         held = open_checkpoint(case, Settings(vocab_size=int(flags(case)[1]), gqa_layout=flags(case)[3]))
-        for placed in held.tensors:
+        for placed in held.fragments():
             spelling = placed.slot.rule.spellings[placed.slot.keys.index(placed.key)]
             key = re.sub(r"^\d+\.(?=norm)", "{norm}.", re.sub(r"^\d+\.(?=final)", "{head}.", spelling))
             seen[held.spec.family].add((key, placed.slot.rule.pattern.text))

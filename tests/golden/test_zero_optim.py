@@ -72,7 +72,8 @@ def test_states_of_neox(made, source, gqa, tmp_path):
         settings["config"].write_text(json.dumps(YML | {"no_weight_tying": "tied" not in source}))
     held = optimizer(path, **settings)
     for state, weights in (("fp32", "fp32-master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
-        assert held.states[state].tensors == open_checkpoint(path, Settings(**settings, weights=weights)).tensors
+        again = open_checkpoint(path, Settings(**settings, weights=weights))
+        assert list(held.states[state].fragments()) == list(again.fragments())
     assert held.step == (6 if real else 3)
     decay = {key[0] for key, group in held.groups.items() if group.weight_decay}
     assert {key for key, _ in held.groups} - decay == {"input_norm", "post_norm", "final_norm"}

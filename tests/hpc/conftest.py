@@ -33,6 +33,9 @@ PARTITIONS = (
     "standard-g MaxTime=2-00:00:00", "small MaxTime=3-00:00:00", "dev-g MaxTime=03:00:00",
     "boost_usr_prod MaxTime=1-00:00:00", "dcgp_usr_prod MaxTime=1-00:00:00",
     "lrd_all_serial MaxTime=04:00:00 MaxNodes=1 MaxMemPerNode=30800",
+    "booster MaxTime=1-00:00:00", "batch MaxTime=1-00:00:00 MaxMemPerNode=96000", "mem192 MaxTime=1-00:00:00",
+    "normal MaxTime=1-00:00:00", "rome MaxTime=5-00:00:00 MaxMemPerNode=229376", "genoa MaxTime=5-00:00:00",
+    "gpu_a100 MaxTime=5-00:00:00",
 )  # fmt: skip
 CONFIG = """
 ClusterName=lab

@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,25 @@ def test_what_cannot_be_copied_is_said(words, reason):
     ran = copy(*words)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert reason in ran.stderr
+
+
+@pytest.mark.skipif(not shutil.which("rsync"), reason="rsync is not installed")
+@pytest.mark.parametrize("home", [True, False], ids=["home", "away"])
+def test_a_copy_is_verified_where_it_is(model, convert, tmp_path, home):
+    source, out, pipe = tmp_path / "run one", tmp_path / "out", tmp_path / "ssh"
+    assert convert("hf2megatron", model(), source, "--tp", 2).code == 0
+    pipe.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
+    pipe.chmod(0o755)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    places = (f"host:{source}", out) if home else (source, f"host:{out}")
+    ran = copy("--verify", *places, RSYNC_RSH=str(pipe), PATH=path)
+    assert ran.returncode == 0, ran.stderr
+    assert f"{out} equals vitruvian.json: " in ran.stdout
+    shard = next(out.rglob("*.pt"))
+    damaged = bytearray(shard.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    times = shard.stat()
+    shard.write_bytes(damaged)
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))  # so that rsync sees no difference
+    ran = copy("--verify", *places, RSYNC_RSH=str(pipe), PATH=path)
+    assert (ran.returncode, "copy the checkpoint again" in ran.stderr) == (6, True), ran.stderr

@@ -7,6 +7,7 @@ What most formats can hold is drawn more often, so that they write enough of eac
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import gcd
 from typing import Any
 
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from formats.families.family import Family
 from formats.huggingface.layers import FULL, SLIDING
 from formats.huggingface.settings_table import LINES, USUAL
 from formats.model.checks import checked
-from formats.model.settings import CHOICES, EXPERTS, LISTS, TYPES
+from formats.model.settings import CHOICES, LISTS, TYPES
 from formats.model.spec import ModelSpec
 
 SIZE = st.integers(1, 300)
@@ -57,6 +58,9 @@ OFTEN: Mapping[str, st.SearchStrategy[Any]] = {
     "router_groups": st.sampled_from([2, 4, 1]),
     "query_rank": st.none() | SIZE,
     "rope_dim": SIZE.map(lambda half: 2 * half),
+    "expert_latent": st.none() | SIZE,
+    "state_groups": st.sampled_from([1, 2, 4]),
+    "taps": st.sampled_from([4, 4, 3]),
     "linear_key_heads": st.sampled_from([1, 2, 3]),
     "linear_value_heads": st.sampled_from([1, 2, 4]),
 }
@@ -104,7 +108,7 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
         "ffn": draw(SIZE),
         "vocab": draw(SIZE),
         "max_positions": draw(POSITIONS),
-        "norm_epsilon": draw(st.sampled_from([1e-6, 1e-6, 1e-6, 1e-5, 3e-4])),
+        "norm_epsilon": draw(st.sampled_from([*[1e-5 if "state" in traits else 1e-6] * 3, 1e-5, 3e-4])),
         "tied": draw(st.sampled_from([False, False, True])),
         "sliding_window": draw(SIZE | st.none() | SIZE.map(lambda size: 2 * size)) if family.window else None,
         "biases": family.biases_of({key: draw(st.booleans()) if biased is None else biased for key in family.biases}),
@@ -125,7 +129,12 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
     if mixed:
         values["recurrent_layers"] = values["recurrent_layers"][: layers - 1] or (draw(st.integers(0, layers - 1)),)
         values["linear_value_heads"] *= values["linear_key_heads"]
-    if len(values.get("dense_layers", ())) == layers:
+    if "mlp_layers" in keys:  # each layer is one block
+        mlps = values["mlp_layers"] = values["mlp_layers"] or (draw(st.integers(0, layers - 1)),)
+        values["state_layers"] = tuple(layer for layer in values["state_layers"] if layer not in mlps)
+        if "moe" in traits:
+            values["dense_layers"] = tuple(layer for layer in mlps[1:] if layer in values["dense_layers"])
+    elif len(values.get("dense_layers", ())) == layers:
         values["dense_layers"] = ()
     if values["sliding_window"] is None:
         values |= {"full_layers": tuple(range(layers))} if "full_layers" in keys else {}
@@ -139,8 +148,10 @@ def tied_together(values: dict[str, Any], family: Family) -> dict[str, Any]:
     for name, key in keys.items():
         if key in family.requires and name in values:
             values[name] = family.requires[key]
-        if name in (*EXPERTS, "ffn") and first.setdefault(key, name) != name:
+        if key and name in values and name not in LISTS and first.setdefault(key, name) != name:
             values[name] = values[first[key]]  # one key for both
     if LINES.get(("shared_ffn", keys.get("shared_ffn", "")), "").endswith("counted"):  # as wide as so many experts
         values["shared_ffn"] = values["expert_ffn"] * (1 + values["shared_ffn"] % 3)
+    if "state_groups" in keys:
+        values["state_groups"] = gcd(values["state_heads"], values["state_groups"])
     return values

@@ -22,7 +22,7 @@ from formats.layout.boxes import overlap
 from formats.layout.leaves import Leaf, Span, clip
 from formats.layout.lowering import lower, shape
 from formats.layout.pattern import Pattern, parse
-from formats.layout.table import _in_order
+from formats.layout.table import in_order
 from formats.layout.tensors import TENSORS
 
 FUSED = [
@@ -73,7 +73,7 @@ def addresses(leaf: Leaf) -> dict[tuple[str, tuple[int, ...]], int]:
 
 def ordered(leaves: list[Leaf]) -> list[Leaf]:
     layer = [Span("layer", 0, 1, 0)]
-    return [_in_order(leaf, layer if TENSORS[leaf.tensor][0] == "layer" else []) for leaf in leaves]
+    return [in_order(leaf, layer if TENSORS[leaf.tensor][0] == "layer" else []) for leaf in leaves]
 
 
 @given(st.data(), st.sampled_from(FUSED), all_sizes)
@@ -131,7 +131,7 @@ def test_boxes_that_overlap_are_found(boxes):
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 40))
-def test_tiles_partition_a_box_in_order(box, limit):
+def test_tiles_partition_a_boxin_order(box, limit):
     cells = []
     for start, extent in tiles(tuple(box), limit):
         assert prod(extent) <= limit

@@ -23,7 +23,7 @@ from formats.families import family_of, find_family
 from formats.megatron import megatron_llm
 from formats.megatron.args.options import CORE, DIST, FSDP_DTENSOR, Options
 from formats.registry import open_checkpoint
-from tests.models import MODELS, SORTED, files, settings_of
+from tests.models import MODELS, RENAMED, files, settings_of
 
 LLM = megatron_llm.NAME
 
@@ -35,7 +35,7 @@ def to_megatron(source, request, tp: int, **options: Any):
     """
     family = source.spec.family
     options |= {"ep": tp, "etp": 1} if family == "gpt_oss" else {}
-    options |= {"norm": "te"} if source.spec.latent_rank or source.spec.recurrent_layers else {}
+    options |= {"norm": "te"} if source.spec.latent_rank or source.spec.mixed else {}
     return plan_megatron(source, request, Options(tp, **options), None)
 
 
@@ -175,8 +175,8 @@ def held_by_safetensors(folder: Path) -> dict[str, bytes]:
 def test_through_every_format_and_back(model, tmp_path, name):
     """Each format is read back through the library too, tensor by tensor. The files are cut as transformers cuts."""
     base, changes = CASES[name]
-    size = None if base in SORTED else 100_000
-    source = model(base, "bfloat16", shard="100KB" if size else "50GB", **changes)
+    size = None if base in RENAMED else 20_000
+    source = model(base, "bfloat16", shard="20KB" if size else "50GB", **changes)
     wanted_bits = held_by_safetensors(source)
     checkpoint, digests = open_checkpoint(source), set()
     spec, refused = checkpoint.spec, {}

@@ -48,7 +48,7 @@ def test_a_rank_finds_its_parts_in_a_file_of_its_own(model, convert, tmp_path):
     words = ["--format", "torch_dist", "--tp", 2, "--pp", 2]
     assert convert("hf2megatron", model("llama"), tmp_path / "out", *words).code == 0
     stages: dict[object, set[int]] = {}
-    for one in open_checkpoint(tmp_path / "out").tensors:
+    for one in open_checkpoint(tmp_path / "out").fragments():
         rank = int(one.fragment.path.name.split("_")[2])
         layer = one.slot.layer
         stages.setdefault(one.key.split(".")[0] if layer is None else layer, set()).add(rank // 2)

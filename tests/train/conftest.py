@@ -87,6 +87,11 @@ class Forks:
     def __init__(self, mother: subprocess.Popen[str], folder: Path) -> None:
         self.mother, self.folder = mother, folder
 
+    @staticmethod
+    def place() -> dict[str, str]:
+        """The variables of a training, which runs in the folder that this process is in."""
+        return environment() | {"PWD": str(Path.cwd())}
+
     def ask(self, what: dict[str, Any]) -> Any:
         """What the mother answers."""
         assert self.mother.stdin is not None
@@ -98,13 +103,13 @@ class Forks:
     def __call__(self, words: list[str], ranks: int, script: Path | None = None) -> tuple[int, str]:
         """Exit code and output."""
         out = self.folder / "out"
-        asked = {"words": words, "env": environment(), "out": str(out), "script": script and str(script)}
+        asked = {"words": words, "env": self.place(), "out": str(out), "script": script and str(script)}
         return self.ask({**asked, "ranks": ranks, "seconds": 240}), out.read_text()
 
     def start(self, words: list[str]) -> Fork:
         """Start `train` on one rank."""
         out = self.folder / "started"
-        asked = {"words": words, "env": environment(), "out": str(out), "script": None}
+        asked = {"words": words, "env": self.place(), "out": str(out), "script": None}
         return Fork(self.ask, self.ask(asked), out)
 
 

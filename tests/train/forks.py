@@ -39,6 +39,7 @@ def rank_main(words: list[str], settings: dict[str, str], out: str, script: str 
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
     os.environ.update(settings)
+    os.chdir(settings["PWD"])
     sys.argv = ["train", *words]
     code: Any = 1
     try:

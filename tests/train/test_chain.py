@@ -1,4 +1,4 @@
-"""From JSON lines to a model on a Hub that answers: every command as `make demo` shows it."""
+"""From JSON lines to a model on a Hub that answers: the commands of `make demo`, those with torch as forks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import demo, demo_train
 from tests.demo_train import chain, dialogues, turns
 from tests.hub.conftest import environment, finish, spawn
 from tests.hub.server import Hub
@@ -28,8 +29,17 @@ for asked in json.loads(sys.argv[1]):
 """
 
 
-def test_dialogues_become_a_model_on_a_hub_that_answers(tmp_path, monkeypatch):
+def test_dialogues_become_a_model_on_a_hub_that_answers(forks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+    def command(*words: str, **settings: str) -> str:
+        if not {"run", "chat"} & {*words}:
+            return demo.command(*words, **settings)
+        code, out = forks([*words[words.index("train") + 1 :]], 2 if words[0] == "torchrun" else 1)
+        assert code == 0, out
+        return out
+
+    monkeypatch.setattr(demo_train, "command", command)
     asked, told = zip(*map(turns, dialogues()[:20]), strict=True)
     with Hub(tmp_path / "hub") as hub:
         shown = chain(hub)

@@ -95,13 +95,64 @@ def test_a_buffer_that_nothing_computes_is_refused(model, monkeypatch):
         fill_buffers(ours, torch.device("cpu"))
 
 
-def test_a_loss_of_the_router_is_refused(model):
+def test_a_loss_of_the_router_that_a_class_lacks_is_refused(model):
     from formats.errors import UnsupportedError
+    from train.model.trainee import Trainee
 
-    config = open_config(model("mixtral"))
+    config = open_config(model("llama"))
     config.output_router_logits = True
-    with pytest.raises(UnsupportedError, match="a loss of the router"):
-        make(config, "sdpa")
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM has no loss of the router"):
+        Trainee(make(config, "sdpa"), "sdpa")
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_the_loss_of_the_router_is_that_of_transformers(model, data, settings, run, tmp_path):
+    """Of a batch of one row, whose documents a mask of blocks keeps apart; and the same on any ranks."""
+    import json
+    import shutil
+
+    from transformers import AutoModelForCausalLM
+
+    from train.data.rows import open_rows
+    from train.settings.batching import Order
+    from train.settings.config import Data
+
+    folder = tmp_path / "start"
+    shutil.copytree(model("mixtral", vocab_size=253), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"output_router_logits": True, "router_aux_loss_coef": 0.5})
+    )
+    rows = open_rows(Data(train=[data], seq_length=64), [data], 1234)
+    flat = rows.flat([Order(len(rows), 1234, 8).row(0)])
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    begins = torch.zeros(len(flat.labels), dtype=torch.int64)
+    begins[flat.cu_seqlens[1:-1].tolist()] = 1
+    document = begins.cumsum(0)
+    seen = (document[:, None] == document[None]).tril()[None, None]
+    mask = torch.zeros(seen.shape).masked_fill(~seen, -1e9)
+    labels = torch.from_numpy(flat.labels)
+    out = plain.model(
+        input_ids=torch.from_numpy(flat.input_ids)[None], position_ids=torch.from_numpy(flat.position_ids)[None],
+        attention_mask=mask, output_router_logits=True, use_cache=False,
+    )  # fmt: skip
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    logits = plain.lm_head(out.last_hidden_state[0])
+    loss = torch.nn.functional.cross_entropy(logits, labels)
+    loss = loss + 0.5 * load_balancing_loss_func(out.router_logits, plain.num_experts, plain.num_experts_per_tok)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    words = ["--model.path", folder, "--steps.train_iters", 1]
+    one = run(settings("mixtral"), *words, "--batch.size", 1, "--batch.micro", 1, save="one")
+    assert one.code == 0, one.out
+    assert one.series("loss") == pytest.approx([float(loss)], abs=NEAR)
+    assert one.series("grad_norm") == pytest.approx([float(norm)], abs=1e-5)
+    many = run(settings("mixtral"), *words, "--batch.micro", 4, save="many")
+    ranks = run(settings("mixtral"), *words, "--batch.micro", 1, ranks=2, save="ranks")
+    for series in ("loss", "grad_norm"):
+        assert many.series(series) == pytest.approx(ranks.series(series), abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["ernie4_5_moe", "minimax_m2", "hy_v3", "glm4_moe"])

@@ -276,3 +276,29 @@ def test_documents_that_are_left_out_are_told(settings, train):
     assert "documents with" in told.err
     assert "are longer than a row: left out" in told.err
     assert "longer than a row" not in train("plan", settings(data={"seq_length": 15, "packing": "packed"})).err
+
+
+@pytest.mark.distributed
+def test_random_weights_are_those_of_transformers(model, settings, run, train, convert, tmp_path):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare/config.json").write_bytes((model("llama", vocab_size=253) / "config.json").read_bytes())
+    words = ["--model.path", tmp_path / "bare", "--model.init", "config", "--seed", 7]
+    planned = json.loads(train("plan", settings(), *words, "--json").out)
+    assert planned["parameters"] == 155840
+    torch.manual_seed(7)
+    plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "bare"), dtype=torch.float32)
+    plain.save_pretrained(tmp_path / "plain")
+    stopped = run(settings(), *words, "--steps.exit_interval", 4, ranks=2)
+    digests = [convert("digest", path).out.split()[0] for path in (tmp_path / "plain", stopped.save / "start")]
+    assert digests[0] == digests[1]
+    done = run(settings(), *words)
+    assert done.code == 0, done.out
+    losses = done.series("loss")
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
+    lacking = run(settings(), "--model.path", tmp_path, "--model.init", "config", save="none")
+    assert lacking.code == 3
+    assert "has no config.json, which model.init config needs" in lacking.out

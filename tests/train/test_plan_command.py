@@ -32,6 +32,8 @@ def test_the_plan_of_a_training(settings, train):
     timed = train("plan", settings(), "--ranks", 2, "--device", "A100", "--mfu", 0.5)
     hours = found["flops"] / (312e12 * 0.5 * 2) / 3600
     assert f"about {hours:.3g} h on 2 A100 at 50 % MFU, {2 * hours:.3g} GPU hours" in timed.out
+    timed = train("plan", settings(), "--ranks", 2, "--device", "A100", "--mfu", 0.5, "--gpus-per-node", 8)
+    assert f"{2 * hours:.3g} GPU hours, {hours:.3g} node hours on 1 nodes" in timed.out
     assert train("plan", settings(), "--device", "abacus").code == 2
     wrong = train("plan", settings(), "--ranks", 3)
     assert wrong.code == 2

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 
 from formats.errors import VitruvianError
-from formats.huggingface.config import from_huggingface
+from formats.families import find_family
+from formats.huggingface.config import from_huggingface, to_huggingface
 from formats.megatron.args.flags import chosen
+from formats.registry import open_checkpoint
 from tests.golden.test_mtp import with_second
 from tests.models import settings_of
 
@@ -100,3 +104,63 @@ def test_the_flags_are_those_of_a_release_that_builds_it(model, convert, tmp_pat
     assert chosen({"mtp_num_layers": 1}, None, ())[0] == "0.19"
     told = json.loads(convert("hf2megatron", source, tmp_path / "m3", "--drop", "mtp", "-n", "--json").out)
     assert any("is not carried: 15 such as mtp." in note for note in told["notes"])
+
+
+def test_the_config_says_how_many_layers_predict_further_tokens(model, convert, tmp_path):
+    """Of a Megatron run too that has no config; what is left out is not there."""
+    source, run = with_second(model("deepseek_v3"), tmp_path / "hf"), tmp_path / "m"
+
+    def said(folder):
+        return json.loads((folder / "config.json").read_text()).get("num_nextn_predict_layers")
+
+    assert convert("hf2megatron", source, run).code == 0
+    shutil.rmtree(run / "huggingface")
+    ran = convert("megatron2hf", run, tmp_path / "back", "--set", "vocab=211")
+    assert (ran.code, said(tmp_path / "back")) == (0, 1), ran.err
+    assert convert("hf2hf", source, tmp_path / "less", "--drop", "mtp").code == 0
+    assert (said(source), said(tmp_path / "less")) == (1, 0)
+
+
+# --- layers that are one block ---------------------------------------------------------------------------------------
+
+
+def test_patterns_and_lists_of_blocks_are_one_model():
+    """The Hub's pattern, the list of transformers, and what some words were before."""
+    new = settings_of("nemotron_h")
+    named = {key: value for key, value in new.items() if key != "layers_block_type"}
+    old = named | {"layers_block_type": ["mamba", "mlp", "attention", "moe"]}
+    pattern = named | {"hybrid_override_pattern": "M-*E"}
+    specs = [from_huggingface({**EPSILON, **one}, {}, "one") for one in (new, old, pattern)]
+    assert specs[0] == specs[1] == specs[2]
+    assert [sorted(kinds) for kinds in specs[0].layer_kinds] == [["state"], ["dense"], ["attention"], ["sparse"]]
+    assert find_family(named | {"hybrid_override_pattern": "M-*-"}).name == "nemotron_h_dense"
+    longer = to_huggingface(replace(specs[2], layers=5), pattern)
+    assert longer["hybrid_override_pattern"] == "M-*E*"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "reason"),
+    [
+        (["--norm", "local"], 5, "has the layers of a nemotron_h of Transformer Engine alone"),
+        (["--tp", 8], 5, "4 groups of its state spaces do not divide over tp = 8"),
+        (["--pp", 2, "--vpp", 2], 5, "no virtual pipeline chunks of a nemotron_h"),
+        (["--megatron-version", "0.15"], 5, "the first that does is 0.16: no layer of its hybrids has experts"),
+        (["--format", "fsdp_dtensor"], 4, "a state space is not supported in fsdp_dtensor"),
+        (["--set", "taps=3"], 3, "mixer.conv1d.weight has shape"),
+        (["--set", "norm_epsilon=1e-6"], 5, "its norms have an epsilon of 1e-06, those of its state spaces 1e-05"),
+    ],
+)
+def test_what_megatron_has_no_hybrids_with(model, convert, tmp_path, words, code, reason):
+    ran = convert("hf2megatron", model("nemotron_h"), tmp_path / "m", *words)
+    assert (ran.code, reason in ran.err) == (code, True), ran.err
+
+
+def test_a_hybrid_without_a_config_and_the_names_of_a_convolution(model, convert, tmp_path):
+    source, run = model("nemotron_h"), tmp_path / "m"
+    for version, name in (("0.18", "conv1d.weight"), ("0.19", "conv1d_weight")):
+        assert convert("hf2megatron", source, run, "--megatron-version", version, "--force").code == 0
+        assert any(placed.key.endswith(f"mixer.{name}") for placed in open_checkpoint(run).tensors)
+        shutil.rmtree(run / "huggingface")
+        ran = convert("megatron2hf", run, tmp_path / version, "--set", "vocab=211")
+        assert ran.code == 0, ran.err
+        assert (tmp_path / version / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()

@@ -25,7 +25,13 @@ def test_only_what_was_written_is_synced(tmp_path, monkeypatch):
     for path in paths:
         path.write_bytes(bytes(4))
     with Files() as files:
-        one, other, last = (files.get_to_write(path) for path in paths)
+        opened = []
+        for path in paths:
+            with files.open(path, writable=True) as fd:
+                opened.append(fd)
+        files.sync()
+        synced.clear()
+        one, other, last = opened
         for path, seen in ((paths[0], [one]), (None, []), (paths[1], [other]), (paths[0], [one]), (None, [])):
             if path:
                 files.write(Fragment(path, 0, "U8", (4,), (1,)), 0, memoryview(b"abcd"))

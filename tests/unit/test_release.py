@@ -137,3 +137,18 @@ def test_both_container_files_are_of_one_recipe():
     assert {word for line in re.findall(r"^COPY (.*) \S+$", docker, re.MULTILINE) for word in line.split()} == wanted
     pip = re.findall(r"^    PIP_ARGS=(.*)$", recipe, re.MULTILINE)[0]
     assert f"post.sh cpu {pip}\n" in docker
+
+
+def test_a_skip_for_want_of_a_required_program_is_a_failure(monkeypatch):
+    from types import SimpleNamespace
+
+    from tests import conftest
+
+    monkeypatch.setattr(conftest, "REQUIRED", ["apptainer"])
+    for reason, outcome in {"Skipped: apptainer is not installed": "failed", "Skipped: wants root": "skipped"}.items():
+        report = SimpleNamespace(skipped=True, outcome="skipped", longrepr=("file", 1, reason))
+        hook = conftest.pytest_runtest_makereport()
+        next(hook)
+        with pytest.raises(StopIteration) as ended:
+            hook.send(report)
+        assert ended.value.value.outcome == outcome

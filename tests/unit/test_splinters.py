@@ -187,6 +187,7 @@ def test_the_line_of_a_training(tmp_path):
 
     log = object.__new__(Log)
     log.folder, log.every, log.peak, log.ranks, log.seconds, log.trackers = tmp_path, 20, None, 1, 0.0, []
+    log.spike, log.losses = None, []
     said: list[str] = []
     step = Step(2.3141, 0.6999, 3923, 7693, 1, 462_000_000, 2.4e-6, False, False, False)
     log.line(SimpleNamespace(step=60, offset=0, tokens=1), 1000, step, 1.0, said.append)

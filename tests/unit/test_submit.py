@@ -27,7 +27,7 @@ from formats.errors import RefusedError, UsageError
 
 ROOT = Path(__file__).parents[2]
 CONTAINERS = ROOT / "containers"
-SITES = ("lumi", "leonardo", "local")
+SITES = sorted(path.stem for path in (CONTAINERS / "sites").glob("*.sh"))
 SCRIPTS = sorted([CONTAINERS / "run", CONTAINERS / "copy", CONTAINERS / "schedule.sh", *CONTAINERS.glob("*/*.sh")])
 TREE = {
     "model": {"path": "start"}, "data": {"train": ["P"], "seq_length": 64}, "batch": {"size": 192},
@@ -138,6 +138,14 @@ def test_the_shell_and_the_submission_read_the_same_facts(site):
     assert options_of(facts["SITE_GPU"].split()) == found.gpu
     assert facts["SITE_SRUN"].split() == found.srun
     assert [options_of(facts[f"SITE_CPU_{number}"].split()) for number in range(1, 1 + len(found.cpu))] == found.cpu
+
+
+def test_where_memory_comes_with_cores_no_memory_is_asked_for():
+    site = load_site("marenostrum5")
+    header = cpu_header(site, Wishes("marenostrum5", {}, None), 3600, 9001)
+    assert (header["cpus-per-task"], "mem" in header, header["qos"]) == ("5", False, "gp_ehpc")
+    with pytest.raises(RefusedError, match="more than a partition of marenostrum5 has"):
+        cpu_header(site, Wishes("marenostrum5", {}, None), 3600, 300_000)
 
 
 def test_the_masks_of_lumi_are_seven_cores_each_beside_their_die():

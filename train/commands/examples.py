@@ -16,7 +16,8 @@ EXAMPLES = {
     "packs merge": "sliced/U1_1 sliced/merged/U1_1",
     "packs iters": "sliced/merged",
     "packs append-eod": "sliced/merged/U1_1/U1_1.bin 48 append",
-    "init": "run1 --from base --data data_text_document",
+    "init": "run1 --from base --data data_text_document\n"
+    "run2 --from-axolotl axolotl.yml --from base --data data_text_document",
     "plan": "run1/config.yml --ranks 64",
     "run": "run1/config.yml --optim.lr 1e-5",
     "submit": "run1/config.yml --site lumi --account PROJECT --nodes 24 -n",

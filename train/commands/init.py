@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from converters.commands.options import FILE, FOLDER
+from converters.commands.options import FILE, FOLDER, together
 from converters.common.cli_help import command
 from formats.errors import UsageError
+from train.settings.other_trainers import TRAINERS
+
+others = together(
+    *(
+        click.option(f"--from-{name}", name.replace("-", "_"), type=FILE, help=f"Take the settings of {trainer.name}.")
+        for name, trainer in TRAINERS.items()
+    )
+)
 
 
 @command()
@@ -21,8 +30,15 @@ from formats.errors import UsageError
     "--gqa-layout", type=click.Choice(["auto", "blocked", "grouped"]), default="auto",
     help="QKV order of a GPT-NeoX checkpoint, as for `convert`.",
 )  # fmt: skip
+@others
 def init(
-    folder: Path, start: Path | None, before: Path | None, data: tuple[Path, ...], config: Path | None, gqa_layout: str
+    folder: Path,
+    start: Path | None,
+    before: Path | None,
+    data: tuple[Path, ...],
+    config: Path | None,
+    gqa_layout: str,
+    **others: Path | None,
 ) -> None:
     """Make a run folder: every setting explained, the start linked.
 
@@ -31,10 +47,20 @@ def init(
     train init run2 --after run1/config.yml --data Q_text_document
 
     A checkpoint's global step becomes the iteration offset. A phase that follows another one uses its save folder.
+    Of another trainer's file it is printed what each key became, and what was left; the start is its model if that
+    is a folder here.
     """  # noqa: D301  # \b makes click keep the line breaks
     from train.tools.init_folder import init as begin
     from train.tools.init_folder import init_after
 
+    given = {name.replace("_", "-"): path for name, path in others.items() if path is not None}
+    if len(given) > 1 or (given and before is not None):
+        raise UsageError("give one file of settings", f"--from-{next(iter(given))} or the other one")
+    settings = _translated(*next(iter(given.items()))) if given else {}
+    if start is None and given:
+        start = Path(str(settings.get("model.path")))
+        if not start.is_dir():
+            raise UsageError(f"the model {start} is no folder here", "--from FOLDER names it")
     if (start is None) == (before is None):
         raise UsageError("give one of --from CHECKPOINT and --after CONFIG")
     if before is not None and (config is not None or gqa_layout != "auto"):
@@ -42,9 +68,19 @@ def init(
     if before is not None:
         path = init_after(folder, before, data)
     else:
-        path = begin(folder, Path(str(start)), data, config, gqa_layout)
+        path = begin(folder, Path(str(start)), data, config, gqa_layout, settings)
     click.echo(path)
     click.echo(
         f"hint: look at it, then: train plan {path} && torchrun --nproc-per-node 8 -m vitruvian train run {path}",
         err=True,
     )
+
+
+def _translated(name: str, path: Path) -> dict[str, Any]:
+    """The settings of another trainer's file; what each key became is printed."""
+    from train.settings.other_trainers import translate
+
+    settings, lines = translate(TRAINERS[name], path)
+    for line in lines:
+        click.echo(line, err=True)
+    return settings

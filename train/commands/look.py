@@ -145,7 +145,8 @@ def _counted(counts: Counts, seq_length: int | None) -> list[str]:
 
 @command()
 @click.argument("prefix", type=FILE)
-@click.option("--tokenizer", type=FILE, metavar="M", help="Show text and pieces too.")
+@click.argument("model", type=FILE, required=False)
+@click.option("--tokenizer", type=FILE, metavar="M", help="The same as MODEL.")
 @click.option("--first", type=click.IntRange(0), default=100, show_default=True, help="Documents to show.")
 @click.option("--document", type=click.IntRange(0), metavar="N", help="Show this one only.")
 @LOSS
@@ -156,8 +157,10 @@ def _counted(counts: Counts, seq_length: int | None) -> list[str]:
     help="Show the mask of that program, and where it differs from ours.",
 )
 @click.option("--color/--no-color", default=None, help="[default: on a terminal, unless NO_COLOR is set]")
-def show(prefix: Path, **options: Any) -> None:
+def show(prefix: Path, model: Path | None, **options: Any) -> None:
     """Documents as text, pieces and ids: trained tokens in green, masked ones grey.
+
+    MODEL is the tokenizer; without it only ids are shown.
 
     Without colours trained tokens are between » and «.
     """
@@ -168,7 +171,10 @@ def show(prefix: Path, **options: Any) -> None:
     colour = options["color"]
     if colour is None:
         colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    vocabulary = None if options["tokenizer"] is None else open_vocabulary(options["tokenizer"])
+    if model is not None and options["tokenizer"] is not None:
+        raise UsageError(f"{model} and --tokenizer {options['tokenizer']} are both a tokenizer", "give one")
+    tokenizer = model or options["tokenizer"]
+    vocabulary = None if tokenizer is None else open_vocabulary(tokenizer)
     documents = open_documents(prefix, vocabulary, parse_control_tokens(options["control_tokens"]))
     for number in _numbers(options, len(documents.indexed)):
         for line in lines_of(documents, number, vocabulary, options["loss"], options["compat"], colour):

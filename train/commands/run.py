@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -88,10 +89,19 @@ def _hints(settings: Config) -> list[str]:
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="Number of GPUs it will run on.")
 @click.option("--device", metavar="A100|H100|…", help="Estimate the time on GPUs of this kind.")
+@click.option("--gpus-per-node", type=click.IntRange(1), help="With --device: node hours too.")
 @click.option("--mfu", type=click.FloatRange(0, 1, min_open=True), default=0.4, show_default=True,
               help="Expected MFU, the share of their peak; the log of a run has it.")  # fmt: skip
 @as_json
-def plan(config: Path, overrides: tuple[str, ...], ranks: int, device: str | None, mfu: float, as_json: bool) -> None:
+def plan(
+    config: Path,
+    overrides: tuple[str, ...],
+    ranks: int,
+    device: str | None,
+    gpus_per_node: int | None,
+    mfu: float,
+    as_json: bool,
+) -> None:
     """Estimate a training: batch equation, steps, tokens, memory, time. Needs no GPU."""
     from converters.common.progress import size, table
     from train.run.estimate import PEAK, estimate
@@ -100,7 +110,8 @@ def plan(config: Path, overrides: tuple[str, ...], ranks: int, device: str | Non
 
     if device is not None and device not in PEAK:
         raise UsageError(f"the peak speed of a {device} is not known", f"--device is one of {', '.join(PEAK)}")
-
+    if gpus_per_node is not None and device is None:
+        raise UsageError("--gpus-per-node needs --device, which says how long it takes", "--device A100")
     settings, notes = load_config(config, overrides)
     needs = estimate(settings, ranks)
     total, tokens = sum(needs.memory.values()), sum(row_plan.counts["tokens"] for row_plan in needs.rows.plans)
@@ -127,7 +138,9 @@ def plan(config: Path, overrides: tuple[str, ...], ranks: int, device: str | Non
     ]
     if seconds is not None:
         hours = f"about {seconds / 3600:.3g} h on {ranks} {device} at {100 * mfu:g} % MFU"
-        lines.append(("time", f"{hours}, {seconds * ranks / 3600:.3g} GPU hours"))
+        nodes = math.ceil(ranks / gpus_per_node) if gpus_per_node else 0
+        of_nodes = f", {seconds * nodes / 3600:.3g} node hours on {nodes} nodes" if nodes else ""
+        lines.append(("time", f"{hours}, {seconds * ranks / 3600:.3g} GPU hours{of_nodes}"))
     click.echo(table(lines, ""))
     if needs.mixture:
         mixed = [

@@ -43,6 +43,7 @@ class Flat(NamedTuple):
         cu_seqlens: where documents begin, and n, int32[d + 1].
         longest: inputs of the longest document, 0 if there is none.
         trained: number of trained labels.
+        rows: where rows begin, and n; empty for a single row.
     """
 
     input_ids: NDArray[np.int64]
@@ -51,6 +52,7 @@ class Flat(NamedTuple):
     cu_seqlens: NDArray[np.int32]
     longest: int
     trained: int
+    rows: Sequence[int] = ()
 
     @property
     def tokens(self) -> int:
@@ -131,8 +133,8 @@ class Rows:
 
     def flat(self, numbers: Sequence[int]) -> Flat:
         """Some rows, flattened. No rows give one untrained input, because every rank takes part in every step."""
-        pieces = [piece for number in numbers for piece in self._pieces(number)]
-        pieces = [(tokens, mask) for tokens, mask in pieces if len(tokens) > 1]
+        rows = [[piece for piece in self._pieces(number) if len(piece[0]) > 1] for number in numbers]
+        pieces = [piece for row in rows for piece in row]
         if not pieces:
             zero = np.zeros(1, np.int64)
             return Flat(zero, zero + IGNORED, zero, np.array([0, 1], np.int32), 0, 0)
@@ -145,6 +147,7 @@ class Rows:
             np.array(shares(sizes), np.int32),
             max(sizes),
             int((labels != IGNORED).sum()),
+            shares([sum(len(tokens) - 1 for tokens, _ in row) for row in rows]),
         )
 
     def _pieces(self, number: int) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:

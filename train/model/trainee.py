@@ -26,6 +26,7 @@ from train.data.rows import CHUNK, IGNORED, Flat, Rows
 from train.model.attention import forward_kwargs, keep_apart, named
 from train.model.fused_experts import Fused, keys_of
 from train.model.parts import decoder_of
+from train.model.router_loss import router_loss
 from train.start.start_weights import MAKE
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -47,7 +48,7 @@ class Trainee(nn.Module):
 
     def __init__(self, model: Any, backend: str, kernels: str = "torch") -> None:
         super().__init__()
-        self.model, self.backend, self.kernels = model, backend, kernels
+        self.model, self.backend, self.kernels, self.balance = model, backend, kernels, router_loss(model)
         keep_apart(model)
         head = model.get_output_embeddings()
         head.forward = _with_loss(head.forward, model.config)
@@ -59,15 +60,18 @@ class Trainee(nn.Module):
         noise: torch.Tensor | None = None,
         predicted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The sum of the losses of all trained labels, float32; `predicted` as in `summed_loss`."""
+        """The sum of the losses of all trained labels, float32; `predicted` as in `summed_loss`.
+
+        In training the loss of the router is part of it, where the model has one.
+        """
         kwargs = forward_kwargs(flat, device, self.backend)
         if noise is not None:
             embedded = self.model.get_input_embeddings()(kwargs.pop("input_ids"))
             kwargs["inputs_embeds"] = embedded + noise.to(embedded.dtype)
-        hidden = decoder_of(self.model)(**kwargs).last_hidden_state[0]
+        out = decoder_of(self.model)(**kwargs)
         labels = torch.from_numpy(flat.labels).to(device)
-        loss: torch.Tensor = self.model.get_output_embeddings()(hidden, labels, predicted)
-        return loss
+        loss: torch.Tensor = self.model.get_output_embeddings()(out.last_hidden_state[0], labels, predicted)
+        return loss if self.balance is None or not self.training else loss + self.balance(out.router_logits, flat)
 
 
 def adjusted(logits: torch.Tensor, config: Any) -> torch.Tensor:
@@ -152,17 +156,9 @@ def make(model_config: Any, backend: str, dtype: torch.dtype = torch.float32) ->
         model_config: its configuration.
         backend: a key of `attention.BACKENDS`.
         dtype: of all its weights.
-
-    Raises:
-        UnsupportedError: the configuration asks for an auxiliary loss beside that of the labels.
     """
     from transformers import AutoModelForCausalLM
 
-    if getattr(model_config, "output_router_logits", False):
-        raise UnsupportedError(
-            "its config.json says output_router_logits, which adds a loss of the router that is not trained here",
-            "set it to false",
-        )
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             model_config, dtype=dtype, attn_implementation=named(backend)

@@ -15,9 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from formats.disk.json_file import read_json
 from formats.errors import UnsupportedError, UsageError
+from formats.huggingface.config import from_huggingface
 from formats.huggingface.folder import model_slots
-from formats.model.spec import ModelSpec
+from formats.model.spec import ModelSpec, Spec
 from formats.model.vocab_rows import EMBEDDING, HEAD
 from train.data.rows import CHUNK, Rows, check_tokenizer, lengths, open_rows
 from train.settings.batching import Order, Sizes, batch_sizes, make_order
@@ -103,7 +105,11 @@ def estimate(config: Config, ranks: int) -> Estimate:
     check_schedule(config, steps)
     check_effect(config, steps)
     check_tokenizer(rows.documents, started(config.model.path))
-    spec = open_checkpoint(started(config.model.path), settings_of(config)).spec
+    path = started(config.model.path)
+    if config.model.init == "config":
+        spec: Spec = from_huggingface(read_json(path / "config.json"), {}, str(path))
+    else:
+        spec = open_checkpoint(path, settings_of(config)).spec
     counted = sum(prod(shape) for _, _, shape in spec.boxes(None))
     if not isinstance(spec, ModelSpec):
         raise UnsupportedError(f"{config.model.path} is of no known family: its sizes are not known either")

@@ -38,7 +38,7 @@ FREE = frozenset({
 })  # fmt: skip
 """Keys of a config that do not affect the training: `model.dtype` sets the dtype, token files determine the tokens
 (transformers 5.23.0 configuration_utils.py)."""
-LIMITS = Limits(replicas="first")
+LIMITS = Limits(threads=2, replicas="first")
 """transformers reads one copy of a tied head."""
 
 

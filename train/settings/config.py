@@ -55,6 +55,9 @@ class Model(_Part):
     """The model."""
 
     path: Path = Field(description="Checkpoint to start from, of any format; see `convert formats`.")
+    init: Literal["checkpoint", "config"] = Field(
+        "checkpoint", description="config: path is a Hugging Face folder, and the weights are random."
+    )
     config: Path | None = Field(None, description="Hugging Face folder with the config and tokenizer it lacks.")
     tokenizer: Path | None = Field(
         None, description="File of the tokenizer, for a checkpoint without: of SentencePiece, or tokenizer.json."

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from blake3 import blake3
 
@@ -58,6 +60,8 @@ def folder_of(config: Config, resumed: bool = False) -> Path:
     if resumed and is_folder(config.model.path):
         return config.model.path  # an older run that saves into its start folder: its own checkpoint has the weights
     path, out = started(config.model.path), config.save.path / CONVERTED
+    if config.model.init == "config":
+        return _random(path, config.seed, out)
     if is_folder(path):
         return path
     if resumed and is_folder(out) and config.model.path.resolve() == config.save.path.resolve():
@@ -83,6 +87,44 @@ def folder_of(config: Config, resumed: bool = False) -> Path:
     write_file(note, made_of)
     if not is_folder(out):
         raise UsageError(f"{path} was converted to {out}, which has no config.json", "--model.config HF_FOLDER")
+    return out
+
+
+def _random(path: Path, seed: int, out: Path) -> Path:
+    """A Hugging Face folder with the config and tokenizer of another and random weights, unless it is there.
+
+    They are those that transformers initialises after `torch.manual_seed(seed)`, on this rank, which needs memory for
+    all of them.
+
+    Raises:
+        SourceError: the folder has no config.json, or transformers does not know its model.
+    """
+    if not (path / "config.json").is_file():
+        raise SourceError(f"{path} has no config.json, which model.init config needs", "--model.path HF_FOLDER")
+    note, made_of = out.with_name(f".{CONVERTED}"), (path / "config.json").read_bytes() + f" {seed}".encode()
+    if is_folder(out) and note.is_file() and note.read_bytes() == made_of:
+        return out
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from converters.common.atomic import write_file
+
+    staging = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        model_config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        torch.manual_seed(seed)
+        model: Any = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise SourceError(f"transformers makes no model of {path / 'config.json'}: {why}") from error
+    model.save_pretrained(staging)
+    for file in sorted(path.iterdir()):
+        if file.suffix in (".json", ".jinja", ".model", ".txt") and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, staging / file.name)
+    shutil.rmtree(out, ignore_errors=True)
+    staging.rename(out)
+    write_file(note, made_of)
     return out
 
 

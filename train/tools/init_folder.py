@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import yaml
@@ -48,7 +48,14 @@ class Start(NamedTuple):
     seq_length: int
 
 
-def init(folder: Path, start: Path, data: Sequence[Path], base: Path | None = None, gqa_layout: str = "auto") -> Path:
+def init(
+    folder: Path,
+    start: Path,
+    data: Sequence[Path],
+    base: Path | None = None,
+    gqa_layout: str = "auto",
+    given: Mapping[str, Any] = MappingProxyType({}),
+) -> Path:
     """Make a run folder.
 
     Args:
@@ -57,6 +64,7 @@ def init(folder: Path, start: Path, data: Sequence[Path], base: Path | None = No
         data: token files.
         base: Hugging Face folder with config and tokenizer, for a checkpoint that has none.
         gqa_layout: see `Settings`.
+        given: settings by dotted names, of a file of another trainer.
 
     Returns:
         The path of the settings.
@@ -82,7 +90,11 @@ def init(folder: Path, start: Path, data: Sequence[Path], base: Path | None = No
         "batch.micro": 1, "optim.lr": 1e-5, "steps.epochs": 1, "steps.iteration_offset": linked.offset,
         "save.path": folder / "checkpoints",
     }  # fmt: skip
-    more = {"model.config": base} if base else {}
+    more: dict[str, Any] = {"model.config": base} if base else {}
+    more |= {name: value for name, value in given.items() if name not in ("model.path", "data.train", "save.path")}
+    for other, instead in (("batch.accumulation", "batch.size"), ("steps.train_iters", "steps.epochs")):
+        if other in more:
+            values.pop(instead)
     return _write(folder, values | more | ({"model.gqa_layout": gqa_layout} if gqa_layout != "auto" else {}))
 
 

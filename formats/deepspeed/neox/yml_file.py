@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from formats.disk.safetensors import file_size
 from formats.errors import SourceError, short
 
@@ -22,6 +20,8 @@ def read_yml(paths: Iterable[Path]) -> dict[str, Any]:
     Raises:
         SourceError: a file is no map or says a key twice, or two files contradict each other.
     """
+    import yaml
+
     merged: dict[str, Any] = {}
     for path in paths:
         try:
@@ -45,6 +45,8 @@ def read_yml(paths: Iterable[Path]) -> dict[str, Any]:
 
 def _load(path: Path) -> Any:
     """What a yml holds. PyYAML, and so NeoX, would take the last of two lines with one key, and say nothing."""
+    import yaml
+
     loader = yaml.SafeLoader(path.read_text())
     try:
         node = loader.get_single_node()
@@ -73,4 +75,6 @@ def _same(one: Any, other: Any) -> bool:
 
 def dump_yml(config: Mapping[str, Any]) -> bytes:
     """A yml that NeoX reads: numbers such as 3.0e-06 keep their point, without which they would be texts."""
+    import yaml
+
     return yaml.safe_dump(dict(config), sort_keys=False).encode()

@@ -63,11 +63,11 @@ def from_megatron(
 
     def scaling(args: Mapping[str, Any]) -> Mapping[str, Any] | None:
         values = read(SCALING, args, holding, where)
-        return values["rope_scaling"] or None
+        return values.get("rope_scaling") or None
 
     if "rope_scaling" not in settings:
         values["rope_scaling"] = scaling(args) if settled else ambiguous.rope_scaling(args, scaling, base, where)
-    if values["learned"]:
+    if values["learned"] or "state" in traits:
         values |= dict.fromkeys(("rope_theta", "rope_scaling", "rotary_fraction"))
     # not `vocab_size`: older trees add a token to it, and most runs leave it to the tokenizer
     values["vocab"] = values["vocab"] or (base.vocab if base else None)

@@ -64,7 +64,7 @@ def faults(args: Mapping[str, Any], version: str) -> list[Fault]:
     return found + [
         Fault(row.why)
         for row in ENDS
-        if KINDS[row.when](args) and since(version, row.first) and args.get(row.dest) == row.value
+        if KINDS[row.when](args) and since(version, row.first, row.last) and args.get(row.dest) == row.value
     ]
 
 

@@ -45,6 +45,7 @@ class Options:
         shared_interleave: the same of shared experts.
         version: the Megatron-LM that the flags are for; None for the newest that computes the model.
         accepted: deviations from the model that the user named (`versions.DEVIATIONS`).
+        trainer: `bridge` for what Megatron-Bridge expects beside torch_dist; None for Megatron-LM alone.
         computed: the element type of the training, as torch calls it, where the weights are its master weights.
     """
 
@@ -64,6 +65,7 @@ class Options:
     shared_interleave: int = 0
     version: str | None = None
     accepted: tuple[str, ...] = ()
+    trainer: str | None = None
     computed: str | None = None
 
     @property

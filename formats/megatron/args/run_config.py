@@ -14,6 +14,7 @@ collections/llm/gpt/model/base.py, llama.py (`apply_rope_scaling`), and its test
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import yaml
 
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
+from formats.torch_files.archive_writer import NUMBERS, Small, packed_plain
 from formats.torch_files.pickle_values import Namespace
 
 BRIDGE, NEMO = "run_config.yaml", "model.yaml"
@@ -49,6 +51,25 @@ OWN = {
     "use_transformer_engine_full_layer_spec",
 }  # fmt: skip
 """Fields that are no arguments: they choose kernels, or are read here."""
+WRITTEN = """
+    add_bias_linear add_qkv_bias attention_dropout bf16 ffn_hidden_size fp16 hidden_dropout hidden_size kv_channels
+    layernorm_epsilon layernorm_zero_centered_gamma make_vocab_size_divisible_by moe_ffn_hidden_size moe_grouped_gemm
+    moe_layer_freq moe_router_enable_expert_bias moe_router_group_topk moe_router_load_balancing_type
+    moe_router_num_groups moe_router_pre_softmax moe_router_score_function moe_router_topk
+    moe_router_topk_scaling_factor moe_shared_expert_gate moe_shared_expert_intermediate_size no_rope_freq normalization
+    num_attention_heads num_layers num_moe_experts num_query_groups pipeline_model_parallel_size
+    position_embedding_type qk_layernorm rope_scaling rope_scaling_factor rotary_base rotary_percent
+    seq_len_interpolation_factor tensor_model_parallel_size vocab_size window_attn_skip_freq window_size
+"""
+"""The fields of Bridge's GPTModelProvider that an argument says, and that another model has otherwise."""
+SINGLE = {
+    "experimental_attention_variant": None, "mtp_num_layers": None, "multi_latent_attention": False,
+    "softmax_type": "vanilla",
+}  # fmt: skip
+"""Argument: the one value with which a GPTModelProvider of those fields computes the model."""
+TRAINING = {"step": "I32", "consumed_train_samples": "I32", "skipped_train_samples": "I32",
+            "consumed_valid_samples": "I32", "floating_point_operations_so_far": "F64"}  # fmt: skip
+"""What `train_state.pt` counts, and in which type (training/state.py `TrainState`)."""
 ACTIVATIONS = {
     ("silu", True): {"swiglu": True},
     ("gelu", False): {},
@@ -56,6 +77,13 @@ ACTIVATIONS = {
     ("quick_gelu", True): {"quick_geglu": True},
 }
 """(function, whether there is a gate): the arguments that say so."""
+FUNCTIONS = {
+    "silu": "torch.nn.functional.silu",
+    "gelu": "torch.nn.functional.gelu",
+    "squared_relu": "megatron.core.activations.squared_relu",
+    "quick_gelu": "megatron.core.activations.quick_gelu",
+}
+"""The names that Python finds them under."""
 LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
 """What NeMo says of the scaling of Llama 3.1 beside its factor, and megatron-core has no other."""
 
@@ -129,6 +157,49 @@ def _llama3(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
         if fields.get(name) != only:
             raise RefusedError(f"{path}: {name} = {short(fields.get(name))}, and megatron-core has {only} alone")
     return {"use_rope_scaling": True, "rope_scaling_factor": fields["scale_factor"]}
+
+
+def written(args: Mapping[str, Any], iteration: int) -> dict[str, bytes]:
+    """The files that Megatron-Bridge expects beside the weights, by what it calls them.
+
+    `checkpoint` says what its loader asks for (training/checkpointing.py `_load_checkpoint_from_path`).
+
+    Raises:
+        RefusedError: its GPTModelProvider does not compute the model.
+    """
+    shape = {name: args.get(name) for name in ("swiglu", "quick_geglu", "squared_relu") if args.get(name)}
+    kinds = [kind for kind, said in ACTIVATIONS.items() if said == shape]
+    odd = [name for name, only in SINGLE.items() if args.get(name) not in (None, only)]
+    odd += [] if args.get("position_embedding_type") in ("rope", "learned_absolute") else ["position_embedding_type"]
+    odd += [] if kinds else [*shape]
+    if odd:
+        raise RefusedError(
+            f"what Megatron-Bridge computes with {odd[0]} = {short(args.get(odd[0]))} is not known here",
+            "leave --for bridge out, and import the Hugging Face folder with AutoBridge.import_ckpt",
+        )
+    (function, gated), dtype = kinds[0], args["params_dtype"].name
+    model = {
+        "_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider",
+        **{name: args[RENAMED.get(name, name)] for name in WRITTEN.split() if RENAMED.get(name, name) in args},
+        "activation_func": {"_target_": FUNCTIONS[function], "_call_": False},
+        "gated_linear_unit": gated,
+        "params_dtype": {"_target_": f"torch.{dtype}", "_call_": False},
+        "seq_length": args["max_position_embeddings"],
+        "share_embeddings_and_output_weights": not args["untie_embeddings_and_output_weights"],
+        "should_pad_vocab": True,
+    }
+    model |= {"bias_activation_fusion": args["bias_gelu_fusion"]} if function == "gelu" else {}
+    checkpoint = {
+        "_target_": "megatron.bridge.training.config.CheckpointConfig",
+        "ckpt_format": "torch_dist",
+        **dict.fromkeys(("save_optim", "save_rng", "fully_parallel_save"), False),
+    }
+    run = {"_target_": "megatron.bridge.training.config.ConfigContainer", "model": model, "checkpoint": checkpoint}
+    counted = {"step": iteration, "consumed_train_samples": args.get("consumed_train_samples") or 0}
+    state = {name: Small(kind, (), struct.pack(NUMBERS[kind], counted.get(name, 0))) for name, kind in TRAINING.items()}
+    state |= {name: Small("BOOL", (), b"\0") for name in ("do_train", "do_valid", "do_test")}
+    packed = packed_plain(state)
+    return {BRIDGE: yaml.safe_dump(run).encode(), "train_state.pt": packed, "latest_train_state.pt": packed}
 
 
 class _Loader(yaml.SafeLoader):

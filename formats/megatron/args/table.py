@@ -11,13 +11,16 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from formats.families.family import TRAITS
-from formats.megatron.args import layers, mla, mlp, moe, rope
+from formats.huggingface import settings_table
+from formats.megatron.args import layers, mla, mlp, moe, rope, state_space
 from formats.megatron.args.codecs import choice, derived, only, single, switch
 from formats.model.codec import Codec, Context, opposite, rows, same
 from formats.model.settings import FIXED
 from formats.model.spec import ModelSpec
 from formats.model.values import whole
 
+PATTERN = "hybrid_override_pattern|hybrid_layer_pattern"
+"""The kind of each layer of a hybrid, in a letter; the second name is that since 0.17."""
 TEXT = f"""
 learned            position_embedding_type                         learned
 layers             num_layers
@@ -29,6 +32,7 @@ ffn                ffn_hidden_size
 max_positions      max_position_embeddings
 norm_epsilon       layernorm_epsilon|norm_epsilon
 norm_epsilon       layernorm_epsilon|norm_epsilon                  latent epsilon           latent
+norm_epsilon       layernorm_epsilon|norm_epsilon                  state epsilon            state
 rope_theta         rotary_base                                     base
 rotary_fraction    rotary_percent
 -                  swiglu                                          = true                   gated
@@ -57,7 +61,7 @@ sigmoid            moe_router_score_function                       score        
 router_normalized  moe_router_pre_softmax                          normalized               moe
 router_bias        moe_router_enable_expert_bias                   on                       moe
 shared_router      moe_shared_expert_gate                          on                       moe
-dense_layers       moe_layer_freq                                  no experts               moe
+dense_layers       moe_layer_freq                                  no experts               whole moe
 -                  group_query_attention                           fewer groups than heads
 -                  use_rotary_position_embeddings                  write false
 -                  add_position_embedding                          write true
@@ -71,7 +75,7 @@ full_layers        window_attn_skip_freq window_size               no window
 -                  seq_length                                      write max_positions
 -                  vocab_size                                      write vocab
 vocab              true_vocab_size
-rope_scaling       {rope.DIRECT_KEYS}                              rope scaling             direct
+rope_scaling       {rope.DIRECT_KEYS}                              rope scaling             rotating
 -                  {" ".join(rope.NONE)}                           no scaling               latent
 -                  multi_latent_attention                          = true                   latent
 -                  position_embedding_type                         = "rope"                 latent
@@ -91,6 +95,19 @@ linear_value_heads  linear_num_value_heads                         same         
 linear_key_dim     linear_key_head_dim                             same                     recurrent
 linear_value_dim   linear_value_head_dim                           same                     recurrent
 linear_taps        linear_conv_kernel_dim                          same                     recurrent
+-                  is_hybrid_model                                 = true                   state
+-                  position_embedding_type                         = "none"                 state
+-                  {" ".join(rope.NONE)}                           no scaling               state
+-                  spec                                            {state_space.SPEC}       state
+mlp_layers         {PATTERN}                                       MLPs                     state
+state_layers       {PATTERN}                                       state spaces             state
+dense_layers       {PATTERN}                                       dense MLPs               state moe
+expert_latent      moe_latent_size                                 same                     state moe
+state_size         mamba_state_dim                                 same                     state
+state_dim          mamba_head_dim                                  same                     state
+state_groups       mamba_num_groups                                same                     state
+state_heads        mamba_num_heads                                 state heads              state
+taps               -                                               four                     state
 -                  quick_geglu                                     = true                   sinks
 -                  glu_linear_offset                               = 1.0                    sinks
 -                  softmax_type                                    = "learnable"            sinks
@@ -120,7 +137,8 @@ TABLE = rows(
         **moe.CODECS,
         "same": same,
         "opposite": opposite,
-        **only(True, False, 1.0, "rope", "learnable", "gated_delta_net"),
+        **only(True, False, 1.0, "rope", "none", "learnable", "gated_delta_net"),
+        state_space.SPEC: choice((state_space.SPEC.split(), None)),
         "RMSNorm": choice(("RMSNorm", False)),
         "LayerNorm or RMSNorm": choice(("LayerNorm", True), ("RMSNorm", False)),
         "fusion": choice((True, None), (False, None)),
@@ -143,6 +161,10 @@ TABLE = rows(
         "groups of heads": single(_read_groups),
         "hidden / heads": single(_read_head_dim),
         "latent epsilon": mla.epsilon,
+        "state epsilon": state_space.epsilon,
+        "state heads": state_space.heads,
+        "four": state_space.taps,
+        **{name: settings_table.CODECS[name] for name in ("MLPs", "state spaces", "dense MLPs")},
         "learned": single(
             lambda kind, _: kind == "learned_absolute", lambda value, _: "learned_absolute" if value else "rope"
         ),
@@ -155,7 +177,7 @@ TABLE = rows(
         "clamp": mlp.clamp,
     },
 )
-MARKS = ("latent", "recurrent", "sinks", "gated", "ungated")
+MARKS = ("latent", "recurrent", "state", "state moe", "sinks", "gated", "ungated")
 """The conditions whose rows judge all values of their arguments; of others `fields.py` judges some."""
 
 
@@ -165,6 +187,7 @@ def marks(args: Mapping[str, Any]) -> set[str]:
     traits = {
         "latent": args.get("multi_latent_attention") is True,
         "recurrent": args.get("experimental_attention_variant") == "gated_delta_net",
+        "state": any(args.get(name) is not None for name in PATTERN.split("|")),
         "sinks": sinks,
         "ungated": args.get("swiglu") is False and not args.get("quick_geglu") and not sinks,
         "moe": args.get("num_experts") is not None,
@@ -175,7 +198,11 @@ def marks(args: Mapping[str, Any]) -> set[str]:
 def conditions(traits: Collection[str]) -> set[str]:
     """Which rows hold for a model with such traits."""
     kinds = {"sinks", "ungated"}.intersection(traits) or {"gated"}
-    return {*traits, *kinds, "latent" if "latent" in traits else "direct"}
+    both = (
+        {"whole moe" if "moe" in traits and "state" not in traits else "state moe"} if "moe" in traits else set[str]()
+    )
+    rotating = {"rotating"} if not {"latent", "state"}.intersection(traits) else set[str]()
+    return {*traits, *kinds, *both, *rotating, "latent" if "latent" in traits else "direct"}
 
 
 def described(traits: Collection[str]) -> dict[str, bool]:

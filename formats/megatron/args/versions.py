@@ -109,6 +109,8 @@ OPTIONS = (
     Option("linear_key_head_dim", ALWAYS, known="0.16", when="recurrent"),
     Option("linear_value_head_dim", ALWAYS, known="0.16", when="recurrent"),
     Option("linear_conv_kernel_dim", ALWAYS, known="0.16", when="recurrent"),
+    Option("mamba_num_heads", known="0.13", loaded="0.13", when="state"),
+    Option("moe_latent_size", known="0.16", loaded="0.16", when="experts"),
     Option("multi_latent_attention", False, form="true"),
     Option("q_lora_rank", when="latent"),
     Option("kv_lora_rank", ALWAYS, when="latent"),
@@ -147,6 +149,8 @@ KINDS: Mapping[str, Callable[[Args], bool]] = {
     "latent local": lambda args: _latent(args) and args.get("transformer_impl") == "local",
     "mtp": lambda args: bool(args.get("mtp_num_layers")),
     "recurrent": lambda args: args.get("experimental_attention_variant") is not None,
+    "state": lambda args: args.get("is_hybrid_model") is True,
+    "state experts": lambda args: args.get("is_hybrid_model") is True and args.get("num_experts") is not None,
     "gelu": lambda args: args.get("swiglu") is False,
     "experts": lambda args: args.get("num_experts") is not None,
     "optimizer": lambda args: not args.get("no_save_optim"),
@@ -260,13 +264,14 @@ IGNORED = (
 
 
 class Ends(NamedTuple):
-    """A value with which newer versions end, and why."""
+    """A value with which some versions end, and why."""
 
     dest: str
     value: Any
     when: str
     first: str
     why: str
+    last: str = NEWEST
 
 
 ENDS = (
@@ -277,6 +282,7 @@ ENDS = (
         "0.19",
         "its local layers refuse latents whose queries have none (mla_qk_norm_config.py)",
     ),
+    Ends("is_hybrid_model", True, "state experts", FIRST, "no layer of its hybrids has experts", "0.15"),
     Ends(
         "experimental_attention_variant",
         "gated_delta_net",

@@ -1,0 +1,103 @@
+"""Open files: as many at a time as the process may have, however many ranks a checkpoint is of.
+
+A file is opened when it is first needed. When there are too many, those that nobody has used for longest are closed;
+what was written to them is forced to disk first, for a failure that the disk reports later would be seen by nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from formats.disk.handle import Handle, close_handle, open_handle
+from formats.errors import OutputError, SourceError
+
+RESERVE = 64
+"""Descriptors that are left to everything else: libraries, journals, threads that read directories."""
+
+_Key = tuple[Path, bool]
+
+
+class Descriptors:
+    """Open files, shared by all threads."""
+
+    def __init__(self) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        self.most = max(8, max(soft, hard) - RESERVE)
+        self.held: dict[_Key, Handle] = {}
+        """In the order in which they were used, the latest last."""
+        self.used: dict[_Key, int] = {}
+        self.fresh: set[_Key] = set()
+        self.lock = threading.Lock()
+
+    @contextmanager
+    def open(self, path: Path, writable: bool = False) -> Iterator[Handle]:
+        """A file, which stays open as long as it is used.
+
+        Raises:
+            OutputError: a file that is to be written cannot be opened.
+            SourceError: one that is to be read cannot.
+        """
+        with self._used((path, writable)) as fd:
+            try:
+                yield fd
+            finally:
+                if writable:
+                    with self.lock:
+                        self.fresh.add((path, writable))
+
+    def sync(self) -> None:
+        """Force to disk what was written since the last time: of a thousand files, those few that are at work."""
+        with self.lock:
+            fresh, self.fresh = self.fresh, set()
+        for key in fresh:
+            with self._used(key) as fd:
+                _sync(fd)
+
+    def close(self) -> None:
+        """Close all of them."""
+        for handle in self.held.values():
+            close_handle(handle)
+
+    @contextmanager
+    def _used(self, key: _Key) -> Iterator[Handle]:
+        with self.lock:
+            fd = self.held.pop(key, None)
+            self.held[key] = fd = self._opened(key) if fd is None else fd
+            self.used[key] = self.used.get(key, 0) + 1
+        try:
+            yield fd
+        finally:
+            with self.lock:
+                self.used[key] -= 1
+                if not self.used[key]:
+                    del self.used[key]
+
+    def _opened(self, key: _Key) -> Handle:
+        path, writable = key
+        while len(self.held) >= self.most:
+            idle = next((one for one in self.held if one not in self.used), None)
+            if idle is None:
+                break
+            if idle in self.fresh:
+                _sync(self.held[idle])
+                self.fresh.discard(idle)
+            close_handle(self.held.pop(idle))
+        try:
+            # Never both: to write part of a page a client of NFS would read all of it, and write all of it back over
+            # what another node has put there meanwhile (Linux 6, fs/nfs/file.c and write.c).
+            return os.open(path, os.O_WRONLY) if writable else open_handle(path)
+        except OSError as error:
+            raise (OutputError if writable else SourceError)(f"{path}: {error.strerror}") from None
+
+
+def _sync(handle: Handle) -> None:
+    """Force to disk what was written to a file."""
+    assert isinstance(handle, int)
+    os.fdatasync(handle)

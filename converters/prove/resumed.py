@@ -1,0 +1,47 @@
+"""A verification that goes on after a kill, and that several processes share; `OUT.verify` has their journals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from blake3 import blake3
+
+from converters.common.atomic import stoppable
+from converters.move.blocks import Files
+from converters.move.engine import execute
+from converters.move.journal import JOURNAL, Share, fingerprint, open_journal
+from converters.plan.plan import Plan
+from converters.plan.request import COMMIT_SECONDS, Limits
+
+
+def journal_of(out: Path) -> Path:
+    """The folder of the journals of a checkpoint's verification."""
+    place = out.resolve()
+    return place.with_name(place.name + ".verify")
+
+
+def is_begun(out: Path) -> bool:
+    """Whether a part of a checkpoint was verified, or a verification was interrupted."""
+    return (journal_of(out) / JOURNAL).is_file()
+
+
+def digests(
+    out: Path, plan: Plan, limits: Limits, share: Share | None, advance: Callable[[int], None]
+) -> dict[str, str]:
+    """The digests of a plan's jobs, or of a share of them. What a journal says of the same files is not read again.
+
+    Raises:
+        OutputError: the journal cannot be written; or another process has it, or the files have changed since.
+        Interrupted: a signal came; the same call resumes later.
+    """
+    files = sorted({part.fragment.path for job in plan.reads for part in job.sources})
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    mark = blake3(f"{fingerprint(plan, limits.replicas)} {stats}".encode(errors="surrogateescape")).hexdigest()
+    jobs = share.jobs(plan.jobs) if share else [*plan.jobs]
+    opened = open_journal(journal_of(out), mark, (), share, force=True, every=COMMIT_SECONDS)
+    with stoppable() as stopped, opened as journal, Files() as held, journal.kept(held):
+        todo = [job for job in jobs if job.name not in journal.digests]
+        advance(sum(job.nbytes for job in jobs) - sum(job.nbytes for job in todo))
+        execute(todo, held, limits, done=journal.note, advance=advance, stop=stopped)
+    return {job.name: journal.digests[job.name] for job in jobs}

@@ -1,0 +1,117 @@
+"""Megatron's hybrids (MambaModel): layers that are a state space (Mamba2), attention, an MLP or experts, one each.
+
+Facts: megatron-core 0.16.1, ssm/mamba_mixer.py: `in_proj` and `conv1d` are cut over tensor ranks part by part, which
+torch_dist keeps apart (`sharded_state_dict`), a convolution sees 4 tokens, and the norm behind the gate has an epsilon
+of its own; ssm/mamba_block.py, whose last norm has another name; models/mamba/mamba_layer_specs.py: its layers are
+Transformer Engine's alone. Classic files of 0.19 spell the convolution otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from formats.errors import RefusedError, UnsupportedError, short
+from formats.layout.table import rules
+from formats.megatron.args.codecs import cannot, single
+from formats.model.codec import Codec, Context, Spelled
+from formats.model.spec import ModelSpec
+from formats.model.values import whole
+
+RULES = rules("""
+decoder.layers.{layer}.mixer.dt_bias                                state_step_bias: (state_group share)/tp    state
+decoder.layers.{layer}.mixer.A_log                                  state_decay: (state_group share)/tp    state
+decoder.layers.{layer}.mixer.D                                      state_skip: (state_group share)/tp    state
+decoder.layers.{layer}.mixer.in_proj.layer_norm_weight              pre_norm: hidden    state
+decoder.layers.{layer}.mixer.in_proj.weight                         (state_gate: (state_group share state_dim)/tp | state_x: (state_group share state_dim)/tp | state_b: (state_group state)/tp | state_c: (state_group state)/tp | state_step: (state_group share)/tp) hidden    state
+decoder.layers.{layer}.mixer.{conv1d.weight|conv1d_weight}          (state_x_taps: (state_group share state_dim)/tp | state_b_taps: (state_group state)/tp | state_c_taps: (state_group state)/tp) () tap    state
+decoder.layers.{layer}.mixer.{conv1d.bias|conv1d_bias}              (state_x_taps_bias: (state_group share state_dim)/tp | state_b_taps_bias: (state_group state)/tp | state_c_taps_bias: (state_group state)/tp)    state
+decoder.layers.{layer}.mixer.norm.weight                            state_norm: (state_group share state_dim)/tp    state
+decoder.layers.{layer}.mixer.out_proj.weight                        state_output: hidden (state_group share state_dim)/tp    state
+decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight  pre_norm: hidden    attention
+decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight             pre_norm: hidden    dense
+decoder.layers.{layer}.pre_mlp_layernorm.weight                     pre_norm: hidden    sparse
+decoder.final_norm.weight                                           final_norm: hidden    last single
+""")
+"""A state space, and the one norm of every layer."""
+
+SPLIT = rules("""
+decoder.layers.{layer}.mixer.in_proj.weight.z    state_gate: (state_group share state_dim)/tp hidden    state
+decoder.layers.{layer}.mixer.in_proj.weight.x    state_x: (state_group share state_dim)/tp hidden    state
+decoder.layers.{layer}.mixer.in_proj.weight.B    state_b: (state_group state)/tp hidden    state
+decoder.layers.{layer}.mixer.in_proj.weight.C    state_c: (state_group state)/tp hidden    state
+decoder.layers.{layer}.mixer.in_proj.weight.dt   state_step: (state_group share)/tp hidden    state
+decoder.layers.{layer}.mixer.conv1d.weight.x     state_x_taps: (state_group share state_dim)/tp () tap    state
+decoder.layers.{layer}.mixer.conv1d.weight.B     state_b_taps: (state_group state)/tp () tap    state
+decoder.layers.{layer}.mixer.conv1d.weight.C     state_c_taps: (state_group state)/tp () tap    state
+decoder.layers.{layer}.mixer.conv1d.bias.x       state_x_taps_bias: (state_group share state_dim)/tp    state
+decoder.layers.{layer}.mixer.conv1d.bias.B       state_b_taps_bias: (state_group state)/tp    state
+decoder.layers.{layer}.mixer.conv1d.bias.C       state_c_taps_bias: (state_group state)/tp    state
+""")
+"""What torch_dist has in the places of `in_proj.weight` and `conv1d`."""
+
+SPEC = "megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec"
+"""What `--spec` is for them."""
+STATES = ("mixer.in_proj", "mixer.out_proj")
+"""The modules whose `_extra_state` a strict load of torch_dist asks for."""
+LAST_STATES = ("decoder.final_norm", "output_layer")
+"""The same behind the layers: a GPT model's output layer has none in a checkpoint."""
+EPSILON, TAPS, EXPANSION = 1e-5, 4, 2
+"""What megatron-core fixes: the epsilon of the norm behind the gate, the taps, and the heads where none are named."""
+
+
+def _read_epsilon(spelled: Any, context: Context) -> Any:
+    if spelled != EPSILON:
+        only = f"layernorm_epsilon = {short(spelled)} is not supported with state spaces, only {EPSILON}"
+        raise UnsupportedError(f"{context.where}: {only}")
+    return spelled
+
+
+def _write_epsilon(value: float, context: Context) -> float:
+    if value != EPSILON:
+        raise cannot(context, f"its norms have an epsilon of {value:g}, those of its state spaces {EPSILON:g}")
+    return value
+
+
+epsilon = single(_read_epsilon, _write_epsilon)
+
+
+def _read_heads(spelled: Any, context: Context) -> Any:
+    if spelled is not None:
+        return spelled
+    hidden, dim = (whole(context.values[name], name, context.where) for name in ("hidden", "state_dim"))
+    return EXPANSION * hidden // dim
+
+
+heads = single(_read_heads)
+
+
+def taps() -> Codec:
+    """The tokens that a convolution sees, which no argument says."""
+
+    def write(value: int, context: Context) -> Spelled:
+        if value != TAPS:
+            raise cannot(context, f"its convolutions see {TAPS} tokens, this model's {short(value)}")
+        return {}
+
+    return Codec(lambda *_: TAPS, write)
+
+
+def require_topology(spec: ModelSpec, norm: str, tp: int, vpp: int) -> None:
+    """State spaces are Transformer Engine's, their groups divide over tensor ranks, and stages are in one piece.
+
+    Raises:
+        RefusedError: they are not.
+    """
+    if spec.mlp_layers is None:
+        return
+    if norm == "local":
+        raise RefusedError(f"megatron-core has the layers of a {spec.family} of Transformer Engine alone", "--norm te")
+    if vpp > 1:
+        raise RefusedError(f"megatron-core has no virtual pipeline chunks of a {spec.family}", "leave --vpp out")
+    groups = spec.state_groups or 1
+    if groups % tp:  # so are the heads, which are a multiple
+        sizes = ", ".join(str(ranks) for ranks in range(1, groups + 1) if not groups % ranks)
+        raise RefusedError(
+            f"{groups} groups of its state spaces do not divide over tp = {tp}",
+            f"--tp may be {sizes}, as far as the heads of attention divide",
+        )

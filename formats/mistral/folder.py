@@ -1,0 +1,134 @@
+"""Mistral's own files, read and written.
+
+    params.json                                    the settings (formats/mistral/params.py)
+    consolidated.safetensors                       the weights; or
+    consolidated-00001-of-00010.safetensors …      several files, with consolidated.safetensors.index.json
+
+w1 is the gate, w3 is up, w2 is down, and neighbouring rows of a head rotate, where Hugging Face has halves
+(mistral-inference 1.6.0 transformer_layers.py, rope.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+
+from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
+from formats.disk.safetensors import DTYPES, Entry, Fragment, read_safetensors, row_major, safetensors_header
+from formats.errors import SourceError, UnsupportedError
+from formats.families.family import Family
+from formats.huggingface import folder as huggingface
+from formats.layout.table import ALONE, Placed, Rule, Slot, match, rules, slots
+from formats.mistral import MISTRAL, params
+from formats.model.spec import ModelSpec
+
+NAME = MISTRAL.name
+SINGLE = "consolidated.safetensors"
+INDEX = f"{SINGLE}.index.json"
+TABLE = rules("""
+tok_embeddings.weight                                   embedding: vocab hidden
+layers.{layer}.attention.wq.weight                      query: (group head pair half) hidden
+layers.{layer}.attention.wk.weight                      key: (group pair half) hidden
+layers.{layer}.attention.wv.weight                      value: (group dim) hidden
+layers.{layer}.attention.wo.weight                      output: hidden (group head dim)
+layers.{layer}.feed_forward.w1.weight                   gate: ffn hidden    dense
+layers.{layer}.feed_forward.w3.weight                   up: ffn hidden    dense
+layers.{layer}.feed_forward.w2.weight                   down: hidden ffn    dense
+layers.{layer}.feed_forward.gate.weight                 router: expert hidden    sparse
+layers.{layer}.feed_forward.experts.{expert}.w1.weight  expert_gate: expert_ffn hidden    sparse
+layers.{layer}.feed_forward.experts.{expert}.w3.weight  expert_up: expert_ffn hidden    sparse
+layers.{layer}.feed_forward.experts.{expert}.w2.weight  expert_down: hidden expert_ffn    sparse
+layers.{layer}.attention_norm.weight                    input_norm: hidden
+layers.{layer}.ffn_norm.weight                          post_norm: hidden
+norm.weight                                             final_norm: hidden
+output.weight                                           head: vocab hidden    untied
+""")
+
+
+def detect(path: Path) -> bool:
+    """Whether a folder looks like this format."""
+    return (path / params.NAME).is_file() and any((path / name).is_file() for name in (SINGLE, INDEX))
+
+
+def tables() -> dict[str, tuple[Rule, ...]]:
+    """The layout."""
+    return {NAME: TABLE}
+
+
+def holders(family: Family) -> dict[str, bool]:
+    """It holds Mistral and Mixtral."""
+    return {NAME: family.name in params.FAMILIES}
+
+
+def read(path: Path, settings: Settings) -> Checkpoint:
+    """Open a folder: its settings and the headers of its files."""
+    found = _fragments(path)
+    assets = settings.config or (path if (path / "config.json").is_file() else None)
+    config = huggingface.read_config(assets) if assets else None
+    base = huggingface.read_spec(config, assets, Settings()) if assets and config else None
+    spec = params.spec_of(path, settings, base)
+    placed, dropped = match(_slots(spec), {ALONE: found}, (), path)
+    files = tuple(sorted({fragment.path for fragment in found.values()}))
+    return Checkpoint(path, path, NAME, spec, tuple(placed), tuple(dropped), files, {}, assets, config=config)
+
+
+def _fragments(path: Path) -> dict[str, Fragment]:
+    """The tensors of all files.
+
+    Raises:
+        SourceError: a file does not hold what the index says.
+    """
+    weight_map = huggingface.read_weight_map(path, SINGLE, INDEX)
+    found: dict[str, Fragment] = {}
+    for name in [SINGLE] if weight_map is None else sorted({*weight_map.values()}):
+        tensors = read_safetensors(path / name)[0]
+        wrong = [key for key in tensors if weight_map is not None and weight_map.get(key) != name]
+        if wrong:
+            raise SourceError(f"{path / name} holds {wrong[0]}, which {INDEX} does not place there")
+        found |= tensors
+    lost = [key for key in weight_map or {} if key not in found]
+    if lost:
+        raise SourceError(f"{path} lacks {lost[0]}, which {INDEX} names ({len(lost)} in all)")
+    return found
+
+
+def _slots(spec: ModelSpec) -> list[Slot]:
+    return list(
+        slots(
+            TABLE,
+            spec.sizes(),
+            tensors=spec.tensors,
+            layers=enumerate(range(spec.layers)),
+            mesh={},
+            conditions=spec.conditions,
+            kinds=spec.layer_kinds,
+            experts=list(enumerate(range(spec.experts or 0))),
+        )
+    )
+
+
+def write(root: Path, spec: ModelSpec, dtypes: Mapping[tuple[str, int | None], str]) -> Target:
+    """Lay out a folder with one file, which mistral-inference takes alone.
+
+    Raises:
+        UnsupportedError: the family has no such files.
+        RefusedError: they cannot say a setting of the model.
+    """
+    if spec.family not in params.FAMILIES:
+        raise UnsupportedError(f"a {spec.family} has no files of Mistral's own", "see `convert formats`")
+    said = params.written(spec)
+    wanted = {slot.keys[0]: slot for slot in _slots(spec)}
+    entries = [Entry(key, slot_dtype(slot, dtypes), slot.shape) for key, slot in wanted.items()]
+    header, offsets = safetensors_header(entries, {"format": "pt"})
+    path = root / SINGLE
+    placed = tuple(
+        Placed(
+            one.name, wanted[one.name], Fragment(path, offsets[one.name], one.dtype, one.shape, row_major(one.shape))
+        )
+        for one in entries
+    )
+    size = len(header) + sum(prod(one.shape) * DTYPES[one.dtype] for one in entries)
+    file = OutputFile(path, size, placed, {}, lambda _: [(0, header)])
+    return Target((file,), {params.NAME: (json.dumps(said, indent=2) + "\n").encode()}, {})

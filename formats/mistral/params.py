@@ -1,0 +1,136 @@
+"""The params.json of Mistral's own files, as settings: a table that is read and written.
+
+Facts: mistral-inference 1.6.0 args.py (`TransformerArgs`), moe.py (the largest scores, then their softmax, as
+Mixtral's), transformer.py (without `rope_theta` it takes 1e6, whatever the model was trained with: here none is).
+Keys that only vLLM has are read: `max_position_embeddings`, `max_seq_len`, `activation`, `tied_embeddings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from formats.checkpoint import Settings
+from formats.disk.json_file import read_json
+from formats.errors import RefusedError, UnsupportedError, short
+from formats.model.checks import checked, unsaid
+from formats.model.codec import Codec, Context, Spelled, read, rows, same, scalar, write
+from formats.model.spec import ModelSpec, differences
+
+NAME = "params.json"
+FAMILIES = ("mistral", "mixtral")
+"""The families that these files hold; the second has experts."""
+
+
+def _untied(key: str) -> Codec:
+    """Always false, and often left out."""
+
+    def check(said: Any, context: Context) -> bool:
+        if said:
+            raise UnsupportedError(f"{context.where}: {key} = {short(said)} is not supported, only False")
+        return False
+
+    return scalar(key, check, lambda *_: False)
+
+
+def _window(key: str) -> Codec:
+    """One window for all layers, or none; the key is left out where there is none."""
+
+    def check(spelled: Spelled, context: Context) -> Any:
+        value = spelled.get(key)
+        if isinstance(value, list) and len({*map(str, value)}) > 1:
+            raise UnsupportedError(f"{context.where}: {key} = {short(value)}: windows in some layers are not supported")
+        return value[0] if isinstance(value, list) and value else value
+
+    return Codec(check, lambda value, _: {} if value is None else {key: value})
+
+
+TABLE = rows(
+    """
+layers            n_layers
+hidden            dim
+heads             n_heads
+kv_heads          n_kv_heads
+head_dim          head_dim
+ffn               hidden_dim
+norm_epsilon      norm_eps
+vocab             vocab_size
+rope_theta        rope_theta
+max_positions     max_position_embeddings|max_seq_len
+sliding_window    sliding_window|_sliding_window          window
+experts           moe.num_experts                         same          moe
+top_k             moe.num_experts_per_tok                 same          moe
+tied              tied_embeddings                         untied
+""",
+    {"same": same, "window": _window, "untied": _untied},
+)
+SILENT = {"model_type": "transformer", "activation": "silu", "use_biases": False, "causal": True}
+"""Keys that no setting has, and the value of each that changes nothing."""
+OF_A_RUN = ("max_batch_size",)
+"""Keys that say nothing of the model."""
+
+
+def spec_of(folder: Path, settings: Settings, base: ModelSpec | None) -> ModelSpec:
+    """The settings of a model.
+
+    Args:
+        folder: that of its params.json.
+        settings: what the user said.
+        base: the spec of the Hugging Face config that belongs to it, if there is one.
+
+    Raises:
+        SourceError: a setting is missing.
+        UnsupportedError: the model computes something that has no layout here.
+        RefusedError: params.json and config contradict each other.
+    """
+    path = folder / NAME
+    held = _flat(read_json(path))
+    where = str(path)
+    known = {name for row in TABLE for names in row.keys for name in names}
+    for key, value in held.items():
+        if key not in (*known, *OF_A_RUN) and value is not None and SILENT.get(key, ...) != value:
+            raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported")
+    family = FAMILIES["moe.num_experts" in held]
+    values = read(TABLE, held, _conditions(family), where)
+    values |= {name: getattr(base, name) for name in ("max_positions",) if base and values[name] is None}
+    values |= settings.values
+    values |= {} if settings.vocab_size is None else {"vocab": settings.vocab_size}
+    values |= {"family": family, "rope_scaling": None}
+    spec = checked(values, where)
+    if base and (apart := differences(spec, replace(base, own=spec.own))):
+        raise RefusedError(
+            f"{where} and its config contradict each other (params | config): {'; '.join(apart)}",
+            "decide with --set NAME=VALUE, or give the right config with --config",
+        )
+    return spec
+
+
+def written(spec: ModelSpec) -> dict[str, Any]:
+    """The params.json of a model.
+
+    Raises:
+        RefusedError: these files cannot say a setting of it.
+    """
+    lost = unsaid(TABLE, _conditions(spec.family), spec)
+    lost = lost or ("" if spec.rope_scaling is None else f"rope_scaling = {short(spec.rope_scaling)}")
+    lost = lost or ("tied = True" if spec.tied else "")
+    if lost:
+        raise RefusedError(f"Mistral's own files have no {lost}", "see `convert formats`")
+    flat = write(TABLE, vars(spec), _conditions(spec.family), "")
+    experts = {key.removeprefix("moe."): flat.pop(key) for key in [*flat] if key.startswith("moe.")}
+    twice = {name for row in TABLE for names in row.keys for name in names[1:]}
+    plain = {key: value for key, value in flat.items() if key not in twice}
+    return plain | ({"moe": experts} if experts else {})
+
+
+def _conditions(family: str) -> set[str]:
+    return {"moe" if family == FAMILIES[1] else "dense"}
+
+
+def _flat(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys, those of a map inside with its name in front."""
+    inner = params.get("moe")
+    outer = {key: value for key, value in params.items() if key != "moe" or not isinstance(inner, dict)}
+    return outer | ({f"moe.{key}": value for key, value in inner.items()} if isinstance(inner, dict) else {})

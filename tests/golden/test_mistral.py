@@ -1,0 +1,75 @@
+"""Mistral's own files, which mistral-inference wrote, there and back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.faults.dcp_tools import refused
+
+REAL = Path(__file__).with_name("mistral")
+KINDS = ("dense", "experts")
+LENGTH = ("--set", "max_positions=64")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_and_back(convert, tmp_path, kind):
+    """transformers computes what mistral-inference did; and back come the tensors that it loaded, bit for bit."""
+    import numpy as np
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    out, again, wanted = tmp_path / "out", tmp_path / "again", np.load(REAL / kind / "golden.npz")
+    assert convert("mistral2hf", REAL / kind, out, *LENGTH).code == 0
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        found = model(torch.tensor(wanted["ids"])[None]).logits.numpy()[0]
+    assert np.abs(found - wanted["logits"]).max() < 1e-5 < np.abs(found).max()
+    assert convert("to", "mistral", out, again).code == 0
+    before, after = (load_file(place / "consolidated.safetensors") for place in (REAL / kind, again))
+    assert {key: tensor.tolist() for key, tensor in before.items()} == {k: t.tolist() for k, t in after.items()}
+    theirs, ours = (json.loads((place / "params.json").read_text()) for place in (REAL / kind, again))
+    assert {key: ours.get(key, value) for key, value in theirs.items()} == theirs
+    assert convert("diff", REAL / kind, again, *LENGTH).code == 0
+    assert "mistral" in convert("inspect", again).out
+
+
+def test_several_files(convert, tmp_path):
+    """As the large models are published: an index says which file holds what."""
+    from safetensors.torch import load_file, save_file
+
+    run = shutil.copytree(REAL / "dense", tmp_path / "run")
+    held = load_file(run / "consolidated.safetensors")
+    (run / "consolidated.safetensors").unlink()
+    names = {key: f"consolidated-0000{number % 2 + 1}-of-00002.safetensors" for number, key in enumerate(held)}
+    for name in {*names.values()}:
+        save_file({key: held[key] for key in held if names[key] == name}, run / name)
+    index = run / "consolidated.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    assert convert("diff", run, REAL / "dense", *LENGTH).code == 0
+    index.write_text(json.dumps({"weight_map": names | {"norm.weight": names["output.weight"]}}))
+    if names["norm.weight"] != names["output.weight"]:
+        refused(convert("inspect", run, *LENGTH), 3, "norm.weight")
+
+
+def test_what_is_refused(convert, model, tmp_path):
+    """What params.json leaves open, what no reader knows, and models that these files cannot hold."""
+    refused(convert("mistral2hf", REAL / "dense", tmp_path / "out"), 3, "max_positions")
+    changes = {
+        "rope_theta": ({"rope_theta": None}, 3),
+        "llama_4_scaling": ({"llama_4_scaling": {"beta": 0.1}}, 4),
+        "vision_encoder": ({"vision_encoder": {"hidden_size": 8}}, 4),
+        "tied_embeddings": ({"tied_embeddings": True}, 4),
+        "windows in some layers": ({"sliding_window": [None, 8]}, 4),
+    }
+    for number, (told, (change, code)) in enumerate(changes.items()):
+        run = shutil.copytree(REAL / "dense", tmp_path / str(number))
+        params = json.loads((run / "params.json").read_text()) | change
+        (run / "params.json").write_text(json.dumps(params))
+        refused(convert("inspect", run, *LENGTH), code, told)
+    refused(convert("hf2mistral", model("llama"), tmp_path / "out"), 4, "a llama has no files of Mistral's own")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,208 @@
+"""Files of axolotl, TRL, LLaMA-Factory and torchtune as settings of ours."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from formats.errors import UsageError
+from train.settings.config import load_config
+from train.settings.other_trainers import TRAINERS, translate
+from train.settings.schedule import learning_rate
+
+AXOLOTL = """
+base_model: NousResearch/Meta-Llama-3-8B
+datasets: [{path: teknium/GPT4-LLM-Cleaned, type: alpaca}]
+val_set_size: 0.05
+output_dir: ./out
+sequence_len: 4096
+sample_packing: true
+wandb_project: mine
+gradient_accumulation_steps: 8
+micro_batch_size: 1
+num_epochs: 2
+optimizer: paged_adamw_8bit
+lr_scheduler: cosine
+learning_rate: 2e-5
+bf16: auto
+gradient_checkpointing: true
+flash_attention: true
+warmup_steps: 100
+evals_per_epoch: 2
+saves_per_epoch: 1
+weight_decay: 0.0
+fsdp_config: {fsdp_offload_params: true}
+lora_r: 8
+somekey: 1
+"""
+TRL = """
+model_name_or_path: Qwen/Qwen3-8B
+dataset_name: trl-lib/Capybara
+max_length: 2048
+packing: true
+assistant_only_loss: true
+use_peft: true
+lora_alpha: 16
+lora_target_modules: all-linear
+load_in_4bit: true
+num_train_epochs: 1
+warmup_steps: 0.1
+adam_beta2: 0.95
+report_to: [tensorboard, mlflow]
+eval_steps: 100
+"""
+FACTORY = """
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+deepspeed: ds.json
+dataset: identity,alpaca_en_demo
+template: llama3
+cutoff_len: 2048
+mask_history: true
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+"""
+TUNE = """
+output_dir: /tmp/torchtune
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: /m/tokenizer.model, max_seq_len: 8192}
+dataset: {_component_: torchtune.datasets.alpaca_dataset, packed: true}
+seed: null
+model: {_component_: torchtune.models.llama3_1.lora_llama3_1_8b, lora_attn_modules: [q_proj, output_proj],
+        lora_rank: 8, lora_alpha: 16, lora_dropout: 0.0}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /m/}
+batch_size: 2
+epochs: 1
+optimizer: {_component_: torch.optim.AdamW, lr: 2e-5, fused: true}
+lr_scheduler: {_component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup, num_warmup_steps: 100}
+loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
+max_steps_per_epoch: null
+gradient_accumulation_steps: 8
+clip_grad_norm: null
+compile: false
+enable_activation_checkpointing: true
+dtype: bf16
+metric_logger: {_component_: torchtune.training.metric_logging.WandBLogger, project: mine}
+"""
+CASES = {
+    "axolotl": (AXOLOTL, {
+        "model.path": "NousResearch/Meta-Llama-3-8B", "data.seq_length": 4096, "batch.accumulation": 8,
+        "batch.micro": 1, "steps.epochs": 2, "schedule.style": "cosine", "optim.lr": 2e-5, "model.dtype": "bf16",
+        "model.activation_checkpointing": True, "model.attention": "flash", "schedule.warmup": 100,
+        "optim.weight_decay": 0.0, "log.trackers": ["wandb"], "data.packing": "bfd", "data.loss": "assistant",
+        "optim.betas": [0.9, 0.999],
+    }, ["optimizer: paged_adamw_8bit", "datasets", "saves_per_epoch", "somekey"]),
+    "trl": (TRL, {
+        "model.path": "Qwen/Qwen3-8B", "data.seq_length": 2048, "data.loss": "assistant", "lora.alpha": 16,
+        "lora.rank": 16, "lora.dropout": 0.05, "lora.targets": ["all-linear"], "steps.epochs": 1,
+        "schedule.warmup": 0.1, "optim.betas": [0.9, 0.95], "log.trackers": ["tensorboard", "mlflow"],
+        "optim.lr": 2e-5, "schedule.style": "linear", "batch.micro": 8, "batch.accumulation": 1, "save.every": 500,
+        "seed": 42,
+    }, ["dataset_name", "load_in_4bit", "eval_steps"]),
+    "llama-factory": (FACTORY, {
+        "model.path": "meta-llama/Meta-Llama-3-8B-Instruct", "lora.rank": 8, "lora.targets": ["all-linear"],
+        "data.seq_length": 2048, "data.loss": "last_turn", "batch.micro": 1, "batch.accumulation": 8,
+        "optim.lr": 1e-4, "steps.epochs": 3.0, "schedule.style": "cosine", "schedule.warmup": 0.1,
+        "model.dtype": "bf16", "lora.alpha": 16, "optim.betas": [0.9, 0.999], "save.every": 500, "seed": 42,
+    }, ["dataset"]),
+    "torchtune": (TUNE, {
+        "data.seq_length": 8192, "model.path": "/m/", "lora.rank": 8, "lora.alpha": 16, "lora.dropout": 0.0,
+        "lora.targets": ["q_proj", "o_proj"], "batch.micro": 2, "steps.epochs": 1, "optim.lr": 2e-5,
+        "schedule.style": "cosine", "schedule.warmup": 100, "batch.accumulation": 8, "model.compile": False,
+        "model.activation_checkpointing": True, "model.dtype": "bf16", "log.trackers": ["wandb"],
+        "optim.weight_decay": 0.01, "optim.betas": [0.9, 0.999], "data.loss": "assistant", "optim.clip": 0,
+    }, ["dataset._component_"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_key_is_accounted_for(tmp_path, name):
+    text, expected, left = CASES[name]
+    (tmp_path / "c.yml").write_text(text)
+    settings, lines = translate(TRAINERS[name], tmp_path / "c.yml")
+    assert settings == expected
+    said = [line.removeprefix("not translated: ") for line in lines if line.startswith("not translated")]
+    assert [one.startswith(key) for one, key in zip(sorted(said), sorted(left), strict=True)] == [True] * len(left), (
+        said
+    )
+    together = "\n".join(lines)
+    given = yaml.safe_load(text)
+    for key, value in given.items():
+        assert value is None or key in together, key
+    for setting, value in settings.items():
+        assert setting in together or setting in ("optim.betas", "lora.rank"), (setting, value)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_folder_is_made_of_it(train, model, data, tmp_path, name):
+    text, expected, _ = CASES[name]
+    (tmp_path / "c.yml").write_text(text)
+    words = ["init", tmp_path / "run", f"--from-{name}", tmp_path / "c.yml", "--data", data]
+    assert "is no folder here" in train(*words).err
+    made = train(*words, "--from", model("llama", vocab_size=253))
+    assert made.code == 0, made.err
+    assert "not translated: " in made.err
+    assert f"optim.lr: {expected['optim.lr']}" in made.err
+    config, _ = load_config(tmp_path / "run/config.yml")
+    assert config.batch.size is None
+    assert config.optim.lr == expected["optim.lr"]
+    assert (config.lora is not None) == any(setting.startswith("lora.") for setting in expected)
+    words = ["--json", "--data.seq_length", 64, "--schedule.warmup", 0]
+    planned = json.loads(train("plan", tmp_path / "run/config.yml", *words).out)
+    assert planned["batch"] == expected["batch.micro"] * expected["batch.accumulation"]
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+def test_rates_are_those_of_the_trainer_but_for_the_first_step(tmp_path, style):
+    """Our warm-up is one step ahead: its first step is not 0."""
+    torch = pytest.importorskip("torch")
+    from transformers import get_scheduler
+
+    (tmp_path / "c.yml").write_text(
+        f"model_name_or_path: M\nlr_scheduler_type: {style}\nwarmup_steps: 5\nmax_steps: 40\n"
+    )
+    settings, _ = translate(TRAINERS["trl"], tmp_path / "c.yml")
+    words = [word for name, value in settings.items() for word in (f"--{name}", json.dumps(value))]
+    (tmp_path / "ours.yml").write_text("save: {path: s}\ndata: {train: [P]}\n")
+    config, _ = load_config(tmp_path / "ours.yml", words)
+    optimizer = torch.optim.AdamW([torch.zeros(1)], lr=config.optim.lr)
+    scheduler = get_scheduler(style, optimizer, 5, 40)
+    theirs = []
+    for _ in range(40):
+        theirs.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    ours = [learning_rate(config, step, 40) for step in range(40)]
+    assert ours[5:] == pytest.approx(theirs[5:], rel=1e-12)
+    assert ours[:5] == pytest.approx(theirs[1:6], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("axolotl", "warmup_steps: 5\nwarmup_ratio: 0.1\n", "warmup_steps and warmup_ratio both mean schedule.warmup"),
+        ("trl", "- a\n", "is not a mapping"),
+        ("trl", "a: [\n", "is not YAML"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(tmp_path, name, text, said):
+    (tmp_path / "c.yml").write_text(text)
+    with pytest.raises(UsageError, match=said):
+        translate(TRAINERS[name], tmp_path / "c.yml")
+
+
+def test_adapters_are_trained_only_where_the_file_says_so(tmp_path):
+    for text, wanted in (("lora_r: 8\n", False), ("adapter: lora\n", True), ("adapter: qlora\nlora_r: 4\n", True)):
+        (tmp_path / "c.yml").write_text(text)
+        settings, _ = translate(TRAINERS["axolotl"], tmp_path / "c.yml")
+        assert any(name.startswith("lora") for name in settings) == wanted

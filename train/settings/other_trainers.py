@@ -1,0 +1,472 @@
+"""Settings of axolotl, TRL, LLaMA-Factory and torchtune as ours, for `train init`: tables, and what is made of them.
+
+Every key of a file becomes a setting, has no effect here, or is left with the reason; all three are printed. Settings
+that a file does not give have the defaults of its trainer, not ours.
+
+Facts: axolotl 0.19.0 utils/schemas/ and core/builders/base.py; TRL 1.16.0 trainer/sft_config.py and model_config.py;
+transformers 5.23.0 training_args.py; LLaMA-Factory 0.9.5 hparams/; torchtune 0.6.1 recipes/configs/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from formats.errors import UsageError
+
+Settings = dict[str, Any]
+"""Our settings, by dotted names."""
+Value = Callable[[Any], Settings | None]
+"""What a value of a key becomes; None if it cannot be expressed."""
+
+
+class Trainer(NamedTuple):
+    """How the settings of a trainer are read.
+
+    Attributes:
+        name: of the trainer.
+        keys: keys with the same meaning, and the setting.
+        values: keys whose values are translated.
+        defaults: what the trainer does without any of some keys: the keys, the value there, and our settings.
+        idle: keys, or beginnings of keys, that have no effect here.
+        left: keys that are not translated, and why.
+    """
+
+    name: str
+    keys: Mapping[str, str]
+    values: Mapping[str, Value]
+    defaults: tuple[tuple[tuple[str, ...], Any, Settings | Callable[[Settings], Settings]], ...]
+    idle: tuple[str, ...]
+    left: Mapping[str, str]
+
+
+def _to(name: str, **choices: Any) -> Value:
+    """A setting whose values have other names."""
+    return lambda value: {name: choices[str(value).lower()]} if str(value).lower() in choices else None
+
+
+def _if(settings: Settings, other: Settings | None = None) -> Value:
+    """Settings that `true` means, and those of `false`; without the latter false means nothing."""
+    return lambda value: settings if value is True else ({} if other is None else other) if value is False else None
+
+
+def _positive(name: str) -> Value:
+    """A number; zero and less mean that it is not set."""
+    return lambda value: {name: value} if value > 0 else {}
+
+
+def _steps(name: str) -> Value:
+    """A number of steps; a share of them cannot be expressed."""
+    return lambda value: None if 0 < value < 1 else {name: int(value)} if value > 0 else {}
+
+
+def _trackers(value: Any) -> Settings | None:
+    names = [value] if isinstance(value, str) else list(value)
+    return {"log.trackers": [name for name in names if name != "none"]} if "all" not in names else None
+
+
+def _targets(value: Any) -> Settings:
+    """Layers with adapters; LLaMA-Factory writes them as a list with commas, and `all`."""
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else list(value)
+    return {"lora.targets": ["all-linear"] if names in (["all"], ["all-linear"]) else names}
+
+
+def _optimizer(value: Any) -> Settings | None:
+    """AdamW of torch, whoever fuses it."""
+    return {} if str(value).lower() in ADAMW else None
+
+
+def _template(value: Any) -> Settings | None:
+    """A chat template that is shipped here too; the tokenizer's own is the default."""
+    return {"chat_template": value} if value in ("chatml", "llama3") else {} if value == "tokenizer_default" else None
+
+
+def _loggers(value: Any) -> Settings:
+    return {"log.trackers": [name for key, name in LOGGERS.items() if key in value]}
+
+
+STYLES = _to(
+    "schedule.style", cosine="cosine", linear="linear", constant="constant", constant_with_warmup="constant",
+    cosine_with_min_lr="cosine",
+)  # fmt: skip
+ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "torch.optim.adamw")
+LOGGERS = {"WandB": "wandb", "TensorBoard": "tensorboard", "MLFlow": "mlflow"}
+TUNE_LAYERS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+"""Loggers and layers of torchtune."""
+ATTENTION = _to("model.attention", flash_attention_2="flash", flash_attention_3="flash", fa2="flash", sdpa="sdpa",
+                eager="eager", flex_attention="flex", auto="auto", disabled="sdpa")  # fmt: skip
+TOKENIZE = "train tokenize makes token files of it, which --data names"
+SETS = "evaluate.every, evaluate.best and evaluate.patience apply once data.validation names sets"
+SHARDS = ("deepspeed", "fsdp", "ddp_", "dataloader_", "dataset_num_proc", "preprocessing_num_workers")
+
+OF_THE_TRAINER: Mapping[str, str] = {
+    "learning_rate": "optim.lr",
+    "weight_decay": "optim.weight_decay",
+    "adam_epsilon": "optim.eps",
+    "max_grad_norm": "optim.clip",
+    "gradient_accumulation_steps": "batch.accumulation",
+    "logging_steps": "log.every",
+    "save_total_limit": "save.keep",
+    "neftune_noise_alpha": "neftune_alpha",
+    "seed": "seed",
+}
+"""Keys of transformers' TrainingArguments, which the other trainers have too."""
+VALUES_OF_THE_TRAINER: Mapping[str, Value] = {
+    "lr_scheduler_type": STYLES,
+    "lr_scheduler_kwargs": lambda value: {"schedule.min_lr": value["min_lr"]} if set(value) == {"min_lr"} else None,
+    "optim": _optimizer,
+    "adam_beta1": lambda value: {"optim.betas.0": value},
+    "adam_beta2": lambda value: {"optim.betas.1": value},
+    "warmup_ratio": _positive("schedule.warmup"),
+    "warmup_steps": _positive("schedule.warmup"),
+    "max_steps": _steps("steps.train_iters"),
+    "save_steps": _steps("save.every"),
+    "bf16": _if({"model.dtype": "bf16"}, {"model.dtype": "fp32"}),
+    "fp16": lambda value: {} if value is False else None,
+    "gradient_checkpointing": _if({"model.activation_checkpointing": True}, {"model.activation_checkpointing": False}),
+    "torch_compile": _if({"model.compile": True}),
+    "use_liger_kernel": _if({"model.kernels": "liger"}),
+    "report_to": _trackers,
+    "attn_implementation": ATTENTION,
+}
+IDLE = (
+    "output_dir", "overwrite_output_dir", "logging_dir", "logging_strategy", "run_name", "wandb_", "mlflow_", "tf32",
+    "group_by_length", "remove_unused_columns", "push_to_hub", "hub_", "trust_remote_code",
+    "gradient_checkpointing_kwargs", "save_safetensors", "save_only_model", "do_train", "do_eval", "eval_strategy",
+    "save_strategy", "ddp_timeout", "per_device_eval_batch_size", "eval_batch_size", "load_best_model_at_end",
+    "greater_is_better", "data_seed", *SHARDS,
+)  # fmt: skip
+LEFT = {
+    "fp16": "the compute dtype is bf16 or fp32",
+    "dataset_name": TOKENIZE,
+    "eval_steps": SETS,
+    "metric_for_best_model": SETS,
+    "early_stopping_patience": SETS,
+    "resume_from_checkpoint": "a run resumes by itself",
+    "label_smoothing_factor": "the loss is the cross entropy of the labels",
+}
+ADAM: Settings = {"optim.betas": [0.9, 0.999]}
+
+AXOLOTL = Trainer(
+    "axolotl",
+    {
+        **OF_THE_TRAINER,
+        "base_model": "model.path",
+        "sequence_len": "data.seq_length",
+        "micro_batch_size": "batch.micro",
+        "num_epochs": "steps.epochs",
+        "lora_r": "lora.rank",
+        "lora_alpha": "lora.alpha",
+        "lora_dropout": "lora.dropout",
+    },
+    {
+        **VALUES_OF_THE_TRAINER,
+        "lr_scheduler": STYLES,
+        "optimizer": _optimizer,
+        "bf16": _to("model.dtype", true="bf16", auto="bf16", full="bf16", false="fp32"),
+        "adapter": _to("lora", lora=True, qlora=True),
+        "lora_target_modules": _targets,
+        "lora_target_linear": _if({"lora.targets": ["all-linear"]}),
+        "train_on_inputs": _if({"data.loss": "all"}, {"data.loss": "assistant"}),
+        "sample_packing": _if({"data.packing": "bfd"}, {}),
+        "flash_attention": _if({"model.attention": "flash"}),
+        "sdp_attention": _if({"model.attention": "sdpa"}),
+        "flex_attention": _if({"model.attention": "flex"}),
+        "eager_attention": _if({"model.attention": "eager"}),
+        "liger_rope": _if({"model.kernels": "liger"}),
+        "liger_rms_norm": _if({"model.kernels": "liger"}),
+        "liger_glu_activation": _if({"model.kernels": "liger"}),
+        "wandb_project": lambda value: {"log.trackers": ["wandb"]} if value else {},
+        "use_tensorboard": _if({"log.trackers": ["tensorboard"]}),
+        "chat_template": _template,
+    },
+    (
+        (("lr_scheduler", "lr_scheduler_type"), "cosine", {"schedule.style": "cosine"}),
+        (("warmup_steps", "warmup_ratio"), "3 % of the steps, at most 100", {"schedule.warmup": 0.03}),
+        (("num_epochs", "max_steps"), 1, {"steps.epochs": 1}),
+        (("train_on_inputs",), False, {"data.loss": "assistant"}),
+        (("micro_batch_size",), 1, {"batch.micro": 1}),
+        (("gradient_accumulation_steps",), 1, {"batch.accumulation": 1}),
+        (("gradient_checkpointing",), False, {"model.activation_checkpointing": False}),
+        (("adam_beta1", "adam_beta2"), [0.9, 0.999], ADAM),
+        (("bf16",), "auto", {"model.dtype": "bf16"}),
+    ),
+    (
+        *IDLE, "plugins", "base_model_config", "tokenizer_", "model_type", "dataset_prepared_path", "val_set_size",
+        "pad_to_sequence_len", "eval_sample_packing", "dataset_processes", "is_", "liger_fused_linear_cross_entropy",
+        "strict", "special_tokens", "evals_per_epoch", "eval_table_size", "eval_max_new_tokens", "local_rank", "debug",
+        "sample_packing_", "multipack_real_batches", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "xformers_",
+    ),
+    {
+        **LEFT,
+        "datasets": TOKENIZE,
+        "test_datasets": "data.validation names token files: train tokenize",
+        "load_in_4bit": "weights are not quantized here",
+        "load_in_8bit": "weights are not quantized here",
+        "saves_per_epoch": "save.every counts steps: train plan prints how many an epoch has",
+        "rl": "preferences are not trained here",
+        "lora_modules_to_save": "only adapters are trained with LoRA",
+    },
+)  # fmt: skip
+TRL = Trainer(
+    "TRL",
+    {
+        **OF_THE_TRAINER,
+        "model_name_or_path": "model.path",
+        "max_length": "data.seq_length",
+        "max_seq_length": "data.seq_length",
+        "per_device_train_batch_size": "batch.micro",
+        "num_train_epochs": "steps.epochs",
+        "lora_r": "lora.rank",
+        "lora_alpha": "lora.alpha",
+        "lora_dropout": "lora.dropout",
+    },
+    {
+        **VALUES_OF_THE_TRAINER,
+        "use_peft": _if({"lora": True}),
+        "lora_target_modules": _targets,
+        "packing": _if({}, {}),
+        "packing_strategy": _to("data.packing", bfd="bfd", wrapped="packed"),
+        "assistant_only_loss": _if({"data.loss": "assistant"}, {"data.loss": "all"}),
+        "completion_only_loss": _if({"data.loss": "assistant"}, {"data.loss": "all"}),
+        "dtype": _to("model.dtype", bfloat16="bf16", float32="fp32", auto="bf16"),
+        "torch_dtype": _to("model.dtype", bfloat16="bf16", float32="fp32", auto="bf16"),
+        "chat_template_path": lambda value: {"chat_template": value},
+    },
+    (
+        (("learning_rate",), 2e-5, {"optim.lr": 2e-5}),
+        (("lr_scheduler_type",), "linear", {"schedule.style": "linear"}),
+        (("num_train_epochs", "max_steps"), 3, {"steps.epochs": 3}),
+        (("per_device_train_batch_size",), 8, {"batch.micro": 8}),
+        (("gradient_accumulation_steps",), 1, {"batch.accumulation": 1}),
+        (("max_length", "max_seq_length"), 1024, {"data.seq_length": 1024}),
+        (("assistant_only_loss", "completion_only_loss"), False, {"data.loss": "all"}),
+        (("adam_beta1", "adam_beta2"), [0.9, 0.999], ADAM),
+        (("save_steps", "save_strategy"), 500, {"save.every": 500}),
+        (("seed",), 42, {"seed": 42}),
+        (("lora_dropout",), 0.05, {"lora.dropout": 0.05}),
+        (("lora_target_modules",), "those of PEFT for Llama", {"lora.targets": ["q_proj", "v_proj"]}),
+    ),
+    (*IDLE, "model_revision", "dataset_text_field", "dataset_kwargs", "dataset_train_split", "dataset_test_split",
+     "padding_free", "pad_token", "eos_token", "pad_to_multiple_of", "eval_packing", "lora_task_type"),
+    {
+        **LEFT,
+        "datasets": TOKENIZE,
+        "dataset_config": TOKENIZE,
+        "load_in_4bit": "weights are not quantized here",
+        "load_in_8bit": "weights are not quantized here",
+        "lora_modules_to_save": "only adapters are trained with LoRA",
+        "use_dora": "adapters are plain LoRA here",
+        "use_rslora": "adapters are scaled by alpha / rank here",
+    },
+)  # fmt: skip
+LLAMA_FACTORY = Trainer(
+    "LLaMA-Factory",
+    {
+        **OF_THE_TRAINER,
+        "model_name_or_path": "model.path",
+        "cutoff_len": "data.seq_length",
+        "per_device_train_batch_size": "batch.micro",
+        "num_train_epochs": "steps.epochs",
+        "lora_rank": "lora.rank",
+        "lora_alpha": "lora.alpha",
+        "lora_dropout": "lora.dropout",
+    },
+    {
+        **VALUES_OF_THE_TRAINER,
+        "stage": lambda value: {} if value == "sft" else {"data.loss": "all"} if value == "pt" else None,
+        "finetuning_type": lambda value: {"lora": True} if value == "lora" else {} if value == "full" else None,
+        "lora_target": _targets,
+        "train_on_prompt": _if({"data.loss": "all"}, {"data.loss": "assistant"}),
+        "mask_history": _if({"data.loss": "last_turn"}),
+        "flash_attn": ATTENTION,
+        "enable_liger_kernel": _if({"model.kernels": "liger"}),
+        "pure_bf16": _if({}, {}),
+    },
+    (
+        (("learning_rate",), 5e-5, {"optim.lr": 5e-5}),
+        (("lr_scheduler_type",), "linear", {"schedule.style": "linear"}),
+        (("num_train_epochs", "max_steps"), 3, {"steps.epochs": 3}),
+        (("per_device_train_batch_size",), 8, {"batch.micro": 8}),
+        (("gradient_accumulation_steps",), 1, {"batch.accumulation": 1}),
+        (("cutoff_len",), 2048, {"data.seq_length": 2048}),
+        (("bf16", "pure_bf16"), False, {"model.dtype": "fp32"}),
+        (("finetuning_type",), "lora", {"lora": True}),
+        (("lora_rank",), 8, {"lora.rank": 8}),
+        (("lora_alpha",), "twice lora_rank", lambda settings: {"lora.alpha": 2 * settings.get("lora.rank", 8)}),
+        (("adam_beta1", "adam_beta2"), [0.9, 0.999], ADAM),
+        (("save_steps", "save_strategy"), 500, {"save.every": 500}),
+        (("seed",), 42, {"seed": 42}),
+    ),
+    (*IDLE, "template", "plot_loss", "max_samples", "val_size", "packing", "neat_packing", "overwrite_cache",
+     "include_", "preprocessing_", "disable_gradient_checkpointing", "use_fast_tokenizer", "tokenized_path"),
+    {
+        **LEFT,
+        "dataset": TOKENIZE,
+        "dataset_dir": TOKENIZE,
+        "eval_dataset": "data.validation names token files: train tokenize",
+        "quantization_bit": "weights are not quantized here",
+        "mix_strategy": "data.weights mixes sets",
+        "interleave_probs": "data.weights: the same list, with one of token files in --data",
+        "use_dora": "adapters are plain LoRA here",
+        "pissa_init": "adapters begin as LoRA does",
+        "additional_target": "only adapters are trained with LoRA",
+        "freeze_trainable_layers": "all weights are trained, or adapters",
+    },
+)  # fmt: skip
+TORCHTUNE = Trainer(
+    "torchtune",
+    {
+        "optimizer.lr": "optim.lr",
+        "optimizer.weight_decay": "optim.weight_decay",
+        "optimizer.betas": "optim.betas",
+        "optimizer.eps": "optim.eps",
+        "lr_scheduler.num_warmup_steps": "schedule.warmup",
+        "batch_size": "batch.micro",
+        "gradient_accumulation_steps": "batch.accumulation",
+        "epochs": "steps.epochs",
+        "clip_grad_norm": "optim.clip",
+        "tokenizer.max_seq_len": "data.seq_length",
+        "checkpointer.checkpoint_dir": "model.path",
+        "enable_activation_checkpointing": "model.activation_checkpointing",
+        "log_every_n_steps": "log.every",
+        "compile": "model.compile",
+        "seed": "seed",
+        "model.lora_rank": "lora.rank",
+        "model.lora_alpha": "lora.alpha",
+        "model.lora_dropout": "lora.dropout",
+    },
+    {
+        "dtype": _to("model.dtype", bf16="bf16", fp32="fp32"),
+        "optimizer._component_": _optimizer,
+        "lr_scheduler._component_": lambda value: {"schedule.style": "cosine"} if "cosine" in value else None,
+        "dataset.train_on_input": _if({"data.loss": "all"}, {"data.loss": "assistant"}),
+        "dataset.packed": _if({}, {}),
+        "metric_logger._component_": _loggers,
+        "model.lora_attn_modules": lambda value: {"lora.targets": [TUNE_LAYERS.get(name, name) for name in value]},
+        "model.apply_lora_to_mlp": _if({"lora.targets": ["all-linear"]}),
+        "model._component_": lambda value: {"lora": True} if "lora" in value else {},
+    },
+    (
+        (("lr_scheduler._component_",), "none", {"schedule.style": "constant"}),
+        (("optimizer.weight_decay",), "0.01 of torch's AdamW", {"optim.weight_decay": 0.01}),
+        (("optimizer.betas",), [0.9, 0.999], ADAM),
+        (("clip_grad_norm",), "none", {"optim.clip": 0}),
+        (("dataset.train_on_input",), False, {"data.loss": "assistant"}),
+        (("gradient_accumulation_steps",), 1, {"batch.accumulation": 1}),
+        (("enable_activation_checkpointing",), False, {"model.activation_checkpointing": False}),
+    ),
+    ("output_dir", "tokenizer.", "checkpointer.", "resume_from_checkpoint", "device", "profiler", "loss.", "shuffle",
+     "optimizer.fused", "metric_logger.", "log_peak_memory_stats", "log_level", "enable_activation_offloading",
+     "optimizer_in_bwd", "custom_sharded_layers", "model.apply_lora_to_output", "tensor_parallel_", "cudnn_"),
+    {
+        "dataset._component_": TOKENIZE,
+        "dataset.source": TOKENIZE,
+        "dataset.split": TOKENIZE,
+        "max_steps_per_epoch": "steps.train_iters counts the steps of the run",
+    },
+)  # fmt: skip
+TRAINERS: Mapping[str, Trainer] = {
+    "axolotl": AXOLOTL, "trl": TRL, "llama-factory": LLAMA_FACTORY, "torchtune": TORCHTUNE
+}  # fmt: skip
+"""Options `train init --from-NAME`."""
+
+
+def translate(trainer: Trainer, path: Path) -> tuple[Settings, list[str]]:
+    """The settings of a file of another trainer as ours.
+
+    Returns:
+        Our settings, and a line for each key: what it became, that it has no effect, or why it is left.
+
+    Raises:
+        UsageError: the file cannot be read, or two keys contradict each other.
+    """
+    given = _read(path)
+    settings: Settings = {}
+    said: dict[str, str] = {}
+    done, idle, left = list[str](), list[str](), list[str]()
+    for key, value in given.items():
+        made = _made(trainer, key, value)
+        if made is None:
+            why = trainer.left.get(key)
+            if why is None and key not in trainer.values and key.startswith(trainer.idle):
+                idle.append(key)
+            else:
+                left.append(f"not translated: {key}: {value!s:.60}: {why or _unknown(trainer, key)}")
+            continue
+        for name, ours in made.items():
+            if settings.get(name, ours) != ours:
+                raise UsageError(f"{path}: {said[name]} and {key} both mean {name}: {settings[name]} and {ours}")
+            settings[name], said[name] = ours, key
+            done.append(f"{key} -> {name}: {ours}")
+        if not made:
+            idle.append(key)
+    for keys, theirs, ours_there in trainer.defaults:
+        if given.keys().isdisjoint(keys):
+            ours_by_name = ours_there(settings) if callable(ours_there) else ours_there
+            fresh = {
+                name: ours for name, ours in ours_by_name.items() if name not in settings and _holds(name, settings)
+            }
+            settings |= fresh
+            done += [f"no {keys[0]} ({trainer.name}: {theirs}) -> {name}: {ours}" for name, ours in fresh.items()]
+    return _joined(settings), [*done, *([f"no effect here: {', '.join(idle)}"] if idle else []), *left]
+
+
+def _holds(name: str, settings: Settings) -> bool:
+    """Whether a setting applies: those of LoRA do only if it is asked for."""
+    return not name.startswith("lora.") or bool(settings.get("lora"))
+
+
+def _made(trainer: Trainer, key: str, value: Any) -> Settings | None:
+    """What a key becomes; None if it is not translated."""
+    if key in trainer.keys:
+        return {trainer.keys[key]: value}
+    if key not in trainer.values:
+        return None
+    try:
+        return trainer.values[key](value)
+    except (TypeError, AttributeError, KeyError):  # a value of another kind than the trainer has
+        return None
+
+
+def _unknown(trainer: Trainer, key: str) -> str:
+    return "there is no such setting here" if key in trainer.values else "it is not in the table of this trainer"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The keys of a file that have a value; of torchtune's sections dotted ones."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"{path} is not YAML: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} is not a mapping of settings")
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        sections = isinstance(value, dict) and "_component_" in value
+        flat |= {f"{key}.{name}": inner for name, inner in value.items()} if sections else {str(key): value}
+    return {key: _number(value) for key, value in flat.items() if value is not None}
+
+
+def _number(value: Any) -> Any:
+    """A number that YAML 1.1 reads as text, such as 1e-5."""
+    try:
+        return float(value) if isinstance(value, str) and value[:1].isdigit() and "e" in value.lower() else value
+    except ValueError:
+        return value
+
+
+def _joined(settings: Settings) -> Settings:
+    """Settings with both betas in one, without those of LoRA that nothing asks for, and no epochs beside steps."""
+    if settings.get("lora"):
+        settings.setdefault("lora.rank", 16)
+    betas = [settings.pop(f"optim.betas.{place}", default) for place, default in enumerate((0.9, 0.999))]
+    settings.setdefault("optim.betas", betas)
+    if "steps.train_iters" in settings:
+        settings.pop("steps.epochs", None)
+    return {name: value for name, value in settings.items() if name != "lora" and _holds(name, settings)}

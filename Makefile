@@ -12,7 +12,7 @@ export DS_ACCELERATOR ?= cpu
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-stock test-hpc test-gpu test-torch fuzz architectures watch-storm image locks lint type docs dist bench bench-large clean
+.PHONY: help setup demo test test-fast test-stock test-hpc test-gpu test-torch fuzz faults architectures watch-storm image locks lint type docs dist bench bench-large clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,6 +89,11 @@ MINUTES ?= 20
 
 fuzz: $(VENV)/.test  ## random cases, judged by other programs: MINUTES=20; what is found is printed with its seed
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --jobs $(JOBS)
+
+FAULTS ?= 1000
+
+faults: $(VENV)/.test  ## conversions between S3 and the Hub on loopback, with faults and kills at random: FAULTS=1000 (10 minutes)
+	$(BIN)/python -m tests.remote.faults --faults $(FAULTS)
 
 architectures: $(VENV)/.test  ## every architecture of transformers through FSDP and back, as listed in tests/architectures (20 minutes)
 	$(BIN)/python -m tests.architectures.sweep

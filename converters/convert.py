@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,8 @@ from converters.move.source_checks import SourceChecks, Verdict
 from converters.plan.plan import Job, Plan, make_plan, needs
 from converters.plan.request import Request
 from converters.prove import digest
-from formats.checkpoint import MANIFEST, Checkpoint, Settings, Target
+from formats.checkpoint import MANIFEST, Checkpoint, OutputFile, Settings, Target
+from formats.disk.handle import is_elsewhere
 from formats.errors import (
     DamagedError,
     Interrupted,
@@ -74,23 +75,24 @@ def run(
         VerificationError: the source contradicts its manifest; or what was written does not read back as planned.
         Interrupted: a signal came; the same call resumes later.
     """
-    stamps = _stamps(plan)
+    stamps = stamps_of(plan)
     target, opened = _begin(plan, request)
     if plan.source.proof is not None:
-        _prove(plan.source.proof, request)
+        prove(plan.source.proof, request)
     with stoppable() as stopped, opened as journal:
         try:
             sums = None if journal.digests else Checksums(target.files)  # runs before this one counted for themselves
             checks = SourceChecks(plan.jobs, request.limits.replicas, journal.sound)
-            with _disk(request), Files(sums, checks) as files, journal.kept(files):  # reading back begins meanwhile
+            with disk(request), Files(sums, checks) as files, journal.kept(files):  # reading back begins meanwhile
                 _execute(plan.jobs, target, request, journal, files, stopped, drifted)
                 checked(checks.complete(files.read_stored, request.limits.threads, stopped))
-                _finish(plan, target, request, journal.digests, files)
+                finish_files(target.files, files, request.limits.threads)  # what it has open is not on disk yet
+                finish_small(plan, target, request, journal.digests)
                 if stopped():
                     raise Interrupted("stopped by a signal", "run the same command again to resume")
                 if request.verify:
-                    _verify_output(plan, request, journal.digests, stopped)
-                _check_unchanged(stamps, _stamps(plan))
+                    verify_output(plan, request, journal.digests, stopped, request.root)
+                check_unchanged(stamps, stamps_of(plan))
         except (DamagedError, RefusedError, UnsupportedError, VerificationError):
             shutil.rmtree(request.staging)  # nothing of it can be used: the same command starts over
             raise
@@ -119,7 +121,7 @@ def run_share(plan: Plan, share: Share, request: Request, drifted: Drifted = lam
     with stoppable() as stopped, opened as journal:
         checks = SourceChecks(jobs, request.limits.replicas, journal.sound)
         try:
-            with _disk(request), Files(checks=checks) as files, journal.kept(files):
+            with disk(request), Files(checks=checks) as files, journal.kept(files):
                 _execute(jobs, target, request, journal, files, stopped, drifted, part=True)
         except DamagedError:
             journal.spoil()
@@ -140,13 +142,13 @@ def _begin(plan: Plan, request: Request, share: Share | None = None) -> tuple[Ta
     return plan.target, opened
 
 
-def _stamps(plan: Plan) -> dict[Path, tuple[int, int]]:
+def stamps_of(plan: Plan) -> dict[Path, tuple[int, int]]:
     """Size and time of each file of the sources that is there."""
     stats = {path: path.stat() for one in plan.sources for path in one.files if path.exists()}
     return {path: (held.st_size, held.st_mtime_ns) for path, held in stats.items()}
 
 
-def _check_unchanged(before: Mapping[Path, tuple[int, int]], after: Mapping[Path, tuple[int, int]]) -> None:
+def check_unchanged(before: Mapping[Path, tuple[int, int]], after: Mapping[Path, tuple[int, int]]) -> None:
     """No file of the source was written while it was read. One that was deleted since was read before.
 
     Raises:
@@ -158,7 +160,7 @@ def _check_unchanged(before: Mapping[Path, tuple[int, int]], after: Mapping[Path
 
 
 @contextmanager
-def _disk(request: Request) -> Iterator[None]:
+def disk(request: Request) -> Iterator[None]:
     """What a disk refuses, in a sentence."""
     try:
         yield
@@ -167,7 +169,7 @@ def _disk(request: Request) -> Iterator[None]:
         raise OutputError(f"{error.filename or request.staging}: {error.strerror}", hint) from None
 
 
-def _prove(masters: Checkpoint, request: Request) -> None:
+def prove(masters: Checkpoint, request: Request) -> None:
     """Moments are where the master weights are: compare those with what the model computes with.
 
     Raises:
@@ -193,11 +195,7 @@ def _execute(
 
     What is not only a `part` of the work is read back afterwards, if that was asked for.
     """
-    for path in {file.path.parent for file in target.files} | {request.root}:
-        path.mkdir(parents=True, exist_ok=True)
-    for file in target.files:
-        with file.path.open("ab") as handle:
-            handle.truncate(file.size)  # changes nothing in one that other shares have begun
+    make_files(target.files, request)
     every = [*jobs]
     todo = [job for job in every if job.name not in journal.digests]
     left, whole = (sum(job.nbytes for job in each) for each in (todo, every))
@@ -214,9 +212,18 @@ def _execute(
         )
 
 
-def _finish(plan: Plan, target: Target, request: Request, digests: Mapping[str, str], files: Files) -> None:
-    """Write what is no tensor into the staging folder. What `files` has open is not on disk yet."""
-    finish_files(target.files, files, request.limits.threads)
+def make_files(files: Iterable[OutputFile], request: Request) -> None:
+    """Make the files of weights in the staging folder, each of its size; those that are there stay as they are."""
+    every = [*files]
+    for path in {file.path.parent for file in every} | {request.root}:
+        path.mkdir(parents=True, exist_ok=True)
+    for file in every:
+        with file.path.open("ab") as handle:
+            handle.truncate(file.size)  # changes nothing in one that other shares have begun
+
+
+def finish_small(plan: Plan, target: Target, request: Request, digests: Mapping[str, str]) -> None:
+    """Write the small files into the staging folder."""
     digest.check_source(plan, digests)
     texts = dict(target.texts)
     if plan.again is None:
@@ -231,24 +238,48 @@ def check_paths(source: Checkpoint, request: Request) -> None:
         OutputError: it is not.
     """
     out = request.out
+    if is_elsewhere(out):
+        raise UnsupportedError(f"{out} is in a store, and this is written into a folder", "name a folder")
     if out.exists() and not out.is_dir():
         raise OutputError(f"{out} exists and is no folder")
     if out.suffix in FILES:
         raise OutputError(f"OUT is a folder, and {out} is named like a file", f"name it {out.with_suffix('')}")
     if out.is_symlink() and not out.exists():
         raise OutputError(f"{out} is a broken link")
+    check_apart(source, request)
+    _check_free(request)  # last, as it offers --force
+
+
+def check_apart(source: Checkpoint, request: Request) -> None:
+    """OUT and the source are not inside each other.
+
+    Raises:
+        OutputError: they are.
+    """
     root, home = source.root.resolve(), source.home.resolve()  # a run may keep models beside its checkpoints
     for place in (request.place, request.staging):
         if place in (root, home) or home in place.parents or place in root.parents:
             raise OutputError(f"{place} and the source {root} are inside each other", "choose another folder")
-    _check_free(request)  # last, as it offers --force
 
 
 def _check_free(request: Request) -> None:
     """OUT is absent, empty, or a checkpoint that may be replaced."""
     place = request.place
-    if not place.is_dir() or not any(place.iterdir()):
-        return
+    if place.is_dir() and any(place.iterdir()):
+        check_replaceable(request, lambda: foreign(place))
+
+
+def check_replaceable(request: Request, others: Callable[[], Sequence[str]]) -> None:
+    """What is at OUT is a checkpoint that may be replaced.
+
+    Args:
+        request: what was asked for.
+        others: what is there and no checkpoint has.
+
+    Raises:
+        OutputError: it may not be replaced.
+    """
+    place = request.place
     if not request.force:
         raise OutputError(f"{request.out} exists", "choose another folder, or delete it with --force")
     known = any(form.reader.detect(place) for form in FORMATS.values())
@@ -262,9 +293,9 @@ def _check_free(request: Request) -> None:
             f"{request.out} holds {len(held)} checkpoints: {some(held, 4)}",
             "--force deletes one checkpoint, not a training; remove it yourself",
         )
-    if others := foreign(place):
+    if odd := others():
         raise OutputError(
-            f"{request.out} holds what no checkpoint has: {some(others, 4)}",
+            f"{request.out} holds what no checkpoint has: {some(odd, 4)}",
             "--force deletes checkpoints only; move that elsewhere, or remove the folder yourself",
         )
 
@@ -281,13 +312,13 @@ def check_room(target: Target, request: Request) -> None:
     require_room(place, nbytes - sum(held), files - len(held), request.out)
 
 
-def _reopened(plan: Plan, request: Request) -> Plan:
+def _reopened(plan: Plan, root: Path) -> Plan:
     """A plan that reads the output with its own reader, which has to find the settings that were planned."""
     verbatim, accept = isinstance(plan.spec, Verbatim), plan.source.settings.accept
     try:
-        written = open_checkpoint(request.root, Settings(plan.spec.vocab, verbatim=verbatim, accept=accept))
+        written = open_checkpoint(root, Settings(plan.spec.vocab, verbatim=verbatim, accept=accept))
     except (SourceError, RefusedError, UnsupportedError) as error:  # names a file that is about to be deleted
-        said = str(error).replace(f"{request.root}/", "").replace(str(request.root), "the output")
+        said = str(error).replace(f"{root}/", "").replace(str(root), "the output")
         raise VerificationError(f"what was written of {plan.source.root} does not read back: {said}") from None
     changed = differences(written.spec, plan.spec)
     if changed:
@@ -298,9 +329,11 @@ def _reopened(plan: Plan, request: Request) -> Plan:
     return replace(again, jobs=(*again.jobs, *(plan.more(written) if plan.more else ())))
 
 
-def _verify_output(plan: Plan, request: Request, digests: Mapping[str, str], stopped: Callable[[], bool]) -> None:
-    """Read the output with its own reader and compare settings and digests with what was planned."""
-    again = plan.again(plan) if plan.again else _reopened(plan, request)
+def verify_output(
+    plan: Plan, request: Request, digests: Mapping[str, str], stopped: Callable[[], bool], root: Path
+) -> None:
+    """Read the output with its own reader, at `root`, and compare settings and digests with what was planned."""
+    again = plan.again(plan) if plan.again else _reopened(plan, root)
     with Progress("verifying", again.nbytes, request.quiet, request.tell) as progress:
         try:
             limits = replace(request.limits, replicas="verify")

@@ -7,7 +7,6 @@ changed on the way.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -186,19 +185,18 @@ def write(root: Path, texts: Mapping[str, bytes], copies: Mapping[str, Path]) ->
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            reader = source.open("rb")
+            left, reader = source.stat().st_size, source.open("rb")
         except OSError as error:
             raise SourceError(f"{source}: {error.strerror}") from None
         with named(path), reader, synced(path) as writer:
-            if not _copied(reader, writer):
+            if not _copied(reader, writer, left):
                 raise SourceError(
                     f"{source} changes while it is copied", "the same command again, once nothing writes it"
                 )
 
 
-def _copied(reader: BinaryIO, writer: BinaryIO) -> bool:
-    """Copy a file of the size that it has now; whether it still has it afterwards, as one that grows may never end."""
-    left = os.fstat(reader.fileno()).st_size
+def _copied(reader: BinaryIO, writer: BinaryIO, left: int) -> bool:
+    """Copy a file that has so many bytes; whether it still has them afterwards, as one that grows may never end."""
     while left and (piece := reader.read(min(left, 1 << 20))):
         writer.write(piece)
         left -= len(piece)

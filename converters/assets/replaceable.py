@@ -34,12 +34,17 @@ FOLDERS = re.compile(r"wandb|runs|tensorboard|tb_logs|mlruns|\.cache|__pycache__
 _KNOWN = re.compile("|".join(f"(?:{names})" for names in NAMES.values()), re.ASCII | re.IGNORECASE | re.DOTALL)
 
 
+def is_known_name(name: str) -> bool:
+    """Whether a checkpoint or a training leaves files of this name."""
+    return _KNOWN.fullmatch(name) is not None
+
+
 def foreign(folder: Path) -> list[str]:
     """What no checkpoint and no training leaves in a folder, by its path from there; of a hidden folder itself."""
     found: list[str] = []
     for place, folders, names in os.walk(folder):
         inside = Path(place).relative_to(folder)
-        found += [str(inside / name) for name in names if not _KNOWN.fullmatch(name)]
+        found += [str(inside / name) for name in names if not is_known_name(name)]
         entered = [name for name in folders if not FOLDERS.fullmatch(name)]
         found += [str(inside / name) for name in entered if name.startswith(".")]
         folders[:] = [name for name in entered if not name.startswith(".")]

@@ -119,6 +119,7 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
     folder with several checkpoint-N, each becomes OUT/checkpoint-N, the newest first.
     """
     from converters.commands.publish import push
+    from converters.common.hub_names import folder_of
     from converters.hub.push_plan import check_names
     from converters.hub.upload import require_token
     from converters.plan.output import plan_output
@@ -130,7 +131,7 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
     options["config"] = options["config"] or old_config
     if src is None or out is None:
         raise UsageError("two folders are needed", "convert fsdp2hf CHECKPOINT OUT --config BASE")
-    runs = {run: out / run.name for run in checkpoints(src)} or {src: out}
+    runs = {run: out / run.name for run in checkpoints(folder_of(src).folder)} or {src: out}
     if repo and len(runs) > 1:
         raise UsageError(f"{src} holds {len(runs)} checkpoints, --push sends one", f"name one: {next(iter(runs))}")
     if repo:

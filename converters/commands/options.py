@@ -276,8 +276,10 @@ def iteration_folder(run: Path, number: int | None) -> Path:
     """
     if number is None:
         return run
+    from converters.common.hub_names import folder_of
     from formats.megatron.folders import name_of
 
+    run = folder_of(run).folder
     folder = run / name_of(number)
     if not folder.is_dir():
         held = sorted(path.name for path in run.glob("iter_*"))

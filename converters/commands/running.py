@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 
 def request_of(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Request:
     """What the options of `writing` ask for."""
+    from converters.common.hub_names import place_of
     from converters.plan.opening import replicas_of
     from converters.plan.request import Limits, Request
 
     policy = replicas_of(source, options["replicas"])
     limits = Limits(options["threads"], options["memory"], policy, accepted=options["accept"])
     cast = None if options["dtype"] == "keep" else options["dtype"]
-    return Request(out, cast, limits, options["force"], options["verify"], options["quiet"] or options["as_json"])
+    return Request(
+        place_of(out), cast, limits, options["force"], options["verify"], options["quiet"] or options["as_json"]
+    )
 
 
 def output_of(options: Mapping[str, Any]) -> Output:

@@ -1,7 +1,9 @@
 """Names of the Hub where a folder is asked for: `ORG/NAME[@REVISION]` and `hf://ORG/NAME[@REVISION][/FOLDER]`.
 
 They are looked for in this order: a local folder of that name; the mirrors of the site, folders with ORG/NAME in them
-(`VITRUVIAN_MIRRORS`, separated by `:`); the cache of the Hub on this machine. Nothing is downloaded.
+(`VITRUVIAN_MIRRORS`, separated by `:`); the cache of the Hub on this machine; the Hub, of which what is needed is read
+by ranges (`converters.remote`), unless `HF_HUB_OFFLINE` is set. Nothing is downloaded. `s3://`, `gs://`, `az://` and
+`https://` are read in the same way.
 
 Facts about the cache: huggingface_hub 2.4.0, constants.py and `_local_folder.py`: `$HF_HUB_CACHE`, else
 `$HF_HOME/hub`, else `~/.cache/huggingface/hub`; models--ORG--NAME/refs/REVISION holds the commit, whose files are in
@@ -15,7 +17,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from formats.errors import SourceError, some
+from formats.errors import NetworkError, SourceError, UsageError, some
 
 NAME = re.compile(
     r"(?:hf://)?(?P<org>\w[\w.-]*)/(?P<name>\w[\w.-]*)(?:@(?P<revision>[^/\s]+))?(?:/(?P<folder>.+))?", re.A
@@ -23,6 +25,10 @@ NAME = re.compile(
 SCHEME = "hf:/"
 """How `hf://` begins once a path has been made of it."""
 MAIN = "main"
+STORES = ("s3", "gs", "az", "https", "http")
+"""How addresses in other stores begin."""
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+"""Variables that keep huggingface_hub off the network (2.4.0, constants.py)."""
 
 
 class Found(NamedTuple):
@@ -33,15 +39,20 @@ class Found(NamedTuple):
 
 
 def folder_of(path: Path) -> Found:
-    """The folder that a name of the Hub stands for; any other path as it is.
+    """The folder that a name of the Hub, or an address in a store, stands for; any other path as it is.
 
     Args:
         path: what the user wrote where a folder is asked for.
 
     Raises:
-        SourceError: it begins with `hf://`, and nothing on this machine has it.
+        SourceError: it is a name of the Hub, nothing on this machine has it, and the Hub neither, or may not be asked.
+        NetworkError: the Hub cannot be reached.
     """
     text = str(path)
+    if text.partition(":/")[0] in STORES:
+        from converters.remote.path import remote
+
+        return Found(remote(path))
     named = text.startswith(SCHEME)
     text = "hf://" + text[len(SCHEME) :].lstrip("/") if named else text
     match = NAME.fullmatch(text)
@@ -61,15 +72,58 @@ def folder_of(path: Path) -> Found:
     snapshot = _snapshot(home, revision or MAIN)
     if snapshot is not None and (snapshot / below).is_dir():
         return Found(snapshot / below, f"{org}/{name} is taken from the Hub's cache, revision {snapshot.name}")
+    wanted = f"{org}/{name}{f'@{revision}' if revision else ''}"
+    offline = next((one for one in OFFLINE if os.environ.get(one, "").upper() in ("1", "ON", "YES", "TRUE")), None)
+    if offline is None:
+        return _on_hub(wanted, below)
     if not named:
         return Found(path)
     looked.append(str(home))
     at = f" --revision {revision}" if revision else ""
-    wanted = f"{org}/{name}{f'@{revision}' if revision else ''}"
     raise SourceError(
-        f"{wanted} is no folder here, and not in {some(looked, 4)}",
-        f"download it first: hf download {org}/{name}{at}, into the cache or with --local-dir FOLDER",
+        f"{wanted} is no folder here, and not in {some(looked, 4)}, and {offline} is set",
+        f"unset {offline}, or: hf download {org}/{name}{at}, into the cache or with --local-dir FOLDER",
     )
+
+
+def _on_hub(wanted: str, below: str) -> Found:
+    """A model that is read from the Hub.
+
+    Raises:
+        SourceError: the Hub has none of that name, or the folder is not in it.
+        NetworkError: it cannot be reached.
+    """
+    from converters.remote.hub_repo import Repo
+    from converters.remote.path import remote
+
+    folder = remote(Path(f"{SCHEME}{wanted}") / below)
+    store = folder.mount()[0].store
+    assert isinstance(store, Repo)
+    try:
+        commit = store.commit
+    except (SourceError, UsageError, NetworkError) as error:
+        raise type(error)(f"{wanted} is no folder here; {error}", error.hint) from None
+    if below and not folder.is_dir():
+        raise SourceError(f"{folder} is no folder on the Hub")
+    return Found(folder, f"{wanted} is read from the Hub, revision {commit}")
+
+
+def place_of(path: Path) -> Path:
+    """Where an output goes: a folder, or a place in a store.
+
+    Raises:
+        UsageError: it is an address that nothing can be written to.
+    """
+    scheme = str(path).partition(":/")[0]
+    if scheme in ("http", "https"):
+        raise UsageError(
+            f"{path} can be read, and not written", "OUT is a folder, s3://…, gs://…, az://… or hf://ORG/NAME"
+        )
+    if scheme not in (*STORES, SCHEME[:-2]):
+        return path
+    from converters.remote.path import remote
+
+    return remote(path)
 
 
 def cache() -> Path:

@@ -101,7 +101,7 @@ def push(plan: Push, *, quiet: bool = False) -> Pushed:
     """
     from huggingface_hub import HfApi
 
-    _calm(quiet)
+    calm(quiet=quiet)
     api, target, url = HfApi(library_name="vitruvian", library_version=version()), plan.revision or MAIN, ""
     with _explained(plan.repo, command(plan)):
         before = _prepared(api, plan, target)
@@ -170,7 +170,7 @@ def _hashes(plan: Push, file: File) -> tuple[str, str]:
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 
-def _calm(quiet: bool) -> None:
+def calm(*, quiet: bool) -> None:
     """Bounded buffers, progress bars on a terminal only, and no log lines, as they hold signed addresses."""
     os.environ.update({name: value for name, value in XET.items() if name not in os.environ})
     from huggingface_hub import utils

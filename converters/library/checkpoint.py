@@ -207,7 +207,7 @@ def open_checkpoint(path: Place, **options: Unpack[Reading]) -> Checkpoint:
     """Open a checkpoint of any format. Headers are read, and none of the weights.
 
     Args:
-        path: its folder.
+        path: its folder; or `ORG/NAME`, `hf://…`, `s3://…` and the like, of which headers alone are read.
         options: what it does not say of itself, by the flags of `convert inspect`: `config="BASE"`.
 
     Raises:

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.common.hub_names import place_of
 from converters.common.manifest import check_manifest, total
 from converters.convert import check_paths, check_room, run, run_share
 from converters.library.options import (
@@ -33,6 +34,7 @@ from converters.plan.opening import open_only, open_training, replicas_of, sourc
 from converters.plan.output import UNIVERSAL, plan_output
 from converters.plan.request import Request
 from converters.prove import digest
+from formats.disk.handle import is_elsewhere
 from formats.errors import UsageError
 from formats.torch_files import saves
 
@@ -159,7 +161,12 @@ def carry_out(
         jobs = run_share(planned, share, request, drifted)
         nbytes, seconds = sum(job.nbytes for job in jobs), time.monotonic() - began
         return Part(str(share), request.out, len(jobs), nbytes, seconds, averaged, tuple(notes))
-    digests = run(planned, request, drifted, verdicts.append)
+    if is_elsewhere(request.out):
+        from converters.delivery.deliver import deliver
+
+        digests = deliver(planned, request, drifted, verdicts.append)
+    else:
+        digests = run(planned, request, drifted, verdicts.append)
     paths = {part.fragment.path for job in planned.reads for part in job.sources if part.fragment.member}
     read = [(one, paths & {*one.files}) for one in planned.sources]
     return Converted(
@@ -183,6 +190,11 @@ def check(planned: plans.Plan, request: Request) -> None:
         OutputError: OUT exists, or is in the source, or there is no room for it.
         VerificationError: the source contradicts its manifest.
     """
+    if is_elsewhere(request.out):
+        from converters.delivery import deliver
+
+        deliver.check(planned, request)
+        return
     for source in planned.sources:
         check_paths(source, request)
         check_manifest(source)
@@ -210,8 +222,8 @@ def convert(src: Place, out: Place, *, to: Target = "huggingface", **options: Un
     """Convert a checkpoint. OUT is complete or absent; the same call resumes what was interrupted.
 
     Args:
-        src: the folder of the source, in any format.
-        out: the folder that is written.
+        src: the folder of the source, in any format; or `ORG/NAME`, `hf://…`, `s3://…` and the like.
+        out: the folder that is written; or `hf://ORG/NAME`, `s3://…`, which is seen when it is complete.
         to: `huggingface`, `megatron`, `fsdp`, `neox`, or `deepspeed` (a universal checkpoint).
         options: by the flags of the commands: `tp=4`, `dtype="bf16"`, `config="BASE"`, `force=True`. `progress` is
             called with what is done, bytes done and bytes to do; `memory` counts bytes.
@@ -271,7 +283,7 @@ def _planned(src: Path, out: Path, to: str, options: Mapping[str, Any], family: 
 def asked(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Request:
     """What the options of `Conversion` ask for, of a source that is open."""
     return Request(
-        out,
+        place_of(out),
         cast_of(options),
         limits_of(options, replicas_of(source, options.get("replicas"))),
         force=options.get("force", False),

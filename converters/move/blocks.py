@@ -20,6 +20,7 @@ from converters.move.products import read_product
 from converters.move.regions import Nearby, region, runs
 from converters.move.source_checks import SourceChecks
 from formats.checkpoint import OutputFile
+from formats.disk.handle import Handle
 from formats.disk.safetensors import DTYPES, Fragment, read_into, write_from
 from formats.disk.zstd_stream import Reader, Stream
 from formats.torch_files.crc32 import crc_of
@@ -43,7 +44,7 @@ class Files:
     streams: dict[tuple[Path, Stream], Reader] = field(default_factory=dict)
     loom: threading.Lock = field(default_factory=threading.Lock)
 
-    def open(self, path: Path, writable: bool = False) -> AbstractContextManager[int]:
+    def open(self, path: Path, writable: bool = False) -> AbstractContextManager[Handle]:
         """The descriptor of a file, to be used while the context is entered; what is written to it is synced."""
         return self.descriptors.open(path, writable)
 

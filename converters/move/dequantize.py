@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from converters.move import casts
+from formats.disk.handle import Handle
 from formats.disk.safetensors import DTYPES, Fragment, Scales, read_into
 from formats.errors import RefusedError
 
@@ -22,7 +23,7 @@ PIECE = 1 << 16
 BITS = {"MXFP4": 4, "FP8": 8}
 
 Words = NDArray[np.uint16]
-Open = Callable[[Path], AbstractContextManager[int]]
+Open = Callable[[Path], AbstractContextManager[Handle]]
 """The descriptor of a file."""
 
 

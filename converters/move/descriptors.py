@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from formats.disk.handle import Handle, close_handle, open_handle
 from formats.errors import OutputError, SourceError
 
 RESERVE = 64
@@ -29,15 +30,15 @@ class Descriptors:
         if soft < hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self.most = max(8, max(soft, hard) - RESERVE)
-        self.held: dict[_Key, int] = {}
+        self.held: dict[_Key, Handle] = {}
         """In the order in which they were used, the latest last."""
         self.used: dict[_Key, int] = {}
         self.fresh: set[_Key] = set()
         self.lock = threading.Lock()
 
     @contextmanager
-    def open(self, path: Path, writable: bool = False) -> Iterator[int]:
-        """The descriptor of a file, which stays open as long as it is used.
+    def open(self, path: Path, writable: bool = False) -> Iterator[Handle]:
+        """A file, which stays open as long as it is used.
 
         Raises:
             OutputError: a file that is to be written cannot be opened.
@@ -57,15 +58,15 @@ class Descriptors:
             fresh, self.fresh = self.fresh, set()
         for key in fresh:
             with self._used(key) as fd:
-                os.fdatasync(fd)
+                _sync(fd)
 
     def close(self) -> None:
         """Close all of them."""
-        for fd in self.held.values():
-            os.close(fd)
+        for handle in self.held.values():
+            close_handle(handle)
 
     @contextmanager
-    def _used(self, key: _Key) -> Iterator[int]:
+    def _used(self, key: _Key) -> Iterator[Handle]:
         with self.lock:
             fd = self.held.pop(key, None)
             self.held[key] = fd = self._opened(key) if fd is None else fd
@@ -78,19 +79,25 @@ class Descriptors:
                 if not self.used[key]:
                     del self.used[key]
 
-    def _opened(self, key: _Key) -> int:
+    def _opened(self, key: _Key) -> Handle:
         path, writable = key
         while len(self.held) >= self.most:
             idle = next((one for one in self.held if one not in self.used), None)
             if idle is None:
                 break
             if idle in self.fresh:
-                os.fdatasync(self.held[idle])
+                _sync(self.held[idle])
                 self.fresh.discard(idle)
-            os.close(self.held.pop(idle))
+            close_handle(self.held.pop(idle))
         try:
             # Never both: to write part of a page a client of NFS would read all of it, and write all of it back over
             # what another node has put there meanwhile (Linux 6, fs/nfs/file.c and write.c).
-            return os.open(path, os.O_WRONLY if writable else os.O_RDONLY)
+            return os.open(path, os.O_WRONLY) if writable else open_handle(path)
         except OSError as error:
             raise (OutputError if writable else SourceError)(f"{path}: {error.strerror}") from None
+
+
+def _sync(handle: Handle) -> None:
+    """Force to disk what was written to a file."""
+    assert isinstance(handle, int)
+    os.fdatasync(handle)

@@ -279,7 +279,7 @@ def fingerprint(plan: Plan, replicas: str) -> str:
         for file in files
     ]
     facts = blake3(json.dumps([source, target, repr(plan.spec), replicas]).encode())
-    place = lru_cache(maxsize=None)(Path.resolve)  # however the user spells it
+    place = lru_cache(maxsize=None)(lambda path: path.resolve())  # however the user spells it
     for job in plan.jobs:  # which tensors are read, and in which order, and not only from which files
         facts.update(_line(job).encode())
         for term in job.terms:

@@ -7,7 +7,6 @@ torch.save the CRC-32 of every tensor is known besides (`journal.fingerprint`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from formats.disk.handle import opened, pread, size_of
 from formats.errors import SourceError
 
 SAMPLE = 4 << 10
@@ -40,11 +40,13 @@ def samples_of(paths: Sequence[Path]) -> list[str]:
 def _sampled(path: Path, count: int) -> str:
     found = blake3()
     try:
-        with path.open("rb", buffering=0) as file:
-            last = max(0, os.fstat(file.fileno()).st_size - SAMPLE)
+        with opened(path) as handle:
+            if not isinstance(handle, int):
+                return handle.identity
+            last = max(0, size_of(handle) - SAMPLE)
             steps = min(count - 1, -(-last // SAMPLE))
             for start in [last * step // steps for step in range(steps + 1)] if steps else [0]:
-                found.update(os.pread(file.fileno(), SAMPLE, start))
+                found.update(pread(handle, SAMPLE, start))
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror}") from None
     return found.hexdigest()

@@ -98,7 +98,7 @@ def open_training(path: Path, settings: Settings, family: Family | None) -> Chec
     """Open what a universal checkpoint is made of: states whose ranks keep a part each, or any checkpoint."""
     from converters.plan.universal import is_partitioned, open_states
 
-    if not is_partitioned(path, settings.tag):
+    if not is_partitioned(folder_of(path).folder, settings.tag):
         return open_only(path, settings, family)
     path, settings, _ = located(path, settings)
     from formats.deepspeed import NEOX

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from converters.common.cores import cores
 from converters.common.progress import Tell
+from formats.disk.handle import is_elsewhere
 from formats.errors import OutputError
 
 COMMIT_SECONDS = 0.25
@@ -88,7 +90,9 @@ class Request:
 
     @property
     def staging(self) -> Path:
-        """Where the work is done."""
+        """Where the work is done: beside OUT; in the current folder, if OUT is in a store."""
+        if is_elsewhere(self.place):
+            return Path.cwd() / (re.sub(r"[^\w.@-]+", "-", str(self.place)) + ".partial")
         return self.place.with_name(self.place.name + ".partial")
 
     @property

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from formats.disk.handle import opened, pread, size_of
 from formats.errors import SourceError
 from formats.torch_files.archive import stored
 from formats.torch_files.crc32 import crc_of
@@ -83,12 +84,11 @@ def amend(path: Path, changed: Iterable[tuple[int, int]]) -> None:
 
 def _one(path: Path, advance: Callable[[int], None]) -> Iterator[str | None]:
     """For each member what is wrong with it, empty if nothing, None without a checksum; None alone for other files."""
-    with path.open("rb") as file:
-        fd = file.fileno()
-        if path.suffix != ".distcp" and not os.fstat(fd).st_size:  # torch leaves one empty where a thread has nothing
+    with opened(path) as fd:
+        if path.suffix != ".distcp" and not size_of(fd):  # torch leaves one empty where a thread has nothing
             yield f"{path} is empty"
             return
-        if os.pread(fd, 4, 0) != b"PK\x03\x04":
+        if pread(fd, 4, 0) != b"PK\x03\x04":
             yield None
             return
         try:

@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from formats.disk.handle import Handle, opened, read_at
 from formats.disk.zstd_stream import Stream
 from formats.errors import SourceError, short
 
@@ -243,7 +244,7 @@ def safetensors_header(entries: Iterable[Entry], metadata: Mapping[str, str]) ->
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
-def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+def read_into(handle: Handle, buffer: memoryview, offset: int, path: Path) -> None:
     """Fill a buffer from a file.
 
     Raises:
@@ -252,7 +253,7 @@ def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
     done = 0
     while done < len(buffer):
         try:
-            count = os.preadv(fd, [buffer[done:]], offset + done)
+            count = read_at(handle, buffer[done:], offset + done)
         except OSError as error:
             raise SourceError(f"{path}: {error.strerror} at byte {offset + done}") from None
         if count == 0:
@@ -263,8 +264,8 @@ def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
 def read_bytes(path: Path, offset: int, count: int) -> bytes:
     """A few bytes of a file. Raises as `read_into` does."""
     raw = bytearray(count)
-    with path.open("rb") as file:
-        read_into(file.fileno(), memoryview(raw), offset, path)
+    with opened(path) as handle:
+        read_into(handle, memoryview(raw), offset, path)
     return bytes(raw)
 
 
@@ -272,8 +273,9 @@ WRITE = 1 << 17
 """Bytes of one write. Larger ones make ext4 take fresh pages for large folios: twice the time on a virtual machine."""
 
 
-def write_from(fd: int, buffer: memoryview, offset: int) -> None:
-    """Write a whole buffer to a file."""
+def write_from(fd: Handle, buffer: memoryview, offset: int) -> None:
+    """Write a whole buffer to a file of the disk."""
+    assert isinstance(fd, int)
     done = 0
     while done < len(buffer):
         done += os.pwrite(fd, buffer[done : done + WRITE], offset + done)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from formats.disk.handle import Handle, read_at
 from formats.errors import SourceError, UnsupportedError
 
 END = 4096
@@ -20,7 +20,7 @@ class Stream(NamedTuple):
     start: int
     length: int
 
-    def ends(self, fd: int, path: Path) -> tuple[Callable[[int, int], bytes], int]:
+    def ends(self, fd: Handle, path: Path) -> tuple[Callable[[int, int], bytes], int]:
         """Read it through once, and keep its beginning and its end.
 
         Returns:
@@ -48,7 +48,7 @@ class Stream(NamedTuple):
 class Reader:
     """Reads a stream forwards; a step backwards begins anew. `fd` may be opened anew between two reads."""
 
-    def __init__(self, fd: int, path: Path, stream: Stream) -> None:
+    def __init__(self, fd: Handle, path: Path, stream: Stream) -> None:
         self.fd, self.path, self.stream = fd, path, stream
         self.position = 0
         self.decoder = self._begin()
@@ -106,6 +106,6 @@ class _Extent(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        count = os.preadv(self.reader.fd, [memoryview(buffer)[: self.stop - self.at]], self.at)
+        count = read_at(self.reader.fd, memoryview(buffer)[: self.stop - self.at], self.at)
         self.at += count
         return count

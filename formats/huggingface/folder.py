@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target, slot_dtype
+from formats.disk.handle import soon
 from formats.disk.json_file import read_json
 from formats.disk.safetensors import DTYPES, Entry, Fragment, read_safetensors, row_major, safetensors_header
 from formats.errors import SourceError, UnsupportedError, short, some
@@ -149,6 +150,7 @@ def read_files(path: Path) -> dict[str, Fragment]:
     read_file, (single, index) = (_read_pickled, PICKLED) if pickled(path) else (_read_safe, (SINGLE, INDEX))
     weight_map = read_weight_map(path, single, index)
     names = [single] if weight_map is None else sorted(set(weight_map.values()))
+    soon(path / name for name in names)
     held = {name: read_file(path / name) for name in names}
     found: dict[str, Fragment] = {}
     for name, tensors in held.items():

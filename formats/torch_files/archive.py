@@ -7,7 +7,6 @@ each tensor is a byte range of the file. A file is one archive, or, in a `.distc
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 from zlib_ng.zlib_ng import crc32
 
+from formats.disk.handle import Handle, opened, pread
 from formats.disk.safetensors import DTYPES, Fragment, Member, file_size, read_into
 from formats.disk.zstd_stream import Reader
 from formats.errors import DamagedError, SourceError, UnsupportedError, short
@@ -90,15 +90,15 @@ def read_torch(path: Path) -> TorchFile:
         UnsupportedError: it is compressed, big-endian, or older than torch 1.6.
     """
     size = file_size(path)
-    with path.open("rb") as file:
-        if file.read(1) == b"\x80":
+    with opened(path) as handle:
+        if pread(handle, 1, 0) == b"\x80":
             raise UnsupportedError(f"{path}: written before torch 1.6, which used no zip archive")
-        opened = read_archive(file.fileno(), path, 0, size)
-    require_own_name(path, opened.name)
-    return opened
+        found = read_archive(handle, path, 0, size)
+    require_own_name(path, found.name)
+    return found
 
 
-def read_archive(fd: int, path: Path, start: int, size: int, name: str = "") -> TorchFile:
+def read_archive(fd: Handle, path: Path, start: int, size: int, name: str = "") -> TorchFile:
     """Open one archive of a file, given its extent in bytes. Raises as `read_torch` does.
 
     Args:
@@ -108,7 +108,7 @@ def read_archive(fd: int, path: Path, start: int, size: int, name: str = "") -> 
         size: how long it is.
         name: what to call it in an error, besides the path.
     """
-    head, tail = os.pread(fd, min(_HEAD, size), start), os.pread(fd, min(_TAIL, size), start + size - min(_TAIL, size))
+    head, tail = pread(fd, min(_HEAD, size), start), pread(fd, min(_TAIL, size), start + size - min(_TAIL, size))
     where = f"{path}: {name}" if name else str(path)
 
     def read(offset: int, count: int) -> bytes:
@@ -116,7 +116,7 @@ def read_archive(fd: int, path: Path, start: int, size: int, name: str = "") -> 
             return head[offset : offset + count]
         if offset >= size - len(tail):
             return tail[offset - size + len(tail) :][:count]
-        return os.pread(fd, min(count, size - offset), start + offset)
+        return pread(fd, min(count, size - offset), start + offset)
 
     value, storages, folder = parse_archive(read, size, where)
     return TorchFile(path, value, storages, start, folder)
@@ -183,11 +183,11 @@ def read_small(fragment: Fragment) -> bytes:
     if extent is None or extent.size > MAX_SMALL:
         extent = Member(fragment.offset, fragment.nbytes, 0)
     raw = bytearray(extent.size)
-    with fragment.path.open("rb") as file:
+    with opened(fragment.path) as handle:
         if fragment.stream is None:
-            read_into(file.fileno(), memoryview(raw), extent.start, fragment.path)
+            read_into(handle, memoryview(raw), extent.start, fragment.path)
         else:
-            Reader(file.fileno(), fragment.path, fragment.stream).read_into(memoryview(raw), extent.start)
+            Reader(handle, fragment.path, fragment.stream).read_into(memoryview(raw), extent.start)
     require_crc(crc32(raw), extent.crc, f"{fragment.path}: the {extent.size} bytes at byte {extent.start}")
     return bytes(raw[fragment.offset - extent.start :][: fragment.nbytes])
 
@@ -293,7 +293,7 @@ class Stored(NamedTuple):
     noted: tuple[int, ...]
 
 
-def stored(fd: int, path: Path) -> Iterator[Stored]:
+def stored(fd: Handle, path: Path) -> Iterator[Stored]:
     """Every member of the archives in a file, which lie back to back: the last archive comes first.
 
     Raises:
@@ -302,7 +302,7 @@ def stored(fd: int, path: Path) -> Iterator[Stored]:
     for start, _, end in _archives(fd, path):
 
         def read(offset: int, count: int, start: int = start, end: int = end) -> bytes:
-            return os.pread(fd, min(count, end - start - offset), start + offset) if offset >= 0 else b""
+            return pread(fd, min(count, end - start - offset), start + offset) if offset >= 0 else b""
 
         try:
             yield from list(_noted(read, end - start, start))
@@ -360,21 +360,21 @@ def outline(read: Read, size: int, data: int) -> Outline | None:
     return Outline((around[:data], around[data:]), (same[:data], same[data:]), tensor.noted[1] - end)
 
 
-def directories(fd: int, path: Path) -> Iterator[bytes]:
+def directories(fd: Handle, path: Path) -> Iterator[bytes]:
     """The directory of each archive in a file, up to the archive's end; unparsed, and the last archive's first.
 
     Raises:
         SourceError: the file holds something else, or is cut off.
     """
     for _, directory, end in _archives(fd, path):
-        yield os.pread(fd, min(end - directory, MAX_DIRECTORY), directory)
+        yield pread(fd, min(end - directory, MAX_DIRECTORY), directory)
 
 
-def _archives(fd: int, path: Path) -> Iterator[tuple[int, int, int]]:
+def _archives(fd: Handle, path: Path) -> Iterator[tuple[int, int, int]]:
     """Where each archive in a file begins, has its directory, and ends; the last one first."""
     end = file_size(path)
     while end:
-        start, directory = _archive_start(os.pread(fd, min(end, 98), max(0, end - 98)), end)
+        start, directory = _archive_start(pread(fd, min(end, 98), max(0, end - 98)), end)
         if not 0 <= start <= directory < end:
             raise SourceError(f"{path}: no torch.save archive ends at byte {end}: cut off, or another kind of file")
         yield start, directory, end

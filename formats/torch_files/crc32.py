@@ -13,6 +13,7 @@ from pathlib import Path
 
 from zlib_ng.zlib_ng import crc32
 
+from formats.disk.handle import Handle
 from formats.disk.safetensors import read_into
 
 POLYNOMIAL = 0xEDB88320
@@ -82,11 +83,11 @@ def whole(register: int, nbytes: int) -> int:
     return register ^ shift(ONES, nbytes) ^ ONES
 
 
-def crc_of(fd: int, offset: int, nbytes: int, path: Path) -> int:
+def crc_of(handle: Handle, offset: int, nbytes: int, path: Path) -> int:
     """The CRC-32 of a byte range of a file, read once."""
     crc, buffer = 0, bytearray(min(STEP, nbytes))
     for position in range(0, nbytes, STEP):
         piece = memoryview(buffer)[: min(STEP, nbytes - position)]
-        read_into(fd, piece, offset + position, path)
+        read_into(handle, piece, offset + position, path)
         crc = crc32(piece, crc)
     return crc

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from formats.disk.handle import opened
 from formats.disk.safetensors import file_size
 from formats.errors import SourceError, UnsupportedError
 from formats.layout.pieces import Scattered, scattered
@@ -128,8 +129,8 @@ def read_objects(folder: Path, names: Collection[str]) -> dict[str, TorchFile]:
     for name, item in items.items():
         if item.transforms:
             raise UnsupportedError(f"{item.path} holds {name} encoded as {', '.join(item.transforms)}")
-        with item.path.open("rb") as file:
-            found[name] = read_archive(file.fileno(), item.path, item.start, item.length, name)
+        with opened(item.path) as handle:
+            found[name] = read_archive(handle, item.path, item.start, item.length, name)
     return found
 
 

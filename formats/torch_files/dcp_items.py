@@ -9,7 +9,6 @@ it is read, so that any number of ranks needs no more descriptors than there are
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from formats.disk.handle import Handle, opened, pread, preadv
 from formats.disk.safetensors import Fragment, file_size
 from formats.disk.zstd_stream import Stream
 from formats.errors import SourceError, UnsupportedError, short
@@ -58,7 +58,7 @@ class _Wanted(NamedTuple):
     crc: Ints
     odd: dict[int, Piece]
 
-    def piece(self, row: int, fd: int) -> Piece:
+    def piece(self, row: int, fd: Handle) -> Piece:
         """One piece, read as any archive is."""
         number = int(np.searchsorted(self.bounds, row, side="right")) - 1
         name, dtype, items = self.tensors[number]
@@ -129,8 +129,7 @@ def _joined(parts: Sequence[Ints], dtype: type) -> Ints:
 def _read(wanted: _Wanted, rows: Ints) -> None:
     """Read the heads of the items of one file, which are in the order in which they lie."""
     path = wanted.paths[wanted.file[rows[0]]]
-    with path.open("rb", buffering=0) as opened:
-        fd = opened.fileno()
+    with opened(path) as fd:
         alike = dict[int, list[int]]()
         for row, kind in zip(rows.tolist(), wanted.kind[rows].tolist(), strict=True):
             if kind not in wanted.kinds:
@@ -148,7 +147,7 @@ def _read(wanted: _Wanted, rows: Ints) -> None:
                 wanted.odd[row] = wanted.piece(row, fd)
 
 
-def _fill(wanted: _Wanted, rows: Ints, fd: int, buffers: Mapping[int, _Buffers]) -> None:
+def _fill(wanted: _Wanted, rows: Ints, fd: Handle, buffers: Mapping[int, _Buffers]) -> None:
     """Read what is around the items: the end of one together with the beginning of the next."""
     columns = (wanted.start[rows], wanted.length[rows], wanted.kind[rows])
     waiting, at, end = list[memoryview](), 0, 0
@@ -157,14 +156,14 @@ def _fill(wanted: _Wanted, rows: Ints, fd: int, buffers: Mapping[int, _Buffers])
         if held is None:
             continue
         if waiting and start != end:
-            os.preadv(fd, waiting, at)
+            preadv(fd, waiting, at)
             waiting, at = [], start
         head, tail = held.next()
-        os.preadv(fd, [*waiting, head], at if waiting else start)
+        preadv(fd, [*waiting, head], at if waiting else start)
         end = start + length
         waiting, at = [tail], end - len(tail)
     if waiting:
-        os.preadv(fd, waiting, at)
+        preadv(fd, waiting, at)
 
 
 class _Buffers:
@@ -193,13 +192,13 @@ class _Buffers:
         return sound, np.ascontiguousarray(crc).view("<u4").reshape(-1)
 
 
-def _kind(wanted: _Wanted, row: int, fd: int) -> _Kind | None:
+def _kind(wanted: _Wanted, row: int, fd: Handle) -> _Kind | None:
     """What the items of a kind are like, by the first of them; None if it does not tell."""
     fragment, start, length = wanted.piece(row, fd).fragment, int(wanted.start[row]), int(wanted.length[row])
     if fragment.member is None or not fragment.row_major:
         return None
     member = (fragment.member.start - start, fragment.member.size)
-    like = outline(lambda at, count: os.pread(fd, min(count, length - at), start + at), length, member[0])
+    like = outline(lambda at, count: pread(fd, min(count, length - at), start + at), length, member[0])
     return like and _Kind(fragment.offset - start, member, like)
 
 
@@ -276,7 +275,7 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups)
 
 
-def _piece(name: str, dtype: str, item: Item, fd: int) -> Piece:
+def _piece(name: str, dtype: str, item: Item, fd: Handle) -> Piece:
     stream = Stream(item.start, item.length) if item.transforms else None
     if stream is None:
         archive = read_archive(fd, item.path, item.start, item.length, name)

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from formats.disk.handle import is_elsewhere
 from formats.disk.safetensors import MAX_DIMENSIONS, file_size
 from formats.errors import SourceError, short
 from formats.layout.columns import Boxes, Ints
 from formats.layout.columns import boxes as equal_boxes
 from formats.torch_files.pickle_values import Opaque
-from formats.torch_files.rows import Reader, Rows
+from formats.torch_files.rows import Bytes, Reader, Rows
 from formats.torch_files.unpickle import DAMAGE, loads
 
 DATA = re.compile(r"__(\d+)_\d+\.distcp")
@@ -143,9 +144,7 @@ def read(file: Path) -> Metadata:
 @lru_cache(maxsize=2)
 def _read(file: Path, *_: int) -> Metadata:
     rows = Reader({CHUNK: CHUNK, EXTENT: INDEX}, FIELDS)
-    with file.open("rb") as opened:
-        raw = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) if file_size(file) else b""
-    value = loads(raw, str(file), rows)
+    value = loads(_content(file), str(file), rows)
     if not isinstance(value, Opaque) or value.name not in CLASSES or not isinstance(value.state, dict):
         raise SourceError(f"{file} holds no metadata of torch.distributed.checkpoint")
     held: dict[str, Any] = value.state
@@ -155,6 +154,14 @@ def _read(file: Path, *_: int) -> Metadata:
         return _joined(file, held["state_dict_metadata"], stored, planner)
     except DAMAGE:
         raise SourceError(f"{file} is damaged, or of a version that is not known") from None
+
+
+def _content(file: Path) -> Bytes:
+    """All of a file, which is not in memory at once where it is one of the disk."""
+    if is_elsewhere(file):
+        return file.read_bytes()
+    with file.open("rb") as opened:
+        return mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) if file_size(file) else b""
 
 
 class _Stored(NamedTuple):

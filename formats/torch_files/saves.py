@@ -11,7 +11,6 @@ what ties their files is `Checkpoint.ties`.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 from zlib_ng.zlib_ng import crc32
 
 from formats.checkpoint import MANIFEST
+from formats.disk.handle import opened, pread
 from formats.disk.safetensors import file_size
 from formats.errors import SourceError, short, some
 from formats.torch_files.archive import directories
@@ -57,11 +57,11 @@ def entry_of(path: Path) -> Entry:
         SourceError: it begins as a file of torch.save does, and is none.
     """
     size = file_size(path)
-    with path.open("rb") as file:
-        fd, crc = file.fileno(), 0
-        if os.pread(fd, len(ZIP), 0) != ZIP:
-            return Entry(size, crc_of(fd, 0, size, path))
-        for directory in directories(fd, path):
+    with opened(path) as handle:
+        crc = 0
+        if pread(handle, len(ZIP), 0) != ZIP:
+            return Entry(size, crc_of(handle, 0, size, path))
+        for directory in directories(handle, path):
             crc = crc32(directory, crc)
     return Entry(size, crc)
 

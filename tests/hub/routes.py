@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
 
 import yaml
 
@@ -73,6 +74,20 @@ def branch(self: Handler, repo: str, branch: str) -> Reply:
         raise RefusedError(409, "Reference already exists")
     held.refs[branch] = oid
     return 200, {}
+
+
+@route("DELETE", "/api/models/{repo}/branch/(?P<branch>[^/]+)")
+def delete_branch(self: Handler, repo: str, branch: str) -> Reply:
+    del self.repo(repo, write=True).refs[branch]
+    return 200, {}
+
+
+@route("POST", "/api/models/{repo}/paths-info/{rev}")
+def paths_info(self: Handler, repo: str, rev: str) -> Reply:
+    asked = b"".join(self.pieces())
+    paths = json.loads(asked)["paths"] if asked[:1] == b"{" else parse_qs(asked.decode())["paths"]
+    _, _, held = self.tree(repo, rev)
+    return 200, [_described(path, held[path]) for path in paths if path in held]
 
 
 @route("POST", "/api/models/{repo}/preupload/{rev}")
@@ -152,7 +167,8 @@ def commit(self: Handler, repo: str, rev: str) -> Reply:
         elif line["key"] == "lfsFile":
             if not self.arrived(value["oid"]):
                 raise RefusedError(400, f"LFS pointer of {value['path']} points to a file that does not exist")
-            tree[value["path"]] = store.pointer(value["oid"], value["size"])
+            size = value.get("size", store.lfs(value["oid"]).stat().st_size)  # a copy does not say it
+            tree[value["path"]] = store.pointer(value["oid"], size)
         elif line["key"] == "deletedFile":
             tree.pop(value["path"], None)
     for path, entry in tree.items():
@@ -254,7 +270,29 @@ def resolve(self: Handler, repo: str, rev: str, path: str) -> Reply | None:
     }  # fmt: skip
     if asked:
         headers["Content-Range"] = f"bytes {first}-{last}/{entry.size}"
+    if entry.sha256 and self.hub.storage:
+        self.hub.storage += 1
+        self.extra = {
+            "Location": f"http://localhost:{self.hub.server.server_port}/cdn/{entry.sha256}?signed={self.hub.storage}",
+            "X-Repo-Commit": oid, "X-Linked-Etag": headers["ETag"], "X-Linked-Size": str(entry.size),
+        }  # fmt: skip
+        return 302, {}
     self.send_file(206 if asked else 200, headers, self.hub.store.path(entry), first, last - first + 1)
+    return None
+
+
+@route("GET", "/cdn/(?P<oid>[0-9a-f]{64})")
+def cdn(self: Handler, oid: str) -> Reply | None:
+    """The storage that the Hub leads to: an address is signed for a while, and no token is sent there."""
+    assert "Authorization" not in self.headers
+    if int(self.query["signed"]) < self.hub.expired:
+        raise RefusedError(403, "the signature has expired")
+    path = self.hub.store.lfs(oid)
+    asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
+    assert asked is not None
+    first, last = int(asked[1]), int(asked[2])
+    headers = {"Content-Range": f"bytes {first}-{last}/{path.stat().st_size}", "Content-Length": str(last - first + 1)}
+    self.send_file(206, headers, path, first, last - first + 1)
     return None
 
 

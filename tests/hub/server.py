@@ -39,6 +39,7 @@ class Fault:
         xml: and with this, as a storage service does.
         drop_after: cut the line after so many bytes of the body.
         stall: read so many bytes of the body, then wait for an event.
+        half: answer, and cut the line in the middle of the file.
         times: how often.
     """
 
@@ -48,6 +49,7 @@ class Fault:
     drop_after: int = -1
     stall: tuple[int, threading.Event] | None = None
     times: int = 1
+    half: bool = False
 
 
 class Hub:
@@ -61,6 +63,8 @@ class Hub:
         """Where Xet storage is, if there is any."""
         self.ignored = self.altered = ""
         """Files whose names begin so are skipped, as by a .gitignore, or become others in a commit."""
+        self.storage = self.expired = 0
+        """If not 0, objects are at addresses of their own, numbered on from it; those before `expired` have expired."""
         self.log: list[tuple[str, str, int]] = []
         self.faults: list[Fault] = []
         self.lock = threading.RLock()
@@ -135,7 +139,10 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self) -> Reply | None:
         """What the function for this request says, or the fault that is due instead."""
         fault = self.hub.fault(f"{self.command} {self.url.path}")
-        if fault and fault.stall:
+        self.half = bool(fault and fault.half)
+        if fault and fault.half:
+            pass
+        elif fault and fault.stall:
             self.read_until(fault.stall[0])
             fault.stall[1].wait(100)
         elif fault and fault.drop_after >= 0:
@@ -154,7 +161,7 @@ class Handler(BaseHTTPRequestHandler):
                 return function(self, **{name: unquote(value) for name, value in match.groupdict("").items()})
         raise RefusedError(404, f"this Hub has no {self.url.path}")
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_any  # noqa: N815  # names that http.server looks for
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_any  # noqa: N815  # names that http.server looks for
 
     def send(self, status: int, value: Any) -> None:
         """Send JSON, or a text that is XML."""
@@ -179,6 +186,11 @@ class Handler(BaseHTTPRequestHandler):
             return
         with path.open("rb") as reader:
             reader.seek(first)
+            if self.half:
+                self.wfile.write(reader.read(size // 2))
+                self.wfile.flush()
+                self.drop(0)
+                return
             while size > 0 and (piece := reader.read(min(PIECE, size))):
                 self.wfile.write(piece)
                 size -= len(piece)

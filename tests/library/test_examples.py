@@ -22,6 +22,7 @@ EXAMPLES = {
     ),
     "parts_on_nodes.py": (["HF", "NEW"], r"each part: \[\d+, \d+, \d+, \d+\]\n\w{64}\n"),
     "digest_of_names.py": (["HF", "RUN"], r"(\w{64}) .*\n\1 "),
+    "without_a_copy.py": (["HF", "NEW"], r"llama, \d+ parameters\n\d+ tensors, digest \w{64}\n"),
     "norms_of_layers.py": (["RUN"], r" +\d+\.\d{4}  model\.embed_tokens\.weight\n"),
     "rank_of_megatron.py": (["HF"], r"rows of the embedding: \(4, 64\) bfloat16\n"),
     "stream_to_a_server.py": (["RUN"], r"\d{5,} bytes\n"),

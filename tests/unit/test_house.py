@@ -17,8 +17,10 @@ RANK = {"formats": 0, "converters": 1, "train": 2}
 HEAVY = ("torch", "transformers", "deepspeed", "megatron")
 APART = {"meta_model.py", "lineage.py"}
 """Programs that a conversion runs in a process of their own, if their framework is installed."""
-PUBLISHING = ("tokenizers", "sentencepiece", "jinja2", "huggingface_hub")
+PUBLISHING = ("tokenizers", "sentencepiece", "jinja2", "huggingface_hub", "obstore")
 """What only a few rooms may import, and no conversion loads."""
+NETWORK = ("httpx", "httpx2", "requests", "converters.remote", "converters.delivery")
+"""What no conversion between folders loads."""
 HANDED = {"torch_tensor.py", "into_model.py", "trainer_callback.py"}
 """What the library hands to torch and transformers: nothing on the way of a conversion imports it."""
 SOURCES = sorted(path for package in RANK for path in (ROOT / package).rglob("*.py"))
@@ -50,7 +52,7 @@ def test_arrows_run_one_way(path):
 def test_no_framework_on_the_conversion_path(path):
     assert path.name in APART | HANDED or not imported(path) & set(HEAVY)
     assert not any(f"import {Path(name).stem}" in path.read_text() for name in APART)
-    if path.parent.name not in {"assets", "hub"}:
+    if path.parent.name not in {"assets", "hub", "remote", "delivery"}:
         assert not imported(path) & set(PUBLISHING)
 
 
@@ -58,7 +60,7 @@ def test_a_conversion_loads_no_framework(model, tmp_path):
     """Nor does anything that it imports: seen in the interpreter that did the work."""
     code = (
         "import sys\nfrom converters import cli\ntry:\n    cli.main()\nfinally:\n"
-        f"    print('LOADED', [name for name in {HEAVY + PUBLISHING!r} if name in sys.modules])"
+        f"    print('LOADED', [name for name in {HEAVY + PUBLISHING + NETWORK!r} if name in sys.modules])"
     )
     words = ["hf2megatron", str(model()), str(tmp_path / "out"), "--tp", "2"]
     ran = subprocess.run(

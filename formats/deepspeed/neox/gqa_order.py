@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from formats.disk.handle import opened
 from formats.disk.safetensors import DTYPES, Fragment, read_into
 from formats.errors import RefusedError
 from formats.layout.columns import Cut, Piece
@@ -166,9 +167,9 @@ def _lengths(fragment: Fragment) -> np.ndarray:
     rows, width = fragment.shape
     item = DTYPES[fragment.dtype]
     row, found = bytearray(width * item), np.zeros(rows)
-    with fragment.path.open("rb") as file:
+    with opened(fragment.path) as handle:
         for index in range(rows):
-            read_into(file.fileno(), memoryview(row), fragment.offset + index * width * item, fragment.path)
+            read_into(handle, memoryview(row), fragment.offset + index * width * item, fragment.path)
             found[index] = np.linalg.norm(_float(row, fragment.dtype))
     return found
 

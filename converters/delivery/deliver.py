@@ -1,0 +1,327 @@
+"""A conversion whose OUT is in a store: written file by file, so that the disk holds few of them.
+
+Files that share a tensor are written together, in a folder of this machine, sent, and deleted there while the next are
+written. When all of them have arrived they are read back from the store, beside the small files of the disk; these go
+last, those by which a reader finds a model at their end. What was sent is on record: the same command resumes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from converters.assets.replaceable import is_known_name
+from converters.common.atomic import lock, stoppable, write_all
+from converters.common.manifest import check_manifest
+from converters.common.progress import Progress
+from converters.common.room import require_room
+from converters.convert import (
+    Drifted,
+    check_apart,
+    check_replaceable,
+    check_unchanged,
+    disk,
+    finish_small,
+    make_files,
+    prove,
+    stamps_of,
+    verify_output,
+)
+from converters.delivery.receivers import Receiver, receiver_of
+from converters.move.blocks import Files, finish_files
+from converters.move.crc32 import Checksums
+from converters.move.engine import execute
+from converters.move.journal import fingerprint, open_journal
+from converters.move.source_checks import SourceChecks, Verdict
+from converters.plan.plan import Job, Plan
+from converters.plan.request import Request
+from converters.remote.path import RemotePath
+from converters.remote.store import Entry
+from formats.checkpoint import MANIFEST, OutputFile, Target
+from formats.errors import (
+    DamagedError,
+    Interrupted,
+    OutputError,
+    RefusedError,
+    UnsupportedError,
+    VerificationError,
+)
+
+RECORD = "sent.jsonl"
+LAST = ("config.json", "model.safetensors.index.json", ".metadata", "metadata.json", "latest",
+        "latest_checkpointed_iteration.txt", MANIFEST)  # fmt: skip
+"""Small files by which a reader finds a model, in the order in which they are sent, after all others."""
+
+
+class Group(NamedTuple):
+    """Files that share a tensor, and the jobs that write them."""
+
+    files: tuple[OutputFile, ...]
+    jobs: tuple[Job, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its files."""
+        return sum(file.size for file in self.files)
+
+
+@dataclass
+class Sent:
+    """The record of what was sent: a line that says of which conversion, then one for each group of files.
+
+    Attributes:
+        resumed: whether an earlier run of the same conversion has begun.
+        digests: those of the jobs whose files have arrived.
+        objects: what has arrived, by path relative to OUT.
+    """
+
+    handle: int
+    resumed: bool = False
+    digests: dict[str, str] = field(default_factory=dict)
+    objects: dict[str, Entry] = field(default_factory=dict)
+
+    def claim(self, mark: str) -> None:
+        """Say of which conversion it is, once OUT is known to be free and before anything is sent."""
+        if not self.resumed:
+            write_all(self.handle, f"{mark}\n".encode())
+            os.fsync(self.handle)
+
+    def note(self, digests: Mapping[str, str], objects: Mapping[str, Entry]) -> None:
+        """Remember a group that has arrived."""
+        self.digests.update(digests)
+        self.objects.update(objects)
+        write_all(self.handle, (json.dumps({"digests": dict(digests), "objects": dict(objects)}) + "\n").encode())
+        os.fsync(self.handle)
+
+
+def deliver(
+    plan: Plan,
+    request: Request,
+    drifted: Drifted = lambda *_: None,
+    checked: Callable[[Verdict], object] = lambda _: None,
+) -> dict[str, str]:
+    """Execute a plan, send its files, verify them where they are, and publish. `converters.convert.run` says the rest.
+
+    Returns:
+        The digest of each tensor of the output.
+
+    Raises:
+        NetworkError: the store cannot be reached; the same call resumes.
+        OutputError: OUT exists, or there is no room for the largest files of it.
+        UnsupportedError: the output is one that is only written into a folder.
+    """
+    target, stamps = _target_of(plan, request), stamps_of(plan)
+    for source in plan.sources:
+        check_apart(source, request)
+        check_manifest(source)
+    if plan.source.proof is not None:
+        prove(plan.source.proof, request)
+    groups = groups_of(plan, target)
+    sizes = sorted((group.nbytes for group in groups), reverse=True)
+    place = next(path for path in request.staging.parents if path.exists())
+    nbytes = sum(sizes[:2]) + sum(path.stat().st_size for path in target.copies.values())
+    require_room(place, nbytes, len(target.files) + len(target.texts) + len(target.copies), request.out)
+    mark, receiver = fingerprint(plan, request.limits.replicas), receiver_of(_out(request))
+    with stoppable() as stopped, disk(request), _record(request, mark) as sent:
+        planned = {_name(file.path, request) for file in target.files} | {*target.texts, *target.copies}
+        planned.add(f"{target.home}/{MANIFEST}".removeprefix("./"))
+        receiver.begin(planned if sent.resumed else set(), lambda held: check_free(request, held))
+        sent.claim(mark)
+        checks = SourceChecks(plan.jobs, request.limits.replicas)
+        before = sum(job.nbytes for job in plan.jobs if job.name in sent.digests)
+        total = sum(job.nbytes for job in plan.jobs)
+        try:
+            with (
+                Progress("converting", total - before, request.quiet, request.tell, before, total) as progress,
+                ThreadPoolExecutor(1) as sender,
+            ):
+                _each(groups, request, receiver, sent, checks, progress.advance, stopped, drifted, mark, sender)
+            with Files(checks=checks) as files:
+                checked(checks.complete(files.read_stored, request.limits.threads, stopped))
+            finish_small(plan, target, request, sent.digests)
+            small = {str(path.relative_to(request.root)): path for path in request.root.rglob("*") if path.is_file()}
+            if stopped():
+                raise Interrupted("stopped by a signal", "run the same command again to resume")
+            if request.verify:
+                verify_output(plan, request, sent.digests, stopped, receiver.reading(small))
+            check_unchanged(stamps, stamps_of(plan))
+            receiver.finish({name: small[name] for name in sorted(small, key=_turn)}, sent.objects)
+        except (DamagedError, RefusedError, UnsupportedError, VerificationError):
+            receiver.abandon(planned)  # nothing of it can be used: the same command starts over
+            shutil.rmtree(request.staging)
+            raise
+    shutil.rmtree(request.staging)
+    return dict(sent.digests)
+
+
+def check(plan: Plan, request: Request) -> None:
+    """What a delivery could fail at before a byte of the weights is read.
+
+    Raises:
+        OutputError: OUT exists.
+        UnsupportedError: the output is one that is only written into a folder.
+    """
+    _target_of(plan, request)
+    for source in plan.sources:
+        check_apart(source, request)
+        check_manifest(source)
+    receiver_of(_out(request)).check(lambda held: check_free(request, held))
+
+
+def groups_of(plan: Plan, target: Target) -> list[Group]:
+    """The files of a target by which of them share a tensor, in their order."""
+    leader: dict[Path, Path] = {file.path: file.path for file in target.files}
+
+    def lead(path: Path) -> Path:
+        while leader[path] != path:
+            leader[path] = path = leader[leader[path]]
+        return path
+
+    first = target.files[0].path
+    for job in plan.jobs:
+        paths = [part.fragment.path for part in job.targets]
+        for path in paths[1:]:
+            leader[lead(path)] = lead(paths[0])
+    files: dict[Path, list[OutputFile]] = {}
+    for file in target.files:
+        files.setdefault(lead(file.path), []).append(file)
+    jobs: dict[Path, list[Job]] = {}
+    for job in plan.jobs:
+        jobs.setdefault(lead(job.targets[0].fragment.path if job.targets else first), []).append(job)
+    return [Group(tuple(held), tuple(jobs.get(path, ()))) for path, held in files.items()]
+
+
+def check_free(request: Request, held: Sequence[str]) -> None:
+    """OUT is absent, or a checkpoint that may be replaced.
+
+    Args:
+        request: what was asked for.
+        held: what is there, by path relative to OUT, and is not of this conversion.
+
+    Raises:
+        OutputError: it may not.
+    """
+    if held:
+        check_replaceable(request, lambda: [name for name in held if not is_known_name(name.rpartition("/")[2])])
+
+
+def _each(
+    groups: Sequence[Group],
+    request: Request,
+    receiver: Receiver,
+    sent: Sent,
+    checks: SourceChecks,
+    advance: Callable[[int], None],
+    stopped: Callable[[], bool],
+    drifted: Drifted,
+    mark: str,
+    sender: ThreadPoolExecutor,
+) -> None:
+    """Write and send every group that has not arrived. One is sent while the next is written."""
+    sending: Future[None] | None = None
+
+    def send(group: Group, digests: Mapping[str, str], journal: Path) -> None:
+        names = {_name(file.path, request): file.path for file in group.files}
+        sent.note(digests, {name: receiver.send(name, path) for name, path in names.items()})
+        for path in names.values():
+            path.unlink()
+        shutil.rmtree(journal)
+
+    for number, group in enumerate(groups):
+        names = [_name(file.path, request) for file in group.files]
+        journal_folder = request.staging / f"group-{number}"
+        if all(name in sent.objects and receiver.has(name, sent.objects[name]) for name in names):
+            for file in group.files:  # of a run that was killed before it deleted them
+                file.path.unlink(missing_ok=True)
+            shutil.rmtree(journal_folder, ignore_errors=True)
+            continue
+        opened = open_journal(journal_folder, f"{mark} {number}", group.files, force=True, every=request.commit_seconds)
+        with opened as journal:
+            make_files(group.files, request)
+            sums = None if journal.digests else Checksums(group.files)
+            with Files(sums, checks) as files, journal.kept(files):
+                todo = [job for job in group.jobs if job.name not in journal.digests]
+                advance(sum(job.nbytes for job in group.jobs) - sum(job.nbytes for job in todo))
+                execute(
+                    todo, files, request.limits, done=journal.note, advance=advance, stop=stopped, drifted=drifted
+                )  # fmt: skip
+                finish_files(group.files, files, request.limits.threads)
+            digests = dict(journal.digests)
+        if sending is not None:
+            sending.result()
+        sending = sender.submit(send, group, digests, journal_folder)
+        if stopped():
+            raise Interrupted("stopped by a signal", "run the same command again to resume")
+    if sending is not None:
+        sending.result()
+
+
+@contextmanager
+def _record(request: Request, mark: str) -> Iterator[Sent]:
+    """The record in the staging folder, which is this process's alone.
+
+    Raises:
+        OutputError: another process, or another conversion, has the folder.
+    """
+    staging = request.staging
+    staging.mkdir(parents=True, exist_ok=True)
+    if any(staging.iterdir()) and not (staging / RECORD).is_file():
+        raise OutputError(f"{staging} is needed for the work and holds something else", "move it out of the way")
+    handle = os.open(staging / RECORD, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    mine = False
+    try:
+        lock(handle, staging)
+        mine = True
+        head, *lines = (staging / RECORD).read_bytes().splitlines(keepends=True) or [b""]
+        if head.strip() and head != f"{mark}\n".encode() and not request.force:
+            said = f"{staging} holds the beginnings of another conversion (or its source has changed since)"
+            raise OutputError(said, f"remove {staging}, or start over with --force")
+        sent = Sent(handle, resumed=head == f"{mark}\n".encode())
+        length = len(head)
+        for line in lines if sent.resumed else ():
+            if not line.endswith(b"\n"):
+                break
+            held, length = json.loads(line), length + len(line)
+            sent.digests.update(held["digests"])
+            sent.objects.update({name: Entry(*entry) for name, entry in held["objects"].items()})
+        os.ftruncate(handle, length if sent.resumed else 0)
+        if not sent.resumed:
+            for path in staging.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+        yield sent
+    finally:
+        if mine and staging.is_dir() and not (staging / RECORD).stat().st_size:  # nothing was begun
+            shutil.rmtree(staging)
+        os.close(handle)
+
+
+def _target_of(plan: Plan, request: Request) -> Target:
+    if plan.target is None:
+        raise ValueError("a plan without a target cannot run")
+    if plan.again is not None or not plan.target.files:
+        raise UnsupportedError(f"{request.out} is in a store, and an adapter is written into a folder", "name a folder")
+    return plan.target
+
+
+def _out(request: Request) -> RemotePath:
+    assert isinstance(request.out, RemotePath)
+    return request.out
+
+
+def _name(path: Path, request: Request) -> str:
+    """What a file is called below OUT."""
+    return path.relative_to(request.root).as_posix()
+
+
+def _turn(name: str) -> tuple[int, str]:
+    """When a small file is sent."""
+    last = name.rpartition("/")[2]
+    return LAST.index(last) + 1 if last in LAST else 0, name

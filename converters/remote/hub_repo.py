@@ -1,0 +1,163 @@
+"""A repository of the Hub, at one commit, by ranges.
+
+Facts (huggingface_hub 2.4.0, file_download.py): resolve/COMMIT/PATH answers with the commit (X-Repo-Commit) and the
+hash of the content (X-Linked-Etag, else ETag: SHA-256 of an LFS file, git's hash of any other), and leads to a signed
+address that expires. The token goes to the Hub alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from converters.remote.object_store import changed
+from converters.remote.patience import Again, is_passing, patiently
+from converters.remote.store import Entry
+from formats.errors import NetworkError, SourceError, UsageError, VitruvianError
+
+LOGIN = "hf auth login   # or set HF_TOKEN, and accept the model's terms on its page"
+SECONDS = 30
+"""After so long without a byte, one asks again."""
+LIBRARIES = ("httpx2", "httpx", "requests", "urllib3", "httpcore", "httpcore2")
+"""What huggingface_hub speaks through; an error of theirs is trouble with the network."""
+GIT = ".gitattributes"
+"""A file that every repository has, and that is git's."""
+FIRST = 4
+"""How often the Hub is asked for a model at first: a folder that is not there looks like a name of it."""
+Result = TypeVar("Result")
+
+
+class Repo:
+    """A repository at the commit that a revision was when it was first asked for."""
+
+    def __init__(self, name: str, revision: str | None) -> None:
+        self.name, self.revision = name, revision
+        self.url = f"hf://{name}{f'@{revision}' if revision else ''}"
+        self.places: dict[str, str] = {}
+        self.lock = threading.Lock()
+
+    @cached_property
+    def commit(self) -> str:
+        """Its commit."""
+        about = self.ask(lambda api: api.model_info(self.name, revision=self.revision, timeout=SECONDS), FIRST)
+        return str(about.sha)
+
+    @cached_property
+    def tree(self) -> dict[str, Entry]:
+        """Every file of the commit."""
+        listed = self.ask(lambda api: list(api.list_repo_tree(self.name, recursive=True, revision=self.commit)))
+        files = [one for one in listed if hasattr(one, "size")]
+        files = [one for one in files if one.path != GIT]
+        return {one.path: Entry(one.size, one.lfs.sha256 if one.lfs else one.blob_id) for one in files}
+
+    def listed(self, folder: str) -> dict[str, Entry | None]:
+        """What is in a folder (`Store`)."""
+        found: dict[str, Entry | None] = {}
+        for path, entry in self.tree.items():
+            inside = path if not folder else path.removeprefix(f"{folder}/")
+            if folder and inside == path:
+                continue
+            name, _, deeper = inside.partition("/")
+            found[name] = None if deeper else entry
+        return found
+
+    def found(self, key: str) -> Entry | None:
+        """A file (`Store`)."""
+        return self.tree.get(key)
+
+    def fetch(self, key: str, entry: Entry, start: int, stop: int) -> memoryview:
+        """Bytes of a file (`Store`)."""
+        return patiently(f"{self.url}/{key}", lambda: self._fetch(key, entry, start, stop))
+
+    def _fetch(self, key: str, entry: Entry, start: int, stop: int) -> memoryview:
+        from huggingface_hub import get_session
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # as in converters.hub
+
+        place = self._place(key, entry)
+        home = urlsplit(place).netloc == urlsplit(self._api.endpoint).netloc
+        headers = build_hf_headers() if home else {}
+        headers |= {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+        answer = self._meant(lambda: get_session().get(place, headers=headers, timeout=SECONDS))
+        if answer.status_code in (206, 200) and (start, stop) == (0, entry.size) and len(answer.content) == entry.size:
+            return memoryview(answer.content)
+        said = answer.headers.get("Content-Range", "")
+        if answer.status_code == 206 and said == f"bytes {start}-{stop - 1}/{entry.size}":
+            if len(answer.content) != stop - start:
+                raise Again(f"{len(answer.content)} bytes of {stop - start} came")
+            return memoryview(answer.content)
+        with self.lock:
+            self.places.pop(key, None)  # the signed address has expired, or the token
+        if answer.status_code in (206, 416):
+            raise changed(self.url, key)
+        if answer.status_code == 200:
+            raise NetworkError(f"{self.url}/{key} is not served by ranges", "download it: hf download " + self.name)
+        if home and not is_passing(answer.status_code):
+            raise self._refused(answer.status_code)
+        raise Again(f"the Hub answers {answer.status_code}", pause_of(answer.headers))
+
+    def _place(self, key: str, entry: Entry) -> str:
+        """The address of a file's bytes; the file is still what the commit has."""
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+        with self.lock:
+            held = self.places.get(key)
+        if held is not None:
+            return held
+        address = hf_hub_url(self.name, key, revision=self.commit, endpoint=self._api.endpoint)
+        about = self._meant(lambda: get_hf_file_metadata(address, timeout=SECONDS))
+        if about.etag != entry.identity or about.size not in (None, entry.size) or about.commit_hash != self.commit:
+            raise changed(self.url, key)
+        with self.lock:
+            self.places[key] = about.location
+        return about.location
+
+    @cached_property
+    def _api(self) -> Any:
+        from huggingface_hub import HfApi
+
+        if "HF_HUB_VERBOSITY" not in os.environ:
+            logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each time that it asks again
+        return HfApi(library_name="vitruvian")
+
+    def ask(self, act: Callable[[Any], Result], tries: int | None = None) -> Result:
+        """Ask the Hub, as often as it takes."""
+        return patiently(self.url, lambda: self._meant(lambda: act(self._api)), tries)
+
+    def _meant(self, act: Callable[[], Result]) -> Result:
+        """Do something, and say what an error of huggingface_hub means; what is not known stays as it is."""
+        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+        try:
+            return act()
+        except OfflineModeIsEnabled:
+            raise offline(self.url) from None
+        except HfHubHTTPError as error:
+            status = error.response.status_code
+            if is_passing(status):
+                raise Again(f"the Hub answers {status}", pause_of(error.response.headers)) from None
+            raise self._refused(status) from None
+        except Exception as error:
+            if type(error).__module__.partition(".")[0] in LIBRARIES or isinstance(error, OSError):
+                raise Again(f"{type(error).__name__} {error}") from None
+            raise
+
+    def _refused(self, status: int) -> VitruvianError:
+        if status == 404:
+            return SourceError(f"{self.url} is not on the Hub, or not for this token (404)", LOGIN)
+        return UsageError(f"the Hub does not give {self.url} to this token ({status})", LOGIN)
+
+
+def offline(url: str) -> SourceError:
+    """The error where nothing may be asked of the Hub."""
+    return SourceError(f"{url} would have to be read from the Hub, and HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE")
+
+
+def pause_of(headers: Any) -> float:
+    """The seconds that a server wants to be left alone."""
+    said = str(headers.get("Retry-After") or "")
+    return float(said) if said.isdigit() else 0.0

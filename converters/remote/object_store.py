@@ -1,0 +1,173 @@
+"""Buckets of S3, Google Cloud and Azure, and servers that list by WebDAV: through obstore.
+
+obstore (0.12.1) takes keys and endpoints from the usual variables: AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and AWS_REGION,
+GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME. It is told not to ask again, as `patience` does.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from converters.remote.patience import Again, is_passing, line, patiently
+from converters.remote.store import Entry
+from formats.errors import SourceError, UnsupportedError, UsageError
+
+SCHEMES = ("s3", "gs", "az", "https", "http")
+KEYS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true for a public bucket",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+"""Where a store takes its keys from, for a hint."""
+PART, PARTS = 8 << 20, 9_000
+"""Bytes of a part of an object that is sent, and how many there may be: S3 takes 10,000."""
+SENDERS = 4
+Result = TypeVar("Result")
+
+
+class Bucket:
+    """A bucket, a container, or a web server."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.scheme = url, url.partition(":")[0]
+
+    @cached_property
+    def store(self) -> Any:
+        """What obstore has of it."""
+        try:
+            from obstore.exceptions import BaseError
+            from obstore.store import from_url
+        except ImportError:
+            raise UnsupportedError(f"{self.url} needs the package obstore", "pip install 'vitruvian[remote]'") from None
+        plain = [self.url, *(os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))]
+        options: Any = {"allow_http": True} if any(one.startswith("http://") for one in plain) else {}
+        try:
+            return from_url(self.url, client_options=options, retry_config={"max_retries": 0})
+        except (BaseError, ValueError, OSError) as error:
+            raise UsageError(f"{self.url} cannot be opened: {line(str(error))}", KEYS.get(self.scheme, "")) from None
+
+    def listed(self, folder: str) -> dict[str, Entry | None]:
+        """What is in a folder (`Store`)."""
+        import obstore
+
+        try:
+            held = self._ask(folder, lambda: obstore.list_with_delimiter(self.store, folder or None))
+        except FileNotFoundError:
+            return {}
+        names: dict[str, Entry | None] = {one.rpartition("/")[2]: None for one in held["common_prefixes"]}
+        return names | {one["path"].rpartition("/")[2]: _entry(one) for one in held["objects"] if one["path"] != folder}
+
+    def found(self, key: str) -> Entry | None:
+        """An object (`Store`)."""
+        import obstore
+
+        try:
+            return _entry(self._ask(key, lambda: obstore.head(self.store, key)))
+        except FileNotFoundError:
+            return None
+
+    def fetch(self, key: str, entry: Entry, start: int, stop: int) -> memoryview:
+        """Bytes of an object (`Store`)."""
+        import obstore
+        from obstore.exceptions import PreconditionError
+
+        strong = {"if_match": entry.identity} if entry.identity.startswith('"') else {}
+        wanted: Any = {"range": (start, stop), **strong}
+
+        def get() -> tuple[Any, memoryview]:
+            answer = obstore.get(self.store, key, options=wanted)
+            return answer.meta, memoryview(answer.bytes())
+
+        try:
+            about, content = self._ask(key, get)
+        except (PreconditionError, FileNotFoundError):
+            raise changed(self.url, key) from None
+        if _entry(about) != entry or len(content) != stop - start:
+            raise changed(self.url, key)
+        return content
+
+    def send(self, key: str, content: Path | bytes) -> Entry:
+        """Make an object of a file or of some bytes, in one step: it is there as a whole, or as it was before."""
+        import obstore
+
+        size = len(content) if isinstance(content, bytes) else content.stat().st_size
+        part = max(PART, -(-size // PARTS))
+        put = lambda: obstore.put(self.store, key, content, chunk_size=part, max_concurrency=SENDERS)  # noqa: E731
+        self._ask(key, put)
+        sent = self.found(key)
+        if sent is None or sent.size != size:
+            raise SourceError(f"{self.url}/{key} has not the {size} bytes that were sent")
+        return sent
+
+    def remove(self, keys: Iterable[str]) -> None:
+        """Delete objects."""
+        import obstore
+
+        for key in keys:
+            self._ask(key, lambda key=key: obstore.delete(self.store, key))  # type: ignore[misc]
+
+    def every(self, folder: str) -> dict[str, Entry]:
+        """Every object below a folder, by its key."""
+        import obstore
+
+        held = self._ask(folder, lambda: [one for page in obstore.list(self.store, folder) for one in page])
+        return {one["path"]: _entry(one) for one in held}
+
+    def _ask(self, key: str, act: Callable[[], Result]) -> Result:
+        """Ask the store, as often as it takes.
+
+        Raises:
+            NetworkError: it does not answer.
+            UsageError: it refuses.
+            FileNotFoundError: there is no such object.
+            PreconditionError: it is another one.
+        """
+        from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
+
+        where = f"{self.url}/{key}".rstrip("/")
+
+        def once() -> Result:
+            try:
+                return act()
+            except (FileNotFoundError, PreconditionError):
+                raise
+            except (PermissionDeniedError, UnauthenticatedError) as error:
+                raise UsageError(f"{where} may not be used: {_said(error)}", KEYS.get(self.scheme, "")) from None
+            except (BaseError, OSError, ValueError) as error:
+                status = re.search(r"status code: (\d{3})", str(error))
+                if status and not is_passing(int(status[1])):
+                    raise self._refused(where, int(status[1]), _said(error)) from None
+                raise Again(_said(error)) from None
+
+        return patiently(where, once)
+
+    def _refused(self, where: str, status: int, said: str) -> Exception:
+        if self.scheme in ("http", "https") and status in (404, 405, 501):
+            return UnsupportedError(
+                f"{self.url} lists no files: it does not speak WebDAV ({status})",
+                "download the folder first",
+            )
+        return UsageError(f"{where} is refused: {said}", KEYS.get(self.scheme, ""))
+
+
+def changed(url: str, key: str) -> SourceError:
+    """The error about an object that is not what it was when its folder was listed."""
+    return SourceError(
+        f"{url}/{key} has changed since it was opened, or is gone", "run it again once nothing writes it"
+    )
+
+
+def _entry(about: Mapping[str, Any]) -> Entry:
+    return Entry(about["size"], about["e_tag"] or f"{about['last_modified']} {about['size']}")
+
+
+def _said(error: BaseException) -> str:
+    """What a store says of an error, in its own words."""
+    text = str(error).partition("\n\nDebug source:")[0]
+    code, said = re.search(r"<Code>(.*?)</Code>", text), re.search(r"status code: (\d+ [\w ]+)", text)
+    return " ".join(filter(None, (said and said[1], code and code[1]))) or line(text)

@@ -70,7 +70,7 @@ def whose(kept: Collection[str]) -> str:
     """Which optimizer, other than Adam, keeps such states of a parameter, as a part of a sentence; empty if unknown."""
     found = [name for state, name in KEEPS.items() if state in kept]
     found += ["Lion"] if {*kept} - {"step"} == {"exp_avg"} else []
-    return f" of {found[0]}" if found else ""
+    return f" ({found[0]})" if found else ""
 
 
 def require_states(group: Mapping[str, Any], where: str) -> None:

@@ -30,6 +30,10 @@ OWN = ("*.safetensors", INDEX, "vitruvian.json")
 """What each output writes anew."""
 RECORDS = {"evaluation_results.json": ".", "train_params.yaml": "..", "benchmark_results.json": ".."}
 """What a training leaves beside (.) or above (..) a checkpoint, and its model keeps."""
+TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
+"""What says which tokens there are, and how a dialogue is written with them."""
+MOST = 1 << 30
+"""Bytes of a file that is compared."""
 FOLDERS = ("additional_chat_templates",)
 DTYPE = ("dtype", "torch_dtype")
 """What transformers 5 and 4 call the element type of the weights in a config."""
@@ -50,6 +54,18 @@ def files(folder: Path) -> Iterator[tuple[str, Path]]:
             for inner in sorted(path.iterdir()):
                 if inner.is_file() and not why_not(inner):
                     yield f"{path.name}/{inner.name}", require_inside(inner, folder)
+
+
+def left_behind(source: Checkpoint) -> list[str]:
+    """Tokenizer and template that a checkpoint has itself, where others travel instead: those of another folder."""
+    if source.assets is None or source.assets.resolve() == source.root.resolve():
+        return []
+    own = [name for name in TOKENIZER if (source.root / name).is_file() and (source.root / name).stat().st_size < MOST]
+    return [
+        name for name in own
+        if not (source.assets / name).is_file()
+        or (source.assets / name).read_bytes() != require_inside(source.root / name, source.root).read_bytes()
+    ]  # fmt: skip
 
 
 def not_carried(folder: Path) -> list[str]:

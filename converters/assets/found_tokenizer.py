@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from converters.assets.token_files import named_tokens
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, VerificationError
 
@@ -125,10 +126,11 @@ def _fast(path: Path) -> Tokenizer:
         raise SourceError(f"{path} is no tokenizer.json: {error}") from None
     near = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt", "vocab.json")
     files = {name: (path.parent / name).read_bytes() for name in near if (path.parent / name).is_file()}
-    ids = {role: backend.token_to_id(token) for role, token in NAMES.items()}
+    names = NAMES | named_tokens({name: path.parent / name for name in files})
+    ids = {role: backend.token_to_id(token) for role, token in names.items()}
     special = {role: number for role, number in ids.items() if number is not None}
     if "tokenizer_config.json" not in files:
-        named = {f"{role}_token": NAMES[role] for role in special}
+        named = {f"{role}_token": names[role] for role in special}
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
         files["tokenizer_config.json"] = (json.dumps(config, indent=2) + "\n").encode()
     files["tokenizer.json"] = path.read_bytes()

@@ -95,14 +95,14 @@ def verify(out: Path, src: Path | None, share: Share | None, as_json: bool, **op
     found = verify_with(out, src, _effects(options, as_json), share)
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=1))
+    for note in found.notes:
+        click.echo(f"note: {note}", err=True)
     found.require(f"convert diff {out} {src}" if src else "copy the checkpoint again, or compare it with its source")
     if share is not None and not as_json:
         told = "the same command without --part finishes"
         click.echo(f"part {share} of {out} equals {found.name}: {found.tensors} tensors, {told}")
     elif not as_json:
         click.echo(f"{out} equals {found.name}: {found.tensors} tensors\ndigest {found.digest}")
-    for note in found.notes:
-        click.echo(f"note: {note}", err=True)
 
 
 def _verify_archives(folder: Path, options: Mapping[str, Any], as_json: bool) -> None:

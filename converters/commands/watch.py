@@ -154,6 +154,9 @@ def _show(watched: Watch, as_json: bool) -> None:
             click.echo(json.dumps(conversion.plan(one.folder, **asked).record))
         return
     waiting = {one.folder.name for one in todo}
+    overwritten = commits.overwritten(watched.run)
     for name in dict.fromkeys([*states, *commits.folders(watched.run)]):
         said = "to be converted" if name in waiting else states[name]["state"] if name in states else "not complete"
-        click.echo(printable(f"{name}: {said}"))
+        if said == "converted" and not (watched.out / name).exists():
+            said = f"converted, and no longer in {watched.out}"
+        click.echo(printable(f"{name}: {overwritten.get(name, said)}"))

@@ -137,6 +137,9 @@ def _special(assets: Assets, known: Vocabulary | None, rows: int | None) -> Iter
     eos = known.ids.get(named.get("eos", "")) if known is not None else None
     if eos is not None and eos_ids(assets) and eos not in eos_ids(assets):
         yield Finding(f"generation stops at {sorted(eos_ids(assets))}, the tokenizer's {named['eos']} has id {eos}")
+    if eos is not None and not eos_ids(assets):
+        text = f"{GENERATION} names no eos_token_id, so that no text ends; the tokenizer's {named['eos']} has id {eos}"
+        yield Finding(text, blocks=False)
     if not eos_ids(assets) and "eos" not in named:
         yield Finding(f"nothing says where a text ends: {GENERATION} and {TOKENIZER_CONFIG} name no eos")
 

@@ -79,9 +79,11 @@ def plan_push(
     check_names(repo, base_model)
     if create_pr and revision not in (None, MAIN):
         raise UsageError("--create-pr and --revision exclude each other: a pull request is always one to main")
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no folder", "name that of a model: convert push FOLDER ORG/NAME")
     if not (folder / "config.json").is_file():
         raise UsageError(
-            f"{folder} is no Hugging Face folder: it holds no config.json", f"convert megatron2hf {folder} OUT"
+            f"{folder} is no Hugging Face folder: it holds no config.json", f"convert to huggingface {folder} OUT"
         )
     left_out: list[tuple[str, str]] = []
     paths = dict(_walk(folder, left_out))

@@ -228,8 +228,15 @@ def _verify_with_source(out: Path, src: Path, effects: Effects) -> Verified:
     source = effects.open(src, own_config(src, effects.settings, out), checkpoint, alone=False)
     checkpoint, source = alike(checkpoint, source)
     differing = setting_differences(checkpoint, source)
-    against = _hashed(plan_reading(source).jobs, effects)
-    return _verified(checkpoint, out, str(src), against, {}, differing, [], effects)
+    jobs = plan_reading(source).jobs
+    here, there = (sorted(set(side.dtypes().values())) for side in (checkpoint, source))
+    cast = (
+        f"{out} is {', '.join(here)} and {src} {', '.join(there)}: what was cast differs; `convert verify {out}` "
+        "compares it with what was written"
+    )
+    return _verified(
+        checkpoint, out, str(src), _hashed(jobs, effects), {}, differing, [cast] * (here != there), effects
+    )
 
 
 def _verified(

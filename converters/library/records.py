@@ -85,6 +85,11 @@ def _notes(source: Checkpoint) -> list[str]:
         notes.append("no config or tokenizer travels with it; --config BASE supplies them")
     else:
         notes += assets.checks(source.assets, source.config, source.spec)
+        if own := assets.left_behind(source):
+            notes.append(
+                f"{some(own, 5)} of {source.root} are not carried, those of {source.assets} are; `convert assets OUT "
+                f"--from {source.root}` puts them into OUT"
+            )
         if left := assets.not_carried(source.assets):
             notes.append(f"{some(left, 4)} in {source.assets} are not carried: not names of model files")
     if source.spec.vocab is None:

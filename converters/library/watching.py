@@ -202,8 +202,9 @@ def due(watch: Watch, held: Mapping[str, Record]) -> list[commits.Saved]:
 def _is_due(watch: Watch, saved: commits.Saved, record: Record | None) -> bool:
     if record is None or record["state"] not in ENDED or record["state"] == "gone":
         return True
-    anew = commits.mark(saved.folder) not in ("", record["mark"])
-    return anew and not (watch.out / saved.folder.name).exists()  # a model is never replaced
+    if (watch.out / saved.folder.name).exists():  # a model is never replaced
+        return False
+    return commits.mark(saved.folder) not in ("", record["mark"])
 
 
 def is_over(watch: Watch, held: Iterable[Record]) -> bool:
@@ -269,6 +270,7 @@ def look(watch: Watch, stop: Stop) -> None:
     if not held and todo:
         with suppress(SourceError):  # of this checkpoint, which its conversion will tell
             _check_options(watch, todo[0])
+    _note_overwritten(watch)
     for saved in todo:
         stop.check()
         export = _convert(watch, saved, stop)
@@ -277,6 +279,16 @@ def look(watch: Watch, stop: Stop) -> None:
             continue
         watch.tell(export)
     _remove(watch)
+
+
+def _note_overwritten(watch: Watch) -> None:
+    """Say once of each checkpoint whose weights are newer than its sign that it is left out."""
+    for name, text in commits.overwritten(watch.run).items():
+        with _appending(watch) as (held, append):
+            if any(record.get("left_out") == name and record["error"] == text for record in held):
+                continue
+            append({"state": "left out", "left_out": name, "error": text})
+        watch.tell(Export(watch.run / name, watch.out / name, error=text, exit_code=SourceError.exit_code))
 
 
 def _check_options(watch: Watch, saved: commits.Saved) -> None:
@@ -382,6 +394,9 @@ def require_all(watch: Watch) -> None:
     held = {name: record for name, record in last(records(watch)).items() if record.get("error")}
     states = [("failed", "again") if (watch.run / name).exists() else ("failed",) for name in held]
     failed = [one for one, wanted in zip(held.items(), states, strict=True) if one[1]["state"] in wanted]
+    left_out = {name: {"error": text, "exit_code": SourceError.exit_code}
+                for name, text in commits.overwritten(watch.run).items()}  # fmt: skip
+    failed += left_out.items()
     if failed:
         name, record = failed[0]
         error = ExportError(f"{len(failed)} checkpoints were not converted: {name}: {record['error']}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,10 @@ class Sign(NamedTuple):
     within: tuple[str, ...] = ()
 
 
+WEIGHTS = (".safetensors", ".bin", ".distcp")
+"""Files that no trainer writes after its sign."""
+SKEW = 10.0
+"""Seconds by which the clocks of nodes may differ."""
 GLOBAL_STEP = re.compile(r"global_step(\d+)")
 SIGNS = (
     # megatron/training/checkpointing.py `save_checkpoint` (0.16.1): after a barrier, or when an asynchronous save is
@@ -78,10 +83,43 @@ def complete(run: Path) -> list[Saved]:
         newest = _tracked(run, sign)
         for name in folders(run):
             named = sign.folder.fullmatch(name)
-            within = (run / name / last for last in sign.within)
-            if named and (int(named[1]) <= newest or any(last.is_file() for last in within)):
+            if named and (int(named[1]) <= newest or any(_is_signed(run / name, last) for last in sign.within)):
                 found.add(Saved(int(named[1]), run / name))
     return sorted(found)
+
+
+def _is_signed(folder: Path, last: str) -> bool:
+    """Whether a checkpoint has its sign, and no weights that were written after it: those of a save begun anew."""
+    return (folder / last).is_file() and after_sign(folder, last) is None
+
+
+def after_sign(folder: Path, last: str) -> Path | None:
+    """A file of weights that is newer than the sign of its checkpoint, None without one."""
+    signed = _written(folder / last) + SKEW
+    files = (Path(place, name) for place, _, names in os.walk(folder) for name in names if name.endswith(WEIGHTS))
+    return next((path for path in files if _written(path) > signed), None)
+
+
+def _written(path: Path) -> float:
+    """When a file was written, in seconds; 0 of one that is gone."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def overwritten(run: Path) -> dict[str, str]:
+    """The checkpoints with a sign that is older than their weights, and what is to be said of each."""
+    found = {}
+    for name in folders(run):
+        signs = [last for sign in SIGNS if sign.folder.fullmatch(name) for last in sign.within]
+        for last in (last for last in signs if (run / name / last).is_file()):
+            if newer := after_sign(run / name, last):
+                found[name] = (
+                    f"{newer.relative_to(run)} was written after {last}: a save that is not complete, or a copy "
+                    f"without the times of its files; if it is complete, touch {run / name / last}"
+                )
+    return found
 
 
 def _tracked(run: Path, sign: Sign) -> int:
@@ -95,16 +133,13 @@ def _tracked(run: Path, sign: Sign) -> int:
 
 
 def mark(folder: Path) -> str:
-    """What changes when a checkpoint is saved anew under its name: size and time of its first file; empty without any.
-
-    A save writes every file, so one tells, whatever their number.
-    """
-    for place, inside, names in os.walk(folder):
-        inside.sort()
-        for name in sorted(names):
+    """What changes when a checkpoint is saved anew under its name: sizes and times of its files; empty without any."""
+    found = []
+    for place, _, names in os.walk(folder):
+        for name in names:
             try:
                 held = Path(place, name).stat()
             except FileNotFoundError:
                 continue
-            return f"{Path(place, name).relative_to(folder)} {held.st_size} {held.st_mtime_ns}"
-    return ""
+            found.append(f"{Path(place, name).relative_to(folder)} {held.st_size} {held.st_mtime_ns}")
+    return blake2b("\n".join(sorted(found)).encode(), digest_size=16).hexdigest() if found else ""

@@ -200,7 +200,7 @@ def _require_adam(held: Held) -> None:
     others, name = sorted(set(held.states) - {*MOMENTS, "step"}), whose(held.states)
     if others or name:
         keeps = ", ".join(others) or "exp_avg alone"
-        raise UnsupportedError(f"{where}: its optimizer{name} is not Adam's or AdamW's, it keeps {keeps}")
+        raise UnsupportedError(f"{where}: its optimizer{name} is not Adam or AdamW: it keeps {keeps}")
     if missing := [state for state in MOMENTS if state not in held.states]:
         raise SourceError(f"{where}: its optimizer holds no {' and no '.join(missing)}")
 
@@ -220,7 +220,7 @@ def _step(held: Held, keys: Iterable[str]) -> int:
             found[unwrapped(parts["key"])] = value
         elif parts and parts["state"] not in MOMENTS:
             kind = whose([parts["state"]])
-            raise UnsupportedError(f"{where}: its optimizer{kind} is not Adam's or AdamW's, it keeps {parts['state']}")
+            raise UnsupportedError(f"{where}: its optimizer{kind} is not Adam or AdamW: it keeps {parts['state']}")
     steps: dict[int, str] = {}
     for key in keys:
         if key not in found:

@@ -391,4 +391,4 @@ def _check_megatron(family: Family, path: Path) -> None:
     }
     for reason, holds in reasons.items():
         if holds:
-            raise UsageError(f"{path}: {reason}", 'or say why Megatron cannot hold it: only_here = "..."')
+            raise UsageError(f"{path}: {reason}", 'if Megatron cannot hold it, say why: only_here = "..."')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -133,3 +134,42 @@ def test_an_error_of_the_options_ends_the_watch(convert, run, tmp_path):
     assert convert(*words).code == 75  # the log was one of a command that was wrong
     ran = convert(*words, "--dtype", "fp32")
     assert (ran.code, "is of another watch" in ran.err) == (2, True)
+
+
+def test_a_checkpoint_that_is_being_saved_anew_is_left_out(model, convert, tmp_path):
+    """The sign of the save before is still there: half of the weights are of each."""
+    source, run, out = model("llama", "bfloat16"), tmp_path / "run", tmp_path / "out"
+    folder = run / "checkpoint-5"
+    shutil.copytree(source, folder)
+    sign = folder / "trainer_state.json"
+    sign.write_text("{}")
+    long_ago = sign.stat().st_mtime - 3600
+    os.utime(sign, (long_ago, long_ago))
+    words = ("watch", run, "--out", out, "--once")
+    ran = convert(*words)
+    assert (ran.code, "model.safetensors was written after trainer_state.json" in ran.err) == (75, True), ran.err
+    assert convert(*words).err == "", "it is said once"
+    assert "touch " in convert(*words, "-n").out
+    assert convert(*words, "--idle", "0").code == 3
+    sign.touch()
+    assert convert(*words).code == 75
+    assert vitruvian.verify(out / "checkpoint-5", source).equal
+
+
+def test_a_save_is_known_by_all_of_its_files(model, convert, tmp_path):
+    """Its first file may be one that somebody has put there."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    folder = run / "checkpoint-5"
+    shutil.copytree(model("llama", "bfloat16"), folder)
+    (folder / "a note").write_text("ours")
+    (folder / "trainer_state.json").write_text("{}")
+    words = ("watch", run, "--out", out, "--once")
+    assert convert(*words).code == 75
+    shutil.rmtree(out / "checkpoint-5")
+    assert "no longer in" in convert(*words, "-n").out
+    assert convert(*words).out == ""
+    shutil.copyfile(model("llama-tied", "bfloat16") / "config.json", folder / "config.json")
+    shutil.copyfile(model("llama-tied", "bfloat16") / "model.safetensors", folder / "model.safetensors")
+    (folder / "trainer_state.json").touch()
+    assert "digest" in convert(*words).out
+    assert vitruvian.verify(out / "checkpoint-5", model("llama-tied", "bfloat16")).equal

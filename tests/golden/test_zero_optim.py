@@ -276,7 +276,7 @@ def test_what_is_wrong_with_a_universal_checkpoint(made, convert, tmp_path):
     says(3, f"{folder / 'step.pt'} holds no number of steps")
     (folder / "step.pt").write_bytes(step)
     torch.save(torch.zeros(64), folder / "max_exp_avg_sq.pt")
-    says(4, f"{folder}: its optimizer keeps max_exp_avg_sq")
+    says(4, f"{folder}: its optimizer (Adam with amsgrad) keeps max_exp_avg_sq")
     (folder / "max_exp_avg_sq.pt").unlink()
     moment = (folder / "exp_avg.pt").read_bytes()
     (folder / "exp_avg.pt").write_bytes(moment[:-200])

@@ -196,3 +196,22 @@ def test_the_line_of_a_training(tmp_path):
     log.line(SimpleNamespace(step=1000, offset=1000, tokens=1), 1000, step, 1.0, said.append)
     assert said[-1].startswith("step 1000/1000 (global 2000) · loss ")
     assert said[-1].endswith(" · 0:00 left")
+
+
+def test_verify_says_that_a_cast_differs(model, convert, tmp_path):
+    convert("hf2hf", model("llama"), tmp_path / "half", "--dtype", "bf16")
+    ran = convert("verify", tmp_path / "half", model("llama"))
+    assert ran.code == 6
+    assert f"half is BF16 and {model('llama')} F32: what was cast differs; `convert verify" in ran.err
+
+
+def test_a_tokenizer_that_the_training_saved_is_not_replaced_in_silence(model, convert, tmp_path):
+    """HF Trainer saves it beside the weights; `--config BASE` is the config and the tokenizer of BASE."""
+    source = shutil.copytree(model("llama"), tmp_path / "trained")
+    (source / "chat_template.jinja").write_text("{{ messages }} of the training")
+    convert("hf2fsdp", source, tmp_path / "run" / "checkpoint-5" / "weights")
+    shutil.copyfile(source / "chat_template.jinja", tmp_path / "run/checkpoint-5/chat_template.jinja")
+    ran = convert("fsdp2hf", tmp_path / "run/checkpoint-5", tmp_path / "out", "--config", model("llama"))
+    assert ran.code == 0
+    assert "chat_template.jinja of " in ran.err
+    assert f"convert assets OUT --from {tmp_path / 'run/checkpoint-5'}" in ran.err

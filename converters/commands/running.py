@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.plan.output import FSDP, GPT_NEOX, HUGGINGFACE, MEGATRON_RUN, MISTRAL, UNIVERSAL
+from formats.disk.handle import is_elsewhere
 
 if TYPE_CHECKING:
     from converters.plan.output import Output
@@ -125,5 +126,5 @@ def carry_out(plan: Plan, request: Request, options: Mapping[str, Any], to: str)
     else:
         name, told = str(done.out), f"{'read back and equal' if done.verified else 'not read back'}\n"
         told += f"source checksums: {done.source_checksums}{done.mixed and f' ({done.mixed})'}\ndigest {done.digest}"
-        told += f"\nnext: {NEXT[to].format(out=done.out)}"
+        told += "" if is_elsewhere(done.out) else f"\nnext: {NEXT[to].format(out=done.out)}"
     click.echo(f"{name}: {done.tensors} tensors, {size(done.nbytes)} in {done.seconds:.1f} s, {told}")

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from converters.assets.trusted import require_inside, why_not
+from converters.common.hub_names import STORES
 from converters.hub import model_card
 from converters.hub.files import File
 from formats.errors import SourceError, UsageError, VerificationError, short
@@ -79,6 +80,10 @@ def plan_push(
     check_names(repo, base_model)
     if create_pr and revision not in (None, MAIN):
         raise UsageError("--create-pr and --revision exclude each other: a pull request is always one to main")
+    if str(folder).partition(":/")[0] in STORES:
+        raise UsageError(
+            f"{folder} is in a store, and a push sends a folder of this machine", "convert into hf://ORG/NAME"
+        )
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder", "name that of a model: convert push FOLDER ORG/NAME")
     if not (folder / "config.json").is_file():

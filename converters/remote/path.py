@@ -23,7 +23,7 @@ from converters.remote.object_store import SCHEMES, Bucket
 from converters.remote.ranges import SMALLEST, Object, fetchers
 from converters.remote.store import Entry, Store
 from formats.disk.handle import opened, pread, size_of
-from formats.errors import UnsupportedError
+from formats.errors import UnsupportedError, UsageError
 
 DEPTH = {"hf": 3} | dict.fromkeys(SCHEMES, 2)
 """Scheme: how many parts of a path say which store it is in."""
@@ -291,6 +291,8 @@ class _Stream(io.RawIOBase):
 def remote(path: Path) -> RemotePath:
     """A path in a store as it is now, given what the user wrote; nothing is asked yet."""
     found = RemotePath(*path.parts) if not isinstance(path, RemotePath) else path
+    if ".." in found.parts:
+        raise UsageError(f"{found} has a part '..', which no address in a store means", "write the whole address")
     depth = DEPTH[found.parts[0].rstrip(":")]
     name, key = "/".join(found.parts[:depth]), "/".join(found.parts[depth:])
     before = MOUNTS.get(name)

@@ -136,7 +136,7 @@ IDLE = (
     "output_dir", "overwrite_output_dir", "logging_dir", "logging_strategy", "run_name", "wandb_", "mlflow_", "tf32",
     "group_by_length", "remove_unused_columns", "push_to_hub", "hub_", "trust_remote_code",
     "gradient_checkpointing_kwargs", "save_safetensors", "save_only_model", "do_train", "do_eval", "eval_strategy",
-    "save_strategy", "ddp_timeout", "per_device_eval_batch_size", "eval_batch_size", "load_best_model_at_end",
+    "save_strategy", "ddp_timeout", "per_device_eval_batch_size", "eval_batch_size",
     "greater_is_better", "data_seed", *SHARDS,
 )  # fmt: skip
 LEFT = {
@@ -144,6 +144,7 @@ LEFT = {
     "dataset_name": TOKENIZE,
     "eval_steps": SETS,
     "metric_for_best_model": SETS,
+    "load_best_model_at_end": SETS,
     "early_stopping_patience": SETS,
     "resume_from_checkpoint": "a run resumes by itself",
     "label_smoothing_factor": "the loss is the cross entropy of the labels",
@@ -197,12 +198,13 @@ AXOLOTL = Trainer(
     (
         *IDLE, "plugins", "base_model_config", "tokenizer_", "model_type", "dataset_prepared_path", "val_set_size",
         "pad_to_sequence_len", "eval_sample_packing", "dataset_processes", "is_", "liger_fused_linear_cross_entropy",
-        "strict", "special_tokens", "evals_per_epoch", "eval_table_size", "eval_max_new_tokens", "local_rank", "debug",
+        "strict", "evals_per_epoch", "eval_table_size", "eval_max_new_tokens", "local_rank", "debug",
         "sample_packing_", "multipack_real_batches", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "xformers_",
     ),
     {
         **LEFT,
         "datasets": TOKENIZE,
+        "special_tokens": "the tokenizer has them: `convert assets`, or `convert tokenizer` for new ones",
         "test_datasets": "data.validation names token files: train tokenize",
         "load_in_4bit": "weights are not quantized here",
         "load_in_8bit": "weights are not quantized here",
@@ -301,12 +303,13 @@ LLAMA_FACTORY = Trainer(
         (("save_steps", "save_strategy"), 500, {"save.every": 500}),
         (("seed",), 42, {"seed": 42}),
     ),
-    (*IDLE, "template", "plot_loss", "max_samples", "val_size", "packing", "neat_packing", "overwrite_cache",
+    (*IDLE, "template", "plot_loss", "val_size", "packing", "neat_packing", "overwrite_cache",
      "include_", "preprocessing_", "disable_gradient_checkpointing", "use_fast_tokenizer", "tokenized_path"),
     {
         **LEFT,
         "dataset": TOKENIZE,
         "dataset_dir": TOKENIZE,
+        "max_samples": "train tokenize takes all records: cut the file before it",
         "eval_dataset": "data.validation names token files: train tokenize",
         "quantization_bit": "weights are not quantized here",
         "mix_strategy": "data.weights mixes sets",
@@ -372,7 +375,7 @@ TORCHTUNE = Trainer(
 TRAINERS: Mapping[str, Trainer] = {
     "axolotl": AXOLOTL, "trl": TRL, "llama-factory": LLAMA_FACTORY, "torchtune": TORCHTUNE
 }  # fmt: skip
-"""Options `train init --from-NAME`."""
+"""What `train init --from-axolotl FILE` and its like translate, by option."""
 
 
 def translate(trainer: Trainer, path: Path) -> tuple[Settings, list[str]]:

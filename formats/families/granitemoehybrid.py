@@ -25,7 +25,7 @@ FAMILY = Family(
     requires=PLAIN,
     keys={
         **KEYS,
-        "state_layers": "layer_types",
+        "state_layers": "layer_types layers_block_type",
         "experts": "num_local_experts",
         "top_k": "num_experts_per_tok",
         "shared_ffn": "shared_intermediate_size",

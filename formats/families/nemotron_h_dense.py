@@ -39,7 +39,7 @@ def both(text: str) -> str:
     return "".join(f"{line.replace('model.', name)}    {kind}\n" for kind, name in names.items() for line in lines)
 
 
-BLOCKS = "hybrid_override_pattern layers_block_type"
+BLOCKS = "hybrid_override_pattern layers_block_type layer_types"
 KEYS = {
     "layers": BLOCKS,
     "state_layers": BLOCKS,

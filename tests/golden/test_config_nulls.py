@@ -18,11 +18,17 @@ OFTEN = ("head_dim", "num_key_value_heads", "n_group", "topk_group", "sliding_wi
 """Keys that config.json files in use have as null, and two that never may be."""
 
 
+def _number(held: dict[str, object]) -> object:
+    """What transformers writes of infinity."""
+    return float(str(held["__float__"])) if held.keys() == {"__float__"} else held
+
+
 def _builds(kind: str, config: dict[str, object]) -> bool:
     """Whether transformers builds and computes a model of it."""
     try:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config))
-        model(torch.arange(20)[None])
+        decoded = json.loads(json.dumps(config), object_hook=_number)  # as from_pretrained does
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **decoded))
+        model(torch.arange(20)[None], use_cache=False)  # a cache wants layers of attention
     except (TypeError, ValueError, AttributeError, ZeroDivisionError):
         return False
     return True

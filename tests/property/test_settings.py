@@ -220,6 +220,7 @@ def free(family: Family) -> set[str]:
     names |= {"rope_theta", "rope_scaling"} if family.rope_theta is not None else set()
     names |= {"sliding_window"} if family.window else set()
     names |= {"biases"} if family.biases else set()
+    names -= {"tied"} if "tie_word_embeddings" in family.requires else set()
     return names | {name for name, key in family.keys.items() if key and key not in family.requires}
 
 

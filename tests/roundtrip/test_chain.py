@@ -205,6 +205,8 @@ def test_formats_prints_what_is_proven_here(convert):
     proven: dict[str, set[str]] = {name: {"zero"} for name in held}  # DeepSpeed's folders: tests/golden/test_zero.py
     for name in ("gpt2", "llama"):
         proven[name] |= {"megatron_deepspeed"}  # of its own code: tests/golden/test_mds.py
+    for name in ("mistral", "mixtral"):
+        proven[name] |= {"mistral"}  # of its own code: tests/golden/test_mistral.py
     for name, (base, changes) in CASES.items():
         config = AutoConfig.for_model(**settings_of(base, **changes)).to_dict()
         proven[family_of(config, name).name] |= CHAIN.keys() - reasons(name).keys()

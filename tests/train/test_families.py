@@ -17,8 +17,10 @@ from train.model.selfcheck import require_masks, self_check
 from train.model.trainee import Trainee, fill, fill_buffers, make, open_config
 
 CPU = torch.device("cpu")
+STATEFUL = ("bamba", "granitemoehybrid", "granite_hybrid", "falcon_h1", "mamba2", "lfm2")
+STATES = [name for name in MODELS if name.startswith(STATEFUL)]
 REFUSED = {
-    **dict.fromkeys(LINEAR, "layers that carry a state from token to token"),
+    **dict.fromkeys((*LINEAR, *STATES), "layers that carry a state from token to token"),
     **dict.fromkeys(("bloom", "bloom-untied"), "bloom cannot be computed with the attention"),
     **dict.fromkeys(("cohere2", "cohere2-untied"), "cohere2 does something with its logits that is not known here"),
 }
@@ -80,9 +82,8 @@ def test_it_is_trained_as_transformers_would(model, name):
 
 def test_the_readme_says_so():
     text = " ".join(README.read_text().split())
-    assert (
-        "Every family of `convert formats` trains but those with linear attention (Qwen3-Next, Qwen3.5), BLOOM" in text
-    )
+    stateful = "Qwen3-Next, Qwen3.5, Nemotron-H, Bamba, Granite 4, Falcon-H1, Mamba 2, LFM2"
+    assert f"Every family of `convert formats` trains but those whose layers carry a state ({stateful}), BLOOM" in text
 
 
 def test_alibi_is_refused():

@@ -175,7 +175,7 @@ def _idle(spec: ModelSpec) -> int:
     """Parameters of the experts that a token is not routed to."""
     if not spec.experts or not spec.top_k:
         return 0
-    expert_parameters = sum(prod(shape) for tensor, _, shape in spec.boxes(None) if tensor.startswith("expert_"))
+    expert_parameters = sum(prod(shape) for tensor, _, shape in spec.boxes(None) if "expert_" in tensor)
     return expert_parameters // spec.experts * (spec.experts - spec.top_k)
 
 

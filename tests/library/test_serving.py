@@ -1,7 +1,8 @@
 """Loaders of servers: what vLLM and SGLang are given of a checkpoint is what its conversion holds, or it is refused.
 
 Where the servers are not installed, their classes are stood for by the few lines that a loader meets: as of vLLM 0.33.0
-(model_executor/model_loader/default_loader.py) and SGLang 0.5.23 (srt/model_loader/loader.py).
+(model_executor/model_loader/default_loader.py) and SGLang 0.5.23 (srt/model_loader/loader.py). Both last tests passed with
+these releases on a CPU: that of SGLang with a torchvision that stood in for the real one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from importlib import import_module, metadata
+from importlib import import_module
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,6 +23,13 @@ from safetensors.torch import load_file
 import vitruvian
 from converters.library.frameworks import serving
 from converters.library.view import Reader
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TOML = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
 
 
 def outputs(source, out):
@@ -147,8 +157,8 @@ def test_a_loader_of_each_server(model, tmp_path, stand_ins):
     vitruvian.convert(source, run, to="fsdp", ranks=2)
     (run / "config.json").unlink(missing_ok=True)  # config and tokenizer are the server's
     said = Config(model_loader_extra_config={"checkpoint": str(run)})
-    (entry,) = metadata.entry_points(group="vllm.general_plugins", name="vitruvian")
-    entry.load()()
+    ((name, value),) = TOML["project"]["entry-points"]["vllm.general_plugins"].items()
+    EntryPoint(name, value, "vllm.general_plugins").load()()
     of_vllm = REGISTERED["vitruvian"](said)
     filled, about = Model(), SimpleNamespace(model=str(source), model_path=str(source), revision=None)
     of_vllm.download_model(about)

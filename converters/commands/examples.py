@@ -19,7 +19,7 @@ EXAMPLES = {
     "average-norms": "run averaged",
     "average": "run mean --last 5\nstep-900 step-1000 mean --weights 0.4,0.6",
     "merge": "base adapter model\nbase adapter model --dtype bf16",
-    "watch": "run --out models --config base\nrun --out models --config base --push ORG/NAME --keep 3 --every 10",
+    "watch": "run --out models --config base\nrun --out models --config base --push ORG/NAME --keep 3",
     "submit": "--site lumi fsdp2hf checkpoint-5000 model --config base -n\n"
     "--site lumi --part 8 hf2megatron base run --tp 8",
     "inspect": "checkpoint-5000\nrun --tensors\nrun --html run.html",

@@ -96,7 +96,8 @@ def runs(where: Region, limit: int, sparsest: int) -> Iterator[tuple[int, int, i
     span = useful = within = 1
     while inner and span * ALONE <= limit:
         count, in_file, in_tile = dims[inner - 1]
-        most = count if (in_file, in_tile) == (1, 1) else min(count, (limit - span) // in_file + 1)
+        whole = in_file == 0 or (in_file, in_tile) == (1, 1)  # one element for all of them, as torch's expand leaves it
+        most = count if whole else min(count, (limit - span) // in_file + 1)
         wider = span + (most - 1) * in_file
         if most < 2 or wider > useful * most * sparsest:
             break

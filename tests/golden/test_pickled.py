@@ -40,6 +40,21 @@ def test_the_same_weights(model, pickled, convert, tmp_path, name, size):
     assert files(tmp_path / "back") == files(model(name, "bfloat16"))
 
 
+def test_what_torch_expanded_is_stored_once(pickled, convert, tmp_path):
+    import torch
+    from safetensors.torch import load_file
+
+    folder = pickled()
+    state = torch.load(folder / "pytorch_model.bin")
+    for name in ("model.layers.0.mlp.up_proj.weight", "model.norm.weight"):
+        state[name] = state[name][:1].expand(state[name].shape)
+    torch.save(state, folder / "pytorch_model.bin")
+    assert convert("hf2megatron", folder, tmp_path / "megatron", "--tp", 2).code == 0
+    assert convert("megatron2hf", tmp_path / "megatron", tmp_path / "back").code == 0
+    back = load_file(tmp_path / "back/model.safetensors")
+    assert all(torch.equal(back[name], values) for name, values in state.items() if name in back)
+
+
 def test_safetensors_beside_them_are_taken_as_transformers_does(model, pickled, convert, tmp_path):
     from transformers import AutoModelForCausalLM
 

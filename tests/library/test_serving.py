@@ -1,8 +1,8 @@
 """Loaders of servers: what vLLM and SGLang are given of a checkpoint is what its conversion holds, or it is refused.
 
 Where the servers are not installed, their classes are stood for by the few lines that a loader meets: as of vLLM 0.33.0
-(model_executor/model_loader/default_loader.py) and SGLang 0.5.23 (srt/model_loader/loader.py). Both last tests passed with
-these releases on a CPU: that of SGLang with a torchvision that stood in for the real one.
+(model_executor/model_loader/default_loader.py) and SGLang 0.5.23 (srt/model_loader/loader.py). With the real packages,
+on a CPU, the test of vLLM passed; what that of SGLang does was run with stand-ins for torchvision and loguru.
 """
 
 from __future__ import annotations

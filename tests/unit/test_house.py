@@ -21,8 +21,8 @@ PUBLISHING = ("tokenizers", "sentencepiece", "jinja2", "huggingface_hub", "obsto
 """What only a few rooms may import, and no conversion loads."""
 NETWORK = ("httpx", "httpx2", "requests", "converters.remote", "converters.delivery")
 """What no conversion between folders loads."""
-HANDED = {"torch_tensor.py", "into_model.py", "trainer_callback.py"}
-"""What the library hands to torch and transformers: nothing on the way of a conversion imports it."""
+HANDED = {"torch_tensor.py", "into_model.py", "trainer_callback.py", "serving.py", "vllm_loader.py", "sglang_loader.py"}
+"""What the library hands to torch, transformers and servers: nothing on the way of a conversion imports it."""
 SOURCES = sorted(path for package in RANK for path in (ROOT / package).rglob("*.py"))
 
 

@@ -1,1 +1,1 @@
-"""What of the library hands tensors to torch and transformers."""
+"""What of the library hands tensors to torch, transformers and servers."""

@@ -247,7 +247,7 @@ def _more(random: Random, record: Any, messages: Any, names: Any) -> str:
 
 
 def _content(random: Random, record: Any, messages: Any, names: Any) -> str:
-    wrong = [None, 7, True, ["saule"], [{"type": "text", "text": "a"}], "", "  ", {}]
+    wrong = [None, 7, True, ["saule"], [{"type": "image", "text": "a"}], "", "  ", {}]
     messages[random.randrange(len(messages))][names["content"]] = random.choice(wrong)
     return DROP
 

@@ -209,7 +209,7 @@ def test_a_tokenizer_that_the_training_saved_is_not_replaced_in_silence(model, c
     """HF Trainer saves it beside the weights; `--config BASE` is the config and the tokenizer of BASE."""
     source = shutil.copytree(model("llama"), tmp_path / "trained")
     (source / "chat_template.jinja").write_text("{{ messages }} of the training")
-    convert("hf2fsdp", source, tmp_path / "run" / "checkpoint-5" / "weights")
+    convert("hf2fsdp", source, tmp_path / "run" / "checkpoint-5" / "pytorch_model_fsdp_0")
     shutil.copyfile(source / "chat_template.jinja", tmp_path / "run/checkpoint-5/chat_template.jinja")
     ran = convert("fsdp2hf", tmp_path / "run/checkpoint-5", tmp_path / "out", "--config", model("llama"))
     assert ran.code == 0

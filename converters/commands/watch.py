@@ -74,7 +74,7 @@ def watch(run: Path, **options: Any) -> None:  # fmt: skip
 
     RUN is the folder of the training. Its trainer says what is complete: by latest_checkpointed_iteration.txt, latest,
     trainer_state.json or .metadata. What happened is in DIR/.watch, so that any number of watches, on any nodes, share
-    the work, and the same command goes on after a kill. Checkpoints of other names, and links, are left alone.
+    the work, and the same command resumes after a kill. Checkpoints of other names, and links, are left alone.
     """
     from converters.library import watching
     from formats.errors import Interrupted

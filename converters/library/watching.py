@@ -1,4 +1,4 @@
-"""Convert each complete checkpoint of a training once, while it goes on.
+"""Convert each complete checkpoint of a training once, while it runs.
 
     OUT/.watch/log.jsonl          what came of each checkpoint, a line an event; the last one of a name counts
     OUT/.watch/NAME.claim         locked by the process that works on a checkpoint, and gone afterwards

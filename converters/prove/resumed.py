@@ -1,4 +1,4 @@
-"""A verification that goes on after a kill, and that several processes share; `OUT.verify` has their journals."""
+"""A verification that resumes after a kill, and that several processes share; `OUT.verify` has their journals."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """An object that is read at any offset: neighbouring reads become one request, and what follows is asked for ahead.
 
 A read that finds nothing fetches a window from its offset on. The window is small at first, so that a header costs
-kilobytes, and twice as large whenever a read goes on where the last one ended. Of one that has grown the next window is
+kilobytes, and twice as large whenever a read begins where the last one ended. Of one that has grown the next window is
 fetched meanwhile. All windows of the process share a bound: with many files open each gets smaller ones.
 """
 

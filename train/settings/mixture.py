@@ -2,7 +2,7 @@
 
 The sets take turns by the method of Sainte-Laguë: row j of a set with weight w is due at (j + 1/2) / w, and rows come
 in the order of those times. So after any number of rows each set has had its share up to about one row, a run that is
-prolonged goes on as it would have, and nothing has to be saved. Within a set an epoch is a permutation of its rows.
+prolonged continues as it would have, and nothing has to be saved. Within a set an epoch is a permutation of its rows.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ import yaml
 
 from formats.errors import UsageError
 from train.settings.config import load_config
-from train.settings.other_trainers import TRAINERS, translate
+from train.settings.other_trainers import TRAINERS
 from train.settings.schedule import learning_rate
+from train.settings.translation import translate
 
 AXOLOTL = """
 base_model: NousResearch/Meta-Llama-3-8B

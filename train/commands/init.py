@@ -78,7 +78,7 @@ def init(
 
 def _translated(name: str, path: Path) -> dict[str, Any]:
     """The settings of another trainer's file; what each key became is printed."""
-    from train.settings.other_trainers import translate
+    from train.settings.translation import translate
 
     settings, lines = translate(TRAINERS[name], path)
     for line in lines:

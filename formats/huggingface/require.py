@@ -107,7 +107,7 @@ def require_table(config: Mapping[str, Any], family: Family, where: str) -> None
         if not same:
             raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported for {family.name}, only {only!r}")
     require_values(config, family, keys_read(family), where)
-    apart = {*family.own, *family.keys.values()}
+    apart = {*family.own, *(spelling for keys in family.keys.values() for spelling in keys.split())}
     layer_types = [] if "layer_types" in apart else config.get("layer_types") or []
     others = (
         [kind for kind in layer_types if kind != "full_attention"] if isinstance(layer_types, list) else [layer_types]

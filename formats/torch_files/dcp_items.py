@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,6 +58,14 @@ class _Wanted(NamedTuple):
     kinds: dict[int, _Kind | None]
     crc: Ints
     odd: dict[int, Piece]
+    lock: Lock
+
+    def kind_of(self, kind: int, row: int, fd: Handle) -> _Kind | None:
+        """What the items of a kind are like: for the threads of all files by the same one of them."""
+        with self.lock:
+            if kind not in self.kinds:
+                self.kinds[kind] = _kind(self, row, fd)
+            return self.kinds[kind]
 
     def piece(self, row: int, fd: Handle) -> Piece:
         """One piece, read as any archive is."""
@@ -117,9 +126,8 @@ def _columns(tensors: Sequence[Tensor]) -> _Wanted:
     for number, items in enumerate(every):
         for row in items.transforms:
             of[bounds[number] + row] = -1
-    return _Wanted(
-        tensors, bounds, [*numbers], file, start, length, of, {-1: None}, np.zeros(len(start), np.uint32), {}
-    )
+    crc = np.zeros(len(start), np.uint32)
+    return _Wanted(tensors, bounds, [*numbers], file, start, length, of, {-1: None}, crc, {}, Lock())
 
 
 def _joined(parts: Sequence[Ints], dtype: type) -> Ints:
@@ -132,9 +140,7 @@ def _read(wanted: _Wanted, rows: Ints) -> None:
     with opened(path) as fd:
         alike = dict[int, list[int]]()
         for row, kind in zip(rows.tolist(), wanted.kind[rows].tolist(), strict=True):
-            if kind not in wanted.kinds:
-                wanted.kinds[kind] = _kind(wanted, row, fd)
-            if wanted.kinds[kind] is None:
+            if wanted.kind_of(kind, row, fd) is None:
                 wanted.odd[row] = wanted.piece(row, fd)
             else:
                 alike.setdefault(kind, []).append(row)

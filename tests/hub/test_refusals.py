@@ -108,7 +108,7 @@ def test_problems_that_the_checks_find_are_listed_and_nothing_is_sent(hub, env, 
 def test_a_megatron_folder_says_what_to_do(push, converted, hub):
     ran = push(converted.parent / "megatron", "acme/m")
     assert ran.code == 2
-    assert "convert megatron2hf" in ran.err
+    assert f"hint: convert to huggingface {converted.parent / 'megatron'} OUT" in ran.err
     assert hub.log == []
 
 

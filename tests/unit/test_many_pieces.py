@@ -7,12 +7,13 @@ import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
+from time import sleep
 
 from converters.move.blocks import Files, finish_files
 from formats.checkpoint import OutputFile
 from formats.deepspeed import zero
 from formats.disk.safetensors import Fragment
-from formats.torch_files import dcp_metadata, dcp_writer
+from formats.torch_files import dcp_items, dcp_metadata, dcp_writer
 
 ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
@@ -68,6 +69,22 @@ def test_pieces_that_are_alike_are_laid_out_once(model, convert, tmp_path, monke
     dcp_writer._archive.cache_clear()
     assert convert("hf2fsdp", model("llama"), tmp_path / "out", "--ranks", 32, "-n").code == 0
     assert 0 < len(seen) == len(set(seen)) < 20
+
+
+def test_threads_compare_all_items_of_a_kind_with_the_same_one(model, convert, tmp_path, monkeypatch):
+    """Each file is read by a thread of its own: whichever is first, the others wait for it."""
+    assert convert("hf2fsdp", model("llama"), tmp_path / "out", "--ranks", 8).code == 0
+    kinds, kind_of = [], dcp_items._kind
+
+    def slow(wanted, row, fd):
+        kinds.append(int(wanted.kind[row]))
+        sleep(0.02)
+        return kind_of(wanted, row, fd)
+
+    monkeypatch.setattr(dcp_items, "_kind", slow)
+    assert convert("digest", tmp_path / "out").code == 0
+    assert kinds
+    assert sorted(kinds) == sorted(set(kinds))
 
 
 def test_the_model_files_of_stage_3_are_not_held_together(tmp_path):

@@ -152,7 +152,8 @@ def test_optimizers_are_told_by_what_they_keep():
     kinds = {
         torch.optim.Muon: "Muon or SGD with momentum", torch.optim.Adafactor: "Adafactor, of torch",
         Adafactor: "Adafactor, of transformers", torch.optim.Adamax: "Adamax", torch.optim.NAdam: "NAdam",
-        torch.optim.RMSprop: "RMSprop or Adadelta", torch.optim.Adagrad: "Adagrad", torch.optim.Adadelta: "RMSprop or Adadelta",
+        torch.optim.RMSprop: "RMSprop or Adadelta", torch.optim.Adagrad: "Adagrad",
+        torch.optim.Adadelta: "RMSprop or Adadelta",
         torch.optim.AdamW: "",
     }  # fmt: skip
     for kind, name in kinds.items():

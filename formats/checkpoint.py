@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from formats.disk.safetensors import DTYPES, FLOATS
 from formats.errors import RefusedError, UnsupportedError
-from formats.layout.table import Placed, Slot
+from formats.layout.table import OnRank, Placed, Slot
 from formats.model.spec import ModelSpec, Spec
 
 INTEGERS = {dtype for dtype in DTYPES if dtype not in FLOATS and not dtype.startswith("F8")}
@@ -193,10 +194,10 @@ class OutputFile:
 
     path: Path
     size: int
-    tensors: tuple[Placed, ...]
+    tensors: Sequence[Placed]
     checksums: Mapping[str, tuple[int, int]]
     headers: Callable[[Mapping[str, int]], Iterable[tuple[int, bytes]]]
-    states: Mapping[str, tuple[Placed, ...]] = field(default_factory=dict)
+    states: Mapping[str, Sequence[Placed]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -216,3 +217,14 @@ class Target:
     copies: Mapping[str, Path]
     home: str = "."
     padding: str = "zeros"
+
+    @property
+    def tensors(self) -> Iterator[Placed]:
+        """Every physical tensor; what all ranks of some hold alike is one (`Placed.files`)."""
+        alike = Counter(id(file.tensors.held) for file in self.files if isinstance(file.tensors, OnRank))
+        for file in self.files:
+            held = file.tensors
+            if not isinstance(held, OnRank) or not held or alike[id(held.held)] < held.held[0].fragments:
+                yield from held
+            elif held.rank == 0:
+                yield from held.held

@@ -64,7 +64,7 @@ def _joined(pieces: list[Placed]) -> Fragment:
         UnsupportedError: they are other parts of it.
     """
     shape, found = pieces[0].slot.shape, []
-    for key, _, fragment, part, _ in pieces:
+    for key, _, fragment, part, *_ in pieces:
         start = 0
         if part is not None and part.flat:
             start = part.ranges[0][0]

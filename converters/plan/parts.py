@@ -17,7 +17,7 @@ from formats.disk.safetensors import Fragment
 from formats.errors import RefusedError
 from formats.layout.boxes import overlap
 from formats.layout.leaves import Leaf
-from formats.layout.table import Layout, Placed, Replica
+from formats.layout.table import ORIGINAL, Kind, Layout, Placed, Replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,17 @@ class Parts(Sequence[Part]):
         self.placed: list[Placed] = []
         self.more: tuple[Part, ...] = ()
 
+    def add(self, placed: Placed, leaves: int) -> None:
+        """The parts in one more physical tensor, which are so many."""
+        self.placed.append(placed)
+        self.leaves += leaves
+
     def __len__(self) -> int:
         return self.leaves + len(self.more)
 
     def __iter__(self) -> Iterator[Part]:
-        return chain(chain.from_iterable(_parts(placed, self.tensor) for placed in self.placed), self.more)
+        single = chain.from_iterable(placed.each() if placed.files else (placed,) for placed in self.placed)
+        return chain(chain.from_iterable(_parts(placed, self.tensor) for placed in single), self.more)
 
     def __getitem__(self, index: Any) -> Any:
         """One, or some from the first on."""
@@ -54,18 +60,28 @@ class Parts(Sequence[Part]):
             return tuple(islice(self, *index.indices(len(self))))
         return next(islice(self, range(len(self))[index], None))
 
-    def __add__(self, other: Parts) -> Parts:
-        """The parts of both."""
-        found = Parts(self.tensor)
-        found.placed, found.leaves = self.placed + other.placed, self.leaves + other.leaves
-        found.more = self.more + other.more
-        return found
-
     def prove(self, shape: tuple[int, ...], name: str) -> None:
         """Each element of a box is in exactly one part. Raises as `prove_tiling`."""
         layouts = tuple((placed.layout, placed.slot.expert) for placed in self.placed)
         if self.more or not _tiled(self.tensor, layouts, shape):
             prove_tiling([part.leaf for part in self], shape, name)
+
+    def prove_copies(self, shape: tuple[int, ...], name: str) -> None:
+        """Each element of a box is in exactly one part of each copy, and there is one that counts.
+
+        Raises:
+            RefusedError: it is not.
+        """
+        if _all_tiled(self.tensor, tuple(placed.kind for placed in self.placed), shape):
+            return
+        found = parts_of(one for placed in self.placed for one in placed.each())
+        copies = {
+            copy: parts for (tensor, _), held in found.items() if tensor == self.tensor for copy, parts in held.items()
+        }
+        if ORIGINAL not in copies:
+            raise RefusedError(f"nothing holds {name}")
+        for copy, parts in copies.items():
+            parts.prove(shape, f"{name}{f' ({copy})' if copy else ''}")
 
 
 Copies = dict[Replica, Parts]
@@ -81,8 +97,19 @@ def parts_of(tensors: Iterable[Placed]) -> dict[tuple[str, int | None], Copies]:
             copies = found.setdefault((tensor, slot.layer), {})
             if slot.replica not in copies:
                 copies[slot.replica] = Parts(tensor)
-            copies[slot.replica].placed.append(placed)
-            copies[slot.replica].leaves += count
+            copies[slot.replica].add(placed, count)
+    return found
+
+
+def written_parts(tensors: Iterable[Placed]) -> dict[tuple[str, int | None], Parts]:
+    """The parts of logical tensors by (tensor, layer), those of all copies together."""
+    found: dict[tuple[str, int | None], Parts] = {}
+    for placed in tensors:
+        for tensor, count, _ in _held(placed.kind):
+            key = tensor, placed.slot.layer
+            if key not in found:
+                found[key] = Parts(tensor)
+            found[key].add(placed, count)
     return found
 
 
@@ -96,9 +123,21 @@ def _counts(layout: Layout) -> tuple[tuple[str, int, int], ...]:
     return tuple((tensor, *held) for tensor, held in found.items())
 
 
+@lru_cache(maxsize=1024)
+def _held(kind: Kind) -> tuple[tuple[str, int, int], ...]:
+    """How many leaves of each tensor there are on all ranks, and how many elements they have."""
+    found: dict[str, tuple[int, int]] = {}
+    for layout, _, _ in kind.each():
+        for tensor, count, numel in _counts(layout):
+            counted, held = found.get(tensor, (0, 0))
+            found[tensor] = counted + count, held + numel
+    return tuple((tensor, *held) for tensor, held in found.items())
+
+
 def empty(placed: Placed) -> int:
-    """How many elements of a fragment belong to no tensor."""
-    return prod(placed.fragment.shape) - sum(numel for _, _, numel in _counts(placed.layout))
+    """How many elements of a fragment, or of those of all ranks, belong to no tensor."""
+    count = len(placed.files.ranks) if placed.files else 1
+    return count * prod(placed.fragment.shape) - sum(numel for _, _, numel in _held(placed.kind))
 
 
 def _parts(placed: Placed, tensor: str) -> Iterator[Part]:
@@ -129,6 +168,16 @@ def _tiled(tensor: str, layouts: tuple[tuple[Layout, int | None], ...], shape: t
                 spans = sorted([*outside, *((span.axis, span.start, span.stop) for span in leaf.spans)])
                 boxes.append(tuple((start, stop) for _, start, stop in spans))
     return leaves == prod(shape) and not overlap(boxes)
+
+
+@lru_cache(maxsize=256)
+def _all_tiled(tensor: str, kinds: tuple[Kind, ...], shape: tuple[int, ...]) -> bool:
+    """Whether each copy of a tensor in some physical ones tiles it, and there is one that counts."""
+    copies: dict[Replica, list[tuple[Layout, int | None]]] = {}
+    for kind in kinds:
+        for layout, replica, expert in kind.each():
+            copies.setdefault(replica, []).append((layout, expert))
+    return ORIGINAL in copies and all(_tiled(tensor, tuple(layouts), shape) for layouts in copies.values())
 
 
 def prove_tiling(leaves: Sequence[Leaf], shape: tuple[int, ...], name: str) -> None:

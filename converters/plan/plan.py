@@ -14,7 +14,7 @@ from math import prod
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from converters.plan.parts import Copies, Part, Parts, empty, parts_of
+from converters.plan.parts import Copies, Part, Parts, empty, parts_of, written_parts
 from formats.checkpoint import Checkpoint, OutputFile, Target
 from formats.disk.safetensors import DTYPES, FLOATS, Fragment
 from formats.errors import RefusedError, UnsupportedError
@@ -238,8 +238,8 @@ def make_plan(
     """
     held, twins = parts_of(source.tensors), parts_of(source.twins)
     partial, centred = (_marked(source.tensors, condition) for condition in ("partial", "centred"))
-    held_there = [placed for file in target.files for placed in file.tensors] if target else []
-    wanted, less_one = parts_of(held_there), _marked(held_there, "centred")
+    held_there = list(target.tensors) if target else []
+    wanted, less_one = written_parts(held_there), _marked(held_there, "centred")
     repeated = _repeated(target) if target and target.padding == "last" else {}
     dtypes = source.dtypes()
     if cast:
@@ -253,16 +253,16 @@ def make_plan(
         name = tensor if layer is None else f"{tensor}.{layer}"
         nothing: Copies = {} if prod(shape) else {ORIGINAL: Parts(tensor)}
         sources = held.get((tensor, layer), nothing)
-        targets = wanted.get((tensor, layer), nothing)
-        if ORIGINAL not in sources or (target and ORIGINAL not in targets):
+        written = wanted.get((tensor, layer), Parts(tensor))
+        if ORIGINAL not in sources or (target and prod(shape) and not written):
             raise RefusedError(f"nothing {'writes' if ORIGINAL in sources else 'holds'} {name}")
         twin = twins.get((tensor, layer), {}).get(ORIGINAL, Parts(tensor))
         module: Copies = {ORIGINAL: twin}
-        checked = (("source", sources, held_shape), ("target", targets, shape), ("module", module, held_shape))
-        for side, copies, box in checked if twin else checked[:2]:
+        for side, copies in (("source", sources), ("module", module)) if twin else (("source", sources),):
             for copy, parts in copies.items():
-                parts.prove(box, f"{name} in the {side}{f' ({copy})' if copy else ''}")
-        written = sum(targets.values(), Parts(tensor))
+                parts.prove(held_shape, f"{name} in the {side}{f' ({copy})' if copy else ''}")
+        if written:
+            written.prove_copies(shape, f"{name} in the target")
         written.more = tuple(repeated.get((tensor, layer), ()))
         dtype = dtypes[tensor, layer]
         jobs.append(
@@ -338,7 +338,7 @@ def padding_leaves(placed: Placed, stop: int | None = None) -> Iterator[Leaf]:
 def _repeated(target: Target) -> dict[tuple[str, int | None], list[Part]]:
     """The rows of vocabulary padding, each as a leaf of the last row that a token has."""
     found: dict[tuple[str, int | None], list[Part]] = {}
-    for placed in (placed for file in target.files for placed in file.tensors):
+    for placed in (one for alike in target.tensors for one in alike.each()):
         for leaf in repeated_leaves(placed):
             found.setdefault((leaf.tensor, placed.slot.layer), []).append(Part(leaf, placed.fragment))
     return found
@@ -356,11 +356,10 @@ def repeated_leaves(placed: Placed) -> Iterator[Leaf]:
 
 def _prove_filled(target: Target) -> None:
     """Each element of a written tensor belongs to a leaf or to a named fill: nothing is left to chance."""
-    for file in target.files:
-        for placed in file.tensors:
-            left = empty(placed)
-            if left and not placed.slot.rule.pattern.filled:
-                raise RefusedError(f"{left} elements of {placed.key} have no source")
+    for placed in target.tensors:
+        left = empty(placed)
+        if left and not placed.slot.rule.pattern.filled:
+            raise RefusedError(f"{left} elements of {placed.key} have no source")
 
 
 def name_in(file: OutputFile) -> str:
@@ -378,4 +377,4 @@ def needs(target: Target) -> tuple[int, int]:
 
 def filled(target: Target) -> int:
     """How many elements of the target are fill (vocabulary padding)."""
-    return sum(empty(placed) for file in target.files for placed in file.tensors)
+    return sum(map(empty, target.tensors))

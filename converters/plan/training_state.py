@@ -263,7 +263,7 @@ def state_jobs(
         part = _only(target, state) if target else None
         if state:
             yield from (replace(job, state=state) for job in make_plan(one, part).jobs)
-        placed = [placed for file in part.files for placed in file.tensors] if part else []
+        placed = [one for placed in part.tensors for one in placed.each()] if part else []
         name = f"{state}.{PADDING}".strip(".")
         yield from _padding_jobs(one, placed, range(vocab, rows), name, None if state else cast)
 

@@ -185,4 +185,4 @@ def unchanged(file: OutputFile) -> tuple[Placed, ...]:
     for placed in file.tensors:
         if opened.fragment(opened.value["param"], placed.key)._replace(member=None) != placed.fragment:
             raise SourceError(f"{file.path} holds its tensor elsewhere than was planned")
-    return file.tensors
+    return tuple(file.tensors)

@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 from itertools import groupby, product
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from formats.disk.safetensors import Fragment
 from formats.errors import SourceError
@@ -28,6 +28,7 @@ from formats.layout.columns import Boxes, Columns, Cut
 from formats.layout.leaves import Leaf, Span, cut
 from formats.layout.lowering import Mesh, lower, shape
 from formats.layout.pattern import Pattern, parse
+from formats.layout.ranks import Files, Ranks
 from formats.layout.tensors import TENSORS
 
 CONDITIONS = {
@@ -107,6 +108,11 @@ class Rule:
     def splits(self) -> frozenset[str]:
         """The mesh axes over which the tensor, or the experts of its key, are split."""
         return self.pattern.meshes | ({"ep"} if self.of_expert else frozenset())
+
+    @cached_property
+    def over_experts(self) -> bool:
+        """Whether its mesh is that of tensors that are split over experts."""
+        return not self.splits.isdisjoint({"ep", "etp"})
 
 
 def rules(table: str) -> tuple[Rule, ...]:
@@ -282,10 +288,10 @@ def slots(
             ):
                 continue
             layered = stacked and any(TENSORS[name][0] == "layer" for name in rule.pattern.tensors)
-            own = meshes["ep" in rule.splits or "etp" in rule.splits]
-            again = tuple((axis, rank) for axis, (rank, _) in own if axis not in rule.splits and rank)
+            own = meshes[rule.over_experts]
             shared = not rule.conditions.isdisjoint({"copy", "optional"})
-            replica = Replica(shared, again, int(shared and not rule.conditions.isdisjoint({MTP, "predicting"})))
+            number = int(shared and not rule.conditions.isdisjoint({MTP, "predicting"}))
+            replica = Replica(shared, _again(rule, own), number)
             for number, expert in experts if rule.of_expert else [(0, None)]:
                 names = {"{layer}": str(local), "{expert}": str(number), "{depth}": str(layer - first_mtp)}
                 yield Slot(
@@ -299,6 +305,11 @@ def slots(
                     replica,
                     expert,
                 )
+
+
+def _again(rule: Rule, mesh: tuple[tuple[str, tuple[int, int]], ...]) -> tuple[tuple[str, int], ...]:
+    """The ranks, other than the first, of mesh axes over which a tensor is not split: they hold it again."""
+    return tuple((axis, rank) for axis, (rank, _) in mesh if axis not in rule.splits and rank)
 
 
 def _filled(template: str, names: Mapping[str, str]) -> str:
@@ -318,7 +329,8 @@ def model_tensors(table: Sequence[Rule], conditions: Iterable[str]) -> tuple[str
 class Placed(NamedTuple):
     """A physical tensor of a checkpoint, or a part of one, found (or to be written) under `key`.
 
-    With `columns` it is all pieces of a tensor, and `fragment` stands for all of it.
+    With `columns` it is all pieces of a tensor, and `fragment` stands for all of it. With `files` it is what each of
+    some ranks holds in its own file, at the same place there; `slot` and `fragment` are those of the first.
     """
 
     key: str
@@ -326,19 +338,37 @@ class Placed(NamedTuple):
     fragment: Fragment
     part: Cut | None = None
     columns: Columns | None = None
+    files: Files | None = None
 
     @property
     def fragments(self) -> int:
         """How many fragments it is."""
-        return 1 if self.columns is None else len(self.columns)
+        return len(self.columns or (self.files and self.files.ranks) or (self,))
 
     def each(self) -> Iterator[Placed]:
-        """Each of the pieces by itself."""
-        if self.columns is None:
-            yield self
-        else:
+        """Each of the pieces by itself, or what each rank holds."""
+        if self.columns is not None:
             for part, fragment in self.columns:
                 yield Placed(self.key, self.slot, fragment, part)
+        elif self.files is not None:
+            yield from map(self.on, range(len(self.files.ranks)))
+        else:
+            yield self
+
+    def on(self, rank: int) -> Placed:
+        """What one of the ranks holds, by its number among them."""
+        assert self.files is not None
+        slot, ranks = self.slot, self.files.ranks
+        mesh, replica, expert = self.kind.on(ranks, rank)
+        place = Place(self.files.places[rank], slot.place.chunk)
+        slot = slot._replace(place=place, mesh=mesh, replica=replica, expert=expert)
+        return Placed(self.key, slot, self.fragment._replace(path=self.files.paths[rank]))
+
+    @property
+    def kind(self) -> Kind:
+        """All that its copies, and the leaves of each, follow from, but for its layer."""
+        slot = self.slot
+        return Kind(slot.rule, self.layout, slot.replica, slot.expert, self.files.ranks if self.files else None)
 
     @property
     def layout(self) -> Layout:
@@ -359,6 +389,48 @@ class Placed(NamedTuple):
         """What it holds, where it is no columns. Raises as `layout` does."""
         assert self.columns is None
         return [self.slot.in_order(leaf) for leaves in self.layout.lowered() for leaf in leaves]
+
+
+class Kind(NamedTuple):
+    """What the copies of a tensor, and the leaves of each, follow from, but for its layer: `Placed.kind`."""
+
+    rule: Rule
+    layout: Layout
+    replica: Replica
+    expert: int | None
+    ranks: Ranks | None
+
+    def on(self, ranks: Ranks, rank: int) -> tuple[tuple[tuple[str, tuple[int, int]], ...], Replica, int | None]:
+        """Mesh, copy and expert of what one of some ranks holds."""
+        mesh = ranks.meshes[rank][self.rule.over_experts]
+        expert = None if self.expert is None else self.expert - ranks.experts[0] + ranks.experts[rank]
+        return mesh, self.replica._replace(ranks=_again(self.rule, mesh)), expert
+
+    def each(self) -> Iterator[tuple[Layout, Replica, int | None]]:
+        """Layout, copy and expert of what each rank holds, or of the one tensor that it is."""
+        if self.ranks is None:
+            yield self.layout, self.replica, self.expert
+            return
+        for rank in range(len(self.ranks)):
+            mesh, replica, expert = self.on(self.ranks, rank)
+            yield self.layout._replace(mesh=mesh), replica, expert
+
+
+@dataclass(frozen=True)
+class OnRank(Sequence[Placed]):
+    """The tensors of one of some ranks that hold the same ones; each is made when it is asked for."""
+
+    held: tuple[Placed, ...]
+    rank: int
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __getitem__(self, index: Any) -> Any:
+        """One, or some."""
+        if isinstance(index, slice):
+            return tuple(one.on(self.rank) for one in self.held[index])
+        return self.held[index].on(self.rank)
 
 
 def files_of(tensors: Iterable[Placed]) -> dict[Path, None]:

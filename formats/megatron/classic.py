@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import family_named
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
+from formats.layout.ranks import Files
 from formats.layout.table import Place, Rule, Slot, match, rules, slots
 from formats.megatron import MEGATRON, megatron_llm, mtp, names
 from formats.megatron import optimizer as megatron_optim
@@ -52,7 +53,7 @@ from formats.megatron.shards import (
     tensors_of,
 )
 from formats.model.spec import ModelSpec
-from formats.torch_files.archive_writer import Held, archived
+from formats.torch_files.archive_writer import Held, archived_alike
 from formats.torch_files.pickle_values import Namespace, TensorRef
 
 NAME = MEGATRON.name
@@ -301,9 +302,19 @@ def _require_tp(spec: ModelSpec, tp: int) -> None:
 
 
 def slots_of(
-    spec: ModelSpec, table: Iterable[Any], mesh: Mesh, pipeline: Pipeline, padded_vocab: int, *, fused: bool = False
+    spec: ModelSpec,
+    table: Iterable[Any],
+    mesh: Mesh,
+    pipeline: Pipeline,
+    padded_vocab: int,
+    *,
+    fused: bool = False,
+    first: bool = False,
 ) -> list[Slot]:
-    """Every physical tensor of a topology, its file being a rank's folder. `fused` experts are those of `GROUPED`."""
+    """Every physical tensor of a topology, its file being a rank's folder; those of the `first` rank of each stage alone.
+
+    `fused` experts are those of `GROUPED`.
+    """
     _require_tp(spec, mesh.tp)
     require_mesh(mesh, spec, classic=True)
     found, parts = list[Slot](), chunks(pipeline, spec.layers)
@@ -313,7 +324,7 @@ def slots_of(
         conditions |= {"first"} if chunk.first else set()
         conditions |= {"last"} if chunk.last else set()
         here = [rule for rule in table if not (chunk.first and "copy" in rule.conditions)]
-        for rank, tp, ep in mesh.files():
+        for rank, tp, ep in islice(mesh.files(), 1 if first else None):
             found += slots(
                 here,
                 spec.sizes(padded_vocab) | mesh.interleaves,
@@ -357,24 +368,27 @@ def write(
     spelled = megatron_llm.namespace if llm else namespace
     merged = spelled(spec, dtypes.values(), options, padded, args or {}, iteration)
     merged |= optimizer.args() if optimizer else {}
-    by_file: dict[str, list[Slot]] = {}
     table = TABLES[options.dialect]
     if not llm:
         table = names.of_version(table, flags.chosen(merged, options.version, options.accepted)[0])
-    wanted = slots_of(spec, table, options.mesh, pipeline, padded)
+    mesh, by_file = options.mesh, dict[str, list[Slot]]()
+    wanted = slots_of(spec, table, mesh, pipeline, padded, first=True)
     for slot in wanted:
         by_file.setdefault(slot.place.file, []).append(slot)
-    files, kinds = [], spread(wanted, options.mesh.ep) if optimizer else frozenset[bool]()
-    for stage, (rank, tp, ep) in product(range(options.pp), options.mesh.files()):
-        name = folder_of(tp, stage, ep, options.pp, options.mesh)
-        path = root / folder / name / "model_optim_rng.pt"
-        head = {"args": Namespace({**merged, "rank": stage * options.mesh.ranks + rank}), "checkpoint_version": 3.0}
-        head["iteration"] = merged["iteration"]
-        parameters = parameters_of(by_file.get(name, []), options)  # a stage may be empty
-        files.append(_file(path, head, parameters, dtypes, options, optimizer, kinds))
-        if optimizer and optimizer.distributed:
-            beside, dtype, first = path.with_name(SHARDED), main_dtype(dtypes.values()), rank < options.tp
-            files.append(megatron_optim.sharded_file(beside, optimizer, parameters, dtype, kinds, first=first))
+    kinds = spread(wanted, mesh.ep) if optimizer else frozenset[bool]()
+    numbers, ranks, files = list(mesh.files()), mesh.together(spec.experts or 0), list[OutputFile]()
+    for stage in range(options.pp):
+        places = tuple(folder_of(tp, stage, ep, options.pp, mesh) for _, tp, ep in numbers)
+        paths = tuple(root / folder / place / "model_optim_rng.pt" for place in places)
+        parameters = parameters_of(by_file.get(places[0], []), options)  # a stage may be empty
+        said = [{**merged, "rank": stage * mesh.ranks + rank} for rank, _, _ in numbers]
+        alike = _files(Files(ranks, places, paths), said, parameters, dtypes, options, optimizer, kinds)
+        for one, (rank, _, _) in zip(alike, numbers, strict=True):
+            files.append(one)
+            if optimizer and optimizer.distributed:
+                beside, dtype, first = one.path.with_name(SHARDED), main_dtype(dtypes.values()), rank < options.tp
+                own = [each._replace(slot=held.slot) for each, held in zip(parameters, one.tensors, strict=True)]
+                files.append(megatron_optim.sharded_file(beside, optimizer, own, dtype, kinds, first=first))
     told = megatron_llm.flags(merged) if llm else flags.flags(merged, options.version, options.accepted)
     texts = {
         TRACKER: (str(iteration) if iteration is not None else "release").encode(),
@@ -421,21 +435,22 @@ def parameters_of(wanted: Iterable[Slot], options: Options) -> list[Parameter]:
     return megatron_optim.in_order(Parameter(slot.place.chunk, key_of(slot), slot) for slot in wanted)
 
 
-def _file(
-    path: Path,
-    head: Mapping[str, Any],
+def _files(
+    files: Files,
+    args: Sequence[Mapping[str, Any]],
     parameters: Sequence[Parameter],
     dtypes: Mapping[tuple[str, int | None], str],
     options: Options,
     optimizer: Optimizer | None,
     kinds: Collection[bool],
-) -> OutputFile:
+) -> list[OutputFile]:
+    """The files of the ranks of a stage, given the args of each, and the parameters of the first."""
     held: list[Held] = [
         (f"{chunk} {key}", slot, slot.shape, slot_dtype(slot, dtypes)) for chunk, key, slot in parameters
     ]
     states = megatron_optim.held(optimizer, parameters) if optimizer and not optimizer.distributed else {}
 
-    def value(refs: Mapping[str, TensorRef]) -> dict[str, Any]:
+    def value(refs: Mapping[str, TensorRef], rank: int) -> dict[str, Any]:
         empty = [_chunk_key(number, options.pipeline) for number in range(options.vpp)]
         models: dict[str, Any] = {chunk: OrderedDict() for chunk in empty}  # a chunk may hold no layer
         for chunk, key, _ in parameters:
@@ -445,6 +460,7 @@ def _file(
             for part in outer:
                 inner = inner.setdefault(part, OrderedDict())
             inner[last] = ref
+        head = {"args": Namespace(args[rank]), "checkpoint_version": 3.0, "iteration": args[rank]["iteration"]}
         if not optimizer:
             return {**head, **models}
         return {
@@ -454,4 +470,4 @@ def _file(
             "optimizer": megatron_optim.entry(optimizer, parameters, refs, kinds),
         }
 
-    return archived(path, held, value, states=states)
+    return archived_alike(files, held, value, states)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from formats.errors import RefusedError
+from formats.layout.ranks import Ranks
 from formats.model.spec import ModelSpec
 
 
@@ -57,6 +58,12 @@ class Mesh:
             "experts": list(enumerate(range(number * share, (number + 1) * share))),
             "expert_mesh": {"ep": (number, self.ep), "etp": (rank % self.etp, self.etp)},
         }
+
+    def together(self, experts: int) -> Ranks:
+        """The ranks of `files`, for a model of so many experts."""
+        every = [self.of(rank, experts) for rank, _, _ in self.files()]
+        meshes = tuple((tuple(one["mesh"].items()), tuple(one["expert_mesh"].items())) for one in every)
+        return Ranks(meshes, tuple(one["experts"][0][1] if one["experts"] else 0 for one in every))
 
 
 def require_mesh(mesh: Mesh, spec: ModelSpec, *, classic: bool) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from formats.checkpoint import OutputFile
 from formats.disk.safetensors import DTYPES, Fragment, row_major
 from formats.errors import SourceError, UnsupportedError, short
 from formats.layout.pieces import Scattered
-from formats.layout.table import Placed, Slot
+from formats.layout.ranks import Files
+from formats.layout.table import OnRank, Placed, Slot
 from formats.torch_files.archive import STREAM, TorchFile, packed, plan_archive, read_small
 from formats.torch_files.pickle_values import STORAGE_OF, StorageRef, TensorRef, keeps
 
@@ -35,6 +37,8 @@ class Small(NamedTuple):
 
 Held = tuple[str, Slot | None, tuple[int, ...], str]
 """Key, slot (None for a tensor of zeros), shape and element type of a tensor."""
+
+NOWHERE = Path()
 
 MOST_BYTES = 64
 """Of a small tensor."""
@@ -59,7 +63,64 @@ def archived(
     Raises:
         UnsupportedError: torch.save has no storage of an element type.
     """
+    laid_out = _laid_out({"": held, **(states or {})}, value, folder)
+    tensors = {
+        state: tuple(Placed(key, slot, fragment._replace(path=path)) for key, slot, fragment in every)
+        for state, every in laid_out.tensors.items()
+    }
+    return OutputFile(path, laid_out.size, tensors.pop(""), laid_out.counted, laid_out.headers, tensors)
+
+
+def archived_alike(
+    files: Files,
+    held: Sequence[Held],
+    value: Callable[[Mapping[str, TensorRef], int], Any],
+    states: Mapping[str, Sequence[Held]] | None = None,
+) -> list[OutputFile]:
+    """Lay out the files of ranks that hold the same tensors, and differ in a number of what is pickled beside them.
+
+    Args:
+        files: the files.
+        held: the tensors of the first.
+        value: the object to pickle, given the reference of each tensor by key and the number of the rank.
+        states: as of `archived`, whose errors are raised.
+    """
     by_state = {"": held, **(states or {})}
+    first = _laid_out(by_state, lambda refs: value(refs, 0))
+    tensors = {
+        state: tuple(
+            Placed(key, slot, fragment._replace(path=files.paths[0]), files=files) for key, slot, fragment in every
+        )
+        for state, every in first.tensors.items()
+    }
+
+    def headers(rank: int, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+        again = _laid_out(by_state, lambda refs: value(refs, rank))
+        if (again.size, again.counted) != (first.size, first.counted):
+            raise ValueError(f"{files.paths[rank]} has other places for its tensors than {files.paths[0]}")
+        return again.headers(checksums)
+
+    return [
+        OutputFile(
+            path, first.size, OnRank(tensors[""], rank), first.counted, partial(headers, rank),
+            {state: OnRank(tensors[state], rank) for state in states or {}},
+        )
+        for rank, path in enumerate(files.paths)
+    ]  # fmt: skip
+
+
+class _LaidOut(NamedTuple):
+    """A file but for its path: `tensors` by state, `counted` and `headers` are those of `OutputFile`."""
+
+    size: int
+    tensors: dict[str, list[tuple[str, Slot, Fragment]]]
+    counted: dict[str, tuple[int, int]]
+    headers: Callable[[Mapping[str, int]], Iterator[tuple[int, bytes]]]
+
+
+def _laid_out(
+    by_state: Mapping[str, Sequence[Held]], value: Callable[[Mapping[str, TensorRef]], Any], folder: str = STREAM
+) -> _LaidOut:
     refs: dict[str, TensorRef] = {}
     storages: dict[str, int] = {}
     for key, _, shape, dtype in (one for every in by_state.values() for one in every):
@@ -75,21 +136,22 @@ def archived(
     extents = archive.storages()
     constants = {f"{folder}/data/{key}": raw for key, raw in small.items()}
 
-    def placed(every: Iterable[Held]) -> tuple[Placed, ...]:
-        starts = {key: extents[f"{folder}/data/{ref.storage.key}"][0] for key, ref in refs.items()}
-        return tuple(
-            Placed(key, slot, Fragment(path, starts[key], dtype, shape, row_major(shape)))
+    starts = {key: extents[f"{folder}/data/{ref.storage.key}"][0] for key, ref in refs.items()}
+    tensors = {
+        state: [
+            (key, slot, Fragment(NOWHERE, starts[key], dtype, shape, row_major(shape)))
             for key, slot, shape, dtype in every
             if slot is not None
-        )
+        ]
+        for state, every in by_state.items()
+    }
 
     def headers(checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
         yield from archive.headers({**checksums, **{name: zlib.crc32(raw) for name, raw in constants.items()}})
         yield from ((extents[name][0], raw) for name, raw in constants.items())
 
     counted = {name: extent for name, extent in extents.items() if name not in constants}
-    tensors = {state: placed(every) for state, every in by_state.items()}
-    return OutputFile(path, archive.size, tensors.pop(""), counted, headers, tensors)
+    return _LaidOut(archive.size, tensors, counted, headers)
 
 
 def _reference(dtype: str, shape: tuple[int, ...], storage: str) -> TensorRef:

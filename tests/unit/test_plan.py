@@ -11,7 +11,8 @@ from converters.plan.plan import make_plan
 from converters.plan.request import Request
 from converters.plan.targets import plan_megatron
 from formats.errors import RefusedError
-from formats.layout.table import Placed
+from formats.layout.table import OnRank, Placed
+from formats.megatron import classic
 from formats.megatron.args.options import Options
 from formats.registry import open_checkpoint
 
@@ -61,3 +62,32 @@ def test_a_side_that_does_not_cover_the_model_once_is_refused(model, tmp_path, s
         return
     with pytest.raises(RefusedError, match=told):
         make_plan(source, target)
+
+
+@pytest.mark.parametrize("options", [Options(tp=2, pp=2, ep=2), Options(tp=4, ep=4, etp=2), Options(tp=2, ep=4, etp=1)])
+def test_ranks_that_are_planned_together_hold_what_each_would_by_itself(model, tmp_path, options):
+    source = open_checkpoint(model("mixtral"))
+    target = plan_megatron(source, Request(tmp_path / "out"), options, None).target
+    pipeline, padded = classic.topology_of(source.spec, options)
+    alone = classic.slots_of(source.spec, classic.MCORE, options.mesh, pipeline, padded)
+    planned = [(file.path.parent.name, one) for file in target.files for one in file.tensors]
+    assert all(place == one.slot.place.file == one.fragment.path.parent.name for place, one in planned)
+    assert {one.slot._replace(rule=None) for _, one in planned} == {one._replace(rule=None) for one in alone}
+    assert len(planned) == len(alone)
+    assert sorted(one.slot.keys for alike in target.tensors for one in alike.each()) == sorted(s.keys for s in alone)
+
+
+@pytest.mark.parametrize("fault", ["a file less", "two ranks that hold the same part"])
+def test_a_rank_that_does_not_hold_its_part_is_missed(model, tmp_path, fault):
+    source = open_checkpoint(model("mixtral"))
+    target = plan_megatron(source, Request(tmp_path / "out"), Options(tp=2, ep=2), None).target
+    if fault == "a file less":
+        files = target.files[:-1]
+    else:
+        held = target.files[0].tensors.held
+        meshes = held[0].files.ranks.meshes
+        ranks = replace(held[0].files.ranks, meshes=(meshes[0], *meshes[2:], meshes[0]))
+        held = tuple(one._replace(files=replace(one.files, ranks=ranks)) for one in held)
+        files = tuple(replace(one, tensors=OnRank(held, rank)) for rank, one in enumerate(target.files))
+    with pytest.raises(RefusedError, match=r"in the target.* elements, the layout covers|in the target.* overlap"):
+        make_plan(source, replace(target, files=files))

@@ -42,7 +42,8 @@ class Checksums:
         """Count no more of the storage of a tensor, bytes of which are written more than once."""
         key = self._storage(fragment)
         if key is not None:
-            self.small[key] = MANY
+            with self.lock:  # `add` of another thread writes what it has read before
+                self.small[key] = MANY
 
     def _storage(self, fragment: Fragment) -> tuple[Path, int] | None:
         starts = self.starts.get(fragment.path, ())

@@ -113,7 +113,7 @@ class SourceChecks:
                 without += 1
             elif not member.crc:
                 unrecorded.update([_key(fragment, member)] if member.size else [])
-            elif self._entry(_key(fragment, member), member) is not None:
+            elif self._begun(_key(fragment, member), member):
                 left[_key(fragment, member)] = fragment, member
 
         def rest(key: _Key, fragment: Fragment, member: Member) -> None:
@@ -135,8 +135,13 @@ class SourceChecks:
                 pool.shutdown(cancel_futures=True)
         return Verdict(len(self.entries), len(unrecorded), without)
 
+    def _begun(self, key: _Key, member: Member) -> bool:
+        """Whether an entry is not complete. Those who share a view may be reading it."""
+        with self.lock:
+            return self._entry(key, member) is not None
+
     def _entry(self, key: _Key, member: Member) -> _Entry | None:
-        """What was counted of an entry, None if it is sound."""
+        """What was counted of an entry, None if it is sound; the lock is held."""
         if key not in self.entries:
             self.entries[key] = None if self.before and _name(key) in self.before else _Entry(member.size)
         return self.entries[key]

@@ -108,9 +108,8 @@ class RemotePath(PosixPath):
         if not depth or len(parts) < depth or ".." in parts:
             raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(self))
         name = "/".join(parts[:depth])
-        if name not in MOUNTS:
-            MOUNTS[name] = Mount(_store(parts, depth))
-        return MOUNTS[name], "/".join(parts[depth:])
+        mount = MOUNTS.get(name) or MOUNTS.setdefault(name, Mount(_store(parts, depth)))  # the same for all threads
+        return mount, "/".join(parts[depth:])
 
     # --- what a path is ---------------------------------------------------------------------------------------------
 

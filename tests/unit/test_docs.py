@@ -97,3 +97,13 @@ def test_tests_that_a_text_names(path):
     for file, name in re.findall(r"`(tests/[\w./-]+\.py)::(\w+)`", path.read_text()):
         tree = ast.parse((ROOT / file).read_text())
         assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, f"{path}: {file}"
+
+
+def test_each_step_of_the_users_is_in_the_table():
+    """With a test, and why not where something cannot be run."""
+    lines = [line for line in (ROOT / "docs/reference/steps.md").read_text().splitlines() if line.startswith("| F")]
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines]
+    assert sorted(int(row[0].strip()[1:]) for row in rows) == list(range(1, 101))
+    for number, _, here, tests in rows:
+        assert re.search(r"`tests/[\w./-]+\.py::\w+`", tests), number
+        assert here.strip(), number

@@ -6,7 +6,21 @@ import re
 
 import click
 
-from converters.commands import assets, check, combine, convert, look, neox, publish, submit, to, tokenizer, watch, zero
+from converters.commands import (
+    assets,
+    check,
+    combine,
+    convert,
+    family,
+    look,
+    neox,
+    publish,
+    submit,
+    to,
+    tokenizer,
+    watch,
+    zero,
+)
 from converters.commands.examples import EXAMPLES
 from converters.common.cli_main import Sections, run
 from formats.errors import UsageError
@@ -33,6 +47,7 @@ SECTIONS = {
         submit.submit,
     ),
     "Look": (look.inspect, look.plan, look.explain, look.formats),
+    "A new family": (family.family,),
     "Check": (check.digest, check.verify, check.diff),
     "Publish": (assets.assets, tokenizer.tokenizer, publish.push),
 }

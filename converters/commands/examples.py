@@ -26,6 +26,7 @@ EXAMPLES = {
     "plan": "base --to megatron --tp 8\nbase --to megatron --tp 8 --html plan.html",
     "explain": "megatron linear_qkv\nmegatron linear_qkv.weight --svg qkv.svg",
     "formats": "--json",
+    "family": "glm glm.toml\ncheck glm.toml glm",
     "digest": "run\nrun --tensors",
     "verify": "model\nmodel run --config base",
     "diff": "run model\nrun model --tensors\nbase tuned --html diff.html",

@@ -1,0 +1,234 @@
+"""What names and sizes do not say, asked of the computation of a tiny model: what a norm is given, which part is which.
+
+Each question has an answer that follows from mathematics alone: of one token only values matter, what a query learns of
+one token is a multiple of one vector, an MLP is linear in `up`, and a rotation moves an element to its partner.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from formats.layout.lowering import lower
+from formats.layout.pattern import parse
+
+if TYPE_CHECKING:
+    from converters.draft.probes import Model
+
+ATTENTION = re.compile(r"attn|attention")
+NORM = re.compile(r"(?i)norm|^ln")
+SLIGHT = 1e-4
+"""Of the largest: below it a difference is one of rounding."""
+EQUAL = 1e-5
+"""Of the largest: how far logits of one model may be apart."""
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """On one thread: a tiny model is faster so, beside other programs above all."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without warnings and progress bars: what frameworks have to say of a tiny model is of no use."""
+    from transformers.utils import logging as progress
+
+    logging.disable(logging.WARNING)
+    progress.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+        progress.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def real(model: Model, **changes: Any) -> Any:
+    """The tiny model with random weights."""
+    import torch
+    import transformers
+
+    config, _ = model.tiny(**changes)
+    config._attn_implementation = config._experts_implementation = "eager"  # noqa: SLF001  # what any size can take
+    torch.manual_seed(0)
+    made = getattr(transformers, model.architecture)(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, one in made.named_parameters():
+            if NORM.search(name):
+                one.uniform_(0.5, 1.5, generator=generator)
+            else:
+                one.normal_(0, 0.08, generator=generator)
+    return made
+
+
+def logits(model: Any, length: int = 17) -> Any:
+    """What a model computes of some tokens: [2, length, vocab]."""
+    import torch
+
+    ids = torch.randint(3, model.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(1))
+    return model(input_ids=ids, use_cache=False).logits
+
+
+def blocks(model: Any) -> dict[str, Any]:
+    """The modules that a layer consists of, by name; those of all layers."""
+    found = {name: one for name, one in model.named_modules() if re.search(r"(?:^|\.)\d+\.\w+$", name)}
+    return {name: one for name, one in found.items() if ".experts." not in name}
+
+
+def norms(model: Any) -> dict[str, str]:
+    """Norm, by its name with `{layer}` in it: `input_norm`, `post_norm`, `output_norm` or `down_norm`.
+
+    What the output of attention or of an MLP goes into is the norm of that; what the residual goes into, that before
+    attention, or, after it, that before the MLP.
+    """
+    import torch
+
+    made: dict[int, str] = {}
+    alive: list[Any] = []
+    found: dict[str, str] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        layer, last = re.split(r"\.(?=\w+$)", name)
+        key = re.sub(r"\.\d+$", ".{layer}", layer) + f".{last}"
+
+        def hook(_: Any, given: Any, named: Any, output: Any) -> None:
+            first = next(iter([*given, *named.values()]))
+            result = output[0] if isinstance(output, tuple) else output
+            alive.extend([first, result])  # so that no other tensor has its id
+            if not NORM.search(last):
+                made[id(result)] = "attention" if ATTENTION.search(last) else "mlp"
+                made[hash(layer)] = made[hash(layer)] if made[id(result)] == "mlp" and hash(layer) in made else "after"
+                return
+            after = {"attention": "output_norm", "mlp": "down_norm"}.get(made.get(id(first), ""))
+            found[key] = after or ("post_norm" if hash(layer) in made else "input_norm")
+
+        return hook
+
+    hooks = [one.register_forward_hook(note(name), with_kwargs=True) for name, one in blocks(model).items()]
+    with torch.no_grad():
+        logits(model)
+    for one in hooks:
+        one.remove()
+    return found
+
+
+def is_order(pattern: str, sizes: Mapping[str, int], model: Any, name: str) -> bool:
+    """Whether a tensor of queries, keys and values has these rows in this order.
+
+    Args:
+        pattern: the order.
+        sizes: the size of each axis.
+        model: a tiny model of one layer.
+        name: the tensor.
+    """
+    import torch
+
+    weight = dict(model.named_parameters())[name]
+    told = _rows(pattern, sizes, [*weight.shape])
+
+    def gradient(length: int) -> Any:
+        model.zero_grad()
+        logits(model, length)[:, -1].square().sum().backward()
+        held = weight.grad.flatten(1) if weight.dim() > 1 else weight.grad[:, None]
+        return held if len(held) == sum(map(len, told.values())) else held.T
+
+    moved = gradient(1).abs().amax(1)
+    values = torch.nonzero(moved > SLIGHT * moved.max()).flatten().tolist()
+    if values != sorted(told["value"]):
+        return False
+    if weight.dim() == 1:
+        return True  # a bias lies as its matrix
+    many = gradient(9)
+    ranks = {part: int(torch.linalg.matrix_rank(many[told[part]], rtol=SLIGHT)) for part in ("query", "key")}
+    return ranks["query"] <= 2 < ranks["key"]  # two texts, whose last tokens ask
+
+
+def _rows(pattern: str, sizes: Mapping[str, int], shape: Sequence[int]) -> dict[str, list[int]]:
+    """The rows of each part of a tensor."""
+    import numpy as np
+
+    found: dict[str, list[int]] = {}
+    wide = shape.index(sizes["hidden"], 1 if shape[0] != sizes["hidden"] else 0) if len(shape) > 1 else None
+    for leaf in lower(parse(pattern), dict(sizes), {}):
+        at = np.array([leaf.base])
+        for span in leaf.spans:
+            at = (at[:, None] + span.stride * np.arange(span.start, span.stop)).ravel()
+        rows = np.unravel_index(at, tuple(shape))[1 - wide if wide is not None else 0]
+        found[leaf.tensor.removesuffix("_bias")] = sorted({*map(int, rows)})
+    return found
+
+
+def gated_order(model: Any, name: str, dim: int) -> tuple[bool, bool] | None:
+    """Whether gate and up lie in turns, and whether the gate is first; None where that cannot be told.
+
+    Args:
+        model: a tiny model.
+        name: the tensor.
+        dim: the dimension that has both.
+    """
+    import torch
+
+    layer = re.match(r".*?\.\d+(?=\.)", name)
+    assert layer is not None
+    rest = name[layer.end() + 1 :].partition(".")[0]
+    block, weight, kept = dict(model.named_modules())[f"{layer[0]}.{rest}"], dict(model.named_parameters())[name], []
+    hook = block.register_forward_hook(
+        lambda _, __, output: kept.append(output[0] if isinstance(output, tuple) else output)
+    )
+
+    def linear(part: Any) -> bool:
+        was, change = part.clone(), torch.randn(part.shape, generator=torch.Generator().manual_seed(2)) / 64
+        for step in (0, 1, 2):
+            part.copy_(was + step * change)
+            logits(model, 3)
+        part.copy_(was)
+        zero, one, two = kept[-3:]
+        return bool((two - 2 * one + zero).abs().max() < SLIGHT * (two - zero).abs().max())
+
+    with torch.no_grad():
+        rows = weight.movedim(dim, 0)
+        found = [[linear(part) for part in parts] for parts in (rows.chunk(2), (rows[::2], rows[1::2]))]
+    hook.remove()
+    told = [(bool(turns), not first) for turns, (first, second) in enumerate(found) if first != second]
+    return told[0] if len(told) == 1 else None
+
+
+def turns_neighbours(model: Any) -> bool | None:
+    """Whether rotary embeddings turn neighbours in all of a head, not halves; None where nothing here can tell."""
+    import torch
+
+    if getattr(model.config, "rope_parameters", None) is None:
+        return False
+    rotate = getattr(inspect.getmodule(type(model)), "apply_rotary_pos_emb", None)
+    angles = next((one for name, one in model.named_modules() if name.endswith("rotary_emb")), None)
+    if rotate is None or angles is None:
+        return None
+    head = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
+    units = torch.eye(head)[None, None]
+    try:
+        cos, sin = angles(torch.zeros(1, 1, 1), torch.full((1, head), 100))
+        moved = rotate(units, units, cos, sin)[0].reshape(head, head)
+    except (TypeError, RuntimeError, ValueError):  # a rotation of another kind
+        return None
+    partners = [
+        [at for at in torch.nonzero(row.abs() > 0).flatten().tolist() if at != i] for i, row in enumerate(moved)
+    ]
+    turning = [i for i, at in enumerate(partners) if len(at) == 1]
+    if len(turning) < head:
+        return None if not turning else False  # where a part of a head rotates, no layout may tell its order
+    return partners[0] == [1] and head > 2

@@ -1,0 +1,97 @@
+"""A family file, judged by transformers: which tensors have no line, and what the model computes after FSDP.
+
+What torch's own reader loads into the model in memory shows the lines of its names there, what `from_pretrained` loads
+of the folder that comes back those of files. Orders inside a tensor that both have alike only Megatron shows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from converters.draft import computed
+from converters.draft.probes import Model
+from converters.draft.tables import template
+from formats.errors import UsageError, VerificationError
+from formats.families.family import Family
+
+RANKS = 2
+
+
+def check(family: Family, model: Model, folder: Path) -> Iterator[str]:
+    """What holds, line by line.
+
+    Args:
+        family: the family of a file.
+        model: the model that it is to describe.
+        folder: an empty one, for the tiny model.
+
+    Raises:
+        UsageError: the file is of another model, or tensors have no line.
+        VerificationError: the model computes something else after a conversion.
+    """
+    if (family.model_type or family.name, family.architecture) != (model.kind, model.architecture):
+        said = f"{family.model_type or family.name} ({family.architecture})"
+        raise UsageError(f"{family.file} describes {said}, and the model is {model.kind} ({model.architecture})")
+    _check_names(family, model)
+    yield f"every tensor of {model.architecture} has a line, and every line a tensor"
+    net = computed.real(model, **_untied(model))
+    net.save_pretrained(folder / "hf")
+    before = computed.logits(net)
+    _through(family, net, before, folder)
+    yield f"equal logits after FSDP on {RANKS} ranks, in memory by torch's reader and back in Hugging Face"
+    yield f"Megatron: {family.only_here or 'not judged here: compare logits with those of megatron-core once'}"
+
+
+def _untied(model: Model) -> dict[str, Any]:
+    return {"tie_word_embeddings": False} if "tie_word_embeddings" in model.defaults else {}
+
+
+def _check_names(family: Family, model: Model) -> None:
+    """Lines and tensors are each other's."""
+    probe = model.probe(**_untied(model))
+    choices = {name for names, _ in family.biases.values() for name in names.split()}
+    lines = {one: rule for rule in family.tensors for one in rule.spellings}
+    there = {template(name) for name in (*probe.hub, *probe.memory)}
+    drops = {"mtp", "tied", "optional", "compressed", "uncompressed", *choices}
+    idle = [one for one in lines if one not in there and not drops & lines[one].conditions]
+    for what, names in (("has no line for", sorted(there - lines.keys())), ("has lines of no tensor:", sorted(idle))):
+        if names:
+            raise UsageError(f"{family.file} {what} {', '.join(names)}", "a line is a key, two spaces, and a pattern")
+
+
+def _through(family: Family, net: Any, before: Any, folder: Path) -> None:
+    """The model through FSDP, and back."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from converters.library.conversion import convert
+
+    options: Any = {"family": family.file}
+    convert(folder / "hf", folder / "fsdp", to="fsdp", ranks=RANKS, **options)
+    other = type(net)(net.config).eval()
+    state = {"model": {name: torch.zeros_like(one) for name, one in other.state_dict().items()}}
+    dcp.load(  # type: ignore[attr-defined]
+        state, checkpoint_id=folder / "fsdp", no_dist=True
+    )
+    other.load_state_dict(state["model"])
+    _same(other, before, "what torch loads of the FSDP checkpoint")
+    convert(folder / "fsdp", folder / "back", to="huggingface", **options)
+    again, said = type(net).from_pretrained(
+        folder / "back", dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    if lost := {name: sorted(map(str, keys)) for name, keys in said.items() if keys}:
+        raise VerificationError(f"what comes back does not load cleanly: {json.dumps(lost)[:300]}")
+    again.config._experts_implementation = "eager"  # noqa: SLF001  # as it was computed before
+    _same(again.eval(), before, "what comes back of it")
+
+
+def _same(model: Any, before: Any, what: str) -> None:
+    import torch
+
+    with torch.no_grad():
+        apart = float((computed.logits(model) - before).abs().max() / before.abs().max())
+    if not apart <= computed.EQUAL:
+        raise VerificationError(f"{what} computes other logits: {apart:.2g} of the largest apart")

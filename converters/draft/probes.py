@@ -1,0 +1,190 @@
+"""Tiny models of a class of transformers, in which each size is another number: a size tells which axis it is.
+
+Facts: transformers 5.23.0, configuration_utils.py: the config of a model type is a dataclass, whose `attribute_map`
+leads from the usual name of a key to its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from formats.errors import UnsupportedError, UsageError, short
+from formats.families import FAMILIES
+from formats.huggingface.settings_table import USUAL
+from formats.model.spec import ModelSpec
+
+SIZES: Mapping[str, tuple[int, int]] = {
+    "layers": (4, 4), "heads": (15, 14), "kv_heads": (3, 2), "head_dim": (16, 24), "ffn": (219, 211),
+    "vocab": (509, 521), "max_positions": (131, 137), "experts": (16, 24), "expert_ffn": (93, 89),
+    "query_rank": (29, 31), "latent_rank": (37, 41), "nope_dim": (20, 26), "rope_dim": (4, 6),
+}  # fmt: skip
+"""Setting: its size in the two tiny models."""
+WIDTH = (330, 364)
+"""Their hidden size; where heads have no size of their own, it is that of all heads."""
+COUNTED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+"""Config keys that count experts whose MLPs are one."""
+SHARED, COUNT = (111, 103), 2
+IN_FRONT = ("dense_layers", 1)
+"""A number of layers without experts, which is to leave some with."""
+BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "per_layer_config")
+"""Keys that say something of each layer; a class makes them itself of the number of these."""
+SETTINGS = (*SIZES, "hidden", "shared_ffn", "dense_layers")
+"""What is set here."""
+
+
+def spellings() -> dict[str, list[str]]:
+    """Setting: every config key that a family has for it, the usual one first."""
+    found = {name: [key] for name, key in USUAL.items()}
+    for family in FAMILIES.values():
+        for name, keys in family.keys.items():
+            found.setdefault(name, []).extend(key for key in keys.split() if key not in found.get(name, ()))
+    return found
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A tiny model on the meta device.
+
+    Attributes:
+        config: its config, of transformers.
+        sizes: the size of each axis.
+        memory: shapes of its tensors in memory, in the order of its parameters.
+        hub: name, shape and pieces of each tensor that it is saved as (`plan/lineage.py`).
+        turned: whether its matrices are input-major (transformers' `Conv1D`).
+    """
+
+    config: Any
+    sizes: Mapping[str, int]
+    memory: Mapping[str, tuple[int, ...]]
+    hub: Mapping[str, Mapping[str, Any]]
+    turned: bool
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model type of transformers, with what a config says of it.
+
+    Attributes:
+        kind: its model type.
+        said: the keys of its config.json; empty where the defaults of its class are meant.
+    """
+
+    kind: str
+    said: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def config_class(self) -> Any:
+        """The class of its config."""
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        return CONFIG_MAPPING[self.kind]
+
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """The keys of its own that the class has, and what it assumes."""
+        from transformers import PreTrainedConfig
+
+        shared = {one.name for one in fields(PreTrainedConfig)}
+        made = self.config_class()
+        names = [one.name for one in fields(self.config_class) if one.name not in shared]
+        return {name: getattr(made, name, None) for name in names}
+
+    @cached_property
+    def keys(self) -> dict[str, str]:
+        """Setting: the config key that this class has for it."""
+        renamed, found = self.config_class.attribute_map, dict[str, str]()
+        for name, keys in spellings().items():  # a key that several settings have is that of the first
+            own = [renamed.get(key, key) for key in keys]
+            free = [key for key in own if key in self.defaults and key not in found.values()]
+            found |= {name: free[0]} if free else {}
+        return found
+
+    @cached_property
+    def architecture(self) -> str:
+        """The class that computes it: that of the config, or the one that generates text."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        named = self.said.get("architectures") or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(self.kind)]
+        if not isinstance(named, list) or not isinstance(named[0], str):
+            raise UnsupportedError(f"transformers has no class of {self.kind} that generates text of text alone")
+        return named[0]
+
+    def tiny(self, number: int = 0, **changes: Any) -> tuple[Any, dict[str, int]]:
+        """A config in which each size is its own, and the size of each axis.
+
+        Args:
+            number: which of the two sizes.
+            changes: other keys.
+        """
+        keys = self.keys
+        said = {key: value for key, value in self.said.items() if key not in BY_LAYER}
+        said |= {key: 1 for key in self.defaults if key.endswith("_token_id")}
+        values: dict[str, Any] = {name: sizes[number] for name, sizes in SIZES.items() if name in keys}
+        heads, head = values["heads"], values.get("head_dim", SIZES["head_dim"][number])
+        values["hidden"] = WIDTH[number] if "head_dim" in keys else heads * head
+        if "latent_rank" in keys:
+            values["kv_heads"] = heads
+        shared = keys.get("shared_ffn", "")
+        values["shared_ffn"] = COUNT if shared in COUNTED else SHARED[number]
+        if type(self.defaults.get(keys.get(IN_FRONT[0], ""))) is int:
+            values[IN_FRONT[0]] = IN_FRONT[1]
+        said |= {keys[name]: value for name, value in values.items() if name in keys}
+        config = self.config_class(**{**said, **changes})
+        config.architectures = [self.architecture]
+        values |= {name: SIZES[name][number] for name in SIZES if name not in values}
+        ffn = values["expert_ffn"] if "expert_ffn" in keys else values["ffn"]
+        values |= {"kv_heads": values["kv_heads"] if "kv_heads" in keys else heads, "head_dim": head}
+        values |= {"expert_ffn": ffn, "shared_ffn": COUNT * ffn if shared in COUNTED else SHARED[number]}
+        values.pop("dense_layers", None)
+        return config, ModelSpec(family="llama", norm_epsilon=1.0, tied=False, **values).sizes()
+
+    def probe(self, number: int = 0, **changes: Any) -> Probe:
+        """A tiny model on the meta device. Arguments are as in `tiny`."""
+        import torch
+        import transformers
+
+        from converters.plan import lineage
+
+        config, sizes = self.tiny(number, **changes)
+        with torch.device("meta"):
+            model = getattr(transformers, self.architecture)(config)
+        model._weight_conversions = None  # noqa: SLF001  # no file was loaded: the conversions are those of its class
+        told = lineage.of_model(model, {})
+        order = [*dict.fromkeys([*dict(model.named_parameters()), *told["memory"]])]
+        memory = {name: tuple(told["memory"][name]) for name in order if name in told["memory"]}
+        turned = any(type(one).__name__ == "Conv1D" for one in model.modules())
+        return Probe(config, sizes, memory, told["hub"], turned)
+
+
+def model_of(name: str) -> Model:
+    """A model by its type, or by the folder of its config.json.
+
+    Raises:
+        UsageError: it is neither, or transformers is not installed.
+        UnsupportedError: transformers does not know it.
+    """
+    try:
+        import transformers
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError:
+        raise UsageError("a family is drafted from transformers", "pip install 'vitruvian[transformers]'") from None
+    path, said = Path(name) / "config.json", dict[str, Any]()
+    if path.is_file():
+        try:
+            said = json.loads(path.read_text())
+        except ValueError as error:
+            raise UsageError(f"{path} is no JSON: {error}") from None
+    kind = said.get("model_type", name)
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        known = bool(said) or re.fullmatch(r"[\w.-]+", name)
+        reason = f"transformers {transformers.__version__} does not know {short(kind)}"
+        if not known:
+            raise UsageError(f"{name} is neither a model type nor a folder with a config.json")
+        raise UnsupportedError(reason, "a newer version may; a table of another class is written by hand")
+    return Model(kind, said)

@@ -1,0 +1,136 @@
+"""What a tensor is by its name, and where its axes are by its sizes.
+
+A line of `ROLES` is the end of a key (a regular expression, without `.weight`), and what a tensor of that name may be.
+A plus joins what lies one after the other in one tensor. Sizes decide between several.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, pairwise, permutations
+from math import prod
+
+from formats.layout.tensors import TENSORS
+
+ROLES = """
+embed_tokens|wte|embed_in|word_embeddings|tok_embeddings|embeddings    embedding
+wpe|embed_positions|position_embeddings                    positions
+lm_head|embed_out|output                                   head
+q_proj|wq|query                                            query  latent_query
+k_proj|wk|key                                              key
+v_proj|wv|value                                            value
+qkv_proj|wqkv|Wqkv|c_attn|query_key_value                  query+key+value
+o_proj|wo|out_proj|attn.c_proj|attention.dense             output
+q_a_proj                                                   query_down
+q_a_(?:layer)?norm                                         query_latent_norm
+q_b_proj                                                   query_up
+kv_a_proj_with_mqa                                         latent_down
+kv_a_(?:layer)?norm                                        latent_norm
+kv_b_proj                                                  latent_up
+(?:q|query)_(?:layer)?norm                                 query_norm  query_width_norm
+(?:k|key)_(?:layer)?norm                                   key_norm  key_width_norm
+sinks                                                      sinks
+(?:gate|router|gate.wg)                                    router
+e_score_correction_bias|expert_bias                        router_bias
+shared_expert_gate                                         shared_router
+gate_proj|w1                                               gate
+up_proj|w3|c_fc|fc1|fc_in|dense_h_to_4h                    up
+down_proj|w2|mlp.c_proj|fc2|fc_out|dense_4h_to_h           down
+gate_up_proj|gate_and_up_proj                              gate+up
+final_(?:layer_?)?norm|norm|ln_f|norm_f                    final_norm
+"""
+LINES = [re.split(r"\s{2,}", line, maxsplit=1) for line in ROLES.strip().splitlines()]
+OF_MODEL = {"embedding", "positions", "head", "final_norm"}
+NORM = re.compile(r"(?:norm|ln)(?:_?\w*)?$")
+"""What a norm is called."""
+COMMON = ("expert", "hidden")
+"""The axes that parts of one tensor share."""
+
+
+def roles_of(key: str) -> list[tuple[str, ...]]:
+    """What a tensor of this name may be: each the logical tensors that follow one another in it."""
+    stem = re.sub(r"\.weight$|(?<!correction)(?<!expert)[._]bias$", "", key)
+    kind = "_bias" if key.endswith("bias") and stem != key else ""
+    prefix = "shared_" if "shared" in stem else "expert_" if "experts" in stem else ""
+    found = []
+    for ends, words in LINES:
+        if not re.search(rf"(?:^|\.)(?:{ends})$", stem):
+            continue
+        for word in words.split():
+            parts = tuple(word.split("+"))
+            parts = tuple(f"{prefix}{one}" if one in ("gate", "up", "down") else one for one in parts)
+            named = tuple(
+                f"{one}{kind}".replace("router_bias", "router_score_bias" if kind else "router_bias") for one in parts
+            )
+            layered = all(one in TENSORS and (one in OF_MODEL) == ("{layer}" not in key) for one in parts)
+            if layered and all(one in TENSORS for one in named):
+                found.append(named)
+    return found
+
+
+def patterns(
+    tensors: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    sizes: Sequence[Mapping[str, int]],
+    key: str,
+    *,
+    turned: bool,
+) -> Iterator[str]:
+    """The patterns of some logical tensors that have the shapes of a tensor, the likeliest first.
+
+    Args:
+        tensors: those that follow one another in it.
+        shapes: its shape in each tiny model.
+        sizes: the size of each axis there.
+        key: its key, which may have the numbers of layer and expert in it.
+        turned: whether its matrices are input-major.
+    """
+    outside = {"layer"} | ({"expert"} if "{expert}" in key else set())
+    axes = [[axis for axis in TENSORS[one] if axis not in outside] for one in tensors]
+    if len(tensors) == 1:
+        for dims in _runs(axes[0], len(shapes[0]), turned=turned):
+            if all(
+                [prod(held[axis] for axis in dim) for dim in dims] == [*shape] for held, shape in pairs(sizes, shapes)
+            ):
+                yield f"{tensors[0]}: {' '.join(map(_text, dims))}"
+        return
+    common = [axis for axis in COMMON if all(axis in one for one in axes)]
+    own = [[axis for axis in one if axis not in common] for one in axes]
+    orders = sorted(permutations([*common, ""]), key=lambda order: (order[-1] == "") != turned and "hidden" in order)
+    for order in orders:
+        if all(
+            [held.get(axis) or sum(prod(held[a] for a in part) for part in own) for axis in order] == [*shape]
+            for held, shape in pairs(sizes, shapes)
+        ):
+            for joined in _joined(tensors, own):
+                yield " ".join(axis or joined for axis in order)
+
+
+def pairs(
+    sizes: Sequence[Mapping[str, int]], shapes: Sequence[Sequence[int]]
+) -> Iterator[tuple[Mapping[str, int], Sequence[int]]]:
+    """The sizes of each tiny model with the shape of a tensor in it."""
+    return zip(sizes, shapes, strict=True)
+
+
+def _runs(axes: Sequence[str], count: int, *, turned: bool) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """The axes of a tensor, in their order, in so many dimensions: outputs first, or inputs."""
+    for cuts in combinations(range(1, len(axes)), count - 1):
+        bounds = [0, *cuts, len(axes)]
+        runs = [tuple(axes[low:high]) for low, high in pairwise(bounds)]
+        yield from (tuple(order) for order in ([*permutations(runs)][:: -1 if turned else 1]))
+    if count == len(axes) + 1:  # such as a gate of one output
+        yield ((), *((axis,) for axis in axes))
+
+
+def _joined(tensors: Sequence[str], own: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Several tensors in one dimension: one after the other, or so in each group."""
+    yield "(" + " | ".join(f"{name}: {' '.join(axes)}" for name, axes in zip(tensors, own, strict=True)) + ")"
+    if all(axes[:1] == ["group"] for axes in own):
+        inner = " | ".join(f"{name}: {' '.join(axes[1:])}" for name, axes in zip(tensors, own, strict=True))
+        yield f"(group ({inner}))"
+
+
+def _text(axes: Sequence[str]) -> str:
+    return axes[0] if len(axes) == 1 else f"({' '.join(axes)})"

@@ -1,0 +1,251 @@
+"""The table of a family, drafted from its tiny models: a row for each name of a tensor, or why there is none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from converters.draft import computed
+from converters.draft.probes import SIZES, Model, Probe
+from converters.draft.roles import patterns, roles_of
+
+ROUTED = re.compile(r"(?:expert|router|shared)_|router")
+"""Tensors of layers with experts."""
+OF_MLP = re.compile(r"(?:gate|up|down)(?:_bias)?")
+"""Those of an MLP for all tokens."""
+QUERIES = {"query_down": "compressed", "query_latent_norm": "compressed", "query_up": "compressed",
+           "latent_query": "uncompressed"}  # fmt: skip
+BIAS = {"query_bias": "qkv_bias", "key_bias": "qkv_bias", "value_bias": "qkv_bias", "output_bias": "output_bias",
+        "gate_bias": "mlp_bias", "up_bias": "mlp_bias", "down_bias": "mlp_bias"}  # fmt: skip
+"""Bias: the condition that it has where a key turns it on."""
+TIED = ("tied", "optional")
+"""The conditions of an output head that is the embedding."""
+OF_RUNS = {"tie_word_embeddings", "use_cache", "is_decoder", "output_router_logits"}
+"""Config keys that change no tensor, or what every table leaves open."""
+NOT_SEEN = "in this order by its name; nothing here can see it: read its class, and compare logits in Megatron"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table.
+
+    Attributes:
+        key: name of the tensor, with `{layer}` and `{expert}` in it.
+        pattern: how it lies; empty where that could not be guessed.
+        conditions: when it is there.
+        doubt: what of it is not sure, or what was not guessed.
+    """
+
+    key: str
+    pattern: str
+    conditions: tuple[str, ...] = ()
+    doubt: str = ""
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The logical tensors in it."""
+        return tuple(re.findall(r"(\w+):", self.pattern))
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A table, and the config keys that its rows depend on.
+
+    Attributes:
+        rows: in the order of the parameters.
+        biases: config key: the conditions of layout that it turns on, and what its class assumes.
+        fixed: config keys that change which tensors there are, in a way that no table can leave open.
+    """
+
+    rows: tuple[Row, ...]
+    biases: Mapping[str, tuple[str, bool]]
+    fixed: tuple[str, ...]
+
+
+def template(name: str) -> str:
+    """The name of a tensor with `{layer}` and `{expert}` in the places of its numbers."""
+    once = re.sub(r"(?<=\.)\d+(?=\.)", "{layer}", name, count=1)
+    return re.sub(r"(?<=\.)\d+(?=\.)", "{expert}", once, count=1)
+
+
+def drafted(model: Model) -> Drafted:
+    """The table of a model."""
+    fixed, biases, extra = list[str](), dict[str, tuple[str, bool]](), dict[str, Any]()
+    full: dict[str, Any] = {"tie_word_embeddings": False} if "tie_word_embeddings" in model.defaults else {}
+    choices: dict[str, str] = {}
+    for key, (off, on) in _switches(model).items():
+        try:
+            without, with_it = (_names(model.probe(**{**full, key: value})) for value in (off, on))
+        except Exception:  # noqa: BLE001  # whatever its class raises: it takes the one value alone
+            fixed.append(key)
+            continue
+        more, less = with_it - without, without - with_it
+        conditions = {BIAS.get(one, "") for name in more for one in next(iter(roles_of(name)), ("",))}
+        if key == model.keys.get("query_rank"):
+            extra = {key: off}
+        elif more and not less and "" not in conditions:
+            biases[key], full = (" ".join(sorted(conditions)), bool(model.defaults[key])), {**full, key: True}
+            choices |= {name: BIAS[roles_of(name)[0][0]] for name in more}
+        elif more or less:
+            fixed.append(key)
+    asked = _Asked(model, full)
+    rows = list(_rows([model.probe(number, **full) for number in (0, 1)], asked))
+    if extra:
+        known = {row.key for row in rows}
+        others = _rows([model.probe(number, **{**full, **extra}) for number in (0, 1)], asked)
+        at = next((i for i, row in enumerate(rows) if "query_down" in row.tensors), len(rows))
+        rows[at:at] = [row for row in others if row.key not in known]
+    moe = any("router" in row.tensors for row in rows)
+    rows = [_conditioned(row, moe=moe, bias=choices.get(row.key, "")) for row in rows]
+    heads = [row for row in rows if row.tensors == ("head",)]
+    tied = [
+        replace(row, pattern=row.pattern.replace("head:", "embedding:"), conditions=(*TIED, *row.conditions[1:]))
+        for row in heads
+    ]
+    return Drafted((*rows, *tied), biases, tuple(fixed))
+
+
+def _switches(model: Model) -> dict[str, tuple[Any, Any]]:
+    """Config keys that may change which tensors there are: what they are without, and with."""
+    found: dict[str, tuple[Any, Any]] = {
+        key: (False, True) for key, value in model.defaults.items() if type(value) is bool and key not in OF_RUNS
+    }
+    if rank := model.keys.get("query_rank"):
+        found[rank] = (None, SIZES["query_rank"][0])
+    return found
+
+
+def _names(probe: Probe) -> set[str]:
+    return {template(name) for name in probe.memory}
+
+
+def _conditioned(row: Row, *, moe: bool, bias: str) -> Row:
+    """A row with the conditions that follow from its tensors, before those of its name."""
+    tensors, found = row.tensors, list[str]()
+    if tensors == ("head",):
+        found.append("untied")
+    found += sorted({QUERIES[one] for one in tensors if one in QUERIES})
+    if moe and any(ROUTED.match(one) for one in tensors):
+        found.append("sparse")
+    elif moe and tensors and all(OF_MLP.fullmatch(one) for one in tensors):
+        found.append("dense")
+    return replace(row, conditions=(*found, *([bias] if bias else []), *row.conditions))
+
+
+class _Asked:
+    """What was asked of the computation, each question once."""
+
+    def __init__(self, model: Model, changes: Mapping[str, Any]) -> None:
+        self.model, self.changes = model, changes
+
+    @cached_property
+    def whole(self) -> Any:
+        return computed.real(self.model, **self.changes)
+
+    @cached_property
+    def one_layer(self) -> Any:
+        return computed.real(self.model, **self.changes, **{self.model.keys["layers"]: 1})
+
+    @cached_property
+    def norms(self) -> dict[str, str]:
+        return computed.norms(self.whole)
+
+    @cached_property
+    def neighbours(self) -> bool | None:
+        return computed.turns_neighbours(self.whole)
+
+
+def _rows(probes: Sequence[Probe], asked: _Asked) -> Iterator[Row]:
+    """A row for each name, in memory and in files."""
+    first = probes[0]
+    hub = first.hub
+    from_memory: dict[str, list[str]] = {}
+    for name, told in hub.items():
+        for piece in told["pieces"] or ():
+            from_memory.setdefault(template(piece.name), []).append(name)
+    plain = {template(name) for name in first.memory if name in hub and tuple(hub[name]["shape"]) == first.memory[name]}
+    done: set[str] = set()
+    for name in first.memory:
+        key = template(name)
+        if key in done:
+            continue
+        done.add(key)
+        row = _row(key, name, [one.memory for one in probes], probes, asked)
+        if key in plain:
+            yield row
+            continue
+        for other in from_memory.get(key, ()):
+            if template(other) not in done:
+                done.add(template(other))
+                yield replace(_saved(other, row, probes), conditions=("separate",))
+        yield replace(row, conditions=("fused",))
+
+
+def _saved(name: str, row: Row, probes: Sequence[Probe]) -> Row:
+    """The row of a tensor that is in files under another name than in memory: what it is of that."""
+    key, tensors = template(name), row.tensors
+    piece = probes[0].hub[name]["pieces"][0]
+    shapes = [tuple(one.hub[name]["shape"]) for one in probes]
+    if len(tensors) > 1:
+        starts = {axis: low for axis, (low, _) in enumerate(piece.there)}
+        dim = next(i for i, text in enumerate(_dims(row.pattern)) if ":" in text)
+        tensors = (tensors[int(starts[dim] > 0)],)
+    sizes = [one.sizes for one in probes]
+    found = next(patterns(tensors, shapes, sizes, key, turned=probes[0].turned), "")
+    return Row(key, found, doubt="" if found else _unknown(shapes[0], sizes[0]))
+
+
+def _row(
+    key: str, name: str, held: Sequence[Mapping[str, tuple[int, ...]]], probes: Sequence[Probe], asked: _Asked
+) -> Row:
+    """The row of a tensor in memory."""
+    shapes, sizes = [one.get(name, ()) for one in held], [one.sizes for one in probes]
+    roles = roles_of(key)
+    stem, _, kind = key.rpartition(".")
+    if stem in asked.norms and computed.NORM.search(stem.rpartition(".")[2]):
+        roles = [(asked.norms[stem] + ("_bias" if kind == "bias" else ""),)]
+    for tensors in roles:
+        for found in patterns(tensors, shapes, sizes, key, turned=probes[0].turned):
+            if len(tensors) == 1:
+                return _turned(Row(key, found), asked)
+            if len(tensors) == 3 and computed.is_order(found, sizes[0], asked.one_layer, name):
+                return _turned(Row(key, found), asked)
+            if len(tensors) == 2:
+                return _gated(Row(key, found), name, asked)
+    return Row(key, "", doubt=_unknown(shapes[0], sizes[0]))
+
+
+def _gated(row: Row, name: str, asked: _Asked) -> Row:
+    """A row of gate and up with the order in which they lie."""
+    dim = next(i for i, text in enumerate(_dims(row.pattern)) if ":" in text)
+    order = computed.gated_order(asked.whole, name, dim)
+    if order is None:
+        return replace(row, doubt=NOT_SEEN)
+    alternating, gate_first = order
+    joined, (one, other) = _dims(row.pattern)[dim], row.tensors if gate_first else row.tensors[::-1]
+    (axes,) = {part.partition(": ")[2] for part in joined[1:-1].split(" | ")}
+    lies = f"({axes} ({one}: | {other}:))" if alternating else f"({one}: {axes} | {other}: {axes})"
+    return replace(row, pattern=row.pattern.replace(joined, lies))
+
+
+def _turned(row: Row, asked: _Asked) -> Row:
+    """A row of queries or keys with the order in which their heads rotate."""
+    if "half pair" not in row.pattern:
+        return row
+    if asked.neighbours:
+        return replace(row, pattern=row.pattern.replace("half pair", "pair half"))
+    return replace(row, doubt=NOT_SEEN if asked.neighbours is None and "query" in row.tensors else "")
+
+
+def _dims(pattern: str) -> list[str]:
+    """The dimensions of a pattern, as they are written."""
+    return re.findall(r"\((?:[^()]|\([^()]*\))*\)|\w+", pattern)
+
+
+def _unknown(shape: Sequence[int], sizes: Mapping[str, int]) -> str:
+    """What a tensor looks like that was not guessed: the axes of which each dimension could be made."""
+    named = [" or ".join(axis for axis, size in sizes.items() if size == one and size > 2) or str(one) for one in shape]
+    return f"not guessed: [{', '.join(named)}] in the tiny model"

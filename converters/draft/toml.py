@@ -1,0 +1,183 @@
+"""A drafted family as the text of a family file: what was guessed, and, as comments, what was not."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from converters.draft.probes import BY_LAYER, Model
+from converters.draft.tables import Drafted, Row
+from formats.errors import UsageError
+from formats.families import FAMILIES
+from formats.huggingface.family_file import load
+from formats.huggingface.nulls import NULLABLE
+from formats.huggingface.settings_table import USUAL
+
+HARMLESS = re.compile(
+    r".*(?:dropout|pdrop|initializer|token_id).*|use_cache|is_decoder|pretraining_tp|output_router_logits"
+    r"|router_aux_loss_coef|router_jitter_noise|rope_parameters|rope_scaling|num_mtp_layers|max_window_layers|"
+    + "|".join(BY_LAYER)
+)  # fmt: skip
+"""Config keys of training and generation, those that every family has, and those that follow from others."""
+OF_ROUTER = ("experts", "top_k", "expert_ffn", "dense_layers", "router_normalized", "router_scale", "router_groups",
+             "router_top_groups")  # fmt: skip
+NEED = {
+    **dict.fromkeys(OF_ROUTER, r"router"), "shared_ffn": r"shared_up", "latent_rank": r"latent_up",
+    "query_rank": r"query_up", "nope_dim": r"latent_up", "rope_dim": r"latent_up", "parallel_residual": r"",
+}  # fmt: skip
+"""Setting: the logical tensor that a model has of which it is one; empty for any."""
+SWITCH, WINDOW = "use_sliding_window", "sliding_window"
+UNSEEN = "nobody has compared its logits with Megatron's yet"
+TODO = "only_here may go once somebody has compared logits with Megatron's"
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A drafted family.
+
+    Attributes:
+        text: the file.
+        rows: its lines.
+        faults: why it does not load yet; empty if it does.
+    """
+
+    text: str
+    rows: tuple[Row, ...]
+    faults: str
+
+    @property
+    def doubtful(self) -> list[Row]:
+        """What was not guessed, or is not sure."""
+        return [row for row in self.rows if row.doubt]
+
+
+def draft(model: Model, table: Drafted) -> Draft:
+    """Write a draft; it has an `only_here` where Megatron has no such model, or nobody has said that it does."""
+    values = _values(model, table)
+    own = list(values["own"])
+    values["only_here"] = ""
+    error = _loaded(_text(values, table.rows))
+    if error and "only_here" in error.hint:
+        why, error = str(error).partition(": ")[2], None
+    else:
+        why = UNSEEN
+    values["only_here"] = f"nobody has said what Megatron makes of {', '.join(own)}" if own else why
+    error = error or _loaded(_text(values, table.rows))
+    return Draft(_text(values, table.rows), table.rows, str(error).partition(": ")[2] if error else "")
+
+
+def _loaded(text: str) -> UsageError | None:
+    """Why a file is not read."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "family.toml"
+        path.write_text(text)
+        try:
+            load(path)
+        except UsageError as error:
+            return error
+    return None
+
+
+def _values(model: Model, table: Drafted) -> dict[str, Any]:
+    """The fields of the family, but for its table."""
+    tensors = {name for row in table.rows for name in row.tensors}
+    raw = {one.name: one.default for one in fields(model.config_class)}
+    keys = {name: key for name, key in model.keys.items() if name in USUAL or NEED.get(name, "-") in {"", *tensors}}
+    ungated = not {"gate", "expert_gate"} & tensors
+    requires = {key: model.said.get(key, model.defaults[key]) for key in table.fixed}
+    activation = model.keys.get("activation", "hidden_act")
+    if ungated and activation in model.defaults:
+        keys["activation"] = activation
+    elif activation in model.defaults:
+        requires[activation] = model.said.get(activation, model.defaults[activation])
+    window = WINDOW in model.defaults and SWITCH not in model.defaults and "layer_types" not in model.defaults
+    if SWITCH in model.defaults:
+        requires[SWITCH] = False
+    rope = getattr(model.config_class(), "rope_parameters", None) or {}
+    rope = rope if "rope_type" in rope else next((one for one in rope.values() if isinstance(one, dict)), {})
+    if "partial_rotary_factor" in rope:
+        keys["rotary_fraction"] = _taken(model, "partial_rotary_factor", "rotary_pct")
+    if rope and (theta := _taken(model, "rope_theta", "rotary_emb_base")) != "rope_theta":
+        keys["rope_theta"] = theta
+    for name in ("kv_heads", "head_dim"):
+        if name not in keys:
+            keys[name] = ""
+    used = {*keys.values(), *table.biases, *requires, WINDOW, SWITCH, "tie_word_embeddings"}
+    own = {key: value for key, value in model.defaults.items() if key not in used and not HARMLESS.fullmatch(key)}
+    said = {name: raw[key] for name, key in keys.items() if isinstance(raw.get(key), bool | int | float | str)}
+    usual = {"rotary_fraction": rope.get("partial_rotary_factor")} if "rotary_fraction" in keys else {}
+    apart = OF_ONE_MODEL | ({"head_dim"} if keys["head_dim"] in ("", "head_dim") else set())
+    told = {name: value for name, value in said.items() if name not in apart}
+    return {
+        "name": model.kind if model.kind not in FAMILIES else f"{model.kind}_drafted",
+        "architecture": model.architecture,
+        "model_type": model.kind,
+        "rope_theta": float(rope["rope_theta"]) if rope else "none",
+        "head_dim": said.get("head_dim") if keys["head_dim"] == "head_dim" else None,
+        "mha": keys["kv_heads"] == "" or raw.get(keys["kv_heads"], 0) is None,
+        "nulls": sorted(key for key in keys.values() if key in raw and raw[key] is None and key not in NULLABLE),
+        "router": ("sigmoid" if "router_bias" in tensors else "softmax") if "router" in tensors else "",
+        "window": WINDOW if window else "",
+        "window_default": raw.get(WINDOW) if window else None,
+        "requires": requires,
+        "keys": {name: key for name, key in keys.items() if USUAL.get(name) != key},
+        "defaults": {**told, **usual},
+        "biases": {key: [names, usual] for key, (names, usual) in table.biases.items()},
+        "own": own,
+        "tokens": {
+            key: value for key, value in raw.items() if key.endswith("_token_id") and type(value) is int and value > 10
+        },
+    }
+
+
+OF_ONE_MODEL = {"layers", "hidden", "heads", "ffn", "vocab", "max_positions"}
+"""What a config has to say itself: a default of these belongs to one model, not to its family."""
+
+
+def _taken(model: Model, *keys: str) -> str:
+    """The key that the class takes for a rotary setting, of two."""
+    first, second = keys
+    made = model.config_class(**{second: 0.75}).rope_parameters
+    return second if 0.75 in made.values() else first
+
+
+def _text(values: Mapping[str, Any], rows: tuple[Row, ...]) -> str:
+    """The file."""
+    lines = [f"# Drafted by `convert family`: what it could not see is marked; {TODO}."]
+    tables = {name: held for name, held in values.items() if isinstance(held, dict) and held}
+    plain = {
+        name: held for name, held in values.items() if not isinstance(held, dict) and held not in (None, "", [], False)
+    }
+    lines += [f"{name} = {json.dumps(held)}" for name, held in plain.items()]
+    wide = max((len(row.key) for row in rows), default=0) + 4
+    deep = max((len(row.pattern) for row in rows if row.conditions), default=0) + 4
+    guessed = [row for row in rows if row.pattern]
+    lines += ["table = '''", *(_line(row, wide, deep) for row in guessed), "'''"]
+    lines += [f"# ? {row.key}: {row.doubt}" for row in rows if row.doubt]
+    for name, held in tables.items():
+        lines += ["", f"[{name}]{ABOUT.get(name, '')}", *_pairs(held)]
+    return "\n".join(lines) + "\n"
+
+
+ABOUT = {
+    "requires": "  # what the config must say, or leave out",
+    "own": "  # what its class has and nothing here knows: take out what leaves the computation alone",
+}
+
+
+def _line(row: Row, wide: int, deep: int) -> str:
+    return f"{row.key:<{wide}}{row.pattern:<{deep}}{' '.join(row.conditions)}".rstrip()
+
+
+def _pairs(held: Mapping[str, Any]) -> Iterator[str]:
+    """Keys and values; what no family file can hold, as comments."""
+    for key, value in held.items():
+        if isinstance(value, dict):
+            yield f"# ? {key} = {json.dumps(value, default=str)}: of several parts, which a line here cannot hold"
+        else:
+            yield f"{key} = {json.dumps('none' if value is None else value)}"

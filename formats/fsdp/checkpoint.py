@@ -106,7 +106,12 @@ def _kind(folder: Path) -> Callable[[Path, Settings], Listing] | None:
 
 
 def _dcp(folder: Path, settings: Settings) -> Listing:
-    entries = dcp.entries(folder)
+    entries, objects = dcp.contents(folder)
+    if not entries:
+        raise UnsupportedError(
+            f"{folder} holds no tensors, only pickled objects: {some(objects, 8) or 'none'}",
+            "save again with DefaultSavePlanner(flatten_state_dict=True), which is torch's default",
+        )
     containers = [settings.container] if settings.container is not None else _starts(entries)
     paths = [entry.path or _split(entry.name, containers) for entry in entries]
     files = dcp.metadata_files(folder) + sorted({path for entry in entries for path in entry.items.files})

@@ -62,10 +62,10 @@ def counted(config: dict[str, Any], spec: Spec, dropped: Iterable[str]) -> dict[
         dropped: keys of the source that are left out.
     """
     inner = language(config)
-    if keys_of(dropped):
-        inner |= {key: 0 for key in FURTHER if inner.get(key)}
-    elif isinstance(spec, ModelSpec) and spec.mtp_layers and not inner.get(FURTHER[0]):
+    if isinstance(spec, ModelSpec) and spec.mtp_layers:
         joins = [rule.key for rule in family_named(spec.family).tensors if JOIN in rule.pattern.tensors]
-        if any("{layer}" in key for key in joins):  # they are numbered after the others
+        if any("{layer}" in key for key in joins) and not inner.get(FURTHER[0]):  # they are numbered after the others
             inner[FURTHER[0]] = spec.mtp_layers
+    elif keys_of(dropped):
+        inner |= {key: 0 for key in FURTHER if inner.get(key)}
     return config

@@ -319,7 +319,7 @@ def slots_of(
                 spec.sizes(padded_vocab) | mesh.interleaves,
                 tensors=spec.tensors,
                 place=Place(folder_of(tp, chunk.stage, ep, pipeline.stages, mesh), _chunk_key(chunk.virtual, pipeline)),
-                layers=mtp.layers_of(spec, chunk),
+                layers=mtp.layers_of(spec, chunk.layers, last=chunk.last),
                 conditions=conditions,
                 kinds=spec.layer_kinds,
                 **mesh.of(rank, spec.experts or 0),

@@ -33,6 +33,7 @@ from formats.layout.pieces import Scattered, spread
 from formats.layout.table import ALONE, Rule, match
 from formats.megatron import MEGATRON_FSDP as FORMAT
 from formats.megatron import fsdp_dtensor_optimizer as states
+from formats.megatron import names
 from formats.megatron.args import flags
 from formats.megatron.args.moe import INTERLEAVE, interleaves_of
 from formats.megatron.args.options import DIST, FSDP_DTENSOR, Options, namespace
@@ -244,7 +245,8 @@ def write(
             "--dtype bf16, of which the float32 weights are the master weights",
         )
     folder = name_of(iteration)
-    parameters = parameters_of(whole_slots(spec, _table(spec, ()), padded, options.mesh.interleaves), options)
+    table = names.of_version(_table(spec, ()), flags.chosen(merged, options.version, options.accepted)[0])
+    parameters = parameters_of(whole_slots(spec, table, padded, options.mesh.interleaves), options)
     stored = [dcp_writer.whole(slot, f"{PREFIX}{key}") for _, key, slot in parameters]
     objects: dict[str, bytes | Small] = {
         "args": packed_plain(Namespace({**merged, "rank": 0})),

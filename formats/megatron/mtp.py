@@ -2,7 +2,8 @@
 
 Facts: megatron-core 0.16.1, transformer/multi_token_prediction.py (names, and the order of parameters),
 models/gpt/gpt_model.py: they are on the last stage, which then has the embedding too; transformer/transformer_block.py:
-the decoder's final norm is on the stage of its last layer. Classic files call a block `mtp_model_layer` since 0.17.
+the decoder's final norm is on the stage of its last layer. Modules call a block `mtp_model_layer` since 0.17, and so do
+classic files and fsdp_dtensor; torch_dist has the older name, and never stacks these layers (`sharded_state_dict`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from formats.model.spec import ModelSpec
 
 MIXERS = {"recurrent", "state"}
 """What no such layer has in the place of attention."""
+BLOCK = "transformer_layer"
+"""What a block is called up to 0.16, and always in torch_dist."""
+STATES = ("eh_proj",)
+TE_STATES = ("enorm", "hnorm", "final_layernorm")
+"""The modules around a block whose `_extra_state` a strict load of torch_dist asks for; norms of Transformer Engine."""
 LAYER, DEPTH = "decoder.layers.{layer}.", "mtp.layers.{depth}."
 BEFORE = rules("""
 mtp.layers.{depth}.enorm.weight      mtp_embedding_norm: hidden    mtp last
@@ -29,7 +35,7 @@ embedding.word_embeddings.weight             (embedding: vocab | ~padding)/tp hi
 """)
 
 
-def rules_of(table: Iterable[Rule], block: str = "{transformer_layer|mtp_model_layer}") -> tuple[Rule, ...]:
+def rules_of(table: Iterable[Rule], block: str = f"{{{BLOCK}|mtp_model_layer}}") -> tuple[Rule, ...]:
     """The lines of these layers, made of those of a decoder's; `block` is what a block is called."""
     layers = [rule for rule in table if rule.key.startswith(LAYER) and not rule.conditions & MIXERS]
     inner = [
@@ -39,10 +45,10 @@ def rules_of(table: Iterable[Rule], block: str = "{transformer_layer|mtp_model_l
     return (*BEFORE, *inner, *BEHIND)
 
 
-def layers_of(spec: ModelSpec, chunk: Chunk) -> list[tuple[int, int]]:
-    """(number in the key, number in the model) of the layers of a chunk, with those after the decoder in the last."""
-    further = [(depth, spec.layers + depth) for depth in range(spec.mtp_layers if chunk.last else 0)]
-    return [*enumerate(chunk.layers), *further]
+def layers_of(spec: ModelSpec, decoder: Iterable[int], *, last: bool = True) -> list[tuple[int, int]]:
+    """(number in the key, number in the model) of layers of the decoder, and of those after it where the `last` is."""
+    further = [(depth, spec.layers + depth) for depth in range(spec.mtp_layers if last else 0)]
+    return [*enumerate(decoder), *further]
 
 
 def require_pipeline(spec: ModelSpec, pipeline: Pipeline, parts: Iterable[Chunk]) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -35,15 +35,15 @@ from formats.layout.columns import Cut
 from formats.layout.pattern import splits
 from formats.layout.pieces import Scattered, unstacked
 from formats.layout.pieces import spread as pieces
-from formats.layout.table import ALONE, Rule, Slot, match, rules, slots
+from formats.layout.table import ALONE, MTP, Rule, Slot, match, rules, slots
 from formats.megatron import DIST as FORMAT
-from formats.megatron import common_state
+from formats.megatron import common_state, mtp
 from formats.megatron import optimizer as megatron_optim
 from formats.megatron.args import flags, linear_attention, mla, run_config, state_space
 from formats.megatron.args.moe import INTERLEAVE, interleaves_of
 from formats.megatron.args.options import DIST, Options, namespace
 from formats.megatron.chained_optimizer import BUFFER, CHAINED, spread
-from formats.megatron.classic import FLAGS, MCORE, assets_of, spec_of, topology_of
+from formats.megatron.classic import DECODER, FLAGS, HEAD, MCORE, assets_of, spec_of, topology_of
 from formats.megatron.details import details
 from formats.megatron.folders import TRACKER, locate, name_of
 from formats.megatron.mesh import Mesh
@@ -87,13 +87,21 @@ decoder.layers.{layer}.mlp.experts.experts.linear_fc2.bias      expert_down_bias
 """)
 """Experts, stacked, and the norm before them as Transformer Engine and as the local layers call it."""
 APART = re.compile(r".*(?:\.mlp\.experts\.|\{layer\}\.pre_mlp_layernorm\.|\.in_proj\.weight|\.conv1d\.|\.\{conv1d\.).*")
-MODEL = [rule for rule in MCORE if not {"mtp", "predicting"} & rule.conditions]
 INPUTS = (*linear_attention.SPLIT, *state_space.SPLIT)
-TABLE = (*(rule for rule in MODEL if not APART.fullmatch(rule.key)), *STACKED, *INPUTS)
+
+
+def _once(table: Iterable[Rule]) -> tuple[Rule, ...]:
+    """A table without the embedding that the stage with layers of MTP has too."""
+    return tuple(rule for rule in table if "predicting" not in rule.conditions)
+
+
+MODEL = _once(MCORE)
+LAYERED = (*(rule for rule in DECODER if not APART.fullmatch(rule.key)), *STACKED, *INPUTS)
+TABLE = (*LAYERED, *_once(mtp.rules_of(LAYERED, mtp.BLOCK)), *HEAD)
 """The tensors of a model, each layer by itself: all but those of `STACKED` and of the inputs of linear attention and of
 state spaces are as in a classic checkpoint."""
 
-SPLIT = rules("""
+HALVES = rules("""
 decoder.layers.{layer}.mlp.linear_fc1.weight_w    gate: ffn hidden    dense
 decoder.layers.{layer}.mlp.linear_fc1.weight_v    up: ffn hidden    dense
 decoder.layers.{layer}.mlp.linear_fc1.bias_w      gate_bias: ffn    dense
@@ -107,6 +115,7 @@ decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc2.bias        exper
 decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight_w    shared_gate: shared_ffn hidden    sparse
 decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight_v    shared_up: shared_ffn hidden    sparse
 """)
+SPLIT = (*HALVES, *(rule for rule in mtp.rules_of(HALVES, mtp.BLOCK) if rule not in (*mtp.BEFORE, *mtp.BEHIND)))
 """What `singleton_local_shards` makes of linear_fc1 (transformer/mlp.py:300) and of experts; all else is in `TABLE`."""
 
 STATES = ("self_attention.linear_qkv", "self_attention.linear_proj")
@@ -261,24 +270,14 @@ def _require_interleaves(interleaves: Mapping[str, int], args: Mapping[str, Any]
 
 
 def whole_slots(spec: ModelSpec, table: Sequence[Rule], padded: int, interleaves: Mapping[str, int]) -> list[Slot]:
-    """Every tensor of the model as one rank holds it, each layer by itself.
-
-    Raises:
-        UnsupportedError: it has layers that predict further tokens.
-    """
-    if spec.mtp_layers:
-        raise UnsupportedError(
-            "of Megatron's formats only the classic one has layers here that predict further tokens",
-            "--format torch, or --drop mtp where the source is one of Hugging Face, FSDP or DeepSpeed",
-        )
+    """Every tensor of the model as one rank holds it, each layer by itself."""
     conditions = {*spec.conditions, "first", "last", "separate"}
-    layers = enumerate(range(spec.layers))
     return list(
         slots(
             table,
             {**spec.sizes(padded), **interleaves},
             tensors=spec.tensors,
-            layers=layers,
+            layers=mtp.layers_of(spec, range(spec.layers)),
             conditions=conditions,
             kinds=spec.layer_kinds,
             **Mesh().of(0, spec.experts or 0),
@@ -308,6 +307,7 @@ def write(
     pipeline, padded = topology_of(spec, options)
     folder = name_of(iteration)
     parts = chunks(pipeline, spec.layers)
+    mtp.require_pipeline(spec, pipeline, parts)
     ranks: list[list[dcp_writer.Stored]] = [[] for _ in range(options.mesh.ranks * options.pp)]
     wanted = whole_slots(spec, _table({}), padded, options.mesh.interleaves)
     for slot in wanted:
@@ -364,7 +364,7 @@ def _require_experts(optimizer: Optimizer, spec: ModelSpec, parts: Sequence[Chun
 
 def _stage(slot: Slot, parts: Sequence[Chunk]) -> int:
     """The pipeline stage that holds a tensor."""
-    if slot.layer is not None:
+    if slot.layer is not None and MTP not in slot.rule.conditions:
         return next(chunk.stage for chunk in parts if slot.layer in chunk.layers)
     return parts[0 if "first" in slot.rule.conditions else -1].stage
 
@@ -387,10 +387,10 @@ def _cuts(slot: Slot, mesh: Mesh) -> Iterator[tuple[int, Cut]]:
 
 
 def _stored(slot: Slot, cut: Cut, spec: ModelSpec, norm: str) -> dcp_writer.Stored:
-    """A part under the name of its stack, or of its layer where layers differ."""
+    """A part under the name of its stack, or of its layer where layers differ or predict further tokens."""
     latent = spec.latent_rank is not None  # the local layers of which rename nothing
     key = slot.keys[-1 if norm == "local" and ("sparse" in slot.rule.conditions) is not latent else 0]
-    if slot.layer is None or spec.mixed:
+    if slot.layer is None or spec.mixed or MTP in slot.rule.conditions:
         return dcp_writer.Stored(slot, cut, key, slot.shape, cut.ranges)
     name = key.replace(f"{LAYERS}{slot.layer}.", LAYERS)
     box = ((slot.layer, slot.layer + 1), *cut.ranges)
@@ -420,12 +420,18 @@ def _extra_states(spec: ModelSpec, norm: str) -> Iterator[str]:
     sparse += [f"mlp.{name}" for name in LATENT] if spec.expert_latent else []
     mlps = {"sparse": sparse, "dense": [f"mlp.{name}" for name in LINEAR]}
     for layer, kinds in enumerate(spec.layer_kinds):
-        place, number = (f"{LAYERS}{layer}.", "0_1") if spec.mixed else (LAYERS, f"{layer}_{spec.layers}")
+        apart, further = spec.mixed or MTP in kinds, f"mtp.layers.{layer - spec.layers}."
+        place, number = (f"{LAYERS}{layer}.", "0_1") if apart else (LAYERS, f"{layer}_{spec.layers}")
+        if MTP in kinds:
+            place = f"{further}{mtp.BLOCK}."
+            yield from (
+                f"{further}{name}._extra_state/shard_0_1" for name in (*mtp.STATES, *(mtp.TE_STATES if te else ()))
+            )
         experts = "sparse" in kinds
         for module in [name for kind, names in (mixers | mlps).items() if kind in kinds for name in names]:
             yield f"{place}{module}._extra_state/shard_{number}"
         for name, expert in product(LINEAR, range(spec.experts or 0)) if experts else ():
-            shard = f"{expert}_{spec.experts}" if spec.mixed else f"{layer}.{expert}_{spec.layers}.{spec.experts}"
+            shard = f"{expert}_{spec.experts}" if apart else f"{layer}.{expert}_{spec.layers}.{spec.experts}"
             yield f"{place}mlp.experts.experts.{name}._extra_state/shard_{shard}"
     last = [] if not te else ["decoder.final_layernorm"] if spec.mlp_layers is None else state_space.LAST_STATES
     yield from (f"{module}._extra_state/shard_0_1" for module in last)

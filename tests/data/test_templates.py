@@ -10,8 +10,9 @@ import pytest
 
 from converters.assets.chat_template import load_template
 from formats.errors import RefusedError
-from train.data.tokens.encode import LAST_REPLY, REPLY, TemplateEncoder, check_template
+from train.data.tokens.encode import LAST_REPLY, REPLY
 from train.data.tokens.records import Record
+from train.data.tokens.template_encoder import TemplateEncoder, check_template
 from train.data.tokens.tokenizers import Fast
 
 MODEL = Path(__file__).parents[1] / "golden/data/1_sft/bytes.model"

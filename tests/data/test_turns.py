@@ -14,8 +14,9 @@ import pytest
 from converters.assets.chat_template import load_template
 from tests.data.test_templates import TOKENS as SHIPPED
 from tests.data.test_templates import byte_level, dialogues
-from train.data.tokens.encode import LOST, REPLY, SPLIT, TemplateEncoder, check_template
+from train.data.tokens.encode import REPLY
 from train.data.tokens.records import Malformed, Record, reader
+from train.data.tokens.template_encoder import LOST, SPLIT, TemplateEncoder, check_template
 from train.data.tokens.tokenizers import Fast
 
 FOLDER = Path(__file__).parent / "templates"

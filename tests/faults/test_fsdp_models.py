@@ -48,6 +48,17 @@ def test_every_command_says_so(folder, convert, command):
     assert ran.out == ""
 
 
+def test_a_model_that_was_saved_as_one_object_is_named(model, merge, convert, tmp_path):
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import load_file
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    saved = {"model": load_file(model("llama") / "model.safetensors")}
+    dcp.save(saved, checkpoint_id=tmp_path / "c", planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
+    for ran in (merge(tmp_path / "c", "--config", model("llama")), convert("inspect", tmp_path / "c")):
+        refused(ran, 4, tmp_path / "c", "no tensors, only pickled objects: model", "flatten_state_dict=True")
+
+
 @pytest.mark.parametrize("place", [".", "huggingface", ".."])
 def test_a_config_that_the_trainer_left_is_found(folder, merge, model, tmp_path, place):
     (folder / place).mkdir(exist_ok=True)

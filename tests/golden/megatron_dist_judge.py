@@ -11,6 +11,7 @@ one topology together:
 
     {"dist": RUN, "hf": FOLDER, "tp": 2, "pp": 2}      load, compare args and logits; ranks beyond tp * pp are copies
     {..., "te": true}                                  its modules have the states that Transformer Engine gives them
+    {..., "mtp": true}                                 its layer that predicts a second token is compared
     {..., "damaged": true}                             the logits must differ
     {..., "ep": 2, "etp": 1}                           experts on several ranks
     {..., "grouped": RUN}                              experts as before Transformer Engine, which compute on GPUs
@@ -40,6 +41,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before torch reads it
 
 import megatron.core.transformer.moe.experts as megatron_experts
 import megatron_judge as judge
+import mtp_judge
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing as dc
@@ -100,6 +102,8 @@ def as_transformer_engine(model: GPTModel) -> None:
         "final_layernorm",
         "final_norm",
         "latent_proj",
+        "enorm",
+        "hnorm",
         *(("input_layernorm",) if latent else ("q_layernorm", "k_layernorm", "out_norm")),
     )
     for name, module in model.named_modules():
@@ -109,7 +113,7 @@ def as_transformer_engine(model: GPTModel) -> None:
             module.__class__ = type("OlderAttention", (type(module),), {**state, **older})
         elif name.endswith(alone) and not isinstance(module, IdentityOp):
             module.__class__ = type("Norm", (type(module),), state)
-    for layer in model.decoder.layers:
+    for layer in [*model.decoder.layers, *(one.transformer_layer for one in further_layers(model))]:
         if latent:
             mlp = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
             layer.submodules_config.sharded_state_dict_keys_map = {**judge.LATENT_NORMS, **mlp}
@@ -119,6 +123,11 @@ def as_transformer_engine(model: GPTModel) -> None:
             layer.submodules_config.sharded_state_dict_keys_map = {
                 key: value for key, value in renamed.items() if not key.startswith("pre_mlp_layernorm")
             }
+
+
+def further_layers(model: GPTModel) -> list[torch.nn.Module]:
+    """The layers of this stage that predict further tokens."""
+    return list(model.mtp.layers) if getattr(model, "mtp_process", False) else []
 
 
 def load(model: GPTModel, folder: Path) -> list[str]:
@@ -185,7 +194,9 @@ def do(job: dict[str, Any], logits_of: dict[str, torch.Tensor]) -> None:
         failures.append(f"{stored.global_shape[0]} rows of embeddings, args imply {padded}")
     config = judge.transformer_config(c, topology, stored.dtype)
     config.moe_grouped_gemm = "grouped" in job
-    (model,) = judge.build_chunks(c, config, judge.padded_vocabulary(c, topology, claims))
+    further = bool(job.get("mtp"))
+    build = mtp_judge.build if further else judge.build_chunks
+    (model,) = build(c, config, judge.padded_vocabulary(c, topology, claims))
     if job.get("te"):
         as_transformer_engine(model)
     judge.agree(failures + load(model, folder))
@@ -199,10 +210,11 @@ def do(job: dict[str, Any], logits_of: dict[str, torch.Tensor]) -> None:
         with torch.enable_grad():
             save_real(Path(job["save"]), model, claims, job["layers"], job.get("optimizer", ""))
     ids, failures = judge.token_ids(c), []
-    logits = judge.pipeline_forward([model.float().eval()], ids)
+    model = model.float().eval()
+    logits = mtp_judge.ours(model, ids) if further else judge.pipeline_forward([model], ids)
     if logits is not None and ps.get_tensor_model_parallel_rank() == ps.get_data_parallel_rank() == 0:
         if job["hf"] not in logits_of:
-            logits_of[job["hf"]] = judge.hugging_face_logits(hf, ids)
+            logits_of[job["hf"]] = (mtp_judge.theirs if further else judge.hugging_face_logits)(hf, ids)
         failures = judge.compare_logits(logits, logits_of[job["hf"]], 1e-4)
         if job.get("damaged"):
             failures = [] if failures else ["the damage shows in no logit"]

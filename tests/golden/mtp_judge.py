@@ -4,6 +4,8 @@ The real megatron-core (0.16.1) is built with it from the Hugging Face config, l
 and its layer must give the hidden states of transformers' own `MtpModel`, which reads the Hub's names of the folder.
 
     python mtp_judge.py MEGATRON HF [NORM]      on as many ranks as the checkpoint has; megatron_judge.py says the rest
+
+A torch_dist checkpoint is judged by megatron_dist_judge.py, with what is here.
 """
 
 from __future__ import annotations
@@ -42,13 +44,12 @@ def theirs(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     return second.forward_layer(0, hidden, places[:, :-1], None, input_ids=ids[:, 1:])
 
 
-def build(c: Any, topology: judge.Topology, dtype: torch.dtype, padded: int) -> GPTModel:
+def build(c: Any, config: Any, padded: int) -> list[GPTModel]:
     """This stage's model, with the layer behind the decoder on the last one (models/gpt/gpt_model.py:135)."""
-    config = judge.transformer_config(c, topology, dtype)
     config.mtp_num_layers = 1
     layers, last = judge.layer_spec(config, None), ps.is_pipeline_last_stage()
     backend = Layers() if config.experimental_attention_variant else LocalSpecProvider()
-    return GPTModel(
+    model = GPTModel(
         config=config,
         transformer_layer_spec=layers,
         mtp_block_spec=get_gpt_mtp_block_spec_for_backend(config, layers, backend) if last else None,
@@ -59,7 +60,8 @@ def build(c: Any, topology: judge.Topology, dtype: torch.dtype, padded: int) -> 
         parallel_output=False,
         share_embeddings_and_output_weights=c.tie_word_embeddings,
         **judge.position_arguments(c),
-    ).to(dtype)
+    )
+    return [model.to(config.params_dtype)]
 
 
 class Seen(Exception):
@@ -106,7 +108,7 @@ def main() -> int:
     stored = judge.load_file(folder / topology.folder(*judge.my_ranks()))
     failures = [] if stored["args"].mtp_num_layers == 1 else ["args do not say mtp_num_layers = 1"]
     padded = judge.padded_vocabulary(c, topology, stored["args"])
-    model = build(c, topology, torch.float32, padded)
+    (model,) = build(c, judge.transformer_config(c, topology, torch.float32), padded)
     judge.agree(failures + judge.load_chunks([model], stored, ["model"], sys.argv[3]))
     ids = judge.token_ids(c)
     states, failures = ours(model.float().eval(), ids), []

@@ -41,7 +41,11 @@ from megatron.core import parallel_state as ps
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
     unset_num_microbatches_calculator,
@@ -160,9 +164,14 @@ def padded(args: Any) -> int:
 
 def build(args: Any) -> GPTModel:
     """The model of the arguments."""
+    config = core_transformer_config_from_args(args)
+    layers = get_gpt_layer_local_spec(normalization=args.normalization)
+    if args.num_experts:
+        layers = get_gpt_decoder_block_spec(config, False, normalization=args.normalization)
     return GPTModel(
-        config=core_transformer_config_from_args(args),
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
+        config=config,
+        transformer_layer_spec=layers,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, layers, False) if args.mtp_num_layers else None,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=ps.is_pipeline_first_stage(),

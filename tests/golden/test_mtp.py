@@ -1,4 +1,7 @@
-"""The layer that predicts a second token: megatron-core 0.16.1 computes what transformers does of the Hub's names."""
+"""The layer that predicts a second token: megatron-core 0.16.1 computes what transformers does of the Hub's names.
+
+Stock 0.19.2 loads it too: test_stock.py, test_stock_fsdp.py.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from tests.models import files
 
 pytestmark = pytest.mark.megatron
 JUDGE = Path(__file__).with_name("mtp_judge.py")
+DIST_JUDGE = JUDGE.with_name("megatron_dist_judge.py")
 OWN = {
     "mtp.": ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
     "": ("eh_proj", "enorm", "hnorm", "shared_head.norm"),
@@ -81,3 +85,35 @@ def test_megatron_core_computes_what_transformers_computes(model, convert, megat
     assert out.count("max abs logit difference") == 1
     assert convert("megatron2hf", run, tmp_path / "back").code == 0
     assert files(tmp_path / "back") == files(source)
+
+
+DIST = [
+    ("deepseek_v3", ("--tp", 2, "--ep", 2, "--norm", "te"), "numbered", (2, 2)),
+    ("glm4_moe", ("--pp", 2, "--norm", "local"), "split", (2, 1)),
+    ("qwen3_5_text-tied", ("--pp", 2, "--norm", "te"), "stacked", (1, 1)),
+]
+"""A model, how it is written, how megatron-core's own save has its layers, and where that loads it (TP, PP)."""
+
+
+def test_torch_dist(model, convert, megatron_core, tmp_path):
+    """It loads strictly in another topology and computes the same; what it saves is read, and so is fsdp_dtensor."""
+    jobs = []
+    for number, (name, words, layers, (tp, pp)) in enumerate(DIST):
+        source, run = with_second(model(name), tmp_path / f"hf{number}"), tmp_path / f"m{number}"
+        ran = convert("hf2megatron", source, run, "--format", "torch_dist", "--megatron-version", "0.16", *words)
+        assert ran.code == 0, ran.err
+        one = {"dist": str(run), "hf": str(source), "tp": tp, "pp": pp, "mtp": True, "te": "te" in words}
+        jobs.append({**one, "save": str(tmp_path / f"s{number}"), "layers": layers})
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    code, out = megatron_core([str(tmp_path / "jobs.json")], 1, DIST_JUDGE)
+    assert code == 0, out
+    assert out.count("max abs logit difference") == len(jobs)
+    for number, job in enumerate(jobs):
+        saved, back, source = tmp_path / f"s{number}", tmp_path / f"back{number}", Path(job["hf"])
+        assert convert("megatron2hf", saved, back, "--config", source).code == 0
+        assert files(back) == files(source)
+        if "qwen" not in DIST[number][0]:  # fsdp_dtensor has no linear attention
+            sharded, again = tmp_path / f"f{number}", tmp_path / f"again{number}"
+            assert convert("reshard", saved, sharded, "--format", "fsdp_dtensor", "--config", source).code == 0
+            assert convert("megatron2hf", sharded, again, "--config", source).code == 0
+            assert files(again) == files(source)

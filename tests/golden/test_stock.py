@@ -224,7 +224,17 @@ def test_what_the_newest_local_layers_refuse_is_written_for_an_older_release(con
 
 def test_a_layer_that_predicts_a_second_token(convert, tmp_path):
     """It is loaded strictly, under the name of its block since 0.17; beside linear attention the newest builds none."""
-    cases = [Case("glm4_moe"), Case("deepseek_v3", (*LOCAL, "--pp", "2"), 2), Case("qwen3_5_text", (), 1, more=TORCH)]
+    cases = [
+        Case("glm4_moe"),
+        Case("deepseek_v3", (*LOCAL, "--pp", "2"), 2),
+        Case(
+            "glm4_moe_air",
+            (*LOCAL, "--format", "torch_dist", "--tp", "2"),
+            2,
+            more=("--dist-ckpt-strictness", "raise_all"),
+        ),
+        Case("qwen3_5_text", (), 1, more=TORCH),
+    ]
     jobs, wanted = [], []
     for number, case in enumerate(cases):
         source = build(tmp_path / f"hf{number}", case.model)
@@ -238,7 +248,7 @@ def test_a_layer_that_predicts_a_second_token(convert, tmp_path):
     for job, logits, answer in zip(jobs, wanted, answers, strict=False):
         assert answer is None, answer
         assert difference(job, logits) < TOLERANCE
-    assert (tmp_path / "run2/megatron_flags.txt").read_text().startswith("# flags for Megatron-LM 0.18\n")
+    assert (tmp_path / "run3/megatron_flags.txt").read_text().startswith("# flags for Megatron-LM 0.18\n")
     assert "Experimental attention variant is not supported" in (refused or "")
 
 

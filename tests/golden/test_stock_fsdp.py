@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.golden.test_megatron_fsdp import tensors
+from tests.golden.test_mtp import with_second
 from tests.golden.test_stock_dist import MODEL, UNTIED, VOCAB, stock
 
 pytestmark = [pytest.mark.stock, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
@@ -52,13 +53,15 @@ def test_it_trains_on(convert, tmp_path):
         assert all(saved[name].equal(one) for name, one in given.items()), "what it loaded it saves again, bit for bit"
 
 
-def test_it_loads_weights_of_a_conversion(model, convert, tmp_path):
-    """Strictly, with the flags beside them, into a training of its own precision."""
-    source, out = model("llama"), tmp_path / "run"
+@pytest.mark.parametrize("name", ["llama", "glm4_moe"])
+def test_it_loads_weights_of_a_conversion(model, convert, tmp_path, name):
+    """Strictly, with the flags beside them, into a training of its own precision; one predicts further tokens."""
+    source, out = model(name), tmp_path / "run"
+    source = source if name == "llama" else with_second(source, tmp_path / "mtp")
     words = ("--format", "fsdp_dtensor", "--norm", "local", "--dtype", "bf16")
     assert convert("hf2megatron", source, out, *words).code == 0
     lines = (line for line in (out / "megatron_flags.txt").read_text().splitlines() if not line.startswith("#"))
-    flags = [*shlex.split(" ".join(lines)), "--no-load-rng", "--no-load-optim", "--vocab-size", "101"]
+    flags = [*shlex.split(" ".join(lines)), "--no-load-rng", "--no-load-optim", "--vocab-size", "211"]
     job = {"tp": 1, "flags": flags, "load": str(out), "save": {f"{out}-saved": ""}}
     stock([job], tmp_path / "jobs.json", script=SCRIPT)
     given, (saved,) = tensors(out / "release"), [tensors(path) for path in Path(f"{out}-saved").glob("iter_*")]

@@ -65,9 +65,8 @@ def test_what_megatron_has_not(model, convert, tmp_path, words, code, reason):
 @pytest.mark.parametrize(
     ("words", "code", "reason"),
     [
-        (["--format", "torch_dist"], 4, "only the classic one has layers here that predict further tokens"),
-        (["--format", "fsdp_dtensor"], 4, "only the classic one has layers here that predict further tokens"),
         (["--pp", 2, "--pp-layout", "Ett|ttL"], 5, "a pipeline layout, or a last stage without layers, is not"),
+        (["--pp", 2, "--pp-layout", "Ett|ttL", "--format", "torch_dist"], 5, "a pipeline layout, or a last stage"),
         (["--pp", 2, "--last-stage-layers", 0], 5, "or a last stage without layers, is not"),
     ],
 )

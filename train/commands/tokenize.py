@@ -128,9 +128,9 @@ def paths(inputs: Sequence[str]) -> list[Path]:
 
 def make_job(options: Mapping[str, Any], parts: Ranges) -> Job:
     """The job that the options describe, checked against the tokenizer."""
-    from train.data.tokens.encode import check_template
     from train.data.tokens.input_ranges import first_value
     from train.data.tokens.shapes import form_of
+    from train.data.tokens.template_encoder import check_template
     from train.data.tokens.tokenizers import Fast, control_ids, eod_id, names_digest, open_vocabulary
     from train.data.tokens.workers import Job
 
@@ -274,8 +274,8 @@ def decided(options: Mapping[str, Any], request: Request, decisions: Mapping[str
 
 def report(out: Path, counts: Mapping[str, Any], as_json: bool) -> None:
     """Print what became of the records."""
-    from train.data.tokens.encode import LOST, SPLIT
     from train.data.tokens.records import REASONS
+    from train.data.tokens.template_encoder import LOST, SPLIT
     from train.data.tokens.workers import UNTRAINED
 
     if as_json:

@@ -15,8 +15,8 @@ import torch
 from converters.assets.token_files import eos_ids, held_template
 from formats.errors import UsageError
 from train.data.rows import IGNORED, Flat
-from train.data.tokens.encode import TemplateEncoder
 from train.data.tokens.records import Malformed, Record
+from train.data.tokens.template_encoder import TemplateEncoder
 from train.data.tokens.tokenizers import FILES, Fast, Vocabulary, open_vocabulary
 from train.distributed import World
 from train.model.trainee import Trainee

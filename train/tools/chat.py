@@ -1,7 +1,7 @@
 """Chat with a model in a Hugging Face folder, to try a trained model.
 
-Prompts are encoded as training data is (`train/data/tokens/encode.py`): text never becomes a control token, as it can
-with transformers' `apply_chat_template`. An answer ends at the tokens of `generation_config.json`.
+Prompts are encoded as training data is (`train/data/tokens/template_encoder.py`): text never becomes a control token,
+as it can with transformers' `apply_chat_template`. An answer ends at the tokens of `generation_config.json`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError
-from train.data.tokens.encode import TemplateEncoder, probed
 from train.data.tokens.records import Malformed, Record
+from train.data.tokens.template_encoder import TemplateEncoder, probed
 from train.data.tokens.tokenizers import Fast
 from train.start.start_weights import TO_FOLDER
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import SourceError
-from train.data.tokens.encode import LOST, SPLIT, Encoder
+from train.data.tokens.encode import Encoder
 from train.data.tokens.input_ranges import Ranges, ranges, values
 from train.data.tokens.records import Malformed, Reader, Record, reader
 from train.data.tokens.shapes import form_of
+from train.data.tokens.template_encoder import LOST, SPLIT
 from train.data.tokens.tokenizers import ROLES
 from train.data.tokens.workers import Job, encoder, job_reader
 

@@ -27,11 +27,11 @@ from blake3 import blake3
 from converters.common.atomic import lock, named, stoppable, sync_folder, write_file
 from converters.common.progress import Progress
 from formats.errors import Interrupted, OutputError, RefusedError, SourceError
-from train.data.tokens.encode import LOST, SPLIT
 from train.data.tokens.indexed import best_dtype, bin_path, idx_path, write_index
 from train.data.tokens.input_ranges import Ranges
 from train.data.tokens.records import GRAVE, REASONS
 from train.data.tokens.sidecar import Facts, facts_path, facts_text, mask_path
+from train.data.tokens.template_encoder import LOST, SPLIT
 from train.data.tokens.workers import EXAMPLES, UNTRAINED, Job, Part, Workers
 
 STREAMS = ("bin", "sizes", "mask")

@@ -26,11 +26,12 @@ from blake3 import blake3
 
 from converters.common.atomic import STOPS
 from formats.errors import SourceError
-from train.data.tokens.encode import CHATML, ROLE_NUMBERS, Encoder, TemplateEncoder, control_encoder, role_encoder
+from train.data.tokens.encode import CHATML, ROLE_NUMBERS, Encoder, control_encoder, role_encoder
 from train.data.tokens.indexed import best_dtype
 from train.data.tokens.input_ranges import Range, values
 from train.data.tokens.records import GRAVE, Malformed, Reader, Record, reader
 from train.data.tokens.shapes import FIELDS
+from train.data.tokens.template_encoder import TemplateEncoder
 from train.data.tokens.tokenizers import Fast, open_vocabulary
 
 BATCH = 1 << 20

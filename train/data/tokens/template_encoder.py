@@ -1,0 +1,406 @@
+"""Records to token ids and the loss mask with a chat template.
+
+The text of a dialogue is encoded as transformers does (`apply_chat_template`), except that text of the template and
+contents of turns are kept apart: a content that spells a control token stays text. A template marks its replies, or
+each reply is what it adds to the prompt that it makes for that reply.
+
+Facts: transformers 5.23.0 tokenization_utils_base.py, `apply_chat_template`: a token belongs to a generation block if
+any of its characters does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from formats.errors import RefusedError, SourceError
+from train.data.tokens.encode import LAST_REPLY, REPLY, Encoded, end_bits, reply_bits
+from train.data.tokens.records import Malformed, Record
+from train.data.tokens.tokenizers import Fast
+from train.data.tokens.turns import called, replaced, texts, tool_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.assets.chat_template import Probe
+    from converters.assets.jinja_sandbox import Rendered
+
+PROBES = ("a", " a", "a ", "\n", "\n\nHello", "don't  stop", "ā", "2+2=4.", " \t x \n")
+"""Texts that show whether a tokenizer's encoding of a text depends on a control token beside it."""
+LOST = {
+    "altered_documents": "a message",
+    "lost_reasoning": "reasoning",
+    "lost_tool_calls": "a tool call",
+    "lost_tools": "a tool",
+}
+"""Keys of the counts: records of which a chat template leaves out or changes something."""
+SPLIT = "split_documents"
+"""Key of the counts: documents beyond one of each record."""
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+Span = tuple[tuple[int, int], int]
+"""A reply in a rendered text: where it begins and ends, in characters, and the bits of its tokens."""
+
+
+class Document(NamedTuple):
+    """A document: its tokens, the bits of each, and those of the token that may end it."""
+
+    ids: list[int]
+    mask: NDArray[np.uint8]
+    end: int
+
+
+@dataclass(frozen=True)
+class TemplateEncoder:
+    """Encodes dialogues with a chat template.
+
+    Attributes:
+        vocabulary: the tokenizer.
+        template: the text of the chat template.
+        eod: id of the token to append to documents that do not end with it, None for none.
+        date: what `strftime_now` takes for today, as YYYY-MM-DD; None for today.
+        separable: whether a text beside a control token is encoded as it is alone.
+        marks: whether the template marks replies; else they are told by their prompts.
+        special: control tokens in a text.
+    """
+
+    vocabulary: Fast
+    template: str
+    eod: int | None
+    date: str | None = None
+    marks: bool = field(init=False)
+    separable: bool = field(init=False)
+    special: re.Pattern[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        ids, special = self.vocabulary.ids, self.vocabulary.special
+        names = sorted((name for name in self.vocabulary.added if special[ids[name]]), key=len, reverse=True)
+        pattern = "|".join(map(re.escape, names)) or "(?!)"
+        object.__setattr__(self, "marks", GENERATION.search(self.template) is not None)
+        object.__setattr__(self, "special", re.compile(f"({pattern})"))
+        object.__setattr__(self, "separable", all(map(self._separable, names[:64])))
+
+    def __call__(self, records: Sequence[Record]) -> Encoded:
+        """Encode records; those that the template refuses become no document."""
+        ids: list[Sequence[int]] = []
+        masks: list[NDArray[np.uint8]] = []
+        refused: list[tuple[int, str]] = []
+        counts = Counter[str]()
+        for place, record in enumerate(records):
+            try:
+                documents, lost = self._documents(record)
+            except Malformed as reason:
+                refused.append((place, reason.reason))
+                continue
+            if not documents[0][0]:
+                refused.append((place, "nothing"))
+                continue
+            for token_ids, mask, end in documents:
+                more = [self.eod] if self.eod is not None and token_ids[-1] != self.eod else []
+                ids.append([*token_ids, *more])
+                masks.append(np.append(mask, np.full(len(more), end, np.uint8)))
+            counts.update([*lost, *[SPLIT] * (len(documents) - 1)])
+        sizes = [len(mask) for mask in masks]
+        flat = np.fromiter(chain.from_iterable(ids), np.int32, sum(sizes))
+        return Encoded(flat, sizes, np.concatenate(masks) if masks else np.empty(0, np.uint8), refused, counts)
+
+    def prompt(self, record: Record) -> list[int]:
+        """The prompt tokens for the next reply of a dialogue.
+
+        Raises:
+            Malformed: the template refuses the turns (its error is the cause), or contents cannot be kept apart.
+        """
+        hidden = self._hidden(record)
+        return self._tokens(self._render(hidden, asking=True)[0], hidden.shown)[0]
+
+    def _documents(self, record: Record) -> tuple[list[Document], list[str]]:
+        """Tokens and masks of the documents of one record, and what the template left out of it, as in `LOST`."""
+        if not record.roles:
+            ids = self._plain(record.contents[0]).ids
+            return [Document(ids, np.full(len(ids), REPLY | LAST_REPLY, np.uint8), REPLY | LAST_REPLY)], []
+        hidden = self._hidden(record)
+        text, spans = self._render(hidden)
+        if self.marks:
+            documents = [(text, _marked(hidden.record, text, spans), end_bits(record))]
+        else:
+            documents = list(self._proved(hidden, text))
+        encoded: list[Document] = []
+        for text, marked, end in documents:
+            ids, offsets = self._tokens(text, hidden.shown)
+            if not self.marks:
+                self._require_boundaries(text, offsets, ids, marked, hidden.shown)
+            encoded.append(Document(ids, _masked(offsets, marked), end))
+        return encoded, _lost(hidden.record, [text for text, _, _ in documents])
+
+    def _hidden(self, record: Record) -> _Hidden:
+        """A record whose texts cannot be taken for tokens of the template.
+
+        The first character of each spelled control token is replaced by a character that occurs nowhere, and restored
+        after the template is rendered.
+        """
+        given = [record.messages, record.tools, record.variables]
+        whole = "\n".join(texts(given))
+        if not self.special.search(whole):
+            return _Hidden(record, {})
+        if not self.separable:
+            raise Malformed("literal")
+        marks = {first: _unused(whole, number) for number, first in enumerate(sorted(self._firsts))}
+
+        def hide(text: str) -> str:
+            while self.special.search(text):  # one may be inside another
+                text = self.special.sub(lambda match: marks[match[0][0]] + match[0][1:], text)
+            return text
+
+        turns, tools, variables = (replaced(value, hide) for value in given)
+        contents = [hide(text) for text in record.contents]
+        changed = record._replace(contents=contents, turns=turns, tools=tools, variables=variables)
+        return _Hidden(changed, {ord(there): first for first, there in marks.items()})
+
+    def _tokens(self, text: str, shown: Mapping[int, str]) -> tuple[list[int], NDArray[Any]]:
+        """Tokens of a rendered text, and the character range of each, int[n, 2]."""
+        if not shown:
+            encoding = self.vocabulary.marking.encode(text, add_special_tokens=False)
+            if int(self.vocabulary.special[encoding.ids].sum()) != len(self.special.findall(text)):
+                raise Malformed("literal")  # the tokenizer's normalizer or model makes a control token of other text
+            return encoding.ids, np.array(encoding.offsets).reshape(-1, 2)
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        position = 0
+        for number, part in enumerate(self.special.split(text)):
+            if number % 2:
+                ids.append(self.vocabulary.ids[part])
+                offsets.append((position, position + len(part)))
+            elif part:
+                encoding = self._plain(part.translate(shown))
+                ids += encoding.ids
+                offsets += [(position + low, position + high) for low, high in encoding.offsets]
+            position += len(part)
+        return ids, np.array(offsets).reshape(-1, 2)
+
+    def _proved(self, hidden: _Hidden, text: str) -> Iterator[tuple[str, list[Span], int]]:
+        """Documents of a dialogue, each with its replies, for templates that do not mark them.
+
+        A reply is what the template adds to its own prompt for it: rendered up to the reply, the dialogue has to begin
+        with the prompt. The whole dialogue trains each reply that it shows in the same way. One that it shows
+        otherwise, as Qwen3 shows earlier turns without their reasoning, gets a document of its own, which ends with it.
+
+        Args:
+            hidden: the record.
+            text: the rendered dialogue.
+
+        Yields:
+            The text of a document, its replies as `_marked` gives them, and the bits of its end.
+
+        Raises:
+            Malformed: a dialogue does not begin with its prompt.
+        """
+        bits = reply_bits(hidden.record)
+        last = max(bits)
+        left = {number: self._reply(hidden, number) for number, bit in bits.items() if bit}
+        while left:
+            here = {number: reply for number, reply in left.items() if text.startswith(reply.text)}
+            if here:
+                spans = [((reply.begin, len(reply.text)), bits[number]) for number, reply in here.items()]
+                yield text, spans, bits[last] if last in here else 0
+            left = {number: reply for number, reply in left.items() if number not in here}
+            if left:
+                last = max(left)
+                text = left[last].whole
+
+    def _reply(self, hidden: _Hidden, number: int) -> _Reply:
+        """A reply as the template shows it where the dialogue ends with it."""
+        prompt = self._render(hidden, number, asking=True)[0]
+        text = self._render(hidden, number + 1)[0]
+        if not text.startswith(prompt):
+            raise Malformed("prompt")
+        trimmed = text.rstrip()  # no model is asked for the new line after the token that ends its turn
+        ends = [match.end() for match in self.special.finditer(trimmed)]
+        ended = bool(ends) and ends[-1] == len(trimmed) > len(prompt)
+        return _Reply(len(prompt), trimmed if ended else text, text)
+
+    def _require_boundaries(
+        self, text: str, offsets: NDArray[Any], ids: list[int], marked: Sequence[Span], shown: Mapping[int, str]
+    ) -> None:
+        """Check that the tokens before each reply are those of its prompt.
+
+        Raises:
+            Malformed: a token has characters of both.
+        """
+        for (begin, _), _ in marked:
+            first = max((match.end() for match in self.special.finditer(text, 0, begin)), default=0)
+            first = first if self.separable else 0
+            prompt = self._tokens(text[first:begin], shown)[0]
+            low = int(np.searchsorted(offsets[:, 0], first))
+            if ids[low : low + len(prompt)] != prompt or (offsets[low:, 0] < begin).sum() != len(prompt):
+                raise Malformed("prompt")
+
+    def _plain(self, text: str) -> Any:
+        """The encoding of a text, which must not contain a control token."""
+        encoding = self.vocabulary.plain.encode(text, add_special_tokens=False)
+        if self.vocabulary.special[encoding.ids].any():
+            raise Malformed("literal")
+        return encoding
+
+    @property
+    def _firsts(self) -> set[str]:
+        return {name[0] for name, special in self.vocabulary.added.items() if special and name}
+
+    def _render(self, hidden: _Hidden, stop: int | None = None, asking: bool = False) -> Rendered:
+        from converters.assets.jinja_sandbox import render
+
+        named, record = self.vocabulary.named, hidden.record
+        dated = {} if self.date is None else {"strftime_now": datetime.fromisoformat(self.date).strftime}
+        try:
+            return render(
+                self.template, record.messages[:stop], bos_token=named.get("bos"), eos_token=named.get("eos"),
+                add_generation_prompt=asking, tools=record.tools, variables={**record.variables, **dated},
+            )  # fmt: skip
+        except SourceError as error:
+            raise Malformed("template") from error
+
+    def _separable(self, name: str) -> bool:
+        """Whether text beside a special token is encoded as it is alone."""
+        number = self.vocabulary.ids[name]
+        inside = self.vocabulary.marking.encode_batch([name + text + name for text in PROBES], add_special_tokens=False)
+        alone = self.vocabulary.encode(list(PROBES))
+        return all(encoding.ids == [number, *ids.tolist(), number] for encoding, ids in zip(inside, alone, strict=True))
+
+
+class _Reply(NamedTuple):
+    """A dialogue that ends with a reply.
+
+    Attributes:
+        begin: characters of the reply's prompt.
+        text: up to the token that ends the reply.
+        whole: all of it.
+    """
+
+    begin: int
+    text: str
+    whole: str
+
+
+class _Hidden(NamedTuple):
+    """A record whose texts spell no control token, and what is shown again for characters of it."""
+
+    record: Record
+    shown: Mapping[int, str]
+
+
+def _lost(record: Record, rendered: Sequence[str]) -> list[str]:
+    """What a template leaves out or changes, as in `LOST`; white space around it apart, which many templates strip."""
+    needed: dict[str, Sequence[str]] = {"altered_documents": record.contents}
+    if record.turns or record.tools:
+        needed["lost_reasoning"] = [turn["thinking"] for turn in record.turns if "thinking" in turn]
+        needed["lost_tool_calls"] = [text for turn in record.turns for text in called(turn)]
+        needed["lost_tools"] = [str(tool_name(tool)) for tool in record.tools or ()]
+    return [kind for kind, parts in needed.items() if not all(_is_in(part.strip(), rendered) for part in parts)]
+
+
+def _is_in(part: str, rendered: Sequence[str]) -> bool:
+    """Whether a text has a part, as it is or as JSON spells it."""
+    spelled = json.dumps(part, ensure_ascii=False)[1:-1]
+    return any(part in text or spelled in text for text in rendered)
+
+
+def _unused(text: str, number: int) -> str:
+    """A character of the private use area that is not in a text; a different one for each number below 64."""
+    for point in range(0xE000 + number, 0xF8FF, 64):
+        if chr(point) not in text:
+            return chr(point)
+    raise Malformed("literal")
+
+
+def _marked(record: Record, text: str, spans: Sequence[tuple[int, int]]) -> list[Span]:
+    """Generation blocks, each with the bits of its tokens.
+
+    Args:
+        record: the record.
+        text: the rendered template.
+        spans: generation blocks, in characters.
+
+    Raises:
+        Malformed: a reply is excluded from the training, and blocks do not match replies one to one.
+    """
+    if not record.left_out:
+        return [(span, REPLY | (LAST_REPLY if number == len(spans) else 0)) for number, span in enumerate(spans, 1)]
+    replies = reply_bits(record)
+    replies_text = [record.contents[number].strip() for number in replies]
+    if len(spans) != len(replies_text) or any(
+        reply not in text[slice(*span)] for reply, span in zip(replies_text, spans, strict=True)
+    ):
+        raise Malformed("blocks")
+    return list(zip(spans, replies.values(), strict=True))
+
+
+def _masked(offsets: NDArray[Any], marked: Sequence[Span]) -> NDArray[np.uint8]:
+    """The mask of tokens: bits of the blocks that they overlap; 0 if one of these is not trained.
+
+    Args:
+        offsets: character range of each token, int[n, 2].
+        marked: generation blocks, in characters, and their bits.
+    """
+    mask = np.zeros(len(offsets), np.uint8)
+    low, high = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
+    for bits in (True, False):
+        for (begin, stop), span_bits in marked:
+            if begin < stop and bool(span_bits) is bits:
+                inside = (low < stop) & (high > begin)
+                mask[inside] = mask[inside] | span_bits if span_bits else 0
+    return mask
+
+
+def check_template(vocabulary: Fast, template: str) -> str:
+    """Check that a chat template can be trained with: replies can be told, and end with a special token.
+
+    Returns:
+        The token that ends a reply.
+
+    Raises:
+        RefusedError: it cannot; the message says why.
+    """
+    seen, ending = probed(vocabulary, template)
+    faults = seen.faults(ending) if seen.two[1] else seen.strange_prompts()
+    if ending is None:
+        faults.append("the chat template ends a reply with no special token, so that a model would never stop")
+    if faults:
+        raise RefusedError(faults[0], "templates that can be trained: --chat-template chatml, llama3 or control")
+    return str(ending)
+
+
+def probed(vocabulary: Fast, template: str) -> tuple[Probe, str | None]:
+    """The probe of a chat template, and the token that ends a reply, if there is one.
+
+    Raises:
+        SourceError: the template does not render, or exceeds its limits.
+        RefusedError: it does not fit this tokenizer.
+    """
+    from converters.assets.chat_template import probe
+
+    special_tokens = vocabulary.named
+    seen = probe(template, bos_token=special_tokens.get("bos"), eos_token=special_tokens.get("eos"))
+    unknown_variables = sorted(
+        name for name in seen.names if name.endswith("_token") and name not in ("bos_token", "eos_token")
+    )
+    if unknown_variables:
+        raise RefusedError(
+            f"the chat template asks for {unknown_variables[0]}, which is not passed to it", "write the token itself"
+        )
+    strange = [token for token in seen.markers() if vocabulary.id_of(token) is None]
+    if strange:
+        raise RefusedError(
+            f"the chat template writes {', '.join(strange)}, which {vocabulary.path} does not have as special tokens",
+            "a model's folder gets them from `convert assets OUT --chat-template NAME`, or, where its embedding lacks "
+            "rows, from `convert hf2hf MODEL NEW --chat-template NAME`, a SentencePiece model from "
+            f"`convert tokenizer MODEL FOLDER --add {' '.join(f'--control {token!r}' for token in strange)}`",
+        )
+    vocabulary.known.require_single(seen.markers(), str(vocabulary.path))
+    return seen, seen.terminator({*vocabulary.added, *seen.markers(), *special_tokens.values()})

@@ -37,6 +37,7 @@ class Settings:
         gqa_layout: the order of query, key and value in a checkpoint of GPT-NeoX: `auto`, `blocked` or `grouped`.
         accept: deviations that the user means, by the names that errors give them.
         drop: parts of the model that are left out: `mtp`, the layers that predict tokens after the next.
+        only: the part of the model that is read: `text`, the language model of a model of more than text.
         adapter: of a training with an adapter: the adapter `only`, or the model with it `merged`, whose base is read.
     """
 
@@ -52,6 +53,7 @@ class Settings:
     accept: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
     adapter: str | None = None
+    only: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,7 @@ class Checkpoint:
         state: what is there for resuming the training besides the weights, and is not carried.
         ties: what each of its model files says of the save that it is of, alike in all of them.
         unbounded: the files do not tell how many there were: a shape is as far as the pieces reach.
+        left: the names of what is not read of it, where only a part of the model is; None where all of it is.
         original: where its tensors are read as parts of others, the checkpoint with its own.
     """
 
@@ -126,6 +129,7 @@ class Checkpoint:
     state: tuple[str, ...] = ()
     ties: tuple[str, ...] = ()
     unbounded: bool = False
+    left: tuple[str, ...] | None = None
     original: Checkpoint | None = None
 
     def details_of(self, kind: type[Own]) -> Own:

@@ -32,6 +32,8 @@ RECORDS = {"evaluation_results.json": ".", "train_params.yaml": "..", "benchmark
 """What a training leaves beside (.) or above (..) a checkpoint, and its model keeps."""
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
 """What says which tokens there are, and how a dialogue is written with them."""
+PROCESSOR = re.compile(r"(?:(?:video_|image_)?(?:pre)?processor)_config\.json")
+"""What makes tensors of images and sound."""
 MOST = 1 << 30
 """Bytes of a file that is compared."""
 FOLDERS = ("additional_chat_templates",)
@@ -54,6 +56,12 @@ def files(folder: Path) -> Iterator[tuple[str, Path]]:
             for inner in sorted(path.iterdir()):
                 if inner.is_file() and not why_not(inner):
                     yield f"{path.name}/{inner.name}", require_inside(inner, folder)
+
+
+def carried(source: Checkpoint) -> dict[str, Path]:
+    """The assets that travel with the weights of a checkpoint, by relative name: of text alone none of images."""
+    held = {} if source.assets is None else dict(files(source.assets))
+    return {name: path for name, path in held.items() if not (source.settings.only and PROCESSOR.fullmatch(name))}
 
 
 def left_behind(source: Checkpoint) -> list[str]:
@@ -115,7 +123,7 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
         dtype = usual  # a training rarely keeps its weights in the type of the model that it began with
     if dtype in TORCH_NAMES:
         config |= dict.fromkeys([named, *(key for key in DTYPE if key in config)], TORCH_NAMES[dtype])
-    return path.read_bytes() if config == base else _dump(config)
+    return path.read_bytes() if config == base and not source.settings.only else _dump(config)
 
 
 def dropouts_of(source: Checkpoint) -> dict[str, float]:
@@ -129,7 +137,7 @@ def _dump(value: Mapping[str, Any]) -> bytes:
 
 def shard_map(source: Checkpoint) -> bytes:
     """An index that remembers which file held which tensor, also when it was a single one."""
-    if (source.root / INDEX).is_file():
+    if (source.root / INDEX).is_file() and not source.settings.only:
         return require_inside(source.root / INDEX, source.root).read_bytes()
     return _dump({"metadata": {}, "weight_map": {placed.key: SINGLE for placed in source.tensors}})
 

@@ -131,6 +131,8 @@ def reading_of(*formats: Format) -> Callable[[Command], Command]:
                      help="Convert in spite of a deviation, by the name that the refusal gives it."),
         click.option("--drop", multiple=True, type=click.Choice(["mtp"]), hidden=hidden["drop"],
                      help="Leave a part of the model out: mtp, the layers that predict tokens after the next."),
+        click.option("--only", type=click.Choice(["text"]), hidden=hidden["only"],
+                     help="Of a model of more than text, the language model alone."),
         own_family,
     )  # fmt: skip
 
@@ -309,4 +311,5 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         options["accept"],
         options["drop"],
         options.get("adapter"),
+        options["only"],
     )

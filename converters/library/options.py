@@ -48,6 +48,7 @@ class Reading(TypedDict, total=False):
     gqa_layout: QueryOrder
     accept: Sequence[str]
     drop: Sequence[Literal["mtp"]]
+    only: Literal["text"]
     adapter: AdapterUse
     family: Place
 
@@ -154,7 +155,7 @@ RANK = Kind(
 KINDS: Mapping[str, Kind] = {
     "config": PLACE, "vocab_size": number(1), "set": Kind("a dict of settings", lambda value: isinstance(value, dict)),
     "verbatim": FLAG, "allow_missing": NAMES, "container": TEXT, "tag": TEXT, "accept": NAMES, "family": PLACE,
-    "drop": NAMES, "adapter": choice(AdapterUse),
+    "drop": NAMES, "only": choice(Literal["text"]), "adapter": choice(AdapterUse),
     "weights": choice(Weights),
     "gqa_layout": choice(QueryOrder), "replicas": choice(Replicas),
     "threads": number(1), "memory": number(1), "progress": Kind("a function", callable),
@@ -230,6 +231,7 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         accept=tuple(options.get("accept", ())),
         drop=tuple(options.get("drop", ())),
         adapter=options.get("adapter"),
+        only=options.get("only"),
     )
 
 

@@ -12,6 +12,7 @@ from converters.plan.plan import PADDING, Plan, filled, name_in, needs
 from formats.checkpoint import MANIFEST, Checkpoint
 from formats.errors import VitruvianError, some
 from formats.huggingface import config as hf_config
+from formats.huggingface import text_alone
 from formats.registry import format_of
 
 FILL = {"zeros": "zeros", "last": "copies of the last row"}
@@ -35,7 +36,7 @@ def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
         "files": len(source.files),
         "bytes": weights,
         "dropped": len(source.dropped),
-        "assets": [name for name, _ in assets.files(source.assets)] if source.assets else [],
+        "assets": [*assets.carried(source)],
         "optimizer": _optimizer(source),
         "manifest": (source.home / MANIFEST).is_file(),
         "notes": _notes(source),
@@ -105,6 +106,9 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         notes.append(
             f"what is no weight of the model is not carried: {len(source.dropped)} such as {source.dropped[0]}"
         )
+    if source.left is not None:
+        parts = text_alone.parts(source.left)
+        notes.append(f"--only {source.settings.only} leaves out {len(source.left)} tensors: {some(parts, 6)}")
     record: dict[str, Any] = {
         "source": {
             "path": str(source.root),

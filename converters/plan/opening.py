@@ -105,7 +105,7 @@ def open_training(path: Path, settings: Settings, family: Family | None) -> Chec
 
     states = open_states(path, settings)
     of_neox = dict.fromkeys(("gqa_layout", "config", "vocab_size", "values"), (NEOX,))
-    require_effect(settings, states.opened[0], known={**of_neox, "verbatim": (), "container": ()})
+    require_effect(settings, states.opened[0], known={**of_neox, "verbatim": (), "container": (), "only": ()})
     return states
 
 
@@ -131,6 +131,8 @@ def require_effect(settings: Settings, *sources: Checkpoint, known: Mapping[str,
             flag = FLAGS.get(name, name).replace("_", "-")
             kinds = " and ".join(f"{source.root}, which is {source.format}" for source in sources)
             raise UsageError(f"--{flag} has no effect on {kinds}", "leave it out")
+    if settings.only and all(source.left is None for source in sources):
+        raise UsageError(f"--only {settings.only}: {sources[0].root} holds a model of text alone", "leave it out")
 
 
 def require_family(family: Family | None, *sources: Checkpoint) -> None:

@@ -128,6 +128,8 @@ def plan_output(source: Checkpoint | States, request: Request, to: str, output: 
     if odd:
         flags = some([f"--{flag_of(name)}" for name in odd], 4)
         raise UsageError(f"{flags} {'has' if len(odd) == 1 else 'have'} no effect on the target {to}", "leave it out")
+    if isinstance(source, Checkpoint) and source.settings.only and (output.with_optimizer or to == UNIVERSAL):
+        raise UsageError(f"--only {source.settings.only} is for weights alone", "an optimizer moves with a whole model")
     if isinstance(source, Checkpoint) and source.settings.adapter is not None:
         from converters.plan.adapted import plan_adapted
 

@@ -51,7 +51,7 @@ def plan_huggingface(source: Checkpoint, request: Request, shard_size: int | Non
         source = names.in_files(source, json.loads(assets.config_text(source, None)))
     dtypes = cast_dtypes(source, request.cast)
     index = assets.remembered_index(source.assets) if shard_size is None else None
-    held = dict(assets.files(source.assets)) if source.assets else {}
+    held = assets.carried(source)
     held |= dict(assets.records(source.root)) if source.format == FSDP.name else {}
     spec, texts, notes = source.spec, {}, list[str]()
     if template is not None:
@@ -155,7 +155,7 @@ def plan_mistral(source: Checkpoint, request: Request) -> Plan:
         raise UnsupportedError(f"{source.root} has no layout of Mistral's: {source.spec.why}", "see `convert formats`")
     require_vocab(source)
     target = mistral.write(request.root, source.spec, cast_dtypes(source, request.cast))
-    held = dict(assets.files(source.assets)) if source.assets else {}
+    held = assets.carried(source)
     texts = {**target.texts, "config.json": assets.config_text(source, _cast_to(request))}
     copies = {name: path for name, path in held.items() if name not in texts}
     return make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
@@ -168,11 +168,11 @@ def _inside(
     own = assets.own_family(source.spec, f"{folder}/")
     if not source.assets:
         return {}, own
-    copies = {f"{folder}/{name}": path for name, path in assets.files(source.assets) if name != "config.json"} | own
+    copies = {f"{folder}/{name}": path for name, path in assets.carried(source).items() if name != "config.json"} | own
     texts = {f"{folder}/config.json": assets.config_text(source, _cast_to(request), spec)}
     if source.format == HUGGINGFACE.name and not huggingface.pickled(source.root):
         texts[f"{folder}/{huggingface.INDEX}"] = assets.shard_map(source)
-    elif (source.assets / huggingface.INDEX).is_file():
+    elif (source.assets / huggingface.INDEX).is_file() and not source.settings.only:
         copies[f"{folder}/{huggingface.INDEX}"] = require_inside(source.assets / huggingface.INDEX, source.assets)
     return texts, copies
 
@@ -191,7 +191,7 @@ def plan_fsdp(source: Checkpoint, request: Request, ranks: int, trained: optimiz
     dtypes = cast_dtypes(source, request.cast)
     target = fsdp.write(request.root, source.spec, dtypes, ranks, trained)
     texts = {**target.texts, "config.json": config}
-    copies = {name: path for name, path in assets.files(source.assets) if name not in texts} if source.assets else {}
+    copies = {name: path for name, path in assets.carried(source).items() if name not in texts}
     copies |= assets.own_family(source.spec)
     plan = make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
     return replace(plan, notes=(*plan.notes, *compared, *([UNTOLD] if untold else ())))

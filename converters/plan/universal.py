@@ -118,7 +118,7 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
     copies = assets.own_family(source.spec)
     if source.assets:
         target = replace(target, texts={**target.texts, "config.json": assets.config_text(source, None)})
-        copies |= {name: path for name, path in assets.files(source.assets) if name != "config.json"}
+        copies |= {name: path for name, path in assets.carried(source).items() if name != "config.json"}
     files = tuple(dict.fromkeys(path for one in (source, *opened) for path in one.files))
     told = "; ".join(f"{_told(group)} ({len(held)} parameters)" for group, held in groups.items())
     order = f"DeepSpeed goes by the order of the training's parameter groups, which has to be: {told}"

@@ -19,6 +19,7 @@ from converters.common.manifest import (
 from converters.plan.plan import Plan
 from formats.checkpoint import MANIFEST
 from formats.errors import VerificationError
+from formats.huggingface.text_alone import parts
 from formats.optimizer import STATES
 
 
@@ -29,7 +30,9 @@ def manifest(plan: Plan, digests: Mapping[str, str]) -> bytes:
         if not job.state or job.state in STATES:  # padding belongs to no tensor
             about = {"dtype": job.dtype, "shape": list(job.shape), "blake3": digests[job.name]}
             held.setdefault("optimizer" if job.state else "tensors", {})[job.name] = about
-    source = {"format": plan.source.format, "topology": dict(plan.source.topology)}
+    source: dict[str, Any] = {"format": plan.source.format, "topology": dict(plan.source.topology)}
+    if plan.source.left is not None:
+        source["left_out"] = parts(plan.source.left)
     weights = total(of_weights(plan, digests))
     facts = {"vitruvian": 1, "digest": weights, "source": source, "settings": plan.spec.settings()}
     if plan.inputs:

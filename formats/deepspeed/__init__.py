@@ -9,7 +9,7 @@ ZERO = Format(
     "formats.deepspeed.zero",
     "formats.deepspeed.optimizer",
     "zero2hf",
-    ("verbatim", "allow_missing", "drop", "tag", "weights", "adapter"),
+    ("verbatim", "allow_missing", "drop", "only", "tag", "weights", "adapter"),
 )
 NEOX = Format(
     "neox",

@@ -25,11 +25,12 @@ from formats.disk.safetensors import Fragment
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, short, some
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
+from formats.huggingface import text_alone
 from formats.layout.columns import Cut, Piece
 from formats.layout.pieces import Scattered, in_one, scattered, spread, whole_part
 from formats.layout.table import ALONE, Placed, Rule, Slot, files_of, match
 from formats.model import adapters
-from formats.model.spec import ModelSpec, Spec
+from formats.model.spec import ModelSpec
 from formats.optimizer import STATES
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
@@ -84,8 +85,10 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         tensors = dict(_states(tag, models, modules, WEIGHTS[wanted]))
     tensors |= _aliases(models[0].value, tensors)
     keys = _keys(tensors, tag, settings.adapter)
-    shapes = {key: tensors[name].shape for key, name in keys.items()}
-    assets, config, spec = _described(path, run, tag, settings, shapes)
+    assets, part = _part(path, run, tag, settings, keys)
+    keys = part.of(keys)
+    shapes, config = {key: tensors[name].shape for key, name in keys.items()}, part.config or None
+    spec = huggingface.spec_of(shapes, part.config, assets, settings) if assets else adapters.spec_of(shapes)
     slots, drops = huggingface.model_slots(spec, keys), huggingface.drops(spec, keys, settings)
     if whole:
         _require_trained(tag, models[0].value, slots if isinstance(spec, ModelSpec) else None, keys.keys())
@@ -104,19 +107,18 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     left = tuple(dropped)
     return Checkpoint(
         run, tag, NAME, spec, pieces, left, files, topology, assets, details, twins, tuple(notes), proof,
-        settings=settings, config=config, ties=TIES,
+        settings=settings, config=config, ties=TIES, left=part.left,
     )  # fmt: skip
 
 
-def _described(
-    path: Path, run: Path, tag: Path, settings: Settings, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[Path | None, dict[str, Any] | None, Spec]:
-    """The folder of the config, the config, and the spec of a model; an adapter alone has neither of the first two."""
+def _part(
+    path: Path, run: Path, tag: Path, settings: Settings, keys: Collection[str]
+) -> tuple[Path | None, text_alone.Alone]:
+    """The folder of the config, and what is read of the model; an adapter alone has no config."""
     if settings.adapter == "only":
-        return None, None, adapters.spec_of(shapes)
+        return None, text_alone.Alone({}, {key: key for key in keys})
     assets = _config_folder(path, run, tag, settings)
-    config = huggingface.read_config(assets)
-    return assets, config, huggingface.spec_of(shapes, config, assets, settings)
+    return assets, text_alone.alone(huggingface.read_config(assets), keys, settings, str(assets / "config.json"))
 
 
 def _spread(placed: Sequence[Placed], keys: Mapping[str, str], tensors: Mapping[str, Scattered]) -> tuple[Placed, ...]:

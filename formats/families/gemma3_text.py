@@ -15,7 +15,15 @@ FAMILY = Family(
     window="sliding_window",
     window_default=4096,
     keys={"activation": "hidden_activation"},
-    defaults={"activation": "gelu_pytorch_tanh", "tied": True},
+    defaults={
+        "activation": "gelu_pytorch_tanh",
+        "tied": True,
+        "heads": 8,
+        "kv_heads": 4,
+        "vocab": 262208,
+        "max_positions": 131072,
+        "norm_epsilon": 1e-6,
+    },
     own={
         "query_pre_attn_scalar": 256,
         "attn_logit_softcapping": None,

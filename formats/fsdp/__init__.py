@@ -9,5 +9,5 @@ FSDP = Format(
     "formats.fsdp.checkpoint",
     "formats.fsdp.optimizer",
     "fsdp2hf",
-    ("verbatim", "allow_missing", "drop", "container", "adapter"),
+    ("verbatim", "allow_missing", "drop", "only", "container", "adapter"),
 )

@@ -25,6 +25,7 @@ from formats.families.family import Family
 from formats.fsdp import FSDP, torchtitan
 from formats.fsdp.contents import Listing, contents
 from formats.huggingface import folder as huggingface
+from formats.huggingface import text_alone
 from formats.layout.columns import Cut, Piece
 from formats.layout.pieces import Scattered, in_one, scattered, spread
 from formats.layout.table import ALONE, Rule, Slot, files_of, match, slots
@@ -207,9 +208,12 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     assets = _config_folder(path, folder, settings, lambda: contents(path, listing))
     config = huggingface.read_config(assets)
     if listing.flat is not None:
-        spec, tensors, dropped = _read_flat(listing.flat, config, assets, settings)
+        spec, tensors, dropped, left = *_read_flat(listing.flat, config, assets, settings), None
     else:
-        spec, tensors, dropped = _read_tensors(path, listing, config, assets, settings)
+        tensors, dropped = _read_tensors(path, listing, settings)
+        part = text_alone.alone(config, tensors, settings, str(assets / "config.json"))
+        spec, tensors = _described(part.of(tensors), part.config, assets, settings)
+        config, left = part.config, part.left
     wanted = _native_slots(spec) if torchtitan.FIRST in tensors else huggingface.model_slots(spec, tensors)
     drops = (*huggingface.drops(spec, tensors, settings), *torchtitan.DROPS)
     whole = {key: tensor.whole for key, tensor in tensors.items()}
@@ -217,11 +221,12 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if isinstance(spec, Verbatim):
         _require_rows(tensors, spec, path)
     pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
-    ranks, left = {"ranks": len(files_of(pieces))}, (*dropped, *more)
+    ranks = {"ranks": len(files_of(pieces))}
     unbounded = listing.unbounded and isinstance(spec, Verbatim)
     return Checkpoint(
-        path, folder, NAME, spec, pieces, left, listing.files, ranks, assets, config=config, unbounded=unbounded
-    )
+        path, folder, NAME, spec, pieces, (*dropped, *more), listing.files, ranks, assets, config=config,
+        unbounded=unbounded, left=left,
+    )  # fmt: skip
 
 
 def _config_folder(path: Path, folder: Path, settings: Settings, known: Callable[[], Mapping[str, Any]]) -> Path:
@@ -259,6 +264,11 @@ def _read_flat(
     files: Mapping[int, TorchFile], config: dict[str, Any], folder: Path, settings: Settings
 ) -> tuple[Spec, dict[str, Scattered], list[str]]:
     """FSDP1's flat parameters: names and shapes come from the family's table."""
+    if settings.only:
+        raise UnsupportedError(
+            "FSDP1's LOCAL_STATE_DICT records no shapes, and of a part of a model no names either",
+            "save again with SHARDED_STATE_DICT",
+        )
     try:
         spec = huggingface.read_spec(config, folder, settings)
     except UnsupportedError as error:
@@ -275,21 +285,26 @@ def _read_flat(
     return spec, rank_dumps.load_flat(files, shapes, spec.tied), []
 
 
-def _read_tensors(
-    path: Path, listing: Listing, config: dict[str, Any], folder: Path, settings: Settings
-) -> tuple[Spec, dict[str, Scattered], list[str]]:
+def _read_tensors(path: Path, listing: Listing, settings: Settings) -> tuple[dict[str, Scattered], list[str]]:
     """The tensors of the model by key, wrappers stripped; and the names of everything else."""
     keys = _keys(path, listing, settings)
     wanted = [key for key in keys if not any(re.fullmatch(drop, key) for drop in torchtitan.DROPS)]
     tensors = dict(zip(wanted, listing.load([keys[key] for key in wanted]), strict=True))
     dropped = [".".join(one) for number, one in enumerate(listing.paths) if number not in set(map(keys.get, wanted))]
+    return tensors, dropped
+
+
+def _described(
+    tensors: dict[str, Scattered], config: dict[str, Any], folder: Path, settings: Settings
+) -> tuple[Spec, dict[str, Scattered]]:
+    """The spec of a model, and its tensors by the keys that it gives them."""
     if torchtitan.FIRST in tensors:
-        return huggingface.read_spec(config, folder, settings), tensors, dropped
+        return huggingface.read_spec(config, folder, settings), tensors
     spec = huggingface.spec_of({key: one.shape for key, one in tensors.items()}, config, folder, settings)
     if not isinstance(spec, Verbatim):
         outer = _outer(tensors, spec)
         tensors = {key.removeprefix(outer): one for key, one in tensors.items()}
-    return spec, tensors, dropped
+    return spec, tensors
 
 
 def _read_adapter(path: Path, folder: Path, listing: Listing, settings: Settings) -> Checkpoint:

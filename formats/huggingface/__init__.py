@@ -7,7 +7,7 @@ HUGGINGFACE = Format(
     "safetensors files with a config.json",
     "for Hugging Face use `convert hf2megatron`, `hf2fsdp`, `hf2neox` or `hf2hf`",
     "formats.huggingface.folder",
-    reader_options=("verbatim", "allow_missing", "drop"),
+    reader_options=("verbatim", "allow_missing", "drop", "only"),
 )
 MISTRAL = Format(
     "mistral",

@@ -23,7 +23,7 @@ from formats.disk.safetensors import DTYPES, Entry, Fragment, read_safetensors, 
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.families import FAMILIES, family_named
 from formats.families.family import Family
-from formats.huggingface import HUGGINGFACE, mtp
+from formats.huggingface import HUGGINGFACE, mtp, text_alone
 from formats.huggingface.config import from_huggingface
 from formats.huggingface.quantized import dequantized
 from formats.huggingface.require import require_biases, require_class
@@ -128,15 +128,18 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     files = tuple(sorted({fragment.path for fragment in found.values()}))
     config, folder = read_config(path), settings.config or path
     named = config if folder == path else read_config(folder)
-    spec = spec_of({key: fragment.shape for key, fragment in found.items()}, named, folder, settings)
+    part = text_alone.alone(named, found, settings, str(folder / "config.json"))
+    found = part.of(text_alone.upright(named, found, settings))
+    spec = spec_of({key: fragment.shape for key, fragment in found.items()}, part.config, folder, settings)
     if isinstance(spec, ModelSpec):
         found, note = dequantized(found, config)
     placed, dropped = match(model_slots(spec, found), {ALONE: found}, drops(spec, found, settings), path)
     other = strays(path)
     besides = f"{some(other, 4)} in {path} are not read: no tensor of the model is in them" if other else ""
     notes = tuple(filter(None, [note, unread(path), besides]))
+    held = config if settings.only is None else part.config
     return Checkpoint(
-        path, path, NAME, spec, tuple(placed), tuple(dropped), files, {}, path, notes=notes, config=config
+        path, path, NAME, spec, tuple(placed), tuple(dropped), files, {}, path, notes=notes, config=held, left=part.left
     )
 
 
@@ -203,6 +206,10 @@ def spec_of(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], folde
         require_biases(config, shapes, file)
         return replace(spec, mtp_layers=mtp.count(spec, shapes))
     except UnsupportedError as error:
+        if settings.only and config.get("quantization_config"):
+            raise UnsupportedError(
+                f"{file}: --only text of quantized weights is for language models with a table: {error}"
+            ) from None
         require_biases(config, shapes, file)
         return untabled.describe(config, shapes, said, str(error))
 

@@ -1,0 +1,227 @@
+"""The language model of a model of more than text, by itself: its config, and the names that its tensors then have.
+
+Facts: transformers 5.23.0, conversion_mapping.py (what stands before its names in files and in memory), the
+`configuration_*.py` of the models named here (what its config is, and what that assumes), configuration_utils.py
+`SubConfigSpec`. Which tensors a language model has, its table or its class says: none of it can be left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from formats.checkpoint import Settings
+from formats.disk.safetensors import Fragment
+from formats.errors import SourceError, UnsupportedError, short
+from formats.families import find_family
+
+TEXT = "text"
+"""What `--only` calls it."""
+PREFIXES = {
+    "language_model.model.blocks.": "model.layers.",  # as transformers saves a Kimi-K2.5
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+    "model.layers.": "model.layers.",
+    "model.embed_tokens.": "model.embed_tokens.",
+    "model.norm.": "model.norm.",
+    "lm_head.": "lm_head.",
+    "mtp.": "mtp.",
+}
+"""How the names of its tensors begin, and how they begin where it is alone; the first that fits counts."""
+WHOLES = {
+    "aria": "aria_text", "deepseek_vl": "llama", "deepseek_vl_hybrid": "llama", "exaone4_5": "exaone4",
+    "fuyu": "persimmon", "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text",
+    "got_ocr2": "qwen2", "hyperclovax_vision_v2": "hyperclovax", "idefics2": "mistral", "idefics3": "llama",
+    "internvl": "qwen2", "kimi_k25": "deepseek_v3", "lfm2_vl": "lfm2", "lfm3_vl": "lfm3", "lighton_ocr": "qwen3",
+    "llama4": "llama4_text", "llava": "llama", "llava_next": "llama", "llava_next_video": "llama",
+    "llava_onevision": "qwen2", "mistral3": "mistral", "ovis2": "qwen2", "paligemma": "gemma", "perception_lm": "llama",
+    "pp_chart2table": "qwen2", "qwen2_5_vl": "qwen2_5_vl_text", "qwen2_vl": "qwen2_vl_text", "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text", "qwen3_vl": "qwen3_vl_text", "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "smolvlm": "llama", "video_llama_3": "qwen2", "video_llava": "llama", "vipllava": "llama",
+}  # fmt: skip
+"""Model type of the whole: that of its text where `text_config` names none. Not here are those that compute something
+else of text than its class does: Aya Vision and Command A Vision leave the scale of the logits out."""
+CLASSES = {
+    "aria_text": "AriaTextForCausalLM", "gemma": "GemmaForCausalLM", "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM", "hyperclovax": "HyperCLOVAXForCausalLM",
+    "lfm3": "Lfm3ForCausalLM", "persimmon": "PersimmonForCausalLM",
+}  # fmt: skip
+"""Model type of a text without a table: its class."""
+FLAT = ("qwen2_vl", "qwen2_5_vl")
+"""Those whose config may have the keys of its text beside those of the whole."""
+OF_THE_WHOLE = ("vision_", "image_", "video_", "audio_", "architectures", "auto_map")
+"""How keys begin that are not of the text."""
+INHERITED = ("dtype", "torch_dtype", "transformers_version", "quantization_config", "bos_token_id", "eos_token_id",
+             "pad_token_id")  # fmt: skip
+"""Keys of the whole that hold of its text too, where that does not say them."""
+TIED = "tie_word_embeddings"
+ROPES = ("rope_parameters", "rope_scaling")
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""Which numbers of a rotary embedding turn by height and width of an image: of text all positions are one."""
+
+
+class Same(NamedTuple):
+    """The family that computes the same of text, for a text without a class of its own.
+
+    Attributes:
+        family: its model type.
+        assumed: what the config class of the text assumes, where that of the family assumes something else; by the
+            names of the key, of which it says none.
+        fixed: keys of the family for what the text always does.
+    """
+
+    family: str
+    assumed: Mapping[str, Any]
+    fixed: Mapping[str, Any] = {}
+
+
+QWEN2_VL = {
+    "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80,
+    "rope_theta": 1e6, "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
+QWEN3_VL_MOE = {
+    "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 128000,
+    "moe_intermediate_size": 1408, "num_experts num_local_experts": 60, "num_experts_per_tok": 4, "rope_theta": 5e5,
+}  # fmt: skip
+SAME = {
+    "kimi_k2": Same("deepseek_v3", {}),
+    "qwen2_vl_text": Same("qwen2", QWEN2_VL),
+    "qwen2_5_vl_text": Same("qwen2", QWEN2_VL),
+    "qwen3_vl_text": Same("qwen3", {"max_position_embeddings": 128000, "rope_theta": 5e5}),
+    "qwen3_vl_moe_text": Same("qwen3_moe", QWEN3_VL_MOE, {"norm_topk_prob": True}),
+}
+"""Model type of a text: the family that computes the same."""
+TRANSPOSED = {"qwen3_vl_moe": {".experts.gate_up_proj": -1, ".experts.down_proj": -2}}
+"""Experts that files have the other way round than memory, and the axis that is the hidden state in memory.
+transformers goes by the shape, too (core_model_loading.py `Transpose` with `check_dims`)."""
+
+Held = TypeVar("Held")
+
+
+class Alone(NamedTuple):
+    """What is read of a checkpoint.
+
+    Attributes:
+        config: its config.json.
+        names: name of each tensor that is read: that which it has in the checkpoint.
+        left: the names of all others; None where the model is read as it is.
+    """
+
+    config: dict[str, Any]
+    names: Mapping[str, str]
+    left: tuple[str, ...] | None = None
+
+    def of(self, held: Mapping[str, Held]) -> dict[str, Held]:
+        """What is read of all that is held, by its new name."""
+        return {new: held[old] for new, old in self.names.items()}
+
+
+def alone(config: dict[str, Any], keys: Iterable[str], settings: Settings, where: str) -> Alone:
+    """What is read of a checkpoint: all of it, or with `only` its language model, where that is not all.
+
+    Args:
+        config: its config.json.
+        keys: the names of its tensors.
+        settings: what the user said.
+        where: what to call the config in an error.
+
+    Raises:
+        UnsupportedError: its language model has no class of its own.
+        SourceError: it holds a tensor of it twice.
+    """
+    every = list(keys)
+    if settings.only is None or not _inner(config):
+        return Alone(config, {key: key for key in every})
+    names: dict[str, str] = {}
+    for key in every:
+        before = next((one for one in PREFIXES if key.startswith(one)), None)
+        if before is None:
+            continue
+        new = PREFIXES[before] + key.removeprefix(before)
+        if new in names:
+            raise SourceError(f"{new} of the language model is there twice: {names[new]} and {key}")
+        names[new] = key
+    kept = set(names.values())
+    headless = "lm_head.weight" not in names
+    return Alone(_config(config, headless, where), names, tuple(key for key in every if key not in kept))
+
+
+def upright(config: Mapping[str, Any], found: dict[str, Fragment], settings: Settings) -> dict[str, Fragment]:
+    """The tensors of a language model's files, by its own names, turned as memory has them.
+
+    Args:
+        config: the config.json of the whole.
+        found: its tensors.
+        settings: what the user said.
+    """
+    turns = TRANSPOSED.get(str(config.get("model_type")), {}) if settings.only else {}
+    hidden = _inner(config).get("hidden_size")
+
+    def turned(key: str, one: Fragment) -> Fragment:
+        axis = next((axis for end, axis in turns.items() if key.endswith(end)), None)
+        if axis is None or len(one.shape) != 3 or one.shape[axis] == hidden:
+            return one
+        first, second, third = range(3)
+        order = (first, third, second)
+        return one._replace(shape=tuple(one.shape[i] for i in order), strides=tuple(one.strides[i] for i in order))
+
+    return {key: turned(key, one) for key, one in found.items()}
+
+
+def parts(left: Iterable[str]) -> list[str]:
+    """The parts of a model that tensors of these names are in, as far as they are told by the first words."""
+    words = (key.split(".") for key in left)
+    return list(dict.fromkeys(".".join(word[: 1 + (word[0] == "model")]) for word in words))
+
+
+def _inner(config: Mapping[str, Any]) -> dict[str, Any]:
+    inner = config.get("text_config")
+    if inner is None and config.get("model_type") in FLAT:
+        return {key: value for key, value in config.items() if not key.startswith(OF_THE_WHOLE)} | {"model_type": None}
+    return dict(inner) if isinstance(inner, dict) else {}
+
+
+def _config(config: Mapping[str, Any], headless: bool, where: str) -> dict[str, Any]:
+    """The config.json of a language model alone."""
+    kind, inner = config.get("model_type"), _inner(config)
+    if kind not in WHOLES:
+        raise UnsupportedError(
+            f"{where}: --only text does not know how {short(kind)} has its language model",
+            f"it knows {', '.join(WHOLES)}",
+        )
+    text = inner.get("model_type") or WHOLES[kind]
+    found = {key: config[key] for key in INHERITED if config.get(key) is not None} | inner
+    found[TIED] = _tied(config, inner, headless)
+    if text in SAME:
+        ropes = {key: _of_text(found[key]) for key in ROPES if isinstance(found.get(key), dict)}
+        known = {*found, *(key for rope in ropes.values() for key in rope)}
+        assumed = {key: value for key, value in SAME[text].assumed.items() if known.isdisjoint(key.split())}
+        found = {key.split()[0]: value for key, value in assumed.items()} | found | ropes | dict(SAME[text].fixed)
+        text = SAME[text].family
+    found |= {"model_type": text, "architectures": []}
+    family = find_family(found)
+    name = family.architecture if family else CLASSES.get(text)
+    if name is None:
+        raise UnsupportedError(
+            f"{where}: {text}, the language model in {kind}, has no class of its own in transformers",
+            "without --only text the model is carried whole",
+        )
+    return {"architectures": [name], "model_type": text} | {
+        key: value for key, value in found.items() if key not in ("architectures", "model_type")
+    }
+
+
+def _tied(config: Mapping[str, Any], inner: Mapping[str, Any], headless: bool) -> bool:
+    """Whether it has no head of its own: the whole says so, and of files without a head its text may."""
+    if headless:
+        return TIED not in config or config[TIED] is True or inner.get(TIED) is True
+    return config.get(TIED, inner.get(TIED, False)) is True
+
+
+def _of_text(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """A rotary embedding whose three positions are one."""
+    found = {key: value for key, value in rope.items() if key not in OF_IMAGES}
+    return {key: "default" if value == "mrope" else value for key, value in found.items()}

@@ -1,0 +1,177 @@
+"""`--only text`: the language model of a model of images computes by itself what the whole computes of text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fuzz.architectures import smaller
+from tests.models import files, settings_of
+
+IMAGES: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]}
+VL = {**settings_of("qwen3"), "rope_parameters": IMAGES}
+MIXTURE = {**settings_of("qwen3_moe"), "rope_parameters": {**IMAGES, "mrope_interleaved": True}}
+TEXTS = {
+    "qwen2_5_vl": {**VL, "model_type": "qwen2_5_vl_text", "num_attention_heads": 4},
+    "qwen3_vl": {**VL, "model_type": "qwen3_vl_text"},
+    "qwen3_vl_moe": {**MIXTURE, "model_type": "qwen3_vl_moe_text"},
+    "qwen3_5": settings_of("qwen3_5_text-tied"),
+    "qwen3_5_moe": settings_of("qwen3_5_moe_text"),
+    "gemma3": settings_of("gemma3"),
+    "gemma4": {**settings_of("gemma3"), "model_type": "gemma4_text"},
+    "mistral3": settings_of("ministral3"),
+    "llama4": settings_of("llama4_text"),
+    "kimi_k25": settings_of("deepseek_v3"),
+}
+"""Model type of the whole: the settings of its text. Four have names of their own, two have a text without a class."""
+IDS = range(3, 21)
+
+
+def build(kind: str, tied: bool) -> Any:
+    """A tiny model with its tower."""
+    import torch
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as CLASSES
+
+    tower = {"vision_config": {"model_type": "gemma4_vision"}} if kind == "gemma4" else {}  # of which it has none else
+    config = smaller(CONFIG_MAPPING[kind](**tower).to_dict())
+    text = {**TEXTS[kind], "tie_word_embeddings": tied}
+    config |= {"text_config": text, "tie_word_embeddings": tied, "architectures": [CLASSES[kind]]}
+    if kind.startswith("qwen"):
+        config["vision_config"]["out_hidden_size"] = text["hidden_size"]
+    config.pop("projection_hidden_size", None)
+    model = getattr(transformers, CLASSES[kind])(CONFIG_MAPPING[kind].from_dict(config)).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            else:
+                parameter.normal_(0, 0.08, generator=generator)
+    return model
+
+
+def logits(model: Any) -> Any:
+    """What it computes of text."""
+    import torch
+
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([list(IDS)])).logits
+
+
+def save(model: Any, folder: Path) -> Path:
+    """The folder of the whole, with files that travel and files that do not."""
+    model.save_pretrained(folder)
+    for name in (
+        "generation_config.json",
+        "tokenizer_config.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+    ):
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_it_computes_what_the_whole_computes_of_text(convert, tmp_path, kind):
+    import torch
+    import transformers
+
+    model = build(kind, tied=kind in ("gemma3", "qwen3_5"))
+    source = save(model, tmp_path / "whole")
+    told = json.loads(convert("hf2hf", source, tmp_path / "text", "--only", "text", "-n", "--json").out)
+    assert any("--only text leaves out" in note for note in told["notes"])
+    ran = convert("hf2hf", source, tmp_path / "text", "--only", "text")
+    assert ran.code == 0, ran.err
+    alone, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text", output_loading_info=True)
+    assert not any(report.values()), report
+    torch.testing.assert_close(logits(alone.eval()), logits(model), atol=1e-5, rtol=0)
+    whole = {key.replace("language_model.", "", 1): value for key, value in model.state_dict().items()}
+    whole = {key.replace("model.model.", "model."): value for key, value in whole.items()}
+    assert all(torch.equal(value, whole[key]) for key, value in alone.state_dict().items())
+    held = set(files(tmp_path / "text"))
+    assert held == {"config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors"}
+    left = json.loads((tmp_path / "text/vitruvian.json").read_text())["source"]["left_out"]
+    assert left, "the manifest names no tower"
+    assert not any("language" in name for name in left)
+    assert convert("verify", tmp_path / "text", source, "--only", "text").code == 0
+
+
+def test_it_comes_out_of_trainings_and_goes_into_megatron(convert, tmp_path):
+    """Names and experts as memory has them; and Megatron holds what it has no tower for."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    model = build("qwen3_vl_moe", tied=False)
+    source = save(model, tmp_path / "whole")
+    assert convert("hf2hf", source, tmp_path / "text", "--only", "text").code == 0
+    wanted = files(tmp_path / "text")["model.safetensors"]
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    tag = tmp_path / "run/global_step1"
+    tag.mkdir(parents=True)
+    head = {"dp_world_size": 1, "mp_world_size": 1, "global_steps": 1, "ds_version": "0.19.8"}
+    states = {**head, "module": model.state_dict(), "buffer_names": [], "shared_params": {}}
+    torch.save(states, tag / "mp_rank_00_model_states.pt")
+    for command, folder in (("fsdp2hf", tmp_path / "dcp"), ("zero2hf", tag)):
+        ran = convert(command, folder, tmp_path / command, "--config", source, "--only", "text")
+        assert ran.code == 0, ran.err
+        assert files(tmp_path / command)["model.safetensors"] == wanted
+    for command in ("hf2megatron", "hf2fsdp"):
+        ran = convert(command, source, tmp_path / command, "--only", "text")
+        assert ran.code == 0, ran.err
+        back = tmp_path / f"back from {command}"
+        assert (
+            convert({"hf2megatron": "megatron2hf", "hf2fsdp": "fsdp2hf"}[command], tmp_path / command, back).code == 0
+        )
+        assert files(back)["model.safetensors"] == wanted
+    ran = convert("hf2hf", tmp_path / "text", tmp_path / "again", "--only", "text")
+    assert (ran.code, "holds a model of text alone" in ran.err) == (2, True)
+
+
+def test_a_released_config_has_its_text_beside_the_rest(convert, tmp_path):
+    """Qwen2.5-VL of the Hub: one flat config, older names, and `mrope`."""
+    import torch
+    import transformers
+
+    model = build("qwen2_5_vl", tied=False)
+    source = save(model, tmp_path / "whole")
+    config = json.loads((source / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = {"type": "mrope", "mrope_section": text.pop("rope_parameters")["mrope_section"]}
+    flat = {
+        **text,
+        **config,
+        "rope_theta": 1e6,
+        "rope_scaling": rope,
+        "use_sliding_window": False,
+        "sliding_window": 64,
+    }
+    del flat["layer_types"]
+    (source / "config.json").write_text(json.dumps(flat))
+    ran = convert("hf2hf", source, tmp_path / "text", "--only", "text")
+    assert ran.code == 0, ran.err
+    alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
+    assert torch.equal(logits(alone), logits(model))
+
+
+REFUSED = {
+    "unknown": ("aya_vision", 4, "does not know how 'aya_vision' has its language model"),
+    "classless": ("llava", 4, "has no class of its own in transformers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_none_is_refused(convert, tmp_path, case):
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    kind, code, why = REFUSED[case]
+    text = {"model_type": "glm_ocr_text", "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "text_config": text}))
+    save_file({"model.language_model.norm.weight": np.ones(8, np.float32)}, tmp_path / "model.safetensors")
+    ran = convert("hf2hf", tmp_path, tmp_path / "out", "--only", "text")
+    assert (ran.code, why in ran.err) == (code, True), ran.err

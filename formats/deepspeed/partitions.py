@@ -169,6 +169,8 @@ def _parse(file: TorchFile, held: Mapping[str, Any], states: Sequence[str]) -> P
         {name: number(file, one) if isinstance(one, TensorRef) else one for name, one in group.items()}
         for group in moments["param_groups"]
     )
+    if not settings:
+        raise SourceError(f"{file.path} holds an optimizer without a group of parameters")
     kept = frozenset(str(name) for one in inner for name in one)
     if more := sorted(set(moments["state"]) - set(range(len(masters)))):
         groups_of = f"states of group {short(more[0])}, and master weights of {len(masters)} groups"
@@ -281,9 +283,15 @@ def step_of(partitions: Sequence[Partition]) -> float:
 
 
 def number(file: TorchFile, value: Any) -> float:
-    """A number, or that of a tensor with one element."""
+    """A number, or that of a tensor with one element.
+
+    Raises:
+        SourceError: it has more or fewer.
+    """
     if not isinstance(value, TensorRef):
         return float(value)
+    if prod(value.shape) != 1:
+        raise SourceError(f"{file.path} holds a tensor of {prod(value.shape)} elements where one number should be")
     return float(plain(file, value, "a number").number)
 
 

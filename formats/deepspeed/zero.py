@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,7 +153,8 @@ def _models(tag: Path) -> list[TorchFile]:
     if any(saved_names.MODEL.fullmatch(path.name) for path in tag.iterdir()):
         raise SourceError(f"{tag} holds model files of stage 3 and of another stage", "remove those that are older")
     first = min(shards)
-    opened = {rank: _file(path) if rank == first else _rank(path) for rank, path in sorted(shards.items())}
+    opened = {first: _file(shards[first])}
+    opened |= {rank: _rank(path, opened[first]) for rank, path in sorted(shards.items()) if rank != first}
     world = opened[first].value.get("dp_world_size")
     count = world if isinstance(world, int) else max(opened) + 1
     if count > deepspeed.MOST_RANKS:
@@ -186,9 +188,19 @@ def _file(path: Path) -> TorchFile:
     return file
 
 
-def _rank(path: Path) -> TorchFile:
-    """What a further rank of stage 3 says."""
+def _rank(path: Path, first: TorchFile) -> TorchFile:
+    """What a further rank of stage 3 says, which lays out the same parameters in the same order as the first."""
     file = _file(path)
+    if "param_shapes" in file.value:
+        here, there = ([list(group.items()) for group in model_files.param_shapes(one)] for one in (file, first))
+        if here != there:
+            pairs = zip(chain(*here), chain(*there), strict=False)
+            (ours, _), (theirs, _) = next((pair for pair in pairs if pair[0] != pair[1]), (("nothing", ()),) * 2)
+            raise SourceError(
+                f"{path} and {first.path} lay out different parameters, first {short(ours)} and {short(theirs)}: files "
+                "of different runs",
+                "copy the files of one save from all nodes",
+            )
     kept = {name: file.value[name] for name in OF_RANK if name in file.value}
     return replace(file, value=kept, storages=file.storages if kept.get("frozen_param_fragments") else {})
 
@@ -422,8 +434,10 @@ def _no_module(dtypes: Collection[str]) -> str:
 
 
 def _twins(placed: Sequence[Placed], keys: Mapping[str, str], modules: Mapping[str, Fragment]) -> tuple[Placed, ...]:
-    """The module's own tensors, where the optimizer has an FP32 master weight of them."""
-    found = [
-        (one, modules.get(keys[one.key])) for one in placed if one.fragment.dtype == "F32" and not one.slot.replica
-    ]
-    return tuple(one._replace(fragment=own) for one, own in found if own is not None and own.shape == one.slot.shape)
+    """The module's own tensors, where the optimizer has a master weight of them, or the file a copy of a frozen one."""
+    found = [(one, modules.get(keys[one.key])) for one in placed if not one.slot.replica]
+    return tuple(
+        one._replace(fragment=own)
+        for one, own in found
+        if own is not None and own.shape == one.slot.shape and own != one.fragment
+    )

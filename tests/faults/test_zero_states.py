@@ -297,3 +297,65 @@ def test_a_frozen_parameter_has_no_moments(convert, tmp_path, state, listed):
         convert("zero2hf", run, tmp_path / "out", "--weights", state, "--verbatim"),
         4, f"no {state} of frozen parameters: f.weight", "--weights module",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_masters_of_any_type_are_compared_with_the_module(convert, tmp_path, dtype):
+    import torch
+
+    embedding = torch.arange(32.0)
+    model = {"module": {EMBEDDING: embedding.reshape(8, 4).bfloat16()}, "param_shapes": [{EMBEDDING: (8, 4)}]}
+    for name, flat in {"sound": embedding, "zeros": torch.zeros(32)}.items():
+        run = save(tmp_path / name, model, partition(flat.to(getattr(torch, dtype))))
+        ran = convert("zero2hf", run, tmp_path / f"{name}-out", *MASTERS)
+        if name == "sound":
+            assert ran.code == 0, ran.err
+        else:
+            refused(ran, 6, EMBEDDING)
+
+
+def test_a_frozen_parameter_is_that_of_the_module(convert, tmp_path):
+    import torch
+
+    embedding, matrix = torch.arange(32.0), torch.ones(3, 4).bfloat16()
+    module = {EMBEDDING: embedding.reshape(8, 4).bfloat16(), "f.weight": matrix}
+    model = {"module": module, "param_shapes": [{EMBEDDING: (8, 4)}], **frozen("f.weight", matrix * 0, (3, 4))}
+    run = save(tmp_path / "run", model, partition(embedding))
+    refused(convert("zero2hf", run, tmp_path / "out", *MASTERS), 6, "f.weight")
+
+
+def test_ranks_of_stage_3_lay_out_the_same_parameters(convert, tmp_path):
+    """Nothing else tells of which parameter a part of a flat partition is."""
+    import torch
+
+    flat, shapes = torch.arange(32.0), {EMBEDDING: (4, 4), "b.weight": (4, 4)}
+    module = {name: torch.empty(0) for name in shapes}
+    about = {"module": module, "dp_world_size": 2}
+    run = save(
+        tmp_path / "run", about | {"param_shapes": [shapes]}, partition(flat[:16], 3) | {"partition_count": 2}, 3
+    )
+    first = run / "global_step1/zero_pp_rank_0_mp_rank_00_model_states.pt"
+    saved = torch.load(first, weights_only=False) | {"param_shapes": [dict(reversed(shapes.items()))]}
+    torch.save(saved, first.with_name(first.name.replace("rank_0", "rank_1", 1)))
+    refused(convert("zero2hf", run, tmp_path / "out", *MASTERS), 3, "lay out different parameters", "b.weight")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda inner: inner["state"][0].update(step=[3.0, 2.0]), "a tensor of 2 elements where one number"),
+        (lambda inner: inner["param_groups"].clear(), "without a group of parameters"),
+    ],
+    ids=["step", "groups"],
+)
+def test_numbers_and_groups_of_an_optimizer_are_some(convert, tmp_path, change, words):
+    import torch
+
+    embedding = torch.arange(32.0)
+    model = {"module": {EMBEDDING: embedding.reshape(8, 4).bfloat16()}, "param_shapes": [{EMBEDDING: (8, 4)}]}
+    states = partition(embedding)
+    inner = states["base_optimizer_state"]
+    change(inner)
+    if isinstance(inner["state"][0]["step"], list):
+        inner["state"][0]["step"] = torch.tensor(inner["state"][0]["step"])
+    refused(convert("zero2hf", save(tmp_path / "run", model, states), tmp_path / "out", *MASTERS), 3, words)

@@ -41,6 +41,9 @@ LATENT = {
     "n_shared_experts": 2, "n_routed_experts": 8, "num_experts_per_tok": 4, "first_k_dense_replace": 1,
     "num_key_value_heads": 8, **TOKENS,
 }  # fmt: skip
+DSA = {
+    **LATENT, "q_lora_rank": 24, "index_n_heads": 4, "index_head_dim": 12, "index_topk": 5, "rms_norm_eps": 1e-6,
+}  # fmt: skip
 BIASED = {"attention_bias": True, "mlp_bias": True}
 ALL = {"first_k_dense_replace": 0}
 LITE = {"mlp_layer_types": ["dense", "sparse"] * 2, "rms_norm_eps": 1e-6}
@@ -266,6 +269,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v2-tied": {"model_type": "deepseek_v2", "q_lora_rank": 24, **LATENT, **TIED, **ALL},
     "deepseek_v3": {"model_type": "deepseek_v3", "q_lora_rank": 24, "rope_parameters": LATENT_YARN, **GROUPS, **LATENT},
     "deepseek_v3-tied": {"model_type": "deepseek_v3", "q_lora_rank": None, **GROUPS, **LATENT, **TIED},
+    "deepseek_v32": {"model_type": "deepseek_v32", "rope_parameters": LATENT_YARN, **GROUPS, **DSA},
+    "deepseek_v32-tied": {"model_type": "deepseek_v32", **GROUPS, **DSA, **TIED},
+    "glm_moe_dsa": {"model_type": "glm_moe_dsa", "indexer_types": ["full", "shared"] * 2, **DSA},
+    "glm_moe_dsa-tied": {"model_type": "glm_moe_dsa", "mlp_layer_types": ["sparse"] * 4, **DSA, **TIED},
     "glm4_moe": {"model_type": "glm4_moe", "use_qk_norm": True, **GLM},
     "glm4_moe-plain": {"model_type": "glm4_moe", "use_qk_norm": True, **GLM, "attention_bias": False},
     "glm4_moe_air": {"model_type": "glm4_moe", "first_k_dense_replace": 2, **GLM},
@@ -338,6 +345,8 @@ IN_MEGATRON = [name for name in MODELS if not family_of(name).only_here and name
 """Those with a layout of Megatron."""
 LINEAR = [name for name in IN_MEGATRON if _has(name, "recurrent") or _has(name, "state")]
 """Those with linear attention or state spaces, of which Megatron has no local layers."""
+INDEXED = [name for name in IN_MEGATRON if _has(name, "indexing")]
+"""Those with sparse attention, which Megatron has here since 0.19: judged by stock alone (`test_stock.py`)."""
 EXPERTS = [name for name in IN_MEGATRON if _has(name, "sparse")]
 """Mixtures of experts in Megatron."""
 FUSED_HERE = [name for name in MODELS if name not in IN_MEGATRON and _has(name, "separate")]

@@ -72,6 +72,15 @@ model.layers.{layer}.self_attn.o_proj.weight     output: hidden (group head dim)
 """The same where neighbours are turned, in all of a head: the two halves are pair by pair. Where a part of a head rotates
 it is `half pair` (`formats/layout/tensors.py`)."""
 
+INDEXER = """
+model.layers.{layer}.self_attn.indexer.wq_b.weight            index_query: (index_head index_dim) query_rank    indexing
+model.layers.{layer}.self_attn.indexer.wk.weight              index_key: index_dim hidden                       indexing
+model.layers.{layer}.self_attn.indexer.k_norm.weight          index_norm: index_dim                             indexing
+model.layers.{layer}.self_attn.indexer.k_norm.bias            index_norm_bias: index_dim                        indexing
+model.layers.{layer}.self_attn.indexer.weights_proj.weight    index_weights: index_head hidden                  indexing
+"""
+"""What chooses the tokens that attention sees."""
+
 QK_NORMS = """
 model.layers.{layer}.self_attn.q_norm.weight     query_norm: (half pair)
 model.layers.{layer}.self_attn.k_norm.weight     key_norm: (half pair)

@@ -24,6 +24,7 @@ SIGNS = {
     "learned": {"positions"},
     "sinks": {"sinks"},
     "latent": {"latent_down"},
+    "indexed": {"index_query"},
     "recurrent": {"linear_decay"},
     "query_gate": {"query_gate"},
     "state": {"state_decay"},
@@ -33,9 +34,9 @@ SIGNS = {
     "shared_router": {"shared_router"},
 }
 """Trait of a model: the logical tensors of which any is the sign of it."""
-TRAITS = (*SIGNS, "ungated", "every_bias", "centred", "sigmoid")
+TRAITS = (*SIGNS, "ungated", "every_bias", "centred", "sigmoid", "index_pairs")
 """All traits; the last are an MLP without a gate, biases in every linear layer, norms whose weights are stored less one,
-and a router whose scores are those of a sigmoid."""
+a router whose scores are those of a sigmoid, and an indexer that rotates neighbours."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ class Family:
             "every_bias": traits >= BIASES,
             "centred": self.centred,
             "sigmoid": self.router == "sigmoid",
+            "index_pairs": self.requires.get("indexer_rope_interleave", False),
         }
         return frozenset(traits | {trait for trait, there in others.items() if there})
 

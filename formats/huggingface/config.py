@@ -25,7 +25,15 @@ from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.model.untabled import language
 
 RELATIVE = {
-    "layers": ("dense_layers", "nope_layers", "full_layers", "recurrent_layers", "state_layers", "short_layers"),
+    "layers": (
+        "dense_layers",
+        "nope_layers",
+        "full_layers",
+        "recurrent_layers",
+        "state_layers",
+        "short_layers",
+        "shared_index_layers",
+    ),
     "hidden": ("state_dim",),
     "state_heads": ("state_dim",),
     "expert_ffn": ("shared_ffn",),

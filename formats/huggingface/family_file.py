@@ -79,7 +79,7 @@ OF_QUERIES = {"compressed", "uncompressed"}
 OF_EXPERTS = {"wide", "narrow"}
 OF_KEYS = {"fused", "separate"}
 ALLOWED = {
-    "tied", "untied", "parallel", "serial", "optional", MTP,
+    "tied", "untied", "parallel", "serial", "optional", "indexing", MTP,
     *OF_KEYS, *OF_LAYERS, *OF_QUERIES, *OF_MIXERS, *OF_EXPERTS, *BIASES,
 }  # fmt: skip
 """The conditions that mean something in a Hugging Face folder."""

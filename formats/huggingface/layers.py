@@ -8,6 +8,7 @@ models/ernie4_5_moe/modeling_ernie4_5_moe.py (from a layer to a layer, -1 being 
 models/smollm3/configuration_smollm3.py (the step of layers without rotation),
 models/nemotron_h/configuration_nemotron_h.py (a letter or a word for each layer),
 models/bamba/configuration_bamba.py and models/lfm2/configuration_lfm2.py (a list of those with attention);
+models/glm_moe_dsa/configuration_glm_moe_dsa.py (a word or a letter for each layer, or a step behind some in front);
 configuration_utils.py `remap_legacy_layer_types`.
 """
 
@@ -29,6 +30,8 @@ MLP, MOE, CONV = "mlp", "moe", "conv"
 """What it calls an MLP that is a layer by itself, without and with experts, and a short convolution."""
 LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
 """Kinds of layers in a pattern."""
+LETTERS_OF_INDEXERS = {"F": "full", "S": "shared"}
+"""What a layer has, in a pattern."""
 OLD = {"mamba": LINEAR, "attention": FULL}
 """What some kinds were called before."""
 STEP_WITHOUT_ROTATION = 4
@@ -169,10 +172,29 @@ def of_kind(*wanted: str) -> Callable[[str], Codec]:
     return of
 
 
-def worded(key: str) -> Codec:
+def worded(key: str, count: str) -> Codec:
     """A word for each layer: whether it is dense; without any so many in front are."""
-    front = lambda _, context: tuple(_layers(context)[: _usual("dense_layers", context) or 0])  # noqa: E731
+
+    def front(spelled: Spelled, context: Context) -> tuple[int, ...]:
+        return tuple(_layers(context)[: _count(count, spelled, context, _usual("dense_layers", context))])
+
     return marked(key, ("dense", "sparse"), "dense", front)
+
+
+def sharing(key: str, pattern: str, step: str, offset: str) -> Codec:
+    """A word or a letter for each layer: whether it has no indexer; or how far apart those with one are."""
+    words = marked(key, ("full", "shared"), "shared", lambda *_: None)
+
+    def apart(spelled: Spelled, context: Context) -> tuple[int, ...]:
+        letters = spelled.get(pattern)
+        if letters is not None:
+            given = [LETTERS_OF_INDEXERS.get(one, one) for one in letters] if isinstance(letters, str) else letters
+            found: tuple[int, ...] = words.read({key: given}, context)
+            return found
+        distance, front = _count(step, spelled, context, 1), _count(offset, spelled, context, 2)
+        return tuple(layer for layer in _layers(context) if max(layer - front + 1, 0) % max(distance, 1))
+
+    return marked(key, ("full", "shared"), "shared", apart)
 
 
 def in_front(key: str) -> Codec:

@@ -109,9 +109,8 @@ def require_table(config: Mapping[str, Any], family: Family, where: str) -> None
     require_values(config, family, keys_read(family), where)
     apart = {*family.own, *(spelling for keys in family.keys.values() for spelling in keys.split())}
     layer_types = [] if "layer_types" in apart else config.get("layer_types") or []
-    others = (
-        [kind for kind in layer_types if kind != "full_attention"] if isinstance(layer_types, list) else [layer_types]
-    )
+    usual = "indexed_attention" if "indexed" in family.traits else "full_attention"
+    others = [kind for kind in layer_types if kind != usual] if isinstance(layer_types, list) else [layer_types]
     if others:
         raise UnsupportedError(f"{where}: layers of type {short(others[0])} are not supported for {family.name}")
     window = config.get(family.window, family.window_default) if family.window else None

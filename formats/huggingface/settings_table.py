@@ -38,7 +38,7 @@ short_layers       * full_attn_idxs                                             
 state_dim          mamba_d_head mamba_expand mamba_d_ssm                           expanded
 ffn                block_ff_dim block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of    adjusted
 dense_layers       first_k_dense_replace                                           in_front
-dense_layers       mlp_layer_types                                                 worded
+dense_layers       mlp_layer_types first_k_dense_replace                           worded
 dense_layers       moe_layers interleave_moe_layer_step                            unlisted
 dense_layers       moe_layer_start_index moe_layer_end_index moe_layer_interval    bounded
 dense_layers       * decoder_sparse_step                                           listed
@@ -46,6 +46,7 @@ shared_ffn         n_shared_experts                                             
 shared_ffn         num_shared_experts                                              counted
 shared_ffn         moe_num_shared_experts                                          counted
 shared_ffn         *
+shared_index_layers  * index_topk_pattern index_topk_freq index_skip_topk_offset    sharing
 nope_layers        * no_rope_layer_interval                                        rotating
 recurrent_layers   * full_attention_interval                                       alternating
 full_layers        *                                                               windowed
@@ -83,7 +84,7 @@ CODECS: Mapping[str, Maker] = {
     "blocks": layers.of_kind(), "MLPs": layers.of_kind(layers.MLP, layers.MOE),
     "dense MLPs": layers.of_kind(layers.MLP), "state spaces": layers.of_kind(layers.LINEAR),
     "with states": layers.with_states, "without": layers.without, "convolved": layers.convolved,
-    "expanded": sizes.expanded, "adjusted": sizes.adjusted,
+    "sharing": layers.sharing, "expanded": sizes.expanded, "adjusted": sizes.adjusted,
 }  # fmt: skip
 LINES = {(line.split()[0], line.split()[1]): line for line in TABLE.strip().splitlines()}
 LAST = list(dict.fromkeys(setting for setting, _ in LINES))

@@ -56,6 +56,9 @@ CONDITIONS = {
     "recurrent": "only in layers with linear attention, whose state goes from token to token",
     "state": "only in layers with a state space (Mamba2)",
     "short": "only in layers with a short convolution",
+    "indexing": "only in layers whose attention has an indexer of its own",
+    "indexed": "only when an indexer chooses what attention sees",
+    "unindexed": "only when none does",
     "mtp": "only in layers that predict a token after the next",
     "whole": "only when a layer has attention, or what is in its place, and an MLP",
     "single": "only when a layer is the one or the other",
@@ -78,7 +81,7 @@ BIASES = {"qkv_bias", "output_bias", "mlp_bias"}
 MTP = "mtp"
 """The kind of the layers that predict tokens after the next, which are numbered after the others. A line holds in them
 or in the others, never in both."""
-KINDS = {"attention", "recurrent", "state", "short", "dense", "sparse", MTP}
+KINDS = {"attention", "recurrent", "state", "short", "indexing", "dense", "sparse", MTP}
 """Conditions that hold in some layers of a model, and not in others: what a layer has of each is its kinds."""
 SECOND = re.compile(r"\.layers\.\d+\.(?:enorm|hnorm|eh_proj)\.|^(?:model\.)?mtp\.")
 """Keys that only a layer has which predicts a token after the next, in DeepSeek-V3 and its descendants, and in Qwen."""

@@ -21,6 +21,9 @@ The activation xIELU has two numbers that a training moves, one for each sign, a
 Multi-head latent attention (MLA): `latent_down` projects to the latent of keys and values, and to the rotary part of
 keys; `latent_up` projects from it to each head. Queries may have a latent of their own, or come by `latent_query`.
 
+An indexer scores the tokens before each, by queries of a head made of their latent and one key, with a weight for each
+head; attention sees those of the highest scores. The first elements of its heads rotate, in halves or by neighbours.
+
 A query gate weighs the output of attention, element by element. The value heads of linear attention are in the order of
 the key heads that they belong to, `spread` of each; beta says how much its state learns of a token, alpha, decay and
 the bias of their step how much it forgets. Taps are the weights of a convolution over tokens.
@@ -65,6 +68,11 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         latent_down  layer joint_dim hidden
         latent_norm  layer latent_rank
         latent_up    layer group up_dim latent_rank
+        index_query  layer index_head index_dim query_rank
+        index_key    layer index_dim hidden
+        index_norm   layer index_dim
+        index_norm_bias  layer index_dim
+        index_weights  layer index_head hidden
         linear_query  layer key_head key_dim hidden
         linear_key   layer key_head key_dim hidden
         linear_value  layer key_head spread value_dim hidden

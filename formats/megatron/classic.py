@@ -28,7 +28,7 @@ from formats.layout.ranks import Files
 from formats.layout.table import Place, Rule, Slot, match, rules, slots
 from formats.megatron import MEGATRON, megatron_llm, mtp, names
 from formats.megatron import optimizer as megatron_optim
-from formats.megatron.args import flags, linear_attention, mla, state_space
+from formats.megatron.args import flags, indexer, linear_attention, mla, state_space
 from formats.megatron.args.args import from_megatron
 from formats.megatron.args.options import CORE, DIST, Options, main_dtype, namespace
 from formats.megatron.chained_optimizer import Parameter, spread
@@ -61,6 +61,7 @@ FLAGS = "megatron_flags.txt"
 
 DECODER = (
     *mla.RULES,
+    *indexer.RULES,
     *linear_attention.RULES,
     *state_space.RULES,
     *rules("""
@@ -418,6 +419,7 @@ def topology_of(spec: ModelSpec, options: Options) -> tuple[Pipeline, int]:
     if options.vpp > 1 and options.pp == 1:
         raise RefusedError("virtual pipeline chunks need a pipeline: megatron-core refuses vpp > 1 with pp = 1")
     _require_tp(spec, options.tp)
+    indexer.require_topology(spec, options.norm)
     mla.require_names(spec, options.norm, options.tp if options.dialect == CORE else 1)
     linear_attention.require_topology(spec, options.norm, options.tp)
     state_space.require_topology(spec, options.norm, options.tp, options.vpp)

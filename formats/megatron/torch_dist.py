@@ -39,7 +39,7 @@ from formats.layout.table import ALONE, MTP, Rule, Slot, match, rules, slots
 from formats.megatron import DIST as FORMAT
 from formats.megatron import common_state, mtp
 from formats.megatron import optimizer as megatron_optim
-from formats.megatron.args import flags, linear_attention, mla, run_config, state_space
+from formats.megatron.args import flags, indexer, linear_attention, mla, run_config, state_space
 from formats.megatron.args.moe import INTERLEAVE, interleaves_of
 from formats.megatron.args.options import DIST, Options, namespace
 from formats.megatron.chained_optimizer import BUFFER, CHAINED, spread
@@ -414,7 +414,8 @@ def _extra_states(spec: ModelSpec, norm: str) -> Iterator[str]:
     latent = mla.states(spec, te=te) if "latent" in family.traits else STATES
     attention = [*latent, *(TE_STATES if te else ()), *(TE_NORMS if te and "qk_norm" in family.traits else ())]
     recurrent = [f"self_attention.{name}" for name in (*linear_attention.STATES, "out_norm")]
-    mixers = {"recurrent": recurrent, "state": state_space.STATES, "attention": attention}
+    indexing = [f"{indexer.INDEXER}.{name}" for name in indexer.STATES]
+    mixers = {"recurrent": recurrent, "state": state_space.STATES, "attention": attention, "indexing": indexing}
     sparse = ["pre_mlp_layernorm"] if te else []
     sparse += [f"mlp.shared_experts.{name}" for name in LINEAR] if "shared_experts" in family.traits else []
     sparse += [f"mlp.{name}" for name in LATENT] if spec.expert_latent else []

@@ -62,6 +62,11 @@ CHECKS = (
     Check(UnsupportedError, lambda m, _: m.kv_heads != m.heads or (m.rope_dim or 0) % 2,
           "{m.heads} heads in {m.kv_heads} groups, of which {m.rope_dim} elements rotate, are not supported with "
           "latents", "latent"),
+    Check(UnsupportedError, lambda m, _: not m.query_rank, "queries without a latent have no indexer here", "indexed"),
+    Check(SourceError, lambda m, _: (m.rope_dim or 0) > (m.index_dim or 0),
+          "{m.rope_dim} elements of an indexer's {m.index_dim} cannot rotate", "indexed"),
+    Check(SourceError, lambda m, _: 0 in (m.shared_index_layers or ()),
+          "the first layer has no indexer, and none is before it", "indexed"),
     Check(UnsupportedError, lambda m, _: not 0 < len(m.recurrent_layers or ()) < m.layers,
           "layers {m.recurrent_layers} of {m.layers} have linear attention, and a {m.family} mixes both", "recurrent"),
     Check(SourceError, lambda m, _: (m.linear_value_heads or 0) % (m.linear_key_heads or 1),

@@ -142,6 +142,23 @@ class Latent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Indexer:
+    """What chooses the tokens that attention sees (transformers 5.23.0, models/glm_moe_dsa/modeling_glm_moe_dsa.py).
+
+    Attributes:
+        index_heads: its heads.
+        index_dim: elements of one.
+        index_top_k: how many tokens it chooses.
+        shared_index_layers: the layers that have none, and see what that before them chose, from 0.
+    """
+
+    index_heads: int | None = choice()
+    index_dim: int | None = choice()
+    index_top_k: int | None = choice()
+    shared_index_layers: tuple[int, ...] | None = choice(())
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recurrent:
     """Linear attention by the gated delta rule (transformers 5.23.0, models/qwen3_next/modeling_qwen3_next.py).
 
@@ -190,7 +207,7 @@ class StateSpace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts(StateSpace, Recurrent, Latent, Experts, Wiring, Window, Rope, Decoder):
+class Parts(StateSpace, Recurrent, Indexer, Latent, Experts, Wiring, Window, Rope, Decoder):
     """All of them, under their own names; dataclasses have the fields of the last base first."""
 
 

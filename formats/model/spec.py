@@ -40,6 +40,7 @@ class ModelSpec(Parts):
         plain = {"plain"} if "ungated" in self.traits else set()
         query = {"compressed" if self.query_rank else "uncompressed", "latent"} if self.latent_rank else {"direct"}
         predicting = {"predicting"} if self.mtp_layers else set()
+        indexed = "indexed" if self.index_heads else "unindexed"
         gate = "query_gate" if "query_gate" in self.traits else "no_query_gate"
         experts = "narrow" if self.expert_latent else "wide"
         single = "whole" if self.mlp_layers is None else "single"
@@ -50,6 +51,7 @@ class ModelSpec(Parts):
                 *plain,
                 *query,
                 gate,
+                indexed,
                 single,
                 experts,
                 *predicting,
@@ -80,10 +82,12 @@ class ModelSpec(Parts):
         def of(layer: int) -> frozenset[str]:
             mixer = next((MIXERS[name] for name, layers in mixers.items() if layer in layers), "attention")
             mlp = "sparse" if layer in sparse else "dense"
-            return frozenset({mixer, mlp} if mlps is None else {mlp if layer in mlps else mixer})
+            indexing = {"indexing"} if self.index_heads and layer not in (self.shared_index_layers or ()) else set()
+            return frozenset({mixer, mlp, *indexing} if mlps is None else {mlp if layer in mlps else mixer})
 
         kinds = [of(layer) for layer in range(self.layers)]
         second = {"attention", "sparse" if self.layers - 1 in sparse else "dense", MTP}
+        second |= {"indexing"} if self.index_heads else set()
         return (*kinds, *[frozenset(second)] * self.mtp_layers)
 
     @property
@@ -111,6 +115,7 @@ class ModelSpec(Parts):
             "query_dim": nope + rope, "query_rank": self.query_rank or 0, "latent_rank": rank,
             "joint_dim": rank + rope, "up_dim": nope + self.head_dim,
             "joined": 2 * self.hidden,
+            "index_head": self.index_heads or 0, "index_dim": self.index_dim or 0,
             "key_head": key_heads, "spread": (self.linear_value_heads or 0) // (key_heads or 1),
             "key_dim": self.linear_key_dim or 0, "value_dim": self.linear_value_dim or 0,
             "tap": self.linear_taps or self.taps or 0, "channel": self.hidden,

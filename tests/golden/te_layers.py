@@ -51,8 +51,12 @@ class Norm(torch.nn.Module):
         super().__init__()
         self.config, self.eps = config, eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        if config.normalization == "LayerNorm":
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.config.normalization == "LayerNorm":
+            return torch.nn.functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
         return normed(x, self.weight, self.config, self.eps)
 
 
@@ -126,6 +130,9 @@ class Layers(LocalSpecProvider):
     def column_parallel_layer_norm_linear(self) -> type:
         return NormAndColumn
 
+    def linear(self) -> type:
+        return Whole
+
     def layer_norm(self, *_: Any, **__: Any) -> type:
         return Norm
 
@@ -182,6 +189,8 @@ def install() -> None:
     delta = import_module(name if VERSION < (0, 18) else f"{name}.common")
     delta.HAVE_FLA = True  # whose kernels deterministic_mode does not call, but for this one
     delta.l2norm = lambda x, dim=-1, eps=1e-6: x * torch.rsqrt((x * x).sum(dim, keepdim=True) + eps)
+    if VERSION >= (0, 19):  # which asks of what class the projections to latents are
+        import_module("megatron.core.transformer.experimental_attention_variant.absorbed_mla").TELinear = Whole
     if VERSION >= (0, 18):
         rule = delta.torch_chunk_gated_delta_rule
 

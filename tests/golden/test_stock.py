@@ -17,7 +17,7 @@ import pytest
 
 from formats.megatron.args.versions import ALWAYS, IGNORED, OPTIONS, VERSIONS, since
 from tests.golden.test_mtp import with_second
-from tests.models import EXPERTS, IN_MEGATRON, LINEAR, LLAMA3, PLAIN_YARN, YARN, build
+from tests.models import EXPERTS, IN_MEGATRON, INDEXED, LINEAR, LLAMA3, PLAIN_YARN, YARN, build
 
 pytestmark = pytest.mark.stock
 HERE = Path(__file__).parent
@@ -55,7 +55,7 @@ TORCH = ("--deterministic-mode",)
 """Linear attention by megatron-core's own code in torch, as a CPU has no kernels of it."""
 ENDS = ("deepseek_v2", "deepseek_v3-tied", "glm4_moe_lite-tied")
 """Latents whose queries have none, which the newest local layers refuse."""
-APART = ("gpt_oss", *ENDS, *LINEAR)
+APART = ("gpt_oss", *ENDS, *LINEAR, *INDEXED)
 SCALED = (
     rope("llama", rope_type="linear", factor=4.0, **THETA),
     rope("qwen2", rope_type="linear", factor=2.0, original_max_position_embeddings=64, **THETA),
@@ -109,7 +109,21 @@ OF_LINEAR = tuple(
     )
     for name in names
 )
-CASES = (*(Case(name) for name in IN_MEGATRON if name not in (*ENDS, *LINEAR)), *SCALED, *CUT, *DIST, *OF_LINEAR)
+OF_INDEXED = (
+    Case("deepseek_v32", ("--experts", "local", "--tp", "2"), 2),
+    Case("deepseek_v32-tied", ("--experts", "local")),
+    Case("glm_moe_dsa", ("--experts", "local", "--pp", "2"), 2),
+    Case("glm_moe_dsa", ("--format", "torch_dist", "--ep", "2"), 2),
+    Case("glm_moe_dsa-tied", ("--experts", "local", "--ep", "2"), 2),
+)
+CASES = (
+    *(Case(name) for name in IN_MEGATRON if name not in (*ENDS, *LINEAR, *INDEXED)),
+    *SCALED,
+    *CUT,
+    *DIST,
+    *OF_LINEAR,
+    *OF_INDEXED,
+)
 
 
 def stock(jobs: list[dict[str, Any]], folder: Path) -> list[str | None]:

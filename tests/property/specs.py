@@ -53,7 +53,7 @@ OF_TYPE = {"int": SIZE, "float": st.sampled_from([1.0, 0.5, 0.25]), "bool": st.b
 OFTEN: Mapping[str, st.SearchStrategy[Any]] = {
     "experts": st.sampled_from([4, 8, 12]),
     "top_k": st.sampled_from([4, 2, 4, 1, 3]),
-    "router_normalized": st.sampled_from([True, True, True, False]),
+    "router_normalized": st.sampled_from([True, True, False]),
     "router_scale": st.sampled_from([1.0, 1.8, 2.5]),
     "router_groups": st.sampled_from([2, 4, 1]),
     "query_rank": st.none() | SIZE,
@@ -152,6 +152,10 @@ def tied_together(values: dict[str, Any], family: Family) -> dict[str, Any]:
             values[name] = values[first[key]]  # one key for both
     if LINES.get(("shared_ffn", keys.get("shared_ffn", "")), "").endswith("counted"):  # as wide as so many experts
         values["shared_ffn"] = values["expert_ffn"] * (1 + values["shared_ffn"] % 3)
+    if "index_dim" in keys:  # whose queries have a latent, and whose first layer has an indexer
+        values["query_rank"], values["index_dim"] = values["query_rank"] or 24, values["index_dim"] + values["rope_dim"]
+        shared = values.get("shared_index_layers")
+        values |= {} if shared is None else {"shared_index_layers": tuple(filter(None, shared))}
     if "state_groups" in keys:
         values["state_groups"] = gcd(values["state_heads"], values["state_groups"])
     return values

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from formats.errors import VitruvianError
-from tests.models import LINEAR, MODELS
+from tests.models import INDEXED, LINEAR, MODELS
 from tests.train.test_model import flat_of
 from train.model.attention import resolve
 from train.model.selfcheck import require_masks, self_check
@@ -21,6 +21,7 @@ STATEFUL = ("bamba", "granitemoehybrid", "granite_hybrid", "falcon_h1", "mamba2"
 STATES = [name for name in MODELS if name.startswith(STATEFUL)]
 REFUSED = {
     **dict.fromkeys((*LINEAR, *STATES), "layers that carry a state from token to token"),
+    **dict.fromkeys(INDEXED, "counts the tokens of a row, not of a document"),
     **dict.fromkeys(("bloom", "bloom-untied"), "bloom cannot be computed with the attention"),
     **dict.fromkeys(("cohere2", "cohere2-untied"), "cohere2 does something with its logits that is not known here"),
 }

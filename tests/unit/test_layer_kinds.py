@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from formats.errors import VitruvianError
+from formats.errors import RefusedError, UnsupportedError, VitruvianError
 from formats.families import find_family
 from formats.huggingface.config import from_huggingface, to_huggingface
+from formats.megatron.args.args import from_megatron, to_megatron
 from formats.megatron.args.flags import chosen
 from formats.registry import open_checkpoint
 from tests.golden.test_mtp import with_second
@@ -75,6 +76,56 @@ def test_where_a_second_token_is_not_predicted(model, convert, tmp_path, words, 
     ran = convert("hf2megatron", source, tmp_path / "m", *words)
     assert (ran.code, reason in ran.err) == (code, True), ran.err
     assert convert("hf2megatron", source, tmp_path / "m2", *words, "--drop", "mtp").code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "reason"),
+    [
+        (["--norm", "local"], 5, "the sparse attention of a glm_moe_dsa in Transformer Engine's layers alone"),
+        (["--megatron-version", "0.18"], 5, "other elements of the heads of its indexer rotate"),
+    ],
+)
+def test_where_an_indexer_is_another(model, convert, tmp_path, words, code, reason):
+    ran = convert("hf2megatron", model("glm_moe_dsa"), tmp_path / "m", *words)
+    assert (ran.code, reason in ran.err) == (code, True), ran.err
+
+
+def test_an_indexer_in_args():
+    """Of a release before 0.19 it has tensors of the same names and shapes, and its args lack what 0.19 brought."""
+    spec = from_huggingface(settings_of("glm_moe_dsa"), {}, "one")
+    args = to_megatron(spec)
+    assert (args["dsa_indexer_topk_freq"], from_megatron(args, {}, spec, "args")) == (2, spec)
+    assert from_megatron(args, {"vocab": 211}, None, "args").family == "glm_moe_dsa"
+    assert (
+        from_megatron(args | {"dsa_indexer_rope_interleaved": False, "dsa_indexer_topk_freq": 1}, {}, None, "").family
+        == "deepseek_v32"
+    )
+    del args["dsa_indexer_rope_interleaved"]
+    with pytest.raises(UnsupportedError, match=r"before 0\.19"):
+        from_megatron(args, {}, spec, "args")
+    with pytest.raises(RefusedError, match="share indexers at equal distances"):
+        to_megatron(replace(spec, shared_index_layers=(1,)))
+
+
+@pytest.mark.parametrize(
+    ("said", "shared"),
+    [
+        ({"index_topk_pattern": "FSSF"}, (1, 2)),
+        ({"index_topk_pattern": ["full", "full", "shared", "full"]}, (2,)),
+        ({"index_topk_freq": 2}, (2,)),
+        ({"index_topk_freq": 3, "index_skip_topk_offset": 1}, (1, 2)),
+        ({}, ()),
+    ],
+)
+def test_layers_that_share_an_indexer(said, shared):
+    """As AutoConfig has it."""
+    from transformers import AutoConfig
+
+    settings = {**settings_of("glm_moe_dsa"), **said}
+    del settings["indexer_types"]
+    assert from_huggingface(settings, {}, "one").shared_index_layers == shared
+    theirs = AutoConfig.for_model(**settings).indexer_types
+    assert tuple(layer for layer, kind in enumerate(theirs) if kind == "shared") == shared
 
 
 def test_copies_that_are_none_and_a_layer_in_part(model, convert, tmp_path):

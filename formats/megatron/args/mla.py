@@ -15,6 +15,7 @@ from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.layout.table import rules
+from formats.megatron.args import indexer
 from formats.megatron.args.codecs import cannot, single
 from formats.model.codec import Context
 from formats.model.spec import ModelSpec
@@ -23,10 +24,10 @@ RULES = rules("""
 decoder.layers.{layer}.input_layernorm.weight                                                         input_norm: hidden    latent
 decoder.layers.{layer}.self_attention.linear_q_proj.weight                                            latent_query: (group query_dim)/tp hidden
 decoder.layers.{layer}.self_attention.linear_q_down_proj.weight                                       query_down: query_rank hidden
-decoder.layers.{layer}.self_attention.{linear_q_up_proj.layer_norm_weight|q_layernorm.weight}         query_latent_norm: query_rank
+decoder.layers.{layer}.self_attention.{linear_q_up_proj.layer_norm_weight|q_layernorm.weight}         query_latent_norm: query_rank    unindexed
 decoder.layers.{layer}.self_attention.linear_q_up_proj.weight                                         query_up: (group query_dim)/tp query_rank
 decoder.layers.{layer}.self_attention.linear_kv_down_proj.weight                                      latent_down: joint_dim hidden
-decoder.layers.{layer}.self_attention.{linear_kv_up_proj.layer_norm_weight|kv_layernorm.weight}       latent_norm: latent_rank
+decoder.layers.{layer}.self_attention.{linear_kv_up_proj.layer_norm_weight|kv_layernorm.weight}       latent_norm: latent_rank    unindexed
 decoder.layers.{layer}.self_attention.linear_kv_up_proj.weight                                        latent_up: (group up_dim)/tp latent_rank
 """)
 """The part of a layer that is MLA's own, in the names of Transformer Engine and of the local layers."""
@@ -69,4 +70,5 @@ def require_names(spec: ModelSpec, norm: str, tp: int) -> None:
 def states(spec: ModelSpec, *, te: bool) -> list[str]:
     """The modules of each layer's attention whose `_extra_state` a strict load of torch_dist asks for."""
     query = ("linear_q_down_proj", "linear_q_up_proj") if spec.query_rank else ("linear_q_proj",)
-    return [f"self_attention.{name}" for name in (*query, *STATES)] + (["input_layernorm"] if te else [])
+    norms = indexer.NORMS if spec.index_heads else ()
+    return [f"self_attention.{name}" for name in (*query, *STATES, *norms)] + (["input_layernorm"] if te else [])

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from formats.megatron.args import moe
+from formats.megatron.args import indexer, moe
 from formats.megatron.args.args import to_megatron
 from formats.megatron.args.fields import ASSUMED, FIELDS
 from formats.megatron.mesh import Mesh
@@ -104,7 +104,8 @@ def namespace(
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
     } | kept
-    return base | to_megatron(spec) | moe.sizes(spec, options.mesh, options.experts or options.norm) | {
+    split = indexer.split(spec, options.tp)
+    return base | to_megatron(spec) | moe.sizes(spec, options.mesh, options.experts or options.norm) | split | {
         "seq_length": kept.get("seq_length", spec.max_positions),
         "transformer_impl": "transformer_engine" if options.norm == "te" else "local",
         "tensor_model_parallel_size": options.tp,

@@ -12,7 +12,7 @@ from typing import Any
 
 from formats.families.family import TRAITS
 from formats.huggingface import settings_table
-from formats.megatron.args import layers, mla, mlp, moe, rope, state_space
+from formats.megatron.args import indexer, layers, mla, mlp, moe, rope, state_space
 from formats.megatron.args.codecs import choice, derived, only, single, switch
 from formats.model.codec import Codec, Context, opposite, rows, same
 from formats.model.settings import FIXED
@@ -86,6 +86,17 @@ nope_dim           qk_head_dim                                     same         
 rope_dim           qk_pos_emb_head_dim                             same                     latent
 head_dim           v_head_dim                                      same                     latent
 rope_scaling       {rope.LATENT_KEYS}                              latent scaling           latent
+-                  experimental_attention_variant                  = "dsa"                  indexed
+index_heads        dsa_indexer_n_heads                             same                     indexed
+index_dim          dsa_indexer_head_dim                            same                     indexed
+index_top_k        dsa_indexer_topk                                same                     indexed
+shared_index_layers  dsa_indexer_topk_freq dsa_indexer_skip_topk_offset  shared indexers  indexed
+index_pairs        dsa_indexer_rope_interleaved                    pairs                    indexed
+-                  apply_rope_fusion                               write false              indexed
+-                  dsa_indexer_scoring_relu                        = true                   indexed
+-                  dsa_indexer_k_norm_epsilon                      its own or that of all   indexed
+-                  dsa_indexer_rotate_activation                   rounding                 indexed
+-                  dsa_indexer_k_norm_fp32                         rounding                 indexed
 -                  experimental_attention_variant                  = "gated_delta_net"      recurrent
 -                  attention_output_gate                           = true                   recurrent
 centred            apply_layernorm_1p layernorm_zero_centered_gamma  centred                recurrent
@@ -137,10 +148,14 @@ TABLE = rows(
         **moe.CODECS,
         "same": same,
         "opposite": opposite,
-        **only(True, False, 1.0, "rope", "none", "learnable", "gated_delta_net"),
+        **only(True, False, 1.0, "rope", "none", "learnable", "gated_delta_net", "dsa"),
         state_space.SPEC: choice((state_space.SPEC.split(), None)),
         "RMSNorm": choice(("RMSNorm", False)),
         "LayerNorm or RMSNorm": choice(("LayerNorm", True), ("RMSNorm", False)),
+        "pairs": indexer.pairs,
+        "shared indexers": indexer.sharing,
+        "its own or that of all": choice((mla.EPSILON, None), (None, None)),
+        "rounding": choice((False, None), (True, None)),
         "fusion": choice((True, None), (False, None)),
         "on": single(lambda value, _: bool(value), lambda value, _: bool(value)),
         "given": single(lambda value, _: value is not None, lambda value, _: value or None),
@@ -177,7 +192,7 @@ TABLE = rows(
         "clamp": mlp.clamp,
     },
 )
-MARKS = ("latent", "recurrent", "state", "state moe", "sinks", "gated", "ungated")
+MARKS = ("latent", "indexed", "recurrent", "state", "state moe", "sinks", "gated", "ungated")
 """The conditions whose rows judge all values of their arguments; of others `fields.py` judges some."""
 
 
@@ -186,6 +201,7 @@ def marks(args: Mapping[str, Any]) -> set[str]:
     sinks = args.get("softmax_type") == "learnable"
     traits = {
         "latent": args.get("multi_latent_attention") is True,
+        "indexed": args.get("experimental_attention_variant") == "dsa",
         "recurrent": args.get("experimental_attention_variant") == "gated_delta_net",
         "state": any(args.get(name) is not None for name in PATTERN.split("|")),
         "sinks": sinks,

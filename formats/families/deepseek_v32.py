@@ -1,0 +1,40 @@
+"""DeepSeek-V3.2: DeepSeek-V3 whose attention sees the tokens that an indexer chooses (DSA).
+
+Facts: transformers 5.23.0, models/deepseek_v32/modeling_deepseek_v32.py and configuration_deepseek_v32.py: queries always
+have a latent, of which the indexer makes its own; its norm has an epsilon of 1e-6; the first elements of its heads
+rotate, in halves; `head_dim` is what rotates, whatever the config says. The layer that predicts a second token has an
+indexer too.
+"""
+
+from dataclasses import replace
+
+from formats.families import deepseek_v3
+from formats.families.blocks import HEAD, INDEXER, MIXTURE, NORMS, SECOND, second
+from formats.families.deepseek_v2 import LATENT_ATTENTION
+
+ATTENTION = "".join(line for line in LATENT_ATTENTION.splitlines(keepends=True) if "uncompressed" not in line)
+BLOCK = ATTENTION + INDEXER + MIXTURE + NORMS
+TABLE = BLOCK + HEAD + second(BLOCK) + SECOND
+
+FAMILY = replace(
+    deepseek_v3.FAMILY,
+    name="deepseek_v32",
+    architecture="DeepseekV32ForCausalLM",
+    table=TABLE,
+    requires={**deepseek_v3.FAMILY.requires, "mlp_bias": False, "indexer_rope_interleave": False},
+    mha=False,
+    keys={
+        **deepseek_v3.FAMILY.keys,
+        "dense_layers": "mlp_layer_types",
+        "index_heads": "index_n_heads",
+        "index_dim": "index_head_dim",
+        "index_top_k": "index_topk",
+    },
+    defaults={
+        **deepseek_v3.FAMILY.defaults,
+        "kv_heads": 128,
+        "index_heads": 64,
+        "index_dim": 128,
+        "index_top_k": 2048,
+    },
+)

@@ -27,6 +27,8 @@ EXAMPLES = {
     "explain": "megatron linear_qkv\nmegatron linear_qkv.weight --svg qkv.svg",
     "formats": "--json",
     "family": "glm glm.toml\ncheck glm.toml glm",
+    "family draft": "glm glm.toml",
+    "family check": "glm.toml glm",
     "digest": "run\nrun --tensors",
     "verify": "model\nmodel run --config base",
     "diff": "run model\nrun model --tensors\nbase tuned --html diff.html",

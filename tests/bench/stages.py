@@ -87,7 +87,7 @@ def child() -> None:
     from converters import cli, convert
     from converters.move import engine
 
-    make, verify = engine.hasher, convert._verify_output
+    make, verify = engine.hasher, convert.verify_output
 
     def marked(*args: Any) -> None:
         verifying.set()
@@ -95,7 +95,7 @@ def child() -> None:
         verifying.clear()
 
     engine.hasher = lambda job: Hasher(make(job))  # type: ignore[assignment]
-    convert._verify_output = marked
+    convert.verify_output = marked
     try:
         cli.main()
     finally:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.internal.conjecture import providers
 
 from formats.checkpoint import Settings
 from formats.deepspeed.neox import yml as neox_args
@@ -34,6 +35,8 @@ from tests.property.specs import specs
 
 Spoken = dict[str, Any]
 """What a format says of a model."""
+NO_CONSTANTS = type(providers._local_constants)()
+providers._get_local_constants = lambda: NO_CONSTANTS  # of the modules that are loaded, which depends on other tests
 BOUNDED = settings(max_examples=25, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
 
 
@@ -199,7 +202,7 @@ def sample(name: str) -> tuple[ModelSpec, ...]:
     """Models of a family, always the same."""
     drawn: list[ModelSpec] = []
 
-    @settings(BOUNDED, phases=[Phase.generate])
+    @settings(BOUNDED, max_examples=64, phases=[Phase.generate])
     @given(spec=specs(FAMILIES[name]))
     def draw(spec: ModelSpec) -> None:
         drawn.append(spec)

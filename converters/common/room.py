@@ -107,8 +107,8 @@ def _jutil(place: Path) -> Iterator[Room]:
     """The quota of the project of JSC whose folder this is in, as of some hours ago.
 
     A project's folders are `/e/project1/PROJECT`, `/p/scratch/PROJECT` and the like. What `jutil` prints is a list of
-    objects with `project-dir`, `data-usage`, `data-hard-limit` (`17KB`), `inode-usage`, `inode-hard-limit` (`17`), where
-    0 is no limit: so the quota parsers of ECMWF's Anemoi read it, which runs there (not tried on the machine).
+    objects with `project-dir`, `data-usage`, `data-hard-limit` (`17KB`), `inode-usage`, `inode-hard-limit`, where 0 is
+    no limit: so the quota parsers of ECMWF's Anemoi read it. Not tried on the machine.
     """
     place = place.resolve()
     project = place.parts[3] if len(place.parts) > 3 else ""

@@ -76,7 +76,6 @@ class Names(TypedDict, total=False):
     megatron_version: str
     make_vocab_size_divisible_by: int
     format: Container
-    archive: bool
     for_trainer: Trainer
     true_vocab_size: int
     layout: LayerFiles
@@ -90,6 +89,7 @@ class Layout(Names, total=False):
     pp: int
     ep: int
     ranks: int
+    archive: bool
     iteration: int
     with_optimizer: bool
     consumed_samples: int

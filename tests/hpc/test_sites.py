@@ -32,7 +32,7 @@ PROBE = "import os, socket; print(os.environ.get('HF_HUB_OFFLINE')); socket.crea
 
 @pytest.fixture
 def storage() -> Iterator[Callable[[str], Path]]:
-    """`storage(site)`: a folder on a small file system, which is where that of the site is; and all else that it binds."""
+    """`storage(site)`: a folder on a small file system in the place of the site's; and all else that it binds."""
     made: list[Path] = []
     mounted: list[Path] = []
 

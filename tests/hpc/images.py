@@ -41,7 +41,7 @@ def place() -> Iterator[Path]:
         pytest.skip("apptainer is not installed: tests/hpc/install_apptainer.sh")
     made = call("mktemp", "-d", SHARED / "vitruvian-image-XXXXXX")
     if made.returncode:
-        pytest.skip(f"no user {BUILDER} who could build: {made.stderr.strip()}")
+        pytest.skip(f"no user {BUILDER} who could build with apptainer: {made.stderr.strip()}")
     yield Path(made.stdout.strip())
     shutil.rmtree(made.stdout.strip())
 

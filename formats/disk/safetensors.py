@@ -74,7 +74,7 @@ class Fragment(NamedTuple):
     @property
     def inputs(self) -> tuple[Fragment, ...]:
         """What else is read with it, or instead of it."""
-        found = [self.scales.factors] if self.scales else []
+        found = [each for each in (self.scales.factors, self.scales.whole) if each] if self.scales else []
         found += [self.product.left, self.product.right] if self.product else []
         found += [piece for _, piece in self.pieces]
         return tuple(each for one in found for each in (one, *one.inputs))
@@ -84,12 +84,13 @@ class Scales(NamedTuple):
     """What quantized elements are multiplied by: a factor for each block of a matrix, or of each of several in a row.
 
     Attributes:
-        method: how an element is coded, MXFP4 or FP8.
+        method: how an element is coded, such as MXFP4 or FP8 (`METHODS` of converters/move/dequantize.py).
         factors: a matrix of them for each matrix, row-major.
         block: rows and columns of a block; the last ones of a matrix may be smaller.
         rows: of a matrix.
         columns: of a matrix.
         name: the key of the factors, for a message.
+        whole: a number that all factors are divided by; None for none.
     """
 
     method: str
@@ -98,6 +99,7 @@ class Scales(NamedTuple):
     rows: int
     columns: int
     name: str
+    whole: Fragment | None = None
 
 
 class Product(NamedTuple):

@@ -135,7 +135,7 @@ def _factors(opened: Open, start: int, columns: int, scales: Scales) -> NDArray[
     return np.repeat(values, wide)[column - first * wide :][:columns]
 
 
-def _read(opened: Open, fragment: Fragment, first: int, count: int) -> NDArray[np.generic]:
+def _read(opened: Open, fragment: Fragment, first: int, count: int) -> casts.Array:
     """Elements of a tensor as words."""
     words = np.empty(count, casts.WORDS[DTYPES[fragment.dtype]])
     with opened(fragment.path) as fd:
@@ -143,10 +143,10 @@ def _read(opened: Open, fragment: Fragment, first: int, count: int) -> NDArray[n
     return words
 
 
-def _values(words: NDArray[np.generic], dtype: str) -> NDArray[np.float32]:
+def _values(words: casts.Array, dtype: str) -> NDArray[np.float32]:
     """Scales as float32: powers of two in U8, FP8, or floats."""
     if words.itemsize == 1:
-        return (E8M0 if dtype == "U8" else E4M3)[words]
+        return np.take(E8M0 if dtype == "U8" else E4M3, words)
     values: NDArray[np.float32] = casts.to_float(words, dtype)
     return values
 

@@ -74,10 +74,10 @@ class Fragment(NamedTuple):
     @property
     def inputs(self) -> tuple[Fragment, ...]:
         """What else is read with it, or instead of it."""
-        found = [each for each in (self.scales.factors, self.scales.whole) if each] if self.scales else []
-        found += [self.product.left, self.product.right] if self.product else []
-        found += [piece for _, piece in self.pieces]
-        return tuple(each for one in found for each in (one, *one.inputs))
+        fragments = [each for each in (self.scales.factors, self.scales.whole) if each] if self.scales else []
+        fragments += [self.product.left, self.product.right] if self.product else []
+        fragments += [piece for _, piece in self.pieces]
+        return tuple(each for fragment in fragments for each in (fragment, *fragment.inputs))
 
 
 class Scales(NamedTuple):

@@ -69,11 +69,11 @@ def stale(config: Mapping[str, Any], dtypes: Iterable[str]) -> bool:
     return False
 
 
-def dequantized(found: Mapping[str, Fragment], config: Mapping[str, Any]) -> tuple[dict[str, Fragment], str]:
+def dequantized(fragments: Mapping[str, Fragment], config: Mapping[str, Any]) -> tuple[dict[str, Fragment], str]:
     """The tensors of a model out of those of a quantized one: BF16 for each pair of quantized elements and scales.
 
     Args:
-        found: the tensors of the files, by key.
+        fragments: the tensors of the files, by key.
         config: the config.json beside them.
 
     Returns:
@@ -87,22 +87,24 @@ def dequantized(found: Mapping[str, Fragment], config: Mapping[str, Any]) -> tup
     quantization = config.get("quantization_config") or {}
     match method and quantization["quant_method"]:
         case "mxfp4":
-            held, exact = _mxfp4(found), "which holds them exactly"
+            weights, exact = _mxfp4(fragments), "which holds them exactly"
         case "fp8":
-            held = _fp8(found, quantization["weight_block_size"])
+            weights = _fp8(fragments, quantization["weight_block_size"])
         case compressed_tensors.METHOD:
-            held = compressed_tensors.dequantized(found, compressed_tensors.scheme_of(quantization))
+            weights = compressed_tensors.dequantized(fragments, compressed_tensors.scheme_of(quantization))
         case _:
-            _require_no_scales(found)
-            return dict(found), ""
-    count = sum(fragment.scales is not None for fragment in held.values())
-    left = sum(key.endswith((ACTIVATIONS, *compressed_tensors.ACTIVATIONS)) for key in found.keys() - held.keys())
+            _require_no_scales(fragments)
+            return dict(fragments), ""
+    count = sum(fragment.scales is not None for fragment in weights.values())
+    left = sum(
+        key.endswith((ACTIVATIONS, *compressed_tensors.ACTIVATIONS)) for key in fragments.keys() - weights.keys()
+    )
     without = f", without {left} scales of activations" if left else ""
     note = f"{count} tensors of {method} are read as BF16, {exact}{without}; --verbatim carries them as they are"
-    return held, note if count else ""
+    return weights, note if count else ""
 
 
-def _require_no_scales(found: Mapping[str, Fragment]) -> None:
+def _require_no_scales(fragments: Mapping[str, Fragment]) -> None:
     """The tensors of a model whose config names no quantization have no scales.
 
     Raises:
@@ -110,59 +112,59 @@ def _require_no_scales(found: Mapping[str, Fragment]) -> None:
     """
     pairs = ((INVERSE, ""), ("_scales", "_blocks"), (".weight_scale", ".weight"), (".weight_scale", ".weight_packed"))
     for suffix, elements in pairs:
-        for key in found:
-            if key.endswith(suffix) and key.removesuffix(suffix) + elements in found:
-                reason = f"{found[key].path} holds {key}, and config.json beside it no quantization_config"
+        for key in fragments:
+            if key.endswith(suffix) and key.removesuffix(suffix) + elements in fragments:
+                reason = f"{fragments[key].path} holds {key}, and config.json beside it no quantization_config"
                 raise SourceError(reason, "take config.json from where the files come from")
 
 
-def _mxfp4(found: Mapping[str, Fragment]) -> dict[str, Fragment]:
-    held = {}
-    for key, blocks in found.items():
+def _mxfp4(fragments: Mapping[str, Fragment]) -> dict[str, Fragment]:
+    weights = {}
+    for key, blocks in fragments.items():
         name, suffix = key[:-7], key[-7:]
-        if suffix == "_scales" and f"{name}_blocks" in found:
+        if suffix == "_scales" and f"{name}_blocks" in fragments:
             continue
         if suffix != "_blocks":
-            held[key] = blocks
+            weights[key] = blocks
             continue
-        scales = scales_of(found, f"{name}_scales", blocks, key)
+        scales = scales_of(fragments, f"{name}_scales", blocks, key)
         if blocks.dtype != "U8" or blocks.shape[3:] != (GROUP // 2,):
             raise SourceError(f"{blocks.path}: {key} is {blocks.dtype}{list(blocks.shape)}, not MXFP4")
         require_grid(scales, f"{name}_scales", "U8", blocks.shape[:3])
         experts, rows, groups = blocks.shape[:3]
         wide = groups * GROUP
         factors = Scales("MXFP4", scales, (1, GROUP), 1, experts * rows * wide, f"{name}_scales")
-        held[name] = Fragment(
+        weights[name] = Fragment(
             blocks.path, blocks.offset, "BF16", (experts, wide, rows), (rows * wide, 1, wide),
             scales=factors, member=blocks.member,
         )  # fmt: skip
-    return held
+    return weights
 
 
-def _fp8(found: Mapping[str, Fragment], block: Sequence[int] | None) -> dict[str, Fragment]:
-    held = {}
-    for key, fragment in found.items():
+def _fp8(fragments: Mapping[str, Fragment], block: Sequence[int] | None) -> dict[str, Fragment]:
+    weights = {}
+    for key, fragment in fragments.items():
         name = key.removesuffix(INVERSE)
-        if key.endswith(ACTIVATIONS) and f"{key.removesuffix(ACTIVATIONS)}.weight{INVERSE}" in found:
+        if key.endswith(ACTIVATIONS) and f"{key.removesuffix(ACTIVATIONS)}.weight{INVERSE}" in fragments:
             continue
-        if key.endswith(INVERSE) and name in found:
-            if found[name].dtype != "F8_E4M3":
-                raise UnsupportedError(f"{fragment.path} holds {key} for {found[name].dtype}, not F8_E4M3", KEEP)
+        if key.endswith(INVERSE) and name in fragments:
+            if fragments[name].dtype != "F8_E4M3":
+                raise UnsupportedError(f"{fragment.path} holds {key} for {fragments[name].dtype}, not F8_E4M3", KEEP)
             continue
         if fragment.dtype != "F8_E4M3":
-            held[key] = fragment
+            weights[key] = fragment
             continue
         if len(fragment.shape) < 2:
             raise UnsupportedError(f"{fragment.path}: {key} is FP8{list(fragment.shape)}, which has no blocks", KEEP)
-        scales = scales_of(found, f"{key}{INVERSE}", fragment, key)
+        scales = scales_of(fragments, f"{key}{INVERSE}", fragment, key)
         *stack, rows, columns = fragment.shape
         high, wide = block or (max(rows, 1), max(columns, 1))
-        one = not block and prod(scales.shape) == prod(stack)
-        grid = scales.shape if one else (*stack, -(-rows // high), -(-columns // wide))
+        single = not block and prod(scales.shape) == prod(stack)
+        grid = scales.shape if single else (*stack, -(-rows // high), -(-columns // wide))
         require_floats(scales, f"{key}{INVERSE}")
         require_grid(scales, f"{key}{INVERSE}", scales.dtype, grid)
         least = (min(high, max(rows, 1)), min(wide, max(columns, 1)))
-        held[key] = fragment._replace(
+        weights[key] = fragment._replace(
             dtype="BF16", scales=Scales("FP8", scales, least, rows, columns, f"{key}{INVERSE}")
         )
-    return held
+    return weights

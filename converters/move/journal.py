@@ -293,7 +293,7 @@ def fingerprint(plan: Plan, replicas: str) -> str:
             scaled = of and (of.method, place(of.factors.path), of.factors.offset, of.block, of.rows, of.columns)
             divisor = f" {place(of.whole.path)} {of.whole.offset}" if of and of.whole else ""
             crc = at.member.crc if at.member else 0
-            computed = (at.product or at.pieces) and (at.product, at.pieces, at.shape)
+            computed = (at.product or at.pieces or at.coded) and (at.product, at.pieces or at.coded, at.shape)
             line = f"{place(at.path)} {at.offset} {at.stream} {scaled} {at.strides} {part.leaf.base} {spans} {crc}"
             line += f" {computed}{divisor}\n"
             facts.update(line.encode(errors="surrogateescape"))  # a path is bytes

@@ -47,7 +47,8 @@ class Fragment(NamedTuple):
 
     With `scales` the elements on disk are quantized ones, and `dtype` is what they are read as. `member` is the entry
     of a zip archive that holds the bytes. With a `product` there are no elements on disk: they are computed of others.
-    With `pieces` they are intervals of other tensors, each from an element on.
+    With `pieces` they are intervals of other tensors, each from an element on. With `coded` they are floats of another
+    tensor as FP8, or the scales of these.
     """
 
     path: Path
@@ -60,6 +61,7 @@ class Fragment(NamedTuple):
     member: Member | None = None
     product: Product | None = None
     pieces: tuple[tuple[int, Fragment], ...] = ()
+    coded: Coded | None = None
 
     @property
     def nbytes(self) -> int:
@@ -77,6 +79,7 @@ class Fragment(NamedTuple):
         fragments = [each for each in (self.scales.factors, self.scales.whole) if each] if self.scales else []
         fragments += [self.product.left, self.product.right] if self.product else []
         fragments += [piece for _, piece in self.pieces]
+        fragments += [self.coded.matrix] if self.coded else []
         return tuple(each for fragment in fragments for each in (fragment, *fragment.inputs))
 
 
@@ -100,6 +103,20 @@ class Scales(NamedTuple):
     columns: int
     name: str
     whole: Fragment | None = None
+
+
+class Coded(NamedTuple):
+    """Whose elements a tensor has in FP8, or whose scales it has.
+
+    Attributes:
+        matrix: [rows, columns] in floats, row-major; both are multiples of those of a block.
+        block: rows and columns that share a scale.
+        scales: whether these are the scales.
+    """
+
+    matrix: Fragment
+    block: tuple[int, int]
+    scales: bool
 
 
 class Product(NamedTuple):

@@ -133,6 +133,7 @@ def _models(tag: Path) -> list[TorchFile]:
         SourceError: one is missing, or files of several topologies are there.
         UnsupportedError: the model is cut over several model parallel ranks, and nothing tells how.
     """
+    deepspeed.require_no_experts(tag)
     if universal.is_universal(tag):
         return [_file(path) for path in sorted(tag.iterdir()) if deepspeed.is_model(path.name)][:1]
     shards: dict[int, Path] = {}

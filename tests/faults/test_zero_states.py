@@ -405,3 +405,21 @@ def test_states_of_an_optimizer_are_floats(convert, tmp_path, stage, command, wh
     )
     ran = convert(command, save(tmp_path / "run", model, held, stage), tmp_path / "out", *options)
     refused(ran, 3, f"holds {which} as I32, which is no float")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    "name", ["layer_1_expert_0_mp_rank_00_model_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt"]
+)
+@pytest.mark.parametrize("command", ["zero2hf", "zero2universal", "digest"])
+def test_experts_in_files_of_their_own_are_refused(convert, tmp_path, stage, name, command):
+    """Those of DeepSpeed's MoE layers, without which the module is another model."""
+    import torch
+
+    flat = torch.arange(32.0)
+    weight = torch.empty(0) if stage == 3 else flat.reshape(8, 4).bfloat16()
+    model = {"module": {EMBEDDING: weight}, "param_shapes": [{EMBEDDING: (8, 4)}]}
+    run = save(tmp_path / "run", model, partition(flat, stage), stage)
+    torch.save({"expert.weight": flat}, run / "global_step1" / name)
+    out, options = ([], []) if command == "digest" else ([tmp_path / "out"], list(MASTERS[:3]) * (command == "zero2hf"))
+    refused(convert(command, run, *out, *options), 4, f"holds experts in files of their own ({name})")

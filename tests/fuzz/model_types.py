@@ -52,10 +52,14 @@ def attack(seed: int, folder: Path) -> str:
     if code:
         return "refused"
     case = f"seed {seed}: a {kind} that its config calls {said}: exit 0\n{told}"
-    with quiet(), torch.no_grad():
-        model, about = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
-        found = model.eval()(input_ids=torch.arange(3, 19)[None]).logits
-    assert not (about["missing_keys"] or about["unexpected_keys"]), f"{case}{about}"
+    try:
+        with quiet(), torch.no_grad():
+            model, about = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+            found = model.eval()(input_ids=torch.arange(3, 19)[None]).logits
+    except Exception as error:
+        raise AssertionError(f"{case}transformers computes nothing with it: {error}") from error
+    wrong = [*about["missing_keys"], *about["unexpected_keys"]]
+    assert not wrong, f"{case}{wrong}"
     assert torch.allclose(found, logits, atol=1e-4), case
     return "right"
 

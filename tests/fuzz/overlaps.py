@@ -1,4 +1,4 @@
-"""An OUT that is, holds, or is in something that a command reads, by any path, with --force: nothing that is read is lost.
+"""An OUT that is, holds, or is in what a command reads, by any path, with --force: nothing that is read is lost.
 
 A command that ends well has written OUT; whatever it ends with, all files that it has read are there as they were.
 """
@@ -51,7 +51,7 @@ def attack(seed: int, folder: Path) -> str:
 
 
 def _is_new(path: Path, out: Path, inputs: dict[str, Path]) -> bool:
-    """Whether a file is of an OUT that is in an input, where it is no part of that: a model in the folder of its base."""
+    """Whether a file is of an OUT in an input that it is no part of: a model in the folder of its base."""
     below = out.resolve()
     return below in path.resolve().parents and below not in [one.resolve() for one in inputs.values()]
 

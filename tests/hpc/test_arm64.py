@@ -90,7 +90,7 @@ def test_the_bytes_are_those_of_this_machine(machine, model, tmp_path):
         for words in PATH:
             ran = subprocess.run(
                 [*python, "-m", "vitruvian", "convert", *words], cwd=tmp_path / name, env=env, capture_output=True,
-                text=True, timeout=200, check=False,
+                text=True, timeout=400, check=False,
             )  # fmt: skip
             assert ran.returncode == 0, ran.stderr
     for words in PATH:

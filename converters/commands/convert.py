@@ -10,6 +10,7 @@ import click
 from converters.commands.options import (
     FOLDER,
     adapter,
+    archive,
     at_iteration,
     chat_template,
     deepspeed_reading,
@@ -49,6 +50,7 @@ READ = (MEGATRON_FSDP, DIST, MEGATRON)
 @command()
 @places
 @megatron_files
+@archive
 @topology
 @stages
 @experts
@@ -156,7 +158,8 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
     if failed:
         raise SourceError(f"{len(failed)} of {len(runs)} checkpoints of {src} were not converted", failed[0].hint)
     if repo and options["dry_run"]:
-        click.echo(f"then   push {out} to {repo}")
+        if not options["as_json"]:
+            click.echo(f"then   push {out} to {repo}")
     elif repo and options["share"] is None:
         context.invoke(push, out=out, repo=repo, quiet=options["quiet"], as_json=options["as_json"])
 
@@ -225,6 +228,7 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
 @command()
 @places
 @megatron_files
+@archive
 @topology
 @stages
 @experts

@@ -15,8 +15,9 @@ TITLES: Mapping[str, str] = {
         config tokenizer family vocab_size settings accept drop verbatim allow_missing container gqa_layout tag weights
         adapter source splits revision inputs tokenizer_type form key""",
     "How OUT is cut": """
-        format for_trainer tp pp vpp first_stage_layers last_stage_layers pp_layout ep etp experts glu_interleave norm
-        layout make_vocab_size_divisible_by true_vocab_size megatron_version ranks shard_size iteration to prefix""",
+        format archive for_trainer tp pp vpp first_stage_layers last_stage_layers pp_layout ep etp experts
+        glu_interleave norm layout make_vocab_size_divisible_by true_vocab_size megatron_version ranks shard_size
+        iteration to prefix""",
     "Optimizer": "with_optimizer optimizer consumed_samples",
     "Values and tokens": """
         dtype quantize replicas chat_template template append_eod eod control_tokens extra no_new pack length ftfy

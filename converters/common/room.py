@@ -1,7 +1,8 @@
-"""Room for an output: bytes and files, on its file system and within the quotas of Lustre."""
+"""Room for an output: bytes and files, on its file system and within the quotas of Lustre and of JSC's GPFS."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -58,8 +59,9 @@ def rooms(place: Path) -> Iterator[Room]:
     """What the file system of a folder has, and what quotas of it leave."""
     held = os.statvfs(place)
     yield Room(held.f_bavail * held.f_frsize, held.f_favail if held.f_files else NONE, str(place))
-    if _mounted(place) == "lustre":
-        yield from _lustre(place)
+    quotas = {"lustre": _lustre, "gpfs": _jutil}.get(_mounted(place))
+    if quotas:
+        yield from quotas(place)
 
 
 def _mounted(place: Path) -> str:
@@ -99,6 +101,30 @@ def _lustre(place: Path) -> Iterator[Room]:
             max(0, most_files - files) if most_files else NONE,
             f"the quota of {kind} {number} on {place}",
         )
+
+
+def _jutil(place: Path) -> Iterator[Room]:
+    """The quota of the project of JSC whose folder this is in, as of some hours ago.
+
+    A project's folders are `/e/project1/PROJECT`, `/p/scratch/PROJECT` and the like. What `jutil` prints is a list of
+    objects with `project-dir`, `data-usage`, `data-hard-limit` (`17KB`), `inode-usage`, `inode-hard-limit`, where 0 is
+    no limit: so the quota parsers of ECMWF's Anemoi read it. Not tried on the machine.
+    """
+    place = place.resolve()
+    project = place.parts[3] if len(place.parts) > 3 else ""
+    told = _asked("jutil", "project", "dataquota", "-p", project, "-o", "json", "-U", "KB") if project else ""
+    try:
+        held = [one for one in json.loads(told) if place.is_relative_to(one["project-dir"])]
+        for one in held:
+            kilobytes, most = (int(str(one[name]).removesuffix("KB")) for name in ("data-usage", "data-hard-limit"))
+            files, most_files = (int(one[name]) for name in ("inode-usage", "inode-hard-limit"))
+            yield Room(
+                1024 * max(0, most - kilobytes) if most else NONE,
+                max(0, most_files - files) if most_files else NONE,
+                f"the quota of project {project} on {one['project-dir']}",
+            )
+    except (ValueError, KeyError, TypeError):  # nothing was printed, or something else
+        return
 
 
 def _asked(*words: str) -> str:

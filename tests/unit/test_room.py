@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 
 import pytest
@@ -76,3 +77,27 @@ def test_what_is_said_is_what_is_made(convert, model, tmp_path):
     made = len([*(tmp_path / "out").rglob("*")]) + 1
     assert said.split()[-4:] == [str(made + 2), "files", "and", "folders"]  # and OUT.partial with its journal
     assert files(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("limits", "left"), [(("1000KB", "70"), (900 * 1024, 65)), (("0KB", "0"), (room.NONE, room.NONE))]
+)
+def test_quotas_of_a_project_at_jsc_count(tmp_path, monkeypatch, limits, left):
+    """Of the project whose folder it is, whatever others there are; what is printed otherwise counts for nothing."""
+    place = tmp_path / "run"
+    place.mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(room, "_mounted", lambda _: "gpfs")
+    entry = {"data-usage": "100KB", "data-hard-limit": limits[0], "inode-usage": 5, "inode-hard-limit": limits[1]}
+    script = tmp_path / "jutil"
+
+    def prints(text: str) -> list[room.Room]:
+        script.write_text(f"#!/bin/sh\n[ \"$3 $4\" = '-p {tmp_path.parts[3]}' ] && cat <<'END'\n{text}\nEND\n")
+        script.chmod(0o755)
+        return [*room.rooms(place)][1:]
+
+    other = {**entry, "project-dir": "/elsewhere"}
+    (found,) = prints(json.dumps([other, {**entry, "project-dir": str(tmp_path)}]))
+    assert (found.nbytes, found.files) == left
+    assert prints("no such project") == []
+    assert prints("[{}]") == []

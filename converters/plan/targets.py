@@ -112,14 +112,17 @@ def plan_megatron(
         optimizer: what is written beside the weights, for a training that is resumed.
         args: arguments of a training that is resumed from another framework.
     """
+    from formats.huggingface.text_alone import WHOLES
     from formats.megatron import classic as megatron
-    from formats.megatron import fsdp_dtensor, megatron_llm, torch_dist
+    from formats.megatron import fsdp_dtensor, lacking, megatron_llm, torch_dist
     from formats.megatron.args import flags
     from formats.megatron.args.options import DIST, FSDP_DTENSOR
     from formats.megatron.details import Megatron
 
     if isinstance(source.spec, Verbatim):
-        raise UnsupportedError(f"{source.root} has no Megatron layout: {source.spec.why}", "see `convert formats`")
+        family, why = source.spec.family, lacking.REASONS.get(source.spec.family, source.spec.why)
+        way = "--only text makes its language model alone, " if family in WHOLES else ""
+        raise UnsupportedError(f"{source.root} has no Megatron layout: {why}", f"{way}see `convert formats`")
     require_vocab(source)
     spec = source.spec
     if tokens is not None:

@@ -226,7 +226,7 @@ def finish_small(plan: Plan, target: Target, request: Request, digests: Mapping[
     """Write the small files into the staging folder."""
     digest.check_source(plan, digests)
     texts = dict(target.texts)
-    if plan.again is None:
+    if plan.again is None or plan.remembered:
         texts[f"{target.home}/{MANIFEST}"] = digest.manifest(plan, digests)
     assets.write(request.root, texts, target.copies)
 

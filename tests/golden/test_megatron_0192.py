@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,6 +103,22 @@ def test_its_optimizer(convert, tmp_path):
             assert theirs[:rows].equal(ours[:rows]), f"{state} of {name}"
             assert theirs[:rows].any()
         begin += -(-size // 64) * 64
+
+
+def test_a_universal_checkpoint_has_a_manifest(convert, tmp_path):
+    """Of weights and moments; `verify` reads both, and a conversion out of it compares them."""
+    base, out = tmp_path / "base", tmp_path / "universal"
+    assert convert("megatron2hf", RUN, base, *VOCAB).code == 0
+    assert convert("zero2universal", RUN, out, "--config", base).code == 0
+    assert convert("verify", out).code == 0
+    path = next(out.glob("global_step*/zero/model.norm.weight/exp_avg.pt"))
+    with zipfile.ZipFile(path) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("/data/0"))
+        held, numbers = path.read_bytes(), archive.read(name)
+    place = held.index(numbers)
+    path.write_bytes(held[:place] + bytes([held[place] ^ 1]) + held[place + 1 :])
+    ran = convert("verify", out)
+    assert (ran.code, "exp_avg.final_norm" in ran.err) == (6, True), ran.err
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -43,6 +43,7 @@ SECTIONS = {
         neox.average_norms,
         combine.average,
         combine.merge,
+        combine.peft2megatron,
         watch.watch,
         submit.submit,
     ),

@@ -228,7 +228,7 @@ def finish_small(plan: Plan, target: Target, request: Request, digests: Mapping[
     """Write the small files into the staging folder."""
     digest.check_source(plan, digests)
     assets.write(request.root, target.texts, target.copies)
-    if plan.again is None:
+    if plan.again is None or plan.remembered:
         small = sorted(name for name in {*target.texts, *target.copies} if is_read_with_model(PurePath(name).name))
         home = request.root / target.home
         held = small_digests(home, [os.path.relpath(name, target.home) for name in small])

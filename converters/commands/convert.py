@@ -90,6 +90,8 @@ def hf2megatron(src: Path, out: Path, **options: Any) -> None:
 @shard_size
 @at_iteration
 @chat_template
+@click.option("--adapter", type=click.Choice(["only"]),
+              help="Of a training of Megatron-Bridge with LoRA: the adapter, as PEFT saves it.")  # fmt: skip
 @reading_of(*READ)
 @writing
 def megatron2hf(src: Path, out: Path, **options: Any) -> None:

@@ -68,7 +68,11 @@ def write_new(path: Path, text: str) -> None:
     write_file(path, text.encode())
 
 
+BRIDGE = "bridge"
+"""An adapter of Megatron-Bridge."""
 NEXT = {
+    BRIDGE: "Megatron-Bridge with checkpoint.load={out}, checkpoint.pretrained_checkpoint=BASE, load_optim=False and "
+    "peft as in run_config.yaml",
     HUGGINGFACE: 'AutoModelForCausalLM.from_pretrained("{out}"), or `convert push {out} ORG/NAME`',
     MEGATRON_RUN: "--load {out}, with the flags in {out}/megatron_flags.txt",
     FSDP: 'dcp.load({{"model": state_dict}}, checkpoint_id="{out}")',

@@ -14,7 +14,14 @@ MEGATRON = Format(
     ranked=True,
 )
 ABOUT = "Megatron-LM's --ckpt-format torch_dist: torch DCP (.metadata, .distcp) with metadata.json"
-DIST = replace(MEGATRON, name="megatron_dist", about=ABOUT, reads="formats.megatron.torch_dist", ranked=False)
+DIST = replace(
+    MEGATRON,
+    name="megatron_dist",
+    about=ABOUT,
+    reads="formats.megatron.torch_dist",
+    reader_options=("adapter",),
+    ranked=False,
+)
 MEGATRON_FSDP = replace(
     MEGATRON,
     name="megatron_fsdp",

@@ -19,6 +19,7 @@ from formats.errors import SourceError, UnsupportedError
 from formats.layout.tensors import BUFFERS
 from formats.megatron import optimizer_reader
 from formats.megatron.chained_optimizer import decays
+from formats.megatron.details import Megatron
 from formats.megatron.optimizer import Optimizer as Native
 from formats.optimizer import Group, Optimizer, group_of, step_tensor
 
@@ -31,7 +32,10 @@ def is_trained(source: Checkpoint) -> bool:
 
 
 def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]]:
-    """Its states, and what `inspect` says of it."""
+    """Its states, and what `inspect` says of it: of another optimizer than Adam the master weights alone."""
+    masters, others = optimizer_reader.masters(source)
+    if masters:
+        return masters, {"optimizer": source.details_of(Megatron).args["optimizer"], "left": list(others)}
     optimizer = optimizer_reader.read(source)
     return optimizer.states, {"distributed": optimizer.distributed}
 

@@ -17,7 +17,6 @@ from typing import Any
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError
 from formats.layout.tensors import BUFFERS
-from formats.megatron import optimizer_reader
 from formats.megatron.chained_optimizer import decays
 from formats.megatron.optimizer import Optimizer as Native
 from formats.optimizer import Group, Optimizer, group_of, step_tensor
@@ -32,6 +31,8 @@ def is_trained(source: Checkpoint) -> bool:
 
 def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]]:
     """Its states, and what `inspect` says of it."""
+    from formats.megatron import optimizer_reader
+
     optimizer = optimizer_reader.read(source)
     return optimizer.states, {"distributed": optimizer.distributed}
 
@@ -43,6 +44,8 @@ def read(source: Checkpoint) -> Optimizer:
         SourceError: there is none, or it is damaged, incomplete, or without its step or settings.
         UnsupportedError: it is not Adam's, or kept in a way that cannot be cut again.
     """
+    from formats.megatron import optimizer_reader
+
     native = optimizer_reader.read(source)
     try:
         groups = {bool(group["wd_mult"]): group_of(group, str(source.home)) for group in native.groups}

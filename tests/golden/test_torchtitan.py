@@ -147,7 +147,7 @@ WRONG = [(name, what) for name in JUDGED for what in MISTAKES if "qwen3" in name
 @pytest.mark.parametrize(("name", "mistake"), WRONG)
 def test_logits_show_a_wrong_table(convert, tmp_path, monkeypatch, name, mistake):
     case, changes = HERE / name, MISTAKES[mistake]
-    table = torchtitan.TITAN[family(case)]
+    table = torchtitan.layouts()[family(case)]
     monkeypatch.setitem(torchtitan.TITAN, family(case), mistaken(table, changes, ROWS[family(case)]))
     ran = convert("fsdp2hf", case / "step-1", tmp_path / "out", "--config", case / "hf")
     assert ran.code == 0, ran.err

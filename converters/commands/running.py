@@ -29,9 +29,8 @@ def request_of(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Req
     policy = replicas_of(source, options["replicas"])
     limits = Limits(options["threads"], options["memory"], policy, accepted=options["accept"])
     cast = None if options["dtype"] == "keep" else options["dtype"]
-    return Request(
-        place_of(out), cast, limits, options["force"], options["verify"], options["quiet"] or options["as_json"]
-    )
+    quiet = options["quiet"] or options["as_json"]
+    return Request(place_of(out), cast, limits, options["force"], options["verify"], quiet, stripes=options["stripes"])
 
 
 def output_of(options: Mapping[str, Any]) -> Output:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -58,11 +57,11 @@ def rooms(place: Path) -> Iterator[Room]:
     """What the file system of a folder has, and what quotas of it leave."""
     held = os.statvfs(place)
     yield Room(held.f_bavail * held.f_frsize, held.f_favail if held.f_files else NONE, str(place))
-    if _mounted(place) == "lustre":
+    if mounted(place) == "lustre":
         yield from _lustre(place)
 
 
-def _mounted(place: Path) -> str:
+def mounted(place: Path) -> str:
     """The type of the file system that a folder is on; empty where Linux does not tell."""
     try:
         lines = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
@@ -85,11 +84,11 @@ def _lustre(place: Path) -> Iterator[Room]:
     Lustre 2.15).
     """
     status = place.stat()
-    told = _asked("lfs", "project", "-d", str(place)).split()
+    told = asked("lfs", "project", "-d", str(place)).split()
     project = told[0] if told and told[0].isdigit() and told[0] != "0" else ""
-    asked = {"user": str(os.getuid()), "group": str(status.st_gid), "project": project}
-    for kind, number in asked.items():
-        words = _asked("lfs", "quota", "-q", f"-{kind[0]}", number, str(place)).split() if number else []
+    owners = {"user": str(os.getuid()), "group": str(status.st_gid), "project": project}
+    for kind, number in owners.items():
+        words = asked("lfs", "quota", "-q", f"-{kind[0]}", number, str(place)).split() if number else []
         numbers = [word.rstrip("*") for word in words[-8:]]
         if len(numbers) != 8 or not all(numbers[index].isdigit() for index in (0, 2, 4, 6)):
             continue
@@ -101,10 +100,12 @@ def _lustre(place: Path) -> Iterator[Room]:
         )
 
 
-def _asked(*words: str) -> str:
+def asked(*words: str) -> str:
     """What a command prints; empty where there is none of that name, or it fails."""
     if shutil.which(words[0]) is None:
         return ""
+    import subprocess
+
     try:
         ran = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=False)  # noqa: S603
     except subprocess.TimeoutExpired:

@@ -60,6 +60,7 @@ class Request:
         verify: read the output back and compare.
         quiet: no progress is printed.
         tell: called with progress.
+        stripes: on Lustre, files are spread over its disks by their size.
         commit_seconds: how often finished work is forced to disk and noted.
     """
 
@@ -70,6 +71,7 @@ class Request:
     verify: bool = True
     quiet: bool = False
     tell: Tell | None = field(default=None, compare=False)
+    stripes: bool = True
     commit_seconds: float = COMMIT_SECONDS
 
     @property

@@ -127,7 +127,7 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
     from converters.hub.push_plan import check_names
     from converters.hub.upload import require_token
     from converters.plan.output import plan_output
-    from formats.fsdp.checkpoint import checkpoints
+    from formats.fsdp.runs import checkpoints
 
     old_src, old_out, old_config = (options.pop(name) for name in ("old_src", "old_out", "old_config"))
     if old_src is not None and src is None:  # the flags, and the default, of ControlLLM's converter
@@ -135,7 +135,7 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
     options["config"] = options["config"] or old_config
     if src is None or out is None:
         raise UsageError("two folders are needed", "convert fsdp2hf CHECKPOINT OUT --config BASE")
-    runs = {run: out / run.name for run in checkpoints(folder_of(src).folder)} or {src: out}
+    runs = {run: out / run.name for run in checkpoints(folder_of(src).folder, FSDP.reader.detect)} or {src: out}
     if repo and len(runs) > 1:
         raise UsageError(f"{src} holds {len(runs)} checkpoints, --push sends one", f"name one: {next(iter(runs))}")
     if repo:

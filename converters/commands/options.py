@@ -241,6 +241,8 @@ writing = together(
                  help="Do the I-th of N parts, beside others on any nodes. The same command without it finishes."),
     click.option("--verify/--no-verify", default=True, show_default=True,
                  help="Read OUT back and compare before it is published."),
+    click.option("--stripes/--no-stripes", default=True, show_default=True,
+                 help="On Lustre: spread the files of OUT over its disks, by their size."),
     effort,
     click.option("-q", "--quiet", is_flag=True, help="No progress."),
     as_json,

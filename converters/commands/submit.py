@@ -166,12 +166,11 @@ def _plans(context: click.Context, words: tuple[str, ...]) -> tuple[list[Mapping
     """
     group = context.parent.command if context.parent else None
     name, *rest = words or ("",)
-    known = {one.name: one for one in group.sections["Convert"]} if isinstance(group, Sections) else {}
-    if name not in known or name == "submit":
+    if not isinstance(group, Sections) or name not in group.sections["Convert"] or name == "submit":
         raise UsageError(f"{name!r} is no conversion", "convert submit --site lumi hf2megatron SRC OUT --tp 8")
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown), known[name].make_context(name, [*rest, "--dry-run", "--json"]) as called:
-        known[name].invoke(called)
+    shown, conversion = io.StringIO(), group.commands[name]
+    with contextlib.redirect_stdout(shown), conversion.make_context(name, [*rest, "--dry-run", "--json"]) as called:
+        conversion.invoke(called)
     text, decoder = shown.getvalue().strip(), json.JSONDecoder()
     plans = []
     while text:

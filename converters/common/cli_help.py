@@ -24,8 +24,8 @@ TITLES: Mapping[str, str] = {
         sample seed dedup""",
     "The job": "site account partition nodes time sbatch image jobs bench launcher save_seconds preflight",
     "How it is done": """
-        repo dry_run force share parts verify threads memory workers strict max_drop_rate cache listing html tensors
-        blocks quiet as_json _click_default_help""",
+        repo dry_run force share parts verify stripes threads memory workers strict max_drop_rate cache listing html
+        tensors blocks quiet as_json _click_default_help""",
 }
 """Title: the options below it, by the names of their parameters, in its order of titles."""
 

@@ -288,6 +288,7 @@ def asked(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Request:
         limits_of(options, replicas_of(source, options.get("replicas"))),
         force=options.get("force", False),
         verify=options.get("verify", True),
+        stripes=options.get("stripes", True),
         quiet=True,
         tell=options.get("progress"),
         named=named_of(options),

@@ -121,6 +121,7 @@ class Conversion(Planning, Effort, total=False):
 
     force: bool
     verify: bool
+    stripes: bool
 
 
 class Kind(NamedTuple):
@@ -170,7 +171,7 @@ KINDS: Mapping[str, Kind] = {
     "norm": choice(LayerNames), "experts": choice(LayerNames), "with_optimizer": FLAG, "force": FLAG, "archive": FLAG,
     "format": choice(Container), "layout": choice(LayerFiles),
     "optimizer": choice(OptimizerFiles), "for_trainer": choice(Trainer), "verify": FLAG, "prefetch": number(0),
-    "dtype": choice(Dtype), "quantize": choice(Quantization),
+    "dtype": choice(Dtype), "quantize": choice(Quantization), "stripes": FLAG,
 }  # fmt: skip
 """Option: what it has to be."""
 RANKS = dict.fromkeys(("tp", "pp", "ep", "ranks"), RANK)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, short
-from formats.torch_files.archive import read_torch
 from formats.torch_files.saved_names import LAYER, MODEL, MODEL_OF_STAGE_3
 
 LATEST = "latest"
@@ -51,6 +50,8 @@ def value_of(file: Path) -> Any:
 
 @lru_cache(maxsize=8)
 def _value_of(file: Path, *_: int) -> Any:
+    from formats.torch_files.archive import read_torch
+
     return read_torch(file).value
 
 

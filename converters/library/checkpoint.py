@@ -116,7 +116,8 @@ class Checkpoint:
     def tensors(self, to: Target = "huggingface", **options: Unpack[Effort]) -> Iterator[tuple[str, Array]]:
         """Name and elements of every tensor in a layout, in the order of its files, one at a time in memory.
 
-        Beside the tensors that the caller keeps, memory is bounded. The bytes are those of a conversion. At the end the checksums of the source are compared.
+        The bytes are those of a conversion, and memory is bounded, beside what the caller keeps. At the end the
+        checksums of the source are compared.
 
         Raises:
             UnsupportedError: one is bfloat16 or float8, and ml_dtypes is not installed.

@@ -24,14 +24,14 @@ def request_of(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Req
     """What the options of `writing` ask for."""
     from converters.common.hub_names import place_of
     from converters.plan.opening import replicas_of
-    from converters.plan.request import Limits, Request
+    from converters.plan.request import Limits, Request, named_of
 
     policy = replicas_of(source, options["replicas"])
     limits = Limits(options["threads"], options["memory"], policy, accepted=options["accept"])
     cast = None if options["dtype"] == "keep" else options["dtype"]
-    return Request(
-        place_of(out), cast, limits, options["force"], options["verify"], options["quiet"] or options["as_json"]
-    )
+    quiet = options["quiet"] or options["as_json"]
+    named = named_of(options)
+    return Request(place_of(out), cast, limits, options["force"], options["verify"], quiet, named=named)
 
 
 def output_of(options: Mapping[str, Any]) -> Output:

@@ -32,7 +32,7 @@ from converters.move.source_checks import Verdict
 from converters.plan import plan as plans
 from converters.plan.opening import open_only, open_training, replicas_of, source_of
 from converters.plan.output import UNIVERSAL, plan_output
-from converters.plan.request import Request
+from converters.plan.request import Request, named_of
 from converters.prove import digest
 from formats.disk.handle import is_elsewhere
 from formats.errors import UsageError
@@ -198,10 +198,10 @@ def check(planned: plans.Plan, request: Request) -> None:
 
         deliver.check(planned, request)
         return
-    for source in planned.sources:
-        check_paths(source, request)
-        check_manifest(source)
     assert planned.target is not None
+    for source in planned.sources:
+        check_paths(source, request, planned.target.copies.values())
+        check_manifest(source)
     check_room(planned.target, request)
 
 
@@ -293,4 +293,5 @@ def asked(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Request:
         verify=options.get("verify", True),
         quiet=True,
         tell=options.get("progress"),
+        named=named_of(options),
     )

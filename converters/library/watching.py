@@ -89,9 +89,14 @@ def begin(watch: Watch, *, anew: bool = True) -> None:
         anew: the time without a new checkpoint begins now.
 
     Raises:
-        UsageError: the log is of another training, or of other options.
+        UsageError: the log is of another training, or of other options; or what is read may be deleted.
         OutputError: the file system has no locks.
     """
+    config = watch.options.get("config")
+    if watch.keep is not None and config is not None and watch.out.resolve() in Path(config).resolve().parents:
+        raise UsageError(
+            f"--keep deletes folders of {watch.out}, and --config {config} is in it", "choose another --out"
+        )
     watch.place.mkdir(parents=True, exist_ok=True)
     with _appending(watch) as (held, append):
         if not last(held) and not _is_same(watch, held):

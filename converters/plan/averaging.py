@@ -11,7 +11,7 @@ from pathlib import Path
 from converters.plan.agreement import setting_differences
 from converters.plan.opening import replicas_of
 from converters.plan.output import Output, plan_output
-from converters.plan.plan import Input, Job, Plan, Term, make_plan
+from converters.plan.plan import Input, Job, Plan, Term, make_plan, require_castable
 from converters.plan.request import Request
 from converters.plan.targets import require_vocab
 from converters.plan.training_state import as_weights, optimizer_of, training_of
@@ -105,6 +105,8 @@ def plan_average(
     planned = plan_output(sources[0], request, to, output)
     for source in sources:
         _require_names(source, planned)
+    for source in sources if request.cast else ():
+        require_castable(source)
     if request.cast is None:
         _require_types(sources)
     held, notes = zip(*map(_masters, sources), strict=True)

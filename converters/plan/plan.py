@@ -17,16 +17,18 @@ from typing import Any, NamedTuple
 from converters.plan.parts import Copies, Part, Parts, empty, parts_of, written_parts
 from formats.checkpoint import Checkpoint, OutputFile, Target
 from formats.disk.safetensors import DTYPES, FLOATS, Fragment
-from formats.errors import RefusedError, UnsupportedError
+from formats.errors import RefusedError, UnsupportedError, some
 from formats.layout.leaves import Leaf
 from formats.layout.table import ORIGINAL, Placed, Replica
 from formats.layout.tensors import EXACT
-from formats.model.spec import Spec
+from formats.model.spec import Spec, Verbatim
 
 PADDING = "padding"
 """The state that rows of a vocabulary's padding are in, where a training is resumed with them."""
 MASTERS = "fp32"
 """The state of an optimizer that weights are rounded from."""
+UNCAST = ("F8", "C64")
+"""Element types that are neither integers nor cast: eight bits of a float, complex numbers."""
 SCALE = re.compile(r"(.*)[._](?:scale(?:_inv)?|SCB|absmax)")
 """What weights of 8 bits, named before it, are multiplied by; the last two are bitsandbytes'."""
 CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
@@ -143,7 +145,9 @@ class Job:
     def edges(self) -> tuple[str, ...]:
         """The named changes of value on the way."""
         cast = [] if self.source_dtype == self.dtype else [f"cast {self.source_dtype} to {self.dtype}"]
-        coded = sorted({part.fragment.scales.method for part in self.sources if part.fragment.scales})
+        fragments = [part.fragment for part in self.sources]
+        coded = sorted({fragment.scales.method for fragment in fragments if fragment.scales})
+        rounded = ["quantize to FP8 by blocks"] * any(fragment.coded for fragment in fragments)
         kind = "last" if self.last else "mean"
         grow = [] if self.rows is None else [f"{kind} of {self.rows} rows as {self.shape[0] - self.rows} new rows"]
         added = [f"sum over {1 + len(self.replicas)} ranks"] if self.partial and self.replicas else []
@@ -151,7 +155,7 @@ class Job:
         plus = any(term.job.less_one[0] for term in self.terms) or self.shift > 0
         moved = ["add one to a norm that is stored less one"] if plus and self.targets else []
         moved += ["take one off a norm"] if self.shift < 0 and self.targets else []
-        return (*(f"dequantize {method} to BF16" for method in coded), *added, *cast, *moved, *grow, *summed)
+        return (*(f"dequantize {method} to BF16" for method in coded), *rounded, *added, *cast, *moved, *grow, *summed)
 
 
 class Input(NamedTuple):
@@ -234,7 +238,7 @@ def make_plan(
 
     Raises:
         RefusedError: a side does not cover a tensor, or covers it twice.
-        UnsupportedError: what would be cast are weights of 8 bits with scales.
+        UnsupportedError: what would be cast are weights of 8 bits with scales, or numbers that have no cast.
     """
     held, twins = parts_of(source.tensors), parts_of(source.twins)
     partial, centred = (_marked(source.tensors, condition) for condition in ("partial", "centred"))
@@ -243,7 +247,7 @@ def make_plan(
     repeated = _repeated(target) if target and target.padding == "last" else {}
     dtypes = source.dtypes()
     if cast:
-        _require_no_scales(source)
+        require_castable(source)
     jobs = []
     padded = source.padded_vocab
     boxes = zip(source.spec.boxes(padded), (spec or source.spec).boxes(padded), strict=True)
@@ -292,20 +296,28 @@ def _marked(tensors: Iterable[Placed], condition: str) -> set[tuple[str, int | N
     }
 
 
-def _require_no_scales(source: Checkpoint) -> None:
-    """A cast takes the tensors one by one: weights of 8 bits would stay, and their scales be rounded.
+def require_castable(source: Checkpoint) -> None:
+    """A cast takes the tensors one by one: quantized weights would stay, and their scales be rounded.
 
     Raises:
-        UnsupportedError: there are scales.
+        UnsupportedError: there are such weights, or numbers that are neither integers nor cast.
     """
     dtypes = {placed.key: placed.fragment.dtype for placed in source.tensors}
-    small = {key for key, dtype in dtypes.items() if DTYPES[dtype] == 1 and dtype != "BOOL"}
+    odd = [key for key, dtype in dtypes.items() if dtype not in FLOATS]
+    small = {key for key in odd if DTYPES[dtypes[key]] == 1 and dtypes[key] != "BOOL"}
+    found = ""
     for key in dtypes if small else ():
         scaled = SCALE.fullmatch(key)
         if scaled and not small.isdisjoint((scaled[1], f"{scaled[1]}.weight")):
-            raise UnsupportedError(
-                f"{source.root} holds weights of 8 bits with scales, such as {key}", "leave --dtype out"
-            )
+            found = f"weights of 8 bits with scales, such as {key}"
+            break
+    uncast = [key for key in odd if dtypes[key].startswith(UNCAST)]
+    if not found and uncast:
+        found = f"{uncast[0]} as {dtypes[uncast[0]]}, and a cast is between {some([*FLOATS], 4)}"
+    if not found and odd and (source.config or {}).get("quantization_config") and isinstance(source.spec, Verbatim):
+        found = f"quantized weights, as its quantization_config says, such as {odd[0]}"
+    if found:
+        raise UnsupportedError(f"{source.root} holds {found}", "leave --dtype out")
 
 
 def cast_dtype(dtype: str, cast: str | None, tensor: str = "") -> str:

@@ -139,6 +139,7 @@ bench: $(VENV)/.test  ## compare with cp, with other converters, tokenizers and 
 	$(BIN)/python -m tests.bench.bench
 	$(BIN)/python -m tests.bench.data
 	$(BIN)/python -m tests.bench.library
+	$(BIN)/python -m tests.bench.remote
 
 bench-large: $(VENV)/.test  ## plans of Llama 3.1 405B and DeepSeek-V3, on checkpoints of holes
 	$(BIN)/python -m tests.bench.large

@@ -117,6 +117,9 @@ class Plan:
 
     plan: plans.Plan = field(repr=False)
 
+    def __repr__(self) -> str:
+        return f"Plan({len(self.plan.jobs)} tensors, {self.nbytes} bytes, {len(self.files)} files)"
+
     @cached_property
     def record(self) -> dict[str, Any]:
         """What `convert plan --json` says."""

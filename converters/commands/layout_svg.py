@@ -30,7 +30,7 @@ NAMES = {"query": "q", "key": "k", "value": "v"}
 
 STYLE = """\
 text{font:13px ui-sans-serif,system-ui,"Segoe UI",sans-serif;fill:#1b1f24}
-.h{font-weight:600;font-size:15px}.s{font-size:12px;fill:#57606a}.b{font-size:12px;fill:#111;text-anchor:middle}
+.h{font-weight:600;font-size:15px}.s{font-size:12px;fill:#57606a}.b{font-size:12px;fill:#111;text-anchor:middle;paint-order:stroke;stroke:#fff9;stroke-width:3px}
 .bg{fill:#fff}rect.k{stroke:#333;stroke-width:.7}
 .c0{fill:#9ecbf0}.c1{fill:#f5c26b}.c2{fill:#8fd6bd}.c3{fill:#e6b3d0}.c4{fill:#e9e27f}.c5{fill:#d5c7f2}
 .cf{fill:#e4e4e4}
@@ -192,7 +192,7 @@ def picture(spec: ModelSpec, tensors: Sequence[str], tp: int) -> str:
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-            f'role="img" aria-label="{escape(about)}">',
+            f'style="max-width:100%;height:auto" role="img" aria-label="{escape(about)}">',
             f"<title>{escape(about)}</title><style>{STYLE}</style>{HATCHES}",
             f'<rect class="bg" width="{WIDTH}" height="{height}"/>',
             *body,
@@ -207,13 +207,13 @@ def _column(
 ) -> tuple[list[str], float]:
     """The lines of a column, and where it ends."""
     top = float(MARGIN + LINE)
-    lines = [f'<text class="h" x="{left:.0f}" y="{top - 4:.0f}">{escape(column.title)}</text>']
+    lines = [f'<text class="h" x="{left:.0f}" y="{top - 6:.0f}">{escape(column.title)}</text>']
     for text in wrap(column.refusal, int(width / 7)):
         top += LINE
         lines.append(f'<text class="s" x="{left:.0f}" y="{top - 3:.0f}">{escape(text)}</text>')
     for bar in column.bars:
         top += LINE
-        lines.append(f'<text class="s" x="{left:.0f}" y="{top - 3:.0f}">{escape(bar.title)}</text>')
+        lines.append(f'<text class="s" x="{left:.0f}" y="{top - 5:.0f}">{escape(bar.title)}</text>')
         for block in _fewer(bar.blocks):
             high = max(LEAST, min(block.size * scale, 4.0 * LEAST))
             colour = colours.get(block.tensor)

@@ -73,7 +73,7 @@ def norm_of(run) -> torch.Tensor:
 def test_the_plan_names_the_change(model, convert, tmp_path):
     source, run = model("qwen3_5_text", "bfloat16"), tmp_path / "m"
     there = json.loads(convert("hf2megatron", source, run, "-n", "--json").out)
-    assert there["edges"] == {"take one off a norm": 3}
+    assert there["edges"] == {"subtract 1 from a norm": 3}
     assert convert("hf2megatron", source, run).code == 0
     back = json.loads(convert("megatron2hf", run, tmp_path / "b", "-n", "--json").out)
     assert back["edges"] == {"add one to a norm that is stored less one": 3}

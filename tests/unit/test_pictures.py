@@ -226,7 +226,7 @@ def test_a_browser_shows_a_comparison_and_a_checkpoint(changed, convert, tmp_pat
     convert("diff", *changed, "--html", tmp_path / "diff.html")
     shown = seen(tmp_path / "diff.html", "q_proj", tmp_path / "profile")
     assert "1 of 2 kinds of tensors" in shown
-    assert "1 of 2 parts differ" in shown  # the half of a head
+    assert "1 of 2 differ" in shown  # the half of a head
     convert("inspect", changed[0], "--html", tmp_path / "hf.html")
     shown = seen(tmp_path / "hf.html", "q_proj", tmp_path / "profile")
     assert "1 of 12 kinds of tensors" in shown

@@ -244,6 +244,7 @@ def _order(
             "query, key and value are in one of two orders, and nothing in the files of Megatron-DeepSpeed tells which",
             "--gqa-layout grouped for a training with code from before 2024-12-04 (group by group: its queries, key, "
             "value), blocked for newer code of deepspeedai (all queries, all keys, all values of a rank)",
+            gqa_layout="grouped",
         )
     return said, ()
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from formats.disk.handle import opened
 from formats.disk.safetensors import DTYPES, Fragment, read_into
-from formats.errors import RefusedError
+from formats.errors import OptionNeededError, RefusedError
 from formats.layout.columns import Cut, Piece
 from formats.layout.pieces import Scattered, scattered, whole_part
 from formats.model.spec import ModelSpec
@@ -39,7 +39,7 @@ def choose(spec: ModelSpec, found: Found, tp: int, layout: str, old: bool) -> tu
         old: whether the names are those of before September 2024.
 
     Raises:
-        RefusedError: names and weights do not tell, or contradict each other.
+        OptionNeededError: names and weights do not tell, or contradict each other.
     """
     said = {"blocked": "gqa", "grouped": "grouped"}
     if spec.head_dim * spec.kv_heads % spec.heads:  # no head could have its share: the older code did not run so
@@ -52,10 +52,11 @@ def choose(spec: ModelSpec, found: Found, tp: int, layout: str, old: bool) -> tu
         return said["grouped"], ["query, key and value are read as grouped: w1, w2, w3 are from before September 2024"]
     if seen is None or old:
         looks = "their names are from before, their rows look like after it" if old else f"the rows do not tell{why}"
-        raise RefusedError(
+        raise OptionNeededError(
             "heads share keys, and query, key and value are in one of two orders of the same shape: NeoX changed it on "
             f"2024-11-13, and {looks}",
             "add --gqa-layout blocked for a training with newer code, or grouped with older code",
+            gqa_layout="blocked",
         )
     return said[seen], [f"query, key and value are read as {seen}, which is what their rows look like{why}"]
 

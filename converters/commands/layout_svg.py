@@ -187,8 +187,9 @@ def picture(spec: ModelSpec, tensors: Sequence[str], tp: int) -> str:
         body += lines
         bottom = max(bottom, end)
     heads = f"{spec.kv_heads} key/value groups, {spec.heads // spec.kv_heads} query heads in each"
-    about = f"{', '.join(tensors)} of a {spec.family} ({heads}): where the rows of one layer lie"
-    height = round(bottom + 2 * LINE + MARGIN)
+    about = f"{', '.join(tensors)} of a {spec.family} ({heads}): where the rows of one layer are"
+    legend, end = _legend(colours, bottom + LINE)
+    height = round(end + MARGIN)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
@@ -196,7 +197,7 @@ def picture(spec: ModelSpec, tensors: Sequence[str], tp: int) -> str:
             f"<title>{escape(about)}</title><style>{STYLE}</style>{HATCHES}",
             f'<rect class="bg" width="{WIDTH}" height="{height}"/>',
             *body,
-            *_legend(colours, bottom + LINE),
+            *legend,
             "</svg>\n",
         ]
     )
@@ -239,15 +240,20 @@ def _fewer(blocks: Sequence[Block]) -> list[Block]:
     return [*blocks[:ends], Block("", f"… {len(middle)} blocks more", 1), *blocks[-ends:]]
 
 
-def _legend(colours: dict[str, int], top: float) -> Iterator[str]:
-    left = float(MARGIN)
+def _legend(colours: dict[str, int], top: float) -> tuple[list[str], float]:
+    """The lines of the legend, in as many rows as it takes, and where it ends."""
+    lines, left = list[str](), float(MARGIN)
     for name, number in colours.items():
-        yield f'<rect class="k c{number}" x="{left:.0f}" y="{top:.1f}" width="22" height="14"/>'
-        if number:
-            yield f'<rect fill="url(#h{number})" x="{left:.0f}" y="{top:.1f}" width="22" height="14"/>'
         text = f"{name} ({NAMES[name]})" if name in NAMES else name
-        yield f'<text x="{left + 28:.0f}" y="{top + 12:.1f}">{escape(text)}</text>'
+        if left + 44 + 8 * len(text) > WIDTH:
+            left, top = float(MARGIN), top + 1.3 * LINE
+        place = f'x="{left:.0f}" y="{top:.1f}" width="22" height="14"'
+        lines.append(f'<rect class="k c{number}" {place}/>')
+        if number:
+            lines.append(f'<rect fill="url(#h{number})" {place}/>')
+        lines.append(f'<text x="{left + 28:.0f}" y="{top + 12:.1f}">{escape(text)}</text>')
         left += 44 + 8 * len(text)
+    return lines, top + LINE
 
 
 def drawn_tensors(rules: Iterable[Rule]) -> list[str]:

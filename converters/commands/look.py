@@ -55,7 +55,7 @@ TARGETS: dict[str, dict[str, str]] = {
 def inspect(src: Path, tensors: bool, html: Path | None, as_json: bool, **options: Any) -> None:
     """What a checkpoint is: format, family, topology, sizes, files.
 
-    Of a folder with several checkpoint-N, each, the newest first. Where a config is missing, what the files tell.
+    Of a folder with several checkpoint-N, each, the newest first. Without a config, what the files alone say.
     """
     from converters.commands.inspect_text import inspect_lines
     from formats.fsdp.checkpoint import checkpoints

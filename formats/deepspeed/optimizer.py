@@ -131,7 +131,7 @@ def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable
     """How the parameters of each flat group are treated.
 
     Raises:
-        SourceError: the settings are in no form that is known.
+        SourceError: the settings are in an unknown form.
         UnsupportedError: they are not Adam's.
     """
     zero_partitions.require_known(path, kept)
@@ -139,7 +139,7 @@ def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable
     for group in settings:
         members = group.get("params")
         if not isinstance(members, list) or not all(type(one) is int for one in members):
-            raise SourceError(f"{path} holds a parameter group in no form that is known")
+            raise SourceError(f"{path} holds a parameter group in an unknown form")
         found |= dict.fromkeys(members, group_of(group, str(path)))
     return found
 

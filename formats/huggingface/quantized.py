@@ -141,7 +141,7 @@ def _scales(found: Mapping[str, Fragment], name: str, of: Fragment, key: str) ->
         raise SourceError(f"{of.path} holds {key}, and no file its {name}")
     for one, said in ((of, key), (found[name], name)):
         if not one.row_major:
-            raise UnsupportedError(f"{one.path}: {said} does not lie row by row: strides {list(one.strides)}", KEEP)
+            raise UnsupportedError(f"{one.path}: {said} is not stored row by row: strides {list(one.strides)}", KEEP)
     return found[name]
 
 

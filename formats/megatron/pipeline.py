@@ -74,7 +74,9 @@ def _divide(layers: int, parts: int, what: str) -> int:
         raise RefusedError(
             f"{layers} {what} do not divide over {parts} pipeline parts",
             f"--pp times --vpp may be {_divisors(layers)}; stages of other sizes: --first-stage-layers N, "
-            "--last-stage-layers N or --pp-layout LAYOUT" if what == "layers" else "",
+            "--last-stage-layers N or --pp-layout LAYOUT"
+            if what == "layers"
+            else "",
         )
     return layers // parts
 

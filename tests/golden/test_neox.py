@@ -137,7 +137,7 @@ def test_an_order_that_the_rows_contradict_is_told(convert, tmp_path):
         torch.save(state, path)
     for layout, told in (
         ("auto", "read as blocked, which is what their rows look like"),
-        ("grouped", "read as grouped, as was said, though their rows look blocked"),
+        ("grouped", "read as grouped, as --gqa-layout says, though their rows look blocked"),
         ("blocked", ""),
     ):
         ran = convert("neox2hf", run, tmp_path / layout, "--vocab-size", 101, "--gqa-layout", layout)

@@ -37,7 +37,12 @@ def test_a_config_may_be_the_file(model, convert, tmp_path):
         (["hf2hf", "HF", "OUT", "--shard-size", "5"], 2, "'5' has no unit, such as 5GB", "hf2hf --help"),
         (["hf2hf", "HF", "OUT.safetensors"], 7, "OUT is a folder, and", "name it"),
         (["hf2megatron", "HF", "OUT", "--tp", "3"], 5, "do not divide over tp = 3", "--tp may be 1, 2, 4, 8"),
-        (["hf2megatron", "HF", "OUT", "--pp", "3"], 5, "4 layers do not divide over 3", "--pp times --vpp may be 1, 2, 4;"),
+        (
+            ["hf2megatron", "HF", "OUT", "--pp", "3"],
+            5,
+            "4 layers do not divide over 3",
+            "--pp times --vpp may be 1, 2, 4;",
+        ),
         (["hf2megatron", "HF"], 2, "Missing argument 'OUT'", "hf2megatron --help"),
         (["hf2megatron", "HF", "OUT", "--colour", "red"], 2, "No such option", "hf2megatron --help"),
         (["paint"], 2, "No such command 'paint'", "--help"),

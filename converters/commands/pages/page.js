@@ -3,8 +3,8 @@ const facts = JSON.parse(document.getElementById("data").textContent);
 const $ = id => document.getElementById(id);
 function make(name, text, kind) {
   const element = document.createElement(name);
-  // Names may break after a dot, a stroke or a slash.
-  if (text !== undefined) String(text).split(/(?<=[._/])/).forEach((part, n) => element.append(...(n ? [make("wbr")] : []), part));
+  // A name may break after a dot, a stroke or a slash.
+  if (text !== undefined) String(text).split(/(?<=[._/])(?=[a-z*])/i).forEach((part, n) => element.append(...(n ? [make("wbr")] : []), part));
   if (kind) element.className = kind;
   return element;
 }

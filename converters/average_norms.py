@@ -76,8 +76,8 @@ def plan(run: Path, settings: Settings, request: Request) -> Averaging:
     planned = [make_plan(source)]
     module = _norms(planned[0])
     jobs: list[Job] = []
-    held = any(saved_names.OPTIM.fullmatch(path.name) for path in source.home.iterdir())
-    if held:
+    with_optimizer = any(saved_names.OPTIM.fullmatch(path.name) for path in source.home.iterdir())
+    if with_optimizer:
         planned.append(make_plan(neox.read(run, replace(settings, weights="fp32-master"))))
         for name, job in _norms(planned[1]).items():
             mean = replace(job, targets=_moved(job, source.home, out), twins=())
@@ -85,16 +85,19 @@ def plan(run: Path, settings: Settings, request: Request) -> Averaging:
             jobs += [mean, rounded]
     else:
         jobs += [replace(job, targets=_moved(job, source.home, out)) for job in module.values()]
-    _require_own(source.home, {part.fragment.path for one in planned for job in one.jobs for part in _copies(job)})
+    _require_own(
+        source.home,
+        {part.fragment.path for planned_part in planned for job in planned_part.jobs for part in _copies(job)},
+    )
     names = {part.fragment.path.name for job in jobs for part in job.targets}
     files = [path for path in sorted(source.home.iterdir()) if path.is_file() and path.name != MANIFEST]
     written = tuple(path for path in files if path.name in names)
     linked = tuple(path for path in files if path.name not in names)
-    return Averaging(source, tuple(jobs), written, linked, out, settings, held)
+    return Averaging(source, tuple(jobs), written, linked, out, settings, with_optimizer)
 
 
-def _norms(found: Plan) -> dict[str, Job]:
-    return {job.name: job for job in found.jobs if job.tensor in NORMS}
+def _norms(plan: Plan) -> dict[str, Job]:
+    return {job.name: job for job in plan.jobs if job.tensor in NORMS}
 
 
 def _copies(job: Job) -> Iterable[Part]:
@@ -190,8 +193,8 @@ def _link(path: Path, place: Path) -> None:
 
 def _changed(jobs: Iterable[Job]) -> Mapping[Path, list[tuple[int, int]]]:
     """The byte ranges of each file that were written."""
-    found: dict[Path, list[tuple[int, int]]] = {}
+    extents: dict[Path, list[tuple[int, int]]] = {}
     for job in jobs:
         for part in job.targets:
-            found.setdefault(part.fragment.path, []).append((part.fragment.offset, part.fragment.nbytes))
-    return found
+            extents.setdefault(part.fragment.path, []).append((part.fragment.offset, part.fragment.nbytes))
+    return extents

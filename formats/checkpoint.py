@@ -139,7 +139,7 @@ class Checkpoint:
 
     def fragments(self) -> Iterator[Placed]:
         """Every physical tensor, each piece by itself."""
-        return (one for placed in self.tensors for one in placed.each())
+        return (fragment for placed in self.tensors for fragment in placed.each())
 
     def dtypes(self) -> dict[tuple[str, int | None], str]:
         """The element type of each logical tensor, by (name, layer).
@@ -148,7 +148,7 @@ class Checkpoint:
             RefusedError: parts of one logical tensor differ in type.
             UnsupportedError: a tensor of a family's table holds no floating point numbers.
         """
-        found: dict[tuple[str, int | None], str] = {}
+        dtypes: dict[tuple[str, int | None], str] = {}
         for placed in self.tensors:
             if placed.fragment.dtype in INTEGERS and isinstance(self.spec, ModelSpec):
                 raise UnsupportedError(
@@ -158,12 +158,12 @@ class Checkpoint:
                 )
             for name in placed.slot.rule.pattern.tensors:
                 key = (name, placed.slot.layer)
-                if found.setdefault(key, placed.fragment.dtype) != placed.fragment.dtype:
+                if dtypes.setdefault(key, placed.fragment.dtype) != placed.fragment.dtype:
                     raise RefusedError(
                         f"{placed.key} in {placed.fragment.path} is {placed.fragment.dtype}, other parts of the same "
-                        f"tensor are {found[key]}"
+                        f"tensor are {dtypes[key]}"
                     )
-        return found
+        return dtypes
 
 
 def slot_dtype(slot: Slot, dtypes: Mapping[tuple[str, int | None], str]) -> str:
@@ -227,8 +227,8 @@ class Target:
         """Every physical tensor; what all ranks of some hold alike is one (`Placed.files`)."""
         alike = Counter(id(file.tensors.held) for file in self.files if isinstance(file.tensors, OnRank))
         for file in self.files:
-            held = file.tensors
-            if not isinstance(held, OnRank) or not held or alike[id(held.held)] < held.held[0].fragments:
-                yield from held
-            elif held.rank == 0:
-                yield from held.held
+            tensors = file.tensors
+            if not isinstance(tensors, OnRank) or not tensors or alike[id(tensors.held)] < tensors.held[0].fragments:
+                yield from tensors
+            elif tensors.rank == 0:
+                yield from tensors.held

@@ -68,9 +68,9 @@ bitsandbytes and the schedule-free ones as their authors' code calls them)."""
 
 def whose(kept: Collection[str]) -> str:
     """Which optimizer, other than Adam, keeps such states of a parameter, as a part of a sentence; empty if unknown."""
-    found = [name for state, name in KEEPS.items() if state in kept]
-    found += ["Lion"] if {*kept} - {"step"} == {"exp_avg"} else []
-    return f" ({found[0]})" if found else ""
+    names = [name for state, name in KEEPS.items() if state in kept]
+    names += ["Lion"] if {*kept} - {"step"} == {"exp_avg"} else []
+    return f" ({names[0]})" if names else ""
 
 
 def require_states(group: Mapping[str, Any], where: str) -> None:
@@ -130,7 +130,7 @@ def group_of(about: Mapping[str, Any], where: str) -> Group:
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise SourceError(f"{where} has the betas {short(betas)}")
     lr, eps, decay = (number_of(about.get(name), f"{where}: its {name}") for name in ("lr", "eps", "weight_decay"))
-    first, second = (number_of(one, f"{where}: its betas") for one in betas)
+    first, second = (number_of(beta, f"{where}: its betas") for beta in betas)
     for name, value, most in (
         ("lr", lr, math.inf), ("betas", first, 1), ("betas", second, 1), ("eps", eps, math.inf),
         ("weight_decay", decay, math.inf),

@@ -85,9 +85,9 @@ def __getattr__(name: str) -> Any:
     if name not in PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, own = PLACES[name]
-    found = getattr(beside.load(module), own)
-    globals()[name] = found
-    return found
+    value = getattr(beside.load(module), own)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -30,10 +30,10 @@ def load(name: str) -> ModuleType:
 def _own(package: str) -> None:
     """Make sure that a package is ours."""
     home = HOME / package / "__init__.py"
-    held = sys.modules.get(package)
-    if held is not None:
-        if held.__file__ is None or not Path(held.__file__).samefile(home):
-            where = held.__file__ or "a folder without __init__.py"
+    loaded = sys.modules.get(package)
+    if loaded is not None:
+        if loaded.__file__ is None or not Path(loaded.__file__).samefile(home):
+            where = loaded.__file__ or "a folder without __init__.py"
             raise ImportError(
                 f"vitruvian needs its own package {package!r}, and another one is imported already: {where}. "
                 f"Import vitruvian before it, or rename it."

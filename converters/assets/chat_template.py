@@ -106,8 +106,8 @@ class Probe:
         text, stop = self.two[0], self._reply(0)[1]
         end = text.find(QUESTIONS[1], stop)
         rest = text[stop : end if end >= 0 else len(text)]
-        found = [(place, -len(token), token) for token in tokens if token and (place := rest.find(token)) >= 0]
-        return min(found)[2] if found else None
+        places = [(place, -len(token), token) for token in tokens if token and (place := rest.find(token)) >= 0]
+        return min(places)[2] if places else None
 
     def faults(self, ending: str | None) -> list[str]:
         """What keeps a training run from learning replies, and nothing but replies, with this template.
@@ -166,7 +166,9 @@ def probe(template: str, *, bos_token: str | None, eos_token: str | None) -> Pro
     dialogues = [Dialogue(turns[:2]), Dialogue(turns), Dialogue(turns[:1], True), Dialogue(turns[:3], True)]
     dialogues.append(Dialogue([{"role": "system", "content": "Be brief."}, *turns], optional=True))
     try:
-        (one, two, first, second, led), names = guarded(template, dialogues, bos_token=bos_token, eos_token=eos_token)
+        (single, double, first, second, led), names = guarded(
+            template, dialogues, bos_token=bos_token, eos_token=eos_token
+        )
     except SourceError as error:
         lacking = [name for name, token in (("bos", bos_token), ("eos", eos_token)) if token is None]
         asked = next((name for name in lacking if re.search(rf"\b'?{name}_token'? is undefined", str(error))), None)
@@ -176,7 +178,7 @@ def probe(template: str, *, bos_token: str | None, eos_token: str | None) -> Pro
             f"the chat template writes {asked}_token, and the tokenizer has none",
             f'"{asked}_token": "TOKEN" in tokenizer_config.json names it; the template chatml needs none',
         ) from error
-    return Probe(one, two, (first[0], second[0]), led[0], names)
+    return Probe(single, double, (first[0], second[0]), led[0], names)
 
 
 # --- a model's files -------------------------------------------------------------------------------------------------

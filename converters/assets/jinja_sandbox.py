@@ -203,8 +203,8 @@ def _placed(text: str, progress: _Progress) -> Rendered:
 
 def _reason(error: Exception) -> str:
     line = getattr(error, "lineno", None)
-    said = " ".join(str(error).split())[:300] or "no reason given"
-    return f"{type(error).__name__}: {said}" + (f" (line {line})" if line else "")
+    message = " ".join(str(error).split())[:300] or "no reason given"
+    return f"{type(error).__name__}: {message}" + (f" (line {line})" if line else "")
 
 
 # --- a process of its own --------------------------------------------------------------------------------------------
@@ -240,11 +240,11 @@ def guarded(template: str, dialogues: Sequence[Dialogue], *, bos_token: str | No
         )
     if ran.returncode > 0:
         raise RuntimeError(f"the process for chat templates failed: {ran.stderr.decode(errors='replace')[-500:]}")
-    told = json.loads(ran.stdout)
-    if "error" in told:
-        raise SourceError(told["error"])
-    rendered = [(text, [(start, stop) for start, stop in spans]) for text, spans in told["rendered"]]
-    return Trial(rendered, frozenset(told["names"]))
+    answer = json.loads(ran.stdout)
+    if "error" in answer:
+        raise SourceError(answer["error"])
+    rendered = [(text, [(start, stop) for start, stop in spans]) for text, spans in answer["rendered"]]
+    return Trial(rendered, frozenset(answer["names"]))
 
 
 def child() -> None:

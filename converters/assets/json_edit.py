@@ -76,12 +76,12 @@ def replaced(text: str, name: str, key: str, value: Any) -> str:
 def removed(text: str, name: str, key: str) -> str:
     """The text without a member, and without the comma and the space that belonged to it."""
     before = None
-    found = iter(members(text, name))
-    for member in found:
+    matches = iter(members(text, name))
+    for member in matches:
         if member.key == key:
             if before is not None:
                 return text[: before.stop] + text[member.stop :]
-            after = next(found, None)
+            after = next(matches, None)
             return text[: member.start] + text[after.start if after else _skip(text, member.stop) :]
         before = member
     return text

@@ -66,9 +66,9 @@ def steps(proto: Any, user: Iterable[str]) -> list[dict[str, Any]]:
         rules = charsmap_rules(spec.precompiled_charsmap) if spec.precompiled_charsmap else {}
     except (ValueError, IndexError, struct.error) as error:
         raise SourceError(f"the normalizer of the model is damaged: {error}") from None
-    composed, kept = [], {text: text for text in user if any(one in rules for one in text)}
+    composed, kept = [], {text: text for text in user if any(char in rules for char in text)}
     for key, value in rules.items():
-        if len(key) > 1 and unicodedata.normalize("NFC", "".join(rules.get(one, one) for one in key)) == value:
+        if len(key) > 1 and unicodedata.normalize("NFC", "".join(rules.get(char, char) for char in key)) == value:
             composed.append(key)
         elif len(key) > 1 and spec.name not in TABLES:  # theirs are known, and newer than this Python's Unicode
             kept[key] = value
@@ -97,11 +97,11 @@ def _mapped(charsmap: bytes, composed: Iterable[str]) -> list[dict[str, Any]]:
     """
     after: dict[str, set[str]] = defaultdict(set)
     for key in composed:
-        for one, two in itertools.pairwise(key):
-            after[one].add(two)
+        for first, second in itertools.pairwise(key):
+            after[first].add(second)
     alike = defaultdict(set)
-    for one, followers in after.items():
-        alike[frozenset(followers)].add(one)
+    for first, followers in after.items():
+        alike[frozenset(followers)].add(first)
     pairs = "|".join(sorted(f"(?<={one_of(ones)}){one_of(followers)}" for followers, ones in alike.items()))
     joining = one_of({*JOINING}.union(*alike), r"\p{M}")
     alone = replace(rf"(?={joining})(?<=[\s\S])|(?<=\r)(?=\n)", ALONE, "Regex")
@@ -122,7 +122,7 @@ def replace(what: str, by: str, how: str = "String") -> dict[str, Any]:
 
 def literal(text: str) -> str:
     """A pattern for a text. In ASCII: tokenizers 0.23.3 panics when it prints a long one that is not."""
-    return "".join(one if one.isascii() and one.isalnum() else f"\\x{{{ord(one):x}}}" for one in text)
+    return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def one_of(characters: Iterable[str], more: str = "") -> str:
@@ -133,4 +133,4 @@ def one_of(characters: Iterable[str], more: str = "") -> str:
             ranges[-1][1] = code
         else:
             ranges.append([code, code])
-    return "[" + more + "".join(f"\\x{{{one:x}}}-\\x{{{two:x}}}" for one, two in ranges) + "]"
+    return "[" + more + "".join(f"\\x{{{low:x}}}-\\x{{{high:x}}}" for low, high in ranges) + "]"

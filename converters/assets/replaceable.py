@@ -41,11 +41,11 @@ def is_known_name(name: str) -> bool:
 
 def foreign(folder: Path) -> list[str]:
     """What no checkpoint and no training leaves in a folder, by its path from there; of a hidden folder itself."""
-    found: list[str] = []
+    paths: list[str] = []
     for place, folders, names in os.walk(folder):
         inside = Path(place).relative_to(folder)
-        found += [str(inside / name) for name in names if not is_known_name(name)]
+        paths += [str(inside / name) for name in names if not is_known_name(name)]
         entered = [name for name in folders if not FOLDERS.fullmatch(name)]
-        found += [str(inside / name) for name in entered if name.startswith(".")]
+        paths += [str(inside / name) for name in entered if name.startswith(".")]
         folders[:] = [name for name in entered if not name.startswith(".")]
-    return sorted(found)
+    return sorted(paths)

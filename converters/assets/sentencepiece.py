@@ -97,9 +97,9 @@ def convert_tokenizer(
     pieces = _pieces(proto, model)
     _require_supported(proto, model)
     ids = {piece.text: i for i, piece in enumerate(pieces)}
-    wanted = dict.fromkeys([*control, *(names or {}).values()])
-    new = [token for token in wanted if _is_new(token, ids, pieces, add, model)]
-    for i in {ids[token] for token in wanted if token not in new}:
+    special_texts = dict.fromkeys([*control, *(names or {}).values()])
+    new = [token for token in special_texts if _is_new(token, ids, pieces, add, model)]
+    for i in {ids[token] for token in special_texts if token not in new}:
         if pieces[i].type == USER:
             pieces[i] = pieces[i]._replace(type=CONTROL)
             proto.pieces[i].type = CONTROL
@@ -177,7 +177,7 @@ def _is_new(token: str, ids: Mapping[str, int], pieces: Sequence[Piece], add: bo
     Raises:
         RefusedError: it is missing and may not be added, or it is ordinary text.
     """
-    if not token.strip() or any("\ud800" <= one <= "\udfff" for one in token):
+    if not token.strip() or any("\ud800" <= char <= "\udfff" for char in token):
         raise UsageError(f"{token!a} cannot be a token")
     if token in ids and pieces[ids[token]].type not in (UNKNOWN, CONTROL, USER):
         raise RefusedError(f"{short(token)} is ordinary text in {path}, and cannot be a control token")
@@ -193,13 +193,13 @@ def _special(
     """The ids of bos, eos, pad and unk: the named ones, else the model's own."""
     unknown = next(piece.text for piece in pieces if piece.type == UNKNOWN)
     own = {"bos": trainer.bos_piece, "eos": trainer.eos_piece, "pad": trainer.pad_piece, "unk": unknown}
-    found = own | dict(names)
-    special = {role: tokens[found[role]] for role in ROLES if found[role] in tokens}
-    if found["unk"] != unknown:
-        raise RefusedError(f"{path} calls what it does not know {short(unknown)}, not {short(found['unk'])}")
-    for one, other in (("bos", "unk"), ("eos", "unk"), ("eos", "pad")):
-        if one in special and special[one] == special.get(other):
-            raise RefusedError(f"{one} and {other} of {path} would be one token, {short(found[one])}")
+    texts = own | dict(names)
+    special = {role: tokens[texts[role]] for role in ROLES if texts[role] in tokens}
+    if texts["unk"] != unknown:
+        raise RefusedError(f"{path} calls what it does not know {short(unknown)}, not {short(texts['unk'])}")
+    for kind, other in (("bos", "unk"), ("eos", "unk"), ("eos", "pad")):
+        if kind in special and special[kind] == special.get(other):
+            raise RefusedError(f"{kind} and {other} of {path} would be one token, {short(texts[kind])}")
     return special
 
 
@@ -229,8 +229,8 @@ def _backend(proto: Any, pieces: Sequence[Piece], tokens: Mapping[str, int], fir
     text = {"Sequence": {"id": "A", "type_id": 0}}
     begin = {"SpecialToken": {"id": first, "type_id": 0}}
     pair = [begin, text, {"SpecialToken": {"id": first, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}]
-    held = {first: {"id": first, "ids": [tokens.get(first)], "tokens": [first]}}
-    template = {"type": "TemplateProcessing", "single": [begin, text], "pair": pair, "special_tokens": held}
+    special_ids = {first: {"id": first, "ids": [tokens.get(first)], "tokens": [first]}}
+    template = {"type": "TemplateProcessing", "single": [begin, text], "pair": pair, "special_tokens": special_ids}
     return {
         "version": "1.0",
         "truncation": None,
@@ -262,14 +262,14 @@ def _config(added: Sequence[Mapping[str, Any]], roles: Mapping[str, str], add_bo
 def _merges(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
     """The pairs that a BPE model joins, the best first."""
     ids = {piece.text: i for i, piece in enumerate(pieces) if piece.type in (NORMAL, UNUSED)}
-    found = []
+    merges = []
     for text, i in ids.items():
         for left, right in ((text[:k], text[k:]) for k in range(1, len(text))):
             if left in ids and right in ids:
-                found.append((-pieces[i].score, ids[left], ids[right], left, right))
+                merges.append((-pieces[i].score, ids[left], ids[right], left, right))
                 if pieces[i].type == UNUSED:
                     raise UnsupportedError(f"the piece {short(text)} is unused, no fast tokenizer can leave it alone")
-    return [(left, right) for *_, left, right in sorted(found)]
+    return [(left, right) for *_, left, right in sorted(merges)]
 
 
 def _scores(pieces: Sequence[Piece]) -> list[float]:

@@ -54,9 +54,9 @@ def object_of(assets: Assets, name: str) -> dict[str, Any]:
 
 def named_tokens(assets: Assets) -> dict[str, str]:
     """Which token is the tokenizer's bos, eos and pad."""
-    held = object_of(assets, "special_tokens_map.json") | object_of(assets, TOKENIZER_CONFIG)
-    found = {kind: held.get(f"{kind}_token") for kind in KINDS}
-    texts = {kind: token.get("content") if isinstance(token, dict) else token for kind, token in found.items()}
+    config = object_of(assets, "special_tokens_map.json") | object_of(assets, TOKENIZER_CONFIG)
+    named = {kind: config.get(f"{kind}_token") for kind in KINDS}
+    texts = {kind: token.get("content") if isinstance(token, dict) else token for kind, token in named.items()}
     return {kind: token for kind, token in texts.items() if isinstance(token, str)}
 
 
@@ -67,7 +67,7 @@ def token_ids(value: Any, name: str) -> list[int]:
         SourceError: it is something else.
     """
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(one) is int for one in ids):
+    if not all(type(token_id) is int for token_id in ids):
         raise SourceError(f"{name} is {short(value)}, not an id or a list of ids")
     return ids
 
@@ -87,12 +87,12 @@ def held_template(assets: Assets) -> str | None:
     if TEMPLATE in assets:
         return decoded(content(assets, TEMPLATE), TEMPLATE)
     for name in (TOKENIZER_CONFIG, "chat_template.json"):
-        held = object_of(assets, name).get("chat_template")
-        if isinstance(held, list):
-            named = [one for one in held if isinstance(one, dict) and one.get("name") == "default"]
-            held = named[-1].get("template") if named else None
-        if held is not None and not isinstance(held, str):
-            raise SourceError(f"chat_template of {name} is {short(held)}, not a text")
-        if held is not None:
-            return held
+        template = object_of(assets, name).get("chat_template")
+        if isinstance(template, list):
+            named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+            template = named[-1].get("template") if named else None
+        if template is not None and not isinstance(template, str):
+            raise SourceError(f"chat_template of {name} is {short(template)}, not a text")
+        if template is not None:
+            return template
     return None

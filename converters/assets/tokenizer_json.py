@@ -103,12 +103,12 @@ def read_vocabulary(content: bytes, name: str = NAME) -> Vocabulary:
     return Vocabulary(tokenizer.get_vocab(with_added_tokens=True), added, tokenizer)
 
 
-def with_tokens(content: bytes, wanted: Iterable[str]) -> tuple[bytes, Vocabulary]:
+def with_tokens(content: bytes, tokens: Iterable[str]) -> tuple[bytes, Vocabulary]:
     """A tokenizer.json in which all wanted tokens are special ones, and what it then knows.
 
     Args:
         content: the file.
-        wanted: tokens; those that are special already change nothing, in the order in which new ones get ids.
+        tokens: tokens; those that are special already change nothing, in the order in which new ones get ids.
 
     Raises:
         SourceError: the file cannot be loaded.
@@ -117,7 +117,7 @@ def with_tokens(content: bytes, wanted: Iterable[str]) -> tuple[bytes, Vocabular
     from tokenizers import AddedToken
 
     before = read_vocabulary(content)
-    lacking = [token for token in dict.fromkeys(wanted) if not before.special(token)]
+    lacking = [token for token in dict.fromkeys(tokens) if not before.special(token)]
     if not lacking:
         return content, before
     before.tokenizer.add_special_tokens([AddedToken(token, **FLAGS) for token in lacking if token not in before.added])
@@ -138,12 +138,12 @@ def with_tokens(content: bytes, wanted: Iterable[str]) -> tuple[bytes, Vocabular
 def _edited(content: bytes, ids: Mapping[str, int]) -> bytes:
     """The file with entries for tokens: existing ones become special, others are appended."""
     text = decoded(content, NAME)
-    held: list[dict[str, Any]] = []
+    added: list[dict[str, Any]] = []
     for member in members(text, NAME):
         if member.key == "added_tokens":
-            held = member.value or []
+            added = member.value or []
             break
-    entries = [entry | {"special": True} if entry["content"] in ids else entry for entry in held]
+    entries = [entry | {"special": True} if entry["content"] in ids else entry for entry in added]
     known = {entry["content"] for entry in entries}
     entries += [{"id": number, "content": token} | FLAGS for token, number in ids.items() if token not in known]
     return replaced(text, NAME, "added_tokens", entries).encode()

@@ -126,24 +126,24 @@ def _check_vocabulary(converted: Converted, fast: Any) -> None:
 def _compare_texts(fast: Any, raw: Any, batch: list[str], texts: Check, decoded: Check) -> None:
     fast.encode_special_tokens = True
     ids = raw.encode(batch)
-    for text, expected, found in zip(batch, ids, fast.encode_batch(batch, add_special_tokens=False), strict=True):
-        texts.add(text, expected, found.ids)
-    known = [one for one in ids if raw.unk_id() not in one]
+    for text, expected, encoded in zip(batch, ids, fast.encode_batch(batch, add_special_tokens=False), strict=True):
+        texts.add(text, expected, encoded.ids)
+    known = [row for row in ids if raw.unk_id() not in row]
     again = fast.decode_batch(known, skip_special_tokens=False)
-    for expected, found in zip(raw.decode(known), again, strict=True):
-        decoded.add(expected, expected, found)
+    for expected, encoded in zip(raw.decode(known), again, strict=True):
+        decoded.add(expected, expected, encoded)
 
 
 def _compare_dialogues(fast: Any, raw: Any, dialogues: list[str], control: Mapping[str, int], check: Check) -> None:
     """Compare whole dialogues with spans that SentencePiece encodes one by one."""
     fast.encode_special_tokens = False
     token = re.compile("(" + "|".join(map(re.escape, sorted(control, key=len, reverse=True))) + ")")
-    for text, found in zip(dialogues, fast.encode_batch(dialogues, add_special_tokens=False), strict=True):
+    for text, encoded in zip(dialogues, fast.encode_batch(dialogues, add_special_tokens=False), strict=True):
         parts = token.split(text)
         spans = raw.encode(parts[::2])
         marks = [[control[part]] for part in parts[1::2]]
         expected = chain.from_iterable(chain.from_iterable(zip_longest(spans, marks, fillvalue=())))
-        check.add(text, list(expected), found.ids)
+        check.add(text, list(expected), encoded.ids)
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------

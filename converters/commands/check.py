@@ -52,13 +52,13 @@ def digest(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
     """A hash of the weights, the same in every format and topology."""
     from converters.library.proving import digest_with
 
-    found = digest_with(opened(src, options), _effects(options, as_json))
+    result = digest_with(opened(src, options), _effects(options, as_json))
     if as_json:
-        click.echo(json.dumps(found.to_dict(), indent=1))
+        click.echo(json.dumps(result.to_dict(), indent=1))
         return
-    for name in sorted(found.tensors) if tensors else ():
-        click.echo(f"{found.tensors[name]}  {name}")
-    click.echo(f"{found.digest}  {src}")
+    for name in sorted(result.tensors) if tensors else ():
+        click.echo(f"{result.tensors[name]}  {name}")
+    click.echo(f"{result.digest}  {src}")
 
 
 @command()
@@ -92,17 +92,17 @@ def verify(out: Path, src: Path | None, share: Share | None, as_json: bool, **op
     if src is None and not whole:
         _verify_archives(out, options, as_json)
         return
-    found = verify_with(out, src, _effects(options, as_json), share)
+    result = verify_with(out, src, _effects(options, as_json), share)
     if as_json:
-        click.echo(json.dumps(found.to_dict(), indent=1))
-    for note in found.notes:
+        click.echo(json.dumps(result.to_dict(), indent=1))
+    for note in result.notes:
         click.echo(f"note: {note}", err=True)
-    found.require(f"convert diff {out} {src}" if src else "copy the checkpoint again, or compare it with its source")
+    result.require(f"convert diff {out} {src}" if src else "copy the checkpoint again, or compare it with its source")
     if share is not None and not as_json:
-        told = "the same command without --part finishes"
-        click.echo(f"part {share} of {out} equals {found.name}: {found.tensors} tensors, {told}")
+        remaining = "the same command without --part finishes"
+        click.echo(f"part {share} of {out} equals {result.name}: {result.tensors} tensors, {remaining}")
     elif not as_json:
-        click.echo(f"{out} equals {found.name}: {found.tensors} tensors\ndigest {found.digest}")
+        click.echo(f"{out} equals {result.name}: {result.tensors} tensors\ndigest {result.digest}")
 
 
 def _verify_archives(folder: Path, options: Mapping[str, Any], as_json: bool) -> None:
@@ -113,34 +113,34 @@ def _verify_archives(folder: Path, options: Mapping[str, Any], as_json: bool) ->
 
     paths = archives(folder)
     with Progress("checking", sum(path.stat().st_size for path in paths), as_json) as progress:
-        found = check(paths, options["threads"], progress.advance)
-    if not found.files:
+        result = check(paths, options["threads"], progress.advance)
+    if not result.files:
         raise SourceError(
             f"{folder} holds no {MANIFEST}, and no file of torch.save, which has checksums of its own",
             f"compare it with its source: convert verify {folder} SRC",
         )
     mixed = list[str]()
-    for note in () if found.damaged else sorted(folder.rglob(saves.RECORD)):
+    for note in () if result.damaged else sorted(folder.rglob(saves.RECORD)):
         record = saves.recorded(note.parent) or {}
         files = saves.files_of(record, note.parent)
         mixed += [str(note.parent / name) for name in saves.differing(record, files)]
-    unopened = None if found.damaged or mixed else _unopened(folder, options)
+    unopened = None if result.damaged or mixed else _unopened(folder, options)
     if as_json:
-        facts = {"equal": not (found.damaged or mixed), **asdict(found), "mixed": mixed, "unopened": unopened}
+        facts = {"equal": not (result.damaged or mixed), **asdict(result), "mixed": mixed, "unopened": unopened}
         click.echo(json.dumps(facts, indent=1))
     if mixed:
         raise VerificationError(
             f"{folder} is a mixture of different saves: {some(mixed, 5)} are recorded otherwise", "copy them again"
         )
-    if found.damaged:
-        names = "; ".join(found.damaged[:5]) + (" …" if len(found.damaged) > 5 else "")
+    if result.damaged:
+        names = "; ".join(result.damaged[:5]) + (" …" if len(result.damaged) > 5 else "")
         raise VerificationError(
-            f"{len(found.damaged)} parts of {folder} are not what was written: {names}", "copy them again"
+            f"{len(result.damaged)} parts of {folder} are not what was written: {names}", "copy them again"
         )
     if not as_json:
-        click.echo(f"{folder}: {found.files} files, {found.members} parts, each with its CRC-32")
-        if found.unrecorded or found.others:
-            click.echo(f"without one: {found.unrecorded} parts, {len(found.others)} files that are no archives")
+        click.echo(f"{folder}: {result.files} files, {result.members} parts, each with its CRC-32")
+        if result.unrecorded or result.others:
+            click.echo(f"without one: {result.unrecorded} parts, {len(result.others)} files that are no archives")
     if unopened:
         click.echo(f"note: whether the files are one checkpoint was not looked at: {unopened}", err=True)
 
@@ -182,24 +182,24 @@ def diff(one: Path, two: Path, tensors: bool, html: Path | None, memory: int, as
     if html:
         require_new(html)
     effects = _effects({**options, "memory": memory, "threads": 1}, as_json)
-    found = diff_with(one, two, effects, measured=html is not None)
+    result = diff_with(one, two, effects, measured=html is not None)
     if html:
         from converters.commands.pages.diff import page
 
-        write_new(html, page(found, one, two))
+        write_new(html, page(result, one, two))
     if as_json:
-        click.echo(json.dumps(found.to_dict(), indent=1))
+        click.echo(json.dumps(result.to_dict(), indent=1))
     else:
-        for line in lines(found, tensors):
+        for line in lines(result, tensors):
             click.echo(line)
-    if not found.equal:
-        counts = {"setting": len(found.settings), "tensor": len(found.tensors)}
+    if not result.equal:
+        counts = {"setting": len(result.settings), "tensor": len(result.tensors)}
         counted = " and ".join(f"{count} {noun}{'s' * (count > 1)}" for noun, count in counts.items() if count)
         raise VerificationError(
             f"{one} and {two} differ in {counted}", "" if tensors else "--tensors lists each tensor"
         )
     if not as_json:
-        click.echo(f"{one} and {two} are equal: {found.compared} tensors, all settings")
+        click.echo(f"{one} and {two} are equal: {result.compared} tensors, all settings")
 
 
 def _effects(options: Mapping[str, Any], quiet: bool) -> Effects:

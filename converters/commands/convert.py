@@ -165,10 +165,11 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
 @places
 @shard_size
 @chat_template
+@click.option("--quantize", type=click.Choice(["fp8-block"]), help="FP8 with a scale for each block of 128 x 128.")
 @reading_of(HUGGINGFACE)
 @writing
 def hf2hf(src: Path, out: Path, **options: Any) -> None:
-    """Hugging Face folder to another one: cast, other file sizes, a chat template with rows for its tokens."""
+    """Hugging Face folder to another one: cast, other file sizes, FP8, a chat template with rows for its tokens."""
     convert_to("huggingface", opened(src, options, HUGGINGFACE), out, options)
 
 

@@ -11,51 +11,53 @@ from converters.library.proving import Differences
 from converters.prove.diff import Difference
 
 
-def lines(found: Differences, tensors: bool) -> Iterator[str]:
+def lines(result: Differences, tensors: bool) -> Iterator[str]:
     """`diff` for people.
 
     Args:
-        found: the differences.
+        result: the differences.
         tensors: whether to list every tensor.
     """
-    for line in found.settings:
+    for line in result.settings:
         yield f"setting {line}"
     if tensors:
-        yield from _rows([(found.key_of(one.name), one.what, numbers([one])) for one in found.tensors])
+        yield from _rows(
+            [(result.key_of(difference.name), difference.what, numbers([difference])) for difference in result.tensors]
+        )
         return
-    for what, group in groupby(kinds(found), key=itemgetter(0)):
+    for what, group in groupby(kinds(result), key=itemgetter(0)):
         alike = [kind for _, _, kind in group]
-        every = [one for kind in alike for one in kind]
-        if len(every) == found.compared > 1:
+        every = [difference for kind in alike for difference in kind]
+        if len(every) == result.compared > 1:
             yield f"all {len(every)} tensors: {what}{', ' * bool(numbers(every))}{numbers(every)}"
         else:
-            yield from _rows([(named(found, kind), what, numbers(kind)) for kind in alike])
+            yield from _rows([(named(result, kind), what, numbers(kind)) for kind in alike])
 
 
-def kinds(found: Differences) -> Iterator[tuple[str, str, list[Difference]]]:
+def kinds(result: Differences) -> Iterator[tuple[str, str, list[Difference]]]:
     """What differs, the tensor, and those of its layers that differ so; what differs alike is together."""
     alike: dict[str, dict[str, list[Difference]]] = {}
-    for one in found.tensors:
-        tensor = one.name.partition(".")[0] if found.keys else one.name
-        alike.setdefault(one.what, {}).setdefault(tensor, []).append(one)
+    for difference in result.tensors:
+        tensor = difference.name.partition(".")[0] if result.keys else difference.name
+        alike.setdefault(difference.what, {}).setdefault(tensor, []).append(difference)
     for what, tensors in alike.items():
         for tensor, kind in tensors.items():
             yield what, tensor, kind
 
 
-def named(found: Differences, kind: Sequence[Difference]) -> str:
+def named(result: Differences, kind: Sequence[Difference]) -> str:
     """The key of a kind of tensor, with the layers that differ."""
-    layers = [int(one.name.partition(".")[2]) for one in kind if found.keys and "." in one.name]
+    layers = [int(difference.name.partition(".")[2]) for difference in kind if result.keys and "." in difference.name]
     if not layers:
-        return found.key_of(kind[0].name)
-    key = found.keys[kind[0].name.partition(".")[0]].replace("{expert}", "*")
+        return result.key_of(kind[0].name)
+    key = result.keys[kind[0].name.partition(".")[0]].replace("{expert}", "*")
     return key.replace("{layer}", ranges(layers))
 
 
 def numbers(kind: Sequence[Difference]) -> str:
     """How many elements differ, and by how much at most; empty where the elements were not compared."""
-    count = sum(one.count for one in kind)
-    return f"{count} elements differ by up to {max(one.largest for one in kind):g}" if count else ""
+    count = sum(difference.count for difference in kind)
+    return f"{count} elements differ by up to {max(difference.largest for difference in kind):g}" if count else ""
 
 
 def _rows(rows: Sequence[tuple[str, str, str]]) -> Iterator[str]:

@@ -54,17 +54,17 @@ def tables(format_name: str) -> Mapping[str, tuple[Rule, ...]]:
 
 def matching(format_name: str, text: str) -> list[tuple[str, Rule]]:
     """(tables, rule) of each rule whose key contains a text; of equal rules the first, with the tables of all."""
-    found: dict[tuple[str, str], tuple[list[str], Rule]] = {}
+    by_line: dict[tuple[str, str], tuple[list[str], Rule]] = {}
     for name, table in tables(format_name).items():
         for rule in table:
             if text in rule.key:
-                names, _ = found.setdefault((rule.key, rule.pattern.text), ([], rule))
+                names, _ = by_line.setdefault((rule.key, rule.pattern.text), ([], rule))
                 if name not in names:
                     names.append(name)
-    if not found:
+    if not by_line:
         raise UsageError(f"no key of {format_name} contains {text!r}", f"`convert explain {format_name}` lists all")
     prefix = f", {format_name} "
-    return [(", ".join(names).replace(prefix, ", "), rule) for names, rule in found.values()]
+    return [(", ".join(names).replace(prefix, ", "), rule) for names, rule in by_line.values()]
 
 
 def draw(rule: Rule, spec: ModelSpec, tp: int) -> Iterator[str]:

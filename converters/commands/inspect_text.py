@@ -71,9 +71,9 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     source, target = record["source"], record["target"]
     topology = "".join(f", {name} {n}" for name, n in source["topology"].items())
     yield f"read   {source['path']}: {source['format']}{topology}, {source['files']} files"
-    for one in record.get("sources", ()):
-        about = ", ".join(f"{name} {one[name]}" for name in one if name not in ("path", "name", "topology"))
-        yield f"of     {one['path']}: {about}"
+    for entry in record.get("sources", ()):
+        about = ", ".join(f"{name} {entry[name]}" for name in entry if name not in ("path", "name", "topology"))
+        yield f"of     {entry['path']}: {about}"
     yield f"move   {record['jobs']} tensors, {size(record['bytes'])} in {record['blocks']} blocks"
     yield "prove  every element has one source and one place"
     for edge, count in record["edges"].items():
@@ -112,9 +112,9 @@ def formats_lines(about: Mapping[str, str]) -> Iterator[str]:
     rows: list[tuple[str, ...]] = [("family", *(HEADS.get(name, name) for name in HOLDERS))]
     for family in FAMILIES.values():
         number = reasons.setdefault(family.only_here, len(reasons) + 1) if family.only_here else 0
-        held = held_by(family)
+        formats = held_by(family)
         none = f"- ({number})" if number else "-"
-        marks = ("yes" if name in held else none if name == "megatron" else "-" for name in HOLDERS)
+        marks = ("yes" if name in formats else none if name == "megatron" else "-" for name in HOLDERS)
         rows.append((family.name, *marks))
     yield table(rows)
     yield ""

@@ -116,12 +116,12 @@ def _watch_of(run: Path, options: Mapping[str, Any]) -> Watch:
         check_names(options["push"], None)
         if not options["dry_run"]:
             require_token()
-    said = {name: value for name, value in options.items() if name not in OWN and value not in (None, (), False)}
-    said["set"] = parse_settings(said.pop("settings", ()))
-    if "family" in said:
-        said["family"] = str(said["family"].file)
-    places = {name: str(Path(said[name]).absolute()) for name in ("config",) if name in said and said[name].exists()}
-    said = checked({**said, **places}, Conversion.__optional_keys__)
+    given = {name: value for name, value in options.items() if name not in OWN and value not in (None, (), False)}
+    given["set"] = parse_settings(given.pop("settings", ()))
+    if "family" in given:
+        given["family"] = str(given["family"].file)
+    places = {name: str(Path(given[name]).absolute()) for name in ("config",) if name in given and given[name].exists()}
+    given = checked({**given, **places}, Conversion.__optional_keys__)
 
     def tell(export: Export) -> None:
         if options["as_json"]:
@@ -136,7 +136,7 @@ def _watch_of(run: Path, options: Mapping[str, Any]) -> Watch:
             )
 
     kept = options["keep"], options["keep_every"]
-    return Watch(run.absolute(), options["out"].absolute(), said, options["push"], *kept, 3600 * options["idle"], tell)
+    return Watch(run.absolute(), options["out"].absolute(), given, options["push"], *kept, 3600 * options["idle"], tell)
 
 
 def _show(watched: Watch, as_json: bool) -> None:
@@ -150,13 +150,13 @@ def _show(watched: Watch, as_json: bool) -> None:
     if as_json:
         names = Planning.__optional_keys__
         asked = {name: value for name, value in watched.options.items() if name in names}
-        for one in todo:
-            click.echo(json.dumps(conversion.plan(one.folder, **asked).record))
+        for checkpoint in todo:
+            click.echo(json.dumps(conversion.plan(checkpoint.folder, **asked).record))
         return
-    waiting = {one.folder.name for one in todo}
+    waiting = {checkpoint.folder.name for checkpoint in todo}
     overwritten = commits.overwritten(watched.run)
     for name in dict.fromkeys([*states, *commits.folders(watched.run)]):
-        said = "to be converted" if name in waiting else states[name]["state"] if name in states else "not complete"
-        if said == "converted" and not (watched.out / name).exists():
-            said = f"converted, and no longer in {watched.out}"
-        click.echo(printable(f"{name}: {overwritten.get(name, said)}"))
+        state = "to be converted" if name in waiting else states[name]["state"] if name in states else "not complete"
+        if state == "converted" and not (watched.out / name).exists():
+            state = f"converted, and no longer in {watched.out}"
+        click.echo(printable(f"{name}: {overwritten.get(name, state)}"))

@@ -27,8 +27,8 @@ def answered(handler: Callable[[int, FrameType | None], object], numbers: Iterab
     try:
         yield
     finally:
-        for number, held in before.items():
-            signal.signal(number, held)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 @contextmanager

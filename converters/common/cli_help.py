@@ -20,8 +20,8 @@ TITLES: Mapping[str, str] = {
         layout make_vocab_size_divisible_by true_vocab_size megatron_version ranks shard_size iteration to prefix""",
     "Optimizer": "with_optimizer optimizer consumed_samples",
     "Values and tokens": """
-        dtype replicas chat_template template append_eod eod control_tokens extra no_new pack length ftfy sample seed
-        dedup""",
+        dtype quantize replicas chat_template template append_eod eod control_tokens extra no_new pack length ftfy
+        sample seed dedup""",
     "The job": "site account partition nodes time sbatch image jobs bench launcher save_seconds preflight",
     "How it is done": """
         repo dry_run force share parts verify threads memory workers strict max_drop_rate cache listing html tensors

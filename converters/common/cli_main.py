@@ -47,7 +47,7 @@ class Sections(click.Group):
 
 def printable(text: str) -> str:
     """A message without anything that a terminal would obey: names in it come from files."""
-    return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in text)
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
 def _tell(error: VitruvianError) -> NoReturn:

@@ -21,15 +21,15 @@ def cores(own: Path = OWN, groups: Path = GROUPS) -> int:
         own: which groups this process is in.
         groups: where version 2 is mounted.
     """
-    found = float(min(len(os.sched_getaffinity(0)), MOST))
+    count = float(min(len(os.sched_getaffinity(0)), MOST))
     for folder in _folders(own, groups):
         try:
             quota, period = (folder / "cpu.max").read_text().split()
         except (OSError, ValueError):  # none here, as in the uppermost group
             continue
         if quota != "max":
-            found = min(found, int(quota) / int(period))
-    return max(1, round(found))
+            count = min(count, int(quota) / int(period))
+    return max(1, round(count))
 
 
 def _folders(own: Path, groups: Path) -> list[Path]:
@@ -42,4 +42,4 @@ def _folders(own: Path, groups: Path) -> list[Path]:
     if name is None:
         return []
     inside = groups / name.strip("/")
-    return [inside, *(one for one in inside.parents if one.is_relative_to(groups))]
+    return [inside, *(folder for folder in inside.parents if folder.is_relative_to(groups))]

@@ -74,21 +74,23 @@ def folder_of(path: Path) -> Found:
     snapshot = _snapshot(home, revision or MAIN)
     if snapshot is not None and (snapshot / below).is_dir():
         return Found(snapshot / below, f"{org}/{name} is taken from the Hub's cache, revision {snapshot.name}")
-    wanted = f"{org}/{name}{f'@{revision}' if revision else ''}"
-    offline = next((one for one in OFFLINE if os.environ.get(one, "").upper() in ("1", "ON", "YES", "TRUE")), None)
+    address = f"{org}/{name}{f'@{revision}' if revision else ''}"
+    offline = next(
+        (variable for variable in OFFLINE if os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")), None
+    )
     if offline is None:
-        return _on_hub(wanted, below)
+        return _on_hub(address, below)
     if not named:
         return Found(path)
     looked.append(str(home))
     at = f" --revision {revision}" if revision else ""
     raise SourceError(
-        f"{wanted} is not a folder here, and not in {some(looked, 4)}, and {offline} is set",
+        f"{address} is not a folder here, and not in {some(looked, 4)}, and {offline} is set",
         f"unset {offline}, or: hf download {org}/{name}{at}, into the cache or with --local-dir FOLDER",
     )
 
 
-def _on_hub(wanted: str, below: str) -> Found:
+def _on_hub(address: str, below: str) -> Found:
     """A model that is read from the Hub.
 
     Raises:
@@ -98,16 +100,16 @@ def _on_hub(wanted: str, below: str) -> Found:
     from converters.remote.hub_repo import Repo
     from converters.remote.path import remote
 
-    folder = remote(Path(f"{SCHEME}{wanted}") / below)
+    folder = remote(Path(f"{SCHEME}{address}") / below)
     store = folder.mount()[0].store
     assert isinstance(store, Repo)
     try:
         commit = store.commit
     except (SourceError, UsageError, NetworkError) as error:
-        raise type(error)(f"{wanted} is not a folder here; {error}", error.hint) from None
+        raise type(error)(f"{address} is not a folder here; {error}", error.hint) from None
     if below and not folder.is_dir():
         raise SourceError(f"{folder} is not a folder on the Hub")
-    return Found(folder, f"{wanted} is read from the Hub, revision {commit}")
+    return Found(folder, f"{address} is read from the Hub, revision {commit}")
 
 
 def place_of(path: Path) -> Path:
@@ -130,9 +132,9 @@ def place_of(path: Path) -> Path:
 
 def cache() -> Path:
     """The folder of the Hub's cache."""
-    held = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    if held:
-        return Path(held).expanduser()
+    folder = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if folder:
+        return Path(folder).expanduser()
     usual = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.environ.get("HF_HOME") or Path(usual) / "huggingface").expanduser() / "hub"
 

@@ -43,13 +43,13 @@ def table(rows: Iterable[Sequence[object]], indent: str = "  ") -> str:
 
 def ranges(numbers: Iterable[int]) -> str:
     """Numbers in rising order, such as 0-31,40."""
-    found = list[list[int]]()
+    runs = list[list[int]]()
     for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
         else:
-            found.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in found)
+            runs.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
 Tell = Callable[[str, int, int], object]

@@ -90,8 +90,8 @@ class InBucket:
         """Send the small files (`Receiver`)."""
         for name, path in small.items():
             self.bucket.send(f"{self.key}/{name}", path)
-        held = self._held()
-        if wrong := [name for name, entry in sent.items() if held.get(name) != entry]:
+        stored = self._held()
+        if wrong := [name for name, entry in sent.items() if stored.get(name) != entry]:
             raise VerificationError(f"{self.out}/{wrong[0]} was changed by somebody else", "run the same command again")
 
 
@@ -134,7 +134,7 @@ class OnHub:
         if self.branch != "main":
             ask(lambda api: api.create_branch(name, branch=self.branch, exist_ok=True))
         self.old = self._held()
-        free([one for one in self.old if one not in own] if own else self.old)
+        free([old_name for old_name in self.old if old_name not in own] if own else self.old)
         if not own:
             self.abandon(())
         ask(lambda api: api.create_branch(name, branch=BRANCH, exist_ok=True))
@@ -180,8 +180,8 @@ class OnHub:
         changes += [CommitOperationAdd(f"{below}{name}", path) for name, path in small.items()]
         gone = [one for one in self.old if one not in sent and one not in small]
         changes += [CommitOperationDelete(f"{below}{one}") for one in gone]
-        name, said = self.repo.name, "Upload a model with vitruvian"
-        self.repo.ask(lambda api: api.create_commit(name, changes, commit_message=said, revision=self.branch))
+        name, message = self.repo.name, "Upload a model with vitruvian"
+        self.repo.ask(lambda api: api.create_commit(name, changes, commit_message=message, revision=self.branch))
         tree = Repo(name, self.branch).tree
         if wrong := [one for one, entry in sent.items() if tree.get(f"{below}{one}") != entry]:
             raise VerificationError(f"{self.out}/{wrong[0]} is not what was sent", "run the same command again")
@@ -195,7 +195,7 @@ def receiver_of(out: RemotePath) -> Receiver:
 
 def beside(out: RemotePath, small: Mapping[str, Path]) -> RemotePath:
     """A path as it is now, with files of the disk that stand for objects which are not there yet."""
-    found = remote(out)
-    mount, key = found.mount()
+    store = remote(out)
+    mount, key = store.mount()
     mount.beside = {f"{key}/{name}" if key else name: path for name, path in small.items()}
-    return found
+    return store

@@ -68,11 +68,11 @@ def real(model: Model, **changes: Any) -> Any:
     made = getattr(transformers, model.architecture)(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, one in made.named_parameters():
+        for name, parameter in made.named_parameters():
             if NORM.search(name):
-                one.uniform_(0.5, 1.5, generator=generator)
+                parameter.uniform_(0.5, 1.5, generator=generator)
             else:
-                one.normal_(0, 0.08, generator=generator)
+                parameter.normal_(0, 0.08, generator=generator)
     return made
 
 
@@ -86,8 +86,8 @@ def logits(model: Any, length: int = 17) -> Any:
 
 def blocks(model: Any) -> dict[str, Any]:
     """The modules that a layer consists of, by name; those of all layers."""
-    found = {name: one for name, one in model.named_modules() if re.search(r"(?:^|\.)\d+\.\w+$", name)}
-    return {name: one for name, one in found.items() if ".experts." not in name}
+    modules = {name: module for name, module in model.named_modules() if re.search(r"(?:^|\.)\d+\.\w+$", name)}
+    return {name: module for name, module in modules.items() if ".experts." not in name}
 
 
 def norms(model: Any) -> dict[str, str]:
@@ -100,7 +100,7 @@ def norms(model: Any) -> dict[str, str]:
 
     made: dict[int, str] = {}
     alive: list[Any] = []
-    found: dict[str, str] = {}
+    roles: dict[str, str] = {}
 
     def note(name: str) -> Callable[..., None]:
         layer, last = re.split(r"\.(?=\w+$)", name)
@@ -115,16 +115,16 @@ def norms(model: Any) -> dict[str, str]:
                 made[hash(layer)] = made[hash(layer)] if made[id(result)] == "mlp" and hash(layer) in made else "after"
                 return
             after = {"attention": "output_norm", "mlp": "down_norm"}.get(made.get(id(first), ""))
-            found[key] = after or ("post_norm" if hash(layer) in made else "input_norm")
+            roles[key] = after or ("post_norm" if hash(layer) in made else "input_norm")
 
         return hook
 
-    hooks = [one.register_forward_hook(note(name), with_kwargs=True) for name, one in blocks(model).items()]
+    hooks = [block.register_forward_hook(note(name), with_kwargs=True) for name, block in blocks(model).items()]
     with torch.no_grad():
         logits(model)
-    for one in hooks:
-        one.remove()
-    return found
+    for block in hooks:
+        block.remove()
+    return roles
 
 
 def is_order(pattern: str, sizes: Mapping[str, int], model: Any, name: str) -> bool:
@@ -139,22 +139,22 @@ def is_order(pattern: str, sizes: Mapping[str, int], model: Any, name: str) -> b
     import torch
 
     weight = dict(model.named_parameters())[name]
-    told = _rows(pattern, sizes, [*weight.shape])
+    rows_of = _rows(pattern, sizes, [*weight.shape])
 
     def gradient(length: int) -> Any:
         model.zero_grad()
         logits(model, length)[:, -1].square().sum().backward()
-        held = weight.grad.flatten(1) if weight.dim() > 1 else weight.grad[:, None]
-        return held if len(held) == sum(map(len, told.values())) else held.T
+        matrix = weight.grad.flatten(1) if weight.dim() > 1 else weight.grad[:, None]
+        return matrix if len(matrix) == sum(map(len, rows_of.values())) else matrix.T
 
     moved = gradient(1).abs().amax(1)
     values = torch.nonzero(moved > SLIGHT * moved.max()).flatten().tolist()
-    if values != sorted(told["value"]):
+    if values != sorted(rows_of["value"]):
         return False
     if weight.dim() == 1:
         return True  # a bias lies as its matrix
     many = gradient(9)
-    ranks = {part: int(torch.linalg.matrix_rank(many[told[part]], rtol=SLIGHT)) for part in ("query", "key")}
+    ranks = {part: int(torch.linalg.matrix_rank(many[rows_of[part]], rtol=SLIGHT)) for part in ("query", "key")}
     return ranks["query"] <= 2 < ranks["key"]  # two texts, whose last tokens ask
 
 
@@ -162,15 +162,15 @@ def _rows(pattern: str, sizes: Mapping[str, int], shape: Sequence[int]) -> dict[
     """The rows of each part of a tensor."""
     import numpy as np
 
-    found: dict[str, list[int]] = {}
+    rows_of: dict[str, list[int]] = {}
     wide = shape.index(sizes["hidden"], 1 if shape[0] != sizes["hidden"] else 0) if len(shape) > 1 else None
     for leaf in lower(parse(pattern), dict(sizes), {}):
         at = np.array([leaf.base])
         for span in leaf.spans:
             at = (at[:, None] + span.stride * np.arange(span.start, span.stop)).ravel()
         rows = np.unravel_index(at, tuple(shape))[1 - wide if wide is not None else 0]
-        found[leaf.tensor.removesuffix("_bias")] = sorted({*map(int, rows)})
-    return found
+        rows_of[leaf.tensor.removesuffix("_bias")] = sorted({*map(int, rows)})
+    return rows_of
 
 
 def gated_order(model: Any, name: str, dim: int) -> tuple[bool, bool] | None:
@@ -197,15 +197,15 @@ def gated_order(model: Any, name: str, dim: int) -> tuple[bool, bool] | None:
             part.copy_(was + step * change)
             logits(model, 3)
         part.copy_(was)
-        zero, one, two = kept[-3:]
-        return bool((two - 2 * one + zero).abs().max() < SLIGHT * (two - zero).abs().max())
+        first_output, middle, last = kept[-3:]
+        return bool((last - 2 * middle + first_output).abs().max() < SLIGHT * (last - first_output).abs().max())
 
     with torch.no_grad():
         rows = weight.movedim(dim, 0)
-        found = [[linear(part) for part in parts] for parts in (rows.chunk(2), (rows[::2], rows[1::2]))]
+        linear_parts = [[linear(part) for part in parts] for parts in (rows.chunk(2), (rows[::2], rows[1::2]))]
     hook.remove()
-    told = [(bool(turns), not first) for turns, (first, second) in enumerate(found) if first != second]
-    return told[0] if len(told) == 1 else None
+    orders = [(bool(turns), not first) for turns, (first, second) in enumerate(linear_parts) if first != second]
+    return orders[0] if len(orders) == 1 else None
 
 
 def turns_neighbours(model: Any) -> bool | None:
@@ -215,7 +215,7 @@ def turns_neighbours(model: Any) -> bool | None:
     if getattr(model.config, "rope_parameters", None) is None:
         return False
     rotate = getattr(inspect.getmodule(type(model)), "apply_rotary_pos_emb", None)
-    angles = next((one for name, one in model.named_modules() if name.endswith("rotary_emb")), None)
+    angles = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
     if rotate is None or angles is None:
         return None
     head = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads

@@ -33,8 +33,8 @@ def check(family: Family, model: Model, folder: Path) -> Iterator[str]:
         VerificationError: the model computes something else after a conversion.
     """
     if (family.model_type or family.name, family.architecture) != (model.kind, model.architecture):
-        said = f"{family.model_type or family.name} ({family.architecture})"
-        raise UsageError(f"{family.file} describes {said}, and the model is {model.kind} ({model.architecture})")
+        described = f"{family.model_type or family.name} ({family.architecture})"
+        raise UsageError(f"{family.file} describes {described}, and the model is {model.kind} ({model.architecture})")
     _check_names(family, model)
     yield f"every tensor of {model.architecture} has a line, and every line a tensor"
     net = computed.real(model, **_untied(model))
@@ -53,10 +53,10 @@ def _check_names(family: Family, model: Model) -> None:
     """Lines and tensors are each other's."""
     probe = model.probe(**_untied(model))
     choices = {name for names, _ in family.biases.values() for name in names.split()}
-    lines = {one: rule for rule in family.tensors for one in rule.spellings}
+    lines = {spelling: rule for rule in family.tensors for spelling in rule.spellings}
     there = {template(name) for name in (*probe.hub, *probe.memory)}
     drops = {"mtp", "tied", "optional", "compressed", "uncompressed", *choices}
-    idle = [one for one in lines if one not in there and not drops & lines[one].conditions]
+    idle = [spelling for spelling in lines if spelling not in there and not drops & lines[spelling].conditions]
     for what, names in (("has no line for", sorted(there - lines.keys())), ("has lines of no tensor:", sorted(idle))):
         if names:
             raise UsageError(f"{family.file} {what} {', '.join(names)}", "a line is a key, two spaces, and a pattern")
@@ -72,17 +72,17 @@ def _through(family: Family, net: Any, before: Any, folder: Path) -> None:
     options: Any = {"family": family.file}
     convert(folder / "hf", folder / "fsdp", to="fsdp", ranks=RANKS, **options)
     other = type(net)(net.config).eval()
-    state = {"model": {name: torch.zeros_like(one) for name, one in other.state_dict().items()}}
+    state = {"model": {name: torch.zeros_like(tensor) for name, tensor in other.state_dict().items()}}
     dcp.load(  # type: ignore[attr-defined]
         state, checkpoint_id=folder / "fsdp", no_dist=True
     )
     other.load_state_dict(state["model"])
     _same(other, before, "what torch loads of the FSDP checkpoint")
     convert(folder / "fsdp", folder / "back", to="huggingface", **options)
-    again, said = type(net).from_pretrained(
+    again, report = type(net).from_pretrained(
         folder / "back", dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    if lost := {name: sorted(map(str, keys)) for name, keys in said.items() if keys}:
+    if lost := {name: sorted(map(str, keys)) for name, keys in report.items() if keys}:
         raise VerificationError(f"what comes back does not load cleanly: {json.dumps(lost)[:300]}")
     again.config._experts_implementation = "eager"  # noqa: SLF001  # as it was computed before
     _same(again.eval(), before, "what comes back of it")

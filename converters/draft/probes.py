@@ -40,11 +40,11 @@ SETTINGS = (*SIZES, "hidden", "shared_ffn", "dense_layers")
 
 def spellings() -> dict[str, list[str]]:
     """Setting: every config key that a family has for it, the usual one first."""
-    found = {name: [key] for name, key in USUAL.items()}
+    keys_of = {name: [key] for name, key in USUAL.items()}
     for family in FAMILIES.values():
         for name, keys in family.keys.items():
-            found.setdefault(name, []).extend(key for key in keys.split() if key not in found.get(name, ()))
-    return found
+            keys_of.setdefault(name, []).extend(key for key in keys.split() if key not in keys_of.get(name, ()))
+    return keys_of
 
 
 @dataclass(frozen=True)
@@ -90,20 +90,22 @@ class Model:
         """The keys of its own that the class has, and what it assumes."""
         from transformers import PreTrainedConfig
 
-        shared = {one.name for one in fields(PreTrainedConfig)}
+        shared = {field_of_class.name for field_of_class in fields(PreTrainedConfig)}
         made = self.config_class()
-        names = [one.name for one in fields(self.config_class) if one.name not in shared]
+        names = [
+            field_of_class.name for field_of_class in fields(self.config_class) if field_of_class.name not in shared
+        ]
         return {name: getattr(made, name, None) for name in names}
 
     @cached_property
     def keys(self) -> dict[str, str]:
         """Setting: the config key that this class has for it."""
-        renamed, found = self.config_class.attribute_map, dict[str, str]()
+        renamed, keys_of = self.config_class.attribute_map, dict[str, str]()
         for name, keys in spellings().items():  # a key that several settings have is that of the first
             own = [renamed.get(key, key) for key in keys]
-            free = [key for key in own if key in self.defaults and key not in found.values()]
-            found |= {name: free[0]} if free else {}
-        return found
+            free = [key for key in own if key in self.defaults and key not in keys_of.values()]
+            keys_of |= {name: free[0]} if free else {}
+        return keys_of
 
     @cached_property
     def architecture(self) -> str:
@@ -123,8 +125,8 @@ class Model:
             changes: other keys.
         """
         keys = self.keys
-        said = {key: value for key, value in self.said.items() if key not in BY_LAYER}
-        said |= {key: 1 for key in self.defaults if key.endswith("_token_id")}
+        keywords = {key: value for key, value in self.said.items() if key not in BY_LAYER}
+        keywords |= {key: 1 for key in self.defaults if key.endswith("_token_id")}
         values: dict[str, Any] = {name: sizes[number] for name, sizes in SIZES.items() if name in keys}
         heads, head = values["heads"], values.get("head_dim", SIZES["head_dim"][number])
         values["hidden"] = WIDTH[number] if "head_dim" in keys else heads * head
@@ -134,8 +136,8 @@ class Model:
         values["shared_ffn"] = COUNT if shared in COUNTED else SHARED[number]
         if type(self.defaults.get(keys.get(IN_FRONT[0], ""))) is int:
             values[IN_FRONT[0]] = IN_FRONT[1]
-        said |= {keys[name]: value for name, value in values.items() if name in keys}
-        config = self.config_class(**{**said, **changes})
+        keywords |= {keys[name]: value for name, value in values.items() if name in keys}
+        config = self.config_class(**{**keywords, **changes})
         config.architectures = [self.architecture]
         values |= {name: SIZES[name][number] for name in SIZES if name not in values}
         ffn = values["expert_ffn"] if "expert_ffn" in keys else values["ffn"]
@@ -155,11 +157,11 @@ class Model:
         with torch.device("meta"):
             model = getattr(transformers, self.architecture)(config)
         model._weight_conversions = None  # noqa: SLF001  # no file was loaded: the conversions are those of its class
-        told = lineage.of_model(model, {})
-        order = [*dict.fromkeys([*dict(model.named_parameters()), *told["memory"]])]
-        memory = {name: tuple(told["memory"][name]) for name in order if name in told["memory"]}
-        turned = any(type(one).__name__ == "Conv1D" for one in model.modules())
-        return Probe(config, sizes, memory, told["hub"], turned)
+        answer = lineage.of_model(model, {})
+        order = [*dict.fromkeys([*dict(model.named_parameters()), *answer["memory"]])]
+        memory = {name: tuple(answer["memory"][name]) for name in order if name in answer["memory"]}
+        turned = any(type(module).__name__ == "Conv1D" for module in model.modules())
+        return Probe(config, sizes, memory, answer["hub"], turned)
 
 
 def model_of(name: str) -> Model:
@@ -174,17 +176,17 @@ def model_of(name: str) -> Model:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError:
         raise UsageError("a family is drafted from transformers", "pip install 'vitruvian[transformers]'") from None
-    path, said = Path(name) / "config.json", dict[str, Any]()
+    path, config = Path(name) / "config.json", dict[str, Any]()
     if path.is_file():
         try:
-            said = json.loads(path.read_text())
+            config = json.loads(path.read_text())
         except ValueError as error:
             raise UsageError(f"{path} is no JSON: {error}") from None
-    kind = said.get("model_type", name)
+    kind = config.get("model_type", name)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        known = bool(said) or re.fullmatch(r"[\w.-]+", name)
+        known = bool(config) or re.fullmatch(r"[\w.-]+", name)
         reason = f"transformers {transformers.__version__} does not know {short(kind)}"
         if not known:
             raise UsageError(f"{name} is neither a model type nor a folder with a config.json")
         raise UnsupportedError(reason, "a newer version may; a table of another class is written by hand")
-    return Model(kind, said)
+    return Model(kind, config)

@@ -53,20 +53,20 @@ def roles_of(key: str) -> list[tuple[str, ...]]:
     stem = re.sub(r"\.weight$|(?<!correction)(?<!expert)[._]bias$", "", key)
     kind = "_bias" if key.endswith("bias") and stem != key else ""
     prefix = "shared_" if "shared" in stem else "expert_" if "experts" in stem else ""
-    found = []
+    roles = []
     for ends, words in LINES:
         if not re.search(rf"(?:^|\.)(?:{ends})$", stem):
             continue
         for word in words.split():
             parts = tuple(word.split("+"))
-            parts = tuple(f"{prefix}{one}" if one in ("gate", "up", "down") else one for one in parts)
+            parts = tuple(f"{prefix}{part}" if part in ("gate", "up", "down") else part for part in parts)
             named = tuple(
-                f"{one}{kind}".replace("router_bias", "router_score_bias" if kind else "router_bias") for one in parts
+                f"{part}{kind}".replace("router_bias", "router_score_bias" if kind else "router_bias") for part in parts
             )
-            layered = all(one in TENSORS and (one in OF_MODEL) == ("{layer}" not in key) for one in parts)
-            if layered and all(one in TENSORS for one in named):
-                found.append(named)
-    return found
+            layered = all(part in TENSORS and (part in OF_MODEL) == ("{layer}" not in key) for part in parts)
+            if layered and all(part in TENSORS for part in named):
+                roles.append(named)
+    return roles
 
 
 def patterns(
@@ -87,21 +87,21 @@ def patterns(
         turned: whether its matrices are input-major.
     """
     outside = {"layer"} | ({"expert"} if "{expert}" in key else set())
-    axes = [[axis for axis in TENSORS[one] if axis not in outside] for one in tensors]
+    axes = [[axis for axis in TENSORS[tensor] if axis not in outside] for tensor in tensors]
     if len(tensors) == 1:
         for dims in _runs(axes[0], len(shapes[0]), turned=turned):
             if all(
-                [prod(held[axis] for axis in dim) for dim in dims] == [*shape] for held, shape in pairs(sizes, shapes)
+                [prod(known[axis] for axis in dim) for dim in dims] == [*shape] for known, shape in pairs(sizes, shapes)
             ):
                 yield f"{tensors[0]}: {' '.join(map(_text, dims))}"
         return
-    common = [axis for axis in COMMON if all(axis in one for one in axes)]
-    own = [[axis for axis in one if axis not in common] for one in axes]
+    common = [axis for axis in COMMON if all(axis in tensor for tensor in axes)]
+    own = [[axis for axis in tensor if axis not in common] for tensor in axes]
     orders = sorted(permutations([*common, ""]), key=lambda order: (order[-1] == "") != turned and "hidden" in order)
     for order in orders:
         if all(
-            [held.get(axis) or sum(prod(held[a] for a in part) for part in own) for axis in order] == [*shape]
-            for held, shape in pairs(sizes, shapes)
+            [known.get(axis) or sum(prod(known[a] for a in part) for part in own) for axis in order] == [*shape]
+            for known, shape in pairs(sizes, shapes)
         ):
             for joined in _joined(tensors, own):
                 yield " ".join(axis or joined for axis in order)

@@ -83,7 +83,7 @@ def drafted(model: Model) -> Drafted:
             fixed.append(key)
             continue
         more, less = with_it - without, without - with_it
-        conditions = {BIAS.get(one, "") for name in more for one in next(iter(roles_of(name)), ("",))}
+        conditions = {BIAS.get(tensor, "") for name in more for tensor in next(iter(roles_of(name)), ("",))}
         if key == model.keys.get("query_rank"):
             extra = {key: off}
         elif more and not less and "" not in conditions:
@@ -110,12 +110,12 @@ def drafted(model: Model) -> Drafted:
 
 def _switches(model: Model) -> dict[str, tuple[Any, Any]]:
     """Config keys that may change which tensors there are: what they are without, and with."""
-    found: dict[str, tuple[Any, Any]] = {
+    switches: dict[str, tuple[Any, Any]] = {
         key: (False, True) for key, value in model.defaults.items() if type(value) is bool and key not in OF_RUNS
     }
     if rank := model.keys.get("query_rank"):
-        found[rank] = (None, SIZES["query_rank"][0])
-    return found
+        switches[rank] = (None, SIZES["query_rank"][0])
+    return switches
 
 
 def _names(probe: Probe) -> set[str]:
@@ -124,15 +124,15 @@ def _names(probe: Probe) -> set[str]:
 
 def _conditioned(row: Row, *, moe: bool, bias: str) -> Row:
     """A row with the conditions that follow from its tensors, before those of its name."""
-    tensors, found = row.tensors, list[str]()
+    tensors, conditions = row.tensors, list[str]()
     if tensors == ("head",):
-        found.append("untied")
-    found += sorted({QUERIES[one] for one in tensors if one in QUERIES})
-    if moe and any(ROUTED.match(one) for one in tensors):
-        found.append("sparse")
-    elif moe and tensors and all(OF_MLP.fullmatch(one) for one in tensors):
-        found.append("dense")
-    return replace(row, conditions=(*found, *([bias] if bias else []), *row.conditions))
+        conditions.append("untied")
+    conditions += sorted({QUERIES[tensor] for tensor in tensors if tensor in QUERIES})
+    if moe and any(ROUTED.match(tensor) for tensor in tensors):
+        conditions.append("sparse")
+    elif moe and tensors and all(OF_MLP.fullmatch(tensor) for tensor in tensors):
+        conditions.append("dense")
+    return replace(row, conditions=(*conditions, *([bias] if bias else []), *row.conditions))
 
 
 class _Asked:
@@ -163,8 +163,8 @@ def _rows(probes: Sequence[Probe], asked: _Asked) -> Iterator[Row]:
     first = probes[0]
     hub = first.hub
     from_memory: dict[str, list[str]] = {}
-    for name, told in hub.items():
-        for piece in told["pieces"] or ():
+    for name, answer in hub.items():
+        for piece in answer["pieces"] or ():
             from_memory.setdefault(template(piece.name), []).append(name)
     plain = {template(name) for name in first.memory if name in hub and tuple(hub[name]["shape"]) == first.memory[name]}
     done: set[str] = set()
@@ -173,7 +173,7 @@ def _rows(probes: Sequence[Probe], asked: _Asked) -> Iterator[Row]:
         if key in done:
             continue
         done.add(key)
-        row = _row(key, name, [one.memory for one in probes], probes, asked)
+        row = _row(key, name, [probe.memory for probe in probes], probes, asked)
         if key in plain:
             yield row
             continue
@@ -188,33 +188,33 @@ def _saved(name: str, row: Row, probes: Sequence[Probe]) -> Row:
     """The row of a tensor that is in files under another name than in memory: what it is of that."""
     key, tensors = template(name), row.tensors
     piece = probes[0].hub[name]["pieces"][0]
-    shapes = [tuple(one.hub[name]["shape"]) for one in probes]
+    shapes = [tuple(probe.hub[name]["shape"]) for probe in probes]
     if len(tensors) > 1:
         starts = {axis: low for axis, (low, _) in enumerate(piece.there)}
         dim = next(i for i, text in enumerate(_dims(row.pattern)) if ":" in text)
         tensors = (tensors[int(starts[dim] > 0)],)
-    sizes = [one.sizes for one in probes]
-    found = next(patterns(tensors, shapes, sizes, key, turned=probes[0].turned), "")
-    return Row(key, found, doubt="" if found else _unknown(shapes[0], sizes[0]))
+    sizes = [probe.sizes for probe in probes]
+    pattern = next(patterns(tensors, shapes, sizes, key, turned=probes[0].turned), "")
+    return Row(key, pattern, doubt="" if pattern else _unknown(shapes[0], sizes[0]))
 
 
 def _row(
-    key: str, name: str, held: Sequence[Mapping[str, tuple[int, ...]]], probes: Sequence[Probe], asked: _Asked
+    key: str, name: str, memories: Sequence[Mapping[str, tuple[int, ...]]], probes: Sequence[Probe], asked: _Asked
 ) -> Row:
     """The row of a tensor in memory."""
-    shapes, sizes = [one.get(name, ()) for one in held], [one.sizes for one in probes]
+    shapes, sizes = [entry.get(name, ()) for entry in memories], [entry.sizes for entry in probes]
     roles = roles_of(key)
     stem, _, kind = key.rpartition(".")
     if stem in asked.norms and computed.NORM.search(stem.rpartition(".")[2]):
         roles = [(asked.norms[stem] + ("_bias" if kind == "bias" else ""),)]
     for tensors in roles:
-        for found in patterns(tensors, shapes, sizes, key, turned=probes[0].turned):
+        for pattern in patterns(tensors, shapes, sizes, key, turned=probes[0].turned):
             if len(tensors) == 1:
-                return _turned(Row(key, found), asked)
-            if len(tensors) == 3 and computed.is_order(found, sizes[0], asked.one_layer, name):
-                return _turned(Row(key, found), asked)
+                return _turned(Row(key, pattern), asked)
+            if len(tensors) == 3 and computed.is_order(pattern, sizes[0], asked.one_layer, name):
+                return _turned(Row(key, pattern), asked)
             if len(tensors) == 2:
-                return _gated(Row(key, found), name, asked)
+                return _gated(Row(key, pattern), name, asked)
     return Row(key, "", doubt=_unknown(shapes[0], sizes[0]))
 
 
@@ -225,9 +225,9 @@ def _gated(row: Row, name: str, asked: _Asked) -> Row:
     if order is None:
         return replace(row, doubt=NOT_SEEN)
     alternating, gate_first = order
-    joined, (one, other) = _dims(row.pattern)[dim], row.tensors if gate_first else row.tensors[::-1]
+    joined, (first, second) = _dims(row.pattern)[dim], row.tensors if gate_first else row.tensors[::-1]
     (axes,) = {part.partition(": ")[2] for part in joined[1:-1].split(" | ")}
-    lies = f"({axes} ({one}: | {other}:))" if alternating else f"({one}: {axes} | {other}: {axes})"
+    lies = f"({axes} ({first}: | {second}:))" if alternating else f"({first}: {axes} | {second}: {axes})"
     return replace(row, pattern=row.pattern.replace(joined, lies))
 
 
@@ -247,5 +247,5 @@ def _dims(pattern: str) -> list[str]:
 
 def _unknown(shape: Sequence[int], sizes: Mapping[str, int]) -> str:
     """What a tensor looks like that was not guessed: the axes of which each dimension could be made."""
-    named = [" or ".join(axis for axis, size in sizes.items() if size == one and size > 2) or str(one) for one in shape]
+    named = [" or ".join(axis for axis, size in sizes.items() if size == dim and size > 2) or str(dim) for dim in shape]
     return f"not guessed: [{', '.join(named)}] in the tiny model"

@@ -86,7 +86,7 @@ def _loaded(text: str) -> UsageError | None:
 def _values(model: Model, table: Drafted) -> dict[str, Any]:
     """The fields of the family, but for its table."""
     tensors = {name for row in table.rows for name in row.tensors}
-    raw = {one.name: one.default for one in fields(model.config_class)}
+    raw = {entry.name: entry.default for entry in fields(model.config_class)}
     keys = {name: key for name, key in model.keys.items() if name in USUAL or NEED.get(name, "-") in {"", *tensors}}
     ungated = not {"gate", "expert_gate"} & tensors
     requires = {key: model.said.get(key, model.defaults[key]) for key in table.fixed}
@@ -99,7 +99,7 @@ def _values(model: Model, table: Drafted) -> dict[str, Any]:
     if SWITCH in model.defaults:
         requires[SWITCH] = False
     rope = getattr(model.config_class(), "rope_parameters", None) or {}
-    rope = rope if "rope_type" in rope else next((one for one in rope.values() if isinstance(one, dict)), {})
+    rope = rope if "rope_type" in rope else next((entry for entry in rope.values() if isinstance(entry, dict)), {})
     if "partial_rotary_factor" in rope:
         keys["rotary_fraction"] = _taken(model, "partial_rotary_factor", "rotary_pct")
     if rope and (theta := _taken(model, "rope_theta", "rotary_emb_base")) != "rope_theta":
@@ -109,16 +109,16 @@ def _values(model: Model, table: Drafted) -> dict[str, Any]:
             keys[name] = ""
     used = {*keys.values(), *table.biases, *requires, WINDOW, SWITCH, "tie_word_embeddings"}
     own = {key: value for key, value in model.defaults.items() if key not in used and not HARMLESS.fullmatch(key)}
-    said = {name: raw[key] for name, key in keys.items() if isinstance(raw.get(key), bool | int | float | str)}
+    usual_values = {name: raw[key] for name, key in keys.items() if isinstance(raw.get(key), bool | int | float | str)}
     usual = {"rotary_fraction": rope.get("partial_rotary_factor")} if "rotary_fraction" in keys else {}
     apart = OF_ONE_MODEL | ({"head_dim"} if keys["head_dim"] in ("", "head_dim") else set())
-    told = {name: value for name, value in said.items() if name not in apart}
+    shared_values = {name: value for name, value in usual_values.items() if name not in apart}
     return {
         "name": model.kind if model.kind not in FAMILIES else f"{model.kind}_drafted",
         "architecture": model.architecture,
         "model_type": model.kind,
         "rope_theta": float(rope["rope_theta"]) if rope else "none",
-        "head_dim": said.get("head_dim") if keys["head_dim"] == "head_dim" else None,
+        "head_dim": usual_values.get("head_dim") if keys["head_dim"] == "head_dim" else None,
         "mha": keys["kv_heads"] == "" or raw.get(keys["kv_heads"], 0) is None,
         "nulls": sorted(key for key in keys.values() if key in raw and raw[key] is None and key not in NULLABLE),
         "router": ("sigmoid" if "router_bias" in tensors else "softmax") if "router" in tensors else "",
@@ -126,7 +126,7 @@ def _values(model: Model, table: Drafted) -> dict[str, Any]:
         "window_default": raw.get(WINDOW) if window else None,
         "requires": requires,
         "keys": {name: key for name, key in keys.items() if USUAL.get(name) != key},
-        "defaults": {**told, **usual},
+        "defaults": {**shared_values, **usual},
         "biases": {key: [names, usual] for key, (names, usual) in table.biases.items()},
         "own": own,
         "tokens": {
@@ -149,18 +149,20 @@ def _taken(model: Model, *keys: str) -> str:
 def _text(values: Mapping[str, Any], rows: tuple[Row, ...]) -> str:
     """The file."""
     lines = [f"# Drafted by `convert family`: what it could not see is marked; {TODO}."]
-    tables = {name: held for name, held in values.items() if isinstance(held, dict) and held}
+    tables = {name: value for name, value in values.items() if isinstance(value, dict) and value}
     plain = {
-        name: held for name, held in values.items() if not isinstance(held, dict) and held not in (None, "", [], False)
+        name: value
+        for name, value in values.items()
+        if not isinstance(value, dict) and value not in (None, "", [], False)
     }
-    lines += [f"{name} = {json.dumps(held)}" for name, held in plain.items()]
+    lines += [f"{name} = {json.dumps(value)}" for name, value in plain.items()]
     wide = max((len(row.key) for row in rows), default=0) + 4
     deep = max((len(row.pattern) for row in rows if row.conditions), default=0) + 4
     guessed = [row for row in rows if row.pattern]
     lines += ["table = '''", *(_line(row, wide, deep) for row in guessed), "'''"]
     lines += [f"# ? {row.key}: {row.doubt}" for row in rows if row.doubt]
-    for name, held in tables.items():
-        lines += ["", f"[{name}]{ABOUT.get(name, '')}", *_pairs(held)]
+    for name, value in tables.items():
+        lines += ["", f"[{name}]{ABOUT.get(name, '')}", *_pairs(value)]
     return "\n".join(lines) + "\n"
 
 
@@ -174,9 +176,9 @@ def _line(row: Row, wide: int, deep: int) -> str:
     return f"{row.key:<{wide}}{row.pattern:<{deep}}{' '.join(row.conditions)}".rstrip()
 
 
-def _pairs(held: Mapping[str, Any]) -> Iterator[str]:
+def _pairs(table: Mapping[str, Any]) -> Iterator[str]:
     """Keys and values; what no family file can hold, as comments."""
-    for key, value in held.items():
+    for key, value in table.items():
         if isinstance(value, dict):
             yield f"# ? {key} = {json.dumps(value, default=str)}: of several parts, which a line here cannot hold"
         else:

@@ -42,18 +42,18 @@ def write_card(folder: Path, repo: str, files: Sequence[File], base_model: str |
     Raises:
         SourceError: README.md is no text, or what begins it is no metadata.
     """
-    wanted = _metadata(folder, base_model)
+    metadata = _metadata(folder, base_model)
     section = _conversion(folder, files)
     path = folder / NAME
     if not path.exists():
         title = repo.partition("/")[2]
-        text = f"---\n{_yaml(wanted)}---\n\n# {title}\n\n{section}\n{_usage(folder, repo)}"
+        text = f"---\n{_yaml(metadata)}---\n\n# {title}\n\n{section}\n{_usage(folder, repo)}"
         return text, ["the card states no licence: add `license: ID` to the metadata of a README.md in the folder"]
-    text, held = _merged(path, wanted)
+    text, merged = _merged(path, metadata)
     notes = [f"{NAME} of the folder is the card: its text is kept"]
-    if base_model and held.get("base_model") != base_model:
+    if base_model and merged.get("base_model") != base_model:
         notes.append(f"{NAME} names another base_model already, --base-model {base_model} is not written")
-    if "license" not in held:
+    if "license" not in merged:
         notes.append("the card states no licence")
     if BEGIN in text and END in text.partition(BEGIN)[2]:
         before, _, rest = text.partition(BEGIN)
@@ -78,7 +78,7 @@ def _yaml(value: Mapping[str, Any]) -> str:
     return str(yaml.safe_dump(dict(value), sort_keys=False, allow_unicode=True)) if value else ""
 
 
-def _merged(path: Path, wanted: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def _merged(path: Path, metadata: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """A README.md with the metadata that it lacks, which goes below what it has; and all of that metadata."""
     try:
         if path.stat().st_size > MOST:
@@ -89,38 +89,38 @@ def _merged(path: Path, wanted: Mapping[str, Any]) -> tuple[str, Mapping[str, An
     except UnicodeDecodeError as error:
         raise SourceError(f"{path} is no UTF-8 text: {error.reason} at byte {error.start}") from None
     match = FRONT.match(text)
-    held = _parse(match[1], path) if match else {}
-    missing = {key: value for key, value in wanted.items() if key not in held}
+    existing = _parse(match[1], path) if match else {}
+    missing = {key: value for key, value in metadata.items() if key not in existing}
     if not missing:
-        return text, held
+        return text, existing
     body = text[match.end() :] if match else text
-    front = f"{match[1]}\n{_yaml(missing)}".lstrip("\n") if match and held else _yaml({**held, **missing})
-    if match and held and not _reads_as(front, {*held, *missing}):  # such as {a: 1}, which has no line to add
-        front = _yaml({**held, **missing})
-    return f"---\n{front}---\n{body if match else chr(10) + body}", {**held, **missing}
+    front = f"{match[1]}\n{_yaml(missing)}".lstrip("\n") if match and existing else _yaml({**existing, **missing})
+    if match and existing and not _reads_as(front, {*existing, *missing}):  # such as {a: 1}, which has no line to add
+        front = _yaml({**existing, **missing})
+    return f"---\n{front}---\n{body if match else chr(10) + body}", {**existing, **missing}
 
 
 def _parse(front: str, path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        held = yaml.safe_load(front)
+        metadata = yaml.safe_load(front)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         line = " ".join(str(error).split())[:200]
         raise SourceError(f"the metadata that begins {path} is no YAML: {line}", f"edit {path}, or remove it") from None
-    if held is not None and not isinstance(held, dict):
+    if metadata is not None and not isinstance(metadata, dict):
         raise SourceError(f"the metadata that begins {path} is no mapping", f"edit {path}, or remove it")
-    return held or {}
+    return metadata or {}
 
 
 def _reads_as(front: str, keys: set[Any]) -> bool:
     import yaml
 
     try:
-        held = yaml.safe_load(front)
+        metadata = yaml.safe_load(front)
     except yaml.YAMLError:
         return False
-    return isinstance(held, dict) and set(held) == keys
+    return isinstance(metadata, dict) and set(metadata) == keys
 
 
 def _conversion(folder: Path, files: Iterable[File]) -> str:

@@ -194,11 +194,11 @@ def verify_folder(folder: Path, *, quiet: bool = True) -> str | None:
         raise VerificationError(f"{folder} and its {MANIFEST} differ in settings: {', '.join(settings)}", hint)
     plan = plan_reading(checkpoint)
     with Progress("verifying", plan.nbytes, quiet) as progress:
-        found = digest_of(plan.jobs, Limits(finite=True), progress.advance)
+        digests = digest_of(plan.jobs, Limits(finite=True), progress.advance)
     if remembered is None:
         return None
-    wrong = sorted(name for name in {*found, *against} if found.get(name) != against.get(name))
+    wrong = sorted(name for name in {*digests, *against} if digests.get(name) != against.get(name))
     if wrong:
         names = ", ".join(wrong[:5]) + (" …" if len(wrong) > 5 else "")
         raise VerificationError(f"{len(wrong)} tensors of {folder} differ from its {MANIFEST}: {names}", hint)
-    return total(found)
+    return total(digests)

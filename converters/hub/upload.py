@@ -112,7 +112,7 @@ def push(plan: Push, *, quiet: bool = False) -> Pushed:
             pull = api.create_pull_request(plan.repo, title=_title(plan))
             target, url = str(pull.git_reference), pull.url
     again = command(plan, target)
-    with _explained(plan.repo, again), warnings.catch_warnings(record=True) as said:
+    with _explained(plan.repo, again), warnings.catch_warnings(record=True) as caught:
         with tempfile.TemporaryDirectory(prefix="vitruvian-push-") as staging, _ended_by_signals(staging, again):
             _stage(plan, Path(staging))
             done = api.upload_folder(
@@ -123,7 +123,7 @@ def push(plan: Push, *, quiet: bool = False) -> Pushed:
     if wrong:
         lines = "; ".join(wrong[:5]) + (" …" if len(wrong) > 5 else "")
         raise VerificationError(f"{plan.repo} does not hold what was planned: {lines}", again)
-    notes = [*_kept(plan, after), *(_line(str(one.message)) for one in said)]
+    notes = [*_kept(plan, after), *(_line(str(warning.message)) for warning in caught)]
     notes += [f"{url} is a draft until you publish it there"] if plan.create_pr else []
     return Pushed(done.oid, url or str(done.commit_url), target, tuple(notes))
 
@@ -136,21 +136,21 @@ def command(plan: Push, target: str = "") -> str:
     return join([*words, *(["--base-model", plan.base_model] if plan.base_model else [])])
 
 
-def differences(plan: Push, held: Iterable[RepoSibling]) -> list[str]:
+def differences(plan: Push, siblings: Iterable[RepoSibling]) -> list[str]:
     """Where a revision on the Hub does not hold what is planned: names, sizes, and the hash of every file."""
-    there = {one.rfilename: one for one in held}
+    there = {sibling.rfilename: sibling for sibling in siblings}
     return [why for file in plan.files if (why := _difference(plan, file, there.get(file.name)))]
 
 
-def _difference(plan: Push, file: File, held: RepoSibling | None) -> str:
-    if held is None:
+def _difference(plan: Push, file: File, sibling: RepoSibling | None) -> str:
+    if sibling is None:
         return f"{file.name} is missing"
-    if held.size != file.size:
-        return f"{file.name} has {held.size} bytes instead of {file.size}"
-    if held.lfs is not None:
-        same = held.lfs.sha256 == file.sha256
+    if sibling.size != file.size:
+        return f"{file.name} has {sibling.size} bytes instead of {file.size}"
+    if sibling.lfs is not None:
+        same = sibling.lfs.sha256 == file.sha256
     else:
-        same = (held.blob_id, file.sha256) == _hashes(plan, file)
+        same = (sibling.blob_id, file.sha256) == _hashes(plan, file)
     return "" if same else f"{file.name} has another hash"
 
 
@@ -188,16 +188,16 @@ def _title(plan: Push) -> str:
 def _prepared(api: HfApi, plan: Push, target: str) -> ModelInfo:
     """Make the repository and the branch if they do not exist, and see that nothing there stands against the plan."""
     api.create_repo(plan.repo, private=plan.private, exist_ok=True)
-    held = api.model_info(plan.repo, files_metadata=True)
-    if plan.private and held.private is False:
+    info = api.model_info(plan.repo, files_metadata=True)
+    if plan.private and info.private is False:
         raise RefusedError(f"{plan.repo} exists and is public", f"{command(plan)} --public")
     if target != MAIN:
         if not target.startswith(PULLS):
             api.create_branch(plan.repo, branch=target, exist_ok=True)
-        held = api.model_info(plan.repo, revision=target, files_metadata=True)
+        info = api.model_info(plan.repo, revision=target, files_metadata=True)
     sent = {file.name for file in plan.files}
-    names = [one.rfilename for one in held.siblings or () if one.rfilename not in sent]
-    stale = [name for name in names if any(fnmatchcase(name, one) for one in WEIGHTS) and "/" not in name]
+    names = [sibling.rfilename for sibling in info.siblings or () if sibling.rfilename not in sent]
+    stale = [name for name in names if any(fnmatchcase(name, sibling) for sibling in WEIGHTS) and "/" not in name]
     if stale:
         shown = ", ".join(stale[:3]) + (" …" if len(stale) > 3 else "")
         where = f" --revision {quote(target)}" if target != MAIN else ""
@@ -205,7 +205,7 @@ def _prepared(api: HfApi, plan: Push, target: str) -> ModelInfo:
             f"{plan.repo} holds {shown}, which {plan.folder} does not: frameworks would mix the weights of two models",
             f"hf repos delete-files {plan.repo}{where} {join(_globs(stale))}",
         )
-    return held
+    return info
 
 
 def _globs(names: Iterable[str]) -> list[str]:
@@ -241,10 +241,10 @@ def _ended_by_signals(staging: str, again: str) -> Iterator[None]:
         yield
 
 
-def _kept(plan: Push, held: ModelInfo) -> list[str]:
+def _kept(plan: Push, info: ModelInfo) -> list[str]:
     """A note on what is on the Hub besides what was sent."""
     sent = {file.name for file in plan.files} | {".gitattributes"}
-    names = [one.rfilename for one in held.siblings or () if one.rfilename not in sent]
+    names = [sibling.rfilename for sibling in info.siblings or () if sibling.rfilename not in sent]
     return (
         [f"{plan.repo} also holds {len(names)} files that are not in {plan.folder}, such as {names[0]}"]
         if names
@@ -276,46 +276,48 @@ def _known(error: BaseException | None, repo: str, again: str) -> VitruvianError
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     while error is not None:
-        said = _line(str(error))
+        message = _line(str(error))
         if isinstance(error, HfHubHTTPError):
-            status, said = error.response.status_code, str(error.server_message or "")
-            if said.lstrip().startswith("<"):  # a storage service, in XML that may hold parts of a signature
+            status, message = error.response.status_code, str(error.server_message or "")
+            if message.lstrip().startswith("<"):  # a storage service, in XML that may hold parts of a signature
                 return NetworkError(f"the storage of the Hub refuses a file of {repo} ({status})", again)
-            said = str(error.response.headers.get("X-Error-Message") or said or error.response.reason_phrase)
-            return _refusal(status, _line(said), repo, again)
-        if found := re.search(r"HTTP status client error \((\d+)", said):  # as hf_xet tells it
-            return _refusal(int(found[1]), said, repo, again)
+            message = str(error.response.headers.get("X-Error-Message") or message or error.response.reason_phrase)
+            return _refusal(status, _line(message), repo, again)
+        if status_text := re.search(r"HTTP status client error \((\d+)", message):  # as hf_xet tells it
+            return _refusal(int(status_text[1]), message, repo, again)
         if isinstance(error, OfflineModeIsEnabled):
             return UsageError("HF_HUB_OFFLINE is set, so nothing can be sent", "unset HF_HUB_OFFLINE")
         if type(error).__name__ in NO_TOKEN:
-            return UsageError(f"no token for the Hub: {said}", LOGIN)
-        if isinstance(error, ValueError) and "README.md" in said:
-            return RefusedError(f"the Hub does not accept the card: {said}", "edit the metadata that begins README.md")
+            return UsageError(f"no token for the Hub: {message}", LOGIN)
+        if isinstance(error, ValueError) and "README.md" in message:
+            return RefusedError(
+                f"the Hub does not accept the card: {message}", "edit the metadata that begins README.md"
+            )
         network = type(error).__module__.partition(".")[0] in LIBRARIES
         if network or isinstance(error, (ConnectionError, TimeoutError, ValueError)):
-            return NetworkError(f"{repo} cannot be reached: {said or type(error).__name__}", again)
+            return NetworkError(f"{repo} cannot be reached: {message or type(error).__name__}", again)
         if isinstance(error, OSError):
-            return SourceError(f"{error.filename or 'a file'}: {error.strerror or said}", again)
+            return SourceError(f"{error.filename or 'a file'}: {error.strerror or message}", again)
         error = error.__cause__
     return None
 
 
-def _refusal(status: int, said: str, repo: str, again: str) -> VitruvianError:
+def _refusal(status: int, message: str, repo: str, again: str) -> VitruvianError:
     """What an answer of the Hub means: exit 8 where asking again may help, 2 where something has to change first."""
     if status >= 500 or status in LATER:
-        return NetworkError(f"the Hub is not able to serve {repo} now ({status}: {said})", again)
+        return NetworkError(f"the Hub is not able to serve {repo} now ({status}: {message})", again)
     match status:
         case 401:
-            return UsageError(f"the Hub does not accept the token ({status}: {said})", LOGIN)
+            return UsageError(f"the Hub does not accept the token ({status}: {message})", LOGIN)
         case 403:
             return UsageError(
-                f"the token may not write to {repo} ({status}: {said})",
+                f"the token may not write to {repo} ({status}: {message})",
                 "hf auth whoami   # whose token it is; `hf auth login` for another, or set HF_TOKEN",
             )
         case 404:
-            return UsageError(f"{repo} or its revision does not exist for this token ({status}: {said})", LOGIN)
+            return UsageError(f"{repo} or its revision does not exist for this token ({status}: {message})", LOGIN)
         case _:
-            return UsageError(f"the Hub refuses the push to {repo} ({status}: {said})")
+            return UsageError(f"the Hub refuses the push to {repo} ({status}: {message})")
 
 
 def _line(text: str) -> str:

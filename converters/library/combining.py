@@ -60,19 +60,19 @@ def average(
         UsageError: the weights are not 1 in all.
         RefusedError: the checkpoints are of different models. Else as `convert`.
     """
-    said, given = checked(options, OF_MEAN), None
+    given_options, given = checked(options, OF_MEAN), None
     if last is not None:
         paths = last_of(path_of(checkpoints, "checkpoints"), last)
     elif isinstance(checkpoints, Mapping):
-        paths, given = [path_of(one, "checkpoints") for one in checkpoints], [*checkpoints.values()]
+        paths, given = [path_of(checkpoint, "checkpoints") for checkpoint in checkpoints], [*checkpoints.values()]
     else:
         listed = checkpoints if isinstance(checkpoints, list | tuple) else [checkpoints]
-        paths = [path_of(one, "checkpoints") for one in listed]
-    weights, reading = weights_of(len(paths), given, ema), _settings(said)
-    with known_family(said) as family:
+        paths = [path_of(checkpoint, "checkpoints") for checkpoint in listed]
+    weights, reading = weights_of(len(paths), given, ema), _settings(given_options)
+    with known_family(given_options) as family:
         sources = open_all(paths, reading, family)
-        request = asked(path_of(out, "out"), said, sources[0])
-        plan = plan_average(sources, weights, request, to, output_of(said), said.get("replicas"))
+        request = asked(path_of(out, "out"), given_options, sources[0])
+        plan = plan_average(sources, weights, request, to, output_of(given_options), given_options.get("replicas"))
         return _carried(plan, request)
 
 
@@ -92,19 +92,19 @@ def merge(
         UnsupportedError: the adapter is of another method, or of a LoRA that cannot be merged.
         SourceError: it is not complete, or does not fit the base. Else as `convert`.
     """
-    said = checked(options, OF_MERGE)
-    reading = _settings(said)
-    with known_family(said) as family:
+    given = checked(options, OF_MERGE)
+    reading = _settings(given)
+    with known_family(given) as family:
         source = open_only(path_of(base, "base"), reading, family)
-        request = asked(path_of(out, "out"), said, source)
+        request = asked(path_of(out, "out"), given, source)
         saved = read(path_of(adapter, "adapter"))
-        plan = plan_merge(source, saved, request, lambda one: plan_output(one, request, to, output_of(said)))
+        plan = plan_merge(source, saved, request, lambda opened: plan_output(opened, request, to, output_of(given)))
         return _carried(plan, request)
 
 
-def _settings(said: Mapping[str, Any]) -> Settings:
+def _settings(given: Mapping[str, Any]) -> Settings:
     """What the options tell a reader."""
-    return settings_of({name: value for name, value in said.items() if name in Reading.__optional_keys__})
+    return settings_of({name: value for name, value in given.items() if name in Reading.__optional_keys__})
 
 
 def _carried(plan: Plan, request: Request) -> Converted:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from converters.common.progress import Tell
 
 Place = str | PathLike[str]
+Quantization = Literal["fp8-block"]
 Dtype = Literal["keep", "bf16", "fp16", "fp32"]
 Target = Literal["huggingface", "megatron", "fsdp", "neox", "deepspeed", "mistral"]
 Weights = Literal["module", "fp32-master", "exp_avg", "exp_avg_sq"]
@@ -94,6 +95,7 @@ class Layout(Names, total=False):
     consumed_samples: int
     shard_size: int
     chat_template: str
+    quantize: Quantization
 
 
 class View(Names, Effort, total=False):
@@ -167,7 +169,7 @@ KINDS: Mapping[str, Kind] = {
     "norm": choice(LayerNames), "experts": choice(LayerNames), "with_optimizer": FLAG, "force": FLAG,
     "format": choice(Container), "layout": choice(LayerFiles),
     "optimizer": choice(OptimizerFiles), "for_trainer": choice(Trainer), "verify": FLAG, "prefetch": number(0),
-    "dtype": choice(Dtype),
+    "dtype": choice(Dtype), "quantize": choice(Quantization),
 }  # fmt: skip
 """Option: what it has to be."""
 RANKS = dict.fromkeys(("tp", "pp", "ep", "ranks"), RANK)

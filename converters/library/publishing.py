@@ -51,9 +51,11 @@ class Pushed:
 
 def problems_of(folder: Path) -> list[str]:
     """What keeps a folder from being published; each problem is a sentence."""
-    held = dict(files(folder))
-    chats = held_template(held) is not None
-    return [one.sentence for one in findings(held, embedding_rows(folder), need_template=chats) if one.blocks]
+    assets = dict(files(folder))
+    chats = held_template(assets) is not None
+    return [
+        finding.sentence for finding in findings(assets, embedding_rows(folder), need_template=chats) if finding.blocks
+    ]
 
 
 def require_fit(folder: Path, problems: list[str]) -> None:

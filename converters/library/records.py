@@ -124,7 +124,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "notes": notes,
     }
     if plan.inputs:
-        record["sources"] = [{"path": str(one.checkpoint.root), **one.record} for one in plan.inputs]
+        record["sources"] = [{"path": str(entry.checkpoint.root), **entry.record} for entry in plan.inputs]
     padding = source.padded_vocab - source.spec.vocab if source.padded_vocab and source.spec.vocab else 0
     if padding and plan.more is None:
         notes.append(f"{padding} rows of vocabulary padding in the source belong to no token and are not carried")

@@ -21,8 +21,8 @@ def dtype_of(dtype: str) -> torch.dtype:
     """
     if dtype not in TORCH:
         raise UnsupportedError(f"torch has no element type {dtype}", "take the tensor with numpy()")
-    found: torch.dtype = getattr(torch, TORCH[dtype])
-    return found
+    dtype_of_torch: torch.dtype = getattr(torch, TORCH[dtype])
+    return dtype_of_torch
 
 
 def as_torch(words: Array, dtype: str) -> torch.Tensor:

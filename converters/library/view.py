@@ -301,8 +301,8 @@ class View(Mapping[str, Tensor]):
         self.reader = reader
         self.plan = plan
         self.held = {
-            name: Tensor(name, one.fragment.dtype, one.fragment.shape, file, one, state, self.reader)
-            for name, (file, state, one) in tensors.items()
+            name: Tensor(name, placed.fragment.dtype, placed.fragment.shape, file, placed, state, self.reader)
+            for name, (file, state, placed) in tensors.items()
         }
 
     def __getitem__(self, name: str) -> Tensor:
@@ -371,8 +371,8 @@ def tensors_of(target: Target) -> Iterator[tuple[Path, str, str, Placed]]:
     """(file, state, name, tensor) of all that a target holds, in the order of its files and of the bytes in them."""
     for file in target.files:
         every = [("", placed) for placed in file.tensors]
-        every += [(state, placed) for state, held in file.states.items() for placed in held]
-        for state, placed in sorted(every, key=lambda one: one[1].fragment.offset):
+        every += [(state, placed) for state, of_state in file.states.items() for placed in of_state]
+        for state, placed in sorted(every, key=lambda entry: entry[1].fragment.offset):
             *prefix, key = placed.key.split(" ")
             chunk = next((word for word in prefix if word.startswith("model") and word != "model"), "")
             name = f"{chunk}.{key}" if chunk else key

@@ -17,6 +17,7 @@ from converters.move.crc32 import Checksums
 from converters.move.dequantize import read_bf16
 from converters.move.descriptors import Descriptors
 from converters.move.products import read_product
+from converters.move.quantize import read_coded
 from converters.move.regions import Nearby, region, runs
 from converters.move.source_checks import SourceChecks
 from formats.checkpoint import OutputFile
@@ -55,6 +56,9 @@ class Files:
             return
         if fragment.product is not None:
             read_product(self.read, fragment, fragment.product, at, buffer)
+            return
+        if fragment.coded is not None:
+            read_coded(self.read, fragment.coded, at, buffer)
             return
         if fragment.pieces:
             self._read_pieces(fragment, at, buffer)

@@ -66,23 +66,26 @@ class _Normed:
 
     def __init__(self, job: Job, readings: Sequence[Reading]) -> None:
         self.norms = [(norms, Nearby(norms.parts, len(job.shape))) for norms in job.norms]
-        wanted = np.concatenate([_vector(readings[0].files, norms.wanted) for norms in job.norms])
-        squares, counts = np.zeros(len(wanted) + 1), np.zeros(len(wanted) + 1, np.int64)
+        magnitudes = np.concatenate([_vector(readings[0].files, norms.wanted) for norms in job.norms])
+        squares, counts = np.zeros(len(magnitudes) + 1), np.zeros(len(magnitudes) + 1, np.int64)
         for start, shape in tiles(job.shape, readings[0].buffers.tile.nbytes // 8):
             total, rows = _total(job, readings, start, shape), self._rows(start, shape)
             np.add.at(squares, rows, total * total)
             counts += np.bincount(rows, minlength=len(counts))
-        found, columns = counts[:-1] > 0, np.concatenate([[one.columns] * len(one) for one in job.norms])
-        if (counts[:-1][found] != columns[found]).any():
+        summed, columns = (
+            counts[:-1] > 0,
+            np.concatenate([[norms_of.columns] * len(norms_of) for norms_of in job.norms]),
+        )
+        if (counts[:-1][summed] != columns[summed]).any():
             raise RefusedError(f"the rows of {job.name} are not whole, and have no norms")
-        roots = np.sqrt(squares[:-1][found])
-        if not (np.isfinite(wanted).all() and np.isfinite(roots).all() and roots.all()):
+        roots = np.sqrt(squares[:-1][summed])
+        if not (np.isfinite(magnitudes).all() and np.isfinite(roots).all() and roots.all()):
             raise RefusedError(
                 f"{job.norms[0].wanted.path}: a norm of {job.name} is NaN, infinite, or that of zeros",
                 "the training has diverged",
             )
         self.factors = np.ones(len(counts))
-        self.factors[:-1][found] = wanted[found] / roots
+        self.factors[:-1][summed] = magnitudes[summed] / roots
 
     def __call__(self, start: Start, shape: tuple[int, ...]) -> Array:
         """The factors of a tile."""
@@ -119,7 +122,7 @@ def _equal(job: Job, readings: Sequence[Reading]) -> Combined:
         room[:] = readings[0](start, shape)
         for reading in readings[1:]:
             if not np.array_equal(room, reading(start, shape)):
-                first, other = (one.job.sources[0].fragment.path for one in (readings[0], reading))
+                first, other = (each.job.sources[0].fragment.path for each in (readings[0], reading))
                 raise RefusedError(
                     f"{job.name} is {job.dtype}, which has no mean, and differs between {first} and {other}"
                 )

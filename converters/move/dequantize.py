@@ -1,7 +1,9 @@
-"""The edge from quantized elements to BF16: those of MXFP4 exactly, those of FP8 times their scale, rounded once.
+"""The edge from quantized elements to BF16: those of MXFP4 exactly, all others times their scale, rounded once.
 
 Facts: OCP Microscaling Formats (MX) 1.0: E2M1, E4M3 and E8M0, whose 0xFF is no number; E4M3 without infinities, as
 torch's float8_e4m3fn. transformers and DeepSeek's own script multiply in float32 and round to the nearest even, too.
+compressed-tensors 0.20.0 multiplies in BF16 where the scales are BF16, which is the same: the product of two such
+numbers is exact in float32.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +23,6 @@ from formats.errors import RefusedError
 
 PIECE = 1 << 16
 """Elements at a time: few enough to stay in the cache, and in little memory."""
-BITS = {"MXFP4": 4, "FP8": 8}
 
 Words = NDArray[np.uint16]
 Open = Callable[[Path], AbstractContextManager[Handle]]
@@ -36,19 +38,36 @@ def _e4m3() -> NDArray[np.float32]:
     return np.concatenate([values, -values]).astype(np.float32)
 
 
-def _mxfp4() -> Words:
-    """The BF16 of each scale and element of MXFP4, at 16 * scale + element."""
+def _e2m1() -> NDArray[np.float32]:
+    """The value of each code of FP4: sign, two bits of exponent, one of mantissa."""
     positive = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-    with np.errstate(over="ignore"):
-        values = np.ldexp(np.concatenate([positive, -positive]), np.arange(256)[:, None] - 127)
-    values[255] = np.nan
-    words: Words = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    return words.ravel()
+    return np.concatenate([positive, -positive])
 
 
-NO_NUMBER = 255
-"""The scale of MXFP4 that is none."""
-E4M3, MXFP4 = _e4m3(), _mxfp4()
+def _e8m0() -> NDArray[np.float32]:
+    """The value of each byte of a scale that is a power of two; the last one is no number."""
+    return np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan)).astype(np.float32)
+
+
+E4M3, E2M1, E8M0 = _e4m3(), _e2m1(), _e8m0()
+
+
+class Method(NamedTuple):
+    """How an element is coded: bits, and the value of each code."""
+
+    bits: int
+    values: NDArray[np.float32]
+
+
+METHODS = {
+    "MXFP4": Method(4, E2M1),
+    "NVFP4": Method(4, E2M1),
+    "INT4": Method(4, np.arange(-8, 8, dtype=np.float32)),
+    "FP8": Method(8, E4M3),
+    "MXFP8": Method(8, E4M3),
+    "INT8": Method(8, np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)),
+    "INT8 in words": Method(8, np.arange(-128, 128, dtype=np.float32)),
+}
 
 
 def read_bf16(opened: Open, fragment: Fragment, scales: Scales, at: int, buffer: memoryview) -> None:
@@ -61,17 +80,14 @@ def read_bf16(opened: Open, fragment: Fragment, scales: Scales, at: int, buffer:
     out = np.frombuffer(buffer, np.uint16)
     for start, rows, columns in _pieces(at // 2, len(out), scales):
         count, begin = rows * columns, start - at // 2
-        codes, factors = _codes(opened, fragment, start, count, scales), _factors(opened, start, columns, scales)
-        words = out[begin : begin + count]
-        if scales.method == "MXFP4":
-            words[:] = MXFP4[factors.astype(np.uint16) << 4 | codes]
-        else:
-            with np.errstate(over="ignore", invalid="ignore"):
-                values = E4M3[codes].reshape(rows, columns) * casts.to_float(factors, scales.factors.dtype)
-            words[:] = casts.cast(casts.as_words(values.ravel()), "F32", "BF16", fragment.path.name)
+        method, codes = METHODS[scales.method], _codes(opened, fragment, start, count, scales)
+        words, factors = out[begin : begin + count], _factors(opened, start, columns, scales)
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = method.values[codes].reshape(rows, columns) * factors
+        words[:] = casts.cast(casts.as_words(values.ravel()), "F32", "BF16", fragment.path.name)
         if not casts.finite(words, "BF16"):
-            nan = scales.method == "FP8" and bool(np.isnan(E4M3[codes]).any())
-            wrong = "are NaN in FP8" if nan else "are too large for BF16"
+            nan = bool(np.isnan(method.values[codes]).any())
+            wrong = f"are NaN in {scales.method}" if nan else "are too large for BF16"
             reason = f"{scales.factors.path}: elements times {scales.name} {wrong}"
             raise RefusedError(reason, "--verbatim carries every tensor as it is")
 
@@ -92,7 +108,7 @@ def _pieces(start: int, count: int, scales: Scales) -> Iterator[tuple[int, int, 
 
 def _codes(opened: Open, fragment: Fragment, start: int, count: int, scales: Scales) -> NDArray[np.uint8]:
     """Elements as they are coded, one a byte."""
-    bits = BITS[scales.method]
+    bits = METHODS[scales.method].bits
     first, last = start * bits // 8, ((start + count) * bits + 7) // 8
     raw = np.empty(last - first, np.uint8)
     with opened(fragment.path) as fd:
@@ -102,37 +118,55 @@ def _codes(opened: Open, fragment: Fragment, start: int, count: int, scales: Sca
     return np.stack([raw & 15, raw >> 4], axis=1).ravel()[start % 2 :][:count]
 
 
-def _factors(opened: Open, start: int, columns: int, scales: Scales) -> NDArray[np.generic]:
-    """The factor of each element of a row, as words."""
-    (high, wide), held = scales.block, scales.factors
+def _factors(opened: Open, start: int, columns: int, scales: Scales) -> NDArray[np.float32]:
+    """The factor of each element of a row."""
+    (high, wide), grid = scales.block, scales.factors
     (row, column), each = divmod(start, scales.columns), -(-scales.columns // wide)
     matrix, inside = divmod(row, scales.rows)
     first, last = column // wide, (column + columns - 1) // wide + 1
-    words = np.empty(last - first, casts.WORDS[DTYPES[held.dtype]])
     place = (matrix * -(-scales.rows // high) + inside // high) * each + first
-    with opened(held.path) as fd:
-        read_into(fd, words.view(np.uint8).data, held.offset + place * words.itemsize, held.path)
-    _require_factors(words, place, scales)
-    return np.repeat(words, wide)[column - first * wide :][:columns]
+    words = _read(opened, grid, place, last - first)
+    values = _values(words, grid.dtype)
+    _require_factors(values, place, scales.name, grid)
+    if scales.whole is not None:
+        divisor = _values(_read(opened, scales.whole, 0, 1), scales.whole.dtype)
+        _require_factors(divisor, 0, f"the divisor of {scales.name}", scales.whole)
+        values = values / divisor
+    return np.repeat(values, wide)[column - first * wide :][:columns]
 
 
-def _require_factors(words: NDArray[np.generic], place: int, scales: Scales) -> None:
+def _read(opened: Open, fragment: Fragment, first: int, count: int) -> casts.Array:
+    """Elements of a tensor as words."""
+    words = np.empty(count, casts.WORDS[DTYPES[fragment.dtype]])
+    with opened(fragment.path) as fd:
+        read_into(fd, words.view(np.uint8).data, fragment.offset + first * words.itemsize, fragment.path)
+    return words
+
+
+def _values(words: casts.Array, dtype: str) -> NDArray[np.float32]:
+    """Scales as float32: powers of two in U8, FP8, or floats."""
+    if words.itemsize == 1:
+        return np.take(E8M0 if dtype == "U8" else E4M3, words)
+    values: NDArray[np.float32] = casts.to_float(words, dtype)
+    return values
+
+
+def _require_factors(values: NDArray[np.float32], place: int, name: str, fragment: Fragment) -> None:
     """Factors are finite and positive: a quantizer divides by each, or has it as a power of two.
 
     Args:
-        words: some of them.
+        values: some of them.
         place: the number of the first one.
-        scales: what they are of.
+        name: what they are called.
+        fragment: where they are.
 
     Raises:
         RefusedError: one is not.
     """
-    held = scales.factors
-    values = np.where(words == NO_NUMBER, np.nan, 1.0) if held.dtype == "U8" else casts.to_float(words, held.dtype)
     wrong = np.flatnonzero(~((values > 0) & np.isfinite(values)))
     if len(wrong):
         raise RefusedError(
-            f"{held.path}: element {place + wrong[0]} of {scales.name} is {values[wrong[0]]:g}, and weights are "
+            f"{fragment.path}: element {place + wrong[0]} of {name} is {values[wrong[0]]:g}, and weights are "
             "quantized by finite and positive scales",
             "take the file from where it comes from; --verbatim carries every tensor as it is",
         )

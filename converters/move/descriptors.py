@@ -82,7 +82,7 @@ class Descriptors:
     def _opened(self, key: _Key) -> Handle:
         path, writable = key
         while len(self.held) >= self.most:
-            idle = next((one for one in self.held if one not in self.used), None)
+            idle = next((candidate for candidate in self.held if candidate not in self.used), None)
             if idle is None:
                 break
             if idle in self.fresh:

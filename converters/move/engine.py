@@ -71,9 +71,9 @@ def pieces_of(
         accepted: deviations that the user named.
     """
     box = box or tuple((0, n) for n in job.shape)
-    readings = [Reading(one, held, files, buffers, box) for one, held in zip(job.reads, copies, strict=True)]
+    readings = [Reading(read, copy, files, buffers, box) for read, copy in zip(job.reads, copies, strict=True)]
     combined = combination(job, readings) if job.terms else None
-    widest = max(DTYPES[dtype] for dtype in (job.dtype, *(one.source_dtype for one in job.reads)))
+    widest = max(DTYPES[dtype] for dtype in (job.dtype, *(read.source_dtype for read in job.reads)))
     for at, shape in tiles(tuple(stop - start for start, stop in box), buffers.tile.nbytes // widest):
         start = tuple(low + offset for (low, _), offset in zip(box, at, strict=True))
         room = buffers.other.view(WORDS[DTYPES[job.dtype]])[: prod(shape)]
@@ -183,15 +183,15 @@ def digest_of(
     Raises:
         DamagedError: a checksum differs.
     """
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     every = list(jobs)
     checks = SourceChecks(every, limits.replicas) if checked else None
 
     def done(job: Job, digest: str) -> None:
-        found[job.name] = digest
+        digests[job.name] = digest
 
     with Files(checks=checks) as files:
         execute(every, files, limits, done=done, advance=advance, stop=stop)
         if checks is not None:
             checks.complete(files.read_stored, limits.threads, stop)
-    return found
+    return digests

@@ -62,17 +62,17 @@ class Share(NamedTuple):
     def jobs(self, jobs: Iterable[Job]) -> list[Job]:
         """Its part of a plan's jobs, by bytes: layers that follow each other, so that few files have two writers."""
         ordered = sorted(jobs, key=lambda job: -1 if job.layer is None else job.layer)
-        found, before, total = list[Job](), 0, sum(job.nbytes for job in ordered)
+        chosen, before, total = list[Job](), 0, sum(job.nbytes for job in ordered)
         together: dict[tuple[Path, int], int] = {}
         for job in ordered:
             middle = (2 * before + job.nbytes) * self.of // max(1, 2 * total)
             woven = [(part.fragment.path, part.fragment.offset) for part in job.targets if part.woven]
-            share = next((together[one] for one in woven if one in together), min(middle, self.of - 1))
+            share = next((together[place] for place in woven if place in together), min(middle, self.of - 1))
             together |= dict.fromkeys(woven, share)
             if share == self.number - 1:
-                found.append(job)
+                chosen.append(job)
             before += job.nbytes
-        return found
+        return chosen
 
 
 class Journal:
@@ -88,11 +88,11 @@ class Journal:
         self.fresh: list[tuple[str, str]] = []
         self.lock = threading.Lock()
 
-    def note(self, job: Job, found: str) -> None:
+    def note(self, job: Job, digest: str) -> None:
         """Remember a finished job."""
         with self.lock:
-            self.digests[job.name] = found
-            self.fresh.append((job.name, found))
+            self.digests[job.name] = digest
+            self.fresh.append((job.name, digest))
 
     def commit(self, files: Files) -> None:
         """Force the data to disk, then the lines that say so."""
@@ -158,21 +158,21 @@ def open_journal(
     Raises:
         OutputError: another process, or another conversion, has the folder; or it cannot be written.
     """
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
-            handle = _claim(held, staging, share)
+            handle = _claim(stack, staging, share)
             finished = _resume(handle, staging, fingerprint, files, share, force)
         except OSError as error:
             raise OutputError(f"{staging}: {error.strerror}") from None
         yield Journal(handle, finished, every)
 
 
-def _claim(held: ExitStack, staging: Path, share: Share | None) -> int:
+def _claim(stack: ExitStack, staging: Path, share: Share | None) -> int:
     """Lock the staging folder, or a share of it. Returns the handle of the journal."""
     staging.mkdir(parents=True, exist_ok=True)
     if any(staging.iterdir()) and not (staging / JOURNAL).is_file():  # in this order: the journal comes first
         raise OutputError(f"{staging} is needed for the work and holds something else", "move it out of the way")
-    common = own = _open(held, staging / JOURNAL)
+    common = own = _open(stack, staging / JOURNAL)
     if share is None:
         try:
             lock(common, staging)
@@ -180,7 +180,7 @@ def _claim(held: ExitStack, staging: Path, share: Share | None) -> int:
             lock(common, staging, shared=True)  # then the others share it too
             raise OutputError(f"other processes are writing parts of {staging}", "wait until they are done") from None
     else:
-        own = _open(held, staging / share.journal)
+        own = _open(stack, staging / share.journal)
         if not (lock(common, f"all of {staging}", shared=True) and lock(own, f"part {share} of {staging}")):
             raise OutputError(f"{staging} lies on a file system without locks, which --part needs", "leave --part out")
     if not os.path.samestat(os.fstat(common), (staging / JOURNAL).stat()):
@@ -188,9 +188,9 @@ def _claim(held: ExitStack, staging: Path, share: Share | None) -> int:
     return own
 
 
-def _open(held: ExitStack, path: Path) -> int:
+def _open(stack: ExitStack, path: Path) -> int:
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    held.callback(os.close, handle)
+    stack.callback(os.close, handle)
     return handle
 
 
@@ -199,16 +199,16 @@ def _resume(
 ) -> Done:
     """Make the journal ready to be appended to. Returns what is finished, of all journals."""
     own = staging / (share.journal if share else JOURNAL)
-    found = _entries(os.pread(handle, os.fstat(handle).st_size, 0))
-    os.ftruncate(handle, found.length)
-    new = share is not None and not found.length
+    own_entries = _entries(os.pread(handle, os.fstat(handle).st_size, 0))
+    os.ftruncate(handle, own_entries.length)
+    new = share is not None and not own_entries.length
     if new:
         _begin(handle, fingerprint)  # before the others are read: of two conversions at a time one sees the other
     others = [path for path in staging.glob("journal*.jsonl") if path != own]
-    every = [found, *(_entries(path.read_bytes()) for path in others)]
-    finished = {name: digest for one in every for name, digest in one.digests.items()}
-    sound = {name for one in every for name in one.sound}
-    heads = {one.head for one in every if one.head}
+    every = [own_entries, *(_entries(path.read_bytes()) for path in others)]
+    finished = {name: digest for entries in every for name, digest in entries.digests.items()}
+    sound = {name for entries in every for name in entries.sound}
+    heads = {entries.head for entries in every if entries.head}
     if heads - {fingerprint} and (share or not force):
         if new:
             os.ftruncate(handle, 0)
@@ -231,9 +231,9 @@ def _resume(
         os.ftruncate(handle, 0)
         _begin(handle, fingerprint)
         return Done(fingerprint, {}, set(), 0)
-    if share is None and not found.length:
+    if share is None and not own_entries.length:
         _begin(handle, fingerprint)
-    return Done(fingerprint, finished, sound, found.length)
+    return Done(fingerprint, finished, sound, own_entries.length)
 
 
 def _begin(handle: int, fingerprint: str) -> None:
@@ -248,10 +248,10 @@ def _entries(content: bytes) -> Done:
     finished, sound, length = dict[str, str](), set[str](), len(head)
     for line in lines:
         try:
-            said = json.loads(line)
+            record = json.loads(line)
         except ValueError:
             break
-        match said:
+        match record:
             case [str(name), str(digest)]:
                 finished[name] = digest
             case {"sound": [*names]} if all(isinstance(name, str) for name in names):
@@ -288,13 +288,14 @@ def fingerprint(plan: Plan, replicas: str) -> str:
             line = f"{norms.wanted} {norms.columns} {norms.transposed}\n"
             facts.update(line.encode(errors="surrogateescape"))
         for part in (*(part for read in job.reads for part in read.sources), *job.targets):
-            at, spans = part.fragment, [(one.start, one.stop, one.stride) for one in part.leaf.spans]
+            at, spans = part.fragment, [(span.start, span.stop, span.stride) for span in part.leaf.spans]
             of = at.scales
             scaled = of and (of.method, place(of.factors.path), of.factors.offset, of.block, of.rows, of.columns)
+            divisor = f" {place(of.whole.path)} {of.whole.offset}" if of and of.whole else ""
             crc = at.member.crc if at.member else 0
-            computed = (at.product or at.pieces) and (at.product, at.pieces, at.shape)
+            computed = (at.product or at.pieces or at.coded) and (at.product, at.pieces or at.coded, at.shape)
             line = f"{place(at.path)} {at.offset} {at.stream} {scaled} {at.strides} {part.leaf.base} {spans} {crc}"
-            line += f" {computed}\n"
+            line += f" {computed}{divisor}\n"
             facts.update(line.encode(errors="surrogateescape"))  # a path is bytes
     return "vitruvian 1 " + facts.hexdigest()
 

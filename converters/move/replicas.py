@@ -44,7 +44,9 @@ class Copies:
     def __init__(self, job: Job, files: Files, policy: str) -> None:
         axes, heeded = len(job.shape), policy != "first"
         self.job, self.files = job, files
-        self.replicas = {name: Nearby(one, axes) for name, one in job.replicas.items()} if heeded or job.partial else {}
+        self.replicas = (
+            {name: Nearby(parts, axes) for name, parts in job.replicas.items()} if heeded or job.partial else {}
+        )
         self.nameless = bool(job.twins) and job.twins[0].fragment.path == job.sources[0].fragment.path
         self.twins = Nearby(job.twins, axes) if job.twins and (heeded or self.nameless) else None
         self.mean = policy in ("mean", "drift") and job.source_dtype in FLOATS
@@ -73,18 +75,18 @@ class Copies:
 
     def _apart(self, values: Array, tile: Tile) -> bool:
         """Whether copies differ; how far is noted."""
-        dtype, found = self.job.source_dtype, False
+        dtype, differ = self.job.source_dtype, False
         for name, copy in zip(self.replicas, self._others(values, tile), strict=True):
             if np.array_equal(values, copy):
                 continue
-            found, distance = True, _distance(values, copy, dtype)
+            differ, distance = True, _distance(values, copy, dtype)
             if not self.mean:
                 self.worst[name] = max(self.worst.get(name, 0.0), distance)
                 continue
             self.drift = max(self.drift, distance)
             if self.plausible and not distance <= FARTHEST * _largest(values, dtype):
                 self.worst[None] = max(self.worst.get(None, 0.0), distance)
-        return found
+        return differ
 
     def _round(self, values: Array, tile: Tile, twins: Nearby) -> None:
         """Count the elements in which the rounded master weights differ from what the model computes with."""
@@ -92,9 +94,9 @@ class Copies:
         word = WORDS[DTYPES[dtype]]
         room = tile.other.view(word)[: len(values)]
         rounded = casts.cast(values, self.job.source_dtype, dtype, self.job.name, room)
-        held = np.empty(len(values), word)
-        gather(self.files, twins, tile.start, tile.shape, held, tile.scratch.view(word))
-        self.unequal += int((rounded != held).sum())
+        stored = np.empty(len(values), word)
+        gather(self.files, twins, tile.start, tile.shape, stored, tile.scratch.view(word))
+        self.unequal += int((rounded != stored).sum())
 
     def judge(self) -> None:
         """Refuse copies that differ, when nothing said which one counts.

@@ -38,7 +38,7 @@ def samples_of(paths: Sequence[Path]) -> list[str]:
 
 
 def _sampled(path: Path, count: int) -> str:
-    found = blake3()
+    hasher = blake3()
     try:
         with opened(path) as handle:
             if not isinstance(handle, int):
@@ -46,7 +46,7 @@ def _sampled(path: Path, count: int) -> str:
             last = max(0, size_of(handle) - SAMPLE)
             steps = min(count - 1, -(-last // SAMPLE))
             for start in [last * step // steps for step in range(steps + 1)] if steps else [0]:
-                found.update(pread(handle, SAMPLE, start))
+                hasher.update(pread(handle, SAMPLE, start))
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror}") from None
-    return found.hexdigest()
+    return hasher.hexdigest()

@@ -167,16 +167,18 @@ class SourceChecks:
             with self.lock:
                 self.fresh.append(key)
 
-    def _judge(self, fragment: Fragment, member: Member, found: int) -> None:
-        if found == member.crc:
+    def _judge(self, fragment: Fragment, member: Member, crc: int) -> None:
+        if crc == member.crc:
             return
         key, path = _key(fragment, member), fragment.path
         inside = [
-            job.name for job in self.jobs if any(one.member and _key(one, one.member) == key for one in self._of(job))
+            job.name
+            for job in self.jobs
+            if any(fragment_of.member and _key(fragment_of, fragment_of.member) == key for fragment_of in self._of(job))
         ]
         raise DamagedError(
             f"{path} is damaged: the {member.size} bytes at byte {member.start} ({some(inside, 3)}) have the CRC-32 "
-            f"{found:08x}, the file says {member.crc:08x}",
+            f"{crc:08x}, the file says {member.crc:08x}",
             f"copy it again, or take another checkpoint; `convert verify {path.parent}` lists all that is damaged",
         )
 

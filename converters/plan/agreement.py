@@ -87,9 +87,10 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
     if written.keys() == source.spec.shapes.keys():
         return [f"{CHECKED} manifest ({answer['why']})"]
     if not source.settings.verbatim:
+        untabled = spec.why if said.get("quantization_config") else f"no table describes {spec.family}"
         raise UnsupportedError(
-            f"nothing here tells whether {source.root} is complete: no table describes {source.spec.family}, "
-            f"{answer['why']}, and no base with weights is named",
+            f"nothing here tells whether {source.root} is complete: {untabled}, {answer['why']}, "
+            "and no base with weights is named",
             JUDGES,
         )
     return [f"{CHECKED} config only ({answer['why']}): {UNPROVEN}"]

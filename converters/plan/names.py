@@ -77,13 +77,13 @@ def in_memory(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     if answer is None:
         return source
     spec, memory = answer.spec, answer.memory
-    hub = {name: one for name, one in answer.hub.items() if tuple(one["shape"]) == spec.shapes.get(name)}
-    moves = {name: list(_pieces(source, name, one)) for name, one in hub.items()}
+    hub = {name: entry for name, entry in answer.hub.items() if tuple(entry["shape"]) == spec.shapes.get(name)}
+    moves = {name: list(_pieces(source, name, entry)) for name, entry in hub.items()}
     rest = {name: shape for name, shape in spec.shapes.items() if name not in moves}
     written = {move.name for some in moves.values() for move in some} | rest.keys()
-    copies = {copy: one for copy, one in answer.tied.items() if one in written and copy not in written}
+    copies = {copy: entry for copy, entry in answer.tied.items() if entry in written and copy not in written}
     for some in moves.values():
-        some += [move._replace(name=copy) for copy, one in copies.items() for move in some if move.name == one]
+        some += [move._replace(name=copy) for copy, entry in copies.items() for move in some if move.name == entry]
     shapes = {name: shape for name, shape in (memory | rest).items() if name in written or name in copies}
     return _renamed(source, spec, config, Names(shapes, moves), "its name in memory")
 
@@ -103,29 +103,29 @@ def in_files(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
         return source
     spec, memory = answer.spec, answer.memory
     known = {name for name, shape in spec.shapes.items() if memory.get(name) == shape}
-    tied = {copy: one for copy, one in answer.tied.items() if {copy, one} <= known}
+    tied = {copy: entry for copy, entry in answer.tied.items() if {copy, entry} <= known}
     moves: dict[str, list[Move]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, one in answer.hub.items():
-        for here, inner, there, axes in _pieces(source, name, one):
+    for name, entry in answer.hub.items():
+        for here, inner, there, axes in _pieces(source, name, entry):
             if inner in known - tied.keys():
                 turned = tuple(axes.index(axis) if axis in axes else None for axis in range(len(there)))
                 moves.setdefault(inner, []).append(Move(there, name, here, turned))
-                shapes[name] = tuple(one["shape"])
-    moves |= {copy: moves[one] for copy, one in tied.items() if one in moves}
+                shapes[name] = tuple(entry["shape"])
+    moves |= {copy: moves[entry] for copy, entry in tied.items() if entry in moves}
     rest = {name: shape for name, shape in spec.shapes.items() if name not in moves}
     names = Names(shapes | rest, moves, tuple(copy for copy in tied if copy in moves))
     return _renamed(source, spec, config, names, "the name that transformers saves it under")
 
 
-def alike(one: Checkpoint, other: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+def alike(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
     """Two checkpoints of models without a table, under names of files where they have different ones."""
-    specs = one.spec, other.spec
+    specs = first.spec, second.spec
     if not all(isinstance(spec, Verbatim) for spec in specs) or {*specs[0].boxes()} == {*specs[1].boxes()}:
-        return one, other
+        return first, second
     left, right = (
         each if each.format == HUGGINGFACE.name else in_files(each, json.loads(config_text(each, None)))
-        for each in (one, other)
+        for each in (first, second)
     )
     return left, right
 
@@ -142,19 +142,19 @@ def _asked(source: Checkpoint, config: Mapping[str, Any]) -> Answer | None:
     return Answer(spec, shapes, answer["hub"], answer["tied"])
 
 
-def _pieces(source: Checkpoint, name: str, one: Mapping[str, Any]) -> Iterator[Move]:
+def _pieces(source: Checkpoint, name: str, entry: Mapping[str, Any]) -> Iterator[Move]:
     """The moves of a tensor of a file.
 
     Raises:
         UnsupportedError: transformers cannot tell them.
     """
-    if one["pieces"] is None:
+    if entry["pieces"] is None:
         raise UnsupportedError(
             f"{source.root}: {name} has its rows in another order in memory than in files, and no table describes "
             f"{source.spec.family}",
             "--verbatim carries every tensor under its own name, as it is",
         )
-    for inner, there, here, axes in one["pieces"]:
+    for inner, there, here, axes in entry["pieces"]:
         yield Move(_box(here), inner, _box(there), tuple(axes))
 
 
@@ -168,11 +168,11 @@ def _renamed(source: Checkpoint, spec: Verbatim, config: Mapping[str, Any], name
         list(moves) == [_whole(name, spec.shapes[name])] for name, moves in names.moves.items() if name in spec.shapes
     ):
         return source
-    said = {"tied": spec.tied} | ({} if spec.vocab is None else {"vocab": spec.vocab})
-    new = untabled.describe(dict(config), names.shapes, said, spec.why)
-    new = replace(new, copies={copy: one for copy, one in new.copies.items() if copy in names.shapes})
+    settings = {"tied": spec.tied} | ({} if spec.vocab is None else {"vocab": spec.vocab})
+    new = untabled.describe(dict(config), names.shapes, settings, spec.why)
+    new = replace(new, copies={copy: original for copy, original in new.copies.items() if copy in names.shapes})
     tensors = tuple(part for placed in source.fragments() for part in _parts(placed, spec, new, names))
-    remarks = tuple(one for one in spec.remarks if one != untabled.FUSED_NOTE or one in new.remarks)
+    remarks = tuple(original for original in spec.remarks if original != untabled.FUSED_NOTE or original in new.remarks)
     return replace(source, tensors=tensors, spec=replace(new, remarks=remarks, under=under), original=source)
 
 
@@ -209,12 +209,14 @@ def _parts(placed: Placed, spec: Verbatim, new: Verbatim, names: Names) -> Itera
             yield Placed(placed.key, slot, *cut)
 
 
-def _cut(fragment: Fragment, held: Box, move: Move) -> tuple[Fragment, Cut] | None:
+def _cut(fragment: Fragment, box: Box, move: Move) -> tuple[Fragment, Cut] | None:
     """What a fragment that holds a box of the old tensor holds of the new one; None for nothing."""
-    here = tuple((max(one, two), min(end, stop)) for (one, end), (two, stop) in zip(held, move.here, strict=True))
+    here = tuple(
+        (max(begin, low_there), min(end, stop)) for (begin, end), (low_there, stop) in zip(box, move.here, strict=True)
+    )
     if any(low >= high for low, high in here):
         return None
-    steps = zip(here, held, fragment.strides, strict=True)
+    steps = zip(here, box, fragment.strides, strict=True)
     offset = sum((low - start) * stride for (low, _), (start, _), stride in steps)
     ranges, strides = list(move.there), [0] * len(move.there)
     for dim, axis in enumerate(move.axes):

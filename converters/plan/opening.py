@@ -46,37 +46,37 @@ def located(path: Path, settings: Settings) -> tuple[Path, Settings, list[str]]:
     return source.folder, settings, notes
 
 
-def open_source(path: Path, settings: Settings, wanted: Sequence[Format] = ()) -> Checkpoint:
+def open_source(path: Path, settings: Settings, formats: Sequence[Format] = ()) -> Checkpoint:
     """Open a checkpoint of one of some formats.
 
     Args:
         path: its folder, or a name of the Hub (`converters.common.hub_names`).
         settings: what the user said.
-        wanted: the formats that are read; none for any.
+        formats: the formats that are read; none for any.
 
     Raises:
         SourceError: there is none, or it is damaged.
         UsageError: it is of another format.
     """
     path, settings, notes = located(path, settings)
-    source = open_checkpoint(path, settings, wanted)
+    source = open_checkpoint(path, settings, formats)
     source = replace(source, notes=(*source.notes, *notes))
-    if wanted and format_of(source) not in wanted:
+    if formats and format_of(source) not in formats:
         raise UsageError(
             f"{path} is a checkpoint of the format {source.format}, this command reads "
-            f"{' and '.join(form.name for form in wanted)}",
+            f"{' and '.join(form.name for form in formats)}",
             format_of(source).commands,
         )
     return source
 
 
-def open_only(path: Path, settings: Settings, family: Family | None, wanted: Sequence[Format] = ()) -> Checkpoint:
+def open_only(path: Path, settings: Settings, family: Family | None, formats: Sequence[Format] = ()) -> Checkpoint:
     """Open the one checkpoint that all that was said is for (`open_all`)."""
-    return open_all([path], settings, family, wanted)[0]
+    return open_all([path], settings, family, formats)[0]
 
 
 def open_all(
-    paths: Sequence[Path], settings: Settings, family: Family | None, wanted: Sequence[Format] = ()
+    paths: Sequence[Path], settings: Settings, family: Family | None, formats: Sequence[Format] = ()
 ) -> list[Checkpoint]:
     """Open checkpoints that all that was said is for: each setting has an effect on one of them.
 
@@ -84,13 +84,13 @@ def open_all(
         paths: their folders, or names of the Hub.
         settings: what the user said.
         family: the user's own.
-        wanted: the formats that are read; none for any.
+        formats: the formats that are read; none for any.
 
     Raises:
         SourceError: one is not there, or is damaged.
         UsageError: one is of another format, or a setting or the family means nothing to any of them.
     """
-    sources = [open_source(path, settings, wanted) for path in paths]
+    sources = [open_source(path, settings, formats) for path in paths]
     require_effect(settings, *sources)
     require_family(family, *sources)
     return sources
@@ -152,12 +152,12 @@ def require_family(family: Family | None, *sources: Checkpoint) -> None:
     raise UsageError(f"--family {family.file} describes {family.name}, and {sources[0].root} is {is_a}")
 
 
-def replicas_of(source: Checkpoint, said: str | None) -> str:
+def replicas_of(source: Checkpoint, policy: str | None) -> str:
     """What is done with further copies of a tensor. Those that differ are a damage, but where they drift by themselves.
 
     Args:
         source: the opened checkpoint.
-        said: `verify`, `first` or `mean`; None for what is usual in its format.
+        policy: `verify`, `first` or `mean`; None for what is usual in its format.
     """
     usual = format_of(source).replicas
-    return said or ("mean" if usual == "drift" and source.proof is not None else usual)
+    return policy or ("mean" if usual == "drift" and source.proof is not None else usual)

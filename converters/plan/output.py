@@ -65,6 +65,7 @@ class Output:
         shard_size: Hugging Face: bytes of a safetensors file; None for 5 GB, of Megatron for the files that the model
             once had.
         chat_template: Hugging Face: chatml, llama3, control, or a jinja file.
+        quantize: Hugging Face, from Hugging Face: `fp8-block`.
     """
 
     tp: int = 1
@@ -91,11 +92,12 @@ class Output:
     consumed_samples: int | None = None
     shard_size: int | None = None
     chat_template: str | None = None
+    quantize: str | None = None
 
 
 NEOX_OPTIONS = {"tp", "pp", "make_vocab_size_divisible_by", "iteration", "layout"}
 FSDP_OPTIONS = {"ranks", "with_optimizer"}
-HUGGINGFACE_OPTIONS = {"shard_size", "chat_template"}
+HUGGINGFACE_OPTIONS = {"shard_size", "chat_template", "quantize"}
 MEGATRON_OPTIONS = {field.name for field in fields(Output)} - {"layout", "ranks"} - HUGGINGFACE_OPTIONS
 DEFAULTS = {field.name: field.default for field in fields(Output)}
 
@@ -143,7 +145,7 @@ def _huggingface(source: Checkpoint, request: Request, output: Output) -> Plan:
     from converters.plan.targets import SHARD_SIZE, plan_huggingface
 
     size = output.shard_size or (None if source.format in OF_MEGATRON else SHARD_SIZE)
-    return plan_huggingface(source, request, size, output.chat_template)
+    return plan_huggingface(source, request, size, output.chat_template, output.quantize)
 
 
 def _fsdp(source: Checkpoint, request: Request, output: Output) -> Plan:

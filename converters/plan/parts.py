@@ -74,9 +74,12 @@ class Parts(Sequence[Part]):
         """
         if _all_tiled(self.tensor, tuple(placed.kind for placed in self.placed), shape):
             return
-        found = parts_of(one for placed in self.placed for one in placed.each())
+        by_tensor = parts_of(part for placed in self.placed for part in placed.each())
         copies = {
-            copy: parts for (tensor, _), held in found.items() if tensor == self.tensor for copy, parts in held.items()
+            copy: parts
+            for (tensor, _), parts_of_copies in by_tensor.items()
+            if tensor == self.tensor
+            for copy, parts in parts_of_copies.items()
         }
         if ORIGINAL not in copies:
             raise RefusedError(f"nothing holds {name}")
@@ -90,48 +93,48 @@ Copies = dict[Replica, Parts]
 
 def parts_of(tensors: Iterable[Placed]) -> dict[tuple[str, int | None], Copies]:
     """The parts of logical tensors by (tensor, layer) and by the copy to which they belong."""
-    found: dict[tuple[str, int | None], Copies] = {}
+    by_tensor: dict[tuple[str, int | None], Copies] = {}
     for placed in tensors:
         slot = placed.slot
         for tensor, count, _ in _counts(placed.layout):
-            copies = found.setdefault((tensor, slot.layer), {})
+            copies = by_tensor.setdefault((tensor, slot.layer), {})
             if slot.replica not in copies:
                 copies[slot.replica] = Parts(tensor)
             copies[slot.replica].add(placed, count)
-    return found
+    return by_tensor
 
 
 def written_parts(tensors: Iterable[Placed]) -> dict[tuple[str, int | None], Parts]:
     """The parts of logical tensors by (tensor, layer), those of all copies together."""
-    found: dict[tuple[str, int | None], Parts] = {}
+    by_tensor: dict[tuple[str, int | None], Parts] = {}
     for placed in tensors:
         for tensor, count, _ in _held(placed.kind):
             key = tensor, placed.slot.layer
-            if key not in found:
-                found[key] = Parts(tensor)
-            found[key].add(placed, count)
-    return found
+            if key not in by_tensor:
+                by_tensor[key] = Parts(tensor)
+            by_tensor[key].add(placed, count)
+    return by_tensor
 
 
 @lru_cache(maxsize=1024)
 def _counts(layout: Layout) -> tuple[tuple[str, int, int], ...]:
     """How many leaves of each tensor there are, and how many elements they have."""
-    found: dict[str, tuple[int, int]] = {}
+    counts: dict[str, tuple[int, int]] = {}
     for leaf in chain.from_iterable(layout.lowered()):
-        count, numel = found.get(leaf.tensor, (0, 0))
-        found[leaf.tensor] = count + 1, numel + leaf.numel
-    return tuple((tensor, *held) for tensor, held in found.items())
+        count, numel = counts.get(leaf.tensor, (0, 0))
+        counts[leaf.tensor] = count + 1, numel + leaf.numel
+    return tuple((tensor, *pair) for tensor, pair in counts.items())
 
 
 @lru_cache(maxsize=1024)
 def _held(kind: Kind) -> tuple[tuple[str, int, int], ...]:
     """How many leaves of each tensor there are on all ranks, and how many elements they have."""
-    found: dict[str, tuple[int, int]] = {}
+    counts: dict[str, tuple[int, int]] = {}
     for layout, _, _ in kind.each():
         for tensor, count, numel in _counts(layout):
-            counted, held = found.get(tensor, (0, 0))
-            found[tensor] = counted + count, held + numel
-    return tuple((tensor, *held) for tensor, held in found.items())
+            counted, elements = counts.get(tensor, (0, 0))
+            counts[tensor] = counted + count, elements + numel
+    return tuple((tensor, *elements) for tensor, elements in counts.items())
 
 
 def empty(placed: Placed) -> int:
@@ -145,10 +148,10 @@ def _parts(placed: Placed, tensor: str) -> Iterator[Part]:
     slot, columns = placed.slot, placed.columns
     for number, leaves in enumerate(placed.layout.lowered()):
         woven = len(leaves) > 1 and any(min(_steps(leaf), default=1) > 1 for leaf in leaves)
-        held = [slot.in_order(leaf) for leaf in leaves if leaf.tensor == tensor]
-        if held:
+        own = [slot.in_order(leaf) for leaf in leaves if leaf.tensor == tensor]
+        if own:
             fragment = placed.fragment if columns is None else columns[number].fragment
-            yield from (Part(leaf, fragment, woven) for leaf in held)
+            yield from (Part(leaf, fragment, woven) for leaf in own)
 
 
 def _steps(leaf: Leaf) -> list[int]:

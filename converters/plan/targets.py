@@ -36,7 +36,13 @@ UNTOLD = (
 )
 
 
-def plan_huggingface(source: Checkpoint, request: Request, shard_size: int | None, template: str | None = None) -> Plan:
+def plan_huggingface(
+    source: Checkpoint,
+    request: Request,
+    shard_size: int | None,
+    template: str | None = None,
+    quantize: str | None = None,
+) -> Plan:
     """A plan that writes a Hugging Face folder.
 
     Args:
@@ -44,9 +50,14 @@ def plan_huggingface(source: Checkpoint, request: Request, shard_size: int | Non
         request: what the user asked for.
         shard_size: bytes of a file; without it, the files that the model once had come back.
         template: name or file of a chat template. The vocabulary grows by the tokens that it needs.
+        quantize: `fp8-block` for linear layers in FP8 with a scale for each block.
     """
     require_vocab(source)
-    saved = source
+    saved, quantization = source, None
+    if quantize:
+        from converters.plan.quantizing import quantized, with_config
+
+        source, quantization = quantized(source)
     if source.format != HUGGINGFACE.name and isinstance(source.spec, Verbatim):
         source = names.in_files(source, json.loads(assets.config_text(source, None)))
     dtypes = cast_dtypes(source, request.cast)
@@ -65,6 +76,8 @@ def plan_huggingface(source: Checkpoint, request: Request, shard_size: int | Non
     target = huggingface.write(request.root, spec, dtypes, shard_size or SHARD_SIZE, index)
     config = assets.config_text(source, _cast_to(request), spec)
     notes += agreement.notes(saved, spec, config)
+    if quantization:
+        config = with_config(config, quantization)
     texts |= {**target.texts, "config.json": config}
     copies = {name: path for name, path in held.items() if name not in texts} | assets.own_family(spec)
     plan = make_plan(source, replace(target, texts=texts, copies=copies), request.cast, spec)

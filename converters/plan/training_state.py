@@ -72,12 +72,14 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int) -> Plan:
         SourceError: the source holds no optimizer, or an incomplete one.
         UnsupportedError: its optimizer has no layout here.
     """
-    found = optimizer_of(source)
-    masters = found.states.get("fp32")
-    moments = replace(found, states={state: one for state, one in found.states.items() if state != "fp32"})
-    held = (path for one in found.states.values() for path in files_of(one.tensors))
+    optimizer = optimizer_of(source)
+    masters = optimizer.states.get("fp32")
+    moments = replace(
+        optimizer, states={state: state_of for state, state_of in optimizer.states.items() if state != "fp32"}
+    )
+    of_states = (path for state_of in optimizer.states.values() for path in files_of(state_of.tensors))
     weights = source if masters is None else as_weights(masters, source)
-    files = tuple(dict.fromkeys([*source.files, *held]))
+    files = tuple(dict.fromkeys([*source.files, *of_states]))
     weights = replace(weights, files=files, dropped=(), state=())
     asked = request if masters is None else replace(request, cast="fp32")
     plan = plan_fsdp(weights, asked, ranks, moments)
@@ -85,12 +87,12 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int) -> Plan:
     notes = [UNTAKEN]
     if masters:
         notes.append("FSDP trains the weights themselves: they are written from the FP32 master weights")
-    if not found.groups:
+    if not optimizer.groups:
         notes.append("the source has no rate, betas and weight decay: set_optimizer_state_dict of torch asks for them")
 
     def more(written: Checkpoint) -> Iterator[Job]:
         again = fsdp_optim.read(written)
-        if (again.step, again.groups) != (found.step, found.groups):
+        if (again.step, again.groups) != (optimizer.step, optimizer.groups):
             raise VerificationError("step or groups of the optimizer do not read back as written")
         return state_jobs(written, again.states)
 
@@ -113,8 +115,8 @@ def plan_run(
         SourceError: the source holds no optimizer, or an incomplete one.
         UnsupportedError: its optimizer has no layout here.
     """
-    held = optimizer_reader.read(source)
-    optimizer = held if kind is None else of_kind(held, source, distributed=kind == "distributed")
+    stored = optimizer_reader.read(source)
+    optimizer = stored if kind is None else of_kind(stored, source, distributed=kind == "distributed")
     weights = source
     if request.cast and "fp32" not in optimizer.states:
         optimizer = replace(optimizer, states={"fp32": _trained(source), **optimizer.states})
@@ -126,7 +128,7 @@ def plan_run(
     notes = ["rng_state is not carried: it is that of other ranks"] if "rng_state" in source.state else []
     if rows < padded:
         notes.append(f"{padded - rows} rows of vocabulary padding have no place in the new topology")
-    proof = None if "fp32" in optimizer.states or weights is not source else held.states.get("fp32")
+    proof = None if "fp32" in optimizer.states or weights is not source else stored.states.get("fp32")
     return _resumed(plan, optimizer, rows, notes, proof, request.cast)
 
 
@@ -152,12 +154,12 @@ def plan_resumed(
         SourceError: the source holds no optimizer, or an incomplete one.
         UnsupportedError: its optimizer has no layout here.
     """
-    found = optimizer_of(source)
-    weights, states = _split(source, found, request.cast)
-    found = replace(found, states=states, samples=found.samples if samples is None else samples)
-    optimizer, notes = portable_optimizer.native(source, found)
+    stored = optimizer_of(source)
+    weights, states = _split(source, stored, request.cast)
+    stored = replace(stored, states=states, samples=stored.samples if samples is None else samples)
+    optimizer, notes = portable_optimizer.native(source, stored)
     optimizer = of_kind(optimizer, weights, distributed=kind == "distributed")
-    args = {"consumed_train_samples": found.samples or 0}
+    args = {"consumed_train_samples": stored.samples or 0}
     weights = replace(weights, dropped=())
     if options.dialect == FSDP_DTENSOR:
         weights, optimizer, request, options = _for_fsdp(weights, optimizer, request, options)
@@ -165,13 +167,13 @@ def plan_resumed(
             "Megatron-FSDP takes the largest and the smallest rate of its schedule from the checkpoint, "
             f"{optimizer.groups[0]['lr']:g} and 0, whatever --lr and --min-lr say"
         )
-    plan = plan_megatron(weights, request, options, iteration or found.step, optimizer=optimizer, args=args)
+    plan = plan_megatron(weights, request, options, iteration or stored.step, optimizer=optimizer, args=args)
     return _resumed(plan, optimizer, 0, notes)
 
 
-def _split(source: Checkpoint, found: Optimizer, cast: str | None) -> tuple[Checkpoint, dict[str, Checkpoint]]:
+def _split(source: Checkpoint, optimizer: Optimizer, cast: str | None) -> tuple[Checkpoint, dict[str, Checkpoint]]:
     """What the weights are written from, and the states beside them: master weights only where weights are rounded."""
-    states = dict(found.states)
+    states = dict(optimizer.states)
     masters = states.pop("fp32", None)
     weights = {dtype for (name, _), dtype in cast_dtypes(source, cast).items() if name not in UNTRAINED}
     if weights == {"F32"}:
@@ -215,7 +217,7 @@ def as_weights(masters: Checkpoint, source: Checkpoint) -> Checkpoint:
 def _parts_of(source: Checkpoint, *, buffers: bool) -> tuple[Placed, ...]:
     """The tensors of a model that no optimizer has, or all others."""
     return tuple(
-        one for one in source.tensors if bool(UNTRAINED.intersection(one.slot.rule.pattern.tensors)) == buffers
+        placed for placed in source.tensors if bool(UNTRAINED.intersection(placed.slot.rule.pattern.tensors)) == buffers
     )
 
 
@@ -241,7 +243,7 @@ def _resumed(
         again = optimizer_reader.read(written).states
         return state_jobs(written, {state: again[state] for state in optimizer.states}, rows)
 
-    paths = (path for one in optimizer.states.values() for path in files_of(one.tensors))
+    paths = (path for checkpoint in optimizer.states.values() for path in files_of(checkpoint.tensors))
     resumed = replace(
         source,
         files=tuple(dict.fromkeys([*source.files, *paths])),
@@ -259,28 +261,28 @@ def state_jobs(
 ) -> Iterator[Job]:  # fmt: skip
     """The jobs of each state, and of what lies between the vocabulary and so many rows, which in weights are cast."""
     vocab = source.spec.vocab or 0
-    for state, one in {"": source, **states}.items():
+    for state, part_source in {"": source, **states}.items():
         part = _only(target, state) if target else None
         if state:
-            yield from (replace(job, state=state) for job in make_plan(one, part).jobs)
-        placed = [one for placed in part.tensors for one in placed.each()] if part else []
+            yield from (replace(job, state=state) for job in make_plan(part_source, part).jobs)
+        placed = [part_source for placed in part.tensors for part_source in placed.each()] if part else []
         name = f"{state}.{PADDING}".strip(".")
-        yield from _padding_jobs(one, placed, range(vocab, rows), name, None if state else cast)
+        yield from _padding_jobs(part_source, placed, range(vocab, rows), name, None if state else cast)
 
 
 def _only(target: Target, state: str) -> Target:
     """What of a target belongs to a state, or to the weights."""
     if not state:
         return target
-    return replace(target, files=tuple(replace(one, tensors=one.states.get(state, ())) for one in target.files))
+    return replace(target, files=tuple(replace(file, tensors=file.states.get(state, ())) for file in target.files))
 
 
 def _padding_jobs(
-    source: Checkpoint, wanted: Iterable[Placed], rows: range, state: str, cast: str | None
+    source: Checkpoint, placed_tensors: Iterable[Placed], rows: range, state: str, cast: str | None
 ) -> Iterator[Job]:
     """The jobs that move rows of vocabulary padding, which no token has."""
-    held, targets, dtypes = _rows(source.tensors, rows), _rows(wanted, rows), source.dtypes()
-    for tensor, copies in held.items():
+    read, targets, dtypes = _rows(source.tensors, rows), _rows(placed_tensors, rows), source.dtypes()
+    for tensor, copies in read.items():
         written = [part for parts in targets.get(tensor, {}).values() for part in parts]
         shape = (len(rows), *(span.size for span in copies[ORIGINAL][0].leaf.spans[1:]))
         for parts in (*copies.values(), *targets.get(tensor, {}).values()):
@@ -293,11 +295,13 @@ def _padding_jobs(
 
 def _rows(tensors: Iterable[Placed], rows: range) -> dict[str, dict[Replica, list[Part]]]:
     """The rows of vocabulary padding, by tensor and by the copy to which they belong; the first one counts 0."""
-    found: dict[str, dict[Replica, list[Part]]] = {}
-    for placed in (one for whole in tensors for one in whole.each()) if rows else ():
+    by_tensor: dict[str, dict[Replica, list[Part]]] = {}
+    for placed in (part for whole in tensors for part in whole.each()) if rows else ():
         for leaf in rows_of_padding(placed, rows):
-            found.setdefault(leaf.tensor, {}).setdefault(placed.slot.replica, []).append(Part(leaf, placed.fragment))
-    return found
+            by_tensor.setdefault(leaf.tensor, {}).setdefault(placed.slot.replica, []).append(
+                Part(leaf, placed.fragment)
+            )
+    return by_tensor
 
 
 def rows_of_padding(placed: Placed, rows: range) -> Iterator[Leaf]:

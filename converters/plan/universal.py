@@ -76,7 +76,7 @@ def plan_universal(states: States, request: Request) -> Plan:
     tag = opened[0].home
     parameters = list(_parameters(opened[0], zero_partitions.step_of(partitions)))
     ranks = len([path for path in tag.iterdir() if saved_names.MODEL.fullmatch(path.name)]) or 1
-    frozen = _frozen(model, {one.name for one in parameters})
+    frozen = _frozen(model, {parameter.name for parameter in parameters})
     small = universal.texts(parameters, partitions[0].settings, {**model, deepspeed.OURS: {"frozen": frozen}}, ranks)
     lost = universal.left_out(model)
     notes = [f"what is no plain data is not carried: {', '.join(lost)}"] if lost else []
@@ -107,7 +107,7 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
     slots = huggingface.model_slots(source.spec, memory=True)
     buffers = [slot.keys[0] for slot in slots if BUFFERS.intersection(slot.rule.pattern.tensors)]
     groups = _grouped([slot for slot in slots if slot.keys[0] not in buffers], optimizer)
-    parameters = [one for group in groups.values() for one in group]
+    parameters = [each for group in groups.values() for each in group]
     listed = [*groups] * (1 if len(groups) > 1 else 2)  # the loader passes over what it has no group for
     settings = [{**_settings(group), "params": [number]} for number, group in enumerate(listed)]
     model = _model(optimizer, groups.values()) | {"buffer_names": buffers}
@@ -119,9 +119,9 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
     if source.assets:
         target = replace(target, texts={**target.texts, "config.json": assets.config_text(source, None)})
         copies |= {name: path for name, path in assets.carried(source).items() if name != "config.json"}
-    files = tuple(dict.fromkeys(path for one in (source, *opened) for path in one.files))
-    told = "; ".join(f"{_told(group)} ({len(held)} parameters)" for group, held in groups.items())
-    order = f"DeepSpeed goes by the order of the training's parameter groups, which has to be: {told}"
+    files = tuple(dict.fromkeys(path for each in (source, *opened) for path in each.files))
+    described = "; ".join(f"{_told(group)} ({len(members)} parameters)" for group, members in groups.items())
+    order = f"DeepSpeed goes by the order of the training's parameter groups, which has to be: {described}"
     target, notes = replace(target, copies=copies), (order, UNTAKEN, *_not_restored(buffers))
     return Plan(replace(source, files=files, dropped=()), source.spec, jobs, target, notes, read_back)
 
@@ -142,14 +142,14 @@ def _grouped(slots: Iterable[Slot], optimizer: Optimizer) -> dict[Group | None, 
     Raises:
         UnsupportedError: what is one parameter in transformers was trained in several groups.
     """
-    found: dict[Group | None, list[Parameter]] = {group: [] for group in optimizer.groups.values()}
+    by_group: dict[Group | None, list[Parameter]] = {group: [] for group in optimizer.groups.values()}
     for slot in slots:
         treated = {optimizer.groups.get((name, slot.layer)) for name in slot.rule.pattern.tensors}
         if len(treated) > 1:
             raise UnsupportedError(f"{slot.keys[0]} is one parameter here, and was trained in {len(treated)} groups")
         if not slot.replica:
-            found.setdefault(treated.pop(), []).append(Parameter(slot.keys[0], slot, {}, optimizer.step))
-    return found
+            by_group.setdefault(treated.pop(), []).append(Parameter(slot.keys[0], slot, {}, optimizer.step))
+    return by_group
 
 
 def _settings(group: Group | None) -> dict[str, Any]:
@@ -167,8 +167,8 @@ def _told(group: Group | None) -> str:
 def _model(optimizer: Optimizer, groups: Iterable[Sequence[Parameter]]) -> dict[str, Any]:
     """What a model file says of a training. Its scheduler's words are those of torch's, and of DeepSpeed's own."""
     step = optimizer.step
-    said = {
-        "param_shapes": [{one.name: one.slot.shape for one in group} for group in groups],
+    state = {
+        "param_shapes": [{parameter.name: parameter.slot.shape for parameter in group} for group in groups],
         "global_steps": step,
         "skipped_steps": 0,
         "dp_world_size": 1,
@@ -181,7 +181,7 @@ def _model(optimizer: Optimizer, groups: Iterable[Sequence[Parameter]]) -> dict[
         },
         deepspeed.OURS: {"frozen": []},
     }
-    return said if optimizer.samples is None else said | {"global_samples": optimizer.samples}
+    return state if optimizer.samples is None else state | {"global_samples": optimizer.samples}
 
 
 def _target(root: Path, tag: str, parameters: Sequence[Parameter], small: Mapping[str, bytes]) -> Target:
@@ -193,12 +193,12 @@ def _target(root: Path, tag: str, parameters: Sequence[Parameter], small: Mappin
 
 def _jobs(opened: Sequence[Checkpoint], target: Target) -> tuple[Job, ...]:
     """The jobs of each state. The master weights are the weights."""
-    found = list[Job]()
-    for state, one in zip(STATES, opened, strict=True):
+    state_jobs = list[Job]()
+    for state, checkpoint in zip(STATES, opened, strict=True):
         files = tuple(file for file in target.files if file.path.stem == state)
-        jobs = make_plan(one, replace(target, files=files), "fp32").jobs
-        found += (replace(job, state="" if state == "fp32" else state) for job in jobs)
-    return tuple(found)
+        jobs = make_plan(checkpoint, replace(target, files=files), "fp32").jobs
+        state_jobs += (replace(job, state="" if state == "fp32" else state) for job in jobs)
+    return tuple(state_jobs)
 
 
 def _frozen(model: Mapping[str, Any], trained: set[str]) -> list[str]:
@@ -225,21 +225,23 @@ def read_back(plan: Plan) -> Plan:
 def _plain(path: Path, settings: Settings) -> States:
     """The states of a model with names of its own."""
     run, tag = deepspeed.locate(path, settings.tag)
-    held = zero.trained(tag, settings.accept)
+    states = zero.trained(tag, settings.accept)
     opened = [
-        _state(run, tag, tensors, held.module if state == "fp32" else {}) for state, tensors in held.states.items()
+        _state(run, tag, tensors, states.module if state == "fp32" else {}) for state, tensors in states.states.items()
     ]
-    return States(opened, held.model, held.partitions)
+    return States(opened, states.model, states.partitions)
 
 
 def _state(run: Path, tag: Path, tensors: Mapping[str, Scattered], module: Mapping[str, Fragment]) -> Checkpoint:
     """One of the states, to be compared with what is in the module."""
-    spec = Verbatim("deepspeed", {name: one.shape for name, one in tensors.items()}, tied=False, vocab=None, why=WHY)
-    whole = {name: one.whole for name, one in tensors.items()}
+    spec = Verbatim(
+        "deepspeed", {name: tensor.shape for name, tensor in tensors.items()}, tied=False, vocab=None, why=WHY
+    )
+    whole = {name: tensor.whole for name, tensor in tensors.items()}
     placed, _ = match(untabled.slots(spec), {ALONE: whole}, (), tag)
-    pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
+    pieces = tuple(piece for tensor in placed for piece in spread(tensor, tensors[tensor.key]))
     files = tuple(sorted(files_of(pieces)))
-    twins = tuple(one._replace(fragment=module[one.key]) for one in placed if one.key in module)
+    twins = tuple(tensor._replace(fragment=module[tensor.key]) for tensor in placed if tensor.key in module)
     return Checkpoint(run, tag, zero.NAME, spec, pieces, (), files, twins=twins, ties=zero.TIES)
 
 

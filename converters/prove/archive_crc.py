@@ -58,9 +58,9 @@ def check(paths: list[Path], threads: int, advance: Callable[[int], None]) -> Ch
         advance: called with the bytes that were read.
     """
     with ThreadPoolExecutor(threads) as pool:
-        found = list(pool.map(lambda path: list(_one(path, advance)), paths))
-    others = tuple(str(path) for path, states in zip(paths, found, strict=True) if states == [None])
-    states = [state for of_file in found if of_file != [None] for state in of_file]
+        states_of = list(pool.map(lambda path: list(_one(path, advance)), paths))
+    others = tuple(str(path) for path, states in zip(paths, states_of, strict=True) if states == [None])
+    states = [state for of_file in states_of if of_file != [None] for state in of_file]
     damaged = tuple(state for state in states if state)
     return Checked(len(paths) - len(others), states.count(""), states.count(None), others, damaged)
 

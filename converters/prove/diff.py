@@ -32,7 +32,7 @@ class Difference:
 
 
 def compare(
-    one: Plan, two: Plan, limits: Limits, advance: Callable[[int], None], *, measured: bool = False
+    first: Plan, second: Plan, limits: Limits, advance: Callable[[int], None], *, measured: bool = False
 ) -> list[Difference]:
     """The tensors in which two checkpoints differ; `measured` says to tell how the elements of each are apart.
 
@@ -43,12 +43,12 @@ def compare(
         DamagedError: an archive in one of them has not the checksum that it keeps of it.
         VerificationError: copies of a tensor in one of them differ, and nothing said which one counts.
     """
-    left, right = {job.name: job for job in one.jobs}, {job.name: job for job in two.jobs}
-    found = [Difference(name, "only in the first") for name in left if name not in right]
-    found += [Difference(name, "only in the second") for name in right if name not in left]
+    left, right = {job.name: job for job in first.jobs}, {job.name: job for job in second.jobs}
+    differences = [Difference(name, "only in the first") for name in left if name not in right]
+    differences += [Difference(name, "only in the second") for name in right if name not in left]
     limit = max(64 << 10, limits.room // 4) // 64 * 64
     buffers = [np.empty(limit, np.uint8) for _ in range(4)]
-    checks = SourceChecks([*one.jobs, *two.jobs], limits.replicas)
+    checks = SourceChecks([*first.jobs, *second.jobs], limits.replicas)
     with Files(checks=checks) as files:
         for name, job in left.items():
             if name in right:
@@ -57,10 +57,10 @@ def compare(
                     for each in (job, right[name])
                 )
                 difference = _compare(left_side, right_side, files, buffers, measured)
-                found += [difference] if difference else []
+                differences += [difference] if difference else []
                 advance(job.nbytes)
         checks.complete(files.read_stored, limits.threads)
-    return found
+    return differences
 
 
 class _Side(NamedTuple):
@@ -80,18 +80,18 @@ class _Side(NamedTuple):
 
 
 def _compare(left: _Side, right: _Side, files: Files, buffers: Sequence[Array], measured: bool) -> Difference | None:
-    one, two = left.job, right.job
-    if one.shape != two.shape:
-        return Difference(one.name, f"shape {list(one.shape)} | {list(two.shape)}")
-    dtypes, same = (one.source_dtype, two.source_dtype), one.source_dtype == two.source_dtype
-    apart = one.less_one[0] != two.less_one[0]
+    first, second = left.job, right.job
+    if first.shape != second.shape:
+        return Difference(first.name, f"shape {list(first.shape)} | {list(second.shape)}")
+    dtypes, same = (first.source_dtype, second.source_dtype), first.source_dtype == second.source_dtype
+    apart = first.less_one[0] != second.less_one[0]
     both_float = dtypes[0] in FLOATS and dtypes[1] in FLOATS
     if not same and not both_float:
-        return Difference(one.name, f"{dtypes[0]} | {dtypes[1]}")
+        return Difference(first.name, f"{dtypes[0]} | {dtypes[1]}")
     *rooms, other, scratch = buffers
     count, largest = 0, 0.0
-    distances = Distances(one.axes, one.shape) if measured and both_float else None
-    for start, shape in tiles(one.shape, len(other) // 8):
+    distances = Distances(first.axes, first.shape) if measured and both_float else None
+    for start, shape in tiles(first.shape, len(other) // 8):
         tile = Tile(start, shape, other, scratch)
         words, others = (
             side.read(files, tile, room, add=apart and side.job.less_one[0])
@@ -113,6 +113,6 @@ def _compare(left: _Side, right: _Side, files: Files, buffers: Sequence[Array], 
     for side in (left, right):
         side.copies.judge()
     if not same:
-        return Difference(one.name, f"{dtypes[0]} | {dtypes[1]}", count, largest, distances)
+        return Difference(first.name, f"{dtypes[0]} | {dtypes[1]}", count, largest, distances)
     what = "values" if largest or not both_float else "bits of zeros or NaN"
-    return Difference(one.name, what, count, largest, distances) if count else None
+    return Difference(first.name, what, count, largest, distances) if count else None

@@ -40,14 +40,14 @@ class Distances:
         """The root mean square of the difference, over all elements."""
         return float(np.sqrt(self._squares / max(1, prod(self.shape))))
 
-    def add(self, start: Sequence[int], shape: Sequence[int], one: Array, two: Array, distance: Array) -> None:
+    def add(self, start: Sequence[int], shape: Sequence[int], left: Array, right: Array, distance: Array) -> None:
         """Take in a tile.
 
         Args:
             start: where it is in the tensor.
             shape: its elements along each axis.
-            one: the first tensor's elements, flat.
-            two: the second one's.
+            left: the first tensor's elements, flat.
+            right: the second one's.
             distance: float64, 0 where the elements are equal and infinite where they cannot be subtracted.
         """
         differing = distance != 0
@@ -66,5 +66,5 @@ class Distances:
         for number in most[distance[most] > 0]:
             place = np.unravel_index(number, tuple(shape))
             coordinates = tuple(first + int(n) for first, n in zip(start, place, strict=True))
-            self.farthest.append((float(distance[number]), coordinates, float(one[number]), float(two[number])))
+            self.farthest.append((float(distance[number]), coordinates, float(left[number]), float(right[number])))
         self.farthest = sorted(self.farthest, key=lambda element: -element[0])[:FARTHEST]

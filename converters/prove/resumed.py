@@ -40,8 +40,8 @@ def digests(
     mark = blake3(f"{fingerprint(plan, limits.replicas)} {stats}".encode(errors="surrogateescape")).hexdigest()
     jobs = share.jobs(plan.jobs) if share else [*plan.jobs]
     opened = open_journal(journal_of(out), mark, (), share, force=True, every=COMMIT_SECONDS)
-    with stoppable() as stopped, opened as journal, Files() as held, journal.kept(held):
+    with stoppable() as stopped, opened as journal, Files() as open_files, journal.kept(open_files):
         todo = [job for job in jobs if job.name not in journal.digests]
         advance(sum(job.nbytes for job in jobs) - sum(job.nbytes for job in todo))
-        execute(todo, held, limits, done=journal.note, advance=advance, stop=stopped)
+        execute(todo, open_files, limits, done=journal.note, advance=advance, stop=stopped)
     return {job.name: journal.digests[job.name] for job in jobs}

@@ -51,20 +51,20 @@ class Repo:
     def tree(self) -> dict[str, Entry]:
         """Every file of the commit."""
         listed = self.ask(lambda api: list(api.list_repo_tree(self.name, recursive=True, revision=self.commit)))
-        files = [one for one in listed if hasattr(one, "size")]
-        files = [one for one in files if one.path != GIT]
-        return {one.path: Entry(one.size, one.lfs.sha256 if one.lfs else one.blob_id) for one in files}
+        files = [entry for entry in listed if hasattr(entry, "size")]
+        files = [entry for entry in files if entry.path != GIT]
+        return {entry.path: Entry(entry.size, entry.lfs.sha256 if entry.lfs else entry.blob_id) for entry in files}
 
     def listed(self, folder: str) -> dict[str, Entry | None]:
         """What is in a folder (`Store`)."""
-        found: dict[str, Entry | None] = {}
+        entries: dict[str, Entry | None] = {}
         for path, entry in self.tree.items():
             inside = path if not folder else path.removeprefix(f"{folder}/")
             if folder and inside == path:
                 continue
             name, _, deeper = inside.partition("/")
-            found[name] = None if deeper else entry
-        return found
+            entries[name] = None if deeper else entry
+        return entries
 
     def found(self, key: str) -> Entry | None:
         """A file (`Store`)."""
@@ -85,8 +85,8 @@ class Repo:
         answer = self._meant(lambda: get_session().get(place, headers=headers, timeout=SECONDS))
         if answer.status_code in (206, 200) and (start, stop) == (0, entry.size) and len(answer.content) == entry.size:
             return memoryview(answer.content)
-        said = answer.headers.get("Content-Range", "")
-        if answer.status_code == 206 and said == f"bytes {start}-{stop - 1}/{entry.size}":
+        content_range = answer.headers.get("Content-Range", "")
+        if answer.status_code == 206 and content_range == f"bytes {start}-{stop - 1}/{entry.size}":
             if len(answer.content) != stop - start:
                 raise Again(f"{len(answer.content)} bytes of {stop - start} came")
             return memoryview(answer.content)
@@ -105,9 +105,9 @@ class Repo:
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
         with self.lock:
-            held = self.places.get(key)
-        if held is not None:
-            return held
+            place = self.places.get(key)
+        if place is not None:
+            return place
         address = hf_hub_url(self.name, key, revision=self.commit, endpoint=self._api.endpoint)
         about = self._meant(lambda: get_hf_file_metadata(address, timeout=SECONDS))
         if about.etag != entry.identity or about.size not in (None, entry.size) or about.commit_hash != self.commit:
@@ -159,5 +159,5 @@ def offline(url: str) -> SourceError:
 
 def pause_of(headers: Any) -> float:
     """The seconds that a server wants to be left alone."""
-    said = str(headers.get("Retry-After") or "")
-    return float(said) if said.isdigit() else 0.0
+    seconds = str(headers.get("Retry-After") or "")
+    return float(seconds) if seconds.isdigit() else 0.0

@@ -45,7 +45,7 @@ class Bucket:
         except ImportError:
             raise UnsupportedError(f"{self.url} needs the package obstore", "pip install 'vitruvian[remote]'") from None
         plain = [self.url, *(os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))]
-        options: Any = {"allow_http": True} if any(one.startswith("http://") for one in plain) else {}
+        options: Any = {"allow_http": True} if any(value.startswith("http://") for value in plain) else {}
         try:
             return from_url(self.url, client_options=options, retry_config={"max_retries": 0})
         except (BaseError, ValueError, OSError) as error:
@@ -56,11 +56,13 @@ class Bucket:
         import obstore
 
         try:
-            held = self._ask(folder, lambda: obstore.list_with_delimiter(self.store, folder or None))
+            answer = self._ask(folder, lambda: obstore.list_with_delimiter(self.store, folder or None))
         except FileNotFoundError:
             return {}
-        names: dict[str, Entry | None] = {one.rpartition("/")[2]: None for one in held["common_prefixes"]}
-        return names | {one["path"].rpartition("/")[2]: _entry(one) for one in held["objects"] if one["path"] != folder}
+        names: dict[str, Entry | None] = {entry.rpartition("/")[2]: None for entry in answer["common_prefixes"]}
+        return names | {
+            entry["path"].rpartition("/")[2]: _entry(entry) for entry in answer["objects"] if entry["path"] != folder
+        }
 
     def found(self, key: str) -> Entry | None:
         """An object (`Store`)."""
@@ -77,10 +79,10 @@ class Bucket:
         from obstore.exceptions import PreconditionError
 
         strong = {"if_match": entry.identity} if entry.identity.startswith('"') else {}
-        wanted: Any = {"range": (start, stop), **strong}
+        options: Any = {"range": (start, stop), **strong}
 
         def get() -> tuple[Any, memoryview]:
-            answer = obstore.get(self.store, key, options=wanted)
+            answer = obstore.get(self.store, key, options=options)
             return answer.meta, memoryview(answer.bytes())
 
         try:
@@ -115,8 +117,8 @@ class Bucket:
         """Every object below a folder, by its key."""
         import obstore
 
-        held = self._ask(folder, lambda: [one for page in obstore.list(self.store, folder) for one in page])
-        return {one["path"]: _entry(one) for one in held}
+        entries = self._ask(folder, lambda: [entry for page in obstore.list(self.store, folder) for entry in page])
+        return {entry["path"]: _entry(entry) for entry in entries}
 
     def _ask(self, key: str, act: Callable[[], Result]) -> Result:
         """Ask the store, as often as it takes.
@@ -146,13 +148,13 @@ class Bucket:
 
         return patiently(where, once)
 
-    def _refused(self, where: str, status: int, said: str) -> Exception:
+    def _refused(self, where: str, status: int, reason: str) -> Exception:
         if self.scheme in ("http", "https") and status in (404, 405, 501):
             return UnsupportedError(
                 f"{self.url} lists no files: it does not speak WebDAV ({status})",
                 "download the folder first",
             )
-        return UsageError(f"{where} is refused: {said}", KEYS.get(self.scheme, ""))
+        return UsageError(f"{where} is refused: {reason}", KEYS.get(self.scheme, ""))
 
 
 def changed(url: str, key: str) -> SourceError:
@@ -169,5 +171,5 @@ def _entry(about: Mapping[str, Any]) -> Entry:
 def _said(error: BaseException) -> str:
     """What a store says of an error, in its own words."""
     text = str(error).partition("\n\nDebug source:")[0]
-    code, said = re.search(r"<Code>(.*?)</Code>", text), re.search(r"status code: (\d+ [\w ]+)", text)
-    return " ".join(filter(None, (said and said[1], code and code[1]))) or line(text)
+    code, status = re.search(r"<Code>(.*?)</Code>", text), re.search(r"status code: (\d+ [\w ]+)", text)
+    return " ".join(filter(None, (status and status[1], code and code[1]))) or line(text)

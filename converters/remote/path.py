@@ -55,13 +55,13 @@ class Mount:
             if folder not in self.folders:
                 absent = above in self.folders and self.folders[above].get(name, 0) is not None
                 self.folders[folder] = {} if absent else self.store.listed(folder)
-            found = dict(self.folders[folder])
+            entries = dict(self.folders[folder])
         for key, path in self.beside.items():
             inside = key.removeprefix(f"{folder}/") if folder else key
             if not folder or inside != key:
                 name, _, deeper = inside.partition("/")
-                found[name] = None if deeper else Entry(path.stat().st_size, "beside")
-        return found
+                entries[name] = None if deeper else Entry(path.stat().st_size, "beside")
+        return entries
 
     def entry(self, key: str) -> Entry | None:
         """An object, None without one."""
@@ -120,10 +120,10 @@ class RemotePath(PosixPath):
             FileNotFoundError: there is neither.
         """
         mount, key = self.mount()
-        found = mount.entry(key) if key else None
-        if found is None and not mount.listed(key):
+        entry = mount.entry(key) if key else None
+        if entry is None and not mount.listed(key):
             raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(self))
-        return found
+        return entry
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:  # noqa: ARG002  # as Path has it
         """Size and kind; the time is a number made of the ETag, which changes as a time does."""
@@ -289,14 +289,14 @@ class _Stream(io.RawIOBase):
 
 def remote(path: Path) -> RemotePath:
     """A path in a store as it is now, given what the user wrote; nothing is asked yet."""
-    found = RemotePath(*path.parts) if not isinstance(path, RemotePath) else path
-    if ".." in found.parts:
-        raise UsageError(f"{found} has a part '..', which no address in a store means", "write the whole address")
-    depth = DEPTH[found.parts[0].rstrip(":")]
-    name, key = "/".join(found.parts[:depth]), "/".join(found.parts[depth:])
+    place = RemotePath(*path.parts) if not isinstance(path, RemotePath) else path
+    if ".." in place.parts:
+        raise UsageError(f"{place} has a part '..', which no address in a store means", "write the whole address")
+    depth = DEPTH[place.parts[0].rstrip(":")]
+    name, key = "/".join(place.parts[:depth]), "/".join(place.parts[depth:])
     before = MOUNTS.get(name)
-    MOUNTS[name] = Mount(_store(found.parts, depth), {key, *(before.roots if before else ())})
-    return found
+    MOUNTS[name] = Mount(_store(place.parts, depth), {key, *(before.roots if before else ())})
+    return place
 
 
 def _store(parts: tuple[str, ...], depth: int) -> Store:

@@ -111,7 +111,7 @@ class Object:
             for window in [*self.windows]:
                 CACHE.drop(self, window)
 
-    def _window(self, at: int, wanted: int) -> Window:
+    def _window(self, at: int, size: int) -> Window:
         """The window that a byte is in."""
         with CACHE.lock:
             for window in self.windows:
@@ -120,13 +120,15 @@ class Object:
                         window.follows = False
                         self._ahead(window)
                     return window
-            return self._new(at, wanted)
+            return self._new(at, size)
 
-    def _new(self, at: int, wanted: int) -> Window:
+    def _new(self, at: int, size: int) -> Window:
         """A window from a byte on, no further than where the next one begins; the lock is held."""
         grown = min(2 * self.ends.pop(at, SMALLEST // 2), CACHE.largest())
-        after = min((one.start for one in self.windows if one.start > at), default=self.size)
-        window = Window(at, min(at + max(grown, wanted), after, self.size))
+        after = min(
+            (window_before.start for window_before in self.windows if window_before.start > at), default=self.size
+        )
+        window = Window(at, min(at + max(grown, size), after, self.size))
         self.ends[window.stop] = window.stop - window.start
         self.windows.append(window)
         CACHE.keep(self, window)
@@ -134,7 +136,7 @@ class Object:
 
     def _ahead(self, window: Window) -> None:
         """Fetch what follows a window; the lock is held."""
-        if window.stop < self.size and not any(one.start <= window.stop < one.stop for one in self.windows):
+        if window.stop < self.size and not any(other.start <= window.stop < other.stop for other in self.windows):
             fetchers().submit(self._fill, self._new(window.stop, 0))
 
     def _fill(self, window: Window) -> None:

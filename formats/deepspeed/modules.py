@@ -68,29 +68,31 @@ def tensors(
             )
     require_same({file.path: file.value.get for file in models.values()}, ties)
     if not layers:
-        held = {file.path: model_files.module(file) for file in models.values()}
-        found = {path.name: {key_of(key, path): one for key, one in every.items()} for path, every in held.items()}
-        return found, len(models)
+        modules = {file.path: model_files.module(file) for file in models.values()}
+        by_file = {
+            path.name: {key_of(key, path): tensor for key, tensor in every.items()} for path, every in modules.items()
+        }
+        return by_file, len(models)
     whole_models = [file.path.name for file in models.values() if file.value.get("module") is not None]
     if whole_models:
         raise SourceError(
             f"{tag} holds the layers of a pipeline, and a whole module in {whole_models[0]}: files of two saves",
             "remove those that are older",
         )
-    found, ranks = {}, set[int]()
+    by_file, ranks = {}, set[int]()
     for name, path in layers.items():
         file = read_torch(path)
         place = saved_names.LAYER.fullmatch(name)
         assert place is not None
         ranks.add(int(place[2]))
-        found[name] = {
-            f"{int(place[1])}.{key}": one
-            for key, one in model_files.module(replace(file, value={"module": file.value})).items()
+        by_file[name] = {
+            f"{int(place[1])}.{key}": tensor
+            for key, tensor in model_files.module(replace(file, value={"module": file.value})).items()
         }
     tp = max(ranks) + 1
     if len(models) % tp:
         raise SourceError(f"{tag} holds layers of {tp} tensor parallel ranks, but {len(models)} mp_rank files")
-    return found, tp
+    return by_file, tp
 
 
 def is_layered(files: Iterable[str]) -> bool:
@@ -105,9 +107,9 @@ OfState = Callable[[Partitions, str], Checkpoint]
 def kept(tag: Path, models: Mapping[int, TorchFile], weights: str, of_state: OfState) -> Checkpoint:
     """What `--weights` asks for of an optimizer; moments with the master weights that prove whose they are."""
     state = weights.replace("fp32-master", "fp32")
-    held = _partitions(tag, models, sorted({"fp32", state}))
-    proof = None if state == "fp32" else of_state(held, "fp32")
-    return replace(of_state(held, state), proof=proof)
+    partitions = _partitions(tag, models, sorted({"fp32", state}))
+    proof = None if state == "fp32" else of_state(partitions, "fp32")
+    return replace(of_state(partitions, state), proof=proof)
 
 
 def states_of(tag: Path, models: Mapping[int, TorchFile], of_state: OfState) -> universal.States:
@@ -116,23 +118,23 @@ def states_of(tag: Path, models: Mapping[int, TorchFile], of_state: OfState) -> 
     Raises:
         SourceError: a parameter was never trained.
     """
-    held = _partitions(tag, models, STATES)
-    every = [partition for of_rank in held.values() for partition in of_rank]
+    partitions = _partitions(tag, models, STATES)
+    every = [partition for of_rank in partitions.values() for partition in of_rank]
     zero_partitions.require_trained(every)
-    return universal.States([of_state(held, state) for state in STATES], models[0].value, every)
+    return universal.States([of_state(partitions, state) for state in STATES], models[0].value, every)
 
 
 def _partitions(tag: Path, ranks: Iterable[int], states: Sequence[str]) -> dict[int, list[Partition]]:
     """The partitions of each model parallel rank."""
-    found = {rank: zero_partitions.open_partitions(tag, rank, states) for rank in ranks}
-    zero_partitions.require_same_save([one for of_rank in found.values() for one in of_rank])
-    return found
+    by_rank = {rank: zero_partitions.open_partitions(tag, rank, states) for rank in ranks}
+    zero_partitions.require_same_save([partition for of_rank in by_rank.values() for partition in of_rank])
+    return by_rank
 
 
 def masters(
     models: Mapping[int, TorchFile],
     tp: int,
-    held: Partitions,
+    partitions: Partitions,
     state: str,
     embedding: int,
     *,
@@ -145,18 +147,20 @@ def masters(
     Args:
         models: the file of each model parallel rank.
         tp: tensor parallel size.
-        held: the partitions of each model parallel rank.
+        partitions: the partitions of each model parallel rank.
         state: one of `optimizer.STATES`.
         embedding: the number of the module that embeds.
         layered: whether each module has files of its own.
     """
-    found: dict[tuple[str, str], Scattered] = {}
+    tensors: dict[tuple[str, str], Scattered] = {}
     for rank, file in models.items():
-        for name, one in zero_partitions.load(held[rank], model_files.param_shapes(file), state):
+        for name, tensor in zero_partitions.load(partitions[rank], model_files.param_shapes(file), state):
             key = TIED.sub(f"{embedding}.", name.removeprefix("sequential."))
             index = key.partition(".")[0]
             if not index.isdigit():
                 raise UnsupportedError(f"{file.path}: the parameter {short(name)} has no number of a module")
             place = (file_of(int(index), rank % tp, layered=layered), key)
-            found[place] = one._replace(copies=found[place].copies + one.copies) if place in found else one
-    return found
+            tensors[place] = (
+                tensor._replace(copies=tensors[place].copies + tensor.copies) if place in tensors else tensor
+            )
+    return tensors

@@ -60,12 +60,12 @@ def read(source: Checkpoint) -> Optimizer:
         opened, model, partitions = opener(source.home, replace(settings, tag=None))
         states = dict(zip(STATES, opened, strict=True))
     else:
-        held = zero.trained(source.home, settings.accept)
-        states, model, partitions = zero.states_of(source, held), held.model, held.partitions
+        training = zero.trained(source.home, settings.accept)
+        states, model, partitions = zero.states_of(source, training), training.model, training.partitions
     if partitions:
         step, owners = step_of(partitions), _owners(partitions)
     else:
-        step, owners = _universal(source.home, held)
+        step, owners = _universal(source.home, training)
     if set(source.dtypes().values()) == {"F32"} and not states["fp32"].twins:
         states.pop("fp32")  # the weights are the master weights
     samples = model.get("global_samples")
@@ -88,43 +88,45 @@ def _require_no_sums(source: Checkpoint) -> None:
 
 
 def _owners(partitions: Iterable[Partition]) -> Owners:
-    found = {}
-    for one in partitions:
-        groups = _by_number(one.path, one.settings, one.kept)
+    owners = {}
+    for partition in partitions:
+        groups = _by_number(partition.path, partition.settings, partition.kept)
         try:
-            found[one.path] = sorted(
-                (flat.fragment.offset, groups[number]) for number, flat in enumerate(one.groups["exp_avg"])
+            owners[partition.path] = sorted(
+                (flat.fragment.offset, groups[number]) for number, flat in enumerate(partition.groups["exp_avg"])
             )
         except KeyError as error:
-            raise SourceError(f"{one.path}: no group of its optimizer holds the parameters of group {error}") from None
-    return found
+            raise SourceError(
+                f"{partition.path}: no group of its optimizer holds the parameters of group {error}"
+            ) from None
+    return owners
 
 
-def _universal(tag: Path, held: zero.Training) -> tuple[float, Owners]:
+def _universal(tag: Path, training: zero.Training) -> tuple[float, Owners]:
     """The step of a universal checkpoint, and how each of its parameters is treated."""
-    odd = sorted({name for group in held.shapes for name in group} ^ held.states["exp_avg"].keys())
+    odd = sorted({name for group in training.shapes for name in group} ^ training.states["exp_avg"].keys())
     if odd:
         raise SourceError(
             f"{tag}: {len(odd)} parameters, such as {odd[0]}, are in its model file or in zero/, not in both"
         )
     (settings, common), steps = universal.settings(tag), dict[float, str]()
-    found: dict[Path, Sequence[tuple[int, Group]]] = {}
-    for number, group in enumerate(held.shapes):
+    owners: dict[Path, Sequence[tuple[int, Group]]] = {}
+    for number, group in enumerate(training.shapes):
         for name in group:
             folder = tag / "zero" / name
             groups = _by_number(folder, settings, (path.stem for path in folder.iterdir()))
             if number not in groups:
                 raise SourceError(f"{tag}: no group of its optimizer holds the parameters of group {number}")
-            found[folder / "exp_avg.pt"] = [(0, groups[number])]
+            owners[folder / "exp_avg.pt"] = [(0, groups[number])]
             own = universal.step(tag, name)
             step = common if own is None else own
             if step is None:
                 raise SourceError(f"{folder} does not say how many steps its optimizer has made")
             steps[step] = name
     if len(steps) > 1:
-        told = ", ".join(f"{name} {int(step)}" for step, name in sorted(steps.items())[:4])
-        raise UnsupportedError(f"{tag}: its parameters have made different numbers of steps, such as {told}")
-    return next(iter(steps)), found
+        listed = ", ".join(f"{name} {int(step)}" for step, name in sorted(steps.items())[:4])
+        raise UnsupportedError(f"{tag}: its parameters have made different numbers of steps, such as {listed}")
+    return next(iter(steps)), owners
 
 
 def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable[str]) -> dict[int, Group]:
@@ -135,23 +137,23 @@ def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable
         UnsupportedError: they are not Adam's.
     """
     zero_partitions.require_known(path, kept)
-    found: dict[int, Group] = {}
+    by_number: dict[int, Group] = {}
     for group in settings:
         members = group.get("params")
-        if not isinstance(members, list) or not all(type(one) is int for one in members):
+        if not isinstance(members, list) or not all(type(member) is int for member in members):
             raise SourceError(f"{path} holds a parameter group in an unknown form")
-        found |= dict.fromkeys(members, group_of(group, str(path)))
-    return found
+        by_number |= dict.fromkeys(members, group_of(group, str(path)))
+    return by_number
 
 
 def _groups(moments: Checkpoint, owners: Owners) -> dict[tuple[str, int | None], Group]:
     """How each logical tensor is treated, group after group as the training has them."""
-    found: dict[tuple[str, int | None], Group] = {}
+    groups: dict[tuple[str, int | None], Group] = {}
     for placed in moments.fragments():
         starts = owners[placed.fragment.path]
-        group = starts[bisect(starts, placed.fragment.offset, key=lambda one: one[0]) - 1][1]
+        group = starts[bisect(starts, placed.fragment.offset, key=lambda pair: pair[0]) - 1][1]
         for name in placed.slot.rule.pattern.tensors:
-            if found.setdefault((name, placed.slot.layer), group) != group:
+            if groups.setdefault((name, placed.slot.layer), group) != group:
                 raise UnsupportedError(f"{placed.key} in {placed.fragment.path} is trained in two parameter groups")
     order = list(dict.fromkeys(group for every in owners.values() for _, group in every))
-    return dict(sorted(found.items(), key=lambda one: order.index(one[1])))
+    return dict(sorted(groups.items(), key=lambda pair: order.index(pair[1])))

@@ -68,11 +68,13 @@ class States(NamedTuple):
 
 def files(root: Path, parameters: Sequence[Parameter], state: str) -> tuple[OutputFile, ...]:
     """The file of each parameter for one of `optimizer.STATES`."""
-    return tuple(_file(root / "zero" / one.name / f"{state}.pt", one) for one in parameters)
+    return tuple(_file(root / "zero" / parameter.name / f"{state}.pt", parameter) for parameter in parameters)
 
 
-def _file(path: Path, one: Parameter) -> OutputFile:
-    return archived(path, [("param", one.slot, one.slot.shape, "F32")], lambda refs: {**one.cut, **refs})
+def _file(path: Path, parameter: Parameter) -> OutputFile:
+    return archived(
+        path, [("param", parameter.slot, parameter.slot.shape, "F32")], lambda refs: {**parameter.cut, **refs}
+    )
 
 
 def texts(
@@ -86,12 +88,12 @@ def texts(
         model: what the source's model file says besides the module; what is no plain data is left out.
         ranks: model parallel ranks of the source.
     """
-    found = {f"zero/{one.name}/step.pt": scalar(one.step) for one in parameters}
+    texts = {f"zero/{parameter.name}/step.pt": scalar(parameter.step) for parameter in parameters}
     plain = [{key: value for key, value in group.items() if keeps(value)} for group in groups]
-    common = {key: value for key, value in plain[0].items() if all(one.get(key) == value for one in plain)}
+    common = {key: value for key, value in plain[0].items() if all(parameter.get(key) == value for parameter in plain)}
     common["params"] = []
     step = parameters[0].step if parameters else 0.0
-    found["zero/optimizer_state.pt"] = packed(
+    texts["zero/optimizer_state.pt"] = packed(
         {
             "ds_version": "0.19.8",
             "param_groups": plain,
@@ -103,9 +105,9 @@ def texts(
     head = {key: value for key, value in model.items() if keeps(value) and key != "module"}
     head |= {"module": {}, "universal_checkpoint_info": info, "optimizer": None}
     for rank in range(ranks):
-        found[model_name(rank)] = packed(head)
-        found[f"zero_pp_rank_0_mp_rank_{rank:02d}_model_states.pt"] = packed(head)
-    return found
+        texts[model_name(rank)] = packed(head)
+        texts[f"zero_pp_rank_0_mp_rank_{rank:02d}_model_states.pt"] = packed(head)
+    return texts
 
 
 def left_out(model: Mapping[str, Any]) -> list[str]:

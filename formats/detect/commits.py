@@ -78,14 +78,14 @@ def complete(run: Path) -> list[Saved]:
     Raises:
         OSError: the run cannot be read.
     """
-    found = set()
+    saves = set()
     for sign in SIGNS:
         newest = _tracked(run, sign)
         for name in folders(run):
             named = sign.folder.fullmatch(name)
             if named and (int(named[1]) <= newest or any(_is_signed(run / name, last) for last in sign.within)):
-                found.add(Saved(int(named[1]), run / name))
-    return sorted(found)
+                saves.add(Saved(int(named[1]), run / name))
+    return sorted(saves)
 
 
 def _is_signed(folder: Path, last: str) -> bool:
@@ -110,16 +110,16 @@ def _written(path: Path) -> float:
 
 def overwritten(run: Path) -> dict[str, str]:
     """The checkpoints with a sign that is older than their weights, and what is to be said of each."""
-    found = {}
+    reasons = {}
     for name in folders(run):
         signs = [last for sign in SIGNS if sign.folder.fullmatch(name) for last in sign.within]
         for last in (last for last in signs if (run / name / last).is_file()):
             if newer := after_sign(run / name, last):
-                found[name] = (
+                reasons[name] = (
                     f"{newer.relative_to(run)} was written after {last}: a save that is not complete, or a copy "
                     f"without the times of its files; if it is complete, touch {run / name / last}"
                 )
-    return found
+    return reasons
 
 
 def _tracked(run: Path, sign: Sign) -> int:
@@ -134,12 +134,12 @@ def _tracked(run: Path, sign: Sign) -> int:
 
 def mark(folder: Path) -> str:
     """What changes when a checkpoint is saved anew under its name: sizes and times of its files; empty without any."""
-    found = []
+    lines = []
     for place, _, names in os.walk(folder):
         for name in names:
             try:
-                held = Path(place, name).stat()
+                stat = Path(place, name).stat()
             except FileNotFoundError:
                 continue
-            found.append(f"{Path(place, name).relative_to(folder)} {held.st_size} {held.st_mtime_ns}")
-    return blake2b("\n".join(sorted(found)).encode(), digest_size=16).hexdigest() if found else ""
+            lines.append(f"{Path(place, name).relative_to(folder)} {stat.st_size} {stat.st_mtime_ns}")
+    return blake2b("\n".join(sorted(lines)).encode(), digest_size=16).hexdigest() if lines else ""

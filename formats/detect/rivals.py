@@ -55,22 +55,22 @@ def require_one(path: Path, known: Callable[[Path], bool]) -> None:
 
 def weights(path: Path) -> Path | None:
     """The weights of a Hugging Face folder, None if it is none."""
-    found = [path / name for name in WEIGHTS if (path / name).is_file()]
-    return found[0] if found and (path / "config.json").is_file() else None
+    files = [path / name for name in WEIGHTS if (path / name).is_file()]
+    return files[0] if files and (path / "config.json").is_file() else None
 
 
 def shards(path: Path) -> Path | None:
     """A file or folder of shards directly in a folder, None if there is none."""
-    found = (one for pattern in SHARDS for one in path.glob(pattern))
-    return next(found, None) or next((one for one in path.iterdir() if deepspeed.is_model(one.name)), None)
+    matches = (shard for pattern in SHARDS for shard in path.glob(pattern))
+    return next(matches, None) or next((shard for shard in path.iterdir() if deepspeed.is_model(shard.name)), None)
 
 
 def tracked(path: Path, known: Callable[[Path], bool]) -> Path | None:
     """The checkpoint that a run's folder names as its latest, None if it names none that is there."""
     for tracker in TRACKERS:
         file = path / tracker
-        said = file.read_bytes()[:1000].decode(errors="replace").strip() if file.is_file() else ""
-        for name in (said, f"iter_{said:0>7}"):
-            if 0 < len(said) < LONGEST and Path(name).name == name and (path / name).is_dir() and known(path / name):
+        written = file.read_bytes()[:1000].decode(errors="replace").strip() if file.is_file() else ""
+        for name in (written, f"iter_{written:0>7}"):
+            if 0 < len(written) < LONGEST and Path(name).name == name and (path / name).is_dir() and known(path / name):
                 return path / name
     return None

@@ -37,8 +37,8 @@ def open_handle(path: Path) -> Handle:
     ranges = getattr(path, "ranges", None)
     if ranges is None:
         return os.open(path, os.O_RDONLY)
-    found: Ranges = ranges()
-    return found
+    handle: Ranges = ranges()
+    return handle
 
 
 def close_handle(handle: Handle) -> None:
@@ -102,5 +102,5 @@ def soon(paths: Iterable[Path]) -> None:
     for path in paths:
         if is_elsewhere(path):
             by_store.setdefault(type(path), []).append(path)
-    for kind, held in by_store.items():
-        kind.ahead(held)  # type: ignore[attr-defined]  # of a kind that has `ranges`
+    for kind, paths_of_store in by_store.items():
+        kind.ahead(paths_of_store)  # type: ignore[attr-defined]  # of a kind that has `ranges`

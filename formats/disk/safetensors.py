@@ -47,7 +47,8 @@ class Fragment(NamedTuple):
 
     With `scales` the elements on disk are quantized ones, and `dtype` is what they are read as. `member` is the entry
     of a zip archive that holds the bytes. With a `product` there are no elements on disk: they are computed of others.
-    With `pieces` they are intervals of other tensors, each from an element on.
+    With `pieces` they are intervals of other tensors, each from an element on. With `coded` they are floats of another
+    tensor as FP8, or the scales of these.
     """
 
     path: Path
@@ -60,6 +61,7 @@ class Fragment(NamedTuple):
     member: Member | None = None
     product: Product | None = None
     pieces: tuple[tuple[int, Fragment], ...] = ()
+    coded: Coded | None = None
 
     @property
     def nbytes(self) -> int:
@@ -74,22 +76,24 @@ class Fragment(NamedTuple):
     @property
     def inputs(self) -> tuple[Fragment, ...]:
         """What else is read with it, or instead of it."""
-        found = [self.scales.factors] if self.scales else []
-        found += [self.product.left, self.product.right] if self.product else []
-        found += [piece for _, piece in self.pieces]
-        return tuple(each for one in found for each in (one, *one.inputs))
+        fragments = [each for each in (self.scales.factors, self.scales.whole) if each] if self.scales else []
+        fragments += [self.product.left, self.product.right] if self.product else []
+        fragments += [piece for _, piece in self.pieces]
+        fragments += [self.coded.matrix] if self.coded else []
+        return tuple(each for fragment in fragments for each in (fragment, *fragment.inputs))
 
 
 class Scales(NamedTuple):
     """What quantized elements are multiplied by: a factor for each block of a matrix, or of each of several in a row.
 
     Attributes:
-        method: how an element is coded, MXFP4 or FP8.
+        method: how an element is coded, such as MXFP4 or FP8 (`METHODS` of converters/move/dequantize.py).
         factors: a matrix of them for each matrix, row-major.
         block: rows and columns of a block; the last ones of a matrix may be smaller.
         rows: of a matrix.
         columns: of a matrix.
         name: the key of the factors, for a message.
+        whole: a number that all factors are divided by; None for none.
     """
 
     method: str
@@ -98,6 +102,21 @@ class Scales(NamedTuple):
     rows: int
     columns: int
     name: str
+    whole: Fragment | None = None
+
+
+class Coded(NamedTuple):
+    """Whose elements a tensor has in FP8, or whose scales it has.
+
+    Attributes:
+        matrix: [rows, columns] in floats, row-major; both are multiples of those of a block.
+        block: rows and columns that share a scale.
+        scales: whether these are the scales.
+    """
+
+    matrix: Fragment
+    block: tuple[int, int]
+    scales: bool
 
 
 class Product(NamedTuple):

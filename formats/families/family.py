@@ -118,13 +118,13 @@ class Family:
         return self._held(frozenset())
 
     def _held(self, biases: Collection[str]) -> frozenset[str]:
-        held = (rule for rule in self.tensors if rule.conditions & BIASES <= set(biases))
-        return frozenset(name for rule in held for name in rule.pattern.tensors)
+        rules = (rule for rule in self.tensors if rule.conditions & BIASES <= set(biases))
+        return frozenset(name for rule in rules for name in rule.pattern.tensors)
 
-    def biases_of(self, said: Mapping[str, bool]) -> tuple[str, ...]:
+    def biases_of(self, flags: Mapping[str, bool]) -> tuple[str, ...]:
         """The conditions of layout that hold for a model with these values of the keys of `biases`."""
-        held = (names for key, (names, usual) in self.biases.items() if said.get(key, usual))
-        return tuple(sorted(name for names in held for name in names.split()))
+        names_of = (names for key, (names, usual) in self.biases.items() if flags.get(key, usual))
+        return tuple(sorted(name for names in names_of for name in names.split()))
 
     @cached_property
     def traits(self) -> frozenset[str]:
@@ -133,10 +133,10 @@ class Family:
 
     def traits_with(self, biases: Collection[str]) -> frozenset[str]:
         """What its tensors tell of its models with such biases."""
-        held = self._held(biases)
-        traits = {trait for trait, tensors in SIGNS.items() if tensors & held}
+        tensors_held = self._held(biases)
+        traits = {trait for trait, tensors in SIGNS.items() if tensors & tensors_held}
         others = {
-            "ungated": not {"gate", "expert_gate"} & held,
+            "ungated": not {"gate", "expert_gate"} & tensors_held,
             "every_bias": traits >= BIASES,
             "centred": self.centred,
             "sigmoid": self.router == "sigmoid",

@@ -86,9 +86,9 @@ def find(source: Checkpoint) -> Held | None:
     outer = home.parent if home.name == fsdp.INSIDE[1] else home
     names = [path.name for path in outer.iterdir()]
     if source.dropped and dcp.is_dcp(home):  # or all that it holds is the model
-        found = _held(_dcp(home, {name.removeprefix(".") for name in source.dropped}))
-        if found is not None:
-            return found
+        optimizer = _held(_dcp(home, {name.removeprefix(".") for name in source.dropped}))
+        if optimizer is not None:
+            return optimizer
     if dcp.is_dcp(outer / FOLDER):
         return _held(_dcp(outer / FOLDER))
     if any(map(OPTIM_DUMP.fullmatch, names)):
@@ -96,30 +96,32 @@ def find(source: Checkpoint) -> Held | None:
     return _held(_files(outer, {0: read_torch(outer / FULL)})) if FULL in names else None
 
 
-def _dcp(folder: Path, wanted: set[str] | None = None) -> Listing:
+def _dcp(folder: Path, names: set[str] | None = None) -> Listing:
     entries, others = dcp.contents(folder)
-    tensors = [entry for entry in entries if wanted is None or entry.name in wanted]
+    tensors = [entry for entry in entries if names is None or entry.name in names]
 
     def objects(prefix: str) -> Mapping[str, Any]:
-        held = dcp.read_objects(folder, [name for name in others if name.startswith(prefix)])
-        return {name: plain(file, file.value, name) for name, file in held.items()}
+        files = dcp.read_objects(folder, [name for name in others if name.startswith(prefix)])
+        return {name: plain(file, file.value, name) for name, file in files.items()}
 
-    return Listing(folder, [one.name for one in tensors], lambda some: dcp.load([tensors[i] for i in some]), objects)
+    return Listing(
+        folder, [entry_of.name for entry_of in tensors], lambda some: dcp.load([tensors[i] for i in some]), objects
+    )
 
 
 def _files(folder: Path, files: Mapping[int, TorchFile]) -> Listing:
     paths = list(dict.fromkeys(path for file in files.values() for path, _ in rank_dumps.leaves(file.value)))
 
     def objects(prefix: str) -> Mapping[str, Any]:
-        found = []
+        ranks = []
         for file in files.values():
-            held = {name: one for name, one in _objects(file.value) if name.startswith(prefix)}
-            found.append({name: plain(file, one, name) for name, one in held.items()})
-            if found[-1] != found[0]:
+            values = {name: value_of for name, value_of in _objects(file.value) if name.startswith(prefix)}
+            ranks.append({name: plain(file, value_of, name) for name, value_of in values.items()})
+            if ranks[-1] != ranks[0]:
                 raise SourceError(
                     f"{file.path} and {next(iter(files.values())).path} have optimizers of other settings"
                 )
-        return found[0]
+        return ranks[0]
 
     names = [".".join(path) for path in paths]
     return Listing(folder, names, lambda some: rank_dumps.load(files, [paths[i] for i in some]), objects)
@@ -127,26 +129,26 @@ def _files(folder: Path, files: Mapping[int, TorchFile]) -> Listing:
 
 def _objects(value: Any, outer: str = "") -> Iterator[tuple[str, Any]]:
     """What is no tensor in a dictionary of dictionaries, whole or a rank's part, by its path."""
-    for key, one in value.items() if isinstance(value, Mapping) else ():
+    for key, inner in value.items() if isinstance(value, Mapping) else ():
         name = f"{outer}{key}"
-        if isinstance(one, Mapping):
-            yield from _objects(one, f"{name}.")
-        elif not isinstance(one, TensorRef | Opaque):
-            yield name, one
+        if isinstance(inner, Mapping):
+            yield from _objects(inner, f"{name}.")
+        elif not isinstance(inner, TensorRef | Opaque):
+            yield name, inner
 
 
 def _held(listing: Listing) -> Held | None:
     """The optimizer among what a listing names."""
     for known in (STATE, OWN):
-        found: dict[str, dict[str, dict[str, int]]] = {}
+        containers: dict[str, dict[str, dict[str, int]]] = {}
         for number, name in enumerate(listing.names):
             if parts := known.fullmatch(name):
-                states = found.setdefault(parts["container"] or "", {})
+                states = containers.setdefault(parts["container"] or "", {})
                 keys, key = states.setdefault(parts["state"], {}), unwrapped(parts["key"])
                 if key in keys:
                     raise SourceError(f"{listing.where} holds {parts['state']} of {key} twice in its optimizer")
                 keys[key] = number
-        adam = {name: states for name, states in found.items() if "exp_avg" in states} or found
+        adam = {name: states for name, states in containers.items() if "exp_avg" in states} or containers
         if len(adam) > 1:
             raise UnsupportedError(f"{listing.where} holds several optimizers: {', '.join(sorted(adam))}")
         for container, states in adam.items():
@@ -164,110 +166,116 @@ def read(source: Checkpoint) -> Optimizer:
         SourceError: there is none, or it is damaged or incomplete.
         UnsupportedError: it is not Adam's, or kept in a way that is not known.
     """
-    held = find(source)
-    if held is None:
+    optimizer = find(source)
+    if optimizer is None:
         raise SourceError(f"{source.root} holds no optimizer", "convert the weights without --with-optimizer")
-    _require_adam(held)
-    trained = [one.slot for one in source.tensors if not UNTRAINED.intersection(one.slot.rule.pattern.tensors)]
-    slots = {one.keys: one for one in reversed(trained)}
+    _require_adam(optimizer)
+    trained = [item.slot for item in source.tensors if not UNTRAINED.intersection(item.slot.rule.pattern.tensors)]
+    slots = {item.keys: item for item in reversed(trained)}
     states: dict[str, Checkpoint] = {}
     keys: dict[str, Placed] = {}
     for state in MOMENTS:
-        numbers = held.states[state]
-        tensors = dict(zip(numbers, held.listing.load([*numbers.values()]), strict=True))
+        numbers = optimizer.states[state]
+        tensors = dict(zip(numbers, optimizer.listing.load([*numbers.values()]), strict=True))
         try:
-            whole = {key: one.whole for key, one in tensors.items()}
+            whole = {key: item.whole for key, item in tensors.items()}
             placed, _ = match(slots.values(), {ALONE: whole}, (), source.home)
         except SourceError as error:
             raise SourceError(f"{state} of its optimizer: {error}", error.hint or FROZEN) from None
-        keys = {one.key: one for one in placed}
-        pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
+        keys = {item.key: item for item in placed}
+        pieces = tuple(piece for item in placed for piece in spread(item, tensors[item.key]))
         states[state] = replace(source, tensors=pieces, dropped=(), without=UNTRAINED)
     groups: dict[tuple[str, int | None], Group] = {}
-    model = {unwrapped(name) for one in source.tensors for name in one.slot.keys}
-    for key, group in _groups(held, keys, model).items():
+    model = {unwrapped(name) for item in source.tensors for name in item.slot.keys}
+    for key, group in _groups(optimizer, keys, model).items():
         slot = keys[key].slot
         for name in slot.rule.pattern.tensors:
             if groups.setdefault((name, slot.layer), group) != group:
-                raise UnsupportedError(f"{held.listing.where}: the experts of layer {slot.layer} are in several groups")
-    return Optimizer(states, _step(held, keys), groups)
+                raise UnsupportedError(
+                    f"{optimizer.listing.where}: the experts of layer {slot.layer} are in several groups"
+                )
+    return Optimizer(states, _step(optimizer, keys), groups)
 
 
-def _require_adam(held: Held) -> None:
-    where = held.listing.where
-    if all(key.isdecimal() for keys in held.states.values() for key in keys):
+def _require_adam(optimizer: Held) -> None:
+    where = optimizer.listing.where
+    if all(key.isdecimal() for keys in optimizer.states.values() for key in keys):
         raise UnsupportedError(f"{where}: its optimizer numbers its parameters, and does not say which is which")
-    others, name = sorted(set(held.states) - {*MOMENTS, "step"}), whose(held.states)
+    others, name = sorted(set(optimizer.states) - {*MOMENTS, "step"}), whose(optimizer.states)
     if others or name:
         keeps = ", ".join(others) or "exp_avg alone"
         raise UnsupportedError(f"{where}: its optimizer{name} is not Adam or AdamW: it keeps {keeps}")
-    if missing := [state for state in MOMENTS if state not in held.states]:
+    if missing := [state for state in MOMENTS if state not in optimizer.states]:
         raise SourceError(f"{where}: its optimizer holds no {' and no '.join(missing)}")
 
 
-def _step(held: Held, keys: Iterable[str]) -> int:
+def _step(optimizer: Held, keys: Iterable[str]) -> int:
     """How many steps the parameters have made, all of them the same number.
 
     Raises:
         SourceError: one has none.
         UnsupportedError: they differ.
     """
-    where, numbers = held.listing.where, held.states.get("step", {})
-    found: dict[str, Any] = dict(zip(numbers, map(small_of, held.listing.load([*numbers.values()])), strict=True))
-    for name, value in held.listing.objects(f"{held.container}state.").items():
+    where, numbers = optimizer.listing.where, optimizer.states.get("step", {})
+    values: dict[str, Any] = dict(zip(numbers, map(small_of, optimizer.listing.load([*numbers.values()])), strict=True))
+    for name, value in optimizer.listing.objects(f"{optimizer.container}state.").items():
         parts = STATE.fullmatch(name)
         if parts and parts["state"] == "step":
-            found[unwrapped(parts["key"])] = value
+            values[unwrapped(parts["key"])] = value
         elif parts and parts["state"] not in MOMENTS:
             kind = whose([parts["state"]])
             raise UnsupportedError(f"{where}: its optimizer{kind} is not Adam or AdamW: it keeps {parts['state']}")
     steps: dict[int, str] = {}
     for key in keys:
-        if key not in found:
+        if key not in values:
             raise SourceError(f"{where} holds no step of {key}", FROZEN)
-        made = number_of(found[key], f"{where}: the step of {key}")
+        made = number_of(values[key], f"{where}: the step of {key}")
         if made < 1 or made != int(made):
             raise SourceError(f"{where}: {key} has made {made:g} steps", FROZEN)
         steps.setdefault(int(made), key)
     if len(steps) > 1:
-        told = " and ".join(f"{key} {number}" for number, key in list(steps.items())[:2])
-        raise UnsupportedError(f"{where}: its parameters have made different numbers of steps, {told}")
+        listed = " and ".join(f"{key} {number}" for number, key in list(steps.items())[:2])
+        raise UnsupportedError(f"{where}: its parameters have made different numbers of steps, {listed}")
     return next(iter(steps))
 
 
-def _groups(held: Held, keys: Mapping[str, Placed], model: Collection[str]) -> dict[str, Group]:
+def _groups(optimizer: Held, keys: Mapping[str, Placed], model: Collection[str]) -> dict[str, Group]:
     """The group of each parameter, by its key, in the order of the groups; none where no settings are kept.
 
     Args:
-        held: the optimizer.
+        optimizer: the optimizer.
         keys: what it has moments of.
         model: all names that the model has.
 
     Raises:
         SourceError: a parameter is in no group or in two, or a group has one that the model lacks.
     """
-    listing, prefix = held.listing, held.container + GROUPS
+    listing, prefix = optimizer.listing, optimizer.container + GROUPS
     numbers = [number for number, name in enumerate(listing.names) if name.startswith(f"{prefix}.")]
     tensors = zip(numbers, map(small_of, listing.load(numbers)), strict=True)
     values = {**listing.objects(prefix), **{listing.names[number]: value for number, value in tensors}}
     settings: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         if name == prefix and isinstance(value, list):
-            settings |= {str(number): dict(one) for number, one in enumerate(value) if isinstance(one, Mapping)}
+            settings |= {
+                str(number): dict(member) for number, member in enumerate(value) if isinstance(member, Mapping)
+            }
         elif parts := re.fullmatch(r"(.+)\.(\w+)", name.removeprefix(f"{prefix}.")):
             settings.setdefault(parts[1], {})[parts[2]] = value
     order = {key: number for number, key in enumerate(keys)}
-    found: dict[str, Group] = {}
-    for name in sorted(settings, key=lambda one: int(one) if one.isdecimal() else order.get(unwrapped(one), -1)):
+    groups: dict[str, Group] = {}
+    for name in sorted(
+        settings, key=lambda member: int(member) if member.isdecimal() else order.get(unwrapped(member), -1)
+    ):
         about, where = settings[name], f"{listing.where}: group {name} of its optimizer"
         group = group_of(about, where)
         members = about["params"] if isinstance(about.get("params"), list) else [name]
-        for key in (unwrapped(str(one)) for one in members):
-            if key in found:
+        for key in (unwrapped(str(member)) for member in members):
+            if key in groups:
                 raise SourceError(f"{listing.where}: {key} is in two groups of its optimizer")
-            found[key] = group
-    if settings and (lost := [key for key in keys if key not in found]):
+            groups[key] = group
+    if settings and (lost := [key for key in keys if key not in groups]):
         raise SourceError(f"{listing.where}: {lost[0]} is in no group of its optimizer")
-    if more := sorted(found.keys() - set(model)):
+    if more := sorted(groups.keys() - set(model)):
         raise SourceError(f"{listing.where}: the groups of its optimizer have {some(more, 4)}, its model has not")
-    return {key: group for key, group in found.items() if key in keys}
+    return {key: group for key, group in groups.items() if key in keys}

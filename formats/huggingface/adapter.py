@@ -141,11 +141,11 @@ def read_config(places: Sequence[Path]) -> dict[str, Any]:
         SourceError: none has.
         UnsupportedError: they are not those of a LoRA that can be merged.
     """
-    found = next((place / CONFIG for place in places if (place / CONFIG).is_file()), None)
-    if found is None:
+    file = next((place / CONFIG for place in places if (place / CONFIG).is_file()), None)
+    if file is None:
         raise SourceError(f"{places[0]} holds no {CONFIG}", "copy the one that PEFT or the trainer wrote into it")
-    config = read_json(found)
-    require_lora(config, found)
+    config = read_json(file)
+    require_lora(config, file)
     return config
 
 
@@ -186,7 +186,7 @@ def parse(saved: Saved, parameters: Sequence[str]) -> Adapter:
         UnsupportedError: a tensor is none of LoRA's.
     """
     root, config, tensors, _ = saved
-    found: dict[str, dict[str, Fragment]] = {}
+    places: dict[str, dict[str, Fragment]] = {}
     whole: dict[str, Fragment] = {}
     embeddings = set[str]()
     for key, fragment in tensors.items():
@@ -198,14 +198,14 @@ def parse(saved: Saved, parameters: Sequence[str]) -> Adapter:
         end = next((end for end in ENDS if name.endswith("." + end)), None)
         if end is not None:
             place = name.removesuffix("." + end)
-            found.setdefault(place, {})[ENDS[end]] = fragment
+            places.setdefault(place, {})[ENDS[end]] = fragment
             embeddings |= {place} if end.startswith("lora_embedding") else set()
         elif "lora_" in name or ".token_adapter." in name or "trainable_tokens" in name:
             raise UnsupportedError(f"{root} holds {key}, which no LoRA has that is known here", PEFT_MERGES)
         else:
             whole[name.replace(f".{INNER}.", ".")] = fragment
     added: dict[str, Lora] = {}
-    for place, parts in found.items():
+    for place, parts in places.items():
         module = _target(place, config, parameters)
         if not {"left", "right"} <= parts.keys():
             lacking = "B" if "right" in parts else "A"
@@ -303,10 +303,10 @@ def _is_target(module: str, config: Mapping[str, Any]) -> bool:
     layers = config.get("layers_to_transform")
     if isinstance(named, str) or layers in (None, []) or not _is_named(module, named):
         return _is_named(module, named)
-    said = config.get("layers_pattern")
-    patterns = [rf"(?:^|.*?\.){one}" for one in ([said] if isinstance(said, str) else said or ())]
-    found = (re.match(rf"{pattern}\.(\d+)\.", module) for pattern in patterns or [r".*?\.[^.]*"])
-    layer = next((int(match[1]) for match in found if match), None)
+    given = config.get("layers_pattern")
+    patterns = [rf"(?:^|.*?\.){name}" for name in ([given] if isinstance(given, str) else given or ())]
+    matches = (re.match(rf"{pattern}\.(\d+)\.", module) for pattern in patterns or [r".*?\.[^.]*"])
+    layer = next((int(match[1]) for match in matches if match), None)
     return layer in (layers if isinstance(layers, list) else [layers])
 
 
@@ -323,8 +323,8 @@ def require_consumed(adapter: Adapter, keys: Iterable[str], base: Path) -> None:
     Raises:
         SourceError: something is for none.
     """
-    held = {*keys}
-    if odd := sorted(adapter.keys(held) - held):
+    known = {*keys}
+    if odd := sorted(adapter.keys(known) - known):
         raise SourceError(
             f"{adapter.root} has {len(odd)} tensors that {base} has not: {some(odd, 3)}",
             f"it was trained on {short(adapter.config.get('base_model_name_or_path'))}: is that the base?",

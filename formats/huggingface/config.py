@@ -114,8 +114,8 @@ def _with_defaults(family: Family, context: Context) -> dict[str, Any]:
 
 def dropouts(config: Mapping[str, Any]) -> dict[str, float]:
     """What a training drops out, in Megatron's terms, as far as a config (or the yml of GPT-NeoX) says."""
-    said = {name: [config[key] for key in keys if key in config] for name, keys in DROPOUTS.items()}
-    return {name: values[0] for name, values in said.items() if values and type(values[0]) in (int, float)}
+    values_of = {name: [config[key] for key in keys if key in config] for name, keys in DROPOUTS.items()}
+    return {name: values[0] for name, values in values_of.items() if values and type(values[0]) in (int, float)}
 
 
 def residue(config: Mapping[str, Any]) -> list[str]:
@@ -127,15 +127,15 @@ def residue(config: Mapping[str, Any]) -> list[str]:
     return sorted(set(config) - known - ({"quantization_config"} if method_of(config) else set()))
 
 
-def untold(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def untold(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """In what two configs of a model without a table differ, as `key: one | other`: any may matter.
 
     What is null counts as absent. Types of layers are compared where both name them.
     """
-    ours, theirs = _computing(one), _computing(other)
+    ours, theirs = _computing(first), _computing(second)
     names = dict.fromkeys([*ours, *theirs])
-    if "layer_types" in one and "layer_types" in other:
-        ours, theirs = ours | {"layer_types": one["layer_types"]}, theirs | {"layer_types": other["layer_types"]}
+    if "layer_types" in first and "layer_types" in second:
+        ours, theirs = ours | {"layer_types": first["layer_types"]}, theirs | {"layer_types": second["layer_types"]}
         names["layer_types"] = None
     return [
         f"{name}: {short(ours.get(name))} | {short(theirs.get(name))}"
@@ -168,12 +168,12 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
             config["tie_word_embeddings"] = spec.tied
         inner = language(config)
         if spec.vocab not in (None, inner.get("vocab_size")):
-            for held in (inner, *([config] if "vocab_size" in config else [])):
-                held["vocab_size"] = spec.vocab
+            for part in (inner, *([config] if "vocab_size" in config else [])):
+                part["vocab_size"] = spec.vocab
         return config
     family = family_named(spec.family)
     rope = Rope(spec.rope_theta, spec.rope_scaling, spec.rotary_fraction)
-    values = {one.name: getattr(spec, one.name) for one in fields(spec)}
+    values = {setting.name: getattr(spec, setting.name) for setting in fields(spec)}
     values |= {"rope": rope, "dense_layers": spec.dense_layers or ()}
     config = _unwrapped(base) if base else _fixed(spec.layers, family, values)
     table = rows_of(family, config)

@@ -123,8 +123,12 @@ def load(path: Path) -> Family:
     for key, token in values.get("tokens", {}).items():
         if type(token) is not int or token < 0:
             raise UsageError(f"{path}: tokens.{key} = {short(token)} is no id of a token")
-    layers = {name: held for name, held in values["defaults"].items() if name in LISTS and isinstance(held, list)}
-    values["defaults"] |= {name: tuple(held) for name, held in layers.items()}
+    layers = {
+        name: layers_of
+        for name, layers_of in values["defaults"].items()
+        if name in LISTS and isinstance(layers_of, list)
+    }
+    values["defaults"] |= {name: tuple(layers_of) for name, layers_of in layers.items()}
     _check_lines(values["table"], path)
     family = Family(
         **{name: value for name, value in values.items() if name not in APART},
@@ -159,7 +163,7 @@ def _parsed(path: Path) -> dict[str, Any]:
 def _plain(value: Any, where: str) -> Any:
     """A value of config.json."""
     if isinstance(value, dict) and where.endswith(f".{SCALING}"):
-        return {key: _plain(one, f"{where}.{key}") for key, one in value.items()}
+        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
     if not isinstance(value, bool | int | float | str | list):
         raise UsageError(f"{where} is {short(value)}, and no value of a config here")
     return None if value == NONE else value
@@ -253,7 +257,7 @@ def _check_rule(rule: Rule, where: str) -> None:
         raise UsageError(f"{where}: a Hugging Face folder has neither ranks (/) nor padding (~): {pattern.text}")
     leaves = lower(pattern, SIZES, {})
     for tensor in pattern.tensors:
-        held = [sorted(span.axis for span in leaf.spans) for leaf in leaves if leaf.tensor == tensor]
+        axes_of = [sorted(span.axis for span in leaf.spans) for leaf in leaves if leaf.tensor == tensor]
         first, *rest = TENSORS[tensor]
         axes = rest if first == "layer" else [first, *rest]
         if rule.of_expert and "expert" in axes:
@@ -263,7 +267,7 @@ def _check_rule(rule: Rule, where: str) -> None:
         second = MTP in rule.conditions  # whose keys need no number, and may hold copies of tensors of the model
         if (first == "layer") is not ("{layer}" in rule.key) and not second:
             raise UsageError(f"{where}: {tensor} is a tensor of {'each layer' if first == 'layer' else 'the model'}")
-        if held != [sorted(axes)]:
+        if axes_of != [sorted(axes)]:
             raise UsageError(
                 f"{where}: {tensor} has the axes {', '.join(axes)}, each once; the pattern is {pattern.text}"
             )
@@ -274,20 +278,22 @@ def _check_rule(rule: Rule, where: str) -> None:
 def _check_orders(family: Family, path: Path) -> None:
     """Queries meet keys, and heads their outputs: the tensors of a layer have them in one order."""
     for outer, inner in (("half", "pair"), ("group", "head")):
-        found = _orders(family, outer, inner)
-        if len(found) > 1:
-            one, other = f"`{outer} {inner}`", f"`{inner} {outer}`"
-            raise UsageError(f"{path}: its table has {found[True]} in the order {one}, {found[False]} in {other}")
+        orders = _orders(family, outer, inner)
+        if len(orders) > 1:
+            expected, reverse = f"`{outer} {inner}`", f"`{inner} {outer}`"
+            raise UsageError(
+                f"{path}: its table has {orders[True]} in the order {expected}, {orders[False]} in {reverse}"
+            )
 
 
 def _orders(family: Family, outer: str, inner: str) -> dict[bool, str]:
     """A tensor of each order that two axes have in a table, by whether the first of them is the outer one."""
-    found: dict[bool, str] = {}
+    orders: dict[bool, str] = {}
     for leaf in (leaf for rule in family.tensors for leaf in lower(rule.pattern, SIZES, {})):
         strides = {span.axis: span.stride for span in leaf.spans}
         if outer in strides and inner in strides:
-            found[strides[outer] > strides[inner]] = leaf.tensor
-    return found
+            orders[strides[outer] > strides[inner]] = leaf.tensor
+    return orders
 
 
 def _check_table(family: Family, path: Path) -> None:
@@ -300,17 +306,17 @@ def _check_table(family: Family, path: Path) -> None:
     if not ("moe" in family.traits or alone) and used & OF_LAYERS:
         raise UsageError(f"{path}: without a router no line can be {min(used & OF_LAYERS)}")
     named = [{name} for name in ("fused", "separate")]
-    mlps = [{one} for one in (("dense", "sparse") if "moe" in family.traits else ("dense",))]
+    mlps = [{kinds} for kinds in (("dense", "sparse") if "moe" in family.traits else ("dense",))]
     if "query_rank" not in family.keys and used & OF_QUERIES:
         raise UsageError(f"{path}: without the key query_rank no line can be {min(used & OF_QUERIES)}")
-    queries = [{one} for one in sorted(OF_QUERIES)] if "query_rank" in family.keys else [set[str]()]
+    queries = [{kinds} for kinds in sorted(OF_QUERIES)] if "query_rank" in family.keys else [set[str]()]
     known = {"attention", *(kind for name, kind in MIXERS.items() if name in family.keys)}
     mixing = OF_MIXERS & used
     if mixing - known or (mixing and known == {"attention"}):
         name = next(name for name, kind in MIXERS.items() if kind in mixing - known or known == {"attention"})
         raise UsageError(f"{path}: without the key {name} no line can be {min(mixing - known or mixing)}")
-    mixers = [{one} for one in sorted(known)]
-    layers_of = [*mixers, *mlps] if alone else [one | other for one, other in product(mixers, mlps)]
+    mixers = [{kinds} for kinds in sorted(known)]
+    layers_of = [*mixers, *mlps] if alone else [kinds | other for kinds, other in product(mixers, mlps)]
     experts = [{"wide"}, {"narrow"}] if "expert_latent" in family.keys else [{"wide"}]
     chosen = {name for names, _ in family.biases.values() for name in names.split()}
     if used & BIASES != chosen:
@@ -370,7 +376,7 @@ def _check_megatron(family: Family, path: Path) -> None:
     """
     if family.only_here:
         return
-    known = {one.holds: set(one.own) for one in FAMILIES.values() if not one.only_here}
+    known = {member.holds: set(member.own) for member in FAMILIES.values() if not member.only_here}
     own, plain = known.get(family.holds, set()), "ungated" in family.traits
     reasons = {
         "no family that Megatron has is made of these tensors": family.holds not in known,

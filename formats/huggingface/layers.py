@@ -72,15 +72,15 @@ def marked(
 
     def read(spelled: Spelled, context: Context) -> Any:
         marks: Any = spelled.get(key)
-        marks = [OLD.get(str(one), one) for one in marks] if isinstance(marks, list) else marks
+        marks = [OLD.get(str(mark_of), mark_of) for mark_of in marks] if isinstance(marks, list) else marks
         if marks is None and (assumed := absent(spelled, context)) is not None:
             return assumed
-        count = len(marks) if isinstance(marks, list) and all(one in words for one in marks) else -1
+        count = len(marks) if isinstance(marks, list) and all(mark_of in words for mark_of in marks) else -1
         if not (count == context.values["layers"] or (longer and count >= len(_layers(context)))):
             raise SourceError(
                 f"{context.where} says {key} = {short(marks)}, it should be {words[0]} or {words[1]} for each layer"
             )
-        return tuple(layer for layer, one in zip(_layers(context), marks, strict=False) if one == mark)
+        return tuple(layer for layer, mark_of in zip(_layers(context), marks, strict=False) if mark_of == mark)
 
     def write(some: Any, context: Context) -> Spelled:
         other = words[words[0] == mark]
@@ -141,17 +141,21 @@ def convolved(key: str, attention: str) -> Codec:
 def _kinds(key: str, spelled: Spelled, context: Context) -> list[str]:
     """The kinds of layers that are one block each, from a pattern or from a list."""
     given = spelled.get(key)
-    kinds = [LETTERS.get(str(one), OLD.get(str(one), one)) for one in given] if isinstance(given, str | list) else []
+    kinds = (
+        [LETTERS.get(str(letter), OLD.get(str(letter), letter)) for letter in given]
+        if isinstance(given, str | list)
+        else []
+    )
     if not kinds or not all(kind in LETTERS.values() for kind in kinds):
         raise SourceError(f"{context.where} says {key} = {short(given)}, it should be a pattern or a list of layers")
     return kinds
 
 
 def _kind(layer: int, context: Context) -> str:
-    held = {name: context.values[name] or () for name in ("mlp_layers", "dense_layers", "state_layers")}
-    if layer in held["mlp_layers"]:
-        return MOE if context.values["experts"] and layer not in held["dense_layers"] else MLP
-    return LINEAR if layer in held["state_layers"] else FULL
+    listed = {name: context.values[name] or () for name in ("mlp_layers", "dense_layers", "state_layers")}
+    if layer in listed["mlp_layers"]:
+        return MOE if context.values["experts"] and layer not in listed["dense_layers"] else MLP
+    return LINEAR if layer in listed["state_layers"] else FULL
 
 
 def of_kind(*wanted: str) -> Callable[[str], Codec]:
@@ -188,9 +192,11 @@ def sharing(key: str, pattern: str, step: str, offset: str) -> Codec:
     def apart(spelled: Spelled, context: Context) -> tuple[int, ...]:
         letters = spelled.get(pattern)
         if letters is not None:
-            given = [LETTERS_OF_INDEXERS.get(one, one) for one in letters] if isinstance(letters, str) else letters
-            found: tuple[int, ...] = words.read({key: given}, context)
-            return found
+            given = (
+                [LETTERS_OF_INDEXERS.get(letter, letter) for letter in letters] if isinstance(letters, str) else letters
+            )
+            layers: tuple[int, ...] = words.read({key: given}, context)
+            return layers
         distance, front = _count(step, spelled, context, 1), _count(offset, spelled, context, 2)
         return tuple(layer for layer in _layers(context) if max(layer - front + 1, 0) % max(distance, 1))
 

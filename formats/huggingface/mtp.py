@@ -28,8 +28,8 @@ JOIN = "mtp_join"
 def keys_of(keys: Iterable[str]) -> list[str]:
     """Those of some keys that are of such layers."""
     every = list(keys)
-    found = tuple({match[1] or match[2] for match in map(PREFIX.fullmatch, every) if match})
-    return [key for key in every if key.startswith(found)] if found else []
+    prefixes = tuple({match[1] or match[2] for match in map(PREFIX.fullmatch, every) if match})
+    return [key for key in every if key.startswith(prefixes)] if prefixes else []
 
 
 def dropped(keys: Iterable[str], settings: Settings) -> list[str]:
@@ -40,17 +40,17 @@ def dropped(keys: Iterable[str], settings: Settings) -> list[str]:
     """
     if MTP not in settings.drop:
         return []
-    found = keys_of(keys)
-    if not found:
+    lost = keys_of(keys)
+    if not lost:
         raise UsageError("--drop mtp: the model has no layer that predicts further tokens", "leave it out")
-    return found
+    return lost
 
 
 def count(spec: ModelSpec, keys: Iterable[str]) -> int:
     """How many such layers files hold with these keys, of a family whose table has lines for them."""
     joins = [rule.key for rule in family_named(spec.family).tensors if JOIN in rule.pattern.tensors]
     patterns = [re.compile(NUMBER.sub(r"(\\d+)", re.escape(key))) for key in joins]
-    return sum(1 for key in keys if any(one.fullmatch(key) for one in patterns))
+    return sum(1 for key in keys if any(pattern.fullmatch(key) for pattern in patterns))
 
 
 def counted(config: dict[str, Any], spec: Spec, dropped: Iterable[str]) -> dict[str, Any]:

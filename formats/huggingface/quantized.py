@@ -1,5 +1,7 @@
 """Quantized weights of Hugging Face folders, read as what they stand for: MXFP4 of GPT-OSS, FP8 of DeepSeek, Mistral.
 
+Those of llm-compressor are in `compressed_tensors.py`.
+
 Facts: transformers 5.23.0, integrations/mxfp4.py (`experts.down_proj_blocks` is [expert, row, group, 16], two elements
 of a row a byte, the lower half first; its `_scales` have one byte for 32 elements; the parameter is the transpose) and
 integrations/finegrained_fp8.py (`X_scale_inv` has one factor for each block of `weight_block_size` elements of X, the
@@ -15,27 +17,48 @@ from typing import Any
 
 from formats.disk.safetensors import FLOATS, Fragment, Scales
 from formats.errors import SourceError, UnsupportedError
+from formats.huggingface import compressed_tensors
+from formats.huggingface.scales import KEEP, require_floats, require_grid, scales_of
 
 GROUP = 32
 """Elements of MXFP4 that share a scale."""
-INVERSE, FACTORS = "_scale_inv", ("F32", "BF16")
-"""What follows the name of the scales of FP8, and their element types."""
+INVERSE = "_scale_inv"
+"""What follows the name of the scales of FP8."""
 ACTIVATIONS = ".activation_scale"
 SCHEMES = ("dynamic", "static")
-OF_FILES = ("fp8", "mxfp4")
+OF_FILES = ("fp8", "mxfp4", compressed_tensors.METHOD)
 """Methods of files alone: a model in floats has none of it. Others may be of what it computes (bitnet)."""
-KEEP = "--verbatim carries every tensor as it is, in Hugging Face"
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
     """The quantization that a config names, if it is one that is known here."""
+    try:
+        return require_method(config, "")
+    except UnsupportedError:
+        return None
+
+
+def require_method(config: Mapping[str, Any], where: str) -> str | None:
+    """The quantization that a config names; None where it names none.
+
+    Raises:
+        UnsupportedError: it is none that is known here; the sentence begins with `where`.
+    """
     match config.get("quantization_config"):
+        case None:
+            return None
         case {"quant_method": "mxfp4"}:
             return "MXFP4"
         case {"quant_method": "fp8", "weight_block_size": None | [int(), int()] as block, **more}:
-            known = min(block or [1]) > 0 and more.get("activation_scheme", "dynamic") in SCHEMES
-            return "FP8" if known else None
-    return None
+            if min(block or [1]) > 0 and more.get("activation_scheme", "dynamic") in SCHEMES:
+                return "FP8"
+        case {"quant_method": compressed_tensors.METHOD, **quantization}:
+            try:
+                return compressed_tensors.scheme_of(quantization).stored.method
+            except UnsupportedError as error:
+                raise UnsupportedError(f"{where}: {error}", error.hint) from None
+    known = f"only MXFP4, FP8 with {INVERSE} and {compressed_tensors.METHOD}"
+    raise UnsupportedError(f"{where}: models with a quantization_config are not supported, {known}")
 
 
 def stale(config: Mapping[str, Any], dtypes: Iterable[str]) -> bool:
@@ -46,11 +69,11 @@ def stale(config: Mapping[str, Any], dtypes: Iterable[str]) -> bool:
     return False
 
 
-def dequantized(found: Mapping[str, Fragment], config: Mapping[str, Any]) -> tuple[dict[str, Fragment], str]:
+def dequantized(fragments: Mapping[str, Fragment], config: Mapping[str, Any]) -> tuple[dict[str, Fragment], str]:
     """The tensors of a model out of those of a quantized one: BF16 for each pair of quantized elements and scales.
 
     Args:
-        found: the tensors of the files, by key.
+        fragments: the tensors of the files, by key.
         config: the config.json beside them.
 
     Returns:
@@ -60,93 +83,88 @@ def dequantized(found: Mapping[str, Fragment], config: Mapping[str, Any]) -> tup
         SourceError: scales are missing, of another shape than the elements that they belong to, or unexplained.
         UnsupportedError: its blocks are of another kind.
     """
-    method = method_of(config)
-    if method == "MXFP4":
-        held, exact = _mxfp4(found), "which holds them exactly"
-    elif method == "FP8":
-        held, exact = (
-            _fp8(found, config["quantization_config"]["weight_block_size"]),
-            "times their scales, rounded once",
-        )
-    else:
-        for suffix, elements in ((INVERSE, ""), ("_scales", "_blocks")):
-            for key in found:
-                if key.endswith(suffix) and key.removesuffix(suffix) + elements in found:
-                    reason = f"{found[key].path} holds {key}, and config.json beside it no quantization_config"
-                    raise SourceError(reason, "take config.json from where the files come from")
-        return dict(found), ""
-    count = sum(fragment.scales is not None for fragment in held.values())
-    left = sum(key.endswith(ACTIVATIONS) for key in found.keys() - held.keys())
+    method, exact = method_of(config), "times their scales, rounded once"
+    quantization = config.get("quantization_config") or {}
+    match method and quantization["quant_method"]:
+        case "mxfp4":
+            weights, exact = _mxfp4(fragments), "which holds them exactly"
+        case "fp8":
+            weights = _fp8(fragments, quantization["weight_block_size"])
+        case compressed_tensors.METHOD:
+            weights = compressed_tensors.dequantized(fragments, compressed_tensors.scheme_of(quantization))
+        case _:
+            _require_no_scales(fragments)
+            return dict(fragments), ""
+    count = sum(fragment.scales is not None for fragment in weights.values())
+    left = sum(
+        key.endswith((ACTIVATIONS, *compressed_tensors.ACTIVATIONS)) for key in fragments.keys() - weights.keys()
+    )
     without = f", without {left} scales of activations" if left else ""
     note = f"{count} tensors of {method} are read as BF16, {exact}{without}; --verbatim carries them as they are"
-    return held, note if count else ""
+    return weights, note if count else ""
 
 
-def _mxfp4(found: Mapping[str, Fragment]) -> dict[str, Fragment]:
-    held = {}
-    for key, blocks in found.items():
+def _require_no_scales(fragments: Mapping[str, Fragment]) -> None:
+    """The tensors of a model whose config names no quantization have no scales.
+
+    Raises:
+        SourceError: one has.
+    """
+    pairs = ((INVERSE, ""), ("_scales", "_blocks"), (".weight_scale", ".weight"), (".weight_scale", ".weight_packed"))
+    for suffix, elements in pairs:
+        for key in fragments:
+            if key.endswith(suffix) and key.removesuffix(suffix) + elements in fragments:
+                reason = f"{fragments[key].path} holds {key}, and config.json beside it no quantization_config"
+                raise SourceError(reason, "take config.json from where the files come from")
+
+
+def _mxfp4(fragments: Mapping[str, Fragment]) -> dict[str, Fragment]:
+    weights = {}
+    for key, blocks in fragments.items():
         name, suffix = key[:-7], key[-7:]
-        if suffix == "_scales" and f"{name}_blocks" in found:
+        if suffix == "_scales" and f"{name}_blocks" in fragments:
             continue
         if suffix != "_blocks":
-            held[key] = blocks
+            weights[key] = blocks
             continue
-        scales = _scales(found, f"{name}_scales", blocks, key)
+        scales = scales_of(fragments, f"{name}_scales", blocks, key)
         if blocks.dtype != "U8" or blocks.shape[3:] != (GROUP // 2,):
             raise SourceError(f"{blocks.path}: {key} is {blocks.dtype}{list(blocks.shape)}, not MXFP4")
-        _require(scales, f"{name}_scales", "U8", blocks.shape[:3])
+        require_grid(scales, f"{name}_scales", "U8", blocks.shape[:3])
         experts, rows, groups = blocks.shape[:3]
         wide = groups * GROUP
         factors = Scales("MXFP4", scales, (1, GROUP), 1, experts * rows * wide, f"{name}_scales")
-        held[name] = Fragment(
+        weights[name] = Fragment(
             blocks.path, blocks.offset, "BF16", (experts, wide, rows), (rows * wide, 1, wide),
             scales=factors, member=blocks.member,
         )  # fmt: skip
-    return held
+    return weights
 
 
-def _fp8(found: Mapping[str, Fragment], block: Sequence[int] | None) -> dict[str, Fragment]:
-    held = {}
-    for key, fragment in found.items():
+def _fp8(fragments: Mapping[str, Fragment], block: Sequence[int] | None) -> dict[str, Fragment]:
+    weights = {}
+    for key, fragment in fragments.items():
         name = key.removesuffix(INVERSE)
-        if key.endswith(ACTIVATIONS) and f"{key.removesuffix(ACTIVATIONS)}.weight{INVERSE}" in found:
+        if key.endswith(ACTIVATIONS) and f"{key.removesuffix(ACTIVATIONS)}.weight{INVERSE}" in fragments:
             continue
-        if key.endswith(INVERSE) and name in found:
-            if found[name].dtype != "F8_E4M3":
-                raise UnsupportedError(f"{fragment.path} holds {key} for {found[name].dtype}, not F8_E4M3", KEEP)
+        if key.endswith(INVERSE) and name in fragments:
+            if fragments[name].dtype != "F8_E4M3":
+                raise UnsupportedError(f"{fragment.path} holds {key} for {fragments[name].dtype}, not F8_E4M3", KEEP)
             continue
         if fragment.dtype != "F8_E4M3":
-            held[key] = fragment
+            weights[key] = fragment
             continue
         if len(fragment.shape) < 2:
             raise UnsupportedError(f"{fragment.path}: {key} is FP8{list(fragment.shape)}, which has no blocks", KEEP)
-        scales = _scales(found, f"{key}{INVERSE}", fragment, key)
+        scales = scales_of(fragments, f"{key}{INVERSE}", fragment, key)
         *stack, rows, columns = fragment.shape
         high, wide = block or (max(rows, 1), max(columns, 1))
-        one = not block and prod(scales.shape) == prod(stack)
-        grid = scales.shape if one else (*stack, -(-rows // high), -(-columns // wide))
-        if scales.dtype not in FACTORS:
-            reason = f"{scales.path}: {key}{INVERSE} is {scales.dtype}, not {' or '.join(FACTORS)}"
-            raise UnsupportedError(reason, KEEP)
-        _require(scales, f"{key}{INVERSE}", scales.dtype, grid)
+        single = not block and prod(scales.shape) == prod(stack)
+        grid = scales.shape if single else (*stack, -(-rows // high), -(-columns // wide))
+        require_floats(scales, f"{key}{INVERSE}")
+        require_grid(scales, f"{key}{INVERSE}", scales.dtype, grid)
         least = (min(high, max(rows, 1)), min(wide, max(columns, 1)))
-        held[key] = fragment._replace(
+        weights[key] = fragment._replace(
             dtype="BF16", scales=Scales("FP8", scales, least, rows, columns, f"{key}{INVERSE}")
         )
-    return held
-
-
-def _scales(found: Mapping[str, Fragment], name: str, of: Fragment, key: str) -> Fragment:
-    if name not in found:
-        raise SourceError(f"{of.path} holds {key}, and no file its {name}")
-    for one, said in ((of, key), (found[name], name)):
-        if not one.row_major:
-            raise UnsupportedError(f"{one.path}: {said} is not stored row by row: strides {list(one.strides)}", KEEP)
-    return found[name]
-
-
-def _require(scales: Fragment, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-    if (scales.dtype, scales.shape) != (dtype, shape):
-        raise SourceError(
-            f"{scales.path}: {name} is {scales.dtype}{list(scales.shape)}, its elements imply {dtype}{list(shape)}"
-        )
+    return weights

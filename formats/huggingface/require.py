@@ -10,7 +10,7 @@ from formats.errors import SourceError, UnsupportedError, short
 from formats.families import FAMILIES, family_of, find_family
 from formats.families.family import Family
 from formats.huggingface.nulls import require_values
-from formats.huggingface.quantized import method_of
+from formats.huggingface.quantized import require_method
 from formats.huggingface.settings_table import keys_read
 
 SYNONYMS = {
@@ -96,11 +96,9 @@ def require_table(config: Mapping[str, Any], family: Family, where: str) -> None
         UnsupportedError: it does.
         SourceError: it contradicts itself, or says null where that says nothing.
     """
-    for key in ("quantization_config", "text_config"):
-        quantized = key == "quantization_config"
-        if config.get(key) and not (quantized and method_of(config)):
-            known = ", only MXFP4 and FP8 with _scale_inv" if quantized else ""
-            raise UnsupportedError(f"{where}: models with a {key} are not supported{known}")
+    require_method(config, where)
+    if config.get("text_config"):
+        raise UnsupportedError(f"{where}: models with a text_config are not supported")
     for key, only in {**OF_ALL, **family.requires}.items():
         value = config.get(key, only)
         same = SYNONYMS.get(str(value), value) == SYNONYMS.get(str(only), only)

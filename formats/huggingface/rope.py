@@ -87,7 +87,11 @@ def assumed(key: str, fallback: Any, context: Context) -> Any:
 
 def _by_kind(maps: Any) -> bool:
     """Whether there is a map for each kind of attention, as in a Gemma 3 of transformers 5."""
-    return isinstance(maps, dict) and set(maps) == {FULL, SLIDING} and {type(one) for one in maps.values()} == {dict}
+    return (
+        isinstance(maps, dict)
+        and set(maps) == {FULL, SLIDING}
+        and {type(parameters) for parameters in maps.values()} == {dict}
+    )
 
 
 def _settings(family: Family, context: Context) -> dict[str, Any]:

@@ -114,9 +114,9 @@ class Alone(NamedTuple):
     names: Mapping[str, str]
     left: tuple[str, ...] | None = None
 
-    def of(self, held: Mapping[str, Held]) -> dict[str, Held]:
+    def of(self, tensors: Mapping[str, Held]) -> dict[str, Held]:
         """What is read of all that is held, by its new name."""
-        return {new: held[old] for new, old in self.names.items()}
+        return {new: tensors[old] for new, old in self.names.items()}
 
 
 def alone(config: dict[str, Any], keys: Iterable[str], settings: Settings, where: str) -> Alone:
@@ -137,7 +137,7 @@ def alone(config: dict[str, Any], keys: Iterable[str], settings: Settings, where
         return Alone(config, {key: key for key in every})
     names: dict[str, str] = {}
     for key in every:
-        before = next((one for one in PREFIXES if key.startswith(one)), None)
+        before = next((prefix for prefix in PREFIXES if key.startswith(prefix)), None)
         if before is None:
             continue
         new = PREFIXES[before] + key.removeprefix(before)
@@ -149,26 +149,28 @@ def alone(config: dict[str, Any], keys: Iterable[str], settings: Settings, where
     return Alone(_config(config, headless, where), names, tuple(key for key in every if key not in kept))
 
 
-def upright(config: Mapping[str, Any], found: dict[str, Fragment], settings: Settings) -> dict[str, Fragment]:
+def upright(config: Mapping[str, Any], fragments: dict[str, Fragment], settings: Settings) -> dict[str, Fragment]:
     """The tensors of a language model's files, by its own names, turned as memory has them.
 
     Args:
         config: the config.json of the whole.
-        found: its tensors.
+        fragments: its tensors.
         settings: what the user said.
     """
     turns = TRANSPOSED.get(str(config.get("model_type")), {}) if settings.only else {}
     hidden = _inner(config).get("hidden_size")
 
-    def turned(key: str, one: Fragment) -> Fragment:
+    def turned(key: str, fragment: Fragment) -> Fragment:
         axis = next((axis for end, axis in turns.items() if key.endswith(end)), None)
-        if axis is None or len(one.shape) != 3 or one.shape[axis] == hidden:
-            return one
+        if axis is None or len(fragment.shape) != 3 or fragment.shape[axis] == hidden:
+            return fragment
         first, second, third = range(3)
         order = (first, third, second)
-        return one._replace(shape=tuple(one.shape[i] for i in order), strides=tuple(one.strides[i] for i in order))
+        return fragment._replace(
+            shape=tuple(fragment.shape[i] for i in order), strides=tuple(fragment.strides[i] for i in order)
+        )
 
-    return {key: turned(key, one) for key, one in found.items()}
+    return {key: turned(key, fragment) for key, fragment in fragments.items()}
 
 
 def parts(left: Iterable[str]) -> list[str]:
@@ -193,16 +195,18 @@ def _config(config: Mapping[str, Any], headless: bool, where: str) -> dict[str, 
             f"it knows {', '.join(WHOLES)}",
         )
     text = inner.get("model_type") or WHOLES[kind]
-    found = {key: config[key] for key in INHERITED if config.get(key) is not None} | inner
-    found[TIED] = _tied(config, inner, headless)
+    text_config = {key: config[key] for key in INHERITED if config.get(key) is not None} | inner
+    text_config[TIED] = _tied(config, inner, headless)
     if text in SAME:
-        ropes = {key: _of_text(found[key]) for key in ROPES if isinstance(found.get(key), dict)}
-        known = {*found, *(key for rope in ropes.values() for key in rope)}
+        ropes = {key: _of_text(text_config[key]) for key in ROPES if isinstance(text_config.get(key), dict)}
+        known = {*text_config, *(key for rope in ropes.values() for key in rope)}
         assumed = {key: value for key, value in SAME[text].assumed.items() if known.isdisjoint(key.split())}
-        found = {key.split()[0]: value for key, value in assumed.items()} | found | ropes | dict(SAME[text].fixed)
+        text_config = (
+            {key.split()[0]: value for key, value in assumed.items()} | text_config | ropes | dict(SAME[text].fixed)
+        )
         text = SAME[text].family
-    found |= {"model_type": text, "architectures": []}
-    family = find_family(found)
+    text_config |= {"model_type": text, "architectures": []}
+    family = find_family(text_config)
     name = family.architecture if family else CLASSES.get(text)
     if name is None:
         raise UnsupportedError(
@@ -210,7 +214,7 @@ def _config(config: Mapping[str, Any], headless: bool, where: str) -> dict[str, 
             "without --only text the model is carried whole",
         )
     return {"architectures": [name], "model_type": text} | {
-        key: value for key, value in found.items() if key not in ("architectures", "model_type")
+        key: value for key, value in text_config.items() if key not in ("architectures", "model_type")
     }
 
 
@@ -223,5 +227,5 @@ def _tied(config: Mapping[str, Any], inner: Mapping[str, Any], headless: bool) -
 
 def _of_text(rope: Mapping[str, Any]) -> dict[str, Any]:
     """A rotary embedding whose three positions are one."""
-    found = {key: value for key, value in rope.items() if key not in OF_IMAGES}
-    return {key: "default" if value == "mrope" else value for key, value in found.items()}
+    kept = {key: value for key, value in rope.items() if key not in OF_IMAGES}
+    return {key: "default" if value == "mrope" else value for key, value in kept.items()}

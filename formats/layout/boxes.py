@@ -26,8 +26,8 @@ def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
         if len(groups) > 1:
             return next((pair for group in groups if (pair := overlap(group))), None)
     meeting = (
-        (one, other)
-        for one, other in combinations(boxes, 2)
-        if all(a[0] < b[1] and b[0] < a[1] for a, b in zip(one, other, strict=True))
+        (first, second)
+        for first, second in combinations(boxes, 2)
+        if all(a[0] < b[1] and b[0] < a[1] for a, b in zip(first, second, strict=True))
     )
     return next(meeting, None)

@@ -68,9 +68,9 @@ def scattered(name: str, shape: tuple[int, ...], dtype: str, pieces: Iterable[Pi
     clash = overlap([part.ranges for part in by_part if prod(part.shape)])
     if clash:
         raise SourceError(f"the pieces {_text(Cut(clash[0]))} and {_text(Cut(clash[1]))} of {name} overlap in {where}")
-    held = sum(prod(part.shape) for part in by_part)
-    if held != prod(shape) or not by_part:
-        missing = prod(shape) - held
+    covered = sum(prod(part.shape) for part in by_part)
+    if covered != prod(shape) or not by_part:
+        missing = prod(shape) - covered
         raise SourceError(
             f"{missing} of the {prod(shape)} elements of {name} {list(shape)} are missing: the others are in {where}",
             "a rank's file may be missing or cut off",
@@ -86,12 +86,12 @@ def _text(part: Cut) -> str:
 
 def unstacked(tensor: Scattered) -> Iterator[Scattered]:
     """The tensors that are stacked along the first dimension of one, in their order."""
-    found: list[list[list[Piece]]] = [[[] for _ in tensor.copies] for _ in range(tensor.shape[0])]
+    slices: list[list[list[Piece]]] = [[[] for _ in tensor.copies] for _ in range(tensor.shape[0])]
     for number, copy in enumerate(tensor.copies):
         for piece in copy:
             for index in range(*piece.part.ranges[0]):
-                found[index][number].append(_at(index, piece))
-    for copies in found:
+                slices[index][number].append(_at(index, piece))
+    for copies in slices:
         yield Scattered(tensor.shape[1:], tensor.dtype, tuple(map(tuple, copies)))
 
 

@@ -195,11 +195,13 @@ class Slot(NamedTuple):
 
 def in_order(leaf: Leaf, outside: Sequence[Span]) -> Leaf:
     """A leaf with coordinates that are outside the tensor, its spans in the canonical order of the axes."""
-    found = (*outside, *leaf.spans)
-    spans = {span.axis: span for span in found}
+    spans_in_order = (*outside, *leaf.spans)
+    spans = {span.axis: span for span in spans_in_order}
     axes = TENSORS.get(leaf.tensor, tuple(spans))  # a tensor that no table knows has the axes that it is stored in
-    if len(found) != len(axes) or spans.keys() != set(axes):
-        raise ValueError(f"a layout of {leaf.tensor} uses the axes {[s.axis for s in found]}, it has {list(axes)}")
+    if len(spans_in_order) != len(axes) or spans.keys() != set(axes):
+        raise ValueError(
+            f"a layout of {leaf.tensor} uses the axes {[s.axis for s in spans_in_order]}, it has {list(axes)}"
+        )
     return Leaf(leaf.tensor, tuple(spans[axis] for axis in axes), leaf.base)
 
 
@@ -432,26 +434,26 @@ class OnRank(Sequence[Placed]):
     def __getitem__(self, index: Any) -> Any:
         """One, or some."""
         if isinstance(index, slice):
-            return tuple(one.on(self.rank) for one in self.held[index])
+            return tuple(placed.on(self.rank) for placed in self.held[index])
         return self.held[index].on(self.rank)
 
 
 def files_of(tensors: Iterable[Placed]) -> dict[Path, None]:
     """The files that physical tensors are in, in their order."""
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     for placed in tensors:
-        found |= dict.fromkeys([placed.fragment.path] if placed.columns is None else placed.columns.files)
-    return found
+        files |= dict.fromkeys([placed.fragment.path] if placed.columns is None else placed.columns.files)
+    return files
 
 
 def match(
-    wanted: Iterable[Slot], found: Mapping[Place, Mapping[str, Fragment]], drops: Sequence[str], where: Path
+    slots: Iterable[Slot], fragments: Mapping[Place, Mapping[str, Fragment]], drops: Sequence[str], where: Path
 ) -> tuple[list[Placed], list[str]]:
     """Pair the physical tensors that a layout expects with those that the files hold.
 
     Args:
-        wanted: the slots of the layout.
-        found: the tensors of each place, by key.
+        slots: the slots of the layout.
+        fragments: the tensors of each place, by key.
         drops: regular expressions of keys that carry no weights.
         where: what to call the checkpoint in an error.
 
@@ -464,9 +466,9 @@ def match(
     placed: list[Placed] = []
     missing: list[str] = []
     bare = False
-    used: dict[Place, set[str]] = {place: set() for place in found}
-    for slot in wanted:
-        tensors = found.get(slot.place, {})
+    used: dict[Place, set[str]] = {place: set() for place in fragments}
+    for slot in slots:
+        tensors = fragments.get(slot.place, {})
         keys = [key for key in slot.keys if key in tensors]
         if len(keys) > 1:
             raise SourceError(f"{tensors[keys[0]].path} holds the same tensor twice: {' and '.join(keys)}")
@@ -487,9 +489,9 @@ def match(
     if missing:
         hint = "the names lack `model.`: AutoModelForCausalLM saves them with it, --verbatim takes them as they are"
         raise SourceError(f"{where}: {len(missing)} tensors are missing: {_some(missing)}", hint if bare else "")
-    rest = [(place, key) for place, tensors in found.items() for key in tensors if key not in used[place]]
+    rest = [(place, key) for place, tensors in fragments.items() for key in tensors if key not in used[place]]
     unknown = [
-        f"{key} in {found[place][key].path}"
+        f"{key} in {fragments[place][key].path}"
         for place, key in rest
         if not any(re.fullmatch(drop, key) for drop in drops)
     ]

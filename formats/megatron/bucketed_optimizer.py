@@ -59,20 +59,20 @@ def read(source: Checkpoint) -> tuple[dict[str, Checkpoint], Settings]:
         UnsupportedError: the ranks are cut in a way that is not known.
     """
     entries: dict[tuple[int, int, int, str], dict[int, dcp.Entry]] = {}
-    for one in dcp.entries(source.home):
-        if found := re.fullmatch(BUCKET, one.name):
-            if found[5] not in NAMES:
-                raise UnsupportedError(f"{source.home}: the optimizer keeps {found[5]}, and Adam does not")
-            buckets = entries.setdefault((int(found[1] or 0), int(found[2]), int(found[3]), found[5]), {})
-            if int(found[4]) in buckets:
-                raise UnsupportedError(f"{source.home} holds {one.name} of several element types")
-            buckets[int(found[4])] = one
+    for entry in dcp.entries(source.home):
+        if named := re.fullmatch(BUCKET, entry.name):
+            if named[5] not in NAMES:
+                raise UnsupportedError(f"{source.home}: the optimizer keeps {named[5]}, and Adam does not")
+            buckets = entries.setdefault((int(named[1] or 0), int(named[2]), int(named[3]), named[5]), {})
+            if int(named[4]) in buckets:
+                raise UnsupportedError(f"{source.home} holds {entry.name} of several element types")
+            buckets[int(named[4])] = entry
     every = _trained(source)
     placed: dict[str, list[Placed]] = {state: [] for state in STATES}
     for optimizer, ranks in enumerate(every):
-        for rank, held in enumerate(ranks):
+        for rank, of_rank in enumerate(ranks):
             chunks: dict[str, list[Parameter]] = {}
-            for parameter in held:
+            for parameter in of_rank:
                 chunks.setdefault(parameter.chunk, []).append(parameter)
             for number, parameters in enumerate(chunks.values()):
                 for state in STATES:
@@ -123,22 +123,24 @@ def _settings(source: Checkpoint, ranks: Sequence[int]) -> Settings:
         [f"{prefix}{GROUP}{rank % count}" for prefix, count in zip(prefixes, ranks, strict=True)]
         for rank in range(max(ranks))
     ]
-    names = [OBJECT.format(one, name) for held in every for one in held for name in ("optimizer", "grad_scaler")]
+    names = [
+        OBJECT.format(index, name) for numbers in every for index in numbers for name in ("optimizer", "grad_scaler")
+    ]
     objects = dcp.read_objects(source.home, names)
-    found: list[Settings] = []
-    for rank, held in enumerate(every):
+    settings: list[Settings] = []
+    for rank, numbers in enumerate(every):
         kept, scalers = (
-            [objects.get(OBJECT.format(one, name)) for one in held] for name in ("optimizer", "grad_scaler")
+            [objects.get(OBJECT.format(index, name)) for index in numbers] for name in ("optimizer", "grad_scaler")
         )
         try:
-            groups = joined([(one, one.value[0]["param_groups"]) for one in kept if one]) if all(kept) else []
-            found.append((groups, same_scaler([(one, one.value[0] if one else None) for one in scalers])))
+            groups = joined([(index, index.value[0]["param_groups"]) for index in kept if index]) if all(kept) else []
+            settings.append((groups, same_scaler([(index, index.value[0] if index else None) for index in scalers])))
         except DAMAGE:
             what = f"{source.home} holds no settings of the optimizer on rank {rank} that are known"
             raise SourceError(what) from None
-        if found[-1] != found[0]:
+        if settings[-1] != settings[0]:
             raise SourceError(f"{source.home}: the ranks 0 and {rank} have optimizers of different steps or settings")
-    return found[0]
+    return settings[0]
 
 
 def _places(sizes: Sequence[int], buckets: Sequence[int]) -> list[tuple[int, int]] | None:
@@ -148,27 +150,27 @@ def _places(sizes: Sequence[int], buckets: Sequence[int]) -> list[tuple[int, int
         sizes: elements of each parameter, in the order of the model.
         buckets: elements of each bucket.
     """
-    found, base, number, at = list[tuple[int, int]](), 0, len(sizes), 0
+    places, base, number, at = list[tuple[int, int]](), 0, len(sizes), 0
     for bucket in buckets:
         at = 0
         while number and (begin := -(-at // ALIGNMENT) * ALIGNMENT) + sizes[number - 1] <= bucket:
             number -= 1
-            found.append((number, base + begin))
+            places.append((number, base + begin))
             at = begin + sizes[number]
         if bucket not in (at, -(-at // ALIGNMENT) * ALIGNMENT):
             return None
         base += bucket
-    return None if number else found
+    return None if number else places
 
 
 def _cut(source: Checkpoint, parameters: Sequence[Parameter], buckets: Sequence[dcp.Entry]) -> Iterator[Placed]:
     """Where each parameter of a chunk is in its buckets, which together are the buffer."""
-    sizes = [prod(one.slot.shape) for one in parameters]
-    places = _places(sizes, [prod(one.shape) for one in buckets])
+    sizes = [prod(parameter.slot.shape) for parameter in parameters]
+    places = _places(sizes, [prod(parameter.shape) for parameter in buckets])
     if places is None:
-        held = sum(prod(one.shape) for one in buckets)
+        count = sum(prod(parameter.shape) for parameter in buckets)
         raise SourceError(
-            f"{source.home}: buckets of the optimizer hold {held} elements, the model has {sum(sizes)} there"
+            f"{source.home}: buckets of the optimizer hold {count} elements, the model has {sum(sizes)} there"
         )
     pieces, first = list[tuple[int, Fragment]](), 0
     for tensor in dcp.load(buckets):
@@ -176,11 +178,11 @@ def _cut(source: Checkpoint, parameters: Sequence[Parameter], buckets: Sequence[
         first += tensor.shape[0]
     pieces.sort(key=lambda piece: piece[0])
     for number, at in places:
-        one, end = parameters[number], at + sizes[number]
+        parameter, end = parameters[number], at + sizes[number]
         for begin, flat in pieces[bisect(pieces, at, key=lambda piece: piece[0]) - 1 :]:
             low, high = max(at, begin), min(end, begin + flat.shape[0])
             if begin >= end:
                 break
             offset = flat.offset + (low - begin) * DTYPES[flat.dtype]
             part = flat._replace(offset=offset, shape=(high - low,))
-            yield Placed(one.key, one.slot, part, Cut(((low - at, high - at),), flat=True))
+            yield Placed(parameter.key, parameter.slot, part, Cut(((low - at, high - at),), flat=True))

@@ -43,7 +43,7 @@ def decays(key: str, shape: Sequence[int]) -> bool:
 
 def trained(parameters: Iterable[Parameter]) -> list[Parameter]:
     """Those of them that an optimizer moves."""
-    return [one for one in parameters if not BUFFER.fullmatch(one.key)]
+    return [parameter for parameter in parameters if not BUFFER.fullmatch(parameter.key)]
 
 
 def repeated(slot: Slot) -> bool:
@@ -54,29 +54,29 @@ def repeated(slot: Slot) -> bool:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def spread(wanted: Iterable[Slot], ep: int) -> frozenset[bool]:
+def spread(slots: Iterable[Slot], ep: int) -> frozenset[bool]:
     """The groups that the optimizer of the experts has, by whether their weights decay; none where they have none.
 
     Every rank has the same groups, also one without such a parameter.
     """
-    experts = (slot for slot in wanted if ep > 1 and EXPERTS in slot.keys[0])
+    experts = (slot for slot in slots if ep > 1 and EXPERTS in slot.keys[0])
     return frozenset(decays(slot.keys[0], slot.shape) for slot in experts)
 
 
 def shares(parameters: Sequence[Parameter], kinds: Collection[bool]) -> list[list[Parameter]]:
     """The parameters of each optimizer of a rank, given the groups of the experts."""
-    found = trained(parameters)
+    own = trained(parameters)
     if not kinds:
-        return [found]
-    return [[one for one in found if (EXPERTS in one.key) == experts] for experts in (False, True)]
+        return [own]
+    return [[parameter for parameter in own if (EXPERTS in parameter.key) == experts] for experts in (False, True)]
 
 
 def groups(every: Sequence[Mapping[str, Any]], kinds: Collection[bool]) -> list[list[dict[str, Any]]]:
     """The parameter groups of each optimizer, given those of the experts."""
-    found = [[dict(group) for group in every]]
+    chained = [[dict(group) for group in every]]
     if kinds:
-        found.append([{**group, "is_expert_parallel": True} for group in every if bool(group["wd_mult"]) in kinds])
-    return found
+        chained.append([{**group, "is_expert_parallel": True} for group in every if bool(group["wd_mult"]) in kinds])
+    return chained
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -88,17 +88,21 @@ def entries(file: TorchFile, args: Mapping[str, Any]) -> list[Mapping[Any, Any]]
     Raises:
         UnsupportedError: there are others.
     """
-    held, several = file.value.get("optimizer", {}), is_spread(args)
-    if isinstance(held, Mapping) and set(held) == {0, 1}:
-        held = [held[0], held[1]]
-    if isinstance(held, Mapping) and not several:
-        return [held]
-    if not isinstance(held, list) or not several or [isinstance(one, Mapping) for one in held] != [True, True]:
+    optimizer, several = file.value.get("optimizer", {}), is_spread(args)
+    if isinstance(optimizer, Mapping) and set(optimizer) == {0, 1}:
+        optimizer = [optimizer[0], optimizer[1]]
+    if isinstance(optimizer, Mapping) and not several:
+        return [optimizer]
+    if (
+        not isinstance(optimizer, list)
+        or not several
+        or [isinstance(part, Mapping) for part in optimizer] != [True, True]
+    ):
         raise UnsupportedError(
-            f"{file.path} holds {'several optimizers' if isinstance(held, list) else 'one optimizer'}: supported is "
-            "one, and where experts are on several ranks one more for these"
+            f"{file.path} holds {'several optimizers' if isinstance(optimizer, list) else 'one optimizer'}: supported "
+            "is one, and where experts are on several ranks one more for these"
         )
-    return held
+    return optimizer
 
 
 def is_spread(args: Mapping[str, Any]) -> bool:
@@ -110,12 +114,16 @@ def is_spread(args: Mapping[str, Any]) -> bool:
 def apart(chunks: Mapping[Place, Mapping[str, Any]], *, several: bool) -> list[dict[Place, dict[str, Any]]]:
     """The tensors of each chunk of a file, by key, for each optimizer."""
     moved = {
-        place: {key: one for key, one in held.items() if not BUFFER.fullmatch(key)} for place, held in chunks.items()
+        place: {key: fragment for key, fragment in tensors.items() if not BUFFER.fullmatch(key)}
+        for place, tensors in chunks.items()
     }
     if not several:
         return [moved]
     return [
-        {place: {key: one for key, one in held.items() if (EXPERTS in key) == experts} for place, held in moved.items()}
+        {
+            place: {key: fragment for key, fragment in tensors.items() if (EXPERTS in key) == experts}
+            for place, tensors in moved.items()
+        }
         for experts in (False, True)
     ]
 
@@ -129,11 +137,11 @@ def joined(every: Sequence[tuple[TorchFile, Any]]) -> list[dict[str, Any]]:
     Raises:
         UnsupportedError: more than weight decay tells two of them apart, or experts are trained otherwise.
     """
-    found = [_groups(file, held, experts=number > 0) for number, (file, held) in enumerate(every)]
-    if len(found[0]) != 2:
-        raise _unknown(every[0][0], found[0])
-    dense = {bool(group["wd_mult"]): group for groups in found[:1] for group in groups}
-    for group in (group for groups in found[1:] for group in groups):
+    groups_of = [_groups(file, saved, experts=number > 0) for number, (file, saved) in enumerate(every)]
+    if len(groups_of[0]) != 2:
+        raise _unknown(every[0][0], groups_of[0])
+    dense = {bool(group["wd_mult"]): group for groups in groups_of[:1] for group in groups}
+    for group in (group for groups in groups_of[1:] for group in groups):
         same = dense[bool(group["wd_mult"])]
         step = {"step": same["step"]} if "step" in same else {}  # Transformer Engine does not count in empty groups
         if {**step, **group} != same:
@@ -141,12 +149,14 @@ def joined(every: Sequence[tuple[TorchFile, Any]]) -> list[dict[str, Any]]:
     return [dense[True], dense[False]]
 
 
-def _groups(file: TorchFile, held: Any, *, experts: bool) -> list[dict[str, Any]]:
-    found = [plain(file, {name: one for name, one in group.items() if name != "params"}, "a group") for group in held]
-    kinds = {bool(group["wd_mult"]) for group in found}
-    if len(kinds) < len(found) or any(bool(group["is_expert_parallel"]) != experts for group in found):
-        raise _unknown(file, found)
-    return [{**group, "is_expert_parallel": False} for group in found]
+def _groups(file: TorchFile, saved: Any, *, experts: bool) -> list[dict[str, Any]]:
+    groups = [
+        plain(file, {name: value for name, value in group.items() if name != "params"}, "a group") for group in saved
+    ]
+    kinds = {bool(group["wd_mult"]) for group in groups}
+    if len(kinds) < len(groups) or any(bool(group["is_expert_parallel"]) != experts for group in groups):
+        raise _unknown(file, groups)
+    return [{**group, "is_expert_parallel": False} for group in groups]
 
 
 def _unknown(file: TorchFile, groups: Sequence[Any]) -> UnsupportedError:
@@ -161,7 +171,7 @@ def same_scaler(every: Sequence[tuple[TorchFile | None, Any]]) -> Any:
     Raises:
         SourceError: they differ.
     """
-    first, *others = (plain(file, held, "grad_scaler") if file else None for file, held in every)
+    first, *others = (plain(file, saved, "grad_scaler") if file else None for file, saved in every)
     if any(other != first for other in others):
         where = next(file.path for file, _ in every if file)
         raise SourceError(f"{where}: the optimizers of experts and of all else scale losses otherwise")

@@ -171,15 +171,15 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     args = args_of(first.file)
     mesh, pp = mesh_of(shards, args, iteration), max(shard.pp for shard in shards) + 1
     check_grid(shards, mesh, pp, args, iteration)
-    found, table, dialect = flattened(tensors_of(shards, mesh, pp)), MCORE, CORE
-    keys = {key for tensors in found.values() for key in tensors}
+    by_place, table, dialect = flattened(tensors_of(shards, mesh, pp)), MCORE, CORE
+    keys = {key for tensors in by_place.values() for key in tensors}
     assets = assets_of(run, settings)
     config = huggingface.read_config(assets) if assets else None
     if megatron_llm.wrote(keys, args):
         table, dialect = megatron_llm.table(keys), megatron_llm.NAME
     elif any(key.startswith("language_model.") for key in keys):
         table, args = LEGACY, _legacy_args(args, keys, settings, first.file.path)
-    padded = _padded_vocab(found, mesh.tp)
+    padded = _padded_vocab(by_place, mesh.tp)
     if args.get("padded_vocab_size") not in (None, padded):
         claimed = short(args["padded_vocab_size"])
         raise SourceError(f"{iteration}: args say padded_vocab_size = {claimed}, its embeddings have {padded} rows")
@@ -189,11 +189,11 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     try:
         if dialect == megatron_llm.NAME:
             megatron_llm.check_topology(spec, mesh.tp, pipeline)
-        wanted = slots_of(spec, table, mesh, pipeline, padded, fused=any(map(GROUPED.fullmatch, keys)))
+        slots = slots_of(spec, table, mesh, pipeline, padded, fused=any(map(GROUPED.fullmatch, keys)))
     except (RefusedError, UnsupportedError) as error:
         kind = SourceError if isinstance(error, RefusedError) else UnsupportedError
         raise kind(f"{iteration}: {error}", error.hint) from None
-    placed, dropped = match(wanted, found, DROPS, iteration)
+    placed, dropped = match(slots, by_place, DROPS, iteration)
     check_apart(placed)
     topology = {"tp": mesh.tp, "pp": pp} | ({"vpp": pipeline.virtual} if pipeline.virtual > 1 else {})
     topology |= {"ep": mesh.ep} if mesh.ep > 1 else {}
@@ -272,8 +272,8 @@ def _legacy_args(args: dict[str, Any], keys: set[str], settings: Settings, path:
     return args | {"rotary_base": 10000}
 
 
-def _padded_vocab(found: Mapping[Place, Mapping[str, Fragment]], tp: int) -> int:
-    for tensors in found.values():
+def _padded_vocab(by_place: Mapping[Place, Mapping[str, Fragment]], tp: int) -> int:
+    for tensors in by_place.values():
         for key, fragment in tensors.items():
             if key.endswith("embedding.word_embeddings.weight") and fragment.shape:
                 return fragment.shape[0] * tp
@@ -318,7 +318,7 @@ def slots_of(
     """
     _require_tp(spec, mesh.tp)
     require_mesh(mesh, spec, classic=True)
-    found, parts = list[Slot](), chunks(pipeline, spec.layers)
+    placed, parts = list[Slot](), chunks(pipeline, spec.layers)
     mtp.require_pipeline(spec, pipeline, parts)
     for chunk in parts:
         conditions = {*spec.conditions, "fused" if fused else "separate"}
@@ -326,7 +326,7 @@ def slots_of(
         conditions |= {"last"} if chunk.last else set()
         here = [rule for rule in table if not (chunk.first and "copy" in rule.conditions)]
         for rank, tp, ep in islice(mesh.files(), 1 if first else None):
-            found += slots(
+            placed += slots(
                 here,
                 spec.sizes(padded_vocab) | mesh.interleaves,
                 tensors=spec.tensors,
@@ -336,7 +336,7 @@ def slots_of(
                 kinds=spec.layer_kinds,
                 **mesh.of(rank, spec.experts or 0),
             )
-    return found
+    return placed
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -373,27 +373,27 @@ def write(
     if not llm:
         table = names.of_version(table, flags.chosen(merged, options.version, options.accepted)[0])
     mesh, by_file = options.mesh, dict[str, list[Slot]]()
-    wanted = slots_of(spec, table, mesh, pipeline, padded, first=True)
-    for slot in wanted:
+    slots = slots_of(spec, table, mesh, pipeline, padded, first=True)
+    for slot in slots:
         by_file.setdefault(slot.place.file, []).append(slot)
-    kinds = spread(wanted, mesh.ep) if optimizer else frozenset[bool]()
+    kinds = spread(slots, mesh.ep) if optimizer else frozenset[bool]()
     numbers, ranks, files = list(mesh.files()), mesh.together(spec.experts or 0), list[OutputFile]()
     for stage in range(options.pp):
         places = tuple(folder_of(tp, stage, ep, options.pp, mesh) for _, tp, ep in numbers)
         paths = tuple(root / folder / place / "model_optim_rng.pt" for place in places)
         parameters = parameters_of(by_file.get(places[0], []), options)  # a stage may be empty
-        said = [{**merged, "rank": stage * mesh.ranks + rank} for rank, _, _ in numbers]
-        alike = _files(Files(ranks, places, paths), said, parameters, dtypes, options, optimizer, kinds)
-        for one, (rank, _, _) in zip(alike, numbers, strict=True):
-            files.append(one)
+        heads = [{**merged, "rank": stage * mesh.ranks + rank} for rank, _, _ in numbers]
+        alike = _files(Files(ranks, places, paths), heads, parameters, dtypes, options, optimizer, kinds)
+        for file, (rank, _, _) in zip(alike, numbers, strict=True):
+            files.append(file)
             if optimizer and optimizer.distributed:
-                beside, dtype, first = one.path.with_name(SHARDED), main_dtype(dtypes.values()), rank < options.tp
-                own = [each._replace(slot=held.slot) for each, held in zip(parameters, one.tensors, strict=True)]
+                beside, dtype, first = file.path.with_name(SHARDED), main_dtype(dtypes.values()), rank < options.tp
+                own = [each._replace(slot=placed.slot) for each, placed in zip(parameters, file.tensors, strict=True)]
                 files.append(megatron_optim.sharded_file(beside, optimizer, own, dtype, kinds, first=first))
-    told = megatron_llm.flags(merged) if llm else flags.flags(merged, options.version, options.accepted)
+    flags_text = megatron_llm.flags(merged) if llm else flags.flags(merged, options.version, options.accepted)
     texts = {
         TRACKER: (str(iteration) if iteration is not None else "release").encode(),
-        FLAGS: told.encode(),
+        FLAGS: flags_text.encode(),
     }
     return Target(tuple(files), texts, {}, folder, padding="last" if llm else "zeros")
 
@@ -427,14 +427,14 @@ def topology_of(spec: ModelSpec, options: Options) -> tuple[Pipeline, int]:
     return options.pipeline, -(-(spec.vocab or 0) // unit) * unit
 
 
-def parameters_of(wanted: Iterable[Slot], options: Options) -> list[Parameter]:
+def parameters_of(slots: Iterable[Slot], options: Options) -> list[Parameter]:
     """What a rank's file holds, in the order of the model."""
 
     def key_of(slot: Slot) -> str:
         names = options.norm if slot.expert is None else options.experts or options.norm
         return slot.keys[0] if names == "te" else slot.keys[-1]
 
-    return megatron_optim.in_order(Parameter(slot.place.chunk, key_of(slot), slot) for slot in wanted)
+    return megatron_optim.in_order(Parameter(slot.place.chunk, key_of(slot), slot) for slot in slots)
 
 
 def _files(
@@ -447,7 +447,7 @@ def _files(
     kinds: Collection[bool],
 ) -> list[OutputFile]:
     """The files of the ranks of a stage, given the args of each, and the parameters of the first."""
-    held: list[Held] = [
+    tensors: list[Held] = [
         (f"{chunk} {key}", slot, slot.shape, slot_dtype(slot, dtypes)) for chunk, key, slot in parameters
     ]
     states = megatron_optim.held(optimizer, parameters) if optimizer and not optimizer.distributed else {}
@@ -472,4 +472,4 @@ def _files(
             "optimizer": megatron_optim.entry(optimizer, parameters, refs, kinds),
         }
 
-    return archived_alike(files, held, value, states)
+    return archived_alike(files, tensors, value, states)

@@ -44,7 +44,7 @@ ADAMS = {
 
 def parameter(key: str) -> str:
     """The parameter that a key of the model is of, or half of."""
-    return found[1] if (found := HALF.fullmatch(key)) else key
+    return half[1] if (half := HALF.fullmatch(key)) else key
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -62,18 +62,18 @@ def read(source: Checkpoint, grads: str) -> Optimizer:
         UnsupportedError: it is not Adam's, or its parameters differ in step or settings.
     """
     entries, objects = dcp.contents(source.home)
-    held: dict[str, dict[str, dcp.Entry]] = {}
-    for one in entries:
-        if found := STATE.fullmatch(one.name):
-            held.setdefault(found[2], {})[found[1]] = one
-    steps = held.pop("step", {})
-    if more := sorted(set(held) - {*MOMENTS}):
+    by_state: dict[str, dict[str, dcp.Entry]] = {}
+    for entry in entries:
+        if named := STATE.fullmatch(entry.name):
+            by_state.setdefault(named[2], {})[named[1]] = entry
+    steps = by_state.pop("step", {})
+    if more := sorted(set(by_state) - {*MOMENTS}):
         raise UnsupportedError(f"{source.home}: the optimizer keeps {some(more, 4)}, and Adam does not")
-    trained = [one for one in source.tensors if not BUFFERS.intersection(one.slot.rule.pattern.tensors)]
+    trained = [entry for entry in source.tensors if not BUFFERS.intersection(entry.slot.rule.pattern.tensors)]
     states = {"fp32": replace(source, tensors=tuple(trained), without=BUFFERS)}
-    slots = {one.key: one.slot for one in trained}
+    slots = {entry.key: entry.slot for entry in trained}
     for state in MOMENTS:
-        states[state] = _state(source, state, held.get(state, {}), slots.values())
+        states[state] = _state(source, state, by_state.get(state, {}), slots.values())
     groups = _groups(source, [name for name in objects if name.startswith(GROUPS)], slots)
     if steps:
         made = _step(source, steps, slots)
@@ -82,14 +82,14 @@ def read(source: Checkpoint, grads: str) -> Optimizer:
     return Optimizer(states, groups, True, None, None, _nested(files), grads)
 
 
-def _state(source: Checkpoint, state: str, held: Mapping[str, dcp.Entry], slots: Iterable[Slot]) -> Checkpoint:
-    tensors: dict[str, Scattered] = dict(zip(held, dcp.load(held.values()), strict=True))
-    whole = {key: one.whole for key, one in tensors.items()}
+def _state(source: Checkpoint, state: str, entries: Mapping[str, dcp.Entry], slots: Iterable[Slot]) -> Checkpoint:
+    tensors: dict[str, Scattered] = dict(zip(entries, dcp.load(entries.values()), strict=True))
+    whole = {key: tensor.whole for key, tensor in tensors.items()}
     try:
         placed, _ = match(slots, {ALONE: whole}, (), source.home)
     except SourceError as error:
         raise SourceError(f"{state} of its optimizer: {error}", error.hint) from None
-    pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
+    pieces = tuple(piece for tensor in placed for piece in spread(tensor, tensors[tensor.key]))
     return replace(source, tensors=pieces, without=BUFFERS)
 
 
@@ -102,8 +102,8 @@ def _step(source: Checkpoint, steps: Mapping[str, dcp.Entry], slots: Iterable[st
         number = number_of(small_of(tensor), f"{source.home}: the step of {key}")
         made.setdefault(number, key)
     if len(made) > 1:
-        told = " and ".join(f"{key} {number:g}" for number, key in list(made.items())[:2])
-        raise UnsupportedError(f"{source.home}: its parameters have made different numbers of steps, {told}")
+        listed = " and ".join(f"{key} {number:g}" for number, key in list(made.items())[:2])
+        raise UnsupportedError(f"{source.home}: its parameters have made different numbers of steps, {listed}")
     return next(iter(made))
 
 
@@ -116,13 +116,13 @@ def _groups(source: Checkpoint, names: Iterable[str], slots: Mapping[str, Slot])
     """
     about: dict[str, dict[str, Any]] = {}
     for name, file in dcp.read_objects(source.home, [*names]).items():
-        if found := SETTING.fullmatch(name):
-            about.setdefault(found[1], {})[found[2]] = plain(file, file.value, name)
-    wanted = {parameter(key): slot for key, slot in slots.items()}
-    if odd := sorted(wanted.keys() ^ about.keys()):
+        if named := SETTING.fullmatch(name):
+            about.setdefault(named[1], {})[named[2]] = plain(file, file.value, name)
+    parameters = {parameter(key): slot for key, slot in slots.items()}
+    if odd := sorted(parameters.keys() ^ about.keys()):
         raise SourceError(f"{source.home}: its model or the settings of its optimizer lack {some(odd, 4)}")
     groups: dict[bool, dict[str, Any]] = {}
-    for key, slot in wanted.items():
+    for key, slot in parameters.items():
         group = {**about[key], "is_expert_parallel": False}
         decayed = bool(group.get("wd_mult"))
         if decayed != decays(key, slot.shape):
@@ -141,15 +141,15 @@ def _groups(source: Checkpoint, names: Iterable[str], slots: Mapping[str, Slot])
 
 def _nested(files: Mapping[str, Any]) -> dict[str, Any]:
     """Objects by name, those whose names have a part after a dot in a map."""
-    found: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for name, file in files.items():
         outer, _, inner = name.partition(".")
         value = plain(file, file.value, name)
         if inner:
-            found.setdefault(outer, {})[inner] = value
+            nested.setdefault(outer, {})[inner] = value
         else:
-            found[outer] = value
-    return found
+            nested[outer] = value
+    return nested
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -172,17 +172,19 @@ def objects(
     """
     schedule = optimizer.head.get(SCHEDULER, {})
     groups = {bool(group["wd_mult"]): _words(optimizer, group, schedule) for group in optimizer.groups}
-    found: dict[str, bytes | Small] = {}
+    saved: dict[str, bytes | Small] = {}
     prefix = prefix_of(args)
     for key, slot in moved:
         group, name = groups[decays(key, slot.shape)], parameter(key)
-        found[f"{STATES}{prefix}{key}.step"] = Small("F32", (), struct.pack("<f", group["step"]))
+        saved[f"{STATES}{prefix}{key}.step"] = Small("F32", (), struct.pack("<f", group["step"]))
         about = {**group, "is_expert_parallel": EXPERTS in key and is_spread(args)}
-        found |= {f"{GROUPS}{prefix}{name}.{word}": packed(value) for word, value in about.items()}
+        saved |= {f"{GROUPS}{prefix}{name}.{word}": packed(value) for word, value in about.items()}
     for name, value in optimizer.head.items():
-        held = {f"{name}.{word}": one for word, one in value.items()} if isinstance(value, Mapping) else {name: value}
-        found |= {word: packed_plain(one) for word, one in held.items()}
-    return found
+        words_of = (
+            {f"{name}.{word}": item for word, item in value.items()} if isinstance(value, Mapping) else {name: value}
+        )
+        saved |= {word: packed_plain(item) for word, item in words_of.items()}
+    return saved
 
 
 def _words(optimizer: Optimizer, group: Mapping[str, Any], schedule: Mapping[str, Any]) -> dict[str, Any]:

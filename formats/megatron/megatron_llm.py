@@ -181,8 +181,8 @@ def window_notes(spec: ModelSpec) -> tuple[str, ...]:
     """
     if spec.sliding_window is None:
         return ()
-    said = f"sliding_window_size = {spec.sliding_window}"
-    return (f"{said} of Megatron-LLM sees a token more than that of transformers; its own converters keep it too",)
+    setting = f"sliding_window_size = {spec.sliding_window}"
+    return (f"{setting} of Megatron-LLM sees a token more than that of transformers; its own converters keep it too",)
 
 
 def _is_rotary(value: Any) -> bool:
@@ -226,7 +226,7 @@ def _tokens(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
     try:
         vocab = record["model"]["vocab"]
         pieces = vocab if isinstance(vocab, dict) else {token: number for number, (token, *_) in enumerate(vocab)}
-        return pieces, {one["content"]: int(one["id"]) for one in record.get("added_tokens") or []}
+        return pieces, {added["content"]: int(added["id"]) for added in record.get("added_tokens") or []}
     except (TypeError, KeyError, ValueError):
         raise SourceError(f"{path} holds tokens in a form that no tokenizer has") from None
 

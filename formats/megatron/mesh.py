@@ -62,8 +62,8 @@ class Mesh:
     def together(self, experts: int) -> Ranks:
         """The ranks of `files`, for a model of so many experts."""
         every = [self.of(rank, experts) for rank, _, _ in self.files()]
-        meshes = tuple((tuple(one["mesh"].items()), tuple(one["expert_mesh"].items())) for one in every)
-        return Ranks(meshes, tuple(one["experts"][0][1] if one["experts"] else 0 for one in every))
+        meshes = tuple((tuple(place["mesh"].items()), tuple(place["expert_mesh"].items())) for place in every)
+        return Ranks(meshes, tuple(place["experts"][0][1] if place["experts"] else 0 for place in every))
 
 
 def require_mesh(mesh: Mesh, spec: ModelSpec, *, classic: bool) -> None:

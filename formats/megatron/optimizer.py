@@ -98,8 +98,8 @@ class Optimizer:
         """The entry `optimizer` around that of Adam itself."""
         if not self.distributed and "fp32" not in self.states:
             return dict(inner)
-        found = {"optimizer": dict(inner)} | ({} if self.scaler is None else {"grad_scaler": self.scaler})
-        return found if masters is None else {**found, "fp32_from_fp16_params": masters}
+        state = {"optimizer": dict(inner)} | ({} if self.scaler is None else {"grad_scaler": self.scaler})
+        return state if masters is None else {**state, "fp32_from_fp16_params": masters}
 
 
 def of_kind(optimizer: Optimizer, source: Checkpoint, *, distributed: bool) -> Optimizer:
@@ -123,7 +123,7 @@ def of_kind(optimizer: Optimizer, source: Checkpoint, *, distributed: bool) -> O
         if others := set(dtypes.values()) - {"F32"}:
             kept = "a distributed one is made of float32" if distributed else "only a distributed one keeps it so"
             raise UnsupportedError(f"{state} of the optimizer is {others.pop()}: {kept}", "leave --optimizer out")
-    weights = tuple(one for one in source.tensors if not BUFFERS.intersection(one.slot.rule.pattern.tensors))
+    weights = tuple(item for item in source.tensors if not BUFFERS.intersection(item.slot.rule.pattern.tensors))
     groups, step, states = [dict(group) for group in optimizer.groups], optimizer.step, dict(optimizer.states)
     if distributed:
         if step is not None and (step.dtype, step.shape) != ("F32", ()):
@@ -133,8 +133,8 @@ def of_kind(optimizer: Optimizer, source: Checkpoint, *, distributed: bool) -> O
         return replace(optimizer, states=states, groups=groups, distributed=True, step=None)
     if all(type(group.get("step")) is float for group in groups):
         step = Small("F32", (), struct.pack("<f", groups[0]["step"]))
-        groups = [{name: one for name, one in group.items() if name != "step"} for group in groups]
-    if all(one.fragment.dtype == "F32" for one in weights):
+        groups = [{name: item for name, item in group.items() if name != "step"} for group in groups]
+    if all(item.fragment.dtype == "F32" for item in weights):
         del states["fp32"]
     return replace(optimizer, states=states, groups=groups, distributed=False, step=step)
 
@@ -150,28 +150,33 @@ def stored_name(state: str, distributed: bool) -> str:
 def in_order(parameters: Iterable[Parameter]) -> list[Parameter]:
     """The parameters of a file in the order in which the model has them."""
 
-    def place(one: Parameter) -> tuple[int, ...]:
-        chunk, found = int(one.chunk[5:] or 0), LAYER.fullmatch(one.key)
-        if found is None:
-            begins = "first" in one.slot.rule.conditions or one.key.startswith("embedding.")
-            return chunk, -1 if begins else 0 if one.key.startswith("decoder.") else 2, sys.maxsize
-        rank = next((n for n, module in enumerate(MODULES) if found[3].startswith(module)), len(MODULES))
-        expert = EXPERT.match(found[3])
+    def place(parameter: Parameter) -> tuple[int, ...]:
+        chunk, match = int(parameter.chunk[5:] or 0), LAYER.fullmatch(parameter.key)
+        if match is None:
+            begins = "first" in parameter.slot.rule.conditions or parameter.key.startswith("embedding.")
+            return chunk, -1 if begins else 0 if parameter.key.startswith("decoder.") else 2, sys.maxsize
+        rank = next((n for n, module in enumerate(MODULES) if match[3].startswith(module)), len(MODULES))
+        expert = EXPERT.match(match[3])
         numbers = (int(number or 0) for number in (expert.groups() if expert else ()))
-        return chunk, int(found[1] == "mtp"), int(found[2]), rank, *numbers
+        return chunk, int(match[1] == "mtp"), int(match[2]), rank, *numbers
 
     return sorted(parameters, key=place)
 
 
 def held(optimizer: Optimizer, parameters: Sequence[Parameter]) -> dict[str, list[Held]]:
     """The tensors of a plain optimizer in a rank's file, by state."""
-    found: dict[str, list[Held]] = {}
+    tensors: dict[str, list[Held]] = {}
     for state, dtypes in optimizer.dtypes.items():
-        found[state] = [
-            (f"{state} {one.chunk} {one.key}", one.slot, one.slot.shape, slot_dtype(one.slot, dtypes))
-            for one in chained.trained(parameters)
+        tensors[state] = [
+            (
+                f"{state} {parameter.chunk} {parameter.key}",
+                parameter.slot,
+                parameter.slot.shape,
+                slot_dtype(parameter.slot, dtypes),
+            )
+            for parameter in chained.trained(parameters)
         ]
-    return found
+    return tensors
 
 
 def entry(
@@ -179,8 +184,8 @@ def entry(
 ) -> Any:
     """The entry `optimizer` of a rank's file, given the groups that experts on ranks of their own have."""
     every = zip(chained.groups(optimizer.groups, kinds), chained.shares(parameters, kinds), strict=True)
-    found = [_entry(optimizer, groups, share, refs) for groups, share in every]
-    return found if kinds else found[0]
+    entries = [_entry(optimizer, groups, share, refs) for groups, share in every]
+    return entries if kinds else entries[0]
 
 
 def _entry(
@@ -193,13 +198,21 @@ def _entry(
         return optimizer.around({"param_groups": list(every)})
     groups, states, masters = [], dict[int, dict[str, Any]](), []
     for group in every:
-        members = [one for one in parameters if decays(one.key, one.slot.shape) == bool(group["wd_mult"])]
+        members = [
+            parameter
+            for parameter in parameters
+            if decays(parameter.key, parameter.slot.shape) == bool(group["wd_mult"])
+        ]
         first = len(states)
-        for number, one in enumerate(members, first):
+        for number, parameter in enumerate(members, first):
             step = {} if optimizer.step is None else {"step": optimizer.step}
-            states[number] = step | {name: refs[f"{name} {one.chunk} {one.key}"] for name in ("exp_avg", "exp_avg_sq")}
+            states[number] = step | {
+                name: refs[f"{name} {parameter.chunk} {parameter.key}"] for name in ("exp_avg", "exp_avg_sq")
+            }
         groups.append({**group, "params": list(range(first, len(states)))})
-        masters.append([refs[f"fp32 {one.chunk} {one.key}"] for one in members if "fp32" in optimizer.states])
+        masters.append(
+            [refs[f"fp32 {parameter.chunk} {parameter.key}"] for parameter in members if "fp32" in optimizer.states]
+        )
     return optimizer.around({"state": states, "param_groups": groups}, masters)
 
 
@@ -257,11 +270,11 @@ def sharded_file(
     storages: dict[str, int] = {}
     for number, share in enumerate(chained.shares(parameters, kinds)):
         chunks: dict[str, list[Parameter]] = {}
-        for one in share if number or first else ():
-            chunks.setdefault(one.chunk, []).append(one)
+        for parameter in share if number or first else ():
+            chunks.setdefault(parameter.chunk, []).append(parameter)
         kept: dict[Any, Any] = {"buckets_coalesced": True}
         for at, members in enumerate(chunks.values()):
-            total = sum(prod(one.slot.shape) for one in members)
+            total = sum(prod(parameter.slot.shape) for parameter in members)
             tensors: dict[str, Any] = {}
             for state in STATES:
                 name = str(len(storages))
@@ -274,12 +287,12 @@ def sharded_file(
     extents = archive.storages()
     placed: dict[str, list[Placed]] = {state: [] for state in STATES}
     for number, members in enumerate(buffers):
-        for index, at in starts([(one.key, one.slot.shape) for one in members]):
-            one = members[index]
+        for index, at in starts([(parameter.key, parameter.slot.shape) for parameter in members]):
+            parameter = members[index]
             for offset, state in enumerate(STATES):
                 begin = extents[f"{STREAM}/data/{number * len(STATES) + offset}"][0] + at * DTYPES["F32"]
-                fragment = Fragment(path, begin, "F32", one.slot.shape, row_major(one.slot.shape))
-                placed[state].append(Placed(one.key, one.slot, fragment))
+                fragment = Fragment(path, begin, "F32", parameter.slot.shape, row_major(parameter.slot.shape))
+                placed[state].append(Placed(parameter.key, parameter.slot, fragment))
     return OutputFile(path, archive.size, (), extents, archive.headers, {s: tuple(p) for s, p in placed.items()})
 
 
@@ -290,8 +303,8 @@ def common(optimizer: Optimizer, kinds: Collection[bool]) -> tuple[dict[str, Any
     """What `common.pt` says of an optimizer, and what its `content_metadata` says."""
     about: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     about |= {"distrib_optim_sharding_type": RESHARDABLE} if optimizer.distributed else {}
-    found = [_common(optimizer, groups) for groups in chained.groups(optimizer.groups, kinds)]
-    return {**optimizer.head, "optimizer": dict(enumerate(found)) if kinds else found[0]}, about
+    parts = [_common(optimizer, groups) for groups in chained.groups(optimizer.groups, kinds)]
+    return {**optimizer.head, "optimizer": dict(enumerate(parts)) if kinds else parts[0]}, about
 
 
 def _common(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

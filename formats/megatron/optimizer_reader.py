@@ -85,39 +85,39 @@ def _require_one_step(optimizer: Optimizer, where: str) -> None:
     Raises:
         UnsupportedError: they do not.
     """
-    said = {float(group["step"]) for group in optimizer.groups if type(group.get("step")) in (int, float)}
+    steps = {float(group["step"]) for group in optimizer.groups if type(group.get("step")) in (int, float)}
     if optimizer.step is not None and optimizer.step.shape == ():
-        said.add(float(optimizer.step.number))
-    if len(said) > 1:
-        numbers = ", ".join(f"{number:g}" for number in sorted(said))
+        steps.add(float(optimizer.step.number))
+    if len(steps) > 1:
+        numbers = ", ".join(f"{number:g}" for number in sorted(steps))
         raise UnsupportedError(f"{where}: its parameters have made different numbers of steps: {numbers}")
 
 
 def _as_checkpoints(source: Checkpoint, states: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:
     """The states, master weights to be compared with the weights."""
     return {
-        state: replace(one, twins=source.tensors if state == "fp32" else (), without=BUFFERS)
-        for state, one in states.items()
-        if one
+        state: replace(checkpoint, twins=source.tensors if state == "fp32" else (), without=BUFFERS)
+        for state, checkpoint in states.items()
+        if checkpoint
     }
 
 
-def _matched(source: Checkpoint, found: Chunks, state: str, *, once: bool = False) -> list[Placed]:
+def _matched(source: Checkpoint, chunks: Chunks, state: str, *, once: bool = False) -> list[Placed]:
     """Pair the tensors of a state with the slots of the weights, each of which is there once, in pieces or not.
 
     Args:
         source: the checkpoint.
-        found: the tensors of the state.
+        chunks: the tensors of the state.
         state: what to call it.
         once: of dense tensors on several data ranks the first alone has kept it.
     """
     slots = {
-        (one.slot.place, one.slot.keys): one.slot
-        for one in reversed(source.tensors)
-        if not BUFFERS.intersection(one.slot.rule.pattern.tensors) and not (once and repeated(one.slot))
+        (placed.slot.place, placed.slot.keys): placed.slot
+        for placed in reversed(source.tensors)
+        if not BUFFERS.intersection(placed.slot.rule.pattern.tensors) and not (once and repeated(placed.slot))
     }
     try:
-        return match(slots.values(), flattened(found), DROPS, source.home)[0]
+        return match(slots.values(), flattened(chunks), DROPS, source.home)[0]
     except SourceError as error:
         raise SourceError(f"{state} of its optimizer: {error}") from None
 
@@ -135,7 +135,7 @@ def _dist(source: Checkpoint) -> Optimizer:
     file = common_state.read(source.home)
     args = source.details_of(Megatron).args
     outers = entries(file, args)
-    about = held if isinstance(held := file.value.get("content_metadata"), Mapping) else {}
+    about = saved if isinstance(saved := file.value.get("content_metadata"), Mapping) else {}
     kind = about.get("distrib_optim_sharding_type") or outers[0].get("param_state_sharding_type")
     head = {name: plain(file, file.value[name], name) for name in HEAD if name in file.value}
     grads = _grads(args, next(iter(source.dtypes().values())))
@@ -151,24 +151,24 @@ def _dist(source: Checkpoint) -> Optimizer:
         inners = [outer.get("optimizer", outer) for outer in outers]
         groups = joined([(file, inner["param_groups"]) for inner in inners])
         scaler = same_scaler([(file, outer.get("grad_scaler")) for outer in outers])
-        held = [inner.get("state", {}).get("common_step") for inner in inners]
-        steps = {plain(file, step, "the step") for step in held if step is not None}
+        saved = [inner.get("state", {}).get("common_step") for inner in inners]
+        steps = {plain(file, step, "the step") for step in saved if step is not None}
     except DAMAGE:
         raise SourceError(f"{file.path} holds no optimizer of a kind that is known") from None
     if len(steps) > 1:
         raise UnsupportedError(f"{file.path}: its parameters have made different numbers of steps")
     listed: dict[str, list[dcp.Entry]] = {}
-    for one in dcp.entries(source.home):
-        if found := re.fullmatch(rf"{CHAINED}{re.escape(PREFIX)}(\w+)\.(.+)", one.name):
-            listed.setdefault(found[2], []).append(replace(one, name=found[3]))
+    for item in dcp.entries(source.home):
+        if named := re.fullmatch(rf"{CHAINED}{re.escape(PREFIX)}(\w+)\.(.+)", item.name):
+            listed.setdefault(named[2], []).append(replace(item, name=named[3]))
     names = {stored_name(state, kind is not None): state for state in STATES}
     if set(listed) - set(names):
         raise UnsupportedError(f"{source.home}: the optimizer keeps {', '.join(sorted(set(listed) - set(names)))}")
     states = {}
     for name, pieces_of in listed.items():
         tensors = torch_dist.tensors_in(source.home, pieces_of)
-        placed = _matched(source, {ALONE: {key: one.whole for key, one in tensors.items()}}, names[name])
-        pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
+        placed = _matched(source, {ALONE: {key: item.whole for key, item in tensors.items()}}, names[name])
+        pieces = tuple(piece for item in placed for piece in spread(item, tensors[item.key]))
         states[names[name]] = replace(source, tensors=pieces)
     return Optimizer(
         _as_checkpoints(source, {state: states[state] for state in STATES if state in states}),
@@ -190,17 +190,19 @@ def _fsdp(source: Checkpoint) -> Optimizer:
 
 
 def _classic(source: Checkpoint) -> Optimizer:
-    found: Found = {}
+    by_state: Found = {}
     heads = []
     shards, args = read_shards(source.home), source.details_of(Megatron).args
     mesh = mesh_of(shards, args, source.home)
     for shard in shards:
         chunks = {
-            place: {key: one for key, one in tensors.items() if not any(re.fullmatch(drop, key) for drop in DROPS)}
+            place: {
+                key: fragment for key, fragment in tensors.items() if not any(re.fullmatch(drop, key) for drop in DROPS)
+            }
             for place, tensors in tensors_of([shard], mesh, source.topology["pp"]).items()
         }
         try:
-            heads.append(_shard(shard, apart(chunks, several=is_spread(args)), entries(shard.file, args), found))
+            heads.append(_shard(shard, apart(chunks, several=is_spread(args)), entries(shard.file, args), by_state))
         except DAMAGE:
             raise SourceError(f"{shard.file.path} holds no optimizer of a kind that is known") from None
         if heads[-1] != heads[0]:
@@ -209,15 +211,15 @@ def _classic(source: Checkpoint) -> Optimizer:
     groups, distributed, step, scaler, head = heads[0]
     states = {}
     for state in STATES:
-        if state in found:
-            tensors = _matched(source, found[state], state, once=distributed and is_spread(args))
+        if state in by_state:
+            tensors = _matched(source, by_state[state], state, once=distributed and is_spread(args))
             states[state] = replace(source, tensors=tuple(tensors))
     grads = _grads(args, next(iter(source.dtypes().values())))
     return Optimizer(_as_checkpoints(source, states), groups, distributed, step, scaler, head, grads)
 
 
 def _shard(
-    shard: Shard, shares: Sequence[Chunks], outers: Sequence[Mapping[Any, Any]], found: Found
+    shard: Shard, shares: Sequence[Chunks], outers: Sequence[Mapping[Any, Any]], by_state: Found
 ) -> tuple[Any, ...]:
     """Add the states of a rank's file to those that were found.
 
@@ -225,7 +227,7 @@ def _shard(
         shard: the file.
         shares: the parameters of each of its optimizers.
         outers: its entry of each.
-        found: where the states are added.
+        by_state: where the states are added.
 
     Returns:
         What all ranks have in common: groups, whether it is distributed, step, scaler, and what lies beside it.
@@ -235,13 +237,13 @@ def _shard(
     groups, distributed = joined([(file, inner["param_groups"]) for inner in inners]), "state" not in inners[0]
     steps: set[Small] = set()
     if distributed:
-        held = _sharded(file, shares)
+        states = _sharded(file, shares)
     else:
-        held = chain.from_iterable(
+        states = chain.from_iterable(
             _plain(file, outer, share, steps) for outer, share in zip(outers, shares, strict=True)
         )
-    for state, place, key, fragment in held:
-        found.setdefault(state, {}).setdefault(place, {})[key] = fragment
+    for state, place, key, fragment in states:
+        by_state.setdefault(state, {}).setdefault(place, {})[key] = fragment
     if len(steps) > 1:
         raise UnsupportedError(f"{file.path}: its parameters have made different numbers of steps")
     head = {name: plain(file, file.value[name], name) for name in HEAD if name in file.value}
@@ -254,15 +256,15 @@ def _plain(
 ) -> Iterator[tuple[str, Place, str, Fragment]]:
     """State, place, key and fragment of what torch's Adam keeps; its steps are added to `steps`."""
     inner = outer.get("optimizer", outer)
-    every = [(place, key, one.shape) for place, tensors in chunks.items() for key, one in tensors.items()]
+    every = [(place, key, fragment.shape) for place, tensors in chunks.items() for key, fragment in tensors.items()]
     masters = outer.get("fp32_from_fp16_params")
     for order, group in enumerate(inner["param_groups"]):
         members = [(place, key) for place, key, shape in every if decays(key, shape) == bool(group["wd_mult"])]
         lengths = {len(group["params"]), *([len(masters[order])] if masters is not None else [])}
         if lengths != {len(members)}:
-            held = " and ".join(map(str, sorted(lengths - {len(members)})))
+            counts = " and ".join(map(str, sorted(lengths - {len(members)})))
             raise SourceError(
-                f"{file.path}: a group of its optimizer has {held} parameters, its model has {len(members)} of them",
+                f"{file.path}: a group of its optimizer has {counts} parameters, its model has {len(members)} of them",
                 "some of them may be frozen, which is not supported",
             )
         for number, (index, (place, key)) in enumerate(zip(group["params"], members, strict=True)):
@@ -301,9 +303,9 @@ def _buffers(file: TorchFile, every: Mapping[Any, Any], chunks: Chunks) -> Itera
         raise UnsupportedError(f"{file.path} holds more than one buffer for each chunk of the model")
     for (place, tensors), buffer in zip(chunks.items(), buffers, strict=True):
         (kept,) = buffer.values()
-        sizes = [(key, one.shape) for key, one in tensors.items()]
+        sizes = [(key, item.shape) for key, item in tensors.items()]
         names = {stored_name(state, distributed=True) for state in STATES}
-        if more := [name for name, one in kept.items() if isinstance(one, TensorRef) and name not in names]:
+        if more := [name for name, item in kept.items() if isinstance(item, TensorRef) and name not in names]:
             raise UnsupportedError(f"{file.path}: the optimizer keeps {short(more[0])}, and Adam does not")
         places, total = list(starts(sizes)), sum(prod(shape) for _, shape in sizes)
         for state in STATES:

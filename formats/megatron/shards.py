@@ -131,12 +131,12 @@ def _holds_tensors(value: Any) -> bool:
     """Whether there is a tensor of more than one element in maps and lists, which may hold each other in a circle."""
     rest, seen = [value], set[int]()
     while rest:
-        held = rest.pop()
-        if isinstance(held, TensorRef) and prod(held.shape) > 1:
+        item = rest.pop()
+        if isinstance(item, TensorRef) and prod(item.shape) > 1:
             return True
-        if isinstance(held, Mapping | list | tuple) and id(held) not in seen:
-            seen.add(id(held))
-            rest += held.values() if isinstance(held, Mapping) else held
+        if isinstance(item, Mapping | list | tuple) and id(item) not in seen:
+            seen.add(id(item))
+            rest += item.values() if isinstance(item, Mapping) else item
     return False
 
 
@@ -208,14 +208,14 @@ def check_grid(shards: list[Shard], mesh: Mesh, pp: int, args: Mapping[str, Any]
             "torch_dist holds all of it",
         )
     present = {(shard.tp, shard.pp, shard.ep) for shard in shards}
-    wanted = [(tp, stage, ep) for stage in range(pp) for _, tp, ep in mesh.files()]
-    missing = [folder_of(*rank, pp, mesh) for rank in wanted if rank not in present]
-    if missing or len(shards) != len(wanted):
+    ranks = [(tp, stage, ep) for stage in range(pp) for _, tp, ep in mesh.files()]
+    missing = [folder_of(*rank, pp, mesh) for rank in ranks if rank not in present]
+    if missing or len(shards) != len(ranks):
         names = ", ".join(missing[:8]) or "some are there twice"
-        raise SourceError(f"{iteration}: of {len(wanted)} ranks {len(missing)} are missing: {names}")
+        raise SourceError(f"{iteration}: of {len(ranks)} ranks {len(missing)} are missing: {names}")
     first = shards[0].file
-    said = {shard.file.path: args_of(shard.file) | shard.file.value for shard in shards}
-    require_same({path: held.get for path, held in said.items()}, TIES)
+    heads = {shard.file.path: args_of(shard.file) | shard.file.value for shard in shards}
+    require_same({path: head.get for path, head in heads.items()}, TIES)
     for shard in shards[1:]:
         other = args_of(shard.file)
         for name in SHARED:
@@ -234,16 +234,16 @@ def check_apart(placed: Iterable[Placed]) -> None:
         SourceError: two files begin alike in the first matrix that they should share.
     """
     first: dict[Path, Placed] = {}
-    for one in placed:
-        dense = one.slot.layer is not None and not one.slot.rule.of_expert
-        if dense and not one.slot.replica and "tp" in one.slot.rule.splits:
-            first.setdefault(one.fragment.path, one)
+    for tensor in placed:
+        dense = tensor.slot.layer is not None and not tensor.slot.rule.of_expert
+        if dense and not tensor.slot.replica and "tp" in tensor.slot.rule.splits:
+            first.setdefault(tensor.fragment.path, tensor)
     seen: dict[tuple[str, bytes], Path] = {}
-    for path, one in first.items():
-        content = read_bytes(path, one.fragment.offset, min(one.fragment.nbytes, COMPARED))
-        if len(set(content)) > 1 and (other := seen.setdefault((one.key, content), path)) != path:
+    for path, tensor in first.items():
+        content = read_bytes(path, tensor.fragment.offset, min(tensor.fragment.nbytes, COMPARED))
+        if len(set(content)) > 1 and (other := seen.setdefault((tensor.key, content), path)) != path:
             raise SourceError(
-                f"{path} begins {one.key} as {other} does: the file of one rank was copied over that of another"
+                f"{path} begins {tensor.key} as {other} does: the file of one rank was copied over that of another"
             )
 
 
@@ -266,10 +266,10 @@ def _check_writers(shards: list[Shard], mesh: Mesh, pp: int, args: Mapping[str, 
 
 def tensors_of(shards: Iterable[Shard], mesh: Mesh, pp: int) -> dict[Place, dict[str, Fragment]]:
     """The tensors of each chunk of each file, by dotted key."""
-    found: dict[Place, dict[str, Fragment]] = {}
+    by_place: dict[Place, dict[str, Fragment]] = {}
     for shard in shards:
         for name, state in shard.chunks:
-            tensors = found[Place(folder_of(shard.tp, shard.pp, shard.ep, pp, mesh), name)] = {}
+            tensors = by_place[Place(folder_of(shard.tp, shard.pp, shard.ep, pp, mesh), name)] = {}
             for path, ref in _flat(state, shard.file.path):
                 key = path.replace(" ", ".")
                 if key in tensors:
@@ -278,10 +278,10 @@ def tensors_of(shards: Iterable[Shard], mesh: Mesh, pp: int) -> dict[Place, dict
                     tensors[key] = shard.file.fragment(ref, key)
                 elif not any(re.fullmatch(drop, key) for drop in DROPS):
                     raise UnsupportedError(f"{shard.file.path}: {key} holds {short(ref)}, which is not a tensor")
-    return found
+    return by_place
 
 
-def flattened(found: Mapping[Place, Mapping[str, Fragment]]) -> dict[Place, dict[str, Fragment]]:
+def flattened(by_place: Mapping[Place, Mapping[str, Fragment]]) -> dict[Place, dict[str, Fragment]]:
     """The tensors, with those of `GROUPED` as the elements that they are, in order."""
     return {
         place: {
@@ -290,7 +290,7 @@ def flattened(found: Mapping[Place, Mapping[str, Fragment]]) -> dict[Place, dict
             else fragment
             for key, fragment in tensors.items()
         }
-        for place, tensors in found.items()
+        for place, tensors in by_place.items()
     }
 
 
@@ -322,13 +322,13 @@ def iteration_of(file: TorchFile) -> int:
 
 def state_of(shards: Sequence[Shard]) -> tuple[str, ...]:
     """What the files hold to resume a training with: nothing of it is carried over."""
-    found = {name for shard in shards for name in STATE if name in shard.file.value}
-    found |= {
+    names = {name for shard in shards for name in STATE if name in shard.file.value}
+    names |= {
         path.name for shard in shards for path in shard.file.path.parent.glob("*optim*.pt") if path != shard.file.path
     }
     if any(shards[0].file.path.parent.parent.glob(f"mp_rank_*/{OPTIMIZER}")):
-        found.add(OPTIMIZER)
-    return tuple(sorted(found))
+        names.add(OPTIMIZER)
+    return tuple(sorted(names))
 
 
 def folder_of(tp: int, pp: int, ep: int, stages: int, mesh: Mesh) -> str:

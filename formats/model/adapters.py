@@ -97,9 +97,9 @@ def require_plain(keys: Iterable[str], where: Path) -> None:
     """
     names = {re.sub(r"\.\d+(?=\.)", ".0", key): key for key in keys}  # the layers of a large model have the same names
     for sign in SIGNS:
-        found = next((key for name, key in names.items() if re.search(sign.pattern, name)), None)
-        if found and (not sign.beside or any(re.match(sign.beside, name) for name in names)):
-            raise UnsupportedError(f"{where} holds {sign.what} ({found})", sign.hint)
+        matching = next((key for name, key in names.items() if re.search(sign.pattern, name)), None)
+        if matching and (not sign.beside or any(re.match(sign.beside, name) for name in names)):
+            raise UnsupportedError(f"{where} holds {sign.what} ({matching})", sign.hint)
 
 
 def chosen(keys: Mapping[str, Held], adapter: str | None, where: Path) -> dict[str, Held]:
@@ -120,16 +120,16 @@ def chosen(keys: Mapping[str, Held], adapter: str | None, where: Path) -> dict[s
         require_plain(keys, where)
         return dict(keys)
     base, own, names = dict[str, Held](), dict[str, Held](), dict[str, None]()
-    for key, held in keys.items():
+    for key, value in keys.items():
         lora, saved = OF_LORA.fullmatch(key), SAVED.fullmatch(key)
         if lora:
             plain = lora["kind"] not in ("lora_A", "lora_B")
-            own[f"{lora['module']}.{lora['kind']}{'' if plain else lora['end'] or ''}"] = held
+            own[f"{lora['module']}.{lora['kind']}{'' if plain else lora['end'] or ''}"] = value
         elif saved:
-            own[f"{saved['module']}.{saved['end']}"] = held
+            own[f"{saved['module']}.{saved['end']}"] = value
         else:
-            base[REPLACED.sub("", key).removeprefix(ROOT)] = held
-        names |= {found["name"]: None for found in (lora, saved) if found and found["name"]}
+            base[REPLACED.sub("", key).removeprefix(ROOT)] = value
+        names |= {match["name"]: None for match in (lora, saved) if match and match["name"]}
     require_plain(base, where)
     if not own:
         raise UsageError(f"{where} holds no adapter", "leave --adapter out")

@@ -93,22 +93,22 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
     """
     family = family_named(values["family"])
     needed = {*NEEDED}.intersection((*EVERY, *family.keys)) | ({"rope_theta"} if family.rope_theta else set())
-    found: dict[str, Any] = {name: values.get(name) for name in TYPES}
-    for name, value in found.items():
+    settings: dict[str, Any] = {name: values.get(name) for name in TYPES}
+    for name, value in settings.items():
         if name not in LISTS and (value is not None or name in needed):
-            found[name] = KINDS[TYPES[name]](value, name, where)
-    found |= layers_of(values, where)
-    foreign = [name for name in CHOICES if found[name] is not None and name not in family.keys]
+            settings[name] = KINDS[TYPES[name]](value, name, where)
+    settings |= layers_of(values, where)
+    foreign = [name for name in CHOICES if settings[name] is not None and name not in family.keys]
     if foreign:
         raise UnsupportedError(f"{where}: {foreign[0]} is fixed for {family.name}")
     apart = {name: values[name] for name in ("own", "biases", "mtp_layers", "notes") if name in values}
-    spec = ModelSpec(family=family.name, **found, **apart)
+    spec = ModelSpec(family=family.name, **settings, **apart)
     for check in CHECKS:
         if (not check.trait or check.trait in family.traits) and check.wrong(spec, family):
             raise check.error(f"{where}: {check.sentence.format(m=spec)}")
     if spec.mtp_layers and not any(MTP in rule.conditions for rule in family.tensors):
         raise UnsupportedError(f"{where}: a {family.name} with a layer that predicts further tokens has no table here")
-    for reason in fixed_otherwise(family, found, where):
+    for reason in fixed_otherwise(family, settings, where):
         raise UnsupportedError(f"{where}: {reason}")
     return spec
 
@@ -152,7 +152,7 @@ def fixed_otherwise(family: Family, values: Mapping[str, Any], where: str) -> li
 
 def unsaid(table: Iterable[Row], conditions: Collection[str], spec: ModelSpec) -> str:
     """A setting of a model that no row of a format's table says, and that is not what then holds; empty if all are."""
-    said = {row.setting for row in table if not row.condition or row.condition in conditions}
-    silent = {name: getattr(spec, name) for name in CHOICES if name not in said}
+    named = {row.setting for row in table if not row.condition or row.condition in conditions}
+    silent = {name: getattr(spec, name) for name in CHOICES if name not in named}
     lost = (name for name, value in silent.items() if value not in (None, FIXED[name]))
     return next((f"{name} = {short(silent[name])}" for name in lost), "")

@@ -83,8 +83,8 @@ def losses(config: dict[str, Any], spec: Verbatim) -> Iterator[Finding]:
 
 def _embedding(shapes: Shapes) -> tuple[str, str] | tuple[None, None]:
     """The one embedding of tokens, and the module that it is in."""
-    found = [key for key in shapes if EMBEDDING.fullmatch(key)]
-    return (found[0], _parent(_parent(found[0]))) if len(found) == 1 else (None, None)
+    embeddings = [key for key in shapes if EMBEDDING.fullmatch(key)]
+    return (embeddings[0], _parent(_parent(embeddings[0]))) if len(embeddings) == 1 else (None, None)
 
 
 def _parent(name: str) -> str:
@@ -93,12 +93,12 @@ def _parent(name: str) -> str:
 
 def _lists(shapes: Shapes) -> dict[str, dict[int, set[str]]]:
     """The names in each layer of each list of layers."""
-    found: dict[str, dict[int, set[str]]] = {}
+    lists: dict[str, dict[int, set[str]]] = {}
     for key in shapes:
         item = ITEM.fullmatch(key)
         if item and item[1].rpartition(".")[2] in LISTS:
-            found.setdefault(item[1], {}).setdefault(int(item[2]), set()).add(item[3])
-    return found
+            lists.setdefault(item[1], {}).setdefault(int(item[2]), set()).add(item[3])
+    return lists
 
 
 def _gaps(prefix: str, layers: Mapping[int, object]) -> Iterator[Finding]:
@@ -112,10 +112,10 @@ def _depth(config: dict[str, Any], prefix: str, count: int, *, main: bool) -> It
     of = language(config) if main else config.get(named or "")
     if not isinstance(of, Mapping):
         return
-    said = {of[name] for name in DEPTH if type(of.get(name)) is int}
+    depths = {of[name] for name in DEPTH if type(of.get(name)) is int}
     more = sum(of[name] for name in FURTHER if type(of.get(name)) is int)
-    if said and count not in said | {one + more for one in said}:
-        texts = " or ".join(map(str, sorted(said)))
+    if depths and count not in depths | {depth + more for depth in depths}:
+        texts = " or ".join(map(str, sorted(depths)))
         yield Finding(prefix, f"{prefix} has {count} layers, the config says {texts}")
 
 
@@ -136,12 +136,14 @@ def _damaged(prefix: str, layers: Mapping[int, set[str]]) -> Iterator[Finding]:
 def _sizes(config: dict[str, Any], spec: Verbatim, embedding: str) -> Iterator[Finding]:
     """The hidden size is that of the embedding, and of the norms beside it."""
     of = language(config)
-    said = {value for name, value in of.items() if type(value) is int and HIDDEN.fullmatch(name)}
+    hidden_sizes = {value for name, value in of.items() if type(value) is int and HIDDEN.fullmatch(name)}
     outer = _parent(_parent(embedding))
     beside = [key for key in spec.shapes if NORM.fullmatch(key) and _parent(_parent(key)) == outer]
     for key in [embedding, *beside]:
-        if said and spec.shapes[key] and spec.shapes[key][-1] not in said:
-            yield Finding(key, f"{key} is {list(spec.shapes[key])}, the config says {' or '.join(map(str, said))}")
+        if hidden_sizes and spec.shapes[key] and spec.shapes[key][-1] not in hidden_sizes:
+            yield Finding(
+                key, f"{key} is {list(spec.shapes[key])}, the config says {' or '.join(map(str, hidden_sizes))}"
+            )
     rows = spec.shapes[embedding][0]
     if spec.vocab is not None and rows < spec.vocab:
         yield Finding(embedding, f"{embedding} has {rows} rows, the vocabulary {spec.vocab}")

@@ -211,18 +211,18 @@ class Parts(StateSpace, Recurrent, Indexer, Latent, Experts, Wiring, Window, Rop
     """All of them, under their own names; dataclasses have the fields of the last base first."""
 
 
-TYPES = {one.name: str(one.type).removesuffix(" | None") for one in fields(Parts)}
+TYPES = {part.name: str(part.type).removesuffix(" | None") for part in fields(Parts)}
 """Setting: its type, where it has a value."""
-FIXED = {one.name: one.metadata["fixed"] for one in fields(Parts) if "fixed" in one.metadata}
+FIXED = {part.name: part.metadata["fixed"] for part in fields(Parts) if "fixed" in part.metadata}
 """The settings that only some families have, and what holds in the others; None where they have nothing like it."""
 CHOICES = tuple(FIXED)
 EVERY = tuple(name for name in TYPES if name not in FIXED)
 """The settings that every model has, or may have."""
-NEEDED = tuple(one.name for one in fields(Parts) if one.metadata.get("needed", "None" not in str(one.type)))
+NEEDED = tuple(part.name for part in fields(Parts) if part.metadata.get("needed", "None" not in str(part.type)))
 """The settings that have a value in every model that has them."""
 LISTS = tuple(name for name, kind in TYPES.items() if kind == "tuple[int, ...]")
 """The settings that are some layers of the model."""
-EXPERTS = tuple(one.name for one in fields(Experts))
+EXPERTS = tuple(part.name for part in fields(Experts))
 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, Any]:

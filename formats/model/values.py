@@ -56,7 +56,7 @@ def scaling(value: Any, name: str, where: str) -> Mapping[str, Any]:
     """A map of rotary settings with a type. Raises as `whole` does."""
     kinds = (str, int, float, list, type(None))
     known = isinstance(value, dict) and len(value) <= 50 and isinstance(value.get("rope_type"), str)
-    if not known or not all(isinstance(key, str) and isinstance(one, kinds) for key, one in value.items()):
+    if not known or not all(isinstance(key, str) and isinstance(item, kinds) for key, item in value.items()):
         raise _wrong(value, name, where, "none")
     return dict(value)
 

@@ -20,19 +20,19 @@ def rows(spec: Spec) -> int | None:
     """The rows of the embedding, None when they cannot be told."""
     if not isinstance(spec, Verbatim):
         return spec.vocab
-    found = [shape[0] for key, shape in spec.shapes.items() if EMBEDDING.fullmatch(key) and shape]
-    return found[0] if len(found) == 1 else None
+    counts = [shape[0] for key, shape in spec.shapes.items() if EMBEDDING.fullmatch(key) and shape]
+    return counts[0] if len(counts) == 1 else None
 
 
-def grown(spec: Spec, wanted: int) -> Spec:
+def grown(spec: Spec, count: int) -> Spec:
     """The spec of the same model with more rows. Its tensors grow at their end."""
     if not isinstance(spec, Verbatim):
-        return replace(spec, vocab=wanted)
-    held = rows(spec)
+        return replace(spec, vocab=count)
+    before = rows(spec)
     shapes = {
-        key: (wanted, *shape[1:])
-        if shape[:1] == (held,) and (EMBEDDING.fullmatch(key) or HEAD.fullmatch(key))
+        key: (count, *shape[1:])
+        if shape[:1] == (before,) and (EMBEDDING.fullmatch(key) or HEAD.fullmatch(key))
         else shape
         for key, shape in spec.shapes.items()
     }
-    return replace(spec, shapes=shapes, vocab=wanted)
+    return replace(spec, shapes=shapes, vocab=count)

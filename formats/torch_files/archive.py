@@ -93,9 +93,9 @@ def read_torch(path: Path) -> TorchFile:
     with opened(path) as handle:
         if pread(handle, 1, 0) == b"\x80":
             raise UnsupportedError(f"{path}: written before torch 1.6, which used no zip archive")
-        found = read_archive(handle, path, 0, size)
-    require_own_name(path, found.name)
-    return found
+        file = read_archive(handle, path, 0, size)
+    require_own_name(path, file.name)
+    return file
 
 
 def read_archive(fd: Handle, path: Path, start: int, size: int, name: str = "") -> TorchFile:
@@ -160,15 +160,15 @@ def _checked(read: Read, extents: Mapping[str, Member], name: str, where: str) -
     return raw
 
 
-def require_crc(found: int, recorded: int, what: str) -> None:
+def require_crc(computed: int, recorded: int, what: str) -> None:
     """Compare a CRC-32 with the recorded one, which may be none.
 
     Raises:
         DamagedError: they differ.
     """
-    if recorded and found != recorded:
+    if recorded and computed != recorded:
         raise DamagedError(
-            f"{what} is damaged: its bytes have the CRC-32 {found:08x}, the file says {recorded:08x}", AGAIN
+            f"{what} is damaged: its bytes have the CRC-32 {computed:08x}, the file says {recorded:08x}", AGAIN
         )
 
 
@@ -349,7 +349,7 @@ def outline(read: Read, size: int, data: int) -> Outline | None:
         at -= tensor.size if at >= end else 0
         same[at : at + count] = 0
 
-    for member in (tensor, *(one for one in members if one.name.endswith(IDENTITY))):
+    for member in (tensor, *(other for other in members if other.name.endswith(IDENTITY))):
         header, entry, after = member.noted
         differs(header, 4)
         differs(entry, 4)
@@ -462,10 +462,10 @@ def plan_archive(value: Any, storages: Mapping[str, int], folder: str = STREAM) 
 
 def packed(value: Any, storages: Mapping[str, bytes] | None = None) -> bytes:
     """A whole archive for an object whose tensors, if it has any, refer to these few bytes."""
-    held = storages or {}
-    archive = plan_archive(value, {key: len(raw) for key, raw in held.items()})
+    raw_storages = storages or {}
+    archive = plan_archive(value, {key: len(raw) for key, raw in raw_storages.items()})
     content, sums = bytearray(archive.size), {}
-    for (name, (start, size)), raw in zip(archive.storages().items(), held.values(), strict=True):
+    for (name, (start, size)), raw in zip(archive.storages().items(), raw_storages.values(), strict=True):
         content[start : start + size] = raw
         sums[name] = crc32(raw)
     for offset, part in archive.headers(sums):

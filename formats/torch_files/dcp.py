@@ -52,11 +52,11 @@ def metadata_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("__*.metadata") if re.fullmatch(r"__\d+\.metadata", path.name))
 
 
-def names(folder: Path, *wanted: str) -> bool:
+def names(folder: Path, *texts: str) -> bool:
     """Whether the metadata, which is not parsed for it, spells all of these names."""
-    missing = set(wanted)
+    missing = set(texts)
     for file in metadata_files(folder):
-        overlap, before = max(map(len, wanted)), b""
+        overlap, before = max(map(len, texts)), b""
         with file.open("rb") as opened:
             while missing and (block := opened.read(BLOCK)):
                 missing -= {name for name in missing if name.encode() in before + block}
@@ -77,7 +77,7 @@ def contents(folder: Path) -> tuple[list[Entry], list[str]]:
     """
     files = metadata_files(folder)
     if not files:
-        here = sorted({int(found[1]) for path in folder.iterdir() if (found := DATA.fullmatch(path.name))})
+        here = sorted({int(match[1]) for path in folder.iterdir() if (match := DATA.fullmatch(path.name))})
         found_data = f"the data of ranks {dcp_items.ranges(here)} but no" if here else "no data and no"
         raise SourceError(
             f"{folder} holds {found_data} {METADATA}: the save never finished, or "
@@ -89,25 +89,25 @@ def contents(folder: Path) -> tuple[list[Entry], list[str]]:
     paths: dict[str, tuple[str, ...]] = {}
     objects: list[str] = []
     for file in files:
-        held = dcp_metadata.read(file)
-        _require_whole(held)
-        paths |= held.planner
-        shapes |= held.tensors
-        objects += held.objects
-        for name, own in held.items.items():
+        metadata = dcp_metadata.read(file)
+        _require_whole(metadata)
+        paths |= metadata.planner
+        shapes |= metadata.tensors
+        objects += metadata.objects
+        for name, own in metadata.items.items():
             items.setdefault(name, []).append(own)
     order = {name: number for number, name in enumerate(paths)}
     names = sorted(shapes, key=lambda name: order.get(name, len(order)))
     return [Entry(name, paths.get(name), *shapes[name], dcp_metadata.joined(items[name])) for name in names], objects
 
 
-def _require_whole(held: dcp_metadata.Metadata) -> None:
+def _require_whole(metadata: dcp_metadata.Metadata) -> None:
     """Files that are here reach as far as the metadata says, objects included. A missing one is seen where it is read.
 
     Raises:
         SourceError: one is cut off.
     """
-    for path, end in held.ends.items():
+    for path, end in metadata.ends.items():
         if path.is_file() and file_size(path) < end:
             raise SourceError(f"{path} is cut off: it has {file_size(path)} bytes, the metadata {end}")
 
@@ -118,30 +118,30 @@ def read_objects(folder: Path, names: Collection[str]) -> dict[str, TorchFile]:
     Raises:
         SourceError: a file is missing or cut off.
     """
-    wanted, items = set(names), dict[str, Item]()
-    for held in map(dcp_metadata.read, metadata_files(folder)):
-        items |= {name: item for name, item in held.extents.items() if name in wanted}
+    asked, items = set(names), dict[str, Item]()
+    for metadata in map(dcp_metadata.read, metadata_files(folder)):
+        items |= {name: item for name, item in metadata.extents.items() if name in asked}
     needed: dict[Path, int] = {}
     for item in items.values():
         needed[item.path] = max(needed.get(item.path, 0), item.start + item.length)
     dcp_items.require_files(needed, lambda path: [name for name, item in items.items() if item.path == path])
-    found = {}
+    files = {}
     for name, item in items.items():
         if item.transforms:
             raise UnsupportedError(f"{item.path} holds {name} encoded as {', '.join(item.transforms)}")
         with opened(item.path) as handle:
-            found[name] = read_archive(handle, item.path, item.start, item.length, name)
-    return found
+            files[name] = read_archive(handle, item.path, item.start, item.length, name)
+    return files
 
 
-def load(wanted: Iterable[Entry]) -> Iterator[Scattered]:
+def load(entries: Iterable[Entry]) -> Iterator[Scattered]:
     """Find the bytes of each tensor: the heads of its items are read and checked against the metadata.
 
     Raises:
         SourceError: a file is missing or cut off, or an item is not what the metadata says.
         UnsupportedError: an item is encoded in a way that is not known.
     """
-    tensors = list(wanted)
-    found = dcp_items.find([(one.name, one.dtype, one.items) for one in tensors])
-    for entry, (dtype, pieces) in zip(tensors, found, strict=True):
+    tensors = list(entries)
+    pieces_of = dcp_items.find([(tensor.name, tensor.dtype, tensor.items) for tensor in tensors])
+    for entry, (dtype, pieces) in zip(tensors, pieces_of, strict=True):
         yield scattered(entry.name, entry.shape, dtype, pieces)

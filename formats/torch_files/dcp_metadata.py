@@ -76,9 +76,9 @@ class Items:
     def only(self, number: int) -> Items:
         """One piece, as columns."""
         rows = slice(number, number + 1)
-        one = equal_boxes(self.boxes.ranges[rows])
+        boxes = equal_boxes(self.boxes.ranges[rows])
         transforms = {0: self.transforms[number]} if number in self.transforms else {}
-        return Items(one, self.paths, self.file[rows], self.start[rows], self.length[rows], transforms)
+        return Items(boxes, self.paths, self.file[rows], self.start[rows], self.length[rows], transforms)
 
     @property
     def files(self) -> set[Path]:
@@ -94,17 +94,17 @@ def joined(parts: Sequence[Items]) -> Items:
     """
     if len(parts) == 1:
         return parts[0]
-    if len({one.boxes.ranges.shape[1] for one in parts}) > 1:
+    if len({items.boxes.ranges.shape[1] for items in parts}) > 1:
         raise SourceError(f"{parts[0].paths[0].parent}: the ranks save a tensor with different numbers of dimensions")
     numbers: dict[Path, int] = {}
     files, transforms, before = list[Ints](), dict[int, tuple[str, ...]](), 0
-    for one in parts:
-        files.append(np.array([numbers.setdefault(path, len(numbers)) for path in one.paths], np.int32)[one.file])
-        transforms |= {before + number: names for number, names in one.transforms.items()}
-        before += len(one)
+    for items in parts:
+        files.append(np.array([numbers.setdefault(path, len(numbers)) for path in items.paths], np.int32)[items.file])
+        transforms |= {before + number: names for number, names in items.transforms.items()}
+        before += len(items)
     ranges, start, length = (
         np.concatenate(columns)
-        for columns in zip(*((one.boxes.ranges, one.start, one.length) for one in parts), strict=True)
+        for columns in zip(*((items.boxes.ranges, items.start, items.length) for items in parts), strict=True)
     )
     return Items(equal_boxes(ranges), [*numbers], np.concatenate(files), start, length, transforms)
 
@@ -147,11 +147,11 @@ def _read(file: Path, *_: int) -> Metadata:
     value = loads(_content(file), str(file), rows)
     if not isinstance(value, Opaque) or value.name not in CLASSES or not isinstance(value.state, dict):
         raise SourceError(f"{file} holds no metadata of torch.distributed.checkpoint")
-    held: dict[str, Any] = value.state
+    state: dict[str, Any] = value.state
     try:
-        planner = {name: tuple(map(str, path)) for name, path in (held.get("planner_data") or {}).items()}
-        stored = _stored(file, held.pop("storage_data"), rows.texts.held)
-        return _joined(file, held["state_dict_metadata"], stored, planner)
+        planner = {name: tuple(map(str, path)) for name, path in (state.get("planner_data") or {}).items()}
+        stored = _stored(file, state.pop("storage_data"), rows.texts.held)
+        return _joined(file, state["state_dict_metadata"], stored, planner)
     except DAMAGE:
         raise SourceError(f"{file} is damaged, or of a version that is not known") from None
 
@@ -177,13 +177,13 @@ class _Stored(NamedTuple):
     transforms: Mapping[int, tuple[str, ...]]
 
 
-def _stored(file: Path, held: Mapping[Any, Any], texts: Sequence[str]) -> _Stored:
+def _stored(file: Path, storage_data: Mapping[Any, Any], texts: Sequence[str]) -> _Stored:
     """The columns of `storage_data`."""
     numbers = {text: number for number, text in enumerate(texts)}
     blocks: list[tuple[Any, ...]] = []
     transforms: dict[int, tuple[str, ...]] = {}
     count = 0
-    for index, info in held.items():
+    for index, info in storage_data.items():
         if isinstance(index, Rows):
             columns = index.columns
             (name,), (path,) = columns[f"{INDEX}.fqn"], columns[f"{EXTENT}.relative_path"]
@@ -198,7 +198,7 @@ def _stored(file: Path, held: Mapping[Any, Any], texts: Sequence[str]) -> _Store
         offsets = about.get("offset")
         blocks.append((*named, *extent, [[n] for n in sizes(() if offsets is None else offsets)]))
         if coded := where.get("transform_descriptors"):
-            transforms[count] = tuple(one + "" for one in coded)
+            transforms[count] = tuple(transform + "" for transform in coded)
         count += 1
     codes, files, starts, lengths = (_column([block[i] for block in blocks]) for i in range(4))
     most = max((len(block[4]) for block in blocks), default=0)
@@ -253,7 +253,7 @@ def _joined(file: Path, described: dict[str, Any], stored: _Stored, planner: Map
 
 def _boxes(file: Path, chunks: Sequence[Any]) -> Ints:
     """The boxes of a tensor, int64 [pieces, dimensions, 2]."""
-    found: list[Ints] = []
+    columns: list[Ints] = []
     for chunk in chunks:
         low: Sequence[Sequence[int]]
         size: Sequence[Sequence[int]]
@@ -264,13 +264,13 @@ def _boxes(file: Path, chunks: Sequence[Any]) -> Ints:
         if len(low) != len(size):
             raise SourceError(f"{file}: a piece has {len(size)} dimensions and {len(low)} offsets")
         if not low:
-            found.append(np.empty((1, 0, 2), np.int64))
+            columns.append(np.empty((1, 0, 2), np.int64))
             continue
         starts, lengths = np.array(low, np.int64), np.array(size, np.int64)
-        found.append(np.stack((starts, starts + lengths)).transpose(2, 1, 0))
-    if len({box.shape[1] for box in found}) > 1:
+        columns.append(np.stack((starts, starts + lengths)).transpose(2, 1, 0))
+    if len({box.shape[1] for box in columns}) > 1:
         raise SourceError(f"{file}: the pieces of a tensor have different numbers of dimensions")
-    boxes = np.concatenate(found) if found else np.empty((0, 0, 2), np.int64)
+    boxes = np.concatenate(columns) if columns else np.empty((0, 0, 2), np.int64)
     if (boxes < 0).any() or (boxes[:, :, 1] < boxes[:, :, 0]).any():
         raise SourceError(f"{file} has a number where no shape and no offset belongs")
     return boxes
@@ -292,9 +292,9 @@ def _items(file: Path, name: str, boxes: Ints, stored: _Stored, rows: Ints) -> I
     last = np.append((low[1:] != low[:-1]).any(axis=1), True)[: len(low)]  # of boxes that are described twice
     boxes, low = boxes[last], low[last]
     if low.shape != at.shape or (low != at).any():
-        described, held = set(map(tuple, low.tolist())), set(map(tuple, at.tolist()))
-        lost = sorted(described - held)
-        if held - described or not lost:
+        described, stored_at = set(map(tuple, low.tolist())), set(map(tuple, at.tolist()))
+        lost = sorted(described - stored_at)
+        if stored_at - described or not lost:
             raise SourceError(f"{file} stores a piece of {short(name)} that it does not describe")
         raise SourceError(f"{file} says nothing of where the piece of {short(name)} at {list(lost[0])} lies")
     transforms = {}
@@ -316,7 +316,7 @@ def sizes(value: Any) -> tuple[int, ...]:
     Raises:
         SourceError: it is none.
     """
-    found = tuple(value) if isinstance(value, tuple | list) else None
-    if found is None or len(found) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**62 for n in found):
+    numbers = tuple(value) if isinstance(value, tuple | list) else None
+    if numbers is None or len(numbers) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
         raise SourceError(f"the metadata has {short(value)} where a shape or an offset belongs")
-    return found
+    return numbers

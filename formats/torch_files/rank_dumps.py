@@ -30,20 +30,20 @@ def open_ranks(folder: Path, names: re.Pattern[str] = MODEL_DUMP) -> dict[int, T
     Raises:
         SourceError: one is missing, damaged, or there twice.
     """
-    found: dict[int, Path] = {}
+    paths: dict[int, Path] = {}
     for path in sorted(folder.iterdir()):
         name = names.fullmatch(path.name)
         if name:
-            other = found.setdefault(int(name["rank"]), path)
+            other = paths.setdefault(int(name["rank"]), path)
             if other is not path:
                 raise SourceError(f"{folder} holds two dumps of rank {name['rank']}: {other.name} and {path.name}")
-    worlds = {int(n) for path in found.values() for n in re.findall(r"world_size_(\d+)", path.name)}
+    worlds = {int(n) for path in paths.values() for n in re.findall(r"world_size_(\d+)", path.name)}
     if len(worlds) > 1:
         raise SourceError(f"{folder} holds dumps of {' and '.join(map(str, sorted(worlds)))} ranks", "keep one set")
-    lost = sorted(set(range(max([*worlds, max(found) + 1]))) - set(found))
+    lost = sorted(set(range(max([*worlds, max(paths) + 1]))) - set(paths))
     if lost:
         raise SourceError(f"{folder} lacks the dumps of rank {', '.join(map(str, lost))}", "copy them from their nodes")
-    return {rank: read_torch(found[rank]) for rank in sorted(found)}
+    return {rank: read_torch(paths[rank]) for rank in sorted(paths)}
 
 
 def leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
@@ -62,14 +62,14 @@ def load(files: Mapping[int, TorchFile], paths: Sequence[Keys]) -> Iterator[Scat
         SourceError: pieces are missing or overlap.
         UnsupportedError: a value is no tensor that is known.
     """
-    held = {rank: dict(leaves(file.value)) for rank, file in files.items()}
+    of_rank = {rank: dict(leaves(file.value)) for rank, file in files.items()}
     for path in paths:
         shapes, pieces, name = set(), [], ".".join(path)
         for rank, file in files.items():
-            if path in held[rank]:
-                shape, found = _pieces(held[rank][path], rank, file, path[-1])
+            if path in of_rank[rank]:
+                shape, parts = _pieces(of_rank[rank][path], rank, file, path[-1])
                 shapes.add(shape)
-                pieces += found
+                pieces += parts
         if len(shapes) != 1:
             raise SourceError(f"the ranks disagree about the shape of {name}: {sorted(shapes)}")
         dtype = pieces[0].fragment.dtype if pieces else "F32"
@@ -91,7 +91,7 @@ def _pieces(value: Any, rank: int, file: TorchFile, name: str) -> tuple[tuple[in
             return shape, [_piece(box, local, file, name)]
         if kind == "ShardedTensor":
             shape = tuple(_fields(state[1].state)["size"])
-            return shape, [_shard(one, file, name) for one in state[0]]
+            return shape, [_shard(shard, file, name) for shard in state[0]]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         raise UnsupportedError(f"{file.path} holds {name} as a {kind} of a version that is not known") from None
     raise UnsupportedError(f"{file.path} holds {name} as {value!r}, which is not a tensor that is known")
@@ -159,11 +159,11 @@ def _local_box(shape: tuple[int, ...], spec: Mapping[str, Any], rank: int) -> tu
 
 def _require_saved_by(rank: int, mesh: Mapping[str, Any], file: TorchFile, name: str) -> None:
     """The DeviceMesh of a DTensor keeps the coordinates of the rank that made it (torch 2.2 to 2.13)."""
-    coordinates, said = _coordinates(mesh, rank)[0], mesh.get("_coordinate_on_dim")
-    if said is not None and list(said) != coordinates:
+    coordinates, recorded = _coordinates(mesh, rank)[0], mesh.get("_coordinate_on_dim")
+    if recorded is not None and list(recorded) != coordinates:
         raise SourceError(
-            f"{file.path} was saved by another rank: its {name} is at {list(said)} of the device mesh, rank {rank} at "
-            f"{coordinates}: files are mixed up",
+            f"{file.path} was saved by another rank: its {name} is at {list(recorded)} of the device mesh, rank {rank} "
+            f"at {coordinates}: files are mixed up",
             "copy the dumps of all ranks again, each under its own name",
         )
 
@@ -171,7 +171,7 @@ def _require_saved_by(rank: int, mesh: Mapping[str, Any], file: TorchFile, name:
 def _later(placements: Sequence[tuple[Any, int, int]], strided: Any, dim: int) -> int:
     """Into how many parts the mesh dimensions after a strided one cut a dimension."""
     after = placements[[placement for placement, _, _ in placements].index(strided) + 1 :]
-    return prod(n for one, _, n in after if one.name == "Shard" and _fields(one.state)["dim"] == dim)
+    return prod(n for other, _, n in after if other.name == "Shard" and _fields(other.state)["dim"] == dim)
 
 
 def _coordinates(mesh: Mapping[str, Any], rank: int) -> tuple[list[int], list[int]]:
@@ -179,13 +179,13 @@ def _coordinates(mesh: Mapping[str, Any], rank: int) -> tuple[list[int], list[in
     if "_layout" in mesh:  # torch 2.10 and later
         axes = _axes(_fields(mesh["_layout"].state))
         position = list(mesh["_flatten_rank_map"]).index(rank)
-        found = []
+        coordinates = []
         for parts, strides in axes:
             index = 0
             for size, stride in zip(parts, strides, strict=True):
                 index = index * size + position // stride % size
-            found.append(index)
-        return found, [prod(parts) for parts, _ in axes]
+            coordinates.append(index)
+        return coordinates, [prod(parts) for parts, _ in axes]
     sizes = list(mesh["mesh"].shape)
     position = list(mesh["_flatten_mesh_list"]).index(rank)
     return [position // prod(sizes[i + 1 :]) % size for i, size in enumerate(sizes)], sizes
@@ -196,13 +196,15 @@ def _axes(layout: Mapping[str, Any]) -> list[tuple[tuple[int, ...], tuple[int, .
     if "axes" in layout:  # torch 2.13
         inner = (_fields(axis.state) for axis in layout["axes"])
         return [(axis["shape"], axis["stride"]) for axis in inner]
-    sizes, strides = ((one if isinstance(one, tuple) else (one,)) for one in (layout["shape"], layout["stride"]))
+    sizes, strides = (
+        (value if isinstance(value, tuple) else (value,)) for value in (layout["shape"], layout["stride"])
+    )
     return [(_numbers(size), _numbers(stride)) for size, stride in zip(sizes, strides, strict=True)]  # torch 2.10
 
 
 def _numbers(nested: Any) -> tuple[int, ...]:
     """The numbers of a number, or of tuples in one another."""
-    return tuple(n for one in nested for n in _numbers(one)) if isinstance(nested, tuple) else (int(nested),)
+    return tuple(n for inner in nested for n in _numbers(inner)) if isinstance(nested, tuple) else (int(nested),)
 
 
 # --- flat parameters (FSDP1, LOCAL_STATE_DICT) -----------------------------------------------------------------------
@@ -229,27 +231,29 @@ def load_flat(
     Raises:
         SourceError: the sizes do not add up.
     """
-    held = {rank: {path[-1]: value for path, value in leaves(file.value)} for rank, file in files.items()}
-    first = next(iter(held.values()))
+    of_rank = {rank: {path[-1]: value for path, value in leaves(file.value)} for rank, file in files.items()}
+    first = next(iter(of_rank.values()))
     named = [key for key in shapes if key in first]
     if named:
-        return {key: scattered(key, shapes[key], *_intervals(files, held, key)) for key in named}
+        return {key: scattered(key, shapes[key], *_intervals(files, of_rank, key)) for key in named}
     units = sorted((key.removesuffix(FLAT) for key in first if key.endswith(FLAT)), key=len, reverse=True)
-    found: dict[str, Scattered] = {}
+    tensors: dict[str, Scattered] = {}
     for unit in units:
-        keys = [key for key in shapes if next((one for one in units if key.startswith(one)), None) == unit]
-        parts = [part for rank, file in files.items() for part in _flat_parts(held[rank].get(unit + FLAT), file, unit)]
-        found |= _unit(unit, {key: shapes[key] for key in keys}, parts, tied)
-    return found
+        keys = [key for key in shapes if next((prefix for prefix in units if key.startswith(prefix)), None) == unit]
+        parts = [
+            part for rank, file in files.items() for part in _flat_parts(of_rank[rank].get(unit + FLAT), file, unit)
+        ]
+        tensors |= _unit(unit, {key: shapes[key] for key in keys}, parts, tied)
+    return tensors
 
 
 def _intervals(
-    files: Mapping[int, TorchFile], held: Mapping[int, Mapping[str, Any]], key: str
+    files: Mapping[int, TorchFile], of_rank: Mapping[int, Mapping[str, Any]], key: str
 ) -> tuple[str, list[Piece]]:
     """Element type and intervals of a parameter whose ranks hold one after the other."""
     pieces, start = [], 0
     for rank, file in files.items():
-        ref = held[rank].get(key)
+        ref = of_rank[rank].get(key)
         if not isinstance(ref, TensorRef) or len(ref.shape) != 1:
             raise UnsupportedError(f"{file.path} holds {key} as {short(ref)}, which is no flat piece")
         pieces.append(Piece(Cut(((start, start + ref.shape[0]),), flat=True), file.fragment(ref, key)))
@@ -262,30 +266,35 @@ def _unit(
 ) -> dict[str, Scattered]:
     """The parameters of one flat parameter."""
     total = sum(stop - start for start, stop, _ in parts)
-    wanted = dict(shapes)
-    if tied and sum(map(prod, wanted.values())) != total:
-        wanted.pop("lm_head.weight", None)
-    if sum(map(prod, wanted.values())) != total:
+    tensor_shapes = dict(shapes)
+    if tied and sum(map(prod, tensor_shapes.values())) != total:
+        tensor_shapes.pop("lm_head.weight", None)
+    if sum(map(prod, tensor_shapes.values())) != total:
         raise SourceError(
-            f"{unit}{FLAT} has {total} elements, the tensors of that module have {sum(map(prod, wanted.values()))}",
+            f"{unit}{FLAT} has {total} elements, the tensors of that module have "
+            f"{sum(map(prod, tensor_shapes.values()))}",
             "the dump of the last rank may be missing, or the configuration belongs to another model",
         )
-    found, start = {}, 0
-    for key, shape in wanted.items():
+    tensors, start = {}, 0
+    for key, shape in tensor_shapes.items():
         stop = start + prod(shape)
         inside = [
-            (max(low, start), min(high, stop), low, one) for low, high, one in parts if low < stop and start < high
+            (max(low, start), min(high, stop), low, fragment)
+            for low, high, fragment in parts
+            if low < stop and start < high
         ]
         pieces = [
             Piece(
                 Cut(((begin - start, end - start),), flat=True),
-                one._replace(offset=one.offset + (begin - low) * DTYPES[one.dtype], shape=(end - begin,)),
+                fragment._replace(
+                    offset=fragment.offset + (begin - low) * DTYPES[fragment.dtype], shape=(end - begin,)
+                ),
             )
-            for begin, end, low, one in inside
+            for begin, end, low, fragment in inside
         ]
-        found[key] = scattered(key, shape, parts[0][2].dtype, pieces)
+        tensors[key] = scattered(key, shape, parts[0][2].dtype, pieces)
         start = stop
-    return found
+    return tensors
 
 
 def _flat_parts(value: Any, file: TorchFile, name: str) -> Iterator[tuple[int, int, Fragment]]:

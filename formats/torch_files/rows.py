@@ -133,8 +133,8 @@ class Reader:
         kind, known = self._kind(data, begun.start, at, memo), self.kinds.setdefault(made.name, [])
         if kind is not None and kind not in known and len(known) < MOST_KINDS:
             known.append(kind)
-        end, found = self._read(data, at, known, memo)
-        for columns in found:
+        end, columns_of = self._read(data, at, known, memo)
+        for columns in columns_of:
             stack += [Rows(columns, self.texts.held)] * len(sample)
         if isinstance(data, mmap.mmap) and end - self.let_go > LET_GO:
             let_go = end // mmap.PAGESIZE * mmap.PAGESIZE
@@ -187,13 +187,13 @@ class Reader:
         Raises:
             SourceError: a text of a row is none.
         """
-        end, first, found = at, memo.count, [list[tuple[bytes, ...]]() for _ in kinds]
-        turns = list(zip(kinds, found, strict=True))
+        end, first, rows_of_kinds = at, memo.count, [list[tuple[bytes, ...]]() for _ in kinds]
+        turns = list(zip(kinds, rows_of_kinds, strict=True))
         while row := self._next(data, end, turns, memo):
             end = row
         if end > at:
             memo.rows.append((first, memo.count, at, end))
-        return end, [self._columns(kind, rows, memo) for kind, rows in zip(kinds, found, strict=True) if rows]
+        return end, [self._columns(kind, rows, memo) for kind, rows in zip(kinds, rows_of_kinds, strict=True) if rows]
 
     def _next(self, data: Bytes, at: int, turns: list[tuple[Kind, list[tuple[bytes, ...]]]], memo: Memo) -> int:
         """Read one row, of the kind that the last one was if it can be. Returns where it ends, 0 if there is none."""
@@ -209,10 +209,10 @@ class Reader:
 
     def _name(self, row: tuple[bytes, ...], kind: Kind, memo: Memo) -> bool:
         """Give the texts that a row holds their numbers; false if it is no row, for one is not as long as it says."""
-        held = [(row[gap], before) for gap, before in kind.texts if row[gap][0] == 0x8C]
-        if any(raw[1] != len(raw) - 3 for raw, _ in held):
+        texts = [(row[gap], before) for gap, before in kind.texts if row[gap][0] == 0x8C]
+        if any(raw[1] != len(raw) - 3 for raw, _ in texts):
             return False
-        for raw, before in held:
+        for raw, before in texts:
             memo[memo.count + before] = raw[2:-1].decode()
             memo.count += 1
         return True

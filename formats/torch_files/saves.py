@@ -75,7 +75,7 @@ def entries_of(paths: Iterable[Path]) -> dict[str, Entry]:
 
 def packed(entries: Mapping[str, Entry]) -> bytes:
     """A record."""
-    files = {name: {"size": one.size, "crc32": f"{one.crc32:08x}"} for name, one in sorted(entries.items())}
+    files = {name: {"size": entry.size, "crc32": f"{entry.crc32:08x}"} for name, entry in sorted(entries.items())}
     return (json.dumps({"vitruvian": 1, "files": files}, indent=1) + "\n").encode()
 
 
@@ -94,8 +94,8 @@ def recorded(folder: Path) -> dict[str, Entry] | None:
     try:
         if not path.is_file():
             return None
-        held: Any = json.loads(path.read_bytes()) if file_size(path) <= MOST else None
-        return {str(name): _entry(one) for name, one in held["files"].items()}
+        record: Any = json.loads(path.read_bytes()) if file_size(path) <= MOST else None
+        return {str(name): _entry(entry) for name, entry in record["files"].items()}
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -104,11 +104,11 @@ def recorded(folder: Path) -> dict[str, Entry] | None:
         ) from None
 
 
-def _entry(said: Any) -> Entry:
+def _entry(fields: Any) -> Entry:
     """An entry of a record. Raises ValueError, TypeError or KeyError of what is none."""
-    if type(said["size"]) is not int or not re.fullmatch(r"[0-9a-f]{8}", said["crc32"]):
+    if type(fields["size"]) is not int or not re.fullmatch(r"[0-9a-f]{8}", fields["crc32"]):
         raise ValueError
-    return Entry(said["size"], int(said["crc32"], 16))
+    return Entry(fields["size"], int(fields["crc32"], 16))
 
 
 def differing(record: Mapping[str, Entry], paths: Iterable[Path]) -> list[str]:
@@ -118,9 +118,9 @@ def differing(record: Mapping[str, Entry], paths: Iterable[Path]) -> list[str]:
         SourceError: a file is damaged.
     """
     every = [path for path in paths if path.name in record]
-    found = [path.name for path in every if file_size(path) != record[path.name].size]
-    held = entries_of(path for path in every if path.name not in found)
-    return sorted([*found, *(name for name, one in held.items() if one != record[name])])
+    names = [path.name for path in every if file_size(path) != record[path.name].size]
+    entries = entries_of(path for path in every if path.name not in names)
+    return sorted([*names, *(name for name, entry in entries.items() if entry != record[name])])
 
 
 def files_of(record: Mapping[str, Entry], folder: Path) -> list[Path]:

@@ -99,11 +99,11 @@ def load(
     checkpoint, effort = _opened(src, options, Loading.__optional_keys__)
     _require_plain(model)
     with checkpoint.as_("fsdp", **effort) as view:
-        wanted, held = dict(_tensors(model)), {key: tensor for tensor in view.values() for key in tensor.spellings}
-        shared = _shared(wanted)
-        missing = [name for name in wanted if not shared[name] & held.keys()]
-        unexpected = [tensor.name for tensor in view.values() if not tensor.spellings & wanted.keys()]
-        both = [name for name in wanted if name in held]
+        tensors, stored = dict(_tensors(model)), {key: tensor for tensor in view.values() for key in tensor.spellings}
+        shared = _shared(tensors)
+        missing = [name for name in tensors if not shared[name] & stored.keys()]
+        unexpected = [tensor.name for tensor in view.values() if not tensor.spellings & tensors.keys()]
+        both = [name for name in tensors if name in stored]
         if not both or (strict and (missing or unexpected)):
             parts = [f"{what} {len(names)}: {some(names, SHOWN)}" for what, names in
                      (("the checkpoint lacks", missing), ("the model lacks", unexpected)) if names]  # fmt: skip
@@ -112,12 +112,12 @@ def load(
                 _hint(missing) or ("strict=False fills what both have" if both else ""),
             )
         for name in both:
-            _require_fit(name, wanted[name], held[name], cast=cast)
-            _require_one(shared[name], held)
+            _require_fit(name, tensors[name], stored[name], cast=cast)
+            _require_one(shared[name], stored)
         for name in both:
-            _fill(model, name, wanted[name], held[name], shared[name])
+            _fill(model, name, tensors[name], stored[name], shared[name])
         view.reader.complete()
-    if any(wanted[name].is_meta for name in both) and callable(tie := getattr(model, "tie_weights", None)):
+    if any(tensors[name].is_meta for name in both) and callable(tie := getattr(model, "tie_weights", None)):
         tie()  # what is made on the meta device is not tied yet
     if stranded := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise RefusedError(
@@ -171,13 +171,13 @@ def _hint(missing: Sequence[str]) -> str:
     return f"the model is wrapped: load {inner[0]}" if inner else ""
 
 
-def _require_one(names: set[str], held: Mapping[str, Tensor]) -> None:
+def _require_one(names: set[str], stored: Mapping[str, Tensor]) -> None:
     """What is one tensor in the model is one in the checkpoint.
 
     Raises:
         RefusedError: it is several there.
     """
-    different = {held[key].placed.slot.rule.pattern.tensors: key for key in sorted(names) if key in held}
+    different = {stored[key].placed.slot.rule.pattern.tensors: key for key in sorted(names) if key in stored}
     if len(different) > 1:
         raise RefusedError(
             f"{' and '.join(different.values())} are one tensor in the model, and several in the checkpoint",
@@ -201,28 +201,28 @@ def _shared(tensors: dict[str, torch.Tensor]) -> dict[str, set[str]]:
     return {name: groups[id(tensor)] for name, tensor in tensors.items()}
 
 
-def _require_fit(name: str, tensor: torch.Tensor, held: Tensor, *, cast: bool) -> None:
+def _require_fit(name: str, tensor: torch.Tensor, stored: Tensor, *, cast: bool) -> None:
     """A tensor of the model can be filled as it is.
 
     Raises:
         RefusedError: it has another shape or type.
         UnsupportedError: it is spread over ranks in a way that has no ranges.
     """
-    if tuple(tensor.shape) != held.shape:
-        raise RefusedError(f"{name} is {list(held.shape)} in the checkpoint, {list(tensor.shape)} in the model")
-    if tensor.dtype != dtype_of(held.dtype) and not cast and (held.dtype, tensor.dtype) not in EXACT:
+    if tuple(tensor.shape) != stored.shape:
+        raise RefusedError(f"{name} is {list(stored.shape)} in the checkpoint, {list(tensor.shape)} in the model")
+    if tensor.dtype != dtype_of(stored.dtype) and not cast and (stored.dtype, tensor.dtype) not in EXACT:
         raise RefusedError(
-            f"{name} is {held.dtype} in the checkpoint, {tensor.dtype} in the model",
-            f"make the model in that type (dtype={dtype_of(held.dtype)}), or cast=True rounds",
+            f"{name} is {stored.dtype} in the checkpoint, {tensor.dtype} in the model",
+            f"make the model in that type (dtype={dtype_of(stored.dtype)}), or cast=True rounds",
         )
     if isinstance(tensor, DTensor):
         _ranges(name, tensor)
 
 
-def _fill(model: nn.Module, name: str, tensor: torch.Tensor, held: Tensor, names: set[str]) -> None:
+def _fill(model: nn.Module, name: str, tensor: torch.Tensor, stored: Tensor, names: set[str]) -> None:
     """Fill a tensor of a model; one on the meta device is replaced by one on the CPU, under all of its names."""
     ranges = _ranges(name, tensor) if isinstance(tensor, DTensor) else ()
-    values = _rounded(name, held.torch(*ranges), tensor.dtype)
+    values = _rounded(name, stored.torch(*ranges), tensor.dtype)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     with torch.no_grad():
         if not local.is_meta:

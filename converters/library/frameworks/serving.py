@@ -20,11 +20,11 @@ OPENING = Reading.__optional_keys__ - {"config"}
 READING = (Effort.__optional_keys__ - {"progress"}) | {"prefetch"}
 
 
-def opened(said: Any, base: str, revision: str | None) -> tuple[Checkpoint, dict[str, Any]]:
+def opened(extra_config: Any, base: str, revision: str | None) -> tuple[Checkpoint, dict[str, Any]]:
     """The checkpoint that the extra config of a loader names, and how it is read. Headers are read, no weights.
 
     Args:
-        said: the extra config: `checkpoint`, the folder of one of any format, and options of `vitruvian.open` and
+        extra_config: `checkpoint`, the folder of one of any format, and options of `vitruvian.open` and
             `vitruvian.torch.iterate` by name.
         base: the model that the server was given: a Hugging Face folder, or its name on the Hub.
         revision: of the name on the Hub; None for the newest.
@@ -33,15 +33,15 @@ def opened(said: Any, base: str, revision: str | None) -> tuple[Checkpoint, dict
         UsageError: it names none, or an option that does not exist.
         SourceError: the checkpoint is damaged, incomplete, or of another model than the server's.
     """
-    said = said if isinstance(said, dict) else {}
-    if not said.get(PLACE):
+    extra_config = extra_config if isinstance(extra_config, dict) else {}
+    if not extra_config.get(PLACE):
         raise UsageError(
             "the extra config of the loader names no checkpoint",
             f"""--model-loader-extra-config '{{"{PLACE}": "run/"}}'""",
         )
-    if "config" in said:
-        raise UsageError("the config is that of the server's model", f"give {said['config']} as the model")
-    options = checked(said, {PLACE, *OPENING, *READING}, {**KINDS, PLACE: TEXT})
+    if "config" in extra_config:
+        raise UsageError("the config is that of the server's model", f"give {extra_config['config']} as the model")
+    options = checked(extra_config, {PLACE, *OPENING, *READING}, {**KINDS, PLACE: TEXT})
     place = options.pop(PLACE)
     config = base if revision is None or Path(base).is_dir() else f"{base}@{revision}"
     opening = {name: value for name, value in options.items() if name in OPENING}
@@ -49,13 +49,13 @@ def opened(said: Any, base: str, revision: str | None) -> tuple[Checkpoint, dict
     return open_checkpoint(place, config=config, **opening), reading
 
 
-def weights(said: Any, base: str, revision: str | None, model: object) -> Iterator[tuple[str, torch.Tensor]]:
+def weights(extra_config: Any, base: str, revision: str | None, model: object) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of all that a server loads into a model, on the CPU, in the names of the Hub.
 
     Each is read once, by each process that loads.
 
     Args:
-        said: as of `opened`.
+        extra_config: as of `opened`.
         base: as of `opened`.
         revision: as of `opened`.
         model: of the server; `secondary_weights` are those that it takes from further folders.
@@ -69,5 +69,5 @@ def weights(said: Any, base: str, revision: str | None, model: object) -> Iterat
             f"{type(model).__name__} takes weights from further folders, and one checkpoint is loaded",
             "convert it to a Hugging Face folder, and serve that",
         )
-    checkpoint, reading = opened(said, base, revision)
+    checkpoint, reading = opened(extra_config, base, revision)
     yield from iterate(checkpoint, **reading)

@@ -39,10 +39,10 @@ class CheckpointLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang need
 
     def _get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of all that is loaded into the model."""
-        said, draft = self.load_config.model_loader_extra_config, self.load_config.draft_model_idx
+        config, draft = self.load_config.model_loader_extra_config, self.load_config.draft_model_idx
         if draft is not None:
             raise UnsupportedError(
                 f"SGLang asks for layer {draft} of multi-token prediction by itself, under another name",
                 "convert the checkpoint to a Hugging Face folder, and serve that",
             )
-        yield from weights(said, model_config.model_path, model_config.revision, model)
+        yield from weights(config, model_config.model_path, model_config.revision, model)

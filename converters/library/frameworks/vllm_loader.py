@@ -41,5 +41,5 @@ class CheckpointLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM need n
     def get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of all that is loaded into the model."""
         self.counter_before_loading_weights = time.perf_counter()
-        said = self.load_config.model_loader_extra_config
-        yield from weights(said, model_config.model, model_config.revision, model)
+        config = self.load_config.model_loader_extra_config
+        yield from weights(config, model_config.model, model_config.revision, model)

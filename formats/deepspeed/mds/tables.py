@@ -68,7 +68,7 @@ def slots_of(spec: ModelSpec, tp: int, padded: int, order: Iterable[str], first:
         raise RefusedError(f"{spec.heads} heads in {spec.kv_heads} key/value groups do not divide over tp = {tp}")
     norm = first + spec.layers + FIRST_LAYERS[first]
     names = {"{norm}": str(norm), "{head}": str(norm + 1)}
-    table = [replace(rule, key=re.sub(r"\{(?:norm|head)\}", lambda one: names[one[0]], rule.key)) for rule in TABLE]
+    table = [replace(rule, key=re.sub(r"\{(?:norm|head)\}", lambda match: names[match[0]], rule.key)) for rule in TABLE]
     for rank in range(tp):
         for slot in slots(
             table,

@@ -80,8 +80,8 @@ def detect(path: Path) -> bool:
     """Whether a folder is DeepSpeed's, with the names of NeoX."""
     places = [path] if deepspeed.holds(path) else deepspeed.likely(path)
     for place in places:
-        layers = [one for one in sorted(place.iterdir()) if saved_names.LAYER.fullmatch(one.name)]
-        models = [one for one in sorted(place.iterdir()) if saved_names.MODEL.fullmatch(one.name)]
+        layers = [child for child in sorted(place.iterdir()) if saved_names.LAYER.fullmatch(child.name)]
+        models = [child for child in sorted(place.iterdir()) if saved_names.MODEL.fullmatch(child.name)]
         for file in [*models[:1], *layers[:1]]:
             try:
                 value = deepspeed.value_of(file)
@@ -91,8 +91,10 @@ def detect(path: Path) -> bool:
                 return False  # of Megatron-DeepSpeed
             if isinstance(value, Mapping) and "args" in value and value.get("module") is None:
                 return True  # of a pipeline, which needs its layers
-            held = value.get("module", value) if isinstance(value, Mapping) else None
-            if isinstance(held, Mapping) and any(re.match(r"(?:sequential\.0\.)?word_emb", str(key)) for key in held):
+            module = value.get("module", value) if isinstance(value, Mapping) else None
+            if isinstance(module, Mapping) and any(
+                re.match(r"(?:sequential\.0\.)?word_emb", str(key)) for key in module
+            ):
                 return True
     return False
 
@@ -146,20 +148,20 @@ def read_states(path: Path, settings: Settings) -> universal.States:
 def _open(path: Path, settings: Settings) -> _Opened:
     run, tag = deepspeed.locate(path, settings.tag)
     models = {rank: read_torch(file) for rank, file in deepspeed.model_files(tag).items()}
-    found, tp = modules.tensors(tag, models, TIES, _key_of)
+    tensors, tp = modules.tensors(tag, models, TIES, _key_of)
     neox_checks.require_own_seeds(models, tp)
-    model = _describe(run, tag, models, found, tp, settings)
-    wanted = list(slots_of(model.spec, tp, model.padded, {model.qkv, model.mlp}, layered=modules.is_layered(found)))
-    lost = sorted({slot.place.file for slot in wanted} - found.keys())
+    model = _describe(run, tag, models, tensors, tp, settings)
+    slots = list(slots_of(model.spec, tp, model.padded, {model.qkv, model.mlp}, layered=modules.is_layered(tensors)))
+    lost = sorted({slot.place.file for slot in slots} - tensors.keys())
     if lost:
         raise SourceError(f"{tag} lacks {some(lost, 4)}", "copy the files of all ranks into one folder")
-    return _Opened(run, tag, models, found, tp, model, wanted, settings)
+    return _Opened(run, tag, models, tensors, tp, model, slots, settings)
 
 
 def _of_state(opened: _Opened, partitions: Mapping[int, list[Partition]], state: str) -> Checkpoint:
     """What the optimizer keeps, as a checkpoint; master weights are to be compared with the module."""
     parts = modules.masters(opened.models, opened.tp, partitions, state, 0, layered=opened.layered)
-    whole = {file: {key: one.whole for (at, key), one in parts.items() if at == file} for file, _ in parts}
+    whole = {file: {key: tensor.whole for (at, key), tensor in parts.items() if at == file} for file, _ in parts}
     pieces, dropped = _place(opened, whole, parts)
     twins = _place(opened, opened.found, {})[0] if state == "fp32" else ()
     return _checkpoint(opened, pieces, dropped, twins)
@@ -168,8 +170,8 @@ def _of_state(opened: _Opened, partitions: Mapping[int, list[Partition]], state:
 def _checkpoint(
     opened: _Opened, pieces: tuple[Placed, ...], dropped: tuple[str, ...], twins: tuple[Placed, ...] = ()
 ) -> Checkpoint:
-    model, held, tp = opened.model, opened.models[0].value, opened.tp
-    iteration = held.get("iteration")
+    model, head, tp = opened.model, opened.models[0].value, opened.tp
+    iteration = head.get("iteration")
     details = Neox(
         fresh="finetune: true",
         shown={"iteration": iteration, "folder": opened.tag.name, "padded_vocab": model.padded},
@@ -183,24 +185,28 @@ def _checkpoint(
     return Checkpoint(
         opened.run, opened.tag, NAME, model.spec, pieces, dropped, files, topology, model.assets, details, twins,
         tuple(model.notes), settings=opened.settings, config=model.config, run_config=model.yml,
-        padded_vocab=model.padded, state=tuple(name for name in STATE if held.get(name)), ties=TIES,
+        padded_vocab=model.padded, state=tuple(name for name in STATE if head.get(name)), ties=TIES,
     )  # fmt: skip
 
 
 def _place(
-    opened: _Opened, found: Mapping[str, Mapping[str, Fragment]], parts: Mapping[tuple[str, str], Scattered]
+    opened: _Opened, tensors: Mapping[str, Mapping[str, Fragment]], parts: Mapping[tuple[str, str], Scattered]
 ) -> tuple[tuple[Placed, ...], tuple[str, ...]]:
     """Where each tensor of the layout is, given those of each file, and those of them that are in parts."""
     if opened.model.qkv == "grouped":
         from formats.deepspeed.neox import gqa_order
 
-        found, parts = gqa_order.split(opened.model.spec, found, parts, opened.tp)
-    placed, dropped = match(opened.wanted, {Place(file): held for file, held in found.items()}, DROPS, opened.tag)
+        tensors, parts = gqa_order.split(opened.model.spec, tensors, parts, opened.tp)
+    placed, dropped = match(
+        opened.wanted, {Place(file): of_file for file, of_file in tensors.items()}, DROPS, opened.tag
+    )
     pieces = (
         piece
-        for one in placed
+        for placed_tensor in placed
         for piece in (
-            spread(one, parts[one.slot.place.file, one.key]) if (one.slot.place.file, one.key) in parts else [one]
+            spread(placed_tensor, parts[placed_tensor.slot.place.file, placed_tensor.key])
+            if (placed_tensor.slot.place.file, placed_tensor.key) in parts
+            else [placed_tensor]
         )
     )
     return tuple(pieces), tuple(dropped)
@@ -210,7 +216,7 @@ def _describe(
     run: Path,
     tag: Path,
     models: Mapping[int, TorchFile],
-    found: Mapping[str, Mapping[str, Fragment]],
+    by_file: Mapping[str, Mapping[str, Fragment]],
     tp: int,
     settings: Settings,
 ) -> _Model:
@@ -222,21 +228,23 @@ def _describe(
     yml, where = config_of(tag, settings.config)
     neox_checks.require_same_model(models, yml, where, tp)
     accepted = require_known(yml, where, settings.accept)
-    assets = next((one for one in (settings.config, run / ASSETS) if one and (one / "config.json").is_file()), None)
+    assets = next(
+        (folder for folder in (settings.config, run / ASSETS) if folder and (folder / "config.json").is_file()), None
+    )
     config = huggingface.read_config(assets) if assets else None
     base = huggingface.read_spec(config, assets, Settings()) if assets and config is not None else None
     known = models[0].value.get(deepspeed.OURS)
     known = known if isinstance(known, Mapping) else {}
     vocab = settings.vocab_size or (base.vocab if base else known.get("vocab"))
-    keys = {key for tensors in found.values() for key in tensors}
-    padded = _rows(found, r"word_embeddings\.weight") * tp
+    keys = {key for tensors in by_file.values() for key in tensors}
+    padded = _rows(by_file, r"word_embeddings\.weight") * tp
     old = any(key.endswith("mlp.w1.weight") for key in keys)
-    inner = _rows(found, r"mlp\.(?:linear1|dense_h_to_4h|w1)\.weight") * tp
+    inner = _rows(by_file, r"mlp\.(?:linear1|dense_h_to_4h|w1)\.weight") * tp
     biases = any(re.search(r"attention\..*\.bias$", key) for key in keys)
     if yml.get("use_bias_in_attn_linear", True) is not biases:
-        held = "such" if biases else "no such"
-        said = f"{where} says use_bias_in_attn_linear = {not biases}, {tag} holds {held} biases"
-        raise SourceError(said, "it is the yml of another model")
+        amount = "such" if biases else "no such"
+        reason = f"{where} says use_bias_in_attn_linear = {not biases}, {tag} holds {amount} biases"
+        raise SourceError(reason, "it is the yml of another model")
     ffn, family = inner // 2 if is_gated(yml) and not old else inner, base.family if base else known.get("family")
     spec = from_neox(yml, settings.values, ffn, biases, vocab, where, family)
     if spec.vocab is not None and spec.vocab > padded:
@@ -252,7 +260,7 @@ def _describe(
         )
     if base:
         neox_checks.require_same_config(spec, base, settings, where)
-    notes = accepted + neox_checks.require_same_topology(models, yml, where, tp, layered=modules.is_layered(found))
+    notes = accepted + neox_checks.require_same_topology(models, yml, where, tp, layered=modules.is_layered(by_file))
     qkv = "mha"
     if spec.kv_heads != spec.heads:
         if known.get("gqa_layout") == "blocked":
@@ -262,7 +270,7 @@ def _describe(
         else:
             from formats.deepspeed.neox import gqa_order
 
-            qkv, remarks = gqa_order.choose(spec, found, tp, settings.gqa_layout, old)
+            qkv, remarks = gqa_order.choose(spec, by_file, tp, settings.gqa_layout, old)
             notes += remarks
     elif settings.gqa_layout != "auto":
         notes.append(f"--gqa-layout {settings.gqa_layout} has no effect: no heads share keys")
@@ -276,9 +284,9 @@ def _key_of(key: str, path: Path) -> str:
     return key.removeprefix("sequential.")
 
 
-def _rows(found: Mapping[str, Mapping[str, Fragment]], key: str) -> int:
+def _rows(by_file: Mapping[str, Mapping[str, Fragment]], key: str) -> int:
     """Rows of the first tensor whose key ends so."""
-    for tensors in found.values():
+    for tensors in by_file.values():
         for name, fragment in tensors.items():
             if re.search(rf"\.{key}$", name) and fragment.shape:
                 return fragment.shape[0]

@@ -40,14 +40,14 @@ def require_same_model(models: Mapping[int, TorchFile], config: Mapping[str, Any
     """What NeoX noted in the weights is what the yml says."""
     for file in models.values():
         args = file.value.get("args")
-        said = dict(args) if isinstance(args, Mapping) else {}
+        saved_args = dict(args) if isinstance(args, Mapping) else {}
         for name in ("num_layers", "hidden_size", "num_attention_heads"):
-            if name in said and name in config and said[name] != config[name]:
+            if name in saved_args and name in config and saved_args[name] != config[name]:
                 raise SourceError(
-                    f"{where} says {name} = {short(config[name])}, {file.path} {short(said[name])}",
+                    f"{where} says {name} = {short(config[name])}, {file.path} {short(saved_args[name])}",
                     "it is the yml of another model",
                 )
-        ranks = said.get("model_parallel_size", tp)
+        ranks = saved_args.get("model_parallel_size", tp)
         if ranks != tp:
             raise SourceError(f"{file.path} was saved with model_parallel_size {short(ranks)}, {tp} ranks are there")
 
@@ -65,21 +65,21 @@ def require_same_topology(
     """
     notes = []
     pp = len(models) // tp
-    for name, found in (("model_parallel_size", tp), ("pipe_parallel_size", pp)):
-        said = config.get(name, found)
-        if said == found or (name == "pipe_parallel_size" and said in (0, 1) and found == 1):
+    for name, ranks in (("model_parallel_size", tp), ("pipe_parallel_size", pp)):
+        configured = config.get(name, ranks)
+        if configured == ranks or (name == "pipe_parallel_size" and configured in (0, 1) and ranks == 1):
             continue
-        difference = f"{where} says {name} = {short(said)}, the files are of {found}"
+        difference = f"{where} says {name} = {short(configured)}, the files are of {ranks}"
         if not all(_says_topology(file.value, layered=layered) for file in models.values()):
             raise SourceError(difference, "ranks are missing, or it is the yml of another run: name one with --config")
         notes.append(f"{difference}, as they say themselves")
     return notes
 
 
-def _says_topology(held: Mapping[str, Any], *, layered: bool) -> bool:
+def _says_topology(state: Mapping[str, Any], *, layered: bool) -> bool:
     """Whether a model file says how many ranks there are. Of a pipeline NeoX notes the tensor parallel ones apart."""
-    args = held.get("args")
-    return "mp_world_size" in held and (not layered or (isinstance(args, Mapping) and "model_parallel_size" in args))
+    args = state.get("args")
+    return "mp_world_size" in state and (not layered or (isinstance(args, Mapping) and "model_parallel_size" in args))
 
 
 def require_same_config(spec: ModelSpec, base: ModelSpec, settings: Settings, where: str) -> None:

@@ -72,7 +72,7 @@ def slots_of(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], *
     if spec.heads % tp or spec.kv_heads % tp:
         raise RefusedError(f"{spec.heads} heads in {spec.kv_heads} key/value groups do not divide over tp = {tp}")
     table = [
-        replace(rule, key=re.sub(r"\{(?:norm|head)\}", lambda one: names[one[0]], rule.key))
+        replace(rule, key=re.sub(r"\{(?:norm|head)\}", lambda match: names[match[0]], rule.key))
         for rule in TABLES[family_named(spec.family).neox]
     ]
     for rank in range(tp):

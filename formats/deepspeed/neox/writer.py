@@ -66,7 +66,7 @@ def write(root: Path, spec: ModelSpec, dtypes: Mapping[tuple[str, int | None], s
     for slot in slots_of(spec, options.tp, padded, conditions, layered=options.pp > 0):
         by_file.setdefault(slot.place.file, []).append(_held(slot, dtypes, layered=options.pp > 0))
     head = _head(spec, options, padded)
-    files = [_file(root / tag / name, held, head, layered=options.pp > 0) for name, held in by_file.items()]
+    files = [_file(root / tag / name, tensors, head, layered=options.pp > 0) for name, tensors in by_file.items()]
     if options.pp:
         names = map(deepspeed.model_name, range(options.tp * options.pp))
         files += [_archived(root / tag / name, (), lambda _: {**head, "module": None}) for name in names]
@@ -103,12 +103,12 @@ def _head(spec: ModelSpec, options: Options, padded: int) -> dict[str, Any]:
     }
 
 
-def _archived(path: Path, held: Sequence[Held], value: Callable[[Mapping[str, TensorRef]], Any]) -> OutputFile:
+def _archived(path: Path, tensors: Sequence[Held], value: Callable[[Mapping[str, TensorRef]], Any]) -> OutputFile:
     """A file that knows its own name, as those of torch.save do: its reader refuses ranks that were swapped."""
-    return archived(path, held, value, path.stem)
+    return archived(path, tensors, value, path.stem)
 
 
-def _file(path: Path, held: list[Held], head: Mapping[str, Any], *, layered: bool) -> OutputFile:
+def _file(path: Path, tensors: list[Held], head: Mapping[str, Any], *, layered: bool) -> OutputFile:
     if layered:
-        return _archived(path, held, OrderedDict)
-    return _archived(path, held, lambda refs: {"module": OrderedDict(refs), **head})
+        return _archived(path, tensors, OrderedDict)
+    return _archived(path, tensors, lambda refs: {"module": OrderedDict(refs), **head})

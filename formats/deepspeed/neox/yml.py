@@ -122,8 +122,10 @@ def is_gated(config: Mapping[str, Any]) -> bool:
 
 def _family(kind: str, windowed: bool, usual: Any) -> str:
     """The family of a kind that computes the same: the usual one, or one that has a window only if there is one."""
-    fitting = [one for one in FAMILIES.values() if one.neox == kind]
-    return min(fitting, key=lambda one: (windowed and not one.window, one.name != usual, bool(one.window))).name
+    fitting = [family for family in FAMILIES.values() if family.neox == kind]
+    return min(
+        fitting, key=lambda family: (windowed and not family.window, family.name != usual, bool(family.window))
+    ).name
 
 
 def _require_kind(config: Mapping[str, Any], kind: str, biases: bool, grouped: bool, where: str) -> None:
@@ -141,7 +143,7 @@ def _require_kind(config: Mapping[str, Any], kind: str, biases: bool, grouped: b
     if kind == "layernorm" and plain and fraction <= 1 and biases and not grouped:
         return
     facts = f"activation {short(activation)}, rotary_pct {short(fraction)}, gpt_j_residual {short(parallel)}"
-    *classes, last = (one.architecture for one in FAMILIES.values() if one.neox)
+    *classes, last = (family.architecture for family in FAMILIES.values() if family.neox)
     raise UnsupportedError(
         f"{where}: transformers has no class with norm {config.get('norm', 'layernorm')}, {facts}, "
         f"{'biases' if biases else 'no biases'}{', grouped queries' if grouped else ''}",
@@ -155,11 +157,11 @@ def _require_dense(config: Mapping[str, Any], where: str) -> None:
     for _ in range(MOST_LAYERS):
         if not rest:
             return
-        one = rest.pop()
-        if isinstance(one, list):
-            rest += one
-        elif one not in DENSE and type(one) is not int:
-            raise UnsupportedError(f"{where}: attention of the kind {short(one)} is not supported")
+        kind = rest.pop()
+        if isinstance(kind, list):
+            rest += kind
+        elif kind not in DENSE and type(kind) is not int:
+            raise UnsupportedError(f"{where}: attention of the kind {short(kind)} is not supported")
     raise SourceError(f"{where}: its attention_config is no list of layers")
 
 
@@ -198,7 +200,7 @@ def to_neox(spec: ModelSpec, tp: int, pp: int, multiple: int, base: Mapping[str,
         raise UnsupportedError(f"GPT-NeoX has no {lost}")
     kept = {key: value for key, value in base.items() if key not in ("mlp_type", "expansion_factor")}
     topology = {"pipe_parallel_size": pp, "model_parallel_size": tp, "make_vocab_size_divisible_by": multiple}
-    values = {one.name: getattr(spec, one.name) for one in fields(spec)}
+    values = {setting.name: getattr(spec, setting.name) for setting in fields(spec)}
     return {**kept, **topology, **write(ROWS, values, {kind}, "the yml", base)}
 
 
@@ -213,5 +215,5 @@ def _kind(spec: ModelSpec) -> str:
         return kind
     activation = f" with the activation {spec.activation}" if kind == "layernorm" else ""
     biases = f" with {' and '.join(spec.biases)}" if spec.biases else ""
-    families = ", ".join(name for name, one in FAMILIES.items() if one.neox)
+    families = ", ".join(name for name, family in FAMILIES.items() if family.neox)
     raise UnsupportedError(f"GPT-NeoX has no {spec.family}{activation}{biases}", f"it has {families}")

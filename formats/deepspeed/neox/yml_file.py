@@ -27,18 +27,18 @@ def read_yml(paths: Iterable[Path]) -> dict[str, Any]:
         try:
             if (size := file_size(path)) > MOST_YAML:
                 raise SourceError(f"{path} has {size} bytes, too many for a configuration")
-            held = _load(path)
+            config = _load(path)
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
             raise SourceError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
         except OSError as error:
             raise SourceError(f"{path}: {error.strerror}") from None
-        if not isinstance(held, dict):
+        if not isinstance(config, dict):
             raise SourceError(f"{path} holds no map of settings")
-        for name, value in held.items():
+        for name, value in config.items():
             key = str(name).replace("-", "_")
             if key in merged and not _same(merged[key], value):
-                said = f"{path} says {key} = {short(value)}, another file {short(merged[key])}"
-                raise SourceError(said, "name the right yml with --config")
+                reason = f"{path} says {key} = {short(value)}, another file {short(merged[key])}"
+                raise SourceError(reason, "name the right yml with --config")
             merged[key] = value
     return merged
 
@@ -66,9 +66,9 @@ def _load(path: Path) -> Any:
         loader.dispose()
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(first: Any, second: Any) -> bool:
     try:
-        return bool(one == other)
+        return bool(first == second)
     except RecursionError:  # a list that holds itself
         return False
 

@@ -65,13 +65,13 @@ def holders(family: Family) -> dict[str, bool]:
 
 def read(path: Path, settings: Settings) -> Checkpoint:
     """Open a folder: its settings and the headers of its files."""
-    found = _fragments(path)
+    fragments = _fragments(path)
     assets = settings.config or (path if (path / "config.json").is_file() else None)
     config = huggingface.read_config(assets) if assets else None
     base = huggingface.read_spec(config, assets, Settings()) if assets and config else None
     spec = params.spec_of(path, settings, base)
-    placed, dropped = match(_slots(spec), {ALONE: found}, (), path)
-    files = tuple(sorted({fragment.path for fragment in found.values()}))
+    placed, dropped = match(_slots(spec), {ALONE: fragments}, (), path)
+    files = tuple(sorted({fragment.path for fragment in fragments.values()}))
     return Checkpoint(path, path, NAME, spec, tuple(placed), tuple(dropped), files, {}, assets, config=config)
 
 
@@ -82,17 +82,17 @@ def _fragments(path: Path) -> dict[str, Fragment]:
         SourceError: a file does not hold what the index says.
     """
     weight_map = huggingface.read_weight_map(path, SINGLE, INDEX)
-    found: dict[str, Fragment] = {}
+    fragments: dict[str, Fragment] = {}
     for name in [SINGLE] if weight_map is None else sorted({*weight_map.values()}):
         tensors = read_safetensors(path / name)[0]
         wrong = [key for key in tensors if weight_map is not None and weight_map.get(key) != name]
         if wrong:
             raise SourceError(f"{path / name} holds {wrong[0]}, which {INDEX} does not place there")
-        found |= tensors
-    lost = [key for key in weight_map or {} if key not in found]
+        fragments |= tensors
+    lost = [key for key in weight_map or {} if key not in fragments]
     if lost:
         raise SourceError(f"{path} lacks {lost[0]}, which {INDEX} names ({len(lost)} in all)")
-    return found
+    return fragments
 
 
 def _slots(spec: ModelSpec) -> list[Slot]:
@@ -119,17 +119,19 @@ def write(root: Path, spec: ModelSpec, dtypes: Mapping[tuple[str, int | None], s
     """
     if spec.family not in params.FAMILIES:
         raise UnsupportedError(f"a {spec.family} has no files of Mistral's own", "see `convert formats`")
-    said = params.written(spec)
-    wanted = {slot.keys[0]: slot for slot in _slots(spec)}
-    entries = [Entry(key, slot_dtype(slot, dtypes), slot.shape) for key, slot in wanted.items()]
+    parameters = params.written(spec)
+    slots = {slot.keys[0]: slot for slot in _slots(spec)}
+    entries = [Entry(key, slot_dtype(slot, dtypes), slot.shape) for key, slot in slots.items()]
     header, offsets = safetensors_header(entries, {"format": "pt"})
     path = root / SINGLE
     placed = tuple(
         Placed(
-            one.name, wanted[one.name], Fragment(path, offsets[one.name], one.dtype, one.shape, row_major(one.shape))
+            entry.name,
+            slots[entry.name],
+            Fragment(path, offsets[entry.name], entry.dtype, entry.shape, row_major(entry.shape)),
         )
-        for one in entries
+        for entry in entries
     )
-    size = len(header) + sum(prod(one.shape) * DTYPES[one.dtype] for one in entries)
+    size = len(header) + sum(prod(entry.shape) * DTYPES[entry.dtype] for entry in entries)
     file = OutputFile(path, size, placed, {}, lambda _: [(0, header)])
-    return Target((file,), {params.NAME: (json.dumps(said, indent=2) + "\n").encode()}, {})
+    return Target((file,), {params.NAME: (json.dumps(parameters, indent=2) + "\n").encode()}, {})

@@ -86,14 +86,14 @@ def spec_of(folder: Path, settings: Settings, base: ModelSpec | None) -> ModelSp
         RefusedError: params.json and config contradict each other.
     """
     path = folder / NAME
-    held = _flat(read_json(path))
+    parameters = _flat(read_json(path))
     where = str(path)
     known = {name for row in TABLE for names in row.keys for name in names}
-    for key, value in held.items():
+    for key, value in parameters.items():
         if key not in (*known, *OF_A_RUN) and value is not None and SILENT.get(key, ...) != value:
             raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported")
-    family = FAMILIES["moe.num_experts" in held]
-    values = read(TABLE, held, _conditions(family), where)
+    family = FAMILIES["moe.num_experts" in parameters]
+    values = read(TABLE, parameters, _conditions(family), where)
     values |= {name: getattr(base, name) for name in ("max_positions",) if base and values[name] is None}
     values |= settings.values
     values |= {} if settings.vocab_size is None else {"vocab": settings.vocab_size}

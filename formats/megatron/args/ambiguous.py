@@ -28,12 +28,12 @@ def named(args: Args, settings: Mapping[str, Any], where: str) -> Args:
     version = version_of(args)
     if version:
         return by_name(args, version)
-    said = [args[name] for name in ("norm_epsilon", "layernorm_epsilon") if args.get(name) is not None]
-    if len({*map(str, said)}) > 1 and "norm_epsilon" not in settings:
+    epsilons = [args[name] for name in ("norm_epsilon", "layernorm_epsilon") if args.get(name) is not None]
+    if len({*map(str, epsilons)}) > 1 and "norm_epsilon" not in settings:
         raise RefusedError(
-            f"{where}: norm_epsilon = {short(said[0])} counts up to Megatron-LM 0.15, layernorm_epsilon = "
-            f"{short(said[1])} since 0.16, and nothing in its args tells the version",
-            f"--set norm_epsilon={said[0]} or --set norm_epsilon={said[1]}",
+            f"{where}: norm_epsilon = {short(epsilons[0])} counts up to Megatron-LM 0.15, layernorm_epsilon = "
+            f"{short(epsilons[1])} since 0.16, and nothing in its args tells the version",
+            f"--set norm_epsilon={epsilons[0]} or --set norm_epsilon={epsilons[1]}",
         )
     return args
 
@@ -57,15 +57,15 @@ def rope_scaling(args: Args, read: Callable[[Args], Scaling], base: ModelSpec | 
     changed = any(row.computed is FAILS for row in rows)  # a stock tree would have ended
     if changed and args.get("yarn_original_max_position_embeddings") is not None:
         return read(args)
-    said, ways = _reading(args, read), []
+    written, ways = _reading(args, read), []
     if changed:
         ways += [_way(base.rope_scaling, "as in the config")] if base and base.rope_scaling else []
     else:
         computed = _reading(heeded(args, version), read)
-        if computed == said:
+        if computed == written:
             return read(args)
         ways += [_way(computed[0], f"stock Megatron-LM {version}")] if computed else []
-    ways += [_way(said[0], "a tree that was changed to heed them")] if said else []
+    ways += [_way(written[0], "a tree that was changed to heed them")] if written else []
     asked = ", ".join(f"{row.dest} = {short(args.get(row.dest))}" for row in rows)
     raise RefusedError(
         f"{where}: Megatron-LM {version} made these args, whose stock tree does not compute {asked}", " or ".join(ways)

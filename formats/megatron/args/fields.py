@@ -300,12 +300,12 @@ def equal(value: Any, known: Any) -> bool:
 
 def _parsed(text: str) -> Iterator[Field]:
     for line in text.strip().splitlines():
-        name, kind, said = line.split(maxsplit=2)
-        said, experts = said.removesuffix(" experts").strip(), said.endswith(" experts")
-        if said in WORDS or said.startswith("with "):
-            yield Field(name, kind, rule=said.removeprefix("with "), experts=experts)
+        name, kind, rest = line.split(maxsplit=2)
+        rest, experts = rest.removesuffix(" experts").strip(), rest.endswith(" experts")
+        if rest in WORDS or rest.startswith("with "):
+            yield Field(name, kind, rule=rest.removeprefix("with "), experts=experts)
             continue
-        choices = [choice.strip() for choice in said.split("|")]
+        choices = [choice.strip() for choice in rest.split("|")]
         same = tuple(choice.removeprefix("= ") for choice in choices if choice.startswith("= "))
         values = tuple(json.loads(choice) for choice in choices if not choice.startswith("= "))
         yield Field(name, kind, values, same, experts=experts)
@@ -339,29 +339,29 @@ def require_understood(
     Raises:
         UnsupportedError: an argument is at a value that has no counterpart, or is of no version.
     """
-    found = [
+    unusual = [
         (field, args[name])
         for name, field in FIELDS.items()
         if name in args and name not in understood and not field.allows(args[name], args)
     ]
-    refused = [(field, value) for field, value in found if field.name not in accept]
+    refused = [(field, value) for field, value in unusual if field.name not in accept]
     if refused:
-        said = "; ".join(
+        listed = "; ".join(
             f"{field.name} = {short(value)} is not supported, only {field.values[0]!r}" for field, value in refused
         )
         words = " ".join(f"--accept {field.name}" for field, _ in refused)
-        raise UnsupportedError(f"{where}: {said}", f"{words} converts the weights as if it were at that value")
+        raise UnsupportedError(f"{where}: {listed}", f"{words} converts the weights as if it were at that value")
     strange = unknown(args, own)
     left = [] if UNKNOWN in accept else [name for name in strange if name not in accept]
     if left:
-        said = ", ".join(f"{name} = {short(args[name])}" for name in left[:MOST_NAMES])
+        listed = ", ".join(f"{name} = {short(args[name])}" for name in left[:MOST_NAMES])
         more = f" and {len(left) - MOST_NAMES} more" if len(left) > MOST_NAMES else ""
         names = left if len(left) <= MOST_NAMES else [UNKNOWN]
         raise UnsupportedError(
-            f"{where}: no Megatron-LM that is known here has these arguments: {said}{more}",
+            f"{where}: no Megatron-LM that is known here has these arguments: {listed}{more}",
             f"if they change neither layout nor computation: {' '.join(f'--accept {name}' for name in names)}",
         )
-    notes = [f"{field.name} = {short(value)} is taken as {field.values[0]!r}" for field, value in found]
+    notes = [f"{field.name} = {short(value)} is taken as {field.values[0]!r}" for field, value in unusual]
     return notes + ([f"unknown arguments are taken for settings of the run: {', '.join(strange)}"] if strange else [])
 
 

@@ -37,7 +37,7 @@ class Fault(NamedTuple):
 
 def given(args: Mapping[str, Any], version: str) -> Iterator[Option]:
     """The options that these args need; those that the version takes from the checkpoint, or has not, are not asked."""
-    for option in (*OPTIONS, *(one for one in BEFORE_OTHERS if since(version, one.known))):
+    for option in (*OPTIONS, *(older for older in BEFORE_OTHERS if since(version, older.known))):
         value = args.get(option.dest)
         if KINDS[option.when](args) and value is not None and (option.default is ALWAYS or value != option.default):
             yield option
@@ -46,7 +46,7 @@ def given(args: Mapping[str, Any], version: str) -> Iterator[Option]:
 def faults(args: Mapping[str, Any], version: str) -> list[Fault]:
     """Why a version does not compute this model; empty if it does."""
     unheeded = ignored(args, version)
-    found = [
+    unsupported = [
         Fault(
             f"it cannot compute {row.patch.name}"
             if row.computed is FAILS and row.patch
@@ -55,20 +55,20 @@ def faults(args: Mapping[str, Any], version: str) -> list[Fault]:
         )
         for row in unheeded
     ]
-    told = {row.when for row in unheeded}
-    found += [
+    reported = {row.when for row in unheeded}
+    unsupported += [
         Fault(f"it has no {option.name}")
         for option in given(args, version)
-        if not since(version, option.known) and option.when not in told
+        if not since(version, option.known) and option.when not in reported
     ]
-    return found + [
+    return unsupported + [
         Fault(row.why)
         for row in ENDS
         if KINDS[row.when](args) and since(version, row.first, row.last) and args.get(row.dest) == row.value
     ]
 
 
-def chosen(args: Mapping[str, Any], wanted: str | None, accepted: Collection[str]) -> tuple[str, list[Fault]]:
+def chosen(args: Mapping[str, Any], asked: str | None, accepted: Collection[str]) -> tuple[str, list[Fault]]:
     """The version that the flags are for, the newest that computes the model where none is named, and its deviations.
 
     Raises:
@@ -81,9 +81,14 @@ def chosen(args: Mapping[str, Any], wanted: str | None, accepted: Collection[str
         return [fault for fault in every[version] if not (fault.patch and fault.patch.name in accepted)]
 
     newest = tuple(reversed(VERSIONS))
-    able = [one for one in newest if not every[one]]
-    best = [*able, *(one for one in newest if not left(one)), *(one for one in newest if _mendable(every[one])), NEWEST]
-    version = wanted or best[0]
+    able = [release for release in newest if not every[release]]
+    best = [
+        *able,
+        *(release for release in newest if not left(release)),
+        *(release for release in newest if _mendable(every[release])),
+        NEWEST,
+    ]
+    version = asked or best[0]
     open_faults = left(version)
     if open_faults:
         first = able[-1] if able else None
@@ -102,9 +107,9 @@ def chosen(args: Mapping[str, Any], wanted: str | None, accepted: Collection[str
     return version, every[version]
 
 
-def _mendable(found: list[Fault]) -> bool:
+def _mendable(missing: list[Fault]) -> bool:
     """Whether a patch makes each of them right."""
-    return all(fault.patch for fault in found)
+    return all(fault.patch for fault in missing)
 
 
 def _way_out(left: list[Fault], args: Mapping[str, Any], able: str | None) -> str:
@@ -124,18 +129,18 @@ def told(patch: Patch, args: Mapping[str, Any]) -> str:
     return f"in {patch.place}, {patch.beside} add {patch.line.format_map(args)}"
 
 
-def flags(args: Mapping[str, Any], wanted: str | None = None, accepted: Collection[str] = ()) -> str:
+def flags(args: Mapping[str, Any], asked: str | None = None, accepted: Collection[str] = ()) -> str:
     """The flags as a text, a line for each; a shell takes its comments for such.
 
     Args:
         args: those that are written.
-        wanted: the version; None for the newest that computes the model.
+        asked: the version; None for the newest that computes the model.
         accepted: the deviations that the user names; names that are for a reader do not count here.
 
     Raises:
         RefusedError: the version does not compute the model.
     """
-    version, deviations = chosen(args, wanted, accepted)
+    version, deviations = chosen(args, asked, accepted)
     patches = dict.fromkeys(told(fault.patch, args) for fault in deviations if fault.patch)
     lines = [f"# flags for Megatron-LM {version}"]
     lines += [f"# it computes this model only with a change: {patch}" for patch in patches]

@@ -383,5 +383,5 @@ def by_name(args: Args, version: str) -> dict[str, Any]:
 
 def version_of(args: Args) -> str | None:
     """The version whose parser made these args, the oldest for all that are older; None if it was none's."""
-    found = [version for name, version in WROTE.items() if name in args]
-    return found[-1] if found else FIRST if all(name in args for name in OLDEST) else None
+    versions = [version for name, version in WROTE.items() if name in args]
+    return versions[-1] if versions else FIRST if all(name in args for name in OLDEST) else None

@@ -1,0 +1,211 @@
+"""Models as llm-compressor publishes them: packed by compressed-tensors itself, read as transformers reads them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.faults.dcp_tools import refused
+from tests.golden.test_quantized import LINEAR, same_model
+
+pytest.importorskip("compressed_tensors", reason="compressed-tensors needs Python 3.11")
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8, "symmetric": True}
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+BLOCKS = FP8 | {"strategy": "block", "block_structure": [24, 40]}
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+MXFP8 = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+
+CASES = {
+    "INT4, as Kimi K2": ("deepseek_v3", "pack-quantized", INT4),
+    "INT4 by rows": ("qwen3", "pack-quantized", INT4 | {"strategy": "channel", "group_size": None}),
+    "INT8 in words": ("llama", "pack-quantized", INT8),
+    "INT8": ("llama", "int-quantized", INT8),
+    "FP8 by rows": ("mistral", "float-quantized", FP8),
+    "FP8 whole": ("qwen3", "float-quantized", FP8 | {"strategy": "tensor"}),
+    "FP8 by blocks": ("llama", "float-quantized", BLOCKS),
+    "NVFP4": ("qwen3", "nvfp4-pack-quantized", NVFP4),
+    "MXFP4": ("llama", "mxfp4-pack-quantized", MXFP4),
+    "MXFP8": ("qwen3", "mxfp8-quantized", MXFP8),
+}
+
+
+def quantized(source: Path, folder: Path, form: str, weights: dict[str, Any]) -> Path:
+    """A copy of a model whose linear layers compressed-tensors has quantized and packed."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    shutil.copytree(source, folder)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    compressor = BaseCompressor.get_value_from_registry(form)
+    random = torch.Generator().manual_seed(1)
+    tensors, ignored = {}, ["lm_head"]
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if not name.endswith(LINEAR) or tensor.shape[1] % (weights.get("group_size") or 8):
+            tensors[name] = tensor
+            ignored += [module] if name.endswith(LINEAR) else []
+            continue
+        state = {"weight": tensor, "weight_scale": scale_of(tensor, form, weights, random)}
+        if form.startswith("nvfp4"):
+            state["weight_global_scale"] = torch.rand(1, generator=random) * 900 + 100
+        packed = compressor.compress(state, scheme)
+        tensors |= {f"{module}.{key}": value.contiguous() for key, value in packed.items() if value is not None}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    rewrite(folder, {
+        "quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": ignored,
+        "kv_cache_scheme": None, "quantization_status": "compressed", "global_compression_ratio": None,
+        "sparsity_config": {}, "transform_config": {}, "version": "0.20.0", "dequantize": True,
+    })  # fmt: skip
+    return folder
+
+
+def scale_of(tensor: torch.Tensor, form: str, weights: dict[str, Any], random: torch.Generator) -> torch.Tensor:
+    """Scales that leave some elements of each kind: as a quantizer finds them, but for their exact values."""
+    rows, columns = tensor.shape
+    high, wide = {
+        "tensor": (rows, columns), "channel": (1, columns), "block": weights.get("block_structure"),
+    }.get(weights["strategy"], (1, weights.get("group_size")))  # fmt: skip
+    grid = (-(-rows // high), -(-columns // wide))
+    scale = (torch.rand(grid, generator=random) + 0.5) * tensor.abs().max() / {4: 6, 8: 100}[weights["num_bits"]]
+    if form.startswith("mx"):
+        return torch.exp2(torch.floor(torch.log2(scale)))
+    if form.startswith("nvfp4"):
+        return (scale * 500).to(torch.float8_e4m3fn).float()
+    return (scale.reshape(1) if weights["strategy"] == "tensor" else scale).bfloat16()
+
+
+def rewrite(folder: Path, quantization: dict[str, Any] | None) -> None:
+    """Say in a folder's config.json how its weights are quantized."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+
+
+@pytest.fixture(scope="module")
+def kimi(model, tmp_path_factory):
+    return quantized(model("deepseek_v3", "bfloat16"), tmp_path_factory.mktemp("kimi") / "hf", "pack-quantized", INT4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_read_is_what_transformers_reads(case, model, convert, tmp_path):
+    name, form, weights = CASES[case]
+    source = quantized(model(name, "bfloat16"), tmp_path / "hf", form, weights)
+    ran = convert("hf2hf", source, tmp_path / "out")
+    assert ran.code == 0, ran.err
+    count = sum(key.endswith(".weight_scale") for key in load_file(source / "model.safetensors"))
+    assert count > 10
+    assert f"{count} tensors of " in ran.err
+    assert "are read as BF16" in ran.err
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    same_model(source, tmp_path / "out")
+    assert (
+        convert("digest", source, "-j", 3, "--memory", "200KB").out.split()[0]
+        == (convert("digest", tmp_path / "out").out.split()[0])
+    )
+
+
+def test_it_goes_to_megatron_and_back(kimi, convert, tmp_path):
+    assert convert("hf2megatron", kimi, tmp_path / "m", "--ep", 2, "--tp", 2).code == 0
+    assert convert("megatron2hf", tmp_path / "m", tmp_path / "back").code == 0
+    same_model(kimi, tmp_path / "back")
+
+
+def test_scales_of_activations_are_left_out(model, convert, tmp_path):
+    source = quantized(model("mistral", "bfloat16"), tmp_path / "hf", "float-quantized", FP8)
+    tensors = load_file(source / "model.safetensors")
+    for key in [key for key in tensors if key.endswith("k_proj.weight_scale")]:
+        tensors[key.replace("weight_scale", "input_scale")] = torch.ones(1, dtype=torch.bfloat16)
+        tensors[key.replace("k_proj.weight_scale", "k_scale")] = torch.ones(1, dtype=torch.bfloat16)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    ran = convert("hf2hf", source, tmp_path / "out")
+    assert ran.code == 0, ran.err
+    assert "without 8 scales of activations" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format": "mixed-precision"}, "mixed-precision with weights of type int and 4 bits is not supported"),
+        ({"weights": {"symmetric": False}}, "weights with symmetric = False are not supported"),
+        ({"weights": {"actorder": "group"}}, "weights with actorder = 'group' are not supported"),
+        ({"weights": {"num_bits": 3}}, "pack-quantized with weights of type int and 3 bits is not supported"),
+        ({"weights": {"group_size": 0}}, "scales by group of 0 are not supported"),
+        ({"weights": {"rotated": True}}, "weights with rotated = True are not supported"),
+        ({"transform_config": {"config_groups": {"u": {}}}}, "transform_config = "),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config = "),
+        ({"config_groups": {}}, "without a format and groups is not supported"),
+        ({"config_groups": {"a": {"targets": ["Linear"]}}}, "a group without weights is not supported"),
+    ],
+)
+def test_what_is_not_understood_is_refused(change, words, kimi, convert, tmp_path):
+    folder = shutil.copytree(kimi, tmp_path / "hf")
+    quantization = json.loads((folder / "config.json").read_text())["quantization_config"]
+    quantization["config_groups"]["group_0"]["weights"] |= change.get("weights", {})
+    rewrite(folder, quantization | {key: value for key, value in change.items() if key != "weights"})
+    refused(convert("hf2hf", folder, tmp_path / "out"), 4, words, "--verbatim")
+    assert convert("hf2hf", folder, tmp_path / "kept", "--verbatim").code == 0
+
+
+def test_a_config_that_names_no_quantization(kimi, convert, tmp_path):
+    folder = shutil.copytree(kimi, tmp_path / "hf")
+    rewrite(folder, None)
+    refused(convert("inspect", folder), 3, "_proj.weight_scale, and config.json beside it no quantization_config")
+
+
+def test_weights_of_several_kinds_are_refused(kimi, convert, tmp_path):
+    folder = shutil.copytree(kimi, tmp_path / "hf")
+    quantization = json.loads((folder / "config.json").read_text())["quantization_config"]
+    quantization["config_groups"]["group_1"] = {"format": "float-quantized", "targets": ["re:.*mlp.*"], "weights": FP8}
+    rewrite(folder, quantization)
+    refused(convert("hf2hf", folder, tmp_path / "out"), 4, "weights of several kinds (FP8 and INT4)")
+
+
+def test_a_weight_that_is_there_twice(kimi, convert, tmp_path):
+    folder = shutil.copytree(kimi, tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.o_proj.weight"] = torch.ones(2, 2)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    refused(convert("hf2hf", folder, tmp_path / "out"), 3, "o_proj.weight is there too")
+
+
+def test_scales_of_weights_in_floats(model, convert, tmp_path):
+    """As they are while a model is calibrated: what it computes is rounded as it runs."""
+    folder = quantized(model("llama", "bfloat16"), tmp_path / "hf", "float-quantized", FP8)
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {key: value.bfloat16() if value.itemsize == 1 else value for key, value in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    refused(convert("hf2hf", folder, tmp_path / "out"), 4, "weight_scale for BF16, not F8_E4M3")
+
+
+@pytest.mark.parametrize(
+    ("ending", "change", "code", "words"),
+    [
+        ("o_proj.weight_scale", lambda tensor: None, 3, "weight_packed, and no file its"),
+        ("o_proj.weight_scale", lambda tensor: tensor[:, :-1], 3, "its elements imply BF16["),
+        ("o_proj.weight_scale", lambda tensor: tensor.half(), 4, "is F16, not F32 or BF16"),
+        ("o_proj.weight_scale", lambda tensor: tensor * -1, 5, "quantized by finite and positive scales"),
+        ("o_proj.weight_packed", lambda tensor: tensor[:, :-2], 3, "its elements imply BF16["),
+        ("o_proj.weight_packed", lambda tensor: tensor[:, :-1], 3, "its elements imply BF16["),
+        ("o_proj.weight_packed", lambda tensor: tensor[None], 4, "no matrix"),
+        ("o_proj.weight_packed", lambda tensor: None, 3, "o_proj"),
+    ],
+)
+def test_what_does_not_fit_is_refused(ending, change, code, words, kimi, convert, tmp_path):
+    folder = shutil.copytree(kimi, tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    key = next(key for key in tensors if key.endswith(ending))
+    changed = change(tensors.pop(key))
+    if changed is not None:
+        tensors[key] = changed.contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    refused(convert("hf2hf", folder, tmp_path / "out"), code, words)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,116 @@
+"""--quantize fp8-block: the bits of transformers' own quantizer, in folders that transformers loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+from converters.move.quantize import to_e4m3
+from tests.faults.dcp_tools import refused
+
+SIZES = {"hidden_size": 256, "head_dim": 64, "vocab_size": 300}
+MODELS = {
+    "llama": SIZES | {"intermediate_size": 384},
+    "qwen3_moe": SIZES | {"moe_intermediate_size": 128, "intermediate_size": 200},
+}
+"""Some of whose matrices have whole blocks of 128 x 128, and some not."""
+
+
+def theirs(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors, quantized by transformers."""
+    quantizer = Fp8Quantize(SimpleNamespace(quantization_config=FineGrainedFP8Config()))
+    changed = {}
+    for name, tensor in tensors.items():
+        linear = name.endswith("_proj.weight")
+        changed |= quantizer.convert({name: tensor}) if linear else {name: tensor}
+    return changed
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_it_writes_what_transformers_quantizes(name, dtype, model, convert, tmp_path):
+    source = model(name, dtype, **MODELS[name])
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.self_attn.o_proj.weight"][:128, :128] = 0  # a block of zeros
+    folder = shutil.copytree(source, tmp_path / "hf")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    ran = convert("hf2hf", folder, tmp_path / "out", "--quantize", "fp8-block", "--memory", "200KB")
+    assert ran.code == 0, ran.err
+    written, expected = load_file(tmp_path / "out/model.safetensors"), theirs(tensors)
+    assert written.keys() == expected.keys()
+    count = sum(key.endswith("_scale_inv") for key in written)
+    assert 8 < count < len(tensors)
+    for key, tensor in expected.items():
+        assert written[key].dtype == tensor.dtype, key
+        assert torch.equal(written[key].view(torch.uint8), tensor.view(torch.uint8)), key
+    plan = json.loads(convert("hf2hf", folder, tmp_path / "plan", "--quantize", "fp8-block", "-n", "--json").out)
+    assert plan["edges"] == {"quantize to FP8 by blocks": 2 * count}
+    assert convert("verify", tmp_path / "out").code == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_loads_it(name, model, convert, tmp_path):
+    source = model(name, "bfloat16", **MODELS[name])
+    assert convert("hf2hf", source, tmp_path / "out", "--quantize", "fp8-block").code == 0
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert config["quantization_config"]["weight_block_size"] == [128, 128]
+    assert "lm_head" in config["quantization_config"]["modules_to_not_convert"]
+    # in BF16, as on every machine without a kernel for FP8
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert convert("hf2hf", tmp_path / "out", tmp_path / "back").code == 0
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, back(tokens).logits)
+
+
+def test_every_float_becomes_the_byte_that_torch_gives():
+    random = np.random.default_rng(0)
+    words = random.integers(0, 1 << 32, 1 << 18, np.uint32)
+    values = np.concatenate([words.view(np.float32), random.normal(0, 100, 1 << 16).astype(np.float32)])
+    bytes_of_e4m3 = np.arange(256, dtype=np.uint8)
+    exact = torch.from_numpy(bytes_of_e4m3).view(torch.float8_e4m3fn).float().numpy()
+    between = (exact[:126] + exact[1:127]) / 2
+    values = np.concatenate([values, exact, between, -between, np.nextafter(between, 0, dtype=np.float32)])
+    values = np.clip(values[np.isfinite(values)], -448, 448).astype(np.float32)
+    expected = torch.from_numpy(values).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    assert np.array_equal(to_e4m3(values), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "code", "words"),
+    [
+        ("llama", ["--dtype", "fp32"], 4, "holds weights of 8 bits with scales"),
+        ("llama", ["--verbatim"], 4, "cannot be quantized: --verbatim"),
+        ("gpt_oss", [], 4, "experts in one tensor"),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused(name, options, code, words, model, convert, tmp_path):
+    source = model(name, "bfloat16", **MODELS.get(name, {}))
+    refused(convert("hf2hf", source, tmp_path / "out", "--quantize", "fp8-block", *options), code, words)
+
+
+def test_a_model_without_whole_blocks(model, convert, tmp_path):
+    ran = convert("hf2hf", model("llama", "bfloat16"), tmp_path / "out", "--quantize", "fp8-block")
+    refused(ran, 5, "has no linear layer of whole blocks of 128 x 128")
+
+
+def test_a_weight_that_is_no_number(model, convert, tmp_path):
+    folder = shutil.copytree(model("llama", "bfloat16", **MODELS["llama"]), tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    ran = convert("hf2hf", folder, tmp_path / "out", "--quantize", "fp8-block")
+    refused(ran, 5, "a weight is NaN or infinite")
+    assert not (tmp_path / "out").exists()

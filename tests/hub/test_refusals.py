@@ -33,6 +33,7 @@ def test_a_hub_that_is_not_there_is_exit_8(push, converted, env):
     ran = push(converted, "acme/m", HF_ENDPOINT="http://127.0.0.1:9")
     assert ran.code == 8
     assert "acme/m cannot be reached" in ran.err
+    assert "Connection refused" in ran.err
     assert "hint: convert push" in ran.err
 
 

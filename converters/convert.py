@@ -254,7 +254,7 @@ def check_paths(source: Checkpoint, request: Request, others: Iterable[Path] = (
     if is_elsewhere(out):
         raise UnsupportedError(f"{out} is in a store, and this is written into a folder", "name a folder")
     if out.exists() and not out.is_dir():
-        raise OutputError(f"{out} exists and is no folder")
+        raise OutputError(f"{out} exists and is not a folder")
     if out.suffix in FILES:
         raise OutputError(f"OUT is a folder, and {out} is named like a file", f"name it {out.with_suffix('')}")
     if out.is_symlink() and not out.exists():

@@ -114,7 +114,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
     for folder in _folders(path):
         signs.check_unknown(folder)
     raise SourceError(
-        f"{path} is no checkpoint of a known format; it holds {some(entries, 6) or 'nothing'}",
+        f"{path} is not a checkpoint of a known format; it contains {some(entries, 6) or 'nothing'}",
         "`convert formats` lists what is read",
     )
 

@@ -62,7 +62,7 @@ READ = (MEGATRON_FSDP, DIST, MEGATRON)
 @click.option(
     "--with-optimizer",
     is_flag=True,
-    help="Of a training in another framework: FP32 master weights, moments and step too, so that Megatron resumes it.",
+    help="Convert the optimizer too (FP32 master weights, moments, step), so that Megatron resumes the training.",
 )
 @click.option(
     "--consumed-samples",
@@ -77,7 +77,7 @@ READ = (MEGATRON_FSDP, DIST, MEGATRON)
 def hf2megatron(src: Path, out: Path, **options: Any) -> None:
     """Any checkpoint to Megatron: tensor and pipeline shards, or one for any topology.
 
-    From Megatron to Megatron it is `convert reshard`.
+    From Megatron to Megatron use `convert reshard`.
     """
     source = opened(src, options)
     if format_of(source) in READ:
@@ -198,7 +198,7 @@ def hf2mistral(src: Path, out: Path, **options: Any) -> None:
     """Any checkpoint of a Mistral or Mixtral to Mistral's own files: consolidated.safetensors with params.json."""
     source = opened(src, options)
     if format_of(source) is MISTRAL:
-        raise UsageError(f"{src} holds Mistral's own files already", "nothing is to be done")
+        raise UsageError(f"{src} holds Mistral's own files already", "there is nothing to do")
     convert_to("mistral", source, out, options)
 
 
@@ -214,7 +214,7 @@ def hf2mistral(src: Path, out: Path, **options: Any) -> None:
 @click.option(
     "--with-optimizer",
     is_flag=True,
-    help="Of a training in any framework: FP32 master weights, moments and step too; any number of ranks resumes it.",
+    help="Convert the optimizer too (FP32 master weights, moments, step); any number of ranks resumes the training.",
 )
 @deepspeed_reading
 @reading
@@ -243,7 +243,7 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
 @click.option(
     "--with-optimizer",
     is_flag=True,
-    help="Megatron: FP32 master weights, moments, step and scheduler too, to resume at the new topology.",
+    help="Megatron: the optimizer and its scheduler too, to resume at the new topology.",
 )
 @optimizer_kind
 @deepspeed_reading
@@ -256,6 +256,6 @@ def reshard(src: Path, out: Path, **options: Any) -> None:
         raise UsageError(f"{src} is a checkpoint of the format {source.format}, which has no shards", USE_HF2MEGATRON)
     if format_of(source) is NEOX and options["with_optimizer"]:
         raise UsageError(
-            "--with-optimizer is for Megatron", "`convert zero2universal` takes the optimizer of GPT-NeoX along"
+            "--with-optimizer is for Megatron", "`convert zero2universal` converts the optimizer of GPT-NeoX too"
         )
     convert_to("neox" if format_of(source) is NEOX else "megatron", source, out, options)

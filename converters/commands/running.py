@@ -55,7 +55,7 @@ def require_new(path: Path) -> None:
     if path.exists():
         raise OutputError(f"{path} exists", "choose another name")
     if not path.parent.is_dir():
-        raise OutputError(f"{path.parent} is no folder", "make it first")
+        raise OutputError(f"{path.parent} is not a folder", "make it first")
 
 
 def write_new(path: Path, text: str) -> None:

@@ -50,10 +50,12 @@ submitting = together(
                  help="YAML with slurm: {site, account, …} and container: {image}.  [$VITRUVIAN_SETTINGS]"),
     click.option("--site", envvar="VITRUVIAN_SITE", default="local", show_default=True,
                  help="lumi, leonardo, or another one of containers/sites."),
-    click.option("--account", metavar="PROJECT", help="Who pays.  [default: sbatch's, such as $SBATCH_ACCOUNT]"),
+    click.option("--account", metavar="PROJECT",
+                 help="Project that is billed.  [default: sbatch's, such as $SBATCH_ACCOUNT]"),
     click.option("--partition", help="[default: the site's]"),
     click.option("--nodes", type=click.IntRange(1), help="[default: 1]"),
-    click.option("--time", metavar="H:M:S", help="Limit of a job.  [default: what it needs, or the most there is]"),
+    click.option("--time", metavar="H:M:S",
+                 help="Limit of a job.  [default: the estimate, within the limit of the partition]"),
     click.option("--sbatch", multiple=True, metavar="NAME=VALUE", help="Any other option, such as qos=boost_qos_dbg."),
     click.option("--image", type=FILE, envvar="VITRUVIAN_IMAGE", metavar="X.sif",
                  help="Run in this image.  [default: this Python]"),
@@ -117,16 +119,16 @@ def hand_over(job: Job, dry_run: bool) -> str:
     "parts",
     type=click.IntRange(2),
     metavar="N",
-    help="Split it over N tasks; one more job does what they have left, verifies and publishes.",
+    help="Split it over N tasks; one more job finishes and verifies.",
 )
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="COMMAND SRC OUT …")
 @click.pass_context
 def submit(context: click.Context, /, words: tuple[str, ...], **options: Any) -> None:
-    """A conversion as a job without GPUs, or as several.
+    """Submit a conversion to Slurm, as one job without GPUs or as several.
 
-    It is planned here, from headers only; memory, time and partition come from the plan. A job whose time is up is
-    followed by another one, which resumes. With --part that is the last job, for which -n prints a name in place of
-    the number that it waits for. `watch` becomes a chain of short jobs, each of which looks once.
+    The plan, made here from headers alone, gives memory, time and partition. A job that runs out of time is followed
+    by one that resumes. With --part a last job waits for all others; -n prints a placeholder for their job ids. `watch`
+    becomes a chain of short jobs, each of which checks once.
     """  # \b is the sign of click for lines as they stand
     from converters.common.cores import MOST
     from converters.common.progress import size

@@ -75,8 +75,8 @@ def found(path: Path) -> Format | None:
 def to(context: click.Context, /, target: str, src: Path, out: Path, words: Sequence[str]) -> None:
     """Any checkpoint to FORMAT: hf, megatron, fsdp, neox, zero or mistral.
 
-    It is the command that is named after the two formats, and takes the options of that: `convert hf2megatron --help`,
-    for instance. They stand after OUT.
+    Same as the command named after the two formats, whose options it takes after OUT: see `convert hf2megatron --help`,
+    for instance.
     """
     wanted = called(target)
     if not wanted:

@@ -45,7 +45,7 @@ IDLE = 48
     default=5,
     show_default=True,
     metavar="MIN",
-    help="Minutes between two looks.",
+    help="Minutes between two checks.",
 )
 @click.option(
     "--idle",
@@ -55,7 +55,7 @@ IDLE = 48
     metavar="HOURS",
     help="End when no checkpoint was new for so long.",
 )
-@click.option("--once", is_flag=True, help="Look once. Exit code 75 while the watch is not over.")
+@click.option("--once", is_flag=True, help="Check once. Exit code 75 as long as the watch is not finished.")
 @click.option("--keep", type=click.IntRange(1), metavar="N", help="Delete all but the newest N of DIR.  [default: all]")
 @click.option("--keep-every", type=click.IntRange(1), metavar="STEPS", help="Keep those of such steps too.")
 @shard_size
@@ -118,7 +118,7 @@ def _watch_of(run: Path, options: Mapping[str, Any]) -> Watch:
     if options["out"].absolute() == run.absolute():
         raise UsageError(f"--out {run} is the folder of the training itself", "--out models, for instance")
     if not run.is_dir():
-        raise SourceError(f"{run} is no folder", "name that of the training, before its first checkpoint too")
+        raise SourceError(f"{run} is not a folder", "name that of the training, before its first checkpoint too")
     if options["push"]:
         check_names(options["push"], None)
         if not options["dry_run"]:

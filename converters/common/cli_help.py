@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Any
 
 import click
 
@@ -12,8 +13,8 @@ MANY = 12
 """Options that need no titles."""
 TITLES: Mapping[str, str] = {
     "What SRC is": """
-        config tokenizer family vocab_size settings accept drop verbatim allow_missing container gqa_layout tag weights
-        adapter source splits revision inputs tokenizer_type form key""",
+        config tokenizer family vocab_size settings accept only drop verbatim allow_missing container gqa_layout tag
+        weights adapter source splits revision inputs tokenizer_type form key""",
     "How OUT is cut": """
         format archive for_trainer tp pp vpp first_stage_layers last_stage_layers pp_layout ep etp experts
         glu_interleave norm layout make_vocab_size_divisible_by true_vocab_size megatron_version ranks shard_size
@@ -32,6 +33,12 @@ TITLES: Mapping[str, str] = {
 
 class Helped(click.Command):
     """A command whose options stand under titles where they are many."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for option in self.params:
+            if isinstance(option, click.Option) and isinstance(option.type, click.IntRange | click.types.IntParamType):
+                option.metavar = option.metavar or "N"
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options."""

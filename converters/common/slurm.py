@@ -239,7 +239,7 @@ def megabytes_of(text: str) -> float:
     """
     match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
     if match is None:
-        raise UsageError(f"--sbatch mem={text} is no size such as 30800 or 28G")
+        raise UsageError(f"--sbatch mem={text} is not a size such as 30800 or 28G")
     return int(match[1]) * 1024.0 ** ("KMGT".index(match[2] or "M") - 1)
 
 
@@ -251,7 +251,7 @@ def seconds_of(text: str) -> int:
     """
     match = re.fullmatch(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+)(?::(\d+))?(?::(\d+))?)", text)
     if match is None:
-        raise UsageError(f"--time {text} is no time such as 20:00:00 or 1-12")
+        raise UsageError(f"--time {text} is not a time such as 20:00:00 or 1-12")
     days, *dayed, first, second, third = (int(part or 0) for part in match.groups())
     hours, minutes, seconds = dayed if match[1] else (first, second, third) if match[7] else (0, first, second)
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.common.hub_names import place_of
 from converters.common.manifest import check_manifest, total
+from converters.common.progress import size
 from converters.convert import check_paths, check_room, run, run_share
 from converters.library.options import (
     Conversion,
@@ -118,7 +119,9 @@ class Plan:
     plan: plans.Plan = field(repr=False)
 
     def __repr__(self) -> str:
-        return f"Plan({len(self.plan.jobs)} tensors, {self.nbytes} bytes, {len(self.files)} files)"
+        source, written = self.record["source"], self.record.get("target")
+        into = f"{len(written['files'])} files of {size(written['bytes'])}" if written else "nothing"
+        return f"Plan({self.record['jobs']} tensors of {source['format']}, into {into})"
 
     @cached_property
     def record(self) -> dict[str, Any]:

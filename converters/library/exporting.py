@@ -117,7 +117,7 @@ class Exporter:
         options: those of `vitruvian.convert`, such as `config` and `dtype`.
 
     Raises:
-        UsageError: an option is unknown or has an impossible value, or `push` is no name on the Hub.
+        UsageError: an option is unknown or has an impossible value, or `push` is not a valid name on the Hub.
     """
 
     def __init__(
@@ -223,6 +223,6 @@ def exporter(out: Place, *, push: str | None = None, waiting: int = 1, **options
         options: those of `convert`, such as `config="BASE"` and `dtype="bf16"`.
 
     Raises:
-        UsageError: an option is unknown or has an impossible value, or `push` is no name on the Hub.
+        UsageError: an option is unknown or has an impossible value, or `push` is not a valid name on the Hub.
     """
     return Exporter(out, push, waiting, options)

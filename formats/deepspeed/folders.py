@@ -108,7 +108,7 @@ def locate(path: Path, tag: str | None) -> tuple[Path, Path]:
     else:
         said = "--tag says"
     if not tag.isprintable() or Path(tag).name != tag or tag in ("", "..") or len(tag) > 255:
-        raise SourceError(f"{said} {short(tag)}, which is no name of a folder", present)
+        raise SourceError(f"{said} {short(tag)}, which is not a folder name", present)
     if (path / tag).is_symlink() and not (path / tag).exists():
         raise SourceError(f"{path / tag} is a link to {(path / tag).readlink()}, which is not there", present)
     if not (path / tag).is_dir():

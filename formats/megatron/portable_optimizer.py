@@ -108,7 +108,7 @@ def native(source: Checkpoint, found: Optimizer) -> tuple[Native, list[str]]:
         "wd_incr_steps": 0, "wd_incr_style": "constant",
     }  # fmt: skip
     notes = [
-        "Megatron resumes with --override-opt_param-scheduler: the schedule of the other framework is not taken along"
+        "Megatron resumes with --override-opt_param-scheduler: the schedule of the other framework is not converted"
     ]
     if found.samples is None:
         notes.append(

@@ -131,7 +131,7 @@ class TorchKernel:
 
 
 class LocalNorm:
-    """The norm of the local layers: with Apex's class where weights are stored less one, which torch's refuses."""
+    """The norm of the local layers: with Apex's class where weights are stored minus 1, which torch's refuses."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, **kwargs: Any) -> Any:
         centred = config.layernorm_zero_centered_gamma
@@ -163,7 +163,7 @@ def patch_for_cpu() -> None:
     fork, for dropout even when it is 0: tensor_parallel/random.py:243.
     cuda() of a tied head, while building: models/common/language_module/language_module.py:244.
     HAVE_TE, which is true without it: transformer/multi_latent_attention.py:185.
-    Apex, of norms whose weights are stored less one: fusions/fused_layer_norm.py:26.
+    Apex, of norms whose weights are stored minus 1: fusions/fused_layer_norm.py:26.
     te_general_gemm, of a router where Transformer Engine can be imported: transformer/moe/moe_utils.py.
     """
     share_gloo_device()

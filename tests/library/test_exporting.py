@@ -52,7 +52,7 @@ def test_what_finds_no_room_is_skipped(model, tmp_path):
     [
         ({"colour": 1}, "there is no option colour"),
         ({"dtype": "int4"}, "is not one of"),
-        ({"push": "bad name!"}, "is no name on the Hub"),
+        ({"push": "bad name!"}, "is not a valid name on the Hub"),
         ({"waiting": -1}, "waiting = -1"),
     ],
 )

@@ -23,7 +23,7 @@ class Weights(click.ParamType):  # type: ignore[type-arg]  # generic since click
         try:
             return [float(word) for word in str(value).split(",")]
         except ValueError:
-            self.fail(f"{value!r} is no list such as 0.5,0.3,0.2", param, ctx)
+            self.fail(f"{value!r} is not a list such as 0.5,0.3,0.2", param, ctx)
 
 
 @command()

@@ -30,8 +30,10 @@ def request_of(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Req
     limits = Limits(options["threads"], options["memory"], policy, accepted=options["accept"])
     cast = None if options["dtype"] == "keep" else options["dtype"]
     quiet = options["quiet"] or options["as_json"]
-    named = named_of(options)
-    return Request(place_of(out), cast, limits, options["force"], options["verify"], quiet, named=named)
+    named, stripes = named_of(options), options["stripes"]
+    return Request(
+        place_of(out), cast, limits, options["force"], options["verify"], quiet, named=named, stripes=stripes
+    )
 
 
 def output_of(options: Mapping[str, Any]) -> Output:
@@ -53,7 +55,7 @@ def require_new(path: Path) -> None:
     if path.exists():
         raise OutputError(f"{path} exists", "choose another name")
     if not path.parent.is_dir():
-        raise OutputError(f"{path.parent} is no folder", "make it first")
+        raise OutputError(f"{path.parent} is not a folder", "make it first")
 
 
 def write_new(path: Path, text: str) -> None:

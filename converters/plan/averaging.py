@@ -70,7 +70,7 @@ def last_of(run: Path, count: int) -> list[Path]:
         SourceError: there are not so many.
     """
     if not run.is_dir():
-        raise SourceError(f"{run} is no folder", "name the run, in which the checkpoints are")
+        raise SourceError(f"{run} is not a folder", "name the run, in which the checkpoints are")
     named = [(int(number[0]), name) for name in steps(run) if (number := re.search(r"\d+$", name))]
     names = [name for _, name in sorted(named)]
     if len(names) < count:

@@ -153,8 +153,8 @@ class Job:
         added = [f"sum over {1 + len(self.replicas)} ranks"] if self.partial and self.replicas else []
         summed = [one for term in self.terms for one in term.job.edges] + ([self.edge] if self.edge else [])
         plus = any(term.job.less_one[0] for term in self.terms) or self.shift > 0
-        moved = ["add one to a norm that is stored less one"] if plus and self.targets else []
-        moved += ["take one off a norm"] if self.shift < 0 and self.targets else []
+        moved = ["add 1 to a norm that is stored minus 1"] if plus and self.targets else []
+        moved += ["subtract 1 from a norm"] if self.shift < 0 and self.targets else []
         return (*(f"dequantize {method} to BF16" for method in coded), *rounded, *added, *cast, *moved, *grow, *summed)
 
 

@@ -70,7 +70,7 @@ def unread(path: Path) -> str:
     if not all(both.values()):
         return ""
     safe, other = (names[0] for names in both.values())
-    return f"{path} holds {safe} and {other}: the first is read, as transformers does; nobody compares them"
+    return f"{path} holds {safe} and {other}: the first is read, as transformers does; they are not compared"
 
 
 def strays(path: Path) -> list[str]:
@@ -178,7 +178,7 @@ def _read_pickled(path: Path) -> dict[str, Fragment]:
     found = {}
     for key, value in file.value.items():
         if not isinstance(value, TensorRef):
-            raise UnsupportedError(f"{path} holds {short(key)}, which is no tensor")
+            raise UnsupportedError(f"{path} holds {short(key)}, which is not a tensor")
         found[str(key)] = file.fragment(value, str(key))
     return found
 
@@ -271,7 +271,7 @@ def read_weight_map(path: Path, single: str = SINGLE, index: str = INDEX) -> dic
         named = FILE_NAME.fullmatch(name) if isinstance(name, str) else None
         if not named or not single.endswith(named[1]):
             raise SourceError(
-                f"{path / index} places {short(key)} in {short(name)}, which is no file name in the folder"
+                f"{path / index} places {short(key)} in {short(name)}, which is not a file name in the folder"
             )
     if (path / single).is_file() and set(weight_map.values()) != {single}:
         raise SourceError(

@@ -20,12 +20,13 @@ DIST = replace(
     about=ABOUT,
     reads="formats.megatron.torch_dist",
     reader_options=("adapter",),
+    signs=r".*\.metadata|.*\.distcp|common\.pt",
     ranked=False,
 )
 MEGATRON_FSDP = replace(
-    MEGATRON,
+    DIST,
     name="megatron_fsdp",
     about="Megatron-LM's --ckpt-format fsdp_dtensor: torch DCP of Megatron-FSDP, under the names of its modules",
     reads="formats.megatron.fsdp_dtensor",
-    ranked=False,
+    reader_options=MEGATRON.reader_options,
 )

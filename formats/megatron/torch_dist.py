@@ -21,7 +21,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +314,7 @@ def write(
             ranks[stage * options.mesh.ranks + rank].append(_stored(slot, cut, spec, options.norm))
     if optimizer:
         ranks = [[*held, *_states_of(optimizer, held)] for held in ranks]
+    ranks = [[*chain.from_iterable(ranks)]] if options.archive else ranks
     extra = dict.fromkeys(_extra_states(spec, options.norm), packed([None]))
     files, metadata = dcp_writer.layout(root / folder, ranks, dtypes, objects=extra)
     merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration)

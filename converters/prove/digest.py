@@ -67,16 +67,14 @@ def check_source(plan: Plan, digests: Mapping[str, str]) -> None:
     """Compare what was read with the manifest that travels with the source, if there is one.
 
     Master weights that are written as the weights are not: they were compared with those that the manifest is of.
-    Neither are tensors that are read as parts of others, which it does not have.
+    Neither are tensors that are read as parts of others, which it does not have, nor moments instead of weights.
 
     Raises:
         VerificationError: the source is not what it was when its manifest was written.
     """
     _, remembered = read_manifest(plan.source.home) or ({}, {})
-    states, moment = remembered_states(plan.source.home), plan.source.settings.weights
-    if moment in STATES[1:]:  # which are read as if they were the weights
-        remembered = {name.removeprefix(f"{moment}."): one for name, one in states.items() if name.startswith(moment)}
-    remembered = {} if plan.source.original else {**remembered, **states}
+    moments = plan.source.settings.weights in STATES[1:]  # which are read under the names of the weights
+    remembered = {} if plan.source.original or moments else {**remembered, **remembered_states(plan.source.home)}
     kept = [job.name for job in plan.jobs if not (job.edges or (job.twins and not job.state))]
     wrong = [name for name in kept if remembered.get(name, digests[name]) != digests[name]]
     if wrong:

@@ -65,7 +65,7 @@ def plan(run: Path, settings: Settings, request: Request) -> Averaging:
 
     Raises:
         UnsupportedError: there is one tensor parallel rank, and so one copy; or it is no checkpoint of GPT-NeoX.
-        SourceError: what would be copied or linked is no file of the checkpoint.
+        SourceError: what would be copied or linked is not a file of the checkpoint.
     """
     signs.check(run)
     settings = replace(settings, gqa_layout="blocked")  # which no norm depends on
@@ -114,7 +114,7 @@ def _require_own(home: Path, weights: Collection[Path]) -> None:
         if path not in weights:
             require_inside(path, home)
         if not path.is_file() and not path.is_dir():
-            raise SourceError(f"{path} is no regular file", "remove it if it is not of the checkpoint")
+            raise SourceError(f"{path} is not a regular file", "remove it if it is not of the checkpoint")
 
 
 def _moved(job: Job, home: Path, out: Path) -> tuple[Part, ...]:

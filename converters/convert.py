@@ -21,6 +21,7 @@ from converters.common.atomic import stoppable, sync_folder
 from converters.common.manifest import check_manifest, small_digests
 from converters.common.progress import Progress
 from converters.common.room import require_room
+from converters.common.stripes import stripe
 from converters.move.blocks import Files, finish_files
 from converters.move.crc32 import Checksums
 from converters.move.engine import digest_of, execute
@@ -42,7 +43,7 @@ from formats.errors import (
     some,
 )
 from formats.model.spec import Verbatim, differences
-from formats.registry import FORMATS, open_checkpoint, steps
+from formats.registry import detected, open_checkpoint, steps
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
@@ -217,6 +218,9 @@ def _execute(
 def make_files(files: Iterable[OutputFile], request: Request) -> None:
     """Make the files of weights in the staging folder, each of its size; those that are there stay as they are."""
     every = [*files]
+    if request.stripes and not request.root.exists():
+        request.root.mkdir(parents=True, exist_ok=True)  # of several processes any may be the first
+        stripe(request.root)
     for path in {file.path.parent for file in every} | {request.root}:
         path.mkdir(parents=True, exist_ok=True)
     for file in every:
@@ -228,7 +232,7 @@ def finish_small(plan: Plan, target: Target, request: Request, digests: Mapping[
     """Write the small files into the staging folder."""
     digest.check_source(plan, digests)
     assets.write(request.root, target.texts, target.copies)
-    if plan.again is None:
+    if plan.again is None or plan.remembered:
         small = sorted(name for name in {*target.texts, *target.copies} if is_read_with_model(PurePath(name).name))
         home = request.root / target.home
         held = small_digests(home, [os.path.relpath(name, target.home) for name in small])
@@ -250,7 +254,7 @@ def check_paths(source: Checkpoint, request: Request, others: Iterable[Path] = (
     if is_elsewhere(out):
         raise UnsupportedError(f"{out} is in a store, and this is written into a folder", "name a folder")
     if out.exists() and not out.is_dir():
-        raise OutputError(f"{out} exists and is no folder")
+        raise OutputError(f"{out} exists and is not a folder")
     if out.suffix in FILES:
         raise OutputError(f"OUT is a folder, and {out} is named like a file", f"name it {out.with_suffix('')}")
     if out.is_symlink() and not out.exists():
@@ -300,8 +304,7 @@ def check_replaceable(request: Request, others: Callable[[], Sequence[str]]) -> 
     place = request.place
     if not request.force:
         raise OutputError(f"{request.out} exists", "choose another folder, or delete it with --force")
-    known = any(form.reader.detect(place) for form in FORMATS.values())
-    if not known:
+    if detected(place) is None:
         raise OutputError(
             f"{request.out} exists and is no checkpoint", "--force deletes checkpoints only; remove it yourself"
         )

@@ -40,11 +40,15 @@ class OptionNeededError(SourceError):
     """What is there can be read only with an option, such as the config that it lacks.
 
     `known` gives what the files tell without it, where a reader can say: their format, tensors, types and bytes.
+    `assumed` names options and values with which `inspect` can look at it: what it prints does not depend on them.
     """
 
-    def __init__(self, message: str, hint: str = "", known: Callable[[], Mapping[str, Any]] | None = None) -> None:
+    def __init__(
+        self, message: str, hint: str = "", known: Callable[[], Mapping[str, Any]] | None = None, **assumed: str
+    ) -> None:
         super().__init__(message, hint)
         self.known = known
+        self.assumed = assumed
 
 
 class UnsupportedError(VitruvianError):

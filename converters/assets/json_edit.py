@@ -48,14 +48,14 @@ def members(text: str, name: str) -> Iterator[Member]:
             position = _skip(text, _expect(text, position, ",", name))
         key, stop = _value(text, position, name)
         if not isinstance(key, str) or key in seen:
-            raise SourceError(f"{name} is no valid JSON object: {short(key)} is no key, or appears twice")
+            raise SourceError(f"{name} is not a valid JSON object: {short(key)} is no key, or appears twice")
         begin = _skip(text, _expect(text, _skip(text, stop), ":", name))
         value, stop = _value(text, begin, name)
         yield Member(key, value, position, begin, stop)
         seen.add(key)
         position = stop
     if (rest := _skip(text, position + 1)) != len(text):
-        raise SourceError(f"{name} is no valid JSON object: it continues at character {rest}, after its end")
+        raise SourceError(f"{name} is not a valid JSON object: it continues at character {rest}, after its end")
 
 
 def replaced(text: str, name: str, key: str, value: Any) -> str:
@@ -94,7 +94,7 @@ def _skip(text: str, position: int) -> int:
 
 def _expect(text: str, position: int, character: str, name: str) -> int:
     if text[position : position + 1] != character:
-        raise SourceError(f"{name} is no valid JSON object: no {character!r} at character {position}")
+        raise SourceError(f"{name} is not a valid JSON object: no {character!r} at character {position}")
     return position + 1
 
 
@@ -102,4 +102,4 @@ def _value(text: str, position: int, name: str) -> tuple[Any, int]:
     try:
         return _DECODER.raw_decode(text, position)
     except (ValueError, RecursionError) as error:
-        raise SourceError(f"{name} is no valid JSON: {error}") from None
+        raise SourceError(f"{name} is not valid JSON: {error}") from None

@@ -33,7 +33,8 @@ KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 ROLES = ("bos", "eos", "pad", "unk")
 MOST_BYTES = 1 << 28
 SERVING = (
-    "a text that spells a control token becomes that token: serve with split_special_tokens=True, or escape messages"
+    "a control token that is spelled out in a text becomes that token: serve with split_special_tokens=True, or escape "
+    "messages"
 )
 
 
@@ -88,7 +89,7 @@ def convert_tokenizer(
         add_bos: begin each text with bos.
 
     Raises:
-        SourceError: the file is no SentencePiece model.
+        SourceError: the file is not a SentencePiece model.
         UnsupportedError: the model does what no fast tokenizer can.
         RefusedError: a named token is no piece, or a piece of ordinary text.
     """
@@ -131,7 +132,7 @@ def _read(path: Path) -> tuple[bytes, Any]:
     from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
     if not path.is_file():
-        raise SourceError(f"{path} is no file", "name the .model file of SentencePiece")
+        raise SourceError(f"{path} is not a file", "name the .model file of SentencePiece")
     try:
         with path.open("rb") as file:
             raw = file.read(MOST_BYTES + 1)
@@ -146,7 +147,7 @@ def _read(path: Path) -> tuple[bytes, Any]:
             raise ValueError("pieces or settings are missing")
         SentencePieceProcessor().LoadFromSerializedProto(raw)
     except (DecodeError, RuntimeError, ValueError) as error:
-        raise SourceError(f"{path} is no SentencePiece model, or cut off: {short(str(error))}") from None
+        raise SourceError(f"{path} is not a SentencePiece model, or cut off: {short(str(error))}") from None
     return raw, proto
 
 

@@ -77,7 +77,7 @@ def require_there(path: Path, folder: Path) -> None:
     """
     if not path.is_file() and not path.is_dir() and not why_not(path) and _TRAVELS.fullmatch(path.name):
         require_inside(path, folder)
-        raise SourceError(f"{path} is no regular file", "remove it if it is not of the model")
+        raise SourceError(f"{path} is not a regular file", "remove it if it is not of the model")
 
 
 def require_inside(path: Path, folder: Path) -> Path:

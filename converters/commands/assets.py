@@ -99,7 +99,7 @@ def prepare(out: Path, base: Path | None, template: str | None, rows: int, folde
 
     own = dict(files(out))
     if base is not None and not base.is_dir():
-        raise UsageError(f"--from {base} is no folder")
+        raise UsageError(f"--from {base} is not a folder")
     small = dict(files(base)) if base else {}
     if base is not None and not small:
         raise UsageError(

@@ -155,7 +155,7 @@ def _unopened(folder: Path, options: Mapping[str, Any]) -> str | None:
     from formats.registry import is_known
 
     if not is_known(folder):
-        return f"{folder} is no checkpoint of a known format"
+        return f"{folder} is not a checkpoint of a known format"
     try:
         effects = _effects(options, quiet=True)
         effects.open(folder, own_config(folder, effects.settings))
@@ -193,7 +193,8 @@ def diff(one: Path, two: Path, tensors: bool, html: Path | None, memory: int, as
         for line in lines(result, tensors):
             click.echo(line)
     if not result.equal:
-        counted = f"{len(result.settings)} settings and {len(result.tensors)} tensors"
+        counts = {"setting": len(result.settings), "tensor": len(result.tensors)}
+        counted = " and ".join(f"{count} {noun}{'s' * (count > 1)}" for noun, count in counts.items() if count)
         raise VerificationError(
             f"{one} and {two} differ in {counted}", "" if tensors else "--tensors lists each tensor"
         )

@@ -53,7 +53,7 @@ def draft(model: str, out: Path | None) -> None:
         click.echo(made.text, nl=False)
         return
     write_new(out, made.text)
-    click.echo(f"{out}: {len(made.rows)} lines, {len(made.doubtful)} to be looked at")
+    click.echo(f"{out}: {len(made.rows)} lines, {len(made.doubtful)} to review")
     for row in made.doubtful:
         click.echo(f"  {row.key}: {row.doubt}")
     if made.faults:

@@ -52,17 +52,19 @@ def inspect_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         *record.get("settings", {}).items(),
         *([("padded vocab", record["padded_vocab"])] if "padded_vocab" in record else []),
         *([("optimizer", _optimizer_line(record["optimizer"]))] if record.get("optimizer") else []),
-        *([("travels along", ", ".join(record["assets"]) or "nothing")] if "assets" in record else []),
+        *([("other files", ", ".join(record["assets"]) or "nothing")] if "assets" in record else []),
     ]  # fmt: skip
 
 
 def _optimizer_line(about: Mapping[str, Any]) -> str:
     if not about["states"]:
-        return f"cannot be taken along: {about['why']}"
+        return f"cannot be converted: {about['why']}"
+    if "left" in about:
+        return f"{', '.join(about['states'])} of {about['optimizer']!r}; {', '.join(about['left'])} are not converted"
     if "step" in about:
-        return f"{', '.join(about['states'])}, step {about['step']}; `convert hf2fsdp --with-optimizer` takes it along"
+        return f"{', '.join(about['states'])}, step {about['step']}; `convert hf2fsdp --with-optimizer` converts it too"
     kind = "distributed optimizer" if about["distributed"] else "plain"
-    return f"{', '.join(about['states'])} ({kind}); `convert reshard --with-optimizer` takes it along"
+    return f"{', '.join(about['states'])} ({kind}); `convert reshard --with-optimizer` converts it too"
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:

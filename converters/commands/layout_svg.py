@@ -30,7 +30,7 @@ NAMES = {"query": "q", "key": "k", "value": "v"}
 
 STYLE = """\
 text{font:13px ui-sans-serif,system-ui,"Segoe UI",sans-serif;fill:#1b1f24}
-.h{font-weight:600;font-size:15px}.s{font-size:12px;fill:#57606a}.b{font-size:12px;fill:#111;text-anchor:middle}
+.h{font-weight:600;font-size:15px}.s{font-size:12px;fill:#57606a}.b{font-size:12px;fill:#111;text-anchor:middle;paint-order:stroke;stroke:#fff9;stroke-width:3px}
 .bg{fill:#fff}rect.k{stroke:#333;stroke-width:.7}
 .c0{fill:#9ecbf0}.c1{fill:#f5c26b}.c2{fill:#8fd6bd}.c3{fill:#e6b3d0}.c4{fill:#e9e27f}.c5{fill:#d5c7f2}
 .cf{fill:#e4e4e4}
@@ -187,16 +187,17 @@ def picture(spec: ModelSpec, tensors: Sequence[str], tp: int) -> str:
         body += lines
         bottom = max(bottom, end)
     heads = f"{spec.kv_heads} key/value groups, {spec.heads // spec.kv_heads} query heads in each"
-    about = f"{', '.join(tensors)} of a {spec.family} ({heads}): where the rows of one layer lie"
-    height = round(bottom + 2 * LINE + MARGIN)
+    about = f"{', '.join(tensors)} of a {spec.family} ({heads}): where the rows of one layer are"
+    legend, end = _legend(colours, bottom + LINE)
+    height = round(end + MARGIN)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-            f'role="img" aria-label="{escape(about)}">',
+            f'style="max-width:100%;height:auto" role="img" aria-label="{escape(about)}">',
             f"<title>{escape(about)}</title><style>{STYLE}</style>{HATCHES}",
             f'<rect class="bg" width="{WIDTH}" height="{height}"/>',
             *body,
-            *_legend(colours, bottom + LINE),
+            *legend,
             "</svg>\n",
         ]
     )
@@ -207,13 +208,13 @@ def _column(
 ) -> tuple[list[str], float]:
     """The lines of a column, and where it ends."""
     top = float(MARGIN + LINE)
-    lines = [f'<text class="h" x="{left:.0f}" y="{top - 4:.0f}">{escape(column.title)}</text>']
+    lines = [f'<text class="h" x="{left:.0f}" y="{top - 6:.0f}">{escape(column.title)}</text>']
     for text in wrap(column.refusal, int(width / 7)):
         top += LINE
         lines.append(f'<text class="s" x="{left:.0f}" y="{top - 3:.0f}">{escape(text)}</text>')
     for bar in column.bars:
         top += LINE
-        lines.append(f'<text class="s" x="{left:.0f}" y="{top - 3:.0f}">{escape(bar.title)}</text>')
+        lines.append(f'<text class="s" x="{left:.0f}" y="{top - 5:.0f}">{escape(bar.title)}</text>')
         for block in _fewer(bar.blocks):
             high = max(LEAST, min(block.size * scale, 4.0 * LEAST))
             colour = colours.get(block.tensor)
@@ -239,15 +240,20 @@ def _fewer(blocks: Sequence[Block]) -> list[Block]:
     return [*blocks[:ends], Block("", f"… {len(middle)} blocks more", 1), *blocks[-ends:]]
 
 
-def _legend(colours: dict[str, int], top: float) -> Iterator[str]:
-    left = float(MARGIN)
+def _legend(colours: dict[str, int], top: float) -> tuple[list[str], float]:
+    """The lines of the legend, in as many rows as it takes, and where it ends."""
+    lines, left = list[str](), float(MARGIN)
     for name, number in colours.items():
-        yield f'<rect class="k c{number}" x="{left:.0f}" y="{top:.1f}" width="22" height="14"/>'
-        if number:
-            yield f'<rect fill="url(#h{number})" x="{left:.0f}" y="{top:.1f}" width="22" height="14"/>'
         text = f"{name} ({NAMES[name]})" if name in NAMES else name
-        yield f'<text x="{left + 28:.0f}" y="{top + 12:.1f}">{escape(text)}</text>'
+        if left + 44 + 8 * len(text) > WIDTH:
+            left, top = float(MARGIN), top + 1.3 * LINE
+        place = f'x="{left:.0f}" y="{top:.1f}" width="22" height="14"'
+        lines.append(f'<rect class="k c{number}" {place}/>')
+        if number:
+            lines.append(f'<rect fill="url(#h{number})" {place}/>')
+        lines.append(f'<text x="{left + 28:.0f}" y="{top + 12:.1f}">{escape(text)}</text>')
         left += 44 + 8 * len(text)
+    return lines, top + LINE
 
 
 def drawn_tensors(rules: Iterable[Rule]) -> list[str]:

@@ -27,6 +27,9 @@ from formats.errors import OptionNeededError, UnsupportedError, UsageError
 from formats.huggingface import HUGGINGFACE
 from formats.registry import FORMATS, is_known, open_checkpoint
 
+SIZES = ("tp", "pp", "vpp", "ep", "etp")
+"""Options of a topology, by the names that people use of them."""
+
 if TYPE_CHECKING:
     from formats.families.family import Family
 
@@ -52,10 +55,10 @@ TARGETS: dict[str, dict[str, str]] = {
 def inspect(src: Path, tensors: bool, html: Path | None, as_json: bool, **options: Any) -> None:
     """What a checkpoint is: format, family, topology, sizes, files.
 
-    Of a folder with several checkpoint-N, each, the newest first. Where a config is missing, what the files tell.
+    Of a folder with several checkpoint-N, each, the newest first. Without a config, what the files alone say.
     """
     from converters.commands.inspect_text import inspect_lines
-    from formats.fsdp.checkpoint import checkpoints
+    from formats.fsdp.runs import checkpoints
 
     runs = checkpoints(src, is_known)
     if html:
@@ -78,9 +81,13 @@ def _inspected(src: Path, options: Mapping[str, Any], tensors: bool) -> dict[str
     try:
         return inspect_record(opened(src, options), tensors)
     except OptionNeededError as error:
+        note = f"{error}: {error.hint}"
+        if error.assumed:
+            record = _inspected(src, {**options, **error.assumed}, tensors)
+            return {**record, "notes": [*record["notes"], note]}
         if error.known is None:
             raise
-        return {**error.known(), "notes": [f"{error}: {error.hint}"]}
+        return {**error.known(), "notes": [note]}
 
 
 @command()
@@ -114,7 +121,8 @@ def plan(src: Path, to: str, blocks: bool, html: Path | None, as_json: bool, **o
     if html:
         from converters.commands.pages.plan import page
 
-        write_new(html, page(planned))
+        sizes = ", ".join(f"{name} {size}" for name in SIZES if (size := options.get(name) or 1) > 1)
+        write_new(html, page(planned, f"{to}, {sizes}" if sizes else to))
     listed = list(block_lines(planned)) if blocks else []
     if as_json:
         click.echo(json.dumps(plan_record(planned) | ({"list": listed} if blocks else {}), indent=1))

@@ -103,7 +103,7 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
 def hf2neox(src: Path, out: Path, **options: Any) -> None:
     """Any checkpoint to GPT-NeoX: a run that it loads with `finetune: true`.
 
-    From GPT-NeoX to GPT-NeoX it is `convert reshard`.
+    From GPT-NeoX to GPT-NeoX use `convert reshard`.
     """
     source = opened(src, options)
     if format_of(source) is NEOX:
@@ -117,7 +117,7 @@ def hf2neox(src: Path, out: Path, **options: Any) -> None:
 @tag
 @click.option("--config", type=FOLDER, metavar="YML", help="The run's yml, where RUN has none in configs/.")
 @click.option("-n", "--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
-@click.option("--force", is_flag=True, help="Delete the checkpoint that OUT is, and start over.")
+@click.option("--force", is_flag=True, help="Replace the checkpoint in OUT.")
 @effort
 @as_json
 def average_norms(run: Path, out: Path, dry_run: bool, as_json: bool, **options: Any) -> None:

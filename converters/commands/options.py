@@ -42,7 +42,7 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
             return value
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", str(value))
         if match is None or match[2].upper() not in self.units or float(match[1]) <= 0:
-            self.fail(f"{value!r} is no size such as 5GB or 64MiB", param, ctx)
+            self.fail(f"{value!r} is not a size such as 5GB or 64MiB", param, ctx)
         if not match[2] and float(match[1]) < LEAST:
             self.fail(f"{value!r} has no unit, such as {value}GB", param, ctx)
         size = int(float(match[1]) * self.units[match[2].upper()])
@@ -70,7 +70,7 @@ class ShareType(click.ParamType):  # type: ignore[type-arg]  # generic since cli
 
         match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", str(value))
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
-            self.fail(f"{value!r} is no part such as 1/8 or 8/8", param, ctx)
+            self.fail(f"{value!r} is not a part such as 1/8 or 8/8", param, ctx)
         return Share(int(match[1]), int(match[2]))
 
 
@@ -113,26 +113,26 @@ def reading_of(*formats: Format) -> Callable[[Command], Command]:
         click.option("--config", type=FOLDER, metavar="BASE",
                      help="Hugging Face folder (or ORG/NAME in the Hub's cache): settings and tokenizer."),
         click.option("--verbatim", is_flag=True, hidden=hidden["verbatim"],
-                     help="Carry every tensor under its own name, without checking names against the family's table, "
-                          "and where nothing tells which tensors the model has."),
+                     help="Copy every tensor under its own name, without the table of a family, and where no file says "
+                          "which tensors the model has."),
         click.option("--allow-missing", multiple=True, metavar="NAME", hidden=hidden["allow_missing"],
-                     help="A tensor that may be missing, or be none of the config's, in a model without a table; "
-                          "patterns such as 'visual.*' too."),
+                     help="In a model without a table: a tensor that may be missing or unexpected, or a pattern, such "
+                          "as 'visual.*'."),
         click.option("--container", metavar="NAME", hidden=hidden["container"],
                      help="The part of an FSDP checkpoint that is the model, such as model or ema.  [default: found]"),
         click.option("--gqa-layout", type=click.Choice(["auto", "blocked", "grouped"]), default="auto",
                      show_default=True, hidden=hidden["gqa_layout"],
-                     help="GPT-NeoX: order of query, key and value where heads share keys, as since, or before, "
-                          "November 2024; Megatron-DeepSpeed: in one matrix, as since, or before, December 2024."),
+                     help="Order of query, key and value where heads share keys. GPT-NeoX: blocked since November "
+                          "2024, grouped before; Megatron-DeepSpeed, in one matrix: the same with December 2024."),
         click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
-                     help="A setting that the checkpoint lacks or has wrong, such as rope_theta=500000 (JSON, or "
+                     help="Set what the checkpoint lacks or states wrongly, such as rope_theta=500000 (JSON, or "
                           "none)."),
         click.option("--accept", multiple=True, metavar="NAME",
-                     help="Convert in spite of a deviation, by the name that the refusal gives it."),
+                     help="Convert despite a deviation; the error message names it."),
         click.option("--drop", multiple=True, type=click.Choice(["mtp"]), hidden=hidden["drop"],
-                     help="Leave a part of the model out: mtp, the layers that predict tokens after the next."),
+                     help="Leave out a part of the model: mtp, the layers of multi-token prediction."),
         click.option("--only", type=click.Choice(["text"]), hidden=hidden["only"],
-                     help="Of a model of more than text, the language model alone."),
+                     help="Of a multimodal model, the language model alone."),
         own_family,
     )  # fmt: skip
 
@@ -146,12 +146,12 @@ memory = click.option(
 )
 effort = together(
     click.option("-j", "--threads", type=click.IntRange(1, 256), default=cores,
-                 help=f"Tensors at a time.  [default: the cores of the job, {MOST} at most]"),
+                 help=f"Tensors that are converted at a time.  [default: the cores of the job, {MOST} at most]"),
     memory,
 )  # fmt: skip
 replicas = click.option(
     "--replicas", type=click.Choice(["verify", "first", "mean"]), default="verify", show_default=True,
-    help="Further copies of a tensor: compare, ignore, or average in float32.",
+    help="Copies of a tensor on other ranks: compare, ignore, or average in float32.",
 )  # fmt: skip
 dtype = click.option(
     "--dtype", type=Dtype(["keep", "bf16", "fp16", "fp32"]), default="keep", show_default=True,
@@ -160,7 +160,7 @@ dtype = click.option(
 shard_size = click.option(
     "--shard-size",
     type=Size(),
-    help="Size of each safetensors file.  [default: 5GB; of Megatron, the files that the model once had]",
+    help="Size of each safetensors file.  [default: 5GB; from Megatron, the files of the original model]",
 )
 chat_template = click.option(
     "--chat-template", metavar="NAME|FILE",
@@ -189,6 +189,10 @@ megatron_files = together(
     click.option("--norm", type=click.Choice(["te", "local"]),
                  help="Megatron: names of the norms, Transformer Engine's or those of the local layers."
                       "  [default: te; for reshard as in SRC]"),
+)  # fmt: skip
+archive = click.option(
+    "--archive", is_flag=True,
+    help="Megatron: one data file for all ranks; torch_dist, unless --format is fsdp_dtensor.",
 )  # fmt: skip
 experts = together(
     click.option("--ep", type=click.IntRange(1), help="Megatron: ranks over which experts are spread.  [default: 1]"),
@@ -225,18 +229,21 @@ at_iteration = click.option(
 )
 policy = click.option(
     "--replicas", type=click.Choice(["verify", "first", "mean"]),
-    help="Further copies of a tensor: compare, ignore, or average in float32.  [default: verify; mean for GPT-NeoX]",
+    help="Copies of a tensor on other ranks: compare, ignore, or average in float32."
+         "  [default: verify; mean for GPT-NeoX]",
 )  # fmt: skip
 writing = together(
     dtype,
     policy,
     click.option("-n", "--dry-run", is_flag=True, help="Print the plan and write nothing."),
     click.option("--force", is_flag=True,
-                 help="Delete the checkpoint that OUT is, and start over. Refused where other files are in it."),
+                 help="Replace the checkpoint in OUT. Refused where other files are in it."),
     click.option("--part", "share", type=ShareType(), metavar="I/N",
-                 help="Do the I-th of N parts, beside others on any nodes. The same command without it finishes."),
+                 help="Do part I of N, beside others on any nodes. The same command without --part finishes."),
     click.option("--verify/--no-verify", default=True, show_default=True,
                  help="Read OUT back and compare before it is published."),
+    click.option("--stripes/--no-stripes", default=True, show_default=True,
+                 help="On Lustre: spread the files of OUT over its disks, by their size."),
     effort,
     click.option("-q", "--quiet", is_flag=True, help="No progress."),
     as_json,
@@ -249,7 +256,7 @@ tag = click.option("--tag", metavar="NAME", help="The checkpoint in a run's fold
 deepspeed_reading = together(tag, weights)
 adapter = click.option(
     "--adapter", type=click.Choice(["merged", "only"]),
-    help="Of a training with LoRA: the model with it merged, or the adapter alone, as PEFT saves it.",
+    help="Of a LoRA training: the merged model, or the adapter alone as PEFT saves it.",
 )  # fmt: skip
 layout = click.option(
     "--layout", type=click.Choice(["sequential", "pipeline"]),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @command()
 @click.argument("out", type=FOLDER)
 @click.argument("repo", metavar="ORG/NAME")
-@click.option("--private/--public", default=True, show_default=True, help="What a new repository is.")
+@click.option("--private/--public", default=True, show_default=True, help="Visibility of a new repository.")
 @click.option("--revision", metavar="BRANCH", help="Branch, made if it does not exist; or refs/pr/N.  [default: main]")
 @click.option("--create-pr", is_flag=True, help="Open a pull request instead of changing main.")
 @click.option("--base-model", metavar="ID", help="The model on the Hub that the weights come from, for the card.")

@@ -30,8 +30,10 @@ def request_of(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Req
     limits = Limits(options["threads"], options["memory"], policy, accepted=options["accept"])
     cast = None if options["dtype"] == "keep" else options["dtype"]
     quiet = options["quiet"] or options["as_json"]
-    named = named_of(options)
-    return Request(place_of(out), cast, limits, options["force"], options["verify"], quiet, named=named)
+    named, stripes = named_of(options), options["stripes"]
+    return Request(
+        place_of(out), cast, limits, options["force"], options["verify"], quiet, named=named, stripes=stripes
+    )
 
 
 def output_of(options: Mapping[str, Any]) -> Output:
@@ -53,7 +55,7 @@ def require_new(path: Path) -> None:
     if path.exists():
         raise OutputError(f"{path} exists", "choose another name")
     if not path.parent.is_dir():
-        raise OutputError(f"{path.parent} is no folder", "make it first")
+        raise OutputError(f"{path.parent} is not a folder", "make it first")
 
 
 def write_new(path: Path, text: str) -> None:
@@ -68,7 +70,11 @@ def write_new(path: Path, text: str) -> None:
     write_file(path, text.encode())
 
 
+BRIDGE = "bridge"
+"""An adapter of Megatron-Bridge."""
 NEXT = {
+    BRIDGE: "Megatron-Bridge with checkpoint.load={out}, checkpoint.pretrained_checkpoint=BASE, load_optim=False and "
+    "peft as in run_config.yaml",
     HUGGINGFACE: 'AutoModelForCausalLM.from_pretrained("{out}"), or `convert push {out} ORG/NAME`',
     MEGATRON_RUN: "--load {out}, with the flags in {out}/megatron_flags.txt",
     FSDP: 'dcp.load({{"model": state_dict}}, checkpoint_id="{out}")',

@@ -12,7 +12,7 @@ from converters.commands.options import FOLDER
 from converters.common.cli_help import command
 from formats.errors import UsageError
 from formats.format import Format
-from formats.registry import FORMATS
+from formats.registry import detected
 
 NAMES = {
     "hf": ("hf", "huggingface", "transformers", "safetensors"),
@@ -61,8 +61,7 @@ def found(path: Path) -> Format | None:
     from formats.errors import SourceError
 
     try:
-        place = folder_of(path).folder
-        return next((form for form in FORMATS.values() if form.reader.detect(place)), None)
+        return detected(folder_of(path).folder)
     except (OSError, SourceError):
         return None
 
@@ -76,8 +75,8 @@ def found(path: Path) -> Format | None:
 def to(context: click.Context, /, target: str, src: Path, out: Path, words: Sequence[str]) -> None:
     """Any checkpoint to FORMAT: hf, megatron, fsdp, neox, zero or mistral.
 
-    It is the command that is named after the two formats, and takes the options of that: `convert hf2megatron --help`,
-    for instance. They stand after OUT.
+    Same as the command named after the two formats, whose options it takes after OUT: see `convert hf2megatron --help`,
+    for instance.
     """
     wanted = called(target)
     if not wanted:

@@ -29,11 +29,11 @@ OURS = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_t
 @click.argument("model", type=FOLDER)
 @click.argument("out", type=FOLDER)
 @click.option("--control", multiple=True, metavar="TOKEN", help="A control token, such as '<|user|>'; repeat it.")
-@click.option("--add", is_flag=True, help="Give tokens that are no piece of MODEL new ids.")
+@click.option("--add", is_flag=True, help="Add the tokens that MODEL lacks, with new ids.")
 @click.option("--bos", metavar="TOKEN", help="The token that begins a text.  [default: as in MODEL]")
 @click.option("--eos", metavar="TOKEN", help="The token that ends a text, such as '<|endoftext|>'.")
 @click.option("--pad", metavar="TOKEN", help="The token that fills a batch.")
-@click.option("--unk", metavar="TOKEN", help="The token of the unknown: that of MODEL and no other.")
+@click.option("--unk", metavar="TOKEN", help="The unknown token, which has to be that of MODEL.")
 @click.option("--add-bos/--no-add-bos", default=False, show_default=True, help="Begin each text with bos.")
 @click.option(
     "--check",
@@ -51,9 +51,9 @@ OURS = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_t
     type=click.FloatRange(0, 1),
     default=0.0,
     metavar="SHARE",
-    help="Publish although a share, such as 0.002, of the texts differs.",
+    help="Share of the texts that may differ, such as 0.002.",
 )
-@click.option("--force", is_flag=True, help="Delete the tokenizer that OUT is.")
+@click.option("--force", is_flag=True, help="Replace the tokenizer in OUT.")
 @as_json
 def tokenizer(model: Path, out: Path, as_json: bool, **options: Any) -> None:
     """SentencePiece MODEL to a Hugging Face fast tokenizer."""
@@ -125,7 +125,7 @@ def _check_free(out: Path, force: bool) -> Path:
     if not place.name or place == Path.cwd():
         raise OutputError(f"{out} cannot be replaced by a tokenizer", "name a new folder")
     if place.exists() and not place.is_dir():
-        raise OutputError(f"{out} exists and is no folder")
+        raise OutputError(f"{out} exists and is not a folder")
     held = {path.name for path in place.iterdir()} if place.is_dir() else set()
     if held and not force:
         raise OutputError(f"{out} exists", "choose another folder, or delete it with --force")

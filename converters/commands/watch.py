@@ -45,7 +45,7 @@ IDLE = 48
     default=5,
     show_default=True,
     metavar="MIN",
-    help="Minutes between two looks.",
+    help="Minutes between two checks.",
 )
 @click.option(
     "--idle",
@@ -55,7 +55,7 @@ IDLE = 48
     metavar="HOURS",
     help="End when no checkpoint was new for so long.",
 )
-@click.option("--once", is_flag=True, help="Look once. Exit code 75 while the watch is not over.")
+@click.option("--once", is_flag=True, help="Check once. Exit code 75 as long as the watch is not finished.")
 @click.option("--keep", type=click.IntRange(1), metavar="N", help="Delete all but the newest N of DIR.  [default: all]")
 @click.option("--keep-every", type=click.IntRange(1), metavar="STEPS", help="Keep those of such steps too.")
 @shard_size
@@ -86,7 +86,12 @@ def watch(run: Path, **options: Any) -> None:  # fmt: skip
     watching.begin(watched, anew=not options["once"])
     with watching.stoppable() as stop:
         while True:
-            watching.look(watched, stop)
+            try:
+                watching.look(watched, stop)
+            except OSError as error:
+                if error.errno not in watching.FULL:
+                    raise
+                click.echo(f"note: {watched.out}: {error.strerror}", err=True)
             if watching.is_over(watched, watching.records(watched)):
                 watching.require_all(watched)
                 return
@@ -110,8 +115,10 @@ def _watch_of(run: Path, options: Mapping[str, Any]) -> Watch:
 
     if options["keep_every"] and not options["keep"]:
         raise UsageError("--keep-every adds to what --keep keeps", "--keep 3, for instance; without it all are kept")
+    if options["out"].absolute() == run.absolute():
+        raise UsageError(f"--out {run} is the folder of the training itself", "--out models, for instance")
     if not run.is_dir():
-        raise SourceError(f"{run} is no folder", "name that of the training, before its first checkpoint too")
+        raise SourceError(f"{run} is not a folder", "name that of the training, before its first checkpoint too")
     if options["push"]:
         check_names(options["push"], None)
         if not options["dry_run"]:

@@ -58,7 +58,9 @@ def folder_of(path: Path) -> Found:
     match = NAME.fullmatch(text)
     if match is None or (not named and (path.exists() or match["folder"] or path.parent.is_dir())):
         if named:
-            raise SourceError(f"{text} is no name on the Hub", "such as hf://ORG/NAME, or hf://ORG/NAME@REVISION")
+            raise SourceError(
+                f"{text} is not a valid name on the Hub", "such as hf://ORG/NAME, or hf://ORG/NAME@REVISION"
+            )
         return Found(path)
     org, name, revision, below = match["org"], match["name"], match["revision"], match["folder"] or ""
     looked = list[str]()
@@ -83,7 +85,7 @@ def folder_of(path: Path) -> Found:
     looked.append(str(home))
     at = f" --revision {revision}" if revision else ""
     raise SourceError(
-        f"{address} is no folder here, and not in {some(looked, 4)}, and {offline} is set",
+        f"{address} is not a folder here, and not in {some(looked, 4)}, and {offline} is set",
         f"unset {offline}, or: hf download {org}/{name}{at}, into the cache or with --local-dir FOLDER",
     )
 
@@ -104,9 +106,9 @@ def _on_hub(address: str, below: str) -> Found:
     try:
         commit = store.commit
     except (SourceError, UsageError, NetworkError) as error:
-        raise type(error)(f"{address} is no folder here; {error}", error.hint) from None
+        raise type(error)(f"{address} is not a folder here; {error}", error.hint) from None
     if below and not folder.is_dir():
-        raise SourceError(f"{folder} is no folder on the Hub")
+        raise SourceError(f"{folder} is not a folder on the Hub")
     return Found(folder, f"{address} is read from the Hub, revision {commit}")
 
 

@@ -35,7 +35,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
     held = read_json(path)
     facts, digests = held.get("settings"), _digests(held.get("tensors"))
     if not isinstance(facts, dict) or digests is None:
-        raise SourceError(f"{path} is no manifest of vitruvian")
+        raise SourceError(f"{path} is not a manifest of vitruvian")
     if held.get("digest") != total(digests):
         raise SourceError(
             f"{path} contradicts itself: its digest {short(held.get('digest'))} is not that of its tensors",
@@ -105,7 +105,7 @@ def remembered_states(folder: Path) -> dict[str, str]:
     path = folder / MANIFEST
     digests = _digests(read_json(path).get("optimizer", {})) if path.is_file() else {}
     if digests is None:
-        raise SourceError(f"{path} is no manifest of vitruvian")
+        raise SourceError(f"{path} is not a manifest of vitruvian")
     return digests
 
 

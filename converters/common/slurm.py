@@ -23,7 +23,7 @@ from formats.errors import RefusedError, UsageError
 CONTAINERS = Path(__file__).parents[2] / "containers"
 OTHER_LIMITS = frozenset({"qos", "reservation"})
 """Options with limits of time of their own, such as four days by boost_qos_lprod of Leonardo: Slurm knows them."""
-FACT = re.compile(r"^(SITE_(?:GPU|CPU_\d+|CORE_MB|SRUN|NET))=(?:'([^']*)')?", re.MULTILINE)
+FACT = re.compile(r"^(SITE_(?:GPU|CPU_\d+|CORE_MB|SRUN|NET|ONLINE))=(?:'([^']*)')?", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Site:
         srun: options of a step that has whole nodes.
         network: what connects its nodes, where TCP in its place is a fault.
         core: megabytes that come with each core, where memory cannot be asked for; 0 where it can.
+        online: partitions whose nodes reach the internet; None for all.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Site:
     srun: Sequence[str]
     network: str
     core: int = 0
+    online: frozenset[str] | None = None
 
     @property
     def tasks(self) -> int:
@@ -131,7 +133,8 @@ def load_site(name: str) -> Site:
     partitions = sorted(key for key in facts if key.startswith("SITE_CPU_")) or ["SITE_CPU_1"]
     cpu = [_wanted(path, facts, key, "mem") for key in partitions]
     srun, core = shlex.split(facts.get("SITE_SRUN", "")), int(facts.get("SITE_CORE_MB", 0))
-    return Site(name, gpu, cpu, srun, facts.get("SITE_NET", ""), core)
+    online = frozenset(facts["SITE_ONLINE"].split()) if "SITE_ONLINE" in facts else None
+    return Site(name, gpu, cpu, srun, facts.get("SITE_NET", ""), core, online)
 
 
 def _wanted(path: Path, facts: Mapping[str, str], key: str, name: str) -> dict[str, str]:
@@ -236,7 +239,7 @@ def megabytes_of(text: str) -> float:
     """
     match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
     if match is None:
-        raise UsageError(f"--sbatch mem={text} is no size such as 30800 or 28G")
+        raise UsageError(f"--sbatch mem={text} is not a size such as 30800 or 28G")
     return int(match[1]) * 1024.0 ** ("KMGT".index(match[2] or "M") - 1)
 
 
@@ -248,7 +251,7 @@ def seconds_of(text: str) -> int:
     """
     match = re.fullmatch(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+)(?::(\d+))?(?::(\d+))?)", text)
     if match is None:
-        raise UsageError(f"--time {text} is no time such as 20:00:00 or 1-12")
+        raise UsageError(f"--time {text} is not a time such as 20:00:00 or 1-12")
     days, *dayed, first, second, third = (int(part or 0) for part in match.groups())
     hours, minutes, seconds = dayed if match[1] else (first, second, third) if match[7] else (0, first, second)
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -48,7 +48,7 @@ def write_card(folder: Path, repo: str, files: Sequence[File], base_model: str |
     if not path.exists():
         title = repo.partition("/")[2]
         text = f"---\n{_yaml(metadata)}---\n\n# {title}\n\n{section}\n{_usage(folder, repo)}"
-        return text, ["the card states no licence: no README.md in the folder names one"]
+        return text, ["the card states no licence: add `license: ID` to the metadata of a README.md in the folder"]
     text, merged = _merged(path, metadata)
     notes = [f"{NAME} of the folder is the card: its text is kept"]
     if base_model and merged.get("base_model") != base_model:

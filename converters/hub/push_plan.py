@@ -75,7 +75,7 @@ def plan_push(
 
     Raises:
         UsageError: a name that the Hub cannot have, or options that exclude each other.
-        SourceError: the folder is no Hugging Face folder, or a file in it cannot be read.
+        SourceError: the folder is not a Hugging Face folder, or a file in it cannot be read.
     """
     check_names(repo, base_model)
     if create_pr and revision not in (None, MAIN):
@@ -85,10 +85,10 @@ def plan_push(
             f"{folder} is in a store, and a push sends a folder of this machine", "convert into hf://ORG/NAME"
         )
     if not folder.is_dir():
-        raise UsageError(f"{folder} is no folder", "name that of a model: convert push FOLDER ORG/NAME")
+        raise UsageError(f"{folder} is not a folder", "name that of a model: convert push FOLDER ORG/NAME")
     if not (folder / "config.json").is_file():
         raise UsageError(
-            f"{folder} is no Hugging Face folder: it holds no config.json", f"convert to huggingface {folder} OUT"
+            f"{folder} is not a Hugging Face folder: it holds no config.json", f"convert to huggingface {folder} OUT"
         )
     left_out: list[tuple[str, str]] = []
     paths = dict(_walk(folder, left_out))
@@ -111,7 +111,7 @@ def check_names(repo: str, base_model: str | None) -> None:
     for name, what in ((repo, "ORG/NAME"), (base_model, "--base-model")):
         if name is not None and not (NAME.fullmatch(name) and len(name.rpartition("/")[2]) <= 96):
             allowed = "letters, digits and single - _ . within, 96 of them at most"
-            raise UsageError(f"{what} {short(name)} is no name on the Hub: it has {allowed}")
+            raise UsageError(f"{what} {short(name)} is not a valid name on the Hub: it has {allowed}")
     if "/" not in repo:
         raise UsageError(f"{short(repo)} does not say whose repository it is", f"convert push OUT YOUR-NAME/{repo}")
 
@@ -141,7 +141,7 @@ def _walk(folder: Path, left_out: list[tuple[str, str]]) -> Iterator[tuple[str, 
 
 
 def _irregular(path: Path) -> str:
-    """Why a path is no file; a link to a file is one."""
+    """Why a path is not a file; a link to a file is one."""
     try:
         return "" if stat.S_ISREG(path.stat().st_mode) else "no regular file"
     except OSError as error:

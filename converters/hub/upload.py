@@ -51,7 +51,7 @@ XET = {"HF_XET_DATA_MAX_CONCURRENT_FILE_INGESTION": "1", "HF_XET_CLIENT_AC_MAX_U
 """hf_xet 1.8.0 would read 8 files at a time and send 64 blocks of 64 MB: that takes gigabytes."""
 LOGIN = "hf auth login   # or set HF_TOKEN to a token that may write"
 PULLS = "refs/pr/"
-STOPPED = "stopped by a signal; what arrived whole is not sent again"
+STOPPED = "stopped by a signal; complete files are not sent again"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.common.hub_names import place_of
 from converters.common.manifest import check_manifest, total
+from converters.common.progress import size
 from converters.convert import check_paths, check_room, run, run_share
 from converters.library.options import (
     Conversion,
@@ -116,6 +117,11 @@ class Plan:
     """What a conversion would do: every element has one source and one place, which is proved when it is made."""
 
     plan: plans.Plan = field(repr=False)
+
+    def __repr__(self) -> str:
+        source, written = self.record["source"], self.record.get("target")
+        into = f"{len(written['files'])} files of {size(written['bytes'])}" if written else "nothing"
+        return f"Plan({self.record['jobs']} tensors of {source['format']}, into {into})"
 
     @cached_property
     def record(self) -> dict[str, Any]:
@@ -288,6 +294,7 @@ def asked(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Request:
         limits_of(options, replicas_of(source, options.get("replicas"))),
         force=options.get("force", False),
         verify=options.get("verify", True),
+        stripes=options.get("stripes", True),
         quiet=True,
         tell=options.get("progress"),
         named=named_of(options),

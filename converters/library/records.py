@@ -59,7 +59,7 @@ def rank_text(mesh: Iterable[tuple[str, tuple[int, int]]]) -> str:
 
 
 def _optimizer(source: Checkpoint) -> dict[str, Any] | None:
-    """The states of a training's optimizer, or why it cannot be taken along; None without one."""
+    """The states of a training's optimizer, or why it cannot be converted; None without one."""
     training = format_of(source).training
     if training is None:
         return None
@@ -81,9 +81,9 @@ def _notes(source: Checkpoint) -> list[str]:
     notes = [*source.spec.notes, *source.notes]
     if source.state:
         state = ", ".join(source.state)
-        notes.append(f"only weights are carried, {state} are not; train on with {source.details.fresh}")
+        notes.append(f"only the weights are converted, not {state}: continue the training with {source.details.fresh}")
     if source.assets is None:
-        notes.append("no config or tokenizer travels with it; --config BASE supplies them")
+        notes.append("no config or tokenizer comes with it; --config BASE supplies them")
     else:
         notes += assets.checks(source.assets, source.config, source.spec)
         if own := assets.left_behind(source):

@@ -136,7 +136,7 @@ def _to_bf16(values: Array) -> Array:
 
 
 def add_one(words: Array, dtype: str, target: str | None = None) -> Array:
-    """The elements of a tensor that is stored less one: one is added in float64, and the sum rounded once.
+    """The elements of a tensor that is stored minus 1: one is added in float64, and the sum rounded once.
 
     Args:
         words: the elements as unsigned words.
@@ -149,7 +149,7 @@ def add_one(words: Array, dtype: str, target: str | None = None) -> Array:
 
 
 def less_one(words: Array, dtype: str, name: str, *, rounded: bool = False) -> Array:
-    """The elements as they are stored less one, so that adding it gives them back bit by bit.
+    """The elements as they are stored minus 1, so that adding it gives them back bit by bit.
 
     Args:
         words: the elements as unsigned words.
@@ -164,7 +164,7 @@ def less_one(words: Array, dtype: str, name: str, *, rounded: bool = False) -> A
     lost = add_one(less, dtype) != words
     if lost.any() and not rounded:
         raise RefusedError(
-            f"{name} holds {to_float(words[lost], dtype)[0]:g}: stored less one, as the target has it, that is another "
+            f"{name} holds {to_float(words[lost], dtype)[0]:g}: stored minus 1, as the target has it, that is another "
             f"number in {dtype} ({lost.sum()} or more such values)",
             f"--accept {ROUNDED_NORMS} rounds them; in float32 (--dtype fp32) values of 16 bits mostly stay the same",
         )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -108,6 +107,8 @@ def ask(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[
 
 @lru_cache(maxsize=4)
 def _asked(request: str) -> str:
+    import subprocess
+
     quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     words = [sys.executable, *PROGRAM]
     try:

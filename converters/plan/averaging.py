@@ -14,7 +14,7 @@ from converters.plan.output import Output, plan_output
 from converters.plan.plan import Input, Job, Plan, Term, make_plan, require_castable
 from converters.plan.request import Request
 from converters.plan.targets import require_vocab
-from converters.plan.training_state import as_weights, optimizer_of, training_of
+from converters.plan.training_state import as_weights, training_of
 from formats.checkpoint import Checkpoint
 from formats.disk.safetensors import FLOATS
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, short, some
@@ -70,7 +70,7 @@ def last_of(run: Path, count: int) -> list[Path]:
         SourceError: there are not so many.
     """
     if not run.is_dir():
-        raise SourceError(f"{run} is no folder", "name the run, in which the checkpoints are")
+        raise SourceError(f"{run} is not a folder", "name the run, in which the checkpoints are")
     named = [(int(number[0]), name) for name in steps(run) if (number := re.search(r"\d+$", name))]
     names = [name for _, name in sorted(named)]
     if len(names) < count:
@@ -199,7 +199,7 @@ def _masters(source: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
     if format_of(source).training is None or not training_of(source).is_trained(source):
         return source, ()
     try:
-        masters = optimizer_of(source).states.get("fp32")
+        masters = training_of(source).states(source)[0].get("fp32")
     except (SourceError, UnsupportedError) as error:
         return source, (f"the weights of {source.root} are averaged, and not its master weights: {error}",)
     if masters is None:

@@ -38,7 +38,9 @@ def located(path: Path, settings: Settings) -> tuple[Path, Settings, list[str]]:
         config = folder_of(named.parent if named.name == "config.json" and named.is_file() else named)
         yml = config.folder.suffix in (".yml", ".yaml") and config.folder.is_file()
         if not yml and not any(config.folder.glob("*.y*ml")) and not (config.folder / "config.json").is_file():
-            raise UsageError(f"--config {settings.config} is no folder with a config.json", downloaded(settings.config))
+            raise UsageError(
+                f"--config {settings.config} is not a folder with a config.json", downloaded(settings.config)
+            )
         notes += [f"--config {config.note}"] if config.note else []
         settings = replace(settings, config=config.folder)
     return source.folder, settings, notes

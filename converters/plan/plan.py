@@ -153,8 +153,8 @@ class Job:
         added = [f"sum over {1 + len(self.replicas)} ranks"] if self.partial and self.replicas else []
         summed = [one for term in self.terms for one in term.job.edges] + ([self.edge] if self.edge else [])
         plus = any(term.job.less_one[0] for term in self.terms) or self.shift > 0
-        moved = ["add one to a norm that is stored less one"] if plus and self.targets else []
-        moved += ["take one off a norm"] if self.shift < 0 and self.targets else []
+        moved = ["add 1 to a norm that is stored minus 1"] if plus and self.targets else []
+        moved += ["subtract 1 from a norm"] if self.shift < 0 and self.targets else []
         return (*(f"dequantize {method} to BF16" for method in coded), *rounded, *added, *cast, *moved, *grow, *summed)
 
 
@@ -181,9 +181,10 @@ class Plan:
     """All jobs of a conversion; without a target, those of reading the source once.
 
     `spec` is that of the output; `notes` are what else the user should know. `again` makes of the plan one that reads
-    the output, where no reader of a checkpoint would read all of it; such an output has no manifest. `more` gives the
-    jobs of reading what an output holds besides the weights. `inputs` are all sources, where there are several; the
-    first of them is `source`.
+    the output, where no reader of a checkpoint would read all of it; such an output has no manifest, unless it is
+    `remembered`: when it is read later, its tensors have the names of the plan. `more` gives the jobs of reading what
+    an output holds besides the weights. `inputs` are all sources, where there are several; the first of them is
+    `source`.
     """
 
     source: Checkpoint
@@ -194,6 +195,7 @@ class Plan:
     again: Callable[[Plan], Plan] | None = None
     more: Callable[[Checkpoint], Iterable[Job]] | None = None
     inputs: tuple[Input, ...] = ()
+    remembered: bool = False
 
     @property
     def reads(self) -> tuple[Job, ...]:

@@ -32,11 +32,11 @@ def quantized(source: Checkpoint) -> tuple[Checkpoint, dict[str, Any]]:
     What has not whole blocks stays as it is, as transformers leaves it (`Fp8Quantize`, 5.23.0).
 
     Raises:
-        UnsupportedError: the source is no Hugging Face folder of a family with a table, or its experts are fused.
+        UnsupportedError: the source is not a Hugging Face folder of a family with a table, or its experts are fused.
         RefusedError: nothing of it can be quantized.
     """
     if source.format != HUGGINGFACE.name:
-        raise UnsupportedError(f"{source.root} is no Hugging Face folder", "convert it first, then hf2hf --quantize")
+        raise UnsupportedError(f"{source.root} is not a Hugging Face folder", "convert it first, then hf2hf --quantize")
     if not isinstance(source.spec, ModelSpec):
         raise UnsupportedError(f"{source.root} cannot be quantized: {source.spec.why}")
     fragments: dict[str, Fragment] = {}

@@ -69,6 +69,7 @@ class Request:
         verify: read the output back and compare.
         quiet: no progress is printed.
         tell: called with progress.
+        stripes: on Lustre, files are spread over its disks by their size.
         commit_seconds: how often finished work is forced to disk and noted.
         named: files that the user named besides the source and its config, such as a chat template.
     """
@@ -80,6 +81,7 @@ class Request:
     verify: bool = True
     quiet: bool = False
     tell: Tell | None = field(default=None, compare=False)
+    stripes: bool = True
     commit_seconds: float = COMMIT_SECONDS
     named: tuple[Path, ...] = ()
 

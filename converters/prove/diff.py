@@ -71,7 +71,7 @@ class _Side(NamedTuple):
     copies: Copies
 
     def read(self, files: Files, tile: Tile, buffer: Array, *, add: bool) -> Array:
-        """The elements of a tile that count, with one added to those of a tensor that is stored less one."""
+        """The elements of a tile that count, with one added to those of a tensor that is stored minus 1."""
         word = WORDS[DTYPES[self.job.source_dtype]]
         values = buffer.view(word)[: prod(tile.shape)]
         gather(files, self.sources, tile.start, tile.shape, values, tile.scratch.view(word))

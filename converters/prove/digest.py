@@ -73,7 +73,10 @@ def check_source(plan: Plan, digests: Mapping[str, str]) -> None:
         VerificationError: the source is not what it was when its manifest was written.
     """
     _, remembered = read_manifest(plan.source.home) or ({}, {})
-    remembered = {} if plan.source.original else {**remembered, **remembered_states(plan.source.home)}
+    states, moment = remembered_states(plan.source.home), plan.source.settings.weights
+    if moment in STATES[1:]:  # which are read as if they were the weights
+        remembered = {name.removeprefix(f"{moment}."): one for name, one in states.items() if name.startswith(moment)}
+    remembered = {} if plan.source.original else {**remembered, **states}
     kept = [job.name for job in plan.jobs if not (job.edges or (job.twins and not job.state))]
     wrong = [name for name in kept if remembered.get(name, digests[name]) != digests[name]]
     if wrong:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, short
-from formats.torch_files.archive import read_torch
 from formats.torch_files.saved_names import LAYER, MODEL, MODEL_OF_STAGE_3
 
 LATEST = "latest"
@@ -51,6 +50,8 @@ def value_of(file: Path) -> Any:
 
 @lru_cache(maxsize=8)
 def _value_of(file: Path, *_: int) -> Any:
+    from formats.torch_files.archive import read_torch
+
     return read_torch(file).value
 
 
@@ -107,7 +108,7 @@ def locate(path: Path, tag: str | None) -> tuple[Path, Path]:
     else:
         said = "--tag says"
     if not tag.isprintable() or Path(tag).name != tag or tag in ("", "..") or len(tag) > 255:
-        raise SourceError(f"{said} {short(tag)}, which is no name of a folder", present)
+        raise SourceError(f"{said} {short(tag)}, which is not a folder name", present)
     if (path / tag).is_symlink() and not (path / tag).exists():
         raise SourceError(f"{path / tag} is a link to {(path / tag).readlink()}, which is not there", present)
     if not (path / tag).is_dir():

@@ -84,7 +84,7 @@ def module(file: TorchFile) -> dict[str, Fragment]:
         if isinstance(ref, TensorRef):
             found[str(name)] = file.fragment(ref, str(name))
         elif not isinstance(ref, Opaque | None):
-            raise UnsupportedError(f"{file.path}: {short(name)} holds {short(ref)}, which is no tensor")
+            raise UnsupportedError(f"{file.path}: {short(name)} holds {short(ref)}, which is not a tensor")
     return found
 
 

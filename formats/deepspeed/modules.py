@@ -64,7 +64,7 @@ def tensors(
         if world != len(models):
             raise SourceError(
                 f"{file.path} is one of {short(world)} model parallel ranks, {len(models)} are there",
-                "ranks are missing, or files of another topology lie beside them",
+                "ranks are missing, or files of another topology are beside them",
             )
     require_same({file.path: file.value.get for file in models.values()}, ties)
     if not layers:

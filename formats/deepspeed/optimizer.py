@@ -133,7 +133,7 @@ def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable
     """How the parameters of each flat group are treated.
 
     Raises:
-        SourceError: the settings are in no form that is known.
+        SourceError: the settings are in an unknown form.
         UnsupportedError: they are not Adam's.
     """
     zero_partitions.require_known(path, kept)
@@ -141,7 +141,7 @@ def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable
     for group in settings:
         members = group.get("params")
         if not isinstance(members, list) or not all(type(member) is int for member in members):
-            raise SourceError(f"{path} holds a parameter group in no form that is known")
+            raise SourceError(f"{path} holds a parameter group in an unknown form")
         by_number |= dict.fromkeys(members, group_of(group, str(path)))
     return by_number
 

@@ -142,7 +142,7 @@ def tensors(tag: Path, state: str) -> Iterator[tuple[str, TorchFile, TensorRef]]
         file = read_torch(folder / f"{state}.pt")
         ref = file.value.get("param") if isinstance(file.value, Mapping) else file.value
         if not isinstance(ref, TensorRef) or isinstance(file.value, Namespace):
-            raise SourceError(f"{file.path} holds {short(ref)}, which is no tensor")
+            raise SourceError(f"{file.path} holds {short(ref)}, which is not a tensor")
         yield folder.name, file, ref
 
 

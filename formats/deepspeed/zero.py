@@ -75,7 +75,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     notes = []
     if wanted == "module" and (third or whole):
         kind = "a universal checkpoint" if whole else "of stage 3"
-        raise OptionNeededError(f"{tag} is {kind}, whose model files hold no weights", "take --weights fp32-master")
+        raise OptionNeededError(f"{tag} is {kind}, whose model files hold no weights", "add --weights fp32-master")
     notes += zero_partitions.require_one_step(tag, models[0], settings.accept)
     modules = model_files.module(models[0])
     if wanted == "module":

@@ -33,7 +33,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OverflowError as error:
         raise SourceError(f"{path} has {error}, which no setting can be") from None
     except (ValueError, RecursionError) as error:
-        raise SourceError(f"{path} is no valid JSON: {error}") from None
+        raise SourceError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise SourceError(f"{path} holds no JSON object")
     return value

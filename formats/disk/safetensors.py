@@ -162,7 +162,7 @@ def file_size(path: Path) -> int:
     except OSError as error:
         raise SourceError(f"{path}: {error.strerror}") from None
     if not stat.S_ISREG(about.st_mode):
-        raise SourceError(f"{path} is no regular file")
+        raise SourceError(f"{path} is not a regular file")
     return about.st_size
 
 
@@ -198,7 +198,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Fragment], dict[str, str]]:
         if not 2 <= length <= min(MAX_HEADER, size - 8):
             raise SourceError(
                 f"{path}: no safetensors file, or cut off: {size} bytes, header of {length} bytes",
-                "it stands for a file of Git LFS: git lfs pull" if prefix == b"version " else "",
+                "it is a pointer of Git LFS: git lfs pull" if prefix == b"version " else "",
             )
         raw = file.read(length)
     try:

@@ -35,7 +35,7 @@ SIGNS = {
 }
 """Trait of a model: the logical tensors of which any is the sign of it."""
 TRAITS = (*SIGNS, "ungated", "every_bias", "centred", "sigmoid", "index_pairs")
-"""All traits; the last are an MLP without a gate, biases in every linear layer, norms whose weights are stored less one,
+"""All traits; the last are an MLP without a gate, biases in every linear layer, norms whose weights are stored minus 1,
 a router whose scores are those of a sigmoid, and an indexer that rotates neighbours."""
 
 
@@ -57,7 +57,7 @@ class Family:
         ffn_ratio: the same for the size of the MLP, in hidden sizes; 0 where the config has to name it.
         mha: whether `__post_init__` of its config takes as many key/value heads as heads; a fixed number is not that.
         nulls: config keys in which null means something for it and not for every family (`huggingface/nulls.py`).
-        centred: whether the weights of its norms are stored less one; Megatron has such LayerNorms.
+        centred: whether the weights of its norms are stored minus 1; Megatron has such LayerNorms.
         general: whether a model is taken for one of it where nothing tells it from those of other families.
         window: the config key of its sliding window, if it has one, and what transformers assumes.
         keys: setting: config key, where the family has one of its own; empty where it has none, every head being alike.

@@ -1,6 +1,6 @@
 """Gemma 2: four norms a layer, soft caps, every other layer with a window (transformers models/gemma2, 5.23.0).
 
-The weights of its norms are stored less one, and stay so: no format but Hugging Face's and FSDP's holds them.
+The weights of its norms are stored minus 1, and stay so: no format but Hugging Face's and FSDP's holds them.
 """
 
 from formats.families.blocks import ATTENTION, GATED_MLP, HEAD, NORMS_AROUND

@@ -1,6 +1,6 @@
 """Nemotron 3 (8B), 4 and Minitron: LayerNorm, the square of ReLU, half of a head rotates.
 
-Facts: transformers models/nemotron/modeling_nemotron.py, 5.23.0. The weights of its norms are stored less one, as they
+Facts: transformers models/nemotron/modeling_nemotron.py, 5.23.0. The weights of its norms are stored minus 1, as they
 are in Megatron, where it comes from.
 """
 

@@ -2,7 +2,7 @@
 
 Facts: transformers 5.23.0, models/qwen3_next/modeling_qwen3_next.py: the rows of `in_proj_qkvz` and `in_proj_ba` are ordered
 by key head (`fix_query_key_value_ordering`), those of `q_proj` have the gate of a head after its query; all norms but
-that of linear attention are stored less one; a quarter of a head rotates, which is its first part.
+that of linear attention are stored minus 1; a quarter of a head rotates, which is its first part.
 """
 
 from formats.families.blocks import DENSE_MLP, EXPERTS, HEAD, NORMS, ROUTER, second

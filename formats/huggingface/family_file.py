@@ -157,7 +157,7 @@ def _parsed(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, or too deep
-        raise UsageError(f"{path} is no valid TOML: {error}") from None
+        raise UsageError(f"{path} is not valid TOML: {error}") from None
 
 
 def _plain(value: Any, where: str) -> Any:
@@ -390,7 +390,7 @@ def _check_megatron(family: Family, path: Path) -> None:
             not plain and not SILU & {value for value in family.requires.values() if isinstance(value, str)}
         ),
         "keys does not say what its activation is called": plain and "activation" not in family.keys,
-        "its norms are stored less one, and its MLP has a gate": (
+        "its norms are stored minus 1, and its MLP has a gate": (
             family.centred and not plain and "recurrent" not in family.traits
         ),
         "its MLP has a gate, and keys leaves its activation open": not plain and "activation" in family.keys,

@@ -29,8 +29,9 @@ from formats.huggingface.quantized import dequantized
 from formats.huggingface.require import require_biases, require_class
 from formats.layout.table import ALONE, Placed, Rule, Slot, match, slots
 from formats.layout.tensors import BUFFERS
-from formats.model import untabled
+from formats.model import lora, untabled
 from formats.model.adapters import require_plain
+from formats.model.lora import LoraSpec
 from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.torch_files.archive import read_torch
 from formats.torch_files.pickle_values import TensorRef
@@ -69,7 +70,7 @@ def unread(path: Path) -> str:
     if not all(both.values()):
         return ""
     safe, other = (names[0] for names in both.values())
-    return f"{path} holds {safe} and {other}: the first is read, as transformers does; nobody compares them"
+    return f"{path} holds {safe} and {other}: the first is read, as transformers does; they are not compared"
 
 
 def strays(path: Path) -> list[str]:
@@ -177,7 +178,7 @@ def _read_pickled(path: Path) -> dict[str, Fragment]:
     found = {}
     for key, value in file.value.items():
         if not isinstance(value, TensorRef):
-            raise UnsupportedError(f"{path} holds {short(key)}, which is no tensor")
+            raise UnsupportedError(f"{path} holds {short(key)}, which is not a tensor")
         found[str(key)] = file.fragment(value, str(key))
     return found
 
@@ -222,6 +223,8 @@ def model_slots(spec: Spec, keys: Iterable[str] = (), *, memory: bool = False) -
         keys: those that were found: experts have the Hub's names, or those of transformers 5 in memory.
         memory: whether to name them as in memory, whatever was found.
     """
+    if isinstance(spec, LoraSpec):
+        return lora.slots(spec)
     if isinstance(spec, Verbatim):
         return list(untabled.slots(spec))
     fused = memory or any(map(_names_in_memory(spec.family).fullmatch, keys))
@@ -268,7 +271,7 @@ def read_weight_map(path: Path, single: str = SINGLE, index: str = INDEX) -> dic
         named = FILE_NAME.fullmatch(name) if isinstance(name, str) else None
         if not named or not single.endswith(named[1]):
             raise SourceError(
-                f"{path / index} places {short(key)} in {short(name)}, which is no file name in the folder"
+                f"{path / index} places {short(key)} in {short(name)}, which is not a file name in the folder"
             )
     if (path / single).is_file() and set(weight_map.values()) != {single}:
         raise SourceError(

@@ -69,7 +69,7 @@ CONDITIONS = {
     "predicting": "only when the model has layers that predict tokens after the next",
     "fused": "only when gate and up, or all experts, are one matrix, or a name is that in memory",
     "separate": "only when each is its own, or a name is that of the Hub",
-    "centred": "stored less one, while elsewhere the tensor is stored itself",
+    "centred": "stored minus 1, while elsewhere the tensor is stored itself",
     "copy": "a copy of a tensor that another file holds",
     "partial": "a summand: the tensor is the sum of what all ranks hold",
     "optional": "may be absent",

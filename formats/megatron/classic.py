@@ -249,7 +249,7 @@ def _with_vocab(spec: ModelSpec, settings: Settings, iteration: Path) -> ModelSp
         if spec.vocab not in (None, settings.vocab_size):
             raise RefusedError(
                 f"--vocab-size {settings.vocab_size} contradicts {iteration}, whose vocabulary is {spec.vocab}",
-                f"leave it out, or insist with --set vocab={settings.vocab_size}",
+                f"leave it out, or override it with --set vocab={settings.vocab_size}",
             )
         spec = replace(spec, vocab=settings.vocab_size)
     return spec

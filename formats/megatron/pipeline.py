@@ -71,8 +71,18 @@ def chunks(pipeline: Pipeline, layers: int) -> list[Chunk]:
 
 def _divide(layers: int, parts: int, what: str) -> int:
     if parts < 1 or layers % parts or layers < 0:
-        raise RefusedError(f"{layers} {what} do not divide over {parts} pipeline parts")
+        raise RefusedError(
+            f"{layers} {what} do not divide over {parts} pipeline parts",
+            f"--pp times --vpp may be {_divisors(layers)}; stages of other sizes: --first-stage-layers N, "
+            "--last-stage-layers N or --pp-layout LAYOUT"
+            if what == "layers"
+            else "",
+        )
     return layers // parts
+
+
+def _divisors(layers: int) -> str:
+    return ", ".join(str(parts) for parts in range(1, layers + 1) if layers % parts == 0)
 
 
 def _even_counts(pipeline: Pipeline, layers: int) -> list[int]:

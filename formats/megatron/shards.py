@@ -277,7 +277,7 @@ def tensors_of(shards: Iterable[Shard], mesh: Mesh, pp: int) -> dict[Place, dict
                 if isinstance(ref, TensorRef):
                     tensors[key] = shard.file.fragment(ref, key)
                 elif not any(re.fullmatch(drop, key) for drop in DROPS):
-                    raise UnsupportedError(f"{shard.file.path}: {key} holds {short(ref)}, which is no tensor")
+                    raise UnsupportedError(f"{shard.file.path}: {key} holds {short(ref)}, which is not a tensor")
     return by_place
 
 

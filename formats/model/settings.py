@@ -241,5 +241,5 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
                 None if text.lower() == "none" else json.loads(text.lower() if text in ("True", "False") else text)
             )
         except ValueError:
-            raise UsageError(f"--set {setting}: {text!r} is no JSON value") from None
+            raise UsageError(f"--set {setting}: {text!r} is not a JSON value") from None
     return parsed

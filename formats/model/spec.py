@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from formats.families import family_named
@@ -32,6 +32,11 @@ class ModelSpec(Parts):
     biases: tuple[str, ...] = ()
     mtp_layers: int = 0
     notes: tuple[str, ...] = field(default=(), compare=False)
+
+    def __repr__(self) -> str:
+        """Its settings, without those that its family does not have."""
+        held = ((one.name, getattr(self, one.name)) for one in fields(self))
+        return f"ModelSpec({', '.join(f'{name}={value!r}' for name, value in held if value not in (None, (), {}))})"
 
     @property
     def conditions(self) -> frozenset[str]:

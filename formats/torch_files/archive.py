@@ -128,10 +128,10 @@ def parse_archive(read: Read, size: int, where: str) -> tuple[Any, dict[str, Mem
         members, directory = _directory(read, size)
         extents = dict(_extents(read, members, directory))
     except struct.error:
-        raise SourceError(f"{where} is no complete torch.save archive: its directory is damaged", AGAIN) from None
+        raise SourceError(f"{where} is not a complete torch.save archive: its directory is damaged", AGAIN) from None
     except (SourceError, UnsupportedError) as error:
         hint = AGAIN if isinstance(error, SourceError) else ""
-        raise type(error)(f"{where} is no sound torch.save archive: {error}", hint) from None
+        raise type(error)(f"{where} is not a sound torch.save archive: {error}", hint) from None
     pickled = [name for name in extents if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickled) != 1:
         raise SourceError(f"{where}: a torch.save archive has one data.pkl, this one has {len(pickled)}")

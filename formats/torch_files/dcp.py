@@ -81,7 +81,7 @@ def contents(folder: Path) -> tuple[list[Entry], list[str]]:
         found_data = f"the data of ranks {dcp_items.ranges(here)} but no" if here else "no data and no"
         raise SourceError(
             f"{folder} holds {found_data} {METADATA}: the save never finished, or "
-            f"{METADATA} lies on the node of rank 0, which writes it last",
+            f"{METADATA} is on the node of rank 0, which writes it last",
             f"copy {METADATA} and the other ranks' .distcp files here, or take an earlier checkpoint",
         )
     shapes: dict[str, tuple[tuple[int, ...], Any]] = {}

@@ -262,7 +262,7 @@ def require_files(needed: Mapping[Path, int], names: Callable[[Path], Sequence[s
         raise SourceError(
             f"{first.parent} lacks {len(missing)} of {len(needed)} files, such as {first.name} with a part of "
             f"{names(first)[0]} ({len(names(first))} tensors)",
-            f"they lie on the nodes of ranks {ranges(ranks)}" if ranks else "",
+            f"they are on the nodes of ranks {ranges(ranks)}" if ranks else "",
         )
     for path, size in needed.items():
         if file_size(path) < size:

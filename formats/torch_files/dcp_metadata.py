@@ -221,7 +221,7 @@ def _column(parts: Sequence[Sequence[int]]) -> Ints:
 
 def _path(folder: Path, name: str) -> Path:
     if not DATA.fullmatch(name) and not re.fullmatch(r"\w[\w.-]{0,200}", name):
-        raise SourceError(f"{folder}: the metadata names {short(name)}, which is no file name in the folder")
+        raise SourceError(f"{folder}: the metadata names {short(name)}, which is not a file name in the folder")
     return folder / name
 
 

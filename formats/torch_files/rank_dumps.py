@@ -94,7 +94,7 @@ def _pieces(value: Any, rank: int, file: TorchFile, name: str) -> tuple[tuple[in
             return shape, [_shard(shard, file, name) for shard in state[0]]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         raise UnsupportedError(f"{file.path} holds {name} as a {kind} of a version that is not known") from None
-    raise UnsupportedError(f"{file.path} holds {name} as {value!r}, which is no tensor that is known")
+    raise UnsupportedError(f"{file.path} holds {name} as {value!r}, which is not a tensor that is known")
 
 
 def _subclass(value: Any) -> tuple[str, Any]:

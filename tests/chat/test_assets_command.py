@@ -212,7 +212,7 @@ def test_rows_of_sharded_weights_and_without_weights(world, tmp_path):
     ("words", "sentence"),
     [
         (["OUT"], "nothing to do"),
-        (["OUT", "--from", "OUT/nowhere"], "is no folder"),
+        (["OUT", "--from", "OUT/nowhere"], "is not a folder"),
         (["OUT", "--chat-template", "chatlm"], "neither a shipped chat template nor a file"),
         (["OUT/nowhere", "--chat-template", "chatml"], "is no Hugging Face model"),
         (["OUT", "--chat-template", "chatml"], "no tokenizer at all"),

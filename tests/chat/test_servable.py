@@ -90,7 +90,7 @@ def test_no_config(tmp_path):
     (folder / "config.json").unlink()
     assert problems(folder, length, need_template=True) == ["there is no config.json"]
     (folder / "config.json").write_text("{")
-    assert problems(folder, length) == ["config.json is no valid JSON: Expecting value: line 1 column 2 (char 1)"]
+    assert problems(folder, length) == ["config.json is not valid JSON: Expecting value: line 1 column 2 (char 1)"]
 
 
 def test_no_eos(tmp_path):

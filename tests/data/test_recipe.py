@@ -60,7 +60,7 @@ def test_a_recipe_says_what_it_says():
         (PAIR + "dedup: all\n", "dedup is 'all'"),
         (PAIR + "keep: conversations\n", "keep names conversations"),
         (PAIR + "quotes: true\n", "quotes is for local tables"),
-        ("source: a b\nuser: q\nassistant: a\n", "is no name on the Hub"),
+        ("source: a b\nuser: q\nassistant: a\n", "is not a valid name on the Hub"),
         ("source: [a/b, c/d]\nuser: q\nassistant: a\n", "source names a/b and c/d"),
         ("source: x.csv\nsplits: train\nuser: q\nassistant: a\n", "splits has no meaning for x.csv"),
         ("source: ./x\nrevision: main\nuser: q\nassistant: a\n", "revision has no meaning for ./x"),

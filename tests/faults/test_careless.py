@@ -367,7 +367,7 @@ def test_optimizer_and_padding_that_stay_behind_are_said(model, convert, tmp_pat
         ["reshard", tmp_path / "m", tmp_path / "r"],
     ):
         ran = convert(*words)
-        assert "only weights are carried, optimizer, rng_state are not" in ran.out + ran.err
+        assert "only the weights are converted, not optimizer, rng_state" in ran.out + ran.err
     assert "45 rows of vocabulary padding" in convert("plan", tmp_path / "m", "--to", "huggingface").out
     flags = (tmp_path / "r/megatron_flags.txt").read_text()
     assert "--no-load-optim" in flags
@@ -401,7 +401,7 @@ def test_a_pointer_of_git_lfs_is_named(model, convert, tmp_path):
     hf = shutil.copytree(model(), tmp_path / "hf")
     (hf / "model.safetensors").write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{0:064}\nsize 9\n")
     ran = convert("inspect", hf)
-    assert (ran.code, ran.err.partition("hint: ")[2]) == (3, "it stands for a file of Git LFS: git lfs pull\n")
+    assert (ran.code, ran.err.partition("hint: ")[2]) == (3, "it is a pointer of Git LFS: git lfs pull\n")
 
 
 def test_names_without_the_prefix_of_the_model(model, convert, tmp_path):
@@ -425,7 +425,7 @@ def test_a_config_that_gives_a_key_twice_is_refused(model, convert, tmp_path):
     (source / "config.json").write_text(config.replace("{", '{"rms_norm_eps": 0.5,', 1))
     ran = convert("hf2megatron", source, tmp_path / "out")
     assert ran.code == 3
-    assert "config.json is no valid JSON: 'rms_norm_eps' appears twice" in ran.err
+    assert "config.json is not valid JSON: 'rms_norm_eps' appears twice" in ran.err
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
@@ -436,7 +436,7 @@ def test_a_config_that_transformers_cannot_read_is_refused(model, convert, tmp_p
     (source / "config.json").write_bytes(config.encode(encoding))
     ran = convert("hf2hf", source, tmp_path / "out")
     assert ran.code == 3
-    assert "config.json is no valid JSON" in ran.err
+    assert "config.json is not valid JSON" in ran.err
 
 
 @pytest.mark.parametrize("command", ["hf2hf", "hf2megatron"])

@@ -119,7 +119,7 @@ def encoded(folder: Path) -> None:
         (gone("metadata.json", ".metadata", DATA), 3, ["holds no mp_rank folder"]),
         (cut("metadata.json", 0.5), 3, ["metadata.json"]),
         (forget, 3, ["holds neither common.pt nor common_state/shard_0_1", "take an earlier iteration"]),
-        (cut_common, 3, [f"{DATA}: common_state/shard_0_1 is no sound torch.save archive"]),
+        (cut_common, 3, [f"{DATA}: common_state/shard_0_1 is not a sound torch.save archive"]),
         (encoded, 4, ["common_state/shard_0_1 encoded as other"]),
         (both, 3, ["common.pt and, in .metadata, common_state/shard_0_1", "remove"]),
         (lambda folder: replace(folder, b"\0" * 500), 3, ["common_state/shard_0_1"]),

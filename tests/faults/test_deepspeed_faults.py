@@ -188,7 +188,7 @@ def test_a_pipe_is_not_waited_for(neox, convert, tmp_path):
     run, tag = neox("llama-mha-tp2")
     (tag / "mp_rank_01_model_states.pt").unlink()
     os.mkfifo(tag / "mp_rank_01_model_states.pt")
-    refused(convert("neox2hf", run, tmp_path / "out"), 3, "is no regular file")
+    refused(convert("neox2hf", run, tmp_path / "out"), 3, "is not a regular file")
     assert not (tmp_path / "out").exists()
 
 

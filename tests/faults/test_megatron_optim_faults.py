@@ -133,7 +133,7 @@ def test_files_of_a_distributed_optimizer(runs, convert, tmp_path):
     run = copy("cut")
     path = run / FOLDER.format(0) / "distrib_optim.pt"
     path.write_bytes(path.read_bytes()[:-1000])
-    refused(run, "distrib_optim.pt is no sound torch.save archive")
+    refused(run, "distrib_optim.pt is not a sound torch.save archive")
     path.unlink()
     refused(run, "holds no distrib_optim.pt")
     other = copy("other")

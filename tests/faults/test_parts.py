@@ -150,7 +150,7 @@ def test_who_works_on_a_part_and_who_finishes_keep_apart(sources, started, conve
 @pytest.mark.parametrize("part", ["0/4", "5/4", "x", "1/0", "1", "-1/4", "1/4/4"])
 def test_no_part(convert, words, part):
     ran = convert(*words, f"--part={part}")
-    assert (ran.code, "is no part such as" in ran.err) == (2, True)
+    assert (ran.code, "is not a part such as" in ran.err) == (2, True)
 
 
 def test_another_source_between(sources, convert, words, tmp_path):

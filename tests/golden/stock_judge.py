@@ -95,7 +95,7 @@ class TorchKernel:
 
 
 class LocalNorm:
-    """The norm of the local layers: with Apex's class where weights are stored less one, which torch's refuses."""
+    """The norm of the local layers: with Apex's class where weights are stored minus 1, which torch's refuses."""
 
     def __new__(cls, config: Any, hidden_size: int, **kwargs: Any) -> Any:
         centred = config.layernorm_zero_centered_gamma

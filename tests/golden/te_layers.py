@@ -36,7 +36,7 @@ VERSION = tuple(map(int, megatron.core.__version__.split(".")[:2]))
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor, config: Any, eps: float) -> torch.Tensor:
-    """An RMSNorm, in float32; its weight is stored less one where the config says so."""
+    """An RMSNorm, in float32; its weight is stored minus 1 where the config says so."""
     if config.normalization != "RMSNorm":
         raise ValueError(f"{config.normalization} is beyond these stand-ins")
     y = x.float()

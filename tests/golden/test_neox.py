@@ -111,10 +111,12 @@ def test_models_that_transformers_lacks_are_refused(convert, tmp_path, yml):
 
 def test_the_two_orders_of_query_key_and_value_are_never_guessed(convert, tmp_path):
     ran = convert("neox2hf", HERE / "llama-grouped-tp2", tmp_path / "out", "--vocab-size", 101)
-    refused(ran, 5, "2024-11-13", "--gqa-layout")
+    refused(ran, 3, "2024-11-13", "--gqa-layout")
     assert not (tmp_path / "out").exists()
+    refused(convert("digest", HERE / "llama-grouped-tp2", "--vocab-size", 101), 3, "--gqa-layout")
+    ran = convert("inspect", HERE / "llama-grouped-tp2", "--vocab-size", 101)  # of which it prints nothing
+    assert (ran.code, "heads " in ran.out, "add --gqa-layout blocked" in ran.out) == (0, True, True), ran.err
     for command in ("inspect", "digest"):  # whatever reads it takes the hint
-        refused(convert(command, HERE / "llama-grouped-tp2", "--vocab-size", 101), 5, "--gqa-layout")
         words = ["--vocab-size", 101, "--gqa-layout", "grouped"]
         assert convert(command, HERE / "llama-grouped-tp2", *words).code == 0
 
@@ -135,7 +137,7 @@ def test_an_order_that_the_rows_contradict_is_told(convert, tmp_path):
         torch.save(state, path)
     for layout, told in (
         ("auto", "read as blocked, which is what their rows look like"),
-        ("grouped", "read as grouped, as was said, though their rows look blocked"),
+        ("grouped", "read as grouped, as --gqa-layout says, though their rows look blocked"),
         ("blocked", ""),
     ):
         ran = convert("neox2hf", run, tmp_path / layout, "--vocab-size", 101, "--gqa-layout", layout)

@@ -73,7 +73,7 @@ def test_what_is_no_state_dict(pickled, convert):
     weights = folder / "pytorch_model.bin"
     torch.save({"state_dict": torch.load(weights), "epoch": 3}, weights)
     ran = convert("inspect", folder)
-    assert (ran.code, "holds 'state_dict', which is no tensor" in ran.err) == (4, True)
+    assert (ran.code, "holds 'state_dict', which is not a tensor" in ran.err) == (4, True)
     torch.save([torch.ones(2)], weights)
     assert "holds no state dict" in convert("inspect", folder).err
     weights.write_bytes(weights.read_bytes()[:-9])
@@ -86,8 +86,8 @@ def test_an_index_and_its_files(pickled, convert):
     placed = json.loads(index.read_text())
     first = next(iter(placed["weight_map"]))
     for name, code, words in (
-        ("../model.bin", 3, "is no file name"),
-        ("model.safetensors", 3, "is no file name"),
+        ("../model.bin", 3, "is not a file name"),
+        ("model.safetensors", 3, "is not a file name"),
         ("pytorch_model-00009-of-00009.bin", 3, "No such file"),
         (max(placed["weight_map"].values()), 3, "pytorch_model.bin.index.json places in"),
     ):

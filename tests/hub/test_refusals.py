@@ -33,6 +33,7 @@ def test_a_hub_that_is_not_there_is_exit_8(push, converted, env):
     ran = push(converted, "acme/m", HF_ENDPOINT="http://127.0.0.1:9")
     assert ran.code == 8
     assert "acme/m cannot be reached" in ran.err
+    assert "Connection refused" in ran.err
     assert "hint: convert push" in ran.err
 
 
@@ -44,8 +45,8 @@ def test_a_hub_that_is_not_there_is_exit_8(push, converted, env):
         ("acme/m", {"HF_TOKEN": "hf_of_the\x01test"}, "characters that no token has", "hf auth login"),
         ("others/m", {}, "may not write to others/m", "hf auth whoami"),
         ("acme/m", {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"),
-        ("acme/../m", {}, "is no name on the Hub", ""),
-        ("acme/m--n", {}, "is no name on the Hub", ""),
+        ("acme/../m", {}, "is not a valid name on the Hub", ""),
+        ("acme/m--n", {}, "is not a valid name on the Hub", ""),
         ("m", {}, "does not say whose", "convert push OUT YOUR-NAME/m"),
     ],
 )

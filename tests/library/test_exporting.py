@@ -52,13 +52,15 @@ def test_what_finds_no_room_is_skipped(model, tmp_path):
     [
         ({"colour": 1}, "there is no option colour"),
         ({"dtype": "int4"}, "is not one of"),
-        ({"push": "bad name!"}, "is no name on the Hub"),
+        ({"push": "bad name!"}, "is not a valid name on the Hub"),
         ({"waiting": -1}, "waiting = -1"),
     ],
 )
 def test_options_are_checked_at_the_start(tmp_path, options, words):
     with pytest.raises(vitruvian.UsageError, match=words):
         vitruvian.exporter(tmp_path, **options)
+    with pytest.raises(vitruvian.UsageError, match=words):
+        ExportCallback(tmp_path, **options)
 
 
 def test_what_nobody_waited_for_is_exported_before_the_program_ends(model, tmp_path):

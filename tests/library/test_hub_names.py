@@ -70,9 +70,9 @@ def test_a_mirror_goes_before_the_cache_and_a_folder_before_both(cache, model, c
 @pytest.mark.parametrize(
     ("name", "code", "words"),
     [
-        ("hf://acme/other", 3, "acme/other is no folder here, and not in"),
-        ("hf://acme/tiny@v3", 3, "acme/tiny@v3 is no folder here"),
-        ("hf://acme", 3, "hf://acme is no name on the Hub"),
+        ("hf://acme/other", 3, "acme/other is not a folder here, and not in"),
+        ("hf://acme/tiny@v3", 3, "acme/tiny@v3 is not a folder here"),
+        ("hf://acme", 3, "hf://acme is not a valid name on the Hub"),
         ("hf://acme/tiny@../../x", 3, "is no"),
         ("acme/other", 3, "acme/other does not exist"),
     ],

@@ -63,10 +63,10 @@ def test_inspect_says_what_can_be_taken_along(model, convert, tmp_path):
     assert convert("zero2universal", run, moved).code == 0
     told = json.loads(convert("inspect", moved, "--json").out)["optimizer"]
     assert told == {"states": ["exp_avg", "exp_avg_sq"], "step": 3}
-    assert "step 3; `convert hf2fsdp --with-optimizer` takes it along" in convert("inspect", moved).out
+    assert "step 3; `convert hf2fsdp --with-optimizer` converts it too" in convert("inspect", moved).out
     assert convert("hf2fsdp", moved, tmp_path / "fsdp", "--with-optimizer").code == 0
     summands = NEOX / "neox-parallel-tp2"
-    assert "cannot be taken along: 2.attention.dense.bias is a sum over" in convert("inspect", summands).out
+    assert "cannot be converted: 2.attention.dense.bias is a sum over" in convert("inspect", summands).out
     (path,) = (NEOX / "neox-serial-tp2").glob("global_step*")
     assert json.loads(convert("inspect", path, "--json").out)["optimizer"] is None
 

@@ -246,7 +246,7 @@ def test_some_rows_are_spread_over_the_set(trained, evaluate, tmp_path):
     ("words", "code", "message"),
     [
         (["--checkpoint", 7], 2, "global_step7 is not there"),
-        (["--checkpoint", "perplexity"], 3, "is no checkpoint of a known format; it holds"),
+        (["--checkpoint", "perplexity"], 3, "is not a checkpoint of a known format; it contains"),
         (["--checkpoint", 120, "--all"], 2, "exclude each other"),
         (["--data.validation", "{}"], 2, "data.validation names no set"),
         (["--evaluate.metrics", "[blue]"], 2, "evaluate.metrics.0 is 'blue'"),

@@ -149,7 +149,7 @@ def test_a_run_folder_is_made_of_it(train, model, data, tmp_path, name):
     text, expected, _ = CASES[name]
     (tmp_path / "c.yml").write_text(text)
     words = ["init", tmp_path / "run", f"--from-{name}", tmp_path / "c.yml", "--data", data]
-    assert "is no folder here" in train(*words).err
+    assert "is not a folder here" in train(*words).err
     made = train(*words, "--from", model("llama", vocab_size=253))
     assert made.code == 0, made.err
     assert "not translated: " in made.err

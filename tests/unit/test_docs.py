@@ -71,7 +71,7 @@ def test_what_a_text_says_can_be_typed(path):
     every = flags(*(one for group in (*GROUPS.values(), packs) for one in group.commands.values()))
     text = path.read_text()
     for group, name, rest in typed(text):
-        assert name in group.commands, f"{path}: {name} is no command"
+        assert name in group.commands, f"{path}: {name} is not a command"
         given = {flag for flag in FLAG.findall(rest) if flag != "--help"}
         dotted = {flag for flag in given if "." in flag}
         assert given - dotted <= flags(*commands(group, name, rest)), f"{path}: {name} {rest}"

@@ -101,6 +101,22 @@ def test_every_command_that_the_code_names_has_its_options(room):
     assert seen
 
 
+def test_every_extra_that_a_hint_installs_exists():
+    """By the name under which a user of the wheel installs it."""
+    root = Path(__file__).parents[2]
+    section = (root / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    extras = set(re.findall(r"^(\w+) = ", section, re.MULTILINE))
+    installed = [
+        extra
+        for room in ("formats", "converters", "train", "vitruvian")
+        for path in (root / room).rglob("*.py")
+        for text in re.findall(r"'vitruvian\[([\w,]+)\]'", path.read_text())
+        for extra in text.split(",")
+    ]
+    assert len(installed) > 10
+    assert set(installed) <= extras
+
+
 def test_force_is_not_offered_for_the_source_itself(model, convert, tmp_path):
     source = Path(shutil.copytree(model("llama"), tmp_path / "hf"))
     for out in (source, source / "inner", tmp_path / "hf" / ".." / "hf"):

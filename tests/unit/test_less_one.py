@@ -73,10 +73,10 @@ def norm_of(run) -> torch.Tensor:
 def test_the_plan_names_the_change(model, convert, tmp_path):
     source, run = model("qwen3_5_text", "bfloat16"), tmp_path / "m"
     there = json.loads(convert("hf2megatron", source, run, "-n", "--json").out)
-    assert there["edges"] == {"take one off a norm": 3}
+    assert there["edges"] == {"subtract 1 from a norm": 3}
     assert convert("hf2megatron", source, run).code == 0
     back = json.loads(convert("megatron2hf", run, tmp_path / "b", "-n", "--json").out)
-    assert back["edges"] == {"add one to a norm that is stored less one": 3}
+    assert back["edges"] == {"add one to a norm that is stored minus 1": 3}
     again = json.loads(convert("reshard", run, tmp_path / "r", "--tp", 2, "-n", "--json").out)
     assert again["edges"] == {}
     assert convert("diff", source, run).code == 0
@@ -87,7 +87,7 @@ def test_what_would_be_rounded_is_refused_unless_it_is_accepted(model, convert, 
     source = with_norm(model("qwen3_5_text", "bfloat16"), tmp_path / "hf", [0.1, 0.2])
     ran = convert("hf2megatron", source, tmp_path / "m")
     assert ran.code == 5
-    assert "linear_norm.0 holds 0.100098: stored less one, as the target has it, that is another number" in ran.err
+    assert "linear_norm.0 holds 0.100098: stored minus 1, as the target has it, that is another number" in ran.err
     assert "in BF16 (2 or more such values)" in ran.err
     assert "--accept rounded_norms rounds them" in ran.err
     assert convert("hf2megatron", source, tmp_path / "m", "--accept", "rounded_norms").code == 0

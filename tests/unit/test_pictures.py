@@ -48,6 +48,20 @@ def test_a_picture_is_readable_without_colour_and_loads_nothing(model, convert, 
     assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", (tmp_path / "moe.svg").read_text())
 
 
+def test_a_legend_of_many_tensors_stays_in_the_picture(model, convert, tmp_path):
+    """The kinds of a linear attention's projection, as wide as their names are drawn in the largest usual font."""
+    words = ["in_proj.weight", "--model", model("qwen3_next"), "--svg", tmp_path / "delta.svg"]
+    assert convert("explain", "megatron", *words).code == 0
+    tree = ElementTree.parse(tmp_path / "delta.svg")
+    width, height = map(float, (tree.getroot().get("width", ""), tree.getroot().get("height", "")))
+    kinds = [one for one in tree.iter(f"{SVG}text") if not one.get("class")]
+    assert [one.text for one in kinds] == [
+        f"linear_{kind}" for kind in ("query", "key", "value", "gate", "beta", "alpha")
+    ]
+    assert all(float(one.get("x", "")) + 8 * len(one.text or "") < width for one in kinds)
+    assert all(float(one.get("y", "")) < height for one in kinds)
+
+
 def test_many_blocks_are_counted_and_padding_is_shown(model, convert, tmp_path):
     convert("explain", "huggingface", "embed_tokens", "--model", model("llama"), "--svg", tmp_path / "vocab.svg")
     assert "padding" in texts(tmp_path / "vocab.svg")
@@ -60,7 +74,7 @@ def test_a_picture_that_cannot_be_drawn(model, convert, tmp_path):
     (tmp_path / "there.svg").write_text("mine")
     for words, code, said in (
         (["megatron", "linear_qkv", "--svg", tmp_path / "there.svg"], 7, "exists"),
-        (["megatron", "linear_qkv", "--svg", tmp_path / "no/folder.svg"], 7, "is no folder"),
+        (["megatron", "linear_qkv", "--svg", tmp_path / "no/folder.svg"], 7, "is not a folder"),
         (["megatron", "--svg", tmp_path / "a.svg"], 2, "--svg draws some tensors"),
         (["megatron", "weight", "--svg", tmp_path / "b.svg"], 2, "one picture shows 1 to 6 tensors"),
     ):
@@ -226,7 +240,7 @@ def test_a_browser_shows_a_comparison_and_a_checkpoint(changed, convert, tmp_pat
     convert("diff", *changed, "--html", tmp_path / "diff.html")
     shown = seen(tmp_path / "diff.html", "q_proj", tmp_path / "profile")
     assert "1 of 2 kinds of tensors" in shown
-    assert "1 of 2 parts differ" in shown  # the half of a head
+    assert "1 of 2 differ" in shown  # the half of a head
     convert("inspect", changed[0], "--html", tmp_path / "hf.html")
     shown = seen(tmp_path / "hf.html", "q_proj", tmp_path / "profile")
     assert "1 of 12 kinds of tensors" in shown

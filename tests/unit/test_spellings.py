@@ -12,10 +12,15 @@ from tests.models import files
 
 def test_names_of_other_programs_are_understood(model, convert, tmp_path):
     source = model("llama", "float32")
-    words = ["--tensor-model-parallel-size", "2", "--pipeline-parallel-size=2", "--dtype", "bfloat16"]
-    assert convert("hf2megatron", source, tmp_path / "one", *words).code == 0
-    assert convert("hf2megatron", source, tmp_path / "two", "--tp", "2", "--pp", "2", "--dtype", "bf16").code == 0
-    assert files(tmp_path / "one") == files(tmp_path / "two")
+    for tp, pp, dtype, ours in (
+        ("--tensor-model-parallel-size", "--pipeline-parallel-size", "bfloat16", "bf16"),
+        ("--tp-size", "--pipeline-model-parallel-size", "float16", "fp16"),
+        ("--tensor-parallel-size", "--pp-size", "float32", "fp32"),
+    ):
+        words = [tp, "2", f"{pp}=2", "--dtype", dtype]
+        assert convert("hf2megatron", source, tmp_path / dtype, *words).code == 0
+        assert convert("hf2megatron", source, tmp_path / ours, "--tp", "2", "--pp", "2", "--dtype", ours).code == 0
+        assert files(tmp_path / dtype) == files(tmp_path / ours)
     assert convert("fsdp2hf", source, tmp_path / "out", "--dtype", "float64").code == 2
 
 
@@ -32,6 +37,12 @@ def test_a_config_may_be_the_file(model, convert, tmp_path):
         (["hf2hf", "HF", "OUT", "--shard-size", "5"], 2, "'5' has no unit, such as 5GB", "hf2hf --help"),
         (["hf2hf", "HF", "OUT.safetensors"], 7, "OUT is a folder, and", "name it"),
         (["hf2megatron", "HF", "OUT", "--tp", "3"], 5, "do not divide over tp = 3", "--tp may be 1, 2, 4, 8"),
+        (
+            ["hf2megatron", "HF", "OUT", "--pp", "3"],
+            5,
+            "4 layers do not divide over 3",
+            "--pp times --vpp may be 1, 2, 4;",
+        ),
         (["hf2megatron", "HF"], 2, "Missing argument 'OUT'", "hf2megatron --help"),
         (["hf2megatron", "HF", "OUT", "--colour", "red"], 2, "No such option", "hf2megatron --help"),
         (["paint"], 2, "No such command 'paint'", "--help"),

@@ -38,6 +38,7 @@ def test_help_fits_and_shows_what_to_type(program, name, command):
     text = command.get_help(click.Context(command, info_name=f"{program} {name}", terminal_width=80))
     assert max(map(len, text.splitlines())) <= 80, max(text.splitlines(), key=len)
     options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
+    assert "INTEGER" not in text  # an option says N
     titles = [title for title in TITLES if f"\n{title}:\n" in text]
     assert len(titles) >= 2 if len(options) > MANY else titles == []
     assert all(text.count(f"  {option.opts[-1]}") or text.count(option.opts[0]) for option in options)
@@ -46,6 +47,15 @@ def test_help_fits_and_shows_what_to_type(program, name, command):
     for line in typed:
         assert line.strip().startswith(f"{program} {name}")
         parse(GROUPS[program], shlex.split(line)[1:])
+
+
+@pytest.mark.parametrize("program", [*GROUPS, "train packs", "convert family"])
+def test_lists_of_commands_fit_too(program):
+    first, _, inner = program.partition(" ")
+    group = GROUPS[first].commands[inner] if inner else GROUPS[first]
+    text = group.get_help(click.Context(group, info_name=program, terminal_width=80))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "INTEGER" not in text
 
 
 def test_formats_fit_a_terminal(convert):

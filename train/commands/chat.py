@@ -36,8 +36,8 @@ def chat(
 ) -> None:  # fmt: skip
     """Chat with a model in a Hugging Face folder, with its own chat template, on the GPU if there is one.
 
-    A text that spells a control token stays text. An answer ends at the tokens of generation_config.json; its sampling
-    settings are not used.
+    A control token that is spelled out in a text stays text. An answer ends at the tokens of generation_config.json;
+    its sampling settings are not used.
     """
     from train.tools.chat import Sampling, open_chat
 

@@ -60,7 +60,7 @@ def init(
     if start is None and given:
         start = Path(str(settings.get("model.path")))
         if not start.is_dir():
-            raise UsageError(f"the model {start} is no folder here", "--from FOLDER names it")
+            raise UsageError(f"the model {start} is not a folder here", "--from FOLDER names it")
     if (start is None) == (before is None):
         raise UsageError("give one of --from CHECKPOINT and --after CONFIG")
     if before is not None and (config is not None or gqa_layout != "auto"):

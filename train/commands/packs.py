@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import FOLDER, as_json, together
+from converters.common.cli_help import Helped
 
 if TYPE_CHECKING:
     from train.data.packs.phases import Pool, Schedule
@@ -36,7 +37,7 @@ def packs() -> None:
     """Data sets cut for the phases of a pre-training, and merged."""
 
 
-@packs.command()
+@packs.command(cls=Helped)
 @click.argument("folder", type=FOLDER)
 @click.argument("out", type=FOLDER, default=Path("state.0.yaml"))
 @dry_run
@@ -67,7 +68,7 @@ def state(folder: Path, out: Path, dry_run: bool, force: bool, as_json: bool) ->
         click.echo(text.decode() if dry_run else f"{out}: {len(sets)} data sets", nl=not dry_run)
 
 
-@packs.command("slice")
+@packs.command("slice", cls=Helped)
 @schedule
 @click.option("--out-dir", "--out_dir", type=FOLDER, required=True, metavar="DIR",
               help="Where the folders of the packs are written.")  # fmt: skip
@@ -163,7 +164,7 @@ def plan_text(plan: Plan, record: dict[str, Any]) -> str:
     return "\n".join([table(rows), *sums, *notes, f"{len(plan.slices)} slices, {size(nbytes)}"])
 
 
-@packs.command()
+@packs.command(cls=Helped)
 @click.argument("folder", type=FOLDER)
 @click.argument("out", type=FOLDER)
 @click.option("--verify/--no-verify", default=True, show_default=True, help="Read the result back and compare.")
@@ -210,7 +211,7 @@ def merge(
     click.echo(f"{out / plan.prefix}: {count}, {size(plan.nbytes)} in {seconds:.1f} s, {checked}")
 
 
-@packs.command()
+@packs.command(cls=Helped)
 @click.argument("folder", type=FOLDER)
 @click.option("--seq-length", type=click.IntRange(1), default=8192, show_default=True, help="Tokens of a sample.")
 @click.option("--batch-size", type=click.IntRange(1), default=576, show_default=True, help="Samples of a step.")
@@ -241,7 +242,7 @@ def iters(folder: Path, seq_length: int, batch_size: int, as_json: bool) -> None
             click.echo(f"note: {path} is a copy of what was counted, it alone makes {value}", err=True)
 
 
-@packs.command("append-eod")
+@packs.command("append-eod", cls=Helped)
 @click.argument("file", type=FOLDER)
 @click.argument("eod", metavar="ID", type=int)
 @click.argument("mode", type=click.Choice(["append", "replace"]))

@@ -29,7 +29,7 @@ DATA = ("fetch", "lint", "tokenize", "show", "count", "pack", "packs", "role-bin
 @click.option("--preflight", is_flag=True, help="Instead of a training: examine each node, and the link between them.")
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED, metavar="CONFIG.yml … | COMMAND …")
 def submit(argv: tuple[str, ...], **options: Any) -> None:
-    """A training as a chain of jobs until it is done; an evaluation, a data command or a preflight as one job.
+    """Submit a training to Slurm as a chain of jobs; an evaluation, a data command or a preflight as one job.
 
     \b
     train submit run1/config.yml --site lumi --account P --nodes 24

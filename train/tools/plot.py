@@ -118,7 +118,7 @@ def draw(runs: Sequence[History], out: Path, log: bool = False) -> None:
         elif name == CLIPPED:
             _clip(axis, [value for run in runs for value in run.steps.get(name, {}).values()])
         handles, labels = axis.get_legend_handles_labels()
-        named = dict(zip(labels, handles, strict=True)) | named
+        named |= {label: handle for label, handle in zip(labels, handles, strict=True) if label not in named}
     if named:
         figure.legend(named.values(), named, loc="outside upper center", ncols=6, fontsize="small", frameon=False)
     axes[1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
@@ -147,7 +147,7 @@ def _panel(axis: Any, name: str, run: History, colour: str, several: bool) -> No
     scores = run.scores.get(name, {})
     before = f"{run.name} " if several else ""
     if curve_of_steps:
-        label = f"{before}train" if scores else run.name if several else None
+        label = f"{before}train" if scores or several else None
         steps, values = list(curve_of_steps), list(curve_of_steps.values())
         top = ceiling(values) if name == CLIPPED else None
         means = smoothed([min(value, top) for value in values] if top else values) if name in VARYING else values
@@ -165,5 +165,6 @@ def _panel(axis: Any, name: str, run: History, colour: str, several: bool) -> No
 
 
 def _number(axis: Any, step: int, value: float, colour: str) -> None:
-    where = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "annotation_clip": True}
+    where: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "annotation_clip": True}
+    where["bbox"] = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 1}  # another run may begin there
     axis.annotate(f"{value:.3g}", (step, value), color=colour, fontsize="x-small", **where)

@@ -3,7 +3,8 @@ const facts = JSON.parse(document.getElementById("data").textContent);
 const $ = id => document.getElementById(id);
 function make(name, text, kind) {
   const element = document.createElement(name);
-  if (text !== undefined) element.textContent = text;
+  // A name may break after a dot, a stroke or a slash.
+  if (text !== undefined) String(text).split(/(?<=[._/])(?=[a-z*])/i).forEach((part, n) => element.append(...(n ? [make("wbr")] : []), part));
   if (kind) element.className = kind;
   return element;
 }
@@ -15,6 +16,7 @@ function size(bytes) {
   return `${bytes.toFixed(2)} TB`;
 }
 const count = number => number.toLocaleString("en");
+const plural = (number, noun) => number === 1 ? noun : `${noun}s`;
 function showFacts(pairs) {
   for (const [value, what] of pairs) {
     const item = make("li");
@@ -24,11 +26,16 @@ function showFacts(pairs) {
 }
 function table(heads, rows) {  // cells that are numbers are aligned right
   const body = make("table"), head = make("tr");
-  for (const text of heads) head.append(make("th", text));
+  heads.forEach((text, number) =>
+    head.append(make("th", text, rows.length && typeof rows[0][number] === "number" ? "n" : "")));
   if (heads.length) body.append(head);
   for (const cells of rows) {
     const row = make("tr");
-    for (const cell of cells) row.append(typeof cell === "number" ? make("td", count(cell), "n") : make("td", cell));
+    cells.forEach((cell, number) => {
+      const made = typeof cell === "number" ? make("td", count(cell), "n") : make("td", cell);
+      if (heads[number]) made.dataset.head = heads[number];
+      row.append(made);
+    });
     body.append(row);
   }
   return body;
@@ -36,7 +43,7 @@ function table(heads, rows) {  // cells that are numbers are aligned right
 // A line that opens: `fill(body)` is called once, when it does.
 function opening(name, layers, what, keys, right, fill) {
   const row = make("details"), line = make("summary"), body = make("div"), title = make("span");
-  title.append(make("b", name), layers ? ` layers ${layers}` : "");
+  title.append(make("b", name), layers ? ` layer${/\D/.test(layers) ? "s" : ""} ${layers}` : "");
   line.append(title, what, make("span", keys, "mono dim keys"), make("span", right, "size"));
   row.append(line, body);
   row.addEventListener("toggle", () => { if (row.open && !body.childNodes.length) fill(body); });

@@ -13,6 +13,7 @@ from converters.plan.parts import Part
 from converters.plan.plan import Job, Plan
 from formats.disk.safetensors import Fragment
 from formats.layout.table import Placed
+from formats.layout.tensors import TENSORS
 
 MOST_PARTS = 60_000
 """Places of tensors that a page lists one by one; of a plan with more, those of the first layer of each kind."""
@@ -23,12 +24,12 @@ Where = Mapping[tuple[Path, int], tuple[str, str]]
 """(file, offset) of a physical tensor: its key, and the rank that it is for."""
 
 
-def page(plan: Plan) -> str:
-    """A plan as HTML."""
-    return filled("plan.html", facts(plan))
+def page(plan: Plan, target: str) -> str:
+    """A plan as HTML; `target` names format and topology of what is written."""
+    return filled("plan.html", facts(plan, target))
 
 
-def facts(plan: Plan) -> dict[str, Any]:
+def facts(plan: Plan, name: str) -> dict[str, Any]:
     """What the page shows: the plan's record, its files, and its tensors by kind."""
     record = plan_record(plan)
     sources = _where(plan.source.tensors)
@@ -48,7 +49,7 @@ def facts(plan: Plan) -> dict[str, Any]:
             "tensor": f"{state}.{tensor}" if state else tensor,
             "layers": ranges(job.layer for job in jobs if job.layer is not None),
             "count": len(jobs),
-            "shape": list(shape),
+            "shape": _axes(tensor, shape),
             "dtype": dtype,
             "edges": list(edges),
             "bytes": sum(job.nbytes for job in jobs),
@@ -64,7 +65,7 @@ def facts(plan: Plan) -> dict[str, Any]:
     target = record.get("target", {"files": {}, "bytes": 0, "small_files": []})
     return {
         "source": record["source"] | {"bytes": record["bytes"], "names": read.names},
-        "target": {"names": written.names, "bytes": target["bytes"], "small": target["small_files"],
+        "target": {"name": name, "names": written.names, "bytes": target["bytes"], "small": target["small_files"],
                    "files": [[name, size, held.get(name, 0)] for name, size in target["files"].items()]},
         "tensors": record["jobs"], "edges": record["edges"], "notes": record["notes"], "kinds": kinds,
         "brief": brief,
@@ -86,6 +87,13 @@ class _Names:
             self.numbers[name] = len(self.names)
             self.names.append(name)
         return self.numbers[name]
+
+
+def _axes(tensor: str, shape: tuple[int, ...]) -> list[str]:
+    """The lengths of a tensor's axes, named where the tensor is in the catalogue; all are of one layer."""
+    if tensor not in TENSORS:
+        return [str(length) for length in shape]
+    return [f"{axis} {length}" for axis, length in zip(TENSORS[tensor], shape, strict=True) if axis != "layer"]
 
 
 def _by_kind(jobs: Iterable[Job]) -> dict[tuple[str, str, tuple[int, ...], str, tuple[str, ...]], list[Job]]:

@@ -241,9 +241,10 @@ def _order(
             return order, () if said == "auto" else (f"--gqa-layout {said} has no effect: there is one order",)
     if said == "auto":
         raise OptionNeededError(
-            "query, key and value are in one of two orders, and nothing in the files of Megatron-DeepSpeed tells which",
+            "query, key and value are in one of two orders, and the files of Megatron-DeepSpeed do not say which",
             "--gqa-layout grouped for a training with code from before 2024-12-04 (group by group: its queries, key, "
             "value), blocked for newer code of deepspeedai (all queries, all keys, all values of a rank)",
+            gqa_layout="grouped",
         )
     return said, ()
 

@@ -256,7 +256,7 @@ def _describe(
         raise RefusedError(
             f"a vocabulary of {spec.vocab} would have been padded to {-(-spec.vocab // unit) * unit} rows, {tag} holds "
             f"{padded}: rows of tokens would be lost",
-            f"give the tokenizer of this model, or insist with --set vocab={spec.vocab}",
+            f"give the tokenizer of this model, or override it with --set vocab={spec.vocab}",
         )
     if base:
         neox_checks.require_same_config(spec, base, settings, where)

@@ -14,7 +14,7 @@ import numpy as np
 
 from formats.disk.handle import opened
 from formats.disk.safetensors import DTYPES, Fragment, read_into
-from formats.errors import RefusedError
+from formats.errors import OptionNeededError, RefusedError
 from formats.layout.columns import Cut, Piece
 from formats.layout.pieces import Scattered, scattered, whole_part
 from formats.model.spec import ModelSpec
@@ -39,23 +39,24 @@ def choose(spec: ModelSpec, found: Found, tp: int, layout: str, old: bool) -> tu
         old: whether the names are those of before September 2024.
 
     Raises:
-        RefusedError: names and weights do not tell, or contradict each other.
+        OptionNeededError: names and weights do not tell, or contradict each other.
     """
     said = {"blocked": "gqa", "grouped": "grouped"}
     if spec.head_dim * spec.kv_heads % spec.heads:  # no head could have its share: the older code did not run so
         return said["blocked" if layout == "auto" else layout], []
     seen, why = _seen(spec, found, tp)
     if layout != "auto":
-        doubt = f"query, key and value are read as {layout}, as was said, though their rows look {seen}"
+        doubt = f"query, key and value are read as {layout}, as --gqa-layout says, though their rows look {seen}"
         return said[layout], [] if seen in (None, layout) else [doubt]
     if old and seen != "blocked":
         return said["grouped"], ["query, key and value are read as grouped: w1, w2, w3 are from before September 2024"]
     if seen is None or old:
-        looks = "their names are from before, their rows look like after it" if old else f"the rows do not tell{why}"
-        raise RefusedError(
-            "heads share keys, and query, key and value are in one of two orders of the same shape: NeoX changed it on "
-            f"2024-11-13, and {looks}",
+        looks = "the names are from before that, the rows look like after it" if old else f"the rows do not tell{why}"
+        raise OptionNeededError(
+            "heads share keys, and the order of query, key and value is one of two of the same shape: NeoX changed it "
+            f"on 2024-11-13, and {looks}",
             "add --gqa-layout blocked for a training with newer code, or grouped with older code",
+            gqa_layout="blocked",
         )
     return said[seen], [f"query, key and value are read as {seen}, which is what their rows look like{why}"]
 

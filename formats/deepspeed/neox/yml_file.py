@@ -29,7 +29,7 @@ def read_yml(paths: Iterable[Path]) -> dict[str, Any]:
                 raise SourceError(f"{path} has {size} bytes, too many for a configuration")
             config = _load(path)
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-            raise SourceError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from None
+            raise SourceError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
         except OSError as error:
             raise SourceError(f"{path}: {error.strerror}") from None
         if not isinstance(config, dict):

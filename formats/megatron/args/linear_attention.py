@@ -3,7 +3,7 @@
 Facts: megatron-core 0.16.1, ssm/gated_delta_net.py: `in_proj` and `conv1d` are cut over tensor ranks part by part,
 which torch_dist keeps apart (`sharded_state_dict`); models/gpt/experimental_attention_variant_module_specs.py: its
 layers, and those with attention beside them, are Transformer Engine's alone. In 0.19.2 both are the same. Every norm of Megatron is
-stored less one where one is; that of linear attention is so in no other format.
+stored minus 1 where one is; that of linear attention is so in no other format.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def _sources(value: Any, key: str) -> tuple[str, ...]:
     if len(kinds) > 1 or (kinds == {False} and len(listed) > 1):
         raise UsageError(f"source names {' and '.join(listed)}", "one set of the Hub, or any number of files")
     if kinds == {False} and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", listed[0]):
-        raise UsageError(f"source {short(listed[0])} is no name on the Hub", "a path begins with ./ or /")
+        raise UsageError(f"source {short(listed[0])} is not a valid name on the Hub", "a path begins with ./ or /")
     return listed
 
 

@@ -64,10 +64,10 @@ def reference(program: str) -> list[str]:
     lines = [f"# The commands of `{program}`\n", f"{group.help}\n"]
     for title, commands in group.sections.items():
         lines.append(f"## {title}\n")
-        for command in commands:
+        for command in (group.commands[name] for name in commands):
             inside = command.commands.values() if isinstance(command, click.Group) else [command]
-            for one in inside:
-                name = command.name if one is command else f"{command.name} {one.name}"
-                context = click.Context(one, info_name=f"{program} {name}", terminal_width=80)
-                lines.append(f"### {program} {name}\n\n```text\n{one.get_help(context)}\n```\n")
+            for inner in inside:
+                name = command.name if inner is command else f"{command.name} {inner.name}"
+                context = click.Context(inner, info_name=f"{program} {name}", terminal_width=80)
+                lines.append(f"### {program} {name}\n\n```text\n{inner.get_help(context)}\n```\n")
     return lines

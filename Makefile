@@ -101,7 +101,7 @@ architectures: $(VENV)/.test  ## every architecture of transformers through FSDP
 watch-storm: $(VENV)/.test  ## `convert watch` beside a training that deletes and renames, killed at random: 200 checkpoints (10 minutes)
 	$(BIN)/python -m tests.faults.watch_storm
 
-image:  ## an image for Apptainer or Singularity: VARIANT=cpu, cuda, rocm or rocm-laif (containers/IMAGES.md)
+image:  ## an image for Apptainer or Singularity: VARIANT=cpu, cpu-arm64, cuda, rocm or rocm-laif (containers/IMAGES.md)
 	containers/build.sh $(VARIANT) $(BUILD)
 
 locks:  ## resolve the packages of the images anew, with their hashes (needs uv)
@@ -139,6 +139,7 @@ bench: $(VENV)/.test  ## compare with cp, with other converters, tokenizers and 
 	$(BIN)/python -m tests.bench.bench
 	$(BIN)/python -m tests.bench.data
 	$(BIN)/python -m tests.bench.library
+	$(BIN)/python -m tests.bench.remote
 
 bench-large: $(VENV)/.test  ## plans of Llama 3.1 405B and DeepSeek-V3, on checkpoints of holes
 	$(BIN)/python -m tests.bench.large

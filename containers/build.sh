@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build an image: build.sh cpu|cuda|rocm|rocm-laif [OPTION OF apptainer build ...]   (make image VARIANT=...)
+# Build an image: build.sh cpu|cpu-arm64|cuda|rocm|rocm-laif [OPTION OF apptainer build ...]   (make image VARIANT=...)
 #
 # A later --build-arg wins over the variant's: `build.sh rocm-laif --build-arg BASE=newer.sif`. OUT names the file.
 # SingularityCE without user namespaces (LUMI) builds through PRoot, if it is on the PATH: `module load CrayEnv PRoot`.
@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 variant=${1:-}
 arguments=containers/variants/$variant.args
 if [ -z "$variant" ] || [ ! -f "$arguments" ]; then
-    echo "build.sh: no variant ${variant:-named}: cpu, cuda, rocm or rocm-laif" >&2 && exit 2
+    echo "build.sh: no variant ${variant:-named}: cpu, cpu-arm64, cuda, rocm or rocm-laif" >&2 && exit 2
 fi
 shift
 runtime=$(command -v apptainer || command -v singularity) ||

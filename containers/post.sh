@@ -43,8 +43,8 @@ fi
 $venv/bin/python -c 'import torch; print(torch.__version__)' >$home/torch.txt
 
 # 3. Folders that the sites bind: a bind needs an existing place in a read-only image.
-mkdir -p /appl /flash /leonardo /leonardo_scratch /leonardo_work /pfs /project /projappl /scratch \
-    /opt/cray /user-software /var/spool/slurmd
+mkdir -p /appl /capstor /e /flash /gpfs /iopsstor /leonardo /leonardo_scratch /leonardo_work /p /pfs /project /projappl \
+    /projects /scratch /scratch-shared /opt/cray /user-software /var/spool/slurmd
 
 # 4. The list of packages, compared with the lock.
 $venv/bin/python $home/sbom.py $home/lock.txt >$home/sbom.json

@@ -6,51 +6,39 @@ import re
 
 import click
 
-from converters.commands import (
-    assets,
-    check,
-    combine,
-    convert,
-    family,
-    look,
-    neox,
-    publish,
-    submit,
-    to,
-    tokenizer,
-    watch,
-    zero,
-)
 from converters.commands.examples import EXAMPLES
 from converters.common.cli_main import Sections, run
 from formats.errors import UsageError
 
+HOME = "converters.commands"
 SECTIONS = {
-    "Convert": (
-        to.to,
-        convert.fsdp2hf,
-        convert.hf2fsdp,
-        convert.hf2megatron,
-        neox.hf2neox,
-        convert.hf2mistral,
-        convert.hf2hf,
-        convert.megatron2hf,
-        convert.mistral2hf,
-        neox.neox2hf,
-        zero.zero2hf,
-        zero.zero2universal,
-        convert.reshard,
-        neox.average_norms,
-        combine.average,
-        combine.merge,
-        watch.watch,
-        submit.submit,
-    ),
-    "Look": (look.inspect, look.plan, look.explain, look.formats),
-    "A new family": (family.family,),
-    "Check": (check.digest, check.verify, check.diff),
-    "Publish": (assets.assets, tokenizer.tokenizer, publish.push),
+    "Convert": {
+        "to": f"{HOME}.to",
+        "fsdp2hf": f"{HOME}.convert",
+        "hf2fsdp": f"{HOME}.convert",
+        "hf2megatron": f"{HOME}.convert",
+        "hf2neox": f"{HOME}.neox",
+        "hf2mistral": f"{HOME}.convert",
+        "hf2hf": f"{HOME}.convert",
+        "megatron2hf": f"{HOME}.convert",
+        "mistral2hf": f"{HOME}.convert",
+        "neox2hf": f"{HOME}.neox",
+        "zero2hf": f"{HOME}.zero",
+        "zero2universal": f"{HOME}.zero",
+        "reshard": f"{HOME}.convert",
+        "average-norms": f"{HOME}.neox",
+        "average": f"{HOME}.combine",
+        "merge": f"{HOME}.combine",
+        "peft2megatron": f"{HOME}.combine",
+        "watch": f"{HOME}.watch",
+        "submit": f"{HOME}.submit",
+    },
+    "Look": dict.fromkeys(("inspect", "plan", "explain", "formats"), f"{HOME}.look"),
+    "A new family": {"family": f"{HOME}.family"},
+    "Check": dict.fromkeys(("digest", "verify", "diff"), f"{HOME}.check"),
+    "Publish": {"assets": f"{HOME}.assets", "tokenizer": f"{HOME}.tokenizer", "push": f"{HOME}.publish"},
 }
+"""The commands, and the module of each."""
 SPELLED = {
     "--tensor-model-parallel-size": "--tp", "--tensor-parallel-size": "--tp", "--tp-size": "--tp",
     "--pipeline-model-parallel-size": "--pp", "--pipeline-parallel-size": "--pp", "--pp-size": "--pp",
@@ -76,8 +64,10 @@ class Converter(Sections):
             UsageError: there is none of that name, but of two formats: another one does it, or another program.
         """
         name = args[0]
-        pair = formats_of(name)
-        if name not in self.commands and len(pair) == 2:
+        pair = formats_of(name) if name not in self.commands else ()
+        if len(pair) == 2:
+            from converters.commands import to
+
             other = to.pair(*pair)
             also = ", which reads any format" if other.startswith("hf2") else ""
             hint = f"convert {other} SRC OUT{also}" if other else to.elsewhere(*pair)
@@ -87,6 +77,8 @@ class Converter(Sections):
 
 def formats_of(name: str) -> list[str]:
     """The formats that a word such as deepspeed-to-megatron is of, by what commands call them."""
+    from converters.commands import to
+
     words = [to.called(word) for word in re.split("2|[-_]to[-_]", name.lower())]
     return words if all(words) else []
 

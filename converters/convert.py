@@ -7,18 +7,21 @@ to OUT. So OUT is complete or absent, and the same command resumes a killed one.
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from converters.assets import files as assets
 from converters.assets.replaceable import foreign
+from converters.assets.trusted import is_read_with_model
 from converters.common.atomic import stoppable, sync_folder
-from converters.common.manifest import check_manifest
+from converters.common.manifest import check_manifest, small_digests
 from converters.common.progress import Progress
 from converters.common.room import require_room
+from converters.common.stripes import stripe
 from converters.move.blocks import Files, finish_files
 from converters.move.crc32 import Checksums
 from converters.move.engine import digest_of, execute
@@ -40,7 +43,7 @@ from formats.errors import (
     some,
 )
 from formats.model.spec import Verbatim, differences
-from formats.registry import FORMATS, open_checkpoint, steps
+from formats.registry import detected, open_checkpoint, steps
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
@@ -134,7 +137,7 @@ def _begin(plan: Plan, request: Request, share: Share | None = None) -> tuple[Ta
     if plan.target is None:
         raise ValueError("a plan without a target cannot run")
     for source in plan.sources:
-        check_paths(source, request)
+        check_paths(source, request, plan.target.copies.values())
         check_manifest(source)
     check_room(plan.target, request)
     mark, files = fingerprint(plan, request.limits.replicas), plan.target.files
@@ -215,6 +218,9 @@ def _execute(
 def make_files(files: Iterable[OutputFile], request: Request) -> None:
     """Make the files of weights in the staging folder, each of its size; those that are there stay as they are."""
     every = [*files]
+    if request.stripes and not request.root.exists():
+        request.root.mkdir(parents=True, exist_ok=True)  # of several processes any may be the first
+        stripe(request.root)
     for path in {file.path.parent for file in every} | {request.root}:
         path.mkdir(parents=True, exist_ok=True)
     for file in every:
@@ -225,14 +231,21 @@ def make_files(files: Iterable[OutputFile], request: Request) -> None:
 def finish_small(plan: Plan, target: Target, request: Request, digests: Mapping[str, str]) -> None:
     """Write the small files into the staging folder."""
     digest.check_source(plan, digests)
-    texts = dict(target.texts)
-    if plan.again is None:
-        texts[f"{target.home}/{MANIFEST}"] = digest.manifest(plan, digests)
-    assets.write(request.root, texts, target.copies)
+    assets.write(request.root, target.texts, target.copies)
+    if plan.again is None or plan.remembered:
+        small = sorted(name for name in {*target.texts, *target.copies} if is_read_with_model(PurePath(name).name))
+        home = request.root / target.home
+        held = small_digests(home, [os.path.relpath(name, target.home) for name in small])
+        assets.write(home, {MANIFEST: digest.manifest(plan, digests, held)}, {})
 
 
-def check_paths(source: Checkpoint, request: Request) -> None:
-    """OUT is free, and apart from the source.
+def check_paths(source: Checkpoint, request: Request, others: Iterable[Path] = ()) -> None:
+    """OUT is free, and apart from all that is read.
+
+    Args:
+        source: what is converted.
+        request: what was asked for.
+        others: files that are copied.
 
     Raises:
         OutputError: it is not.
@@ -246,20 +259,29 @@ def check_paths(source: Checkpoint, request: Request) -> None:
         raise OutputError(f"OUT is a folder, and {out} is named like a file", f"name it {out.with_suffix('')}")
     if out.is_symlink() and not out.exists():
         raise OutputError(f"{out} is a broken link")
-    check_apart(source, request)
+    check_apart(source, request, others)
     _check_free(request)  # last, as it offers --force
 
 
-def check_apart(source: Checkpoint, request: Request) -> None:
-    """OUT and the source are not inside each other.
+def check_apart(source: Checkpoint, request: Request, others: Iterable[Path] = ()) -> None:
+    """OUT and the source are not inside each other, and nothing else that is read is in what OUT replaces.
+
+    The other way round OUT may be: a model in the folder of its config, or of its adapter, is no part of these.
 
     Raises:
-        OutputError: they are.
+        OutputError: they are, or something is.
     """
     root, home = source.root.resolve(), source.home.resolve()  # a run may keep models beside its checkpoints
     for place in (request.place, request.staging):
         if place in (root, home) or home in place.parents or place in root.parents:
             raise OutputError(f"{place} and the source {root} are inside each other", "choose another folder")
+    held = [*source.files, *(source.proof.files if source.proof else ()), *others, *request.named]
+    held += [path for path in (source.assets, source.settings.config) if path is not None]
+    for path in dict.fromkeys(held):
+        real = {path.resolve(), path.parent.resolve() / path.name}  # of a link what it leads to, and itself
+        for place in (request.place, request.staging):
+            if any(one == place or place in one.parents for one in real):
+                raise OutputError(f"{path} is read, and is in {place}, which is replaced", "choose another folder")
 
 
 def _check_free(request: Request) -> None:
@@ -282,8 +304,7 @@ def check_replaceable(request: Request, others: Callable[[], Sequence[str]]) -> 
     place = request.place
     if not request.force:
         raise OutputError(f"{request.out} exists", "choose another folder, or delete it with --force")
-    known = any(form.reader.detect(place) for form in FORMATS.values())
-    if not known:
+    if detected(place) is None:
         raise OutputError(
             f"{request.out} exists and is no checkpoint", "--force deletes checkpoints only; remove it yourself"
         )

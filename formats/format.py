@@ -6,7 +6,8 @@ their modules are loaded when they are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -61,6 +62,8 @@ class Format:
         trains: the module that reads its optimizer; empty where no optimizer is read.
         to_folder: the command that makes a Hugging Face folder of it; empty where it is one.
         reader_options: the options of reading (`Settings`) that its reader knows, of those that not all know.
+        signs: what some name in a folder of it is like, or in a folder in that: where none is, it is another format,
+            and its reader need not be loaded.
         ranked: whether each rank has tensors of its own in its files.
         replicas: what is done with further copies of a tensor unless the user says: `verify`, or `drift`.
     """
@@ -72,8 +75,14 @@ class Format:
     trains: str = ""
     to_folder: str = ""
     reader_options: tuple[str, ...] = ()
+    signs: str = ""
     ranked: bool = False
     replicas: str = "verify"
+
+    def detect(self, path: Path, names: Iterable[str] | None) -> bool:
+        """Whether a folder looks like it, which has such names in it and in its folders; None where that is unknown."""
+        like = re.compile(self.signs).fullmatch
+        return (not self.signs or names is None or any(map(like, names))) and self.reader.detect(path)
 
     @property
     def reader(self) -> Reader:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,9 +86,10 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
         signs.check(place)
         if place == path and not first:
             require_one(path, is_known)
-        for reader in (form.reader for form in [*first, *FORMATS.values()]):
-            if reader.detect(place) or (place != path and reader.detect(path)):
-                checkpoint = reader.read(path, settings or Settings())
+        names = {folder: names_in(folder) for folder in dict.fromkeys((place, path))}
+        for form in [*first, *FORMATS.values()]:
+            if any(form.detect(folder, held) for folder, held in names.items()):
+                checkpoint = form.reader.read(path, settings or Settings())
                 checkpoint = replace(checkpoint, settings=settings or checkpoint.settings)
                 _check_family(checkpoint)
                 _check_assets(checkpoint, path)
@@ -96,17 +98,19 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
         entries = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         raise SourceError(f"{error.filename or path}: {error.strerror}") from None
-    from formats.fsdp import checkpoint as fsdp
+    from formats.fsdp import runs
 
     iterations = [name for name in entries if ITERATION.fullmatch(name)]
     if iterations:
         raise SourceError(f"{path} holds no latest_checkpointed_iteration.txt", f"name one: {path / iterations[-1]}")
-    runs = fsdp.checkpoints(path, is_known)
-    if not runs:
+    saves = runs.checkpoints(path, is_known)
+    if not saves:
         signs.check_unknown(path)
-        runs = _inside(path)
-    if runs:
-        raise SourceError(f"{path} holds {len(runs)} checkpoint{'s' if len(runs) > 1 else ''}", f"name one: {runs[0]}")
+        saves = _inside(path)
+    if saves:
+        raise SourceError(
+            f"{path} holds {len(saves)} checkpoint{'s' if len(saves) > 1 else ''}", f"name one: {saves[0]}"
+        )
     for folder in _folders(path):
         signs.check_unknown(folder)
     raise SourceError(
@@ -131,20 +135,44 @@ def _folders(path: Path) -> list[Path]:
     return list(islice((one for one in sorted(path.iterdir()) if one.is_dir()), MOST_FOLDERS))
 
 
+def detected(path: Path) -> Format | None:
+    """The format that a folder looks like."""
+    names = names_in(path)
+    return next((form for form in FORMATS.values() if form.detect(path, names)), None)
+
+
 def is_known(path: Path) -> bool:
     """Whether a folder is of a known format; what cannot be looked into is none."""
     try:
-        return any(form.reader.detect(path) for form in FORMATS.values())
+        return detected(path) is not None
     except (OSError, SourceError):
         return False
 
 
+def names_in(path: Path) -> set[str] | None:
+    """The names of what is in a folder and in its folders, but for that of the config and tokenizer of a run.
+
+    None where to list them takes requests, or is not allowed.
+    """
+    from formats.checkpoint import ASSETS
+    from formats.disk.handle import is_elsewhere
+
+    if is_elsewhere(path):
+        return None
+    try:
+        here = [*os.scandir(path)]  # tells folders from files without a request for each
+        inside = (os.scandir(entry) for entry in here if entry.name != ASSETS and entry.is_dir())
+        return {entry.name for entry in chain(here, *inside)}
+    except OSError:
+        return None
+
+
 def steps(run: Path) -> list[str]:
     """The folders of a run whose names are those of checkpoints, whatever is in them."""
-    from formats.fsdp import checkpoint as fsdp
+    from formats.fsdp import runs
 
     names = sorted(path.name for path in run.iterdir() if path.is_dir())
-    return [name for name in names if ITERATION.fullmatch(name) or fsdp.STEPS.fullmatch(name)]
+    return [name for name in names if ITERATION.fullmatch(name) or runs.STEPS.fullmatch(name)]
 
 
 def _check_assets(checkpoint: Checkpoint, path: Path) -> None:

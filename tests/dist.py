@@ -73,6 +73,18 @@ def tried(wheel: Path, python: Path) -> None:
             run(bin_ / str(words[0]), *words[1:], cwd=folder)
 
 
+def typed(wheel: Path, python: Path) -> None:
+    """What mypy and pyright say of a program that uses the installed wheel is what its comments expect."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(python, "-m", "venv", f"{folder}/venv")
+        bin_ = Path(folder) / "venv/bin"
+        run(bin_ / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
+            "--constraint", ROOT / "constraints.txt", wheel, "mypy", "pyright")  # fmt: skip
+        shutil.copy(ROOT / "tests/library/typed_use.py", folder)
+        run(bin_ / "mypy", "--strict", "typed_use.py", cwd=folder)
+        run(bin_ / "pyright", "--pythonpath", bin_ / "python", "typed_use.py", cwd=folder)
+
+
 def main() -> None:
     """Build, check, install."""
     wheel = build()
@@ -82,6 +94,8 @@ def main() -> None:
         sys.stdout.write(f"{wheel.name} is sound on Python {version}\n")
     if not pythons:
         sys.exit("there is no Python from 3.10 to 3.13")
+    typed(wheel, pythons[max(pythons, key=PYTHONS.index)])
+    sys.stdout.write(f"{wheel.name} has types for mypy and pyright\n")
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ HUNYUAN = {
 }  # fmt: skip
 ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48, "tie_word_embeddings": False, **TOKENS}
 GROUPS = {"n_group": 4, "topk_group": 2}
+LIMITED = {"topk_method": "group_limited_greedy", "num_experts_per_tok": 2, **GROUPS}
 OSS = {"num_experts_per_tok": 2, "sliding_window": 8}
 MINIMAX = {"head_dim": 16, "rotary_dim": 8, "num_experts_per_tok": 2, **TOKENS}
 LLAMA4 = {"num_local_experts": 4, "intermediate_size_mlp": 80, "no_rope_layers": [1, 1, 0, 1], **TOKENS}
@@ -267,6 +268,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss-tied": {"model_type": "gpt_oss", "num_local_experts": 4, "swiglu_limit": 0.3, **OSS, **TIED},
     "deepseek_v2": {"model_type": "deepseek_v2", "q_lora_rank": None, "rope_parameters": LATENT_YARN, **LATENT},
     "deepseek_v2-tied": {"model_type": "deepseek_v2", "q_lora_rank": 24, **LATENT, **TIED, **ALL},
+    "deepseek_v2-grouped": {"model_type": "deepseek_v2", "q_lora_rank": 24, **LATENT, **LIMITED},
     "deepseek_v3": {"model_type": "deepseek_v3", "q_lora_rank": 24, "rope_parameters": LATENT_YARN, **GROUPS, **LATENT},
     "deepseek_v3-tied": {"model_type": "deepseek_v3", "q_lora_rank": None, **GROUPS, **LATENT, **TIED},
     "deepseek_v32": {"model_type": "deepseek_v32", "rope_parameters": LATENT_YARN, **GROUPS, **DSA},
@@ -341,7 +343,7 @@ def _has(name: str, condition: str) -> bool:
     return any(condition in rule.conditions for rule in family_of(name).tensors)
 
 
-IN_MEGATRON = [name for name in MODELS if not family_of(name).only_here and name != "qwen3-biased"]
+IN_MEGATRON = [name for name in MODELS if not family_of(name).only_here and name not in ("qwen3-biased", "gpt_neox")]
 """Those with a layout of Megatron."""
 LINEAR = [name for name in IN_MEGATRON if _has(name, "recurrent") or _has(name, "state")]
 """Those with linear attention or state spaces, of which Megatron has no local layers."""

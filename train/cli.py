@@ -5,38 +5,35 @@ from __future__ import annotations
 import click
 
 from converters.common.cli_main import Sections, run
-from train.commands import (
-    bench,
-    chat,
-    doctor,
-    evaluate,
-    fetch,
-    init,
-    look,
-    pack,
-    packs,
-    plot,
-    role_bins,
-    submit,
-    tokenize,
-)
-from train.commands import run as training
 from train.commands.examples import EXAMPLES
 
-SECTIONS: dict[str, tuple[click.Command, ...]] = {
-    "Data": (
-        fetch.fetch,
-        look.lint,
-        tokenize.tokenize,
-        look.show,
-        look.count,
-        pack.pack,
-        role_bins.role_bins,
-    ),
-    "Data packs": (packs.packs,),
-    "Train": (init.init, training.plan, training.run, submit.submit, doctor.doctor),
-    "Look at it": (evaluate.evaluate, plot.plot, chat.chat, bench.bench),
+HOME = "train.commands"
+SECTIONS = {
+    "Data": {
+        "fetch": f"{HOME}.fetch",
+        "lint": f"{HOME}.look",
+        "tokenize": f"{HOME}.tokenize",
+        "show": f"{HOME}.look",
+        "count": f"{HOME}.look",
+        "pack": f"{HOME}.pack",
+        "role-bins": f"{HOME}.role_bins",
+    },
+    "Data packs": {"packs": f"{HOME}.packs"},
+    "Train": {
+        "init": f"{HOME}.init",
+        "plan": f"{HOME}.run",
+        "run": f"{HOME}.run",
+        "submit": f"{HOME}.submit",
+        "doctor": f"{HOME}.doctor",
+    },
+    "Look at it": {
+        "eval": f"{HOME}.evaluate:evaluate",
+        "plot": f"{HOME}.plot",
+        "chat": f"{HOME}.chat",
+        "bench": f"{HOME}.bench",
+    },
 }
+"""The commands, and the module of each."""
 
 
 @click.group(cls=Sections, sections=SECTIONS, examples=EXAMPLES, program="train")

@@ -1,7 +1,7 @@
 """Ranks: this rank's number, the device mesh that shards the model, and one process group for each kind of traffic.
 
-Three kinds of collectives run at the same time: FSDP's, the counters of each step, and checkpoints in the background.
-Two of them in one gloo group abort or hang, so each has its own group.
+Several kinds of collectives run at the same time: FSDP's, the counters of each step, checkpoints in the background, and
+keys and values where ranks share rows. Two of them in one gloo group abort or hang, so each has its own group.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class World:
         device: of this process.
         groups: the mesh and the process groups (they own threads); empty once this rank has left.
         beat: seconds between the heartbeats of rank 0 while the other ranks wait for it.
+        context: consecutive ranks that share the rows of a micro-batch.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class World:
     device: torch.device
     groups: dict[str, Any]
     beat: float
+    context: int = 1
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -59,6 +61,26 @@ class World:
     def saving(self) -> Any:
         """Process group for checkpoints, on CPU."""
         return self.groups["saving"]
+
+    @property
+    def sharing(self) -> Any:
+        """Process group of the ranks that share rows with this one; None without context parallelism."""
+        return self.groups.get("context")
+
+    @property
+    def reader(self) -> int:
+        """The number of the group of ranks that share rows."""
+        return self.rank // self.context
+
+    @property
+    def readers(self) -> int:
+        """How many such groups there are: each takes rows of its own."""
+        return self.ranks // self.context
+
+    @property
+    def part(self) -> int:
+        """Which part of the rows this rank has."""
+        return self.rank % self.context
 
     @property
     def first(self) -> bool:
@@ -167,15 +189,17 @@ def _on_stderr() -> Iterator[None]:
 
 
 @contextmanager
-def world(replicas: int, minutes: float) -> Iterator[World]:
+def world(replicas: int, minutes: float, context: int = 1) -> Iterator[World]:
     """Join the other ranks.
 
     Args:
         replicas: copies of the sharded model (HSDP); 1 shards it over all ranks.
         minutes: collective timeout: how long a rank waits for the others.
+        context: consecutive ranks that share rows.
 
     Raises:
-        UsageError: the number of ranks is not a multiple of `replicas`, or some ranks did not start in time.
+        UsageError: the number of ranks is not a multiple of `replicas` or of `context`, or some ranks did not start in
+            time.
     """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each of three gloo groups has a socket to every rank
@@ -185,6 +209,8 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if ranks % replicas:
         raise UsageError(f"{ranks} ranks cannot be {replicas} replicas of equal shards")
+    if ranks % context:
+        raise UsageError(f"{ranks} ranks cannot be groups of {context} that share rows", "--parallel.context 1")
     cuda = torch.cuda.is_available()
     device = torch.device("cpu")
     if cuda:  # Slurm may show each task only its own GPU, which is then device 0
@@ -203,7 +229,10 @@ def world(replicas: int, minutes: float) -> Iterator[World]:
             shape = replicas, ranks // replicas
             groups["mesh"] = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
             groups |= {name: dist.new_group(backend="gloo", timeout=timeout) for name in ("numbers", "saving")}
-        yield World(rank, ranks, device, groups, timeout.total_seconds() / 4)
+            if context > 1:  # gathers keys and values while FSDP gathers weights
+                subgroups: Any = dist.new_subgroups
+                groups["context"] = subgroups(context, timeout=timeout)[0]
+        yield World(rank, ranks, device, groups, timeout.total_seconds() / 4, context)
     finally:
         # The threads of a gloo group are joined when the last reference to it goes, and an error's traceback holds a
         # reference to the world. A thread that frees its last tensor while Python shuts down calls std::terminate

@@ -8,7 +8,7 @@
     vitruvian.convert("run/", "model", to="huggingface")
 
 Errors are subclasses of `VitruvianError`, with `hint` and `exit_code`. Nothing here imports torch but
-`vitruvian.torch`, `vitruvian.transformers`, `vitruvian.vllm` and `vitruvian.sglang`.
+`vitruvian.torch`, `vitruvian.transformers`, `vitruvian.axolotl`, `vitruvian.vllm` and `vitruvian.sglang`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ ROOMS = {
     ),
 }  # fmt: skip
 """Module: the public names that are in it, by what it calls them where that is another name."""
-SUBMODULES = ("torch", "transformers", "vllm", "sglang")
+SUBMODULES = ("torch", "transformers", "axolotl", "vllm", "sglang")
 """What imports torch, and is imported when it is first used."""
 PLACES = {
     name: (module, names[name] if isinstance(names, dict) else name)

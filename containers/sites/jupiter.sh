@@ -3,8 +3,8 @@
 # Nothing of it was tried on the machine. JSC: apps.fz-juelich.de/jsc/hps/jupiter. Users: reports of its users, 2026-05 and 2026-08.
 # shellcheck shell=bash disable=SC2034  # used by containers/run and by those who read it
 
-# sbatch, for GPUs: 4 GPUs and 288 cores a node; the limit of time is not checked, and projects were refused above six
-# hours (users, 2026-05): then --time 5:55:00
+# sbatch, for GPUs: 4 GPUs and 288 cores a node; the limit of time is not checked: OpenEuroLLM asks for twelve hours
+# (oellm-autoexp at c6d0cc0, config/slurm/jupiter.yaml, 2026-07), other projects were refused above six (users, 2026-05)
 SITE_GPU='--partition=booster --gres=gpu:4 --ntasks-per-node=4 --cpus-per-task=72 --exclusive --time=1-00:00:00'
 # sbatch, for CPUs: booster is the only partition (users, 2026-05), and all of a node is billed; --mem: not checked on the
 # machine (scontrol show partition booster; sinfo -h -p booster -o %m)
@@ -17,6 +17,5 @@ SITE_NET='IB'
 SITE_BIND='/e'
 # the driver's libraries
 SITE_GPU_FLAG='--nv'
-
-# compute nodes have no internet (users, 2026-05): a missing file is an error at once, not a timeout
-if [ -n "${SLURM_JOB_ID-}" ]; then export HF_HUB_OFFLINE=1 WANDB_MODE=offline; fi
+# partitions whose nodes reach the internet: none (users, 2026-05)
+SITE_ONLINE=''

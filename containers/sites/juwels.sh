@@ -16,6 +16,6 @@ SITE_NET='IB'
 SITE_BIND='/p'
 # the driver's libraries
 SITE_GPU_FLAG='--nv'
-
-# compute nodes have no internet (not checked): a missing file is an error at once, not a timeout
-if [ -n "${SLURM_JOB_ID-}" ]; then export HF_HUB_OFFLINE=1 WANDB_MODE=offline; fi
+# partitions whose nodes reach the internet: none; OpenEuroLLM's jobs are offline there (oellm-autoexp at c6d0cc0,
+# config/slurm/juwels.yaml, 2026-06)
+SITE_ONLINE=''

@@ -18,10 +18,8 @@ SITE_BIND='/leonardo,/leonardo_work,/leonardo_scratch'
 # the driver's libraries; NCCL has its own InfiniBand transport, so nothing else comes from the host
 SITE_GPU_FLAG='--nv'
 
-# compute nodes have no internet: a missing file is an error at once, not a timeout (the same page)
-case ${SLURM_JOB_PARTITION:-login} in
-  login | lrd_all_serial) ;;
-  *) export HF_HUB_OFFLINE=1 WANDB_MODE=offline ;;
-esac
+# partitions whose nodes reach the internet (the same page)
+SITE_ONLINE='lrd_all_serial'
+
 # NCCL finds ib0 and mlx5 by itself. Only where its log says otherwise (NCCL docs):
 # export NCCL_SOCKET_IFNAME=ib0 NCCL_IB_HCA=mlx5

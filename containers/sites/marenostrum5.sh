@@ -18,5 +18,8 @@ SITE_BIND='/gpfs'
 # the driver's libraries
 SITE_GPU_FLAG='--nv'
 
-# neither compute nor login nodes reach the internet (not checked): a missing file is an error at once, not a timeout
+# partitions whose nodes reach the internet: none (OpenEuroLLM/oellm-autoexp at c6d0cc0, README.md, 2026-08)
+SITE_ONLINE=''
+
+# nor do login nodes (the same)
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from converters.assets.custom_code import missing_code
 from converters.assets.trusted import UNKNOWN, require_inside, require_there, why_not
 from converters.common.atomic import named, synced
 from formats.checkpoint import Checkpoint
@@ -150,7 +151,7 @@ def remembered_index(folder: Path | None) -> dict[str, Any] | None:
 
 
 def checks(folder: Path, config: Mapping[str, Any] | None, spec: Spec) -> list[str]:
-    """Where config, generation config and tokenizer do not fit each other.
+    """Where config, generation config, tokenizer and code of the model's own do not fit each other.
 
     Args:
         folder: where they are.
@@ -176,6 +177,7 @@ def checks(folder: Path, config: Mapping[str, Any] | None, spec: Spec) -> list[s
         beyond = sorted(token for token in ids if spec.vocab is not None and token >= spec.vocab)
         if beyond:
             notes.append(f"{name} names token {beyond[-1]}, the vocabulary has {spec.vocab}")
+    notes += missing_code(dict(files(folder)))
     if not has_tokenizer(folder):
         notes.append(f"no tokenizer is in {folder}")
     return notes

@@ -22,12 +22,14 @@ class Tokenizer(NamedTuple):
     """A tokenizer as Hugging Face reads it.
 
     Attributes:
+        path: the file that it was read from.
         files: contents by name.
         size: how many tokens it has.
         special: the ids of bos, eos, pad and unk, as far as there are any.
         notes: what the user should know.
     """
 
+    path: Path
     files: Mapping[str, bytes]
     size: int
     special: Mapping[str, int]
@@ -114,7 +116,7 @@ def _sentencepiece(path: Path) -> Tokenizer:
             f"of {path}",
             f"look with `convert tokenizer {path} FOLDER --allow-mismatches 0.01`, then --tokenizer FOLDER",
         )
-    return Tokenizer(converted.files, converted.size, converted.special, converted.notes)
+    return Tokenizer(path, converted.files, converted.size, converted.special, converted.notes)
 
 
 def _fast(path: Path) -> Tokenizer:
@@ -134,4 +136,4 @@ def _fast(path: Path) -> Tokenizer:
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
         files["tokenizer_config.json"] = (json.dumps(config, indent=2) + "\n").encode()
     files["tokenizer.json"] = path.read_bytes()
-    return Tokenizer(files, backend.get_vocab_size(with_added_tokens=True), special, ())
+    return Tokenizer(path, files, backend.get_vocab_size(with_added_tokens=True), special, ())

@@ -44,8 +44,12 @@ TRAVELS = {
 """What is copied and sent: regular expressions of the whole name, in any case."""
 LARGEST = 64 << 20
 """Bytes of a file that holds no weights, whatever it is called: the largest tokenizers have half of it."""
+WITH_A_MODEL = ("settings", "tokenizers", "chat templates", "code")
+"""What of it is read with the weights."""
 UNKNOWN = "not the name of a model file"
-_TRAVELS = re.compile("|".join(f"(?:{names})" for names in TRAVELS.values()), re.ASCII | re.IGNORECASE | re.DOTALL)
+_FLAGS = re.ASCII | re.IGNORECASE | re.DOTALL
+_TRAVELS = re.compile("|".join(f"(?:{names})" for names in TRAVELS.values()), _FLAGS)
+_READ = re.compile("|".join(f"(?:{TRAVELS[what]})" for what in WITH_A_MODEL), _FLAGS)
 
 
 def why_not(path: Path) -> str:
@@ -58,6 +62,11 @@ def why_not(path: Path) -> str:
     if path.suffix != ".safetensors" and path.stat().st_size > LARGEST:
         return f"more than {LARGEST >> 20} MiB that are no safetensors"
     return "" if _TRAVELS.fullmatch(path.name) else UNKNOWN
+
+
+def is_read_with_model(name: str) -> bool:
+    """Whether a small file of this name says what a model computes, or what its tokens are."""
+    return _READ.fullmatch(name) is not None
 
 
 def require_there(path: Path, folder: Path) -> None:

@@ -55,7 +55,8 @@ class Work:
 def assets(out: Path, base: Path | None, template: str | None, dry_run: bool, as_json: bool) -> None:
     """Give a model its tokenizer, generation config and chat template.
 
-    OUT is a Hugging Face folder with weights. BASE replaces what OUT has, except its config and its card.
+    OUT is a Hugging Face folder with weights. BASE replaces what OUT has, except its config and its card. What
+    `convert verify OUT` compares is then what is there now: with `--from OUT` too, which changes nothing else.
     """
     from converters.hub.preflight import embedding_rows, findings
 
@@ -72,7 +73,8 @@ def assets(out: Path, base: Path | None, template: str | None, dry_run: bool, as
             click.echo(json.dumps(_record(out, rows, work, states, notes, problems), indent=1))
         else:
             _print(states, notes, problems)
-        _refuse(out, rows, work.applied, template, problems)
+        if work.staged or work.removed or template is not None:
+            _refuse(out, rows, work.applied, template, problems)
         if not dry_run:
             publish(out, work)
 
@@ -119,7 +121,11 @@ def prepare(out: Path, base: Path | None, template: str | None, rows: int, folde
 
 
 def publish(out: Path, work: Work) -> None:
-    """Put the files in their places, each in one step."""
+    """Put the files in their places, each in one step, and into the manifest."""
+    from converters.assets.files import files
+    from converters.assets.trusted import is_read_with_model
+    from converters.common.manifest import record_files
+
     for name, path in work.staged.items():
         (out / name).parent.mkdir(exist_ok=True)
         path.replace(out / name)
@@ -127,6 +133,7 @@ def publish(out: Path, work: Work) -> None:
         (out / name).unlink()
     for folder in {(out / name).parent for name in (*work.staged, *work.removed)}:
         sync_folder(folder)
+    record_files(out, [name for name, _ in files(out) if is_read_with_model(Path(name).name)])
 
 
 def _check_mixture(out: Path, base: Path | None, own: Mapping[str, Path], given: Mapping[str, Path]) -> None:

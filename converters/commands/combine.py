@@ -1,4 +1,4 @@
-"""The commands that compute one model of several checkpoints."""
+"""The commands that take several checkpoints: means, and adapters with their base."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from converters.commands.options import FOLDER, deepspeed_reading, opened, reading, settings_of, shard_size, writing
-from converters.commands.running import carry_out, output_of, request_of
+from converters.commands.running import BRIDGE, carry_out, output_of, request_of
 from converters.common.cli_help import command
 from formats.errors import UsageError
 
@@ -89,3 +89,38 @@ def merge(base: Path, adapter: Path, out: Path, **options: Any) -> None:
         source, read(adapter), request, lambda one: plan_output(one, request, "huggingface", output_of(options))
     )
     carry_out(plan, request, options, "huggingface")
+
+
+@command()
+@click.argument("base", type=FOLDER)
+@click.argument("adapter", type=FOLDER)
+@click.argument("out", type=FOLDER)
+@click.option(
+    "--lora",
+    "kind",
+    type=click.Choice(["canonical", "fused"]),
+    default="canonical",
+    show_default=True,
+    help="CanonicalLoRA of Bridge; or LoRA, where query, key and value share lora_A, and gate and up.",
+)
+@click.option(
+    "--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor parallel size of the training."
+)
+@click.option(
+    "--iteration", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Where Bridge counts on."
+)
+@reading
+@writing
+def peft2megatron(base: Path, adapter: Path, out: Path, kind: str, tp: int, iteration: int, **options: Any) -> None:
+    """LoRA adapter of PEFT to Megatron-Bridge's: torch_dist, to train on beside its base.
+
+    BASE is the model that the adapter is of, in any format. `megatron2hf --adapter only` leads back.
+    """
+    from converters.plan.adapted import plan_bridge
+    from formats.huggingface.adapter import read
+    from formats.megatron.args.options import DIST, Options
+
+    source = opened(base, options)
+    request = request_of(out, options, source)
+    asked = Options(tp=tp, dialect=DIST, trainer="bridge")
+    carry_out(plan_bridge(source, read(adapter), request, kind, asked, iteration), request, options, BRIDGE)

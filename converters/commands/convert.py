@@ -10,6 +10,7 @@ import click
 from converters.commands.options import (
     FOLDER,
     adapter,
+    archive,
     at_iteration,
     chat_template,
     deepspeed_reading,
@@ -49,6 +50,7 @@ READ = (MEGATRON_FSDP, DIST, MEGATRON)
 @command()
 @places
 @megatron_files
+@archive
 @topology
 @stages
 @experts
@@ -88,6 +90,8 @@ def hf2megatron(src: Path, out: Path, **options: Any) -> None:
 @shard_size
 @at_iteration
 @chat_template
+@click.option("--adapter", type=click.Choice(["only"]),
+              help="Of a training of Megatron-Bridge with LoRA: the adapter, as PEFT saves it.")  # fmt: skip
 @reading_of(*READ)
 @writing
 def megatron2hf(src: Path, out: Path, **options: Any) -> None:
@@ -123,7 +127,7 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
     from converters.hub.push_plan import check_names
     from converters.hub.upload import require_token
     from converters.plan.output import plan_output
-    from formats.fsdp.checkpoint import checkpoints
+    from formats.fsdp.runs import checkpoints
 
     old_src, old_out, old_config = (options.pop(name) for name in ("old_src", "old_out", "old_config"))
     if old_src is not None and src is None:  # the flags, and the default, of ControlLLM's converter
@@ -131,7 +135,7 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
     options["config"] = options["config"] or old_config
     if src is None or out is None:
         raise UsageError("two folders are needed", "convert fsdp2hf CHECKPOINT OUT --config BASE")
-    runs = {run: out / run.name for run in checkpoints(folder_of(src).folder)} or {src: out}
+    runs = {run: out / run.name for run in checkpoints(folder_of(src).folder, FSDP.reader.detect)} or {src: out}
     if repo and len(runs) > 1:
         raise UsageError(f"{src} holds {len(runs)} checkpoints, --push sends one", f"name one: {next(iter(runs))}")
     if repo:
@@ -156,7 +160,8 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
     if failed:
         raise SourceError(f"{len(failed)} of {len(runs)} checkpoints of {src} were not converted", failed[0].hint)
     if repo and options["dry_run"]:
-        click.echo(f"then   push {out} to {repo}")
+        if not options["as_json"]:
+            click.echo(f"then   push {out} to {repo}")
     elif repo and options["share"] is None:
         context.invoke(push, out=out, repo=repo, quiet=options["quiet"], as_json=options["as_json"])
 
@@ -225,6 +230,7 @@ def hf2fsdp(src: Path, out: Path, **options: Any) -> None:
 @command()
 @places
 @megatron_files
+@archive
 @topology
 @stages
 @experts

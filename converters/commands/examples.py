@@ -10,7 +10,8 @@ EXAMPLES = {
     "hf2hf": "model small --dtype bf16 --shard-size 2GB",
     "hf2mistral": "base native",
     "mistral2hf": "native model --set max_positions=32768",
-    "megatron2hf": "run model --config base\nrun model --config base --iteration 5000",
+    "megatron2hf": "run model --config base\nrun model --config base --iteration 5000\n"
+    "run adapter --config base --adapter only",
     "neox2hf": "run model --tokenizer model.model --chat-template control",
     "zero2hf": "run model --config base\nrun masters --config base --weights fp32-master",
     "zero2universal": "run universal --config base",
@@ -19,6 +20,7 @@ EXAMPLES = {
     "average-norms": "run averaged",
     "average": "run mean --last 5\nstep-900 step-1000 mean --weights 0.4,0.6",
     "merge": "base adapter model\nbase adapter model --dtype bf16",
+    "peft2megatron": "base adapter run --tp 2\nbase adapter run --lora fused",
     "watch": "run --out models --config base\nrun --out models --config base --push ORG/NAME --keep 3",
     "submit": "--site lumi fsdp2hf checkpoint-5000 model --config base -n\n"
     "--site lumi --part 8 hf2megatron base run --tp 8",

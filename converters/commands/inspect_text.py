@@ -59,6 +59,8 @@ def inspect_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _optimizer_line(about: Mapping[str, Any]) -> str:
     if not about["states"]:
         return f"cannot be converted: {about['why']}"
+    if "left" in about:
+        return f"{', '.join(about['states'])} of {about['optimizer']!r}; {', '.join(about['left'])} are not converted"
     if "step" in about:
         return f"{', '.join(about['states'])}, step {about['step']}; `convert hf2fsdp --with-optimizer` converts it too"
     kind = "distributed optimizer" if about["distributed"] else "plain"

@@ -58,7 +58,7 @@ def inspect(src: Path, tensors: bool, html: Path | None, as_json: bool, **option
     Of a folder with several checkpoint-N, each, the newest first. Without a config, what the files alone say.
     """
     from converters.commands.inspect_text import inspect_lines
-    from formats.fsdp.checkpoint import checkpoints
+    from formats.fsdp.runs import checkpoints
 
     runs = checkpoints(src, is_known)
     if html:

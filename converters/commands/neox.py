@@ -85,6 +85,7 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
         raise UsageError(f"--architecture {architecture}, but {src} holds a {source.spec.family}", "leave it out")
     with tempfile.TemporaryDirectory(prefix="vitruvian-") as folder:
         if found:
+            options["tokenizer"] = found.path
             source = attached(source, found, Path(folder))
         convert_to("huggingface", source, out, options)
 

@@ -190,6 +190,10 @@ megatron_files = together(
                  help="Megatron: names of the norms, Transformer Engine's or those of the local layers."
                       "  [default: te; for reshard as in SRC]"),
 )  # fmt: skip
+archive = click.option(
+    "--archive", is_flag=True,
+    help="Megatron: one data file for all ranks; torch_dist, unless --format is fsdp_dtensor.",
+)  # fmt: skip
 experts = together(
     click.option("--ep", type=click.IntRange(1), help="Megatron: ranks over which experts are spread.  [default: 1]"),
     click.option("--etp", type=click.IntRange(1), help="Megatron: tensor parallel size of an expert.  [default: tp]"),
@@ -238,6 +242,8 @@ writing = together(
                  help="Do part I of N, beside others on any nodes. The same command without --part finishes."),
     click.option("--verify/--no-verify", default=True, show_default=True,
                  help="Read OUT back and compare before it is published."),
+    click.option("--stripes/--no-stripes", default=True, show_default=True,
+                 help="On Lustre: spread the files of OUT over its disks, by their size."),
     effort,
     click.option("-q", "--quiet", is_flag=True, help="No progress."),
     as_json,

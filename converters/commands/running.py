@@ -24,13 +24,15 @@ def request_of(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Req
     """What the options of `writing` ask for."""
     from converters.common.hub_names import place_of
     from converters.plan.opening import replicas_of
-    from converters.plan.request import Limits, Request
+    from converters.plan.request import Limits, Request, named_of
 
     policy = replicas_of(source, options["replicas"])
     limits = Limits(options["threads"], options["memory"], policy, accepted=options["accept"])
     cast = None if options["dtype"] == "keep" else options["dtype"]
+    quiet = options["quiet"] or options["as_json"]
+    named, stripes = named_of(options), options["stripes"]
     return Request(
-        place_of(out), cast, limits, options["force"], options["verify"], options["quiet"] or options["as_json"]
+        place_of(out), cast, limits, options["force"], options["verify"], quiet, named=named, stripes=stripes
     )
 
 
@@ -68,7 +70,11 @@ def write_new(path: Path, text: str) -> None:
     write_file(path, text.encode())
 
 
+BRIDGE = "bridge"
+"""An adapter of Megatron-Bridge."""
 NEXT = {
+    BRIDGE: "Megatron-Bridge with checkpoint.load={out}, checkpoint.pretrained_checkpoint=BASE, load_optim=False and "
+    "peft as in run_config.yaml",
     HUGGINGFACE: 'AutoModelForCausalLM.from_pretrained("{out}"), or `convert push {out} ORG/NAME`',
     MEGATRON_RUN: "--load {out}, with the flags in {out}/megatron_flags.txt",
     FSDP: 'dcp.load({{"model": state_dict}}, checkpoint_id="{out}")',

@@ -81,6 +81,23 @@ def wishes_of(options: Mapping[str, Any], *, typed: tuple[str, ...] = ()) -> Wis
     return Wishes(options["site"], given | options_of(options["sbatch"]), options["image"])
 
 
+def _require_internet(site: str, job: Job, words: tuple[str, ...], push: str | None) -> None:
+    """Insist on nodes that reach what a conversion reads from or sends to other places.
+
+    Raises:
+        UsageError: they have no internet.
+    """
+    from converters.common.slurm import load_site
+
+    online, partition = load_site(site).online, job.header.get("partition", "any partition")
+    outside = [f"--push {push}"] if push else [word for word in words if "://" in word]
+    if outside and online is not None and partition not in online:
+        raise UsageError(
+            f"{outside[0]} needs the internet, which jobs of {site} in {partition} do not have",
+            "work on folders of this machine, and `convert push OUT ORG/NAME` on a login node",
+        )
+
+
 def hand_over(job: Job, dry_run: bool) -> str:
     """Print a job, or submit it and tell its number, which is returned."""
     from converters.common.slurm import submit
@@ -114,6 +131,7 @@ def submit(context: click.Context, /, words: tuple[str, ...], **options: Any) ->
     becomes a chain of short jobs, each of which checks once.
     """  # \b is the sign of click for lines as they stand
     from converters.common.cores import MOST
+    from converters.common.progress import size
     from converters.common.slurm import cpu_job
     from converters.plan.request import EACH_MEMORY
 
@@ -122,20 +140,24 @@ def submit(context: click.Context, /, words: tuple[str, ...], **options: Any) ->
     seconds = sum(plan["bytes"] for plan in plans) / RATE
     buffers = asked["memory"] or EACH_MEMORY * MOST  # the threads are those of the cores of the job
     megabytes = BASE_MB + (buffers + PIECE * max((plan.get("blocks", 0) for plan in plans), default=0)) / 10**6
-    name, command, after = words[0], ["convert", *words], dict[str, str]()
-    if "every" in asked:
-        if parts:
-            raise UsageError("--part is for one conversion", "several watches share the work: submit it several times")
-        one = cpu_job(name, [*command, "--once"], wishes, max(ROUND, START + seconds), megabytes)
+    name, command, watching = words[0], ["convert", *words], "every" in asked
+    if watching and parts:
+        raise UsageError("--part is for one conversion", "several watches share the work: submit it several times")
+    run, time = ([*command, "--once"], max(ROUND, START + seconds)) if watching else (command, START + seconds)
+    job = cpu_job(name, run, wishes, time, megabytes)
+    _require_internet(wishes.site, job, words, asked.get("push") or asked.get("repo"))
+    for needs in (plan["target"]["needs"] for plan in plans if not watching):
+        click.echo(f"{asked['out']} needs {size(needs['bytes'])} in {needs['files']} files and folders", err=True)
+    if watching:
         looks = {"LINKS": f"${{VITRUVIAN_LINKS:-{LOOKS}}}", "PAUSE": f"{60 * asked['every']:.0f}"}
-        log = {"output": str(one.folder).replace("%", "%%") + "/%x.out"}  # one file, not one a look
-        hand_over(replace(one, settings={**one.settings, **looks}, header={**one.header, **log}), dry_run)
-        return
+        log = {"output": str(job.folder).replace("%", "%%") + "/%x.out"}  # one file, not one a look
+        job = replace(job, settings={**job.settings, **looks}, header={**job.header, **log})
     if parts:  # one whose time is up is not followed by another: the last job has time for all that is left
-        one = cpu_job(f"{name}-part", command, wishes, START + seconds / parts, megabytes, array=f"1-{parts}")
+        part = cpu_job(f"{name}-part", command, wishes, START + seconds / parts, megabytes, array=f"1-{parts}")
         share = {"COMMAND+": f'(--part "$SLURM_ARRAY_TASK_ID/{parts}")', "LINKS": "1"}
-        after["dependency"] = f"afterany:{hand_over(replace(one, settings={**one.settings, **share}), dry_run)}"
-    hand_over(cpu_job(name, command, wishes, START + seconds, megabytes, **after), dry_run)
+        number = hand_over(replace(part, settings={**part.settings, **share}), dry_run)
+        job = replace(job, header={**job.header, "dependency": f"afterany:{number}"})
+    hand_over(job, dry_run)
 
 
 def _plans(context: click.Context, words: tuple[str, ...]) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
@@ -146,12 +168,11 @@ def _plans(context: click.Context, words: tuple[str, ...]) -> tuple[list[Mapping
     """
     group = context.parent.command if context.parent else None
     name, *rest = words or ("",)
-    known = {one.name: one for one in group.sections["Convert"]} if isinstance(group, Sections) else {}
-    if name not in known or name == "submit":
+    if not isinstance(group, Sections) or name not in group.sections["Convert"] or name == "submit":
         raise UsageError(f"{name!r} is no conversion", "convert submit --site lumi hf2megatron SRC OUT --tp 8")
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown), known[name].make_context(name, [*rest, "--dry-run", "--json"]) as called:
-        known[name].invoke(called)
+    shown, conversion = io.StringIO(), group.commands[name]
+    with contextlib.redirect_stdout(shown), conversion.make_context(name, [*rest, "--dry-run", "--json"]) as called:
+        conversion.invoke(called)
     text, decoder = shown.getvalue().strip(), json.JSONDecoder()
     plans = []
     while text:

@@ -12,7 +12,7 @@ from converters.commands.options import FOLDER
 from converters.common.cli_help import command
 from formats.errors import UsageError
 from formats.format import Format
-from formats.registry import FORMATS
+from formats.registry import detected
 
 NAMES = {
     "hf": ("hf", "huggingface", "transformers", "safetensors"),
@@ -61,8 +61,7 @@ def found(path: Path) -> Format | None:
     from formats.errors import SourceError
 
     try:
-        place = folder_of(path).folder
-        return next((form for form in FORMATS.values() if form.reader.detect(place)), None)
+        return detected(folder_of(path).folder)
     except (OSError, SourceError):
         return None
 

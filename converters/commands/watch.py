@@ -86,7 +86,12 @@ def watch(run: Path, **options: Any) -> None:  # fmt: skip
     watching.begin(watched, anew=not options["once"])
     with watching.stoppable() as stop:
         while True:
-            watching.look(watched, stop)
+            try:
+                watching.look(watched, stop)
+            except OSError as error:
+                if error.errno not in watching.FULL:
+                    raise
+                click.echo(f"note: {watched.out}: {error.strerror}", err=True)
             if watching.is_over(watched, watching.records(watched)):
                 watching.require_all(watched)
                 return
@@ -110,6 +115,8 @@ def _watch_of(run: Path, options: Mapping[str, Any]) -> Watch:
 
     if options["keep_every"] and not options["keep"]:
         raise UsageError("--keep-every adds to what --keep keeps", "--keep 3, for instance; without it all are kept")
+    if options["out"].absolute() == run.absolute():
+        raise UsageError(f"--out {run} is the folder of the training itself", "--out models, for instance")
     if not run.is_dir():
         raise SourceError(f"{run} is not a folder", "name that of the training, before its first checkpoint too")
     if options["push"]:

@@ -16,16 +16,17 @@ TITLES: Mapping[str, str] = {
         config tokenizer family vocab_size settings accept only drop verbatim allow_missing container gqa_layout tag
         weights adapter source splits revision inputs tokenizer_type form key""",
     "How OUT is cut": """
-        format for_trainer tp pp vpp first_stage_layers last_stage_layers pp_layout ep etp experts glu_interleave norm
-        layout make_vocab_size_divisible_by true_vocab_size megatron_version ranks shard_size iteration to prefix""",
+        format archive for_trainer tp pp vpp first_stage_layers last_stage_layers pp_layout ep etp experts
+        glu_interleave norm layout make_vocab_size_divisible_by true_vocab_size megatron_version ranks shard_size
+        iteration to prefix""",
     "Optimizer": "with_optimizer optimizer consumed_samples",
     "Values and tokens": """
         dtype quantize replicas chat_template template append_eod eod control_tokens extra no_new pack length ftfy
         sample seed dedup""",
     "The job": "site account partition nodes time sbatch image jobs bench launcher save_seconds preflight",
     "How it is done": """
-        repo dry_run force share parts verify threads memory workers strict max_drop_rate cache listing html tensors
-        blocks quiet as_json _click_default_help""",
+        repo dry_run force share parts verify stripes threads memory workers strict max_drop_rate cache listing html
+        tensors blocks quiet as_json _click_default_help""",
 }
 """Title: the options below it, by the names of their parameters, in its order of titles."""
 

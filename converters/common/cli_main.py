@@ -7,7 +7,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable, Mapping
+from collections import UserDict
+from collections.abc import Mapping
+from importlib import import_module
 from io import TextIOWrapper
 from typing import Any, NoReturn
 
@@ -23,26 +25,47 @@ Exit codes:
   2 usage    5 plan refused        8 network                      to resume"""
 
 
+class Commands(UserDict[str, Any]):
+    """The commands of a program by name, each loaded when it is asked for, with the examples of its name.
+
+    Args:
+        modules: the module of each, and after a colon its name there, where it is not called as it is typed.
+        examples: of each, as `with_examples` has them.
+        program: the program.
+    """
+
+    def __init__(self, modules: Mapping[str, str], examples: Mapping[str, str], program: str) -> None:
+        super().__init__(modules)
+        self.examples, self.program = examples, program
+
+    def __getitem__(self, name: str) -> click.Command:
+        held: str | click.Command = self.data[name]
+        if isinstance(held, str):
+            module, _, function = held.partition(":")
+            found: click.Command = getattr(import_module(module), function or name.replace("-", "_"))
+            with_examples([found], self.examples, self.program)
+            self.data[name] = held = found
+        return held
+
+
 class Sections(click.Group):
-    """A group whose help lists its commands in sections; each has the examples of its name."""
+    """A group whose help lists its commands in sections, by name, with the modules that they are in."""
 
     def __init__(
-        self, name: str | None = None, *, sections: Mapping[str, Iterable[click.Command]], examples: Mapping[str, str],
+        self, name: str | None = None, *, sections: Mapping[str, Mapping[str, str]], examples: Mapping[str, str],
         program: str = "convert", **kwargs: Any,
     ) -> None:  # fmt: skip
         context = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
         super().__init__(name, context_settings=context, epilog=EXIT_CODES, **kwargs)
         self.sections = sections
-        for commands in sections.values():
-            for command in commands:
-                self.add_command(command)
-        with_examples(self.commands.values(), examples, program)
+        modules = {name: module for commands in sections.values() for name, module in commands.items()}
+        self.commands = Commands(modules, examples, program)
 
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sections."""
-        for title, commands in self.sections.items():
+        for title, names in self.sections.items():
             with formatter.section(title):
-                formatter.write_dl([(str(command.name), command.get_short_help_str(120)) for command in commands])
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(120)) for name in names])
 
 
 def printable(text: str) -> str:

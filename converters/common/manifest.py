@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from blake3 import blake3
 
+from converters.common.atomic import write_file
 from formats.checkpoint import MANIFEST, Checkpoint
 from formats.disk.json_file import read_json
 from formats.errors import SourceError, VerificationError, short
 from formats.families import family_named
 from formats.model.spec import ModelSpec, Verbatim
 
+LARGEST = 64 << 20
+"""Bytes of a small file."""
 UNSETTABLE = {"family", "own", "biases"}
 """The settings that `--set` cannot give."""
 
@@ -45,6 +48,52 @@ def total(digests: Mapping[str, str]) -> str:
     """The digest of a checkpoint, given that of each of its tensors."""
     lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
     return blake3(lines.encode()).hexdigest()
+
+
+def small_digests(home: Path, names: Iterable[str]) -> dict[str, str]:
+    """The digest of each small file that is read with a model: empty where it is not there.
+
+    Args:
+        home: the folder of the manifest.
+        names: their paths from there.
+    """
+    paths = {name: home.parent / name[3:] if name.startswith("../") else home / name for name in names}
+    return {
+        name: blake3(path.read_bytes()).hexdigest() if path.is_file() and path.stat().st_size <= LARGEST else ""
+        for name, path in paths.items()
+    }
+
+
+def changed_files(home: Path) -> list[str] | None:
+    """The small files that are not those of a folder's manifest, None if it names none.
+
+    Those of a run around the folder may be elsewhere.
+
+    Raises:
+        SourceError: it is no manifest.
+    """
+    remembered = read_json(home / MANIFEST).get("files")
+    if remembered is None:
+        return None
+    if not isinstance(remembered, dict) or not all(isinstance(one, str) for one in remembered.values()):
+        raise SourceError(f"{home / MANIFEST} is no manifest of vitruvian")
+    found = small_digests(home, remembered)
+    return [name for name in found if found[name] != remembered[name] and (found[name] or not name.startswith("../"))]
+
+
+def record_files(home: Path, names: Iterable[str]) -> None:
+    """Say in a folder's manifest, if it has one, what its small files are now."""
+    path = home / MANIFEST
+    if path.is_file():
+        facts = read_json(path)
+        write_file(path, dumped({**facts, "files": small_digests(home, sorted(names))}))
+
+
+def dumped(facts: Mapping[str, Any]) -> bytes:
+    """The bytes of a manifest: tensors last, as there are many."""
+    last = {name: facts[name] for name in ("tensors", "optimizer") if name in facts}
+    first = {name: value for name, value in facts.items() if name not in last}
+    return (json.dumps({**first, **last}, indent=1) + "\n").encode()
 
 
 def remembered_states(folder: Path) -> dict[str, str]:

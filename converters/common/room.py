@@ -1,11 +1,11 @@
-"""Room for an output: bytes and files, on its file system and within the quotas of Lustre."""
+"""Room for an output: bytes and files, on its file system and within the quotas of Lustre and of JSC's GPFS."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -58,11 +58,12 @@ def rooms(place: Path) -> Iterator[Room]:
     """What the file system of a folder has, and what quotas of it leave."""
     held = os.statvfs(place)
     yield Room(held.f_bavail * held.f_frsize, held.f_favail if held.f_files else NONE, str(place))
-    if _mounted(place) == "lustre":
-        yield from _lustre(place)
+    quotas = {"lustre": _lustre, "gpfs": _jutil}.get(mounted(place))
+    if quotas:
+        yield from quotas(place)
 
 
-def _mounted(place: Path) -> str:
+def mounted(place: Path) -> str:
     """The type of the file system that a folder is on; empty where Linux does not tell."""
     try:
         lines = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
@@ -85,11 +86,11 @@ def _lustre(place: Path) -> Iterator[Room]:
     Lustre 2.15).
     """
     status = place.stat()
-    told = _asked("lfs", "project", "-d", str(place)).split()
+    told = asked("lfs", "project", "-d", str(place)).split()
     project = told[0] if told and told[0].isdigit() and told[0] != "0" else ""
-    asked = {"user": str(os.getuid()), "group": str(status.st_gid), "project": project}
-    for kind, number in asked.items():
-        words = _asked("lfs", "quota", "-q", f"-{kind[0]}", number, str(place)).split() if number else []
+    owners = {"user": str(os.getuid()), "group": str(status.st_gid), "project": project}
+    for kind, number in owners.items():
+        words = asked("lfs", "quota", "-q", f"-{kind[0]}", number, str(place)).split() if number else []
         numbers = [word.rstrip("*") for word in words[-8:]]
         if len(numbers) != 8 or not all(numbers[index].isdigit() for index in (0, 2, 4, 6)):
             continue
@@ -101,10 +102,36 @@ def _lustre(place: Path) -> Iterator[Room]:
         )
 
 
-def _asked(*words: str) -> str:
+def _jutil(place: Path) -> Iterator[Room]:
+    """The quota of the project of JSC whose folder this is in, as of some hours ago.
+
+    A project's folders are `/e/project1/PROJECT`, `/p/scratch/PROJECT` and the like. What `jutil` prints is a list of
+    objects with `project-dir`, `data-usage`, `data-hard-limit` (`17KB`), `inode-usage`, `inode-hard-limit`, where 0 is
+    no limit: so the quota parsers of ECMWF's Anemoi read it. Not tried on the machine.
+    """
+    place = place.resolve()
+    project = place.parts[3] if len(place.parts) > 3 else ""
+    told = asked("jutil", "project", "dataquota", "-p", project, "-o", "json", "-U", "KB") if project else ""
+    try:
+        held = [one for one in json.loads(told) if place.is_relative_to(one["project-dir"])]
+        for one in held:
+            kilobytes, most = (int(str(one[name]).removesuffix("KB")) for name in ("data-usage", "data-hard-limit"))
+            files, most_files = (int(one[name]) for name in ("inode-usage", "inode-hard-limit"))
+            yield Room(
+                1024 * max(0, most - kilobytes) if most else NONE,
+                max(0, most_files - files) if most_files else NONE,
+                f"the quota of project {project} on {one['project-dir']}",
+            )
+    except (ValueError, KeyError, TypeError):  # nothing was printed, or something else
+        return
+
+
+def asked(*words: str) -> str:
     """What a command prints; empty where there is none of that name, or it fails."""
     if shutil.which(words[0]) is None:
         return ""
+    import subprocess
+
     try:
         ran = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=False)  # noqa: S603
     except subprocess.TimeoutExpired:

@@ -23,7 +23,7 @@ from formats.errors import RefusedError, UsageError
 CONTAINERS = Path(__file__).parents[2] / "containers"
 OTHER_LIMITS = frozenset({"qos", "reservation"})
 """Options with limits of time of their own, such as four days by boost_qos_lprod of Leonardo: Slurm knows them."""
-FACT = re.compile(r"^(SITE_(?:GPU|CPU_\d+|CORE_MB|SRUN|NET))=(?:'([^']*)')?", re.MULTILINE)
+FACT = re.compile(r"^(SITE_(?:GPU|CPU_\d+|CORE_MB|SRUN|NET|ONLINE))=(?:'([^']*)')?", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Site:
         srun: options of a step that has whole nodes.
         network: what connects its nodes, where TCP in its place is a fault.
         core: megabytes that come with each core, where memory cannot be asked for; 0 where it can.
+        online: partitions whose nodes reach the internet; None for all.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Site:
     srun: Sequence[str]
     network: str
     core: int = 0
+    online: frozenset[str] | None = None
 
     @property
     def tasks(self) -> int:
@@ -131,7 +133,8 @@ def load_site(name: str) -> Site:
     partitions = sorted(key for key in facts if key.startswith("SITE_CPU_")) or ["SITE_CPU_1"]
     cpu = [_wanted(path, facts, key, "mem") for key in partitions]
     srun, core = shlex.split(facts.get("SITE_SRUN", "")), int(facts.get("SITE_CORE_MB", 0))
-    return Site(name, gpu, cpu, srun, facts.get("SITE_NET", ""), core)
+    online = frozenset(facts["SITE_ONLINE"].split()) if "SITE_ONLINE" in facts else None
+    return Site(name, gpu, cpu, srun, facts.get("SITE_NET", ""), core, online)
 
 
 def _wanted(path: Path, facts: Mapping[str, str], key: str, name: str) -> dict[str, str]:

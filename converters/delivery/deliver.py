@@ -119,7 +119,7 @@ def deliver(
     """
     target, stamps = _target_of(plan, request), stamps_of(plan)
     for source in plan.sources:
-        check_apart(source, request)
+        check_apart(source, request, target.copies.values())
         check_manifest(source)
     if plan.source.proof is not None:
         prove(plan.source.proof, request)
@@ -168,9 +168,9 @@ def check(plan: Plan, request: Request) -> None:
         OutputError: OUT exists.
         UnsupportedError: the output is one that is only written into a folder.
     """
-    _target_of(plan, request)
+    target = _target_of(plan, request)
     for source in plan.sources:
-        check_apart(source, request)
+        check_apart(source, request, target.copies.values())
         check_manifest(source)
     receiver_of(_out(request)).check(lambda held: check_free(request, held))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from converters.assets.chat_template import probe
+from converters.assets.custom_code import missing_code
 from converters.assets.token_files import (
     CONFIG,
     GENERATION,
@@ -72,7 +73,7 @@ def findings(assets: Assets, rows: int | None, need_template: bool = False) -> l
         rows: the rows of the embedding, None if they are not known.
         need_template: whether the model is to be served with its chat template: then what is wrong with it blocks.
     """
-    found = list(_held(lambda: _config(assets)))
+    found = [*_held(lambda: _config(assets)), *map(Finding, missing_code(assets))]
     vocabulary = None
     if NAME in assets:
         try:

@@ -33,6 +33,7 @@ from converters.plan.output import plan_output
 from converters.plan.request import Request
 from formats import checkpoint
 from formats.errors import SourceError, UnsupportedError, UsageError, some
+from formats.megatron import MEGATRON
 from formats.model.spec import Spec
 
 if TYPE_CHECKING:
@@ -41,6 +42,13 @@ if TYPE_CHECKING:
 NOWHERE = Path("view")
 """Where the files of a view would be."""
 AXES = ("tp", "pp", "ep")
+IN_MEMORY = {"megatron": ("format", "torch"), "neox": ("layout", "sequential")}
+"""Layout: the option by which its files hold what a rank has in memory, under the names it has there."""
+IN_PIECES = {
+    "torch_dist": "torch_dist holds tensors of all layers in pieces, under one name",
+    "pipeline": "GPT-NeoX's layout pipeline has a file of each layer, with the names of the others",
+}
+"""What does not."""
 
 
 class Checkpoint:
@@ -108,7 +116,8 @@ class Checkpoint:
     def tensors(self, to: Target = "huggingface", **options: Unpack[Effort]) -> Iterator[tuple[str, Array]]:
         """Name and elements of every tensor in a layout, in the order of its files, one at a time in memory.
 
-        The bytes are those of a conversion. At the end the checksums of the source are compared.
+        The bytes are those of a conversion, and memory is bounded, beside what the caller keeps. At the end the
+        checksums of the source are compared.
 
         Raises:
             UnsupportedError: one is bfloat16 or float8, and ml_dtypes is not installed.
@@ -122,10 +131,12 @@ class Checkpoint:
         """The tensors in a layout, as one rank of it would load them, without a conversion.
 
         Args:
-            to: `huggingface`, `megatron`, `fsdp` (the names that transformers has in memory) or `neox`.
+            to: `huggingface`, `megatron`, `fsdp` (the names that transformers has in memory), `neox` or `mistral`.
             options: how it is laid out, by the flags of the command; a size of which a rank is asked for is
-                `(rank, size)`: `as_("megatron", tp=(3, 8), pp=(0, 4))`. With `with_optimizer` states are among the
-                tensors, as `exp_avg.NAME`.
+                `(rank, size)`: `as_("megatron", tp=(3, 8), pp=(0, 4))`, and `as_("fsdp", ranks=(1, 2))` for a data
+                file of DCP. With `with_optimizer` states are among the tensors, as `exp_avg.NAME`. Whatever the source
+                is, Megatron's names are those of the `format` torch and GPT-NeoX's those of the `layout` sequential,
+                as a rank has them in memory.
 
         Raises:
             UsageError: an option means nothing to the layout, or no rank is named where several hold tensors of one
@@ -136,6 +147,11 @@ class Checkpoint:
         laid_out = checked(options, ViewOptions.__optional_keys__, {**KINDS, **RANKS})
         if to == "deepspeed":
             raise UnsupportedError("a universal checkpoint has no view", "its tensors are those of as_('fsdp')")
+        option, value = IN_MEMORY.get(to, ("", ""))
+        if option and self.format != MEGATRON.name:
+            laid_out.setdefault(option, value)
+        if laid_out.get(option) in IN_PIECES:
+            raise UnsupportedError(IN_PIECES[laid_out[option]], f"a rank has it in memory as of {option}={value!r}")
         ranks = {name: laid_out[name] for name in RANKS if isinstance(laid_out.get(name), tuple)}
         laid_out |= {name: size for name, (_, size) in ranks.items()}
         own_file = _file_of(to, ranks, laid_out) if ranks else ""
@@ -152,14 +168,8 @@ class Checkpoint:
         tensors = {name: (str(file.relative_to(root)), state, placed) for file, state, name, placed in every}
         if len(tensors) < len(every):
             names = some([*dict.fromkeys(str(file.relative_to(root)) for file, *_ in every)], 3)
-            hint = {"megatron": "name a rank, such as tp=(0, 2)", "fsdp": "name a rank, such as ranks=(0, 2)"}.get(
-                to, ""
-            )
-            of_core = laid_out.get("format", "torch") == "torch"
-            raise UsageError(
-                f"several files hold tensors of one name: {names}",
-                hint if of_core else "view the format torch by ranks",
-            )
+            hint = {"megatron": "name a rank, such as tp=(0, 2)", "fsdp": "name a rank, such as ranks=(0, 2)"}
+            raise UsageError(f"several files hold tensors of one name: {names}", hint.get(to, "leave tp out"))
         return View(plan, Reader(plan, plan.target, limits, self.unchanged), tensors)
 
 
@@ -189,8 +199,8 @@ def _file_of(to: str, ranks: Mapping[str, tuple[int, int]], options: Mapping[str
     """
     if to == "fsdp" and ranks.keys() == {"ranks"}:
         return f"__{ranks['ranks'][0]}_0.distcp"
-    if to != "megatron" or options.get("format", "torch") in ("torch_dist", "fsdp_dtensor"):
-        raise UsageError(f"the layout {to} has no files of such ranks", "megatron has tp, pp and ep, fsdp has ranks")
+    if to != "megatron" or "ranks" in ranks or options.get("format") == "fsdp_dtensor":
+        raise UsageError(f"the layout {to} has no view of such ranks", "megatron has tp, pp and ep, fsdp has ranks")
     from formats.megatron.mesh import Mesh
     from formats.megatron.shards import folder_of
 

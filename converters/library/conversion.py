@@ -33,7 +33,7 @@ from converters.move.source_checks import Verdict
 from converters.plan import plan as plans
 from converters.plan.opening import open_only, open_training, replicas_of, source_of
 from converters.plan.output import UNIVERSAL, plan_output
-from converters.plan.request import Request
+from converters.plan.request import Request, named_of
 from converters.prove import digest
 from formats.disk.handle import is_elsewhere
 from formats.errors import UsageError
@@ -201,10 +201,10 @@ def check(planned: plans.Plan, request: Request) -> None:
 
         deliver.check(planned, request)
         return
-    for source in planned.sources:
-        check_paths(source, request)
-        check_manifest(source)
     assert planned.target is not None
+    for source in planned.sources:
+        check_paths(source, request, planned.target.copies.values())
+        check_manifest(source)
     check_room(planned.target, request)
 
 
@@ -294,6 +294,8 @@ def asked(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Request:
         limits_of(options, replicas_of(source, options.get("replicas"))),
         force=options.get("force", False),
         verify=options.get("verify", True),
+        stripes=options.get("stripes", True),
         quiet=True,
         tell=options.get("progress"),
+        named=named_of(options),
     )

@@ -92,6 +92,19 @@ def export_one(
     return Export(src, out, done["digest"], done["url"])
 
 
+def possible(push: str | None, waiting: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What an exporter is told, as far as it can be judged before there is a checkpoint: the options.
+
+    Raises:
+        UsageError: an option is unknown or has an impossible value, or `push` is no name on the Hub.
+    """
+    if push is not None:
+        check_names(push, None)
+    if type(waiting) is not int or waiting < 0:
+        raise UsageError(f"waiting = {waiting!r} is not a whole number of 0 or more")
+    return checked(options, Conversion.__optional_keys__ - {"progress"})
+
+
 class Exporter:
     """Exports checkpoints to Hub-ready folders, in the order in which they are submitted.
 
@@ -110,11 +123,7 @@ class Exporter:
     def __init__(
         self, out: Place, push: str | None = None, waiting: int = 1, options: Mapping[str, Any] | None = None
     ) -> None:
-        self.options = checked(options or {}, Conversion.__optional_keys__ - {"progress"})
-        if push is not None:
-            check_names(push, None)
-        if type(waiting) is not int or waiting < 0:
-            raise UsageError(f"waiting = {waiting!r} is not a whole number of 0 or more")
+        self.options = possible(push, waiting, options or {})
         self.out, self.push, self.waiting = Path(out).absolute(), push, waiting
         self.home = Path.cwd()
         self.exports: list[Export | None] = []

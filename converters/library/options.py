@@ -90,6 +90,7 @@ class Layout(Names, total=False):
     pp: int
     ep: int
     ranks: int
+    archive: bool
     iteration: int
     with_optimizer: bool
     consumed_samples: int
@@ -120,6 +121,7 @@ class Conversion(Planning, Effort, total=False):
 
     force: bool
     verify: bool
+    stripes: bool
 
 
 class Kind(NamedTuple):
@@ -166,10 +168,10 @@ KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(("first_stage_layers", "last_stage_layers", "glu_interleave", "consumed_samples"), number(0)),
     "iteration": number(0), "pp_layout": TEXT, "megatron_version": TEXT, "chat_template": Kind(
         "a name or a path", lambda value: isinstance(value, str | PathLike)),
-    "norm": choice(LayerNames), "experts": choice(LayerNames), "with_optimizer": FLAG, "force": FLAG,
+    "norm": choice(LayerNames), "experts": choice(LayerNames), "with_optimizer": FLAG, "force": FLAG, "archive": FLAG,
     "format": choice(Container), "layout": choice(LayerFiles),
     "optimizer": choice(OptimizerFiles), "for_trainer": choice(Trainer), "verify": FLAG, "prefetch": number(0),
-    "dtype": choice(Dtype), "quantize": choice(Quantization),
+    "dtype": choice(Dtype), "quantize": choice(Quantization), "stripes": FLAG,
 }  # fmt: skip
 """Option: what it has to be."""
 RANKS = dict.fromkeys(("tp", "pp", "ep", "ranks"), RANK)

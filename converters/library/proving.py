@@ -9,7 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.common.manifest import contradictions, is_verbatim, read_manifest, remembered_states, total
+from converters.common.manifest import (
+    changed_files,
+    contradictions,
+    is_verbatim,
+    read_manifest,
+    remembered_states,
+    total,
+)
 from converters.common.progress import Progress, Tell
 from converters.library.options import Effort, Place, Reading, checked, known_family, limits_of, path_of, settings_of
 from converters.move.engine import digest_of
@@ -23,7 +30,7 @@ from converters.plan.targets import plan_reading
 from converters.prove.diff import Difference, compare
 from converters.prove.resumed import digests, is_begun, journal_of
 from formats.checkpoint import MANIFEST, Checkpoint, Settings
-from formats.errors import SourceError, VerificationError
+from formats.errors import SourceError, VerificationError, some
 from formats.huggingface import folder as huggingface
 from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
 from formats.model.spec import Spec, Verbatim
@@ -34,7 +41,10 @@ if TYPE_CHECKING:
     from formats.families.family import Family
 
 UNCOMPARED_OPTIMIZER = "the weights were compared, the optimizer was not"
-UNCOMPARED_CONFIG = "no table says what its config.json means, which was not compared"
+UNCOMPARED_FILES = (
+    "its manifest, of an earlier version, names no small files: tokenizer, template and what no table knows of "
+    "config.json were not compared"
+)
 
 
 class Proving(Reading, Effort, total=False):
@@ -66,6 +76,7 @@ class Verified:
         settings: settings that differ, as `name: here | there`.
         differing: names of the logical tensors that differ, or that one side lacks.
         notes: what was not compared.
+        files: small files of a model that are not what its manifest says, such as its tokenizer.
     """
 
     out: Path
@@ -76,11 +87,12 @@ class Verified:
     settings: tuple[str, ...]
     differing: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
         """Whether nothing differs."""
-        return not (self.settings or self.differing)
+        return not (self.settings or self.differing or self.files)
 
     def require(self, hint: str = "") -> None:
         """Insist on it.
@@ -96,11 +108,18 @@ class Verified:
             raise VerificationError(
                 f"{len(self.differing)} of {self.tensors} tensors of {self.out} differ from {self.name}: {names}", hint
             )
+        if self.files:
+            differ = "is" if len(self.files) == 1 else "are"
+            raise VerificationError(
+                f"{some(self.files, 5)} of {self.out} {differ} not what {self.name} says",
+                f"copy it again; or, if that is meant, `convert assets {self.out} --from {self.out}` records it",
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """What `convert verify --json` prints."""
         sides = {"equal": self.equal, "digest": self.digest, "against": self.against}
-        return {**sides, "settings": list(self.settings), "differing": list(self.differing)}
+        found = {"settings": list(self.settings), "differing": list(self.differing), "files": list(self.files)}
+        return {**sides, **found}
 
 
 @dataclass(frozen=True)
@@ -206,13 +225,14 @@ def verify_with(out: Path, src: Path | None, effects: Effects, share: Share | No
             "correct its config.json",
         )
     differing = contradictions(checkpoint.spec.settings(), facts)
-    notes = [UNCOMPARED_CONFIG] if isinstance(checkpoint.spec, Verbatim) else []
+    changed = changed_files(checkpoint.home)
+    notes = [UNCOMPARED_FILES] if changed is None else []
     states = remembered_states(checkpoint.home)
     read = partial(_resumed, out, effects, share) if share or is_begun(out) else None
     found = _verified(checkpoint, out, MANIFEST, {**against}, states, differing, notes, effects, read)
     if read and share is None:
         shutil.rmtree(journal_of(out))
-    return found
+    return replace(found, files=tuple(changed or ()))
 
 
 def _resumed(out: Path, effects: Effects, share: Share | None, plan: Plan) -> dict[str, str]:

@@ -74,6 +74,9 @@ class Reader:
         self.begun = False
         self.finalizer = weakref.finalize(self, self.files.__exit__)
 
+    def __reduce__(self) -> str:
+        raise TypeError("a view has files open, which no other process has: pickle its checkpoint, and view it there")
+
     def close(self) -> None:
         """Close the files, once whoever reads them is done; nothing can be read afterwards."""
         with self.condition:
@@ -266,7 +269,7 @@ def box_of(name: str, shape: tuple[int, ...], index: tuple[Index, ...]) -> Box:
             kept.append(max(low, high) - low)
             continue
         try:
-            number = operator.index(word)  # type: ignore[arg-type]  # another `...` is refused here
+            number = operator.index(... if isinstance(word, bool) else word)  # type: ignore[arg-type]  # is refused
         except TypeError:
             raise IndexError(f"{name} is indexed by numbers and ranges, not by {word!r}") from None
         if not -n <= number < n:
@@ -306,6 +309,8 @@ class View(Mapping[str, Tensor]):
         }
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self.held:
+            raise KeyError(f"{name} is none of {len(self)} tensors with names like {next(iter(self.held), '')}")
         return self.held[name]
 
     def __iter__(self) -> Iterator[str]:

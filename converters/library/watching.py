@@ -10,6 +10,7 @@ a claim ends with its process. A model is put in its place in one step, and coun
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -33,6 +34,8 @@ from formats.errors import Interrupted, OptionNeededError, OutputError, SourceEr
 PLACE, LOG = ".watch", "log.jsonl"
 ENDED = ("converted", "failed", "gone", "removed")
 """What a line says of a checkpoint that nobody is to do, as long as its files are the same."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What an OUT without room fails with; there may be room by the next look."""
 AGAIN = {7, 8, Interrupted.exit_code}
 """Exit codes of what may be otherwise the next time: room, network, a signal. So may a process that was killed."""
 
@@ -89,9 +92,14 @@ def begin(watch: Watch, *, anew: bool = True) -> None:
         anew: the time without a new checkpoint begins now.
 
     Raises:
-        UsageError: the log is of another training, or of other options.
+        UsageError: the log is of another training, or of other options; or what is read may be deleted.
         OutputError: the file system has no locks.
     """
+    config = watch.options.get("config")
+    if watch.keep is not None and config is not None and watch.out.resolve() in Path(config).resolve().parents:
+        raise UsageError(
+            f"--keep deletes folders of {watch.out}, and --config {config} is in it", "choose another --out"
+        )
     watch.place.mkdir(parents=True, exist_ok=True)
     with _appending(watch) as (held, append):
         if not last(held) and not _is_same(watch, held):
@@ -134,9 +142,26 @@ def _appending(watch: Watch) -> Iterator[tuple[list[Record], Callable[[Record], 
             write_all(handle, (json.dumps({"time": round(time.time(), 3), **record}) + "\n").encode())
             os.fsync(handle)
 
-        yield [json.loads(line) for line in whole.splitlines()], append
+        yield [_record(watch, number, line) for number, line in enumerate(whole.splitlines(), 1)], append
     finally:
         os.close(handle)
+
+
+def _record(watch: Watch, number: int, line: bytes) -> Record:
+    """A line of the log.
+
+    Raises:
+        OutputError: it is none of ours: a file system may leave zeros, or old bytes, where a node has died.
+    """
+    try:
+        found = json.loads(line.decode())
+    except ValueError:
+        found = None
+    needed = {"time", "state", *(("step", "mark") if isinstance(found, dict) and "checkpoint" in found else ())}
+    if not isinstance(found, dict) or not needed <= found.keys():
+        hint = "remove it; a model that no line tells of is left alone until it is moved away"
+        raise OutputError(f"line {number} of {watch.place / LOG} is damaged", hint)
+    return found
 
 
 def records(watch: Watch) -> list[Record]:
@@ -321,8 +346,9 @@ def _convert(watch: Watch, saved: commits.Saved, stop: Stop) -> Export | None:
         began = record if record is not None and record["state"] in ("began", "again") else None
         facts: dict[str, Any] = {"step": saved.step, "mark": mark}
         if out.exists() and began is None:
-            export = Export(folder, out, error=f"{out} exists, and is not of this watch", exit_code=7)
-            _note(watch, name, "failed", **facts, error=export.error, exit_code=export.exit_code)
+            error = f"{out} exists, and is not of this watch: it is converted when that was moved away"
+            export = Export(folder, out, error=error, exit_code=OutputError.exit_code)
+            _note(watch, name, "failed", **facts | {"mark": ""}, error=error, exit_code=export.exit_code)
             return export
         digest = None
         if out.exists():  # it was killed before it could say so

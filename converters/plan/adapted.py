@@ -1,24 +1,32 @@
-"""Plans of a training with an adapter in its checkpoint: the adapter as PEFT saves it, or the model with it merged."""
+"""Plans of adapters: out of the checkpoint of a training, as PEFT saves them or merged, and into Megatron-Bridge's."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 from math import prod
 from pathlib import Path
+from typing import Any
 
-from converters.plan.merging import plan_merge
-from converters.plan.plan import Job, Plan, cast_dtypes, make_plan
+from converters.plan.merging import NAME, opened, plan_merge
+from converters.plan.plan import Input, Job, Plan, cast_dtypes, make_plan
 from converters.plan.request import Request
-from formats.checkpoint import Checkpoint, Target
+from formats.checkpoint import Checkpoint, Settings, Target
 from formats.disk.safetensors import Fragment, row_major
-from formats.errors import UnsupportedError
+from formats.errors import SourceError, UnsupportedError, UsageError, short, some
 from formats.huggingface import adapter as peft
 from formats.huggingface import folder as huggingface
-from formats.layout.table import Placed
+from formats.layout.table import ALONE, Placed, match
+from formats.megatron import DIST
+from formats.megatron import lora as bridge
+from formats.megatron.args.options import Options
+from formats.model import lora
 from formats.model.adapters import OF_LORA
+from formats.model.lora import LoraSpec
+from formats.model.spec import Verbatim
 from formats.registry import format_of
 
 
@@ -42,10 +50,23 @@ def plan_adapted(source: Checkpoint, request: Request, planned: Callable[[Checkp
     return plan_merge(replace(source, dropped=left), _saved(alone), request, planned)
 
 
-def _config(source: Checkpoint) -> dict[str, object]:
-    """The settings of the adapter, which trainers leave beside the checkpoint."""
-    named = [source.settings.config] if source.settings.config else []
-    return peft.read_config([source.root, source.home, source.root.parent, *named])
+def _config(source: Checkpoint) -> dict[str, Any]:
+    """The settings of the adapter, which trainers leave beside the checkpoint, and Megatron-Bridge in its own."""
+    own = source.run_config.get("peft")
+    if own and isinstance(source.spec, LoraSpec):
+        said = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "r": own.get("dim"),
+                "lora_alpha": own.get("alpha"), "lora_dropout": own.get("dropout", 0.0)}  # fmt: skip
+    else:
+        named = [source.settings.config] if source.settings.config else []
+        said = peft.read_config([source.root, source.home, source.root.parent, *named])
+    if isinstance(source.spec, LoraSpec):
+        if said.get("r") != source.spec.rank or type(said.get("lora_alpha")) not in (int, float):
+            raise SourceError(
+                f"{source.home} holds a LoRA of rank {source.spec.rank}, its settings say {short(said.get('r'))} and "
+                f"alpha {short(said.get('lora_alpha'))}"
+            )
+        said = {**said, "target_modules": lora.targets(source.spec)}
+    return said
 
 
 def _saved(alone: Checkpoint) -> peft.Saved:
@@ -87,14 +108,12 @@ def _plan_alone(source: Checkpoint, request: Request) -> Plan:
             f"the adapter in {source.root} was trained with bias = {config['bias']}, and its biases are in the base",
             "--adapter merged has them",
         )
-    written = huggingface.write(request.root, source.spec, cast_dtypes(source, request.cast), 1 << 60)
-    files = []
-    for file in written.files:
-        path = file.path.with_name(peft.WEIGHTS)
-        placed = (one._replace(fragment=one.fragment._replace(path=path)) for one in file.tensors)
-        files.append(replace(file, path=path, tensors=tuple(placed)))
+    names = {slot.keys[0]: peft.WEIGHTS for slot in huggingface.model_slots(source.spec)}
+    written = huggingface.write(
+        request.root, source.spec, cast_dtypes(source, request.cast), 1 << 60, {"weight_map": names}
+    )
     text = json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n"
-    target = Target(tuple(files), {peft.CONFIG: text.encode()}, {})
+    target = Target(written.files, {peft.CONFIG: text.encode()}, {})
     return replace(make_plan(source, target, request.cast), again=_read_back)
 
 
@@ -107,3 +126,72 @@ def _read_back(plan: Plan) -> Plan:
     placed = tuple(Placed(key, slots[key], fragment) for key, fragment in held.items())
     jobs: tuple[Job, ...] = make_plan(replace(plan.source, tensors=placed, twins=(), spec=plan.spec)).jobs
     return replace(plan, jobs=jobs)
+
+
+def plan_bridge(
+    base: Checkpoint, saved: peft.Saved, request: Request, kind: str, options: Options, iteration: int
+) -> Plan:
+    """A plan that writes an adapter of PEFT as one of Megatron-Bridge, for training on.
+
+    Args:
+        base: the opened base model, of any format.
+        saved: the adapter.
+        request: what the user asked for.
+        kind: `canonical`, an adapter for each of query, key and value, gate and up; or `fused`, where they have one
+            lora_A, which has to be alike in all of them.
+        options: the topology of the training.
+        iteration: that of the folder.
+
+    Raises:
+        SourceError: the adapter is not complete, or does not fit the base.
+        UnsupportedError: Megatron-Bridge has none like it.
+        UsageError: factors that differ would be one.
+    """
+    if kind == "fused" and request.limits.replicas != "verify":
+        raise UsageError(f"--replicas {request.limits.replicas} would change the LoRA", "--lora canonical keeps it")
+    if isinstance(base.spec, Verbatim):
+        raise UnsupportedError(f"{base.root} has no Megatron layout: {base.spec.why}", "see `convert formats`")
+    adapter, _ = opened(saved, base)
+    model = replace(base.spec, mtp_layers=0)
+    known = {re.escape(key.removesuffix(".weight")).replace(r"\{layer\}", r"\d+"): names
+             for key, names in lora.modules(model).items()}  # fmt: skip
+    found = {
+        name: next((names for key, names in known.items() if re.fullmatch(key, name)), ()) for name in adapter.added
+    }
+    odd = [*adapter.whole, *(name for name, names in found.items() if not names)]
+    odd += [f"DoRA of {name}" for name, one in adapter.added.items() if one.magnitude is not None]
+    if odd:
+        raise UnsupportedError(
+            f"{saved.root} has what no LoRA of Megatron-Bridge has here: {some(odd, 3)}",
+            "convert merge puts it into the base",
+        )
+    scales = {(one.rank, one.scale) for one in adapter.added.values()}
+    if len(scales) > 1:
+        raise UnsupportedError(f"{saved.root} has {len(scales)} ranks and scales, Megatron-Bridge has one of each")
+    ((rank, scale),) = scales
+    held = {name for names in found.values() for name in names}
+    spec = lora.spec_of(
+        model,
+        rank,
+        tuple(name for name in lora.MATRICES if name in held),
+        shared=kind == "fused",
+        shards=options.tp if kind == "canonical" else 0,
+    )
+    placed, _ = match(lora.slots(spec), {ALONE: saved.tensors}, (), saved.root)
+    source = Checkpoint(saved.root, saved.root, NAME, spec, tuple(placed), (), saved.files, settings=base.settings)
+    dtypes = {*cast_dtypes(source, request.cast).values()}
+    if len(dtypes) > 1:
+        raise UnsupportedError(f"{saved.root} holds {' and '.join(sorted(dtypes))}", "cast all of them with --dtype")
+    target = bridge.write(request.root, spec, dtypes.pop(), scale * rank, options, iteration)
+    plan = replace(make_plan(source, target, request.cast), again=lambda plan: _bridge_back(plan, base.assets))
+    return replace(plan, inputs=(Input(source, {}), Input(base, {})))
+
+
+def _bridge_back(plan: Plan, config: Path | None) -> Plan:
+    """A plan that reads what was written, with the reader of Megatron's adapters; zeros apart."""
+    assert plan.target is not None
+    settings = Settings(adapter="only", config=config)
+    held = DIST.reader.read(plan.target.files[0].path.parent, settings).tensors
+    own = {*plan.spec.tensors} if isinstance(plan.spec, LoraSpec) else set[str]()
+    placed = tuple(one for one in held if {*one.slot.rule.pattern.tensors} <= own)
+    return replace(plan, jobs=make_plan(replace(plan.source, tensors=placed, twins=())).jobs)

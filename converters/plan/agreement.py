@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -39,6 +38,7 @@ HINT = (
     "a file of the checkpoint may be missing, or --config names another model; what may be missing or left over is "
     "named with --allow-missing, such as --allow-missing '{}'"
 )
+OTHER = "take config.json from where the weights come from"
 CHECKED = "names and shapes checked against:"
 UNPROVEN = "a kind of tensor that is missing from every layer would not be seen"
 JUDGES = (
@@ -107,6 +107,8 @@ def ask(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[
 
 @lru_cache(maxsize=4)
 def _asked(request: str) -> str:
+    import subprocess
+
     quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     words = [sys.executable, *PROGRAM]
     try:
@@ -130,7 +132,10 @@ def _refuse(source: Checkpoint, found: Iterable[Finding]) -> None:
     left = [one for one in found if not any(fnmatchcase(one.name, pattern) for pattern in allowed)]
     if left:
         texts = "; ".join(one.text for one in left[:SHOWN]) + (f"; and {len(left) - SHOWN} more" * (len(left) > SHOWN))
-        raise SourceError(f"{source.root} and its config are not one whole model: {texts}", HINT.format(left[0].name))
+        raise SourceError(
+            f"{source.root} and its config are not one whole model: {texts}",
+            HINT.format(left[0].name) if left[0].name else OTHER,
+        )
 
 
 def _against_base(source: Checkpoint, spec: Verbatim) -> list[Finding] | None:
@@ -165,12 +170,15 @@ def _same(key: str, here: tuple[int, ...], there: tuple[int, ...], spec: Verbati
 
 def _of_transformers(answer: Mapping[str, Any], config: dict[str, Any], *, known_only: bool) -> list[Finding]:
     """What transformers reports. Without `known_only` the model may have more than its class: --verbatim means so."""
-    unknown = [key for key in answer["unexpected"] if known_only and not predicts_further(config, key)]
+    unknown = [key for key in answer.get("unexpected", ()) if known_only and not predicts_further(config, key)]
     return [
-        *(Finding(key, f"{key} is {here}, and {wanted} in the model") for key, here, wanted in answer["mismatched"]),
-        *(Finding(key, f"{key} is missing") for key in answer["missing"]),
-        *(Finding(key, f"{key} is no tensor of the model") for key in unknown),
         *(Finding("", text) for text in answer["errors"]),
+        *(
+            Finding(key, f"{key} is {here}, and {wanted} in the model")
+            for key, here, wanted in answer.get("mismatched", ())
+        ),
+        *(Finding(key, f"{key} is missing") for key in answer.get("missing", ())),
+        *(Finding(key, f"{key} is no tensor of the model") for key in unknown),
     ]
 
 

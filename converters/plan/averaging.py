@@ -11,10 +11,10 @@ from pathlib import Path
 from converters.plan.agreement import setting_differences
 from converters.plan.opening import replicas_of
 from converters.plan.output import Output, plan_output
-from converters.plan.plan import Input, Job, Plan, Term, make_plan
+from converters.plan.plan import Input, Job, Plan, Term, make_plan, require_castable
 from converters.plan.request import Request
 from converters.plan.targets import require_vocab
-from converters.plan.training_state import as_weights, optimizer_of, training_of
+from converters.plan.training_state import as_weights, training_of
 from formats.checkpoint import Checkpoint
 from formats.disk.safetensors import FLOATS
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, short, some
@@ -105,6 +105,8 @@ def plan_average(
     planned = plan_output(sources[0], request, to, output)
     for source in sources:
         _require_names(source, planned)
+    for source in sources if request.cast else ():
+        require_castable(source)
     if request.cast is None:
         _require_types(sources)
     held, notes = zip(*map(_masters, sources), strict=True)
@@ -197,7 +199,7 @@ def _masters(source: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
     if format_of(source).training is None or not training_of(source).is_trained(source):
         return source, ()
     try:
-        masters = optimizer_of(source).states.get("fp32")
+        masters = training_of(source).states(source)[0].get("fp32")
     except (SourceError, UnsupportedError) as error:
         return source, (f"the weights of {source.root} are averaged, and not its master weights: {error}",)
     if masters is None:

@@ -1,18 +1,22 @@
 """Where each tensor that transformers would save comes from in memory: its own conversion, followed on the meta device.
 
 Read by `meta_model.py`, a program of its own. `revert_weight_conversion` of transformers (core_model_loading.py,
-5.23.0) is run on tensors without data that remember of which boxes of which others they consist. What no box can
-follow, such as a permutation of rows, is not told.
+5.23.0) is run on tensors without data that remember of which boxes of which others they consist. Rows in another order
+are a box each; what no box can follow, or too many would, is not told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
 Box = tuple[tuple[int, int], ...]
+MOST_ROWS = 20_000
+"""Of a tensor whose rows are followed one by one: more than the towers have in which transformers sorts some."""
 
 
 class Piece(NamedTuple):
@@ -137,13 +141,40 @@ def _transpose(_: Any, tensor: Any, dim0: int, dim1: int) -> Iterator[Pieces]:
     yield _ordered(tensor.pieces, order)
 
 
+def _reshape(result: Any, tensor: Any, *_: Any) -> Iterator[Pieces]:
+    """Of `view` and `reshape`: what is before the dimensions that both end with is followed row by row."""
+    old, new = tuple(tensor.shape), tuple(result.shape)
+    if tensor.pieces is None or tensor.dtype != result.dtype:
+        yield None
+        return
+    ends = [n for n in range(min(len(old), len(new)) + 1) if old[len(old) - n :] == new[len(new) - n :]]
+    same = max(n for n in ends if prod(old[: len(old) - n]) == prod(new[: len(new) - n]))
+    rows, rows_after = old[: len(old) - same], new[: len(new) - same]
+    if prod(rows) > MOST_ROWS:
+        yield None
+        return
+    found = []
+    for piece in tensor.pieces:
+        for row in product(*(range(low, high) for low, high in piece.here[: len(rows)])):
+            there = piece.there
+            for index, (low, _high), axis in zip(row, piece.here, piece.axes, strict=False):
+                if axis is not None:
+                    start = piece.there[axis][0] + index - low
+                    there = _put(there, axis, (start, start + 1))
+            number = sum(index * prod(rows[dim + 1 :]) for dim, index in enumerate(row))
+            after = [number // prod(rows_after[dim + 1 :]) % size for dim, size in enumerate(rows_after)]
+            here = (*((index, index + 1) for index in after), *piece.here[len(rows) :])
+            found.append(Piece(piece.name, there, here, (*[None] * len(after), *piece.axes[len(rows) :])))
+    yield tuple(found)
+
+
 def _same(_: Any, tensor: Any, *__: Any, **___: Any) -> Iterator[Pieces]:
     yield tensor.pieces
 
 
 FOLLOW: dict[str, Callable[..., Iterator[Pieces]]] = {
     "chunk": _parts, "split": _parts, "cat": _cat, "stack": _stack, "squeeze": _squeeze, "transpose": _transpose,
-    "contiguous": _same, "clone": _same, "detach": _same,
+    "view": _reshape, "reshape": _reshape, "contiguous": _same, "clone": _same, "detach": _same,
 }  # fmt: skip
 """Function of torch: what becomes of the pieces."""
 

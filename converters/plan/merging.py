@@ -65,10 +65,10 @@ def plan_merge(base: Checkpoint, saved: peft.Saved, request: Request, planned: C
         UnsupportedError: it is none that can be merged, or the target renames tensors that it changes.
         RefusedError: it changes an embedding that the output head shares, in a model without a table.
     """
-    adapter, slots = _opened(saved, base)
+    adapter, slots = opened(saved, base)
     if apart := _trained_apart(adapter, slots, base):
         base = untied(base)
-        adapter, slots = _opened(saved, base)
+        adapter, slots = opened(saved, base)
     plan = planned(base)
     changes = _changes(adapter, slots, base)
     if lost := sorted(name for name, _ in changes.keys() - {(job.tensor, job.layer) for job in plan.jobs}):
@@ -99,7 +99,7 @@ def _notes(adapter: peft.Adapter, base: Checkpoint) -> Iterator[str]:
         yield f"the tokenizer is that of the base; the adapter's: convert assets OUT --from {adapter.root}"
 
 
-def _opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[str, Slot]]:
+def opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[str, Slot]]:
     """The adapter, and the base's tensors by the names that it knows: those in memory, or the Hub's of experts.
 
     Raises:

@@ -24,8 +24,9 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
         request: `config`, a config.json; and `shapes`, by the names of the tensors.
 
     Returns:
-        `missing` and `unexpected` names, and `mismatched` with the shape that is there and that of the model, beside
-        what `lineage.py` tells of their names, or why it is `unnamed`; or `why` transformers cannot say.
+        `missing` and `unexpected` names, `mismatched` with the shape that is there and that of the model, and `errors`,
+        beside what `lineage.py` tells of their names, or why it is `unnamed`; `errors` alone where config and weights
+        make no model; or `why` transformers cannot say.
     """
     try:
         import torch
@@ -47,6 +48,9 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
         model = getattr(transformers, str(names[0]), None)
         if model is None:
             return {"why": f"transformers {transformers.__version__} does not know {names[0]}"}
+        if model.config_class is not type(parsed) and not _is_paired(kind, model.__name__):
+            other = model.config_class.model_type
+            return {"errors": [f"architectures names {model.__name__}, a class of {other}, and model_type is {kind}"]}
         state = {
             key: torch.empty(tuple(shape), dtype=torch.bfloat16, device="meta")
             for key, shape in request["shapes"].items()
@@ -61,7 +65,7 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
         )
     except Exception as error:  # noqa: BLE001  # whatever a model's own code raises: it cannot be asked
         if CONVERSION in str(error):
-            return {"missing": [], "unexpected": [], "mismatched": [], "errors": [_line(error)]}
+            return {"errors": [_line(error)]}
         return {"why": f"transformers cannot be asked ({_line(error)})"}
     mismatched = [[key, list(here), list(wanted)] for key, here, wanted in said["mismatched_keys"]]
     apart = {key for key, _, _ in mismatched}
@@ -72,6 +76,15 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
         "errors": list(map(str, said["error_msgs"])),
         **_lineage(made, request["shapes"]),
     }
+
+
+def _is_paired(kind: str, name: str) -> bool:
+    """Whether an Auto class makes a class of a model type that has another config: the text model of one of images."""
+    from transformers.models.auto import modeling_auto
+
+    maps = [held for table, held in vars(modeling_auto).items() if table.endswith("_MAPPING_NAMES")]
+    found = [held[kind] for held in maps if kind in held]
+    return any(name == one if isinstance(one, str) else name in one for one in found)
 
 
 def _lineage(model: Any, shapes: dict[str, list[int]]) -> dict[str, Any]:

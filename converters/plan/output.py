@@ -31,7 +31,8 @@ DIALECTS = {"torch": "megatron-core", "torch_dist": "torch_dist", "fsdp_dtensor"
 """`format` of a Megatron folder: the dialect that its files are written in."""
 OF_CORE, OF_LLM = ("torch", "torch_dist", "fsdp_dtensor"), ("megatron-llm",)
 OF_DIALECTS = {"norm": OF_CORE, "experts": OF_CORE, "glu_interleave": OF_CORE, "megatron_version": OF_CORE,
-               "with_optimizer": OF_CORE, "true_vocab_size": OF_LLM, "for_trainer": ("torch_dist",)}  # fmt: skip
+               "with_optimizer": OF_CORE, "true_vocab_size": OF_LLM, "for_trainer": ("torch_dist",),
+               "archive": ("torch_dist", "fsdp_dtensor")}  # fmt: skip
 """Option: each `format` of Megatron that it is for, of those that are not for all."""
 
 
@@ -54,6 +55,7 @@ class Output:
         megatron_version: the Megatron-LM that its flags are for; None for the newest that computes the model.
         make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times `tp`.
         format: Megatron: `torch`, `torch_dist`, `fsdp_dtensor` or `megatron-llm`.
+        archive: Megatron: all tensors in one data file; `format` is torch_dist if it is not said.
         for_trainer: Megatron: `bridge` for what Megatron-Bridge expects beside torch_dist.
         true_vocab_size: Megatron-LLM: tokens that its training will have.
         iteration: the iteration that is written; None for a release of Megatron, and 0 of GPT-NeoX.
@@ -82,6 +84,7 @@ class Output:
     megatron_version: str | None = None
     make_vocab_size_divisible_by: int | None = None
     format: str | None = None
+    archive: bool = False
     for_trainer: str | None = None
     true_vocab_size: int | None = None
     iteration: int | None = None
@@ -252,7 +255,10 @@ def _megatron_options(source: Checkpoint, output: Output) -> Options:
         raise UsageError("--pp-layout says how many layers each stage has", "leave --first/last-stage-layers out")
     if output.pp == 1 and (layout is not None or ends != (None, None)):
         raise UsageError("one pipeline stage holds all layers", "add --pp")
-    dialect = DIALECTS[output.format] if output.format else saved.dialect if saved else DIALECTS["torch"]
+    kind = output.format or (saved.dialect if saved else "torch")
+    if output.archive and output.format is None and kind not in OF_DIALECTS["archive"]:
+        kind = "torch_dist"
+    dialect = DIALECTS.get(kind, kind)
     for name, kinds in OF_DIALECTS.items():
         if getattr(output, name) not in (None, False) and dialect not in map(DIALECTS.get, kinds):
             hint = f"it is for Megatron folders of the format {' and '.join(kinds)}: leave it out"
@@ -277,6 +283,7 @@ def _megatron_options(source: Checkpoint, output: Output) -> Options:
         version=output.megatron_version,
         accepted=source.settings.accept,
         trainer=output.for_trainer,
+        archive=output.archive,
     )
 
 

@@ -17,16 +17,18 @@ from typing import Any, NamedTuple
 from converters.plan.parts import Copies, Part, Parts, empty, parts_of, written_parts
 from formats.checkpoint import Checkpoint, OutputFile, Target
 from formats.disk.safetensors import DTYPES, FLOATS, Fragment
-from formats.errors import RefusedError, UnsupportedError
+from formats.errors import RefusedError, UnsupportedError, some
 from formats.layout.leaves import Leaf
 from formats.layout.table import ORIGINAL, Placed, Replica
 from formats.layout.tensors import EXACT
-from formats.model.spec import Spec
+from formats.model.spec import Spec, Verbatim
 
 PADDING = "padding"
 """The state that rows of a vocabulary's padding are in, where a training is resumed with them."""
 MASTERS = "fp32"
 """The state of an optimizer that weights are rounded from."""
+UNCAST = ("F8", "C64")
+"""Element types that are neither integers nor cast: eight bits of a float, complex numbers."""
 SCALE = re.compile(r"(.*)[._](?:scale(?:_inv)?|SCB|absmax)")
 """What weights of 8 bits, named before it, are multiplied by; the last two are bitsandbytes'."""
 CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
@@ -179,9 +181,10 @@ class Plan:
     """All jobs of a conversion; without a target, those of reading the source once.
 
     `spec` is that of the output; `notes` are what else the user should know. `again` makes of the plan one that reads
-    the output, where no reader of a checkpoint would read all of it; such an output has no manifest. `more` gives the
-    jobs of reading what an output holds besides the weights. `inputs` are all sources, where there are several; the
-    first of them is `source`.
+    the output, where no reader of a checkpoint would read all of it; such an output has no manifest, unless it is
+    `remembered`: when it is read later, its tensors have the names of the plan. `more` gives the jobs of reading what
+    an output holds besides the weights. `inputs` are all sources, where there are several; the first of them is
+    `source`.
     """
 
     source: Checkpoint
@@ -192,6 +195,7 @@ class Plan:
     again: Callable[[Plan], Plan] | None = None
     more: Callable[[Checkpoint], Iterable[Job]] | None = None
     inputs: tuple[Input, ...] = ()
+    remembered: bool = False
 
     @property
     def reads(self) -> tuple[Job, ...]:
@@ -236,7 +240,7 @@ def make_plan(
 
     Raises:
         RefusedError: a side does not cover a tensor, or covers it twice.
-        UnsupportedError: what would be cast are weights of 8 bits with scales.
+        UnsupportedError: what would be cast are weights of 8 bits with scales, or numbers that have no cast.
     """
     held, twins = parts_of(source.tensors), parts_of(source.twins)
     partial, centred = (_marked(source.tensors, condition) for condition in ("partial", "centred"))
@@ -245,7 +249,7 @@ def make_plan(
     repeated = _repeated(target) if target and target.padding == "last" else {}
     dtypes = source.dtypes()
     if cast:
-        _require_no_scales(source)
+        require_castable(source)
     jobs = []
     padded = source.padded_vocab
     boxes = zip(source.spec.boxes(padded), (spec or source.spec).boxes(padded), strict=True)
@@ -294,20 +298,28 @@ def _marked(tensors: Iterable[Placed], condition: str) -> set[tuple[str, int | N
     }
 
 
-def _require_no_scales(source: Checkpoint) -> None:
-    """A cast takes the tensors one by one: weights of 8 bits would stay, and their scales be rounded.
+def require_castable(source: Checkpoint) -> None:
+    """A cast takes the tensors one by one: quantized weights would stay, and their scales be rounded.
 
     Raises:
-        UnsupportedError: there are scales.
+        UnsupportedError: there are such weights, or numbers that are neither integers nor cast.
     """
     dtypes = {placed.key: placed.fragment.dtype for placed in source.tensors}
-    small = {key for key, dtype in dtypes.items() if DTYPES[dtype] == 1 and dtype != "BOOL"}
+    odd = [key for key, dtype in dtypes.items() if dtype not in FLOATS]
+    small = {key for key in odd if DTYPES[dtypes[key]] == 1 and dtypes[key] != "BOOL"}
+    found = ""
     for key in dtypes if small else ():
         scaled = SCALE.fullmatch(key)
         if scaled and not small.isdisjoint((scaled[1], f"{scaled[1]}.weight")):
-            raise UnsupportedError(
-                f"{source.root} holds weights of 8 bits with scales, such as {key}", "leave --dtype out"
-            )
+            found = f"weights of 8 bits with scales, such as {key}"
+            break
+    uncast = [key for key in odd if dtypes[key].startswith(UNCAST)]
+    if not found and uncast:
+        found = f"{uncast[0]} as {dtypes[uncast[0]]}, and a cast is between {some([*FLOATS], 4)}"
+    if not found and odd and (source.config or {}).get("quantization_config") and isinstance(source.spec, Verbatim):
+        found = f"quantized weights, as its quantization_config says, such as {odd[0]}"
+    if found:
+        raise UnsupportedError(f"{source.root} holds {found}", "leave --dtype out")
 
 
 def cast_dtype(dtype: str, cast: str | None, tensor: str = "") -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from converters.common.cores import cores
 from converters.common.progress import Tell
@@ -19,6 +21,13 @@ LEAST_MEMORY, EACH_MEMORY = 16 << 20, 4 << 20
 """Bytes of all buffers, and of those of each of many threads, unless the user says."""
 LONG = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """Torch's names of the element types of a cast: ours."""
+
+
+def named_of(options: Mapping[str, Any]) -> tuple[Path, ...]:
+    """The files among the options of a command: a chat template, a tokenizer, a family of the user's own."""
+    given = [options.get(name) for name in ("chat_template", "tokenizer", "family")]
+    paths = [Path(getattr(one, "file", one)) for one in given if one is not None]
+    return tuple(path for path in paths if path.is_file())
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,9 @@ class Request:
         verify: read the output back and compare.
         quiet: no progress is printed.
         tell: called with progress.
+        stripes: on Lustre, files are spread over its disks by their size.
         commit_seconds: how often finished work is forced to disk and noted.
+        named: files that the user named besides the source and its config, such as a chat template.
     """
 
     out: Path
@@ -70,7 +81,9 @@ class Request:
     verify: bool = True
     quiet: bool = False
     tell: Tell | None = field(default=None, compare=False)
+    stripes: bool = True
     commit_seconds: float = COMMIT_SECONDS
+    named: tuple[Path, ...] = ()
 
     @property
     def place(self) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,14 +112,17 @@ def plan_megatron(
         optimizer: what is written beside the weights, for a training that is resumed.
         args: arguments of a training that is resumed from another framework.
     """
-    from formats.megatron import classic as megatron
-    from formats.megatron import fsdp_dtensor, megatron_llm, torch_dist
+    from formats.huggingface.text_alone import WHOLES
+    from formats.megatron import lacking, megatron_llm
     from formats.megatron.args import flags
     from formats.megatron.args.options import DIST, FSDP_DTENSOR
+    from formats.megatron.classic import FLAGS, write
     from formats.megatron.details import Megatron
 
     if isinstance(source.spec, Verbatim):
-        raise UnsupportedError(f"{source.root} has no Megatron layout: {source.spec.why}", "see `convert formats`")
+        family, why = source.spec.family, lacking.REASONS.get(source.spec.family, source.spec.why)
+        way = "--only text makes its language model alone, " if family in WHOLES else ""
+        raise UnsupportedError(f"{source.root} has no Megatron layout: {why}", f"{way}see `convert formats`")
     require_vocab(source)
     spec = source.spec
     if tokens is not None:
@@ -130,7 +133,14 @@ def plan_megatron(
     saved = source.details if isinstance(source.details, Megatron) else None
     llm = [dialect == megatron_llm.NAME for dialect in (saved and saved.dialect, options.dialect)]
     args = assets.dropouts_of(source) | dict(args or (saved.args if saved and llm[0] == llm[1] else {}))
-    write = {DIST: torch_dist.write, FSDP_DTENSOR: fsdp_dtensor.write}.get(options.dialect, megatron.write)
+    remarks: Sequence[str] = ()
+    if options.dialect == DIST:
+        from formats.megatron.torch_dist import write
+    elif options.dialect == FSDP_DTENSOR:
+        from formats.megatron.fsdp_dtensor import notes as notes_of
+        from formats.megatron.fsdp_dtensor import write
+
+        remarks = notes_of(optimizer)
     target = write(request.root, spec, dtypes, options, args=args, iteration=iteration, optimizer=optimizer)
     texts, copies = _inside(source, request, ASSETS, spec)
     if options.dialect == megatron_llm.NAME:
@@ -139,8 +149,7 @@ def plan_megatron(
         places = [require_inside(folder / name, folder) for folder in folders]
         copies |= {name: places[0]} if places else {}
     plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast, spec)
-    notes = flags.remarks(target.texts[megatron.FLAGS].decode())
-    notes += fsdp_dtensor.notes(optimizer) if options.dialect == FSDP_DTENSOR else ()
+    notes = (*flags.remarks(target.texts[FLAGS].decode()), *remarks)
     return replace(plan, notes=(*notes, *(megatron_llm.window_notes(spec) if llm == [False, True] else ())))
 
 

@@ -6,12 +6,12 @@ says its name, element type and shape. The digest of a checkpoint is the hash ov
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from converters.common.manifest import (
+    dumped,
     read_manifest,
     remembered_states,
     total,
@@ -23,8 +23,14 @@ from formats.huggingface.text_alone import parts
 from formats.optimizer import STATES
 
 
-def manifest(plan: Plan, digests: Mapping[str, str]) -> bytes:
-    """What travels with an output so that `convert verify OUT` can check it anywhere."""
+def manifest(plan: Plan, digests: Mapping[str, str], files: Mapping[str, str]) -> bytes:
+    """What travels with an output so that `convert verify OUT` can check it anywhere.
+
+    Args:
+        plan: what was done.
+        digests: of each job.
+        files: the digests of small files, by their paths from the manifest.
+    """
     held: dict[str, dict[str, Any]] = {"tensors": {}}
     for job in plan.jobs:
         if not job.state or job.state in STATES:  # padding belongs to no tensor
@@ -37,7 +43,7 @@ def manifest(plan: Plan, digests: Mapping[str, str]) -> bytes:
     facts = {"vitruvian": 1, "digest": weights, "source": source, "settings": plan.spec.settings()}
     if plan.inputs:
         facts["sources"] = [one.record for one in plan.inputs]
-    return (json.dumps({**facts, **held}, indent=1) + "\n").encode()
+    return dumped({**facts, "files": dict(files), **held})
 
 
 def of_weights(plan: Plan, digests: Mapping[str, str]) -> dict[str, str]:
@@ -61,13 +67,14 @@ def check_source(plan: Plan, digests: Mapping[str, str]) -> None:
     """Compare what was read with the manifest that travels with the source, if there is one.
 
     Master weights that are written as the weights are not: they were compared with those that the manifest is of.
-    Neither are tensors that are read as parts of others, which it does not have.
+    Neither are tensors that are read as parts of others, which it does not have, nor moments instead of weights.
 
     Raises:
         VerificationError: the source is not what it was when its manifest was written.
     """
     _, remembered = read_manifest(plan.source.home) or ({}, {})
-    remembered = {} if plan.source.original else {**remembered, **remembered_states(plan.source.home)}
+    moments = plan.source.settings.weights in STATES[1:]  # which are read under the names of the weights
+    remembered = {} if plan.source.original or moments else {**remembered, **remembered_states(plan.source.home)}
     kept = [job.name for job in plan.jobs if not (job.edges or (job.twins and not job.state))]
     wrong = [name for name in kept if remembered.get(name, digests[name]) != digests[name]]
     if wrong:

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,16 +35,16 @@ class Bucket:
     """A bucket, a container, or a web server."""
 
     def __init__(self, url: str) -> None:
+        if find_spec("obstore") is None:
+            raise UnsupportedError(f"{url} needs the package obstore", "pip install 'vitruvian[remote]'")
         self.url, self.scheme = url, url.partition(":")[0]
 
     @cached_property
     def store(self) -> Any:
         """What obstore has of it."""
-        try:
-            from obstore.exceptions import BaseError
-            from obstore.store import from_url
-        except ImportError:
-            raise UnsupportedError(f"{self.url} needs the package obstore", "pip install 'vitruvian[remote]'") from None
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+
         plain = [self.url, *(os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))]
         options: Any = {"allow_http": True} if any(value.startswith("http://") for value in plain) else {}
         try:

@@ -2,6 +2,8 @@
 
 from formats.format import Format
 
+SIGNS = r".*model_states\.pt|latest|latest_universal"
+
 ZERO = Format(
     "zero",
     "DeepSpeed ZeRO stages 0 to 3 (DeepSpeed, HF Trainer, accelerate); written as universal checkpoints",
@@ -10,6 +12,7 @@ ZERO = Format(
     "formats.deepspeed.optimizer",
     "zero2hf",
     ("verbatim", "allow_missing", "drop", "only", "tag", "weights", "adapter"),
+    SIGNS,
 )
 NEOX = Format(
     "neox",
@@ -19,6 +22,7 @@ NEOX = Format(
     "formats.deepspeed.optimizer",
     "neox2hf",
     ("tag", "weights", "gqa_layout"),
+    SIGNS,
     ranked=True,
     replicas="drift",  # of norms between tensor parallel ranks, in every long training: the mean is wanted, and told
 )
@@ -30,6 +34,7 @@ MDS = Format(
     "formats.deepspeed.optimizer",
     "zero2hf",
     ("tag", "weights", "gqa_layout"),
+    SIGNS,
     ranked=True,
     replicas="drift",  # of norms, as in GPT-NeoX
 )

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, short
-from formats.torch_files.archive import read_torch
 from formats.torch_files.saved_names import LAYER, MODEL, MODEL_OF_STAGE_3
 
 LATEST = "latest"
@@ -24,7 +23,10 @@ OURS = "vitruvian"
 """The key under which model files of our own say what those of others do not."""
 MOST_RANKS = 1 << 20
 TRACKERS = (LATEST, "latest_universal")
-EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
+EXPERT = re.compile(
+    r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
+)
+"""Files of DeepSpeed's MoE (`_get_expert_ckpt_name`, `_get_optimizer_ckpt_name` in runtime/engine.py, 0.19.8)."""
 
 
 def model_name(rank: int) -> str:
@@ -48,6 +50,8 @@ def value_of(file: Path) -> Any:
 
 @lru_cache(maxsize=8)
 def _value_of(file: Path, *_: int) -> Any:
+    from formats.torch_files.archive import read_torch
+
     return read_torch(file).value
 
 
@@ -114,6 +118,17 @@ def locate(path: Path, tag: str | None) -> tuple[Path, Path]:
     return path, path / tag
 
 
+def require_no_experts(tag: Path) -> None:
+    """No experts are in files of their own, beside a module that lacks them.
+
+    Raises:
+        UnsupportedError: they are.
+    """
+    experts = next((name for name in sorted(path.name for path in tag.iterdir()) if EXPERT.fullmatch(name)), None)
+    if experts:
+        raise UnsupportedError(f"{tag} holds experts in files of their own ({experts}), which are not supported")
+
+
 def model_files(tag: Path) -> dict[int, Path]:
     """The file of each model parallel rank, every one of which must be there.
 
@@ -122,9 +137,7 @@ def model_files(tag: Path) -> dict[int, Path]:
         UnsupportedError: the model has experts.
     """
     names = {path.name: path for path in tag.iterdir()}
-    experts = next((name for name in sorted(names) if EXPERT.fullmatch(name)), None)
-    if experts:
-        raise UnsupportedError(f"{tag} holds experts ({experts}), which are not supported")
+    require_no_experts(tag)
     found: dict[int, Path] = {}
     for one, path in sorted(names.items()):
         name = MODEL.fullmatch(one)

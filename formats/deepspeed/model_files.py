@@ -18,6 +18,8 @@ from formats.torch_files.archive import TorchFile
 from formats.torch_files.pickle_values import Opaque, TensorRef
 from formats.torch_files.unpickle import DAMAGE
 
+MIXED = "the file was changed, or put together of two: copy those of one save again"
+
 
 def param_shapes(file: TorchFile) -> list[dict[str, tuple[int, ...]]]:
     """The parameters of each optimizer group (in stage 3: of each sub group), in the order in which they are laid out.
@@ -84,6 +86,35 @@ def module(file: TorchFile) -> dict[str, Fragment]:
         elif not isinstance(ref, Opaque | None):
             raise UnsupportedError(f"{file.path}: {short(name)} holds {short(ref)}, which is not a tensor")
     return found
+
+
+def require_of_module(
+    file: TorchFile, groups: Sequence[Mapping[str, tuple[int, ...]]], modules: Mapping[str, Fragment]
+) -> None:
+    """The parameters that an optimizer lays out are the module's; what of the module is none of them, is said.
+
+    Args:
+        file: a model file.
+        groups: its `param_shapes`.
+        modules: the tensors of its module, in stage 3 empty placeholders; none where it has none.
+
+    Raises:
+        SourceError: a parameter has another name or shape in the module, or one of the module is unexplained.
+    """
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    for name, shape in shapes.items() if modules else ():
+        held = modules[name].shape if name in modules else None
+        if held not in (shape, (0,)):
+            there = "which its module lacks" if held is None else f"which is {list(held)} in its module"
+            raise SourceError(f"{file.path} lays out {short(name)} {list(shape)}, {there}", MIXED)
+    said = [file.value.get(key) for key in ("frozen_param_shapes", "buffer_names", "shared_params")]
+    if not isinstance(said[0], Mapping):
+        return  # older versions, and those that leave frozen parameters out, do not say which are frozen
+    known = {name for names in (shapes, *said) for name in names or ()}
+    if odd := [name for name in modules if name not in known]:
+        raise SourceError(
+            f"{file.path} holds {short(odd[0])}, which it calls neither trained nor frozen nor a buffer", MIXED
+        )
 
 
 def whole(file: TorchFile, state: str, modules: Mapping[str, Fragment]) -> Iterator[tuple[str, Scattered]]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.deepspeed import folders as deepspeed
-from formats.disk.safetensors import DTYPES, Fragment
+from formats.disk.safetensors import DTYPES, FLOATS, Fragment
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.layout.columns import Columns, Cut, Ints, Piece, boxes
 from formats.layout.pieces import Scattered, scattered, whole_part
@@ -152,6 +152,8 @@ def _parse(file: TorchFile, held: Mapping[str, Any], states: Sequence[str]) -> P
         if any(ref is None for ref in refs):
             raise SourceError(f"{file.path} holds no {state}: its optimizer is not Adam, or has made no step yet")
         flats = [flat_fragment(file, ref, f"{state} of group {i}") for i, ref in enumerate(refs)]
+        if odd := next((flat.dtype for flat in flats if flat.dtype not in FLOATS), None):
+            raise SourceError(f"{file.path} holds {state} as {odd}, which is no float: the file is damaged")
         lengths = [flat_fragment(file, ref, "").shape[0] for ref in masters]
         stripped = [
             pad if "zero_stage" in held and flat.shape[0] == length else 0

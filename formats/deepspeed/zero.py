@@ -22,7 +22,7 @@ from formats.checkpoint import Checkpoint, Details, Settings
 from formats.deepspeed import ZERO, model_files, universal
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import partitions as zero_partitions
-from formats.disk.safetensors import Fragment
+from formats.disk.safetensors import FLOATS, Fragment
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, short, some
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
@@ -133,6 +133,7 @@ def _models(tag: Path) -> list[TorchFile]:
         SourceError: one is missing, or files of several topologies are there.
         UnsupportedError: the model is cut over several model parallel ranks, and nothing tells how.
     """
+    deepspeed.require_no_experts(tag)
     if universal.is_universal(tag):
         return [_file(path) for path in sorted(tag.iterdir()) if deepspeed.is_model(path.name)][:1]
     shards: dict[int, Path] = {}
@@ -227,6 +228,7 @@ def _states(
     else:
         partitions = zero_partitions.open_partitions(tag, 0, sorted({"fp32", state}))
         _require_same_stage(first, partitions)
+        model_files.require_of_module(first, model_files.param_shapes(first), modules)
         if partitions[0].stage == 3 and len(partitions) != len(models):
             raise SourceError(f"{tag} holds {len(models)} model files and {len(partitions)} files of optimizer states")
         found = dict(zero_partitions.load(partitions, model_files.param_shapes(first), state))
@@ -260,6 +262,8 @@ def _universal(tag: Path, model: TorchFile, state: str) -> Iterator[tuple[str, S
             raise SourceError(f"{file.path} holds {list(fragment.shape)}, its model has {list(shape)}")
         if state == "fp32" and fragment.dtype != "F32":
             raise SourceError(f"{file.path} holds {fragment.dtype}, a master is F32")
+        if fragment.dtype not in FLOATS:
+            raise SourceError(f"{file.path} holds {state} of {short(name)} as {fragment.dtype}, which is no float")
         part = whole_part(shape) if shape == fragment.shape else Cut(((0, prod(shape)),), flat=True)
         yield name, scattered(name, shape, fragment.dtype, [Piece(part, fragment)])
 
@@ -332,7 +336,9 @@ def trained(tag: Path, accept: Collection[str] = ()) -> Training:
     _require_same_stage(first, partitions)
     zero_partitions.require_trained(partitions)
     states = {state: dict(zero_partitions.load(partitions, shapes, state)) for state in STATES}
-    module = {} if partitions[0].stage == 3 else model_files.module(first)
+    module = model_files.module(first)
+    model_files.require_of_module(first, shapes, module)
+    module = {} if partitions[0].stage == 3 else module
     return Training(states, module, first.value, shapes, partitions)
 
 

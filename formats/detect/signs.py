@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from formats.errors import SourceError, UnsupportedError
-from formats.megatron import fsdp_dtensor
-from formats.torch_files import dcp
 
 MOST_TEXT = 1 << 20
 MOST_ENTRIES = 10_000
@@ -90,7 +88,12 @@ def _says(name: str, pattern: str) -> Callable[[Path], Path | None]:
 def _torch_dcp(path: Path) -> Path | None:
     """Megatron's plain DCP, whose model has the names of modules; in fsdp_dtensor they begin with `module`."""
     folder = _iteration(path)
-    if folder is None or not dcp.names(folder, *fsdp_dtensor.OBJECTS):
+    if folder is None or not any(folder.glob("*.metadata")):
+        return None
+    from formats.megatron import fsdp_dtensor
+    from formats.torch_files import dcp
+
+    if not dcp.names(folder, *fsdp_dtensor.OBJECTS):
         return None
     try:
         entries, objects = dcp.contents(folder)
@@ -110,7 +113,7 @@ def _bridge_fsdp(path: Path) -> Path | None:
 def _olmo_core(path: Path) -> Path | None:
     """`model_and_optim/` beside the config of the experiment, from the folder of both or from itself."""
     folder = path.parent if path.name == "model_and_optim" else path
-    held = (folder / "model_and_optim" / dcp.METADATA).is_file()
+    held = (folder / "model_and_optim" / ".metadata").is_file()
     return _says("config.json", r"\bolmo_core\.")(folder) if held else None
 
 

@@ -18,6 +18,8 @@ from formats.families.family import FAMILY_FILE, Family
 
 NO_FAMILIES = ("blocks", "family")
 """Files here that hold none."""
+OTHERWISE = {"granitemoehybrid": ("granite_hybrid",)}
+"""Model type: families of it whose names do not begin with it, as those of all others do."""
 
 
 def family_named(name: str) -> Family:
@@ -29,7 +31,7 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
     """The family of a config.json: of those with its model type and marks, that of its class, and with most marks."""
     fitting = [
         family
-        for family in FAMILIES.values()
+        for family in _named_like(config.get("model_type"))
         if config.get("model_type") == (family.model_type or family.name)
         and all(config.get(key) == value for key, value in family.marks.items())
         and (not family.blocks or any(block in family.blocks for block in _blocks(family, config)))
@@ -39,6 +41,13 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
         return config.get("architectures") == [one.architecture], len((*one.marks, *one.blocks))
 
     return max(fitting, key=likeness, default=None)
+
+
+def _named_like(kind: Any) -> Iterator[Family]:
+    """The families that may be of a model type: others need not be read."""
+    for name in FAMILIES:
+        if name not in NAMES or (isinstance(kind, str) and (name.startswith(kind) or name in OTHERWISE.get(kind, ()))):
+            yield FAMILIES[name]
 
 
 def _blocks(family: Family, config: Mapping[str, Any]) -> Iterator[Any]:

@@ -2,7 +2,8 @@
 
 Facts: models/deepseek_v2/modeling_deepseek_v2.py: the elements of a head that rotate are its last, neighbours are
 turned; its router ignores norm_topk_prob. DeepSeek-V2-Lite has queries without a latent, and takes the best experts;
-the large one takes them out of groups that it ranks by their best expert.
+the large ones take them out of groups that they rank by their best expert. Megatron ranks groups by as many experts as
+one has to give, which for them is two: they go there only where it is one.
 """
 
 from formats.families.blocks import DENSE_MLP, EXPERTS, HEAD, NORMS, ROUTER, SHARED_EXPERTS
@@ -30,9 +31,9 @@ FAMILY = Family(
         "attention_bias": False,
         "mlp_bias": False,
         "norm_topk_prob": False,
-        "topk_method": "greedy",
     },
     mha=True,
+    nulls=("n_group", "topk_group"),
     keys={
         "head_dim": "v_head_dim",
         "query_rank": "q_lora_rank",
@@ -46,6 +47,8 @@ FAMILY = Family(
         "dense_layers": "first_k_dense_replace",
         "router_normalized": "norm_topk_prob",
         "router_scale": "routed_scaling_factor",
+        "router_groups": "topk_method",
+        "router_top_groups": "topk_method",
     },
     defaults={
         "head_dim": 128,

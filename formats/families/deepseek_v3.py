@@ -17,6 +17,7 @@ FAMILY = replace(
     deepseek_v2.FAMILY,
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
+    nulls=(),
     table=TABLE,
     requires={
         "hidden_act": "silu",

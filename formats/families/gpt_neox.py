@@ -1,5 +1,6 @@
 """GPT-NeoX-20B, Pythia and their kin (transformers models/gpt_neox/modeling_gpt_neox.py, 5.23.0).
 
+Megatron has those whose attention and MLP follow one another; in most, such as Pythia, both read the same residual.
 transformers 5 calls the head `lm_head` in memory, and `embed_out` in files as every version before it.
 """
 
@@ -44,6 +45,5 @@ FAMILY = Family(
     },
     defaults={"parallel_residual": True, "activation": "gelu", "norm_epsilon": 1e-5, "rotary_fraction": 0.25},
     mha=True,
-    only_here="the residuals of megatron-core are serial, those of this family parallel as a rule",
     neox="layernorm",
 )

@@ -10,4 +10,5 @@ FSDP = Format(
     "formats.fsdp.optimizer",
     "fsdp2hf",
     ("verbatim", "allow_missing", "drop", "only", "container", "adapter"),
+    r".*\.(?:metadata|distcp|safetensors|bin|index\.json)|(?:pytorch_model|model_world_size)_.*\.pt",
 )

@@ -24,6 +24,7 @@ from formats.errors import OptionNeededError, RefusedError, SourceError, Unsuppo
 from formats.families.family import Family
 from formats.fsdp import FSDP, torchtitan
 from formats.fsdp.contents import Listing, contents
+from formats.fsdp.runs import STEPS
 from formats.huggingface import folder as huggingface
 from formats.huggingface import text_alone
 from formats.layout.columns import Cut, Piece
@@ -42,8 +43,6 @@ from formats.torch_files.wrappers import unwrapped
 NAME = FSDP.name
 INSIDE = ("", "pytorch_model_fsdp_0", "sharded", "actor", "policy")
 """Where in the folder that a user names the weights lie."""
-STEPS = re.compile(r"(?:checkpoint|step|global_step|epoch)[-_]?(\d+)")
-"""Folders of a run, each a checkpoint."""
 SHARD = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors")
 FULL = "pytorch_model_fsdp.bin"
 CONTAINERS = ("model", "state_dict", "module", "model_state_dict")
@@ -69,23 +68,12 @@ def detect(path: Path) -> bool:
 
 def tables() -> dict[str, tuple[Rule, ...]]:
     """Torchtitan's names of each family that it has; all others are those of Hugging Face."""
-    return {f"torchtitan {name}": table for name, table in torchtitan.TITAN.items()}
+    return {f"torchtitan {name}": table for name, table in torchtitan.layouts().items()}
 
 
 def holders(_: Family) -> dict[str, bool]:
     """It holds every family."""
     return {NAME: True}
-
-
-def checkpoints(path: Path, detect: Callable[[Path], bool] = detect) -> list[Path]:
-    """The checkpoints of a run's folder, the newest first; none when the folder is a checkpoint itself."""
-    try:
-        if not path.is_dir() or detect(path):
-            return []
-        found = [(int(step[1]), child) for child in path.iterdir() if (step := STEPS.fullmatch(child.name))]
-        return [child for _, child in sorted(found, reverse=True) if child.is_dir() and detect(child)]
-    except OSError as error:
-        raise SourceError(f"{error.filename or path}: {error.strerror}") from None
 
 
 def _kind(folder: Path) -> Callable[[Path, Settings], Listing] | None:
@@ -371,14 +359,14 @@ def _names(containers: Iterable[tuple[str, ...]]) -> str:
 
 def _native_slots(spec: Spec) -> list[Slot]:
     """The physical tensors of a model under torchtitan's keys."""
-    if not isinstance(spec, ModelSpec) or spec.family not in torchtitan.TITAN:
+    if not isinstance(spec, ModelSpec) or spec.family not in torchtitan.layouts():
         raise UnsupportedError(
             f"{torchtitan.FIRST} is a name of torchtitan, whose {spec.family} has no table",
-            f"there are {', '.join(torchtitan.TITAN)}",
+            f"there are {', '.join(torchtitan.layouts())}",
         )
     return list(
         slots(
-            torchtitan.TITAN[spec.family],
+            torchtitan.layouts()[spec.family],
             spec.sizes(),
             tensors=spec.tensors,
             layers=enumerate(range(spec.layers)),

@@ -5,13 +5,18 @@ models/llama3 and models/qwen3. w1 is the gate, w3 is up, w2 is down. Llama rota
 (`pair half`), Qwen3 rotates halves as Hugging Face does.
 """
 
-from formats.families import FAMILIES
-from formats.layout.table import rules
+from functools import cache
 
-TITAN = {name: rules(family.torchtitan) for name, family in FAMILIES.items() if family.torchtitan}
-"""Family: layout."""
+from formats.families import FAMILIES
+from formats.layout.table import Rule, rules
 
 FIRST = "tok_embeddings.weight"
 """The key that gives these names away."""
 
 DROPS = (r"freqs_cis",)
+
+
+@cache
+def layouts() -> dict[str, tuple[Rule, ...]]:
+    """The layout of each family that has these names. Asks for every family, so not before somebody wants to know."""
+    return {name: rules(family.torchtitan) for name, family in FAMILIES.items() if family.torchtitan}

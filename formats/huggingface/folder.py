@@ -29,8 +29,9 @@ from formats.huggingface.quantized import dequantized
 from formats.huggingface.require import require_biases, require_class
 from formats.layout.table import ALONE, Placed, Rule, Slot, match, slots
 from formats.layout.tensors import BUFFERS
-from formats.model import untabled
+from formats.model import lora, untabled
 from formats.model.adapters import require_plain
+from formats.model.lora import LoraSpec
 from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.torch_files.archive import read_torch
 from formats.torch_files.pickle_values import TensorRef
@@ -222,6 +223,8 @@ def model_slots(spec: Spec, keys: Iterable[str] = (), *, memory: bool = False) -
         keys: those that were found: experts have the Hub's names, or those of transformers 5 in memory.
         memory: whether to name them as in memory, whatever was found.
     """
+    if isinstance(spec, LoraSpec):
+        return lora.slots(spec)
     if isinstance(spec, Verbatim):
         return list(untabled.slots(spec))
     fused = memory or any(map(_names_in_memory(spec.family).fullmatch, keys))

@@ -45,10 +45,12 @@ def require_class(config: Mapping[str, Any], where: str) -> None:
         SourceError: it names that of another family.
     """
     family, names = family_of(config, where), class_names(config)
+    if names == [family.architecture]:
+        return
     others = [one.name for one in FAMILIES.values() if names == [one.architecture]]
-    if others and names != [family.architecture]:
+    if others:
         raise SourceError(f"{where} contradicts itself: the model type {family.name}, and the class of {others[0]}")
-    if names and names != [family.architecture]:
+    if names:
         raise UnsupportedError(
             f"{where}: a model of the class {short(names)} has no table, only {family.architecture}: correct "
             "`architectures` if its tensors are the same"

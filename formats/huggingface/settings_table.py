@@ -46,6 +46,8 @@ shared_ffn         n_shared_experts                                             
 shared_ffn         num_shared_experts                                              counted
 shared_ffn         moe_num_shared_experts                                          counted
 shared_ffn         *
+router_groups      topk_method n_group                                             limited
+router_top_groups  topk_method topk_group                                          limited
 shared_index_layers  * index_topk_pattern index_topk_freq index_skip_topk_offset    sharing
 nope_layers        * no_rope_layer_interval                                        rotating
 recurrent_layers   * full_attention_interval                                       alternating
@@ -84,7 +86,7 @@ CODECS: Mapping[str, Maker] = {
     "blocks": layers.of_kind(), "MLPs": layers.of_kind(layers.MLP, layers.MOE),
     "dense MLPs": layers.of_kind(layers.MLP), "state spaces": layers.of_kind(layers.LINEAR),
     "with states": layers.with_states, "without": layers.without, "convolved": layers.convolved,
-    "sharing": layers.sharing, "expanded": sizes.expanded, "adjusted": sizes.adjusted,
+    "sharing": layers.sharing, "limited": sizes.limited, "expanded": sizes.expanded, "adjusted": sizes.adjusted,
 }  # fmt: skip
 LINES = {(line.split()[0], line.split()[1]): line for line in TABLE.strip().splitlines()}
 LAST = list(dict.fromkeys(setting for setting, _ in LINES))

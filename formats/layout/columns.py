@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from hashlib import blake2b
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
+
+from blake3 import blake3
 
 from formats.disk.safetensors import Fragment, Member, row_major
 from formats.layout.boxes import overlap
@@ -75,7 +76,7 @@ _BOXES: WeakValueDictionary[tuple[object, ...], Boxes] = WeakValueDictionary()
 
 def boxes(ranges: Ints, *, flat: bool = False) -> Boxes:
     """Boxes of int64 [pieces, dimensions, 2]: the same object for the same numbers."""
-    key = (blake2b(ranges.tobytes(), digest_size=16).digest(), ranges.shape, flat)
+    key = (blake3(ranges.tobytes()).digest(16), ranges.shape, flat)
     found = _BOXES.get(key)
     if found is None:
         _BOXES[key] = found = Boxes(ranges, flat)

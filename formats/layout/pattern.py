@@ -120,7 +120,8 @@ class Pattern:
             if isinstance(whole, Sum):
                 before, after = self.dims[:dim], self.dims[dim + 1 :]
                 return tuple(
-                    parse(f"{label}: {' '.join(map(_text, (*before, body, *after)))}") for label, body in whole.branches
+                    parse(f"{label}: {' '.join(map(text_of, (*before, body, *after)))}")
+                    for label, body in whole.branches
                 )
         return (self,)
 
@@ -149,7 +150,12 @@ def _walk(term: Term) -> Iterator[Term]:
             yield from (each for _, body in branches for each in _walk(body))
 
 
-def _text(term: Term) -> str:
+def axes_of(term: Term) -> frozenset[str]:
+    """The names of the axes in a term."""
+    return frozenset(inner.name for inner in _walk(term) if isinstance(inner, Axis))
+
+
+def text_of(term: Term) -> str:
     """A term as it is written."""
     match term:
         case Axis(name):
@@ -157,15 +163,15 @@ def _text(term: Term) -> str:
         case Fill(name):
             return f"~{name}"
         case Split(inner, name):
-            return f"{_text(inner)}/{name}"
+            return f"{text_of(inner)}/{name}"
         case Interleaved(inner, name):
-            return f"{_text(inner)}%{name}"
+            return f"{text_of(inner)}%{name}"
         case Product((inner,)):
-            return _text(inner)
+            return text_of(inner)
         case Product(terms):
-            return f"({' '.join(map(_text, terms))})"
+            return f"({' '.join(map(text_of, terms))})"
         case Sum(branches):
-            return f"({' | '.join(f'{label}: ' * bool(label) + _text(body) for label, body in branches)})"
+            return f"({' | '.join(f'{label}: ' * bool(label) + text_of(body) for label, body in branches)})"
 
 
 def splits(term: Term) -> tuple[str, ...]:

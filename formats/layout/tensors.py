@@ -32,6 +32,10 @@ A state space (Mamba2) has heads, `share` of each group: x is what goes into the
 read, both for a group; step and decay say how much it forgets, skip what goes past it, and a gate weighs what comes
 out. `pre_norm` is the only norm of a layer that is one block. In a short convolution b and c are gates of x.
 
+A LoRA adds the product of two factors to a matrix: `lora_b`, with the axes of what comes out, times `lora_a`, with
+those of what goes in. A shard, a half of it (`fold`) and a chunk of that are the rows of an MLP as Megatron-Bridge has
+them.
+
 Where only a part of a head rotates, `half pair` is just its order; no layout may turn it into `pair half`.
 """
 
@@ -147,6 +151,20 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         mtp_hidden_norm  layer hidden
         mtp_join     layer hidden joined
         mtp_final_norm  layer hidden
+        query_lora_a  layer rank hidden
+        query_lora_b  layer group head half pair rank
+        key_lora_a   layer rank hidden
+        key_lora_b   layer group half pair rank
+        value_lora_a  layer rank hidden
+        value_lora_b  layer group dim rank
+        output_lora_a  layer rank group head dim
+        output_lora_b  layer hidden rank
+        gate_lora_a  layer rank hidden
+        gate_lora_b  layer shard fold chunk rank
+        up_lora_a    layer rank hidden
+        up_lora_b    layer shard fold chunk rank
+        down_lora_a  layer rank ffn
+        down_lora_b  layer hidden rank
         final_norm   hidden
         final_norm_bias  hidden
         head         vocab hidden

@@ -14,11 +14,19 @@ MEGATRON = Format(
     ranked=True,
 )
 ABOUT = "Megatron-LM's --ckpt-format torch_dist: torch DCP (.metadata, .distcp) with metadata.json"
-DIST = replace(MEGATRON, name="megatron_dist", about=ABOUT, reads="formats.megatron.torch_dist", ranked=False)
-MEGATRON_FSDP = replace(
+DIST = replace(
     MEGATRON,
+    name="megatron_dist",
+    about=ABOUT,
+    reads="formats.megatron.torch_dist",
+    reader_options=("adapter",),
+    signs=r".*\.metadata|.*\.distcp|common\.pt",
+    ranked=False,
+)
+MEGATRON_FSDP = replace(
+    DIST,
     name="megatron_fsdp",
     about="Megatron-LM's --ckpt-format fsdp_dtensor: torch DCP of Megatron-FSDP, under the names of its modules",
     reads="formats.megatron.fsdp_dtensor",
-    ranked=False,
+    reader_options=MEGATRON.reader_options,
 )

@@ -18,6 +18,14 @@ from formats.torch_files import dcp
 from formats.torch_files.archive import TorchFile, read_torch
 
 FILE, OBJECT = "common.pt", "common_state/shard_0_1"
+BACKEND = "metadata.json"
+ABOUT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""What `metadata.json` says. From 0.19 on there is no `common_*`, and what is there is left alone (core.py, 0.19.2)."""
 AGAIN = "take an earlier iteration, or copy the files again"
 
 

@@ -262,7 +262,7 @@ def write(
                 for key, slot in moved
             ]
         objects |= states.objects(optimizer, moved, merged)
-    ranks = dcp_writer.by_rows(stored, options.mesh.ranks)
+    ranks = dcp_writer.by_rows(stored, 1 if options.archive else options.mesh.ranks)
     files, metadata = dcp_writer.layout(root / folder, ranks, dtypes, objects=objects)
     texts = {
         f"{folder}/{dcp.METADATA}": metadata,

@@ -157,19 +157,11 @@ def _dist(source: Checkpoint) -> Optimizer:
         raise SourceError(f"{file.path} holds no optimizer of a kind that is known") from None
     if len(steps) > 1:
         raise UnsupportedError(f"{file.path}: its parameters have made different numbers of steps")
-    listed: dict[str, list[dcp.Entry]] = {}
-    for item in dcp.entries(source.home):
-        if named := re.fullmatch(rf"{CHAINED}{re.escape(PREFIX)}(\w+)\.(.+)", item.name):
-            listed.setdefault(named[2], []).append(replace(item, name=named[3]))
+    listed = _listed(source)
     names = {stored_name(state, kind is not None): state for state in STATES}
     if set(listed) - set(names):
         raise UnsupportedError(f"{source.home}: the optimizer keeps {', '.join(sorted(set(listed) - set(names)))}")
-    states = {}
-    for name, pieces_of in listed.items():
-        tensors = torch_dist.tensors_in(source.home, pieces_of)
-        placed = _matched(source, {ALONE: {key: item.whole for key, item in tensors.items()}}, names[name])
-        pieces = tuple(piece for item in placed for piece in spread(item, tensors[item.key]))
-        states[names[name]] = replace(source, tensors=pieces)
+    states = {names[name]: _in_pieces(source, pieces_of, names[name]) for name, pieces_of in listed.items()}
     return Optimizer(
         _as_checkpoints(source, {state: states[state] for state in STATES if state in states}),
         groups,
@@ -179,6 +171,37 @@ def _dist(source: Checkpoint) -> Optimizer:
         head,
         grads,
     )
+
+
+def _listed(source: Checkpoint) -> dict[str, list[dcp.Entry]]:
+    """What a torch_dist checkpoint has of each state, by what it calls the state."""
+    listed: dict[str, list[dcp.Entry]] = {}
+    for item in dcp.entries(source.home):
+        if named := re.fullmatch(rf"{CHAINED}{re.escape(PREFIX)}(\w+)\.(.+)", item.name):
+            listed.setdefault(named[2], []).append(replace(item, name=named[3]))
+    return listed
+
+
+def _in_pieces(source: Checkpoint, entries: Sequence[dcp.Entry], state: str) -> Checkpoint:
+    """A state of a torch_dist checkpoint."""
+    tensors = torch_dist.tensors_in(source.home, entries)
+    placed = _matched(source, {ALONE: {key: item.whole for key, item in tensors.items()}}, state)
+    return replace(source, tensors=tuple(piece for item in placed for piece in spread(item, tensors[item.key])))
+
+
+def masters(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], tuple[str, ...]]:
+    """The FP32 master weights of a training with several optimizers, such as Muon and Adam; and what else they keep.
+
+    In torch_dist each has those of its parameters under their names (megatron-core 0.19.2, layer_wise_optimizer.py).
+    Nothing where the optimizer is one of Adam, or keeps none so.
+    """
+    details = source.details_of(Megatron)
+    if details.args.get("optimizer") in (None, "adam") or details.dialect != DIST:
+        return {}, ()
+    listed = _listed(source)
+    kept = listed.pop(stored_name("fp32", distributed=False), None)
+    states = {"fp32": _in_pieces(source, kept, "fp32")} if kept else {}
+    return _as_checkpoints(source, states), tuple(sorted(listed))
 
 
 def _fsdp(source: Checkpoint) -> Optimizer:

@@ -17,8 +17,8 @@ from typing import Any
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError
 from formats.layout.tensors import BUFFERS
-from formats.megatron import optimizer_reader
 from formats.megatron.chained_optimizer import decays
+from formats.megatron.details import Megatron
 from formats.megatron.optimizer import Optimizer as Native
 from formats.optimizer import Group, Optimizer, group_of, step_tensor
 
@@ -31,7 +31,12 @@ def is_trained(source: Checkpoint) -> bool:
 
 
 def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]]:
-    """Its states, and what `inspect` says of it."""
+    """Its states, and what `inspect` says of it: of another optimizer than Adam the master weights alone."""
+    from formats.megatron import optimizer_reader
+
+    masters, others = optimizer_reader.masters(source)
+    if masters:
+        return masters, {"optimizer": source.details_of(Megatron).args["optimizer"], "left": list(others)}
     optimizer = optimizer_reader.read(source)
     return optimizer.states, {"distributed": optimizer.distributed}
 
@@ -43,6 +48,8 @@ def read(source: Checkpoint) -> Optimizer:
         SourceError: there is none, or it is damaged, incomplete, or without its step or settings.
         UnsupportedError: it is not Adam's, or kept in a way that cannot be cut again.
     """
+    from formats.megatron import optimizer_reader
+
     native = optimizer_reader.read(source)
     try:
         groups = {bool(group["wd_mult"]): group_of(group, str(source.home)) for group in native.groups}

@@ -21,7 +21,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,14 @@ from formats.layout.pieces import Scattered, unstacked
 from formats.layout.pieces import spread as pieces
 from formats.layout.table import ALONE, MTP, Rule, Slot, match, rules, slots
 from formats.megatron import DIST as FORMAT
-from formats.megatron import common_state, mtp
+from formats.megatron import common_state, lora, mtp
 from formats.megatron import optimizer as megatron_optim
 from formats.megatron.args import flags, indexer, linear_attention, mla, run_config, state_space
 from formats.megatron.args.moe import INTERLEAVE, interleaves_of
 from formats.megatron.args.options import DIST, Options, namespace
 from formats.megatron.chained_optimizer import BUFFER, CHAINED, spread
 from formats.megatron.classic import DECODER, FLAGS, HEAD, MCORE, assets_of, spec_of, topology_of
+from formats.megatron.common_state import ABOUT, BACKEND
 from formats.megatron.details import details
 from formats.megatron.folders import TRACKER, locate, name_of
 from formats.megatron.mesh import Mesh
@@ -59,14 +60,6 @@ from formats.torch_files.dcp_metadata import DATA
 from formats.torch_files.pickle_values import Namespace
 
 NAME = FORMAT.name
-BACKEND = "metadata.json"
-ABOUT = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
-"""What `metadata.json` says. From 0.19 on there is no `common_*`, and what is there is left alone (core.py, 0.19.2)."""
 EMBEDDING = "embedding.word_embeddings.weight"
 LAYERS = "decoder.layers."
 LIGHTNING = "module."
@@ -161,10 +154,15 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     require_alone(common)
     instead = None if "args" in common.value else run_config.place(run, folder)
     if instead:
-        common = replace(common, path=instead, value={**common.value, "args": run_config.read(instead)})
+        fields = run_config.read(instead, adapter=settings.adapter is not None)
+        common = replace(common, path=instead, value={**common.value, "args": fields})
         entries = [replace(entry, name=entry.name.removeprefix(LIGHTNING)) for entry in entries]
     args = args_of(common)
-    tensors = tensors_in(folder, [entry for entry in entries if not OPTIMIZER.fullmatch(entry.name)])
+    weights = [entry for entry in entries if not OPTIMIZER.fullmatch(entry.name)]
+    if settings.adapter is not None:
+        adapters = tensors_in(folder, [entry for entry in weights if lora.ADAPTER in entry.name])
+        return lora.read(run, folder, common, args, adapters, [entry.name for entry in entries], settings)
+    tensors = tensors_in(folder, weights)
     if EMBEDDING not in tensors or not tensors[EMBEDDING].shape:
         raise SourceError(f"{folder} holds no {EMBEDDING}")
     padded = tensors[EMBEDDING].shape[0]
@@ -316,6 +314,7 @@ def write(
             ranks[stage * options.mesh.ranks + rank].append(_stored(slot, cut, spec, options.norm))
     if optimizer:
         ranks = [[*held, *_states_of(optimizer, held)] for held in ranks]
+    ranks = [[*chain.from_iterable(ranks)]] if options.archive else ranks
     extra = dict.fromkeys(_extra_states(spec, options.norm), packed([None]))
     files, metadata = dcp_writer.layout(root / folder, ranks, dtypes, objects=extra)
     merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration)

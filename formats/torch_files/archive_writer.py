@@ -40,6 +40,8 @@ Held = tuple[str, Slot | None, tuple[int, ...], str]
 
 NOWHERE = Path()
 
+UNWRITTEN = "a Hugging Face folder holds it as it is (`convert hf2hf`); or dequantize it with what made it"
+"""What can be done with an element type for which torch has no typed storage; torch.save has another form for it."""
 MOST_BYTES = 64
 """Of a small tensor."""
 
@@ -61,7 +63,7 @@ def archived(
         states: the tensors of an optimizer, by the name of the state.
 
     Raises:
-        UnsupportedError: torch.save has no storage of an element type.
+        UnsupportedError: an element type is not written.
     """
     laid_out = _laid_out({"": held, **(states or {})}, value, folder)
     tensors = {
@@ -125,9 +127,7 @@ def _laid_out(
     storages: dict[str, int] = {}
     for key, _, shape, dtype in (one for every in by_state.values() for one in every):
         if dtype not in STORAGE_OF:
-            raise UnsupportedError(
-                f"{key} would be {dtype}, for which torch.save has no storage", "dequantize it with what made it"
-            )
+            raise UnsupportedError(f"{key} is {dtype}, which is not written into files of torch.save", UNWRITTEN)
         refs[key] = _reference(dtype, shape, str(len(storages)))
         storages[refs[key].storage.key] = prod(shape) * DTYPES[dtype]
     small: dict[str, bytes] = {}

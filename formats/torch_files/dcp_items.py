@@ -240,7 +240,8 @@ def dtype_of(name: str, dtype: Any) -> str:
         UnsupportedError: safetensors has none like it.
     """
     if not isinstance(dtype, Dtype):
-        raise UnsupportedError(f"{name} has the element type {short(dtype)}, which has no counterpart")
+        said = f"{dtype.module}.{dtype.name}" if isinstance(dtype, Opaque) else short(dtype)
+        raise UnsupportedError(f"{name} has the element type {said}, which has no counterpart")
     return DTYPES[dtype.name]
 
 

@@ -21,7 +21,7 @@ from formats.layout.pieces import whole_part
 from formats.layout.table import Placed, Slot
 from formats.torch_files import dcp
 from formats.torch_files.archive import Archive, plan_archive
-from formats.torch_files.archive_writer import Small, packed_plain
+from formats.torch_files.archive_writer import UNWRITTEN, Small, packed_plain
 from formats.torch_files.pickle_values import DCP, DTYPES, STORAGE_OF, Dtype, Opaque, StorageRef, TensorRef, dumps
 
 VERSION = "1.0.0"
@@ -99,7 +99,7 @@ def layout(
 
 def _item(stored: Stored, dtype: str) -> _Item:
     if dtype not in STORAGE_OF:
-        raise UnsupportedError(f"{stored.name} is {dtype}, for which torch.save has no storage")
+        raise UnsupportedError(f"{stored.name} is {dtype}, which is not written into files of torch.save", UNWRITTEN)
     return _Item(stored, dtype, _archive(dtype, Cut(stored.box).shape))
 
 

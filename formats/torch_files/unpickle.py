@@ -316,7 +316,7 @@ def _rebuild_tensor_v3(storage: Any, offset: Any, shape: Any, strides: Any, *res
     """`torch._utils._rebuild_tensor_v3`: an untyped storage, and the type apart."""
     dtype = rest[2] if len(rest) > 2 else None
     if not isinstance(dtype, Dtype):
-        raise SourceError("a tensor in the pickle has no element type")
+        raise SourceError("a tensor in the pickle has no element type that is known")
     ref = _rebuild_tensor(storage, offset, shape, strides, None, None, *rest[3:])
     return replace(ref, dtype=DTYPES[dtype.name])
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from converters.plan import agreement
+from converters.plan import agreement, meta_model
 from tests.faults.dcp_tools import refused, save, weights, with_config
 from tests.fuzz.architectures import as_shards, build, quiet
 
@@ -260,6 +260,33 @@ def test_the_config_of_another_family(plain, convert, tmp_path):
     folder = save(tmp_path / "c", {"model": state})
     other = config_of(plain("mamba")[0], tmp_path / "base")
     refused(convert("fsdp2hf", folder, tmp_path / "out", "--config", other), 3, folder, "backbone.")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"model_type": "olmo"},
+            "architectures names GPTBigCodeForCausalLM, a class of gpt_bigcode, and model_type is olmo",
+        ),
+        (
+            {"architectures": ["GPTNeoForCausalLM"]},
+            "names GPTNeoForCausalLM, a class of gpt_neo, and model_type is gpt_",
+        ),
+    ],
+)
+def test_a_class_of_another_type(plain, convert, tmp_path, changes, said):
+    """AutoModelForCausalLM goes by the model type: the class that the tensors fit is none that it makes."""
+    base, state = plain("gpt_bigcode")
+    folder = save(tmp_path / "c", {"model": state})
+    words = ("fsdp2hf", folder, tmp_path / "out", "--config", config_of(base, tmp_path / "base", **changes))
+    refused(convert(*words), 3, said, "take config.json from where the weights come from")
+
+
+@pytest.mark.parametrize(("kind", "name"), [("llama4", "Llama4ForCausalLM"), ("internlm3", "LlamaForCausalLM")])
+def test_a_class_that_belongs_to_several_types(kind, name):
+    assert meta_model._is_paired(kind, name)
+    assert not meta_model._is_paired("olmo", name)
 
 
 def test_a_sub_model_of_another_size(plain, convert, tmp_path, alone):

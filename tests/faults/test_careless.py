@@ -14,6 +14,10 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from converters.convert import check_paths
+from converters.plan.request import Request, named_of
+from formats.errors import OutputError
+from formats.registry import open_checkpoint
 from tests.models import files
 from tests.optimizers import add_optimizer
 
@@ -91,6 +95,53 @@ def test_averaged_norms_are_numbers(model, convert, tmp_path):
     ran = convert("average-norms", tmp_path / "run", tmp_path / "out")
     assert (ran.code, "holds NaN or infinity" in ran.err) == (6, True), ran.err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "named",
+    ["config", "config within", "linked weights", "second of an average", "linked", "tokenizer"],
+)
+def test_nothing_that_is_read_is_deleted(model, convert, tmp_path, named):
+    """Whatever it is an input for, and by whatever path."""
+    out = Path(shutil.copytree(model(), tmp_path / "out"))
+    words = ["hf2hf", model()]
+    if named == "linked weights":
+        (tmp_path / "hf").mkdir()
+        shutil.copy(model() / "config.json", tmp_path / "hf")
+        (tmp_path / "hf/model.safetensors").symlink_to(out / "model.safetensors")
+        words = ["hf2hf", tmp_path / "hf"]
+    elif named == "second of an average":
+        words = ["average", model(), out]
+    elif named == "tokenizer":
+        (out / "tokenizer.model").write_bytes(b"")
+        words = ["tokenizer", out / "tokenizer.model"]
+        for path in out.iterdir():
+            if path.suffix != ".model":
+                path.unlink()
+    else:
+        assert convert("hf2fsdp", model(), tmp_path / "run").code == 0
+        for path in (tmp_path / "run").glob("*.json"):
+            path.unlink()
+        words = ["fsdp2hf", tmp_path / "run"]
+    base = {"config": out, "config within": out / "sub", "linked": tmp_path / "link"}.get(named)
+    if named == "config within":
+        shutil.copytree(model(), out / "sub")
+    if named == "linked":
+        (tmp_path / "link").symlink_to(out)
+    more = ["--config", base] if base else []
+    before = files(out)
+    ran = convert(*words, out, *more, "--force")
+    assert (ran.code, "is read, and is in" in ran.err or "inside each other" in ran.err) == (7, True), ran.err
+    assert files(out) == before
+
+
+@pytest.mark.parametrize("option", ["chat_template", "tokenizer", "family"])
+def test_a_file_that_an_option_names_is_not_deleted(model, tmp_path, option):
+    out = Path(shutil.copytree(model(), tmp_path / "out"))
+    (out / "mine").touch()
+    request = Request(out, force=True, named=named_of({option: out / "mine", "dtype": "keep"}))
+    with pytest.raises(OutputError, match="mine is read, and is in"):
+        check_paths(open_checkpoint(model()), request)
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -187,6 +238,22 @@ def test_an_end_of_text_that_no_model_generates_is_told(model, convert, tmp_path
     assert (ran.code, f"note: {name} names token {last}, the vocabulary has 211" in ran.err) == (0, True), ran.err
     ran = convert("push", tmp_path / "out", "org/name", "-n")
     assert (ran.code, f"eos_token_id of {name} is {last}, the embedding has 211 rows" in ran.err) == (5, True), ran.err
+
+
+@pytest.mark.parametrize(("name", "there"), [("config.json", False), ("tokenizer_config.json", False), ("x", True)])
+def test_code_that_a_config_names_and_that_is_not_there_is_told(model, convert, tmp_path, name, there):
+    run = Path(shutil.copytree(model(), tmp_path / "hf"))
+    name = "config.json" if there else name
+    held = json.loads((run / name).read_text()) if (run / name).exists() else {}
+    named = {"AutoModel": "there.One", "AutoTokenizer": [None, "mine.Two"], "AutoConfig": "org/name--far.Three"}
+    (run / name).write_text(json.dumps(held | {"auto_map": named}))
+    for code in ("there.py", *(["mine.py"] if there else [])):
+        (run / code).write_text("")
+    ran = convert("hf2hf", run, tmp_path / "out")
+    told = f"auto_map of {name} names code in 'mine.py', which is not there"
+    assert (ran.code, told in ran.err, "there.py" in ran.err or "far" in ran.err) == (0, not there, False), ran.err
+    assert (told in convert("push", tmp_path / "out", "org/name", "-n").err) != there
+    assert (tmp_path / "out/there.py").is_file()
 
 
 def test_a_training_is_not_replaced(model, convert, tmp_path):

@@ -282,13 +282,58 @@ def contradicted(convert: Callable[..., Ran], source: Path, *parts: object, veri
     return ran.err.partition("hint: ")[2].strip()
 
 
+@pytest.mark.parametrize(
+    ("command", "words", "folder"),
+    [("hf2hf", [], "."), ("hf2fsdp", [], "."), ("hf2megatron", ["--iteration", 3], "huggingface")],
+)
+def test_a_tokenizer_that_is_not_what_was_written_is_noticed(model, convert, tmp_path, command, words, folder):
+    """And a template, a generation config, code; a card is the user's own. One that is meant can be recorded."""
+    source, out = Path(shutil.copytree(model(), tmp_path / "hf")), tmp_path / "out"
+    small = {
+        "tokenizer.json": "{}",
+        "chat_template.jinja": "{{ 1 }}",
+        "additional_chat_templates/tool.jinja": "{{ 2 }}",
+    }
+    for name, text in {**small, "README.md": "Mine"}.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(text)
+    assert convert(command, source, out, *words).code == 0
+    (out / folder / "README.md").write_text("Ours")
+    assert convert("verify", out).code == 0
+    for name in (*small, "config.json"):
+        path = out / folder / name
+        was = path.read_bytes()
+        path.write_bytes(was + b" ")
+        refused(convert("verify", out), 6, f"{name} of {out} is not what vitruvian.json says", "convert assets")
+        path.write_bytes(was)
+    (out / folder / "tokenizer.json").unlink()
+    ran = convert("verify", out, "--json")
+    assert (ran.code, json.loads(ran.out)["files"]) == ((6, ["tokenizer.json"]) if folder == "." else (0, []))
+    if command == "hf2hf":
+        assert convert("assets", out, "--from", out).code == 0
+        assert convert("verify", out).code == 0
+        assert convert("assets", out, "--from", out).code == 0
+
+
+def test_a_manifest_of_an_earlier_version_names_no_small_files(model, convert, tmp_path):
+    assert convert("hf2hf", model(), tmp_path / "out").code == 0
+    path = tmp_path / "out/vitruvian.json"
+    path.write_text(json.dumps({name: one for name, one in json.loads(path.read_text()).items() if name != "files"}))
+    ran = convert("verify", tmp_path / "out")
+    assert (ran.code, "of an earlier version, names no small files" in ran.err) == (0, True), ran.err
+
+
 @pytest.mark.parametrize("fault", ["another name", "one less"])
 def test_names_that_a_manifest_lacks_are_noticed(written, convert, fault):
     """Of a model without a table, whose names no settings tell."""
     from safetensors.numpy import load_file, save_file
 
     source = written("gpt_neox", attention_bias=False)
-    assert "its config.json means, which was not compared" in convert("verify", source).err
+    config = (source / "config.json").read_text()
+    (source / "config.json").write_text(config.replace("{", '{"rotary_pct": 0.5, ', 1))
+    refused(convert("verify", source), 6, "config.json of", "not what vitruvian.json says")
+    (source / "config.json").write_text(config)
+    assert convert("verify", source).code == 0
     held = load_file(source / "model.safetensors")
     name = next(key for key in held if "layers.0.attention" in key)
     value = held.pop(name)

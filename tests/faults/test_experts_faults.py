@@ -118,7 +118,8 @@ def test_arguments_and_config_contradict_each_other(made, convert):
         ("dots1", {"max_window_layers": 2}, [], 4, "sliding_attention"),
         ("gpt_oss", {}, ["--tp", 2], 5, "cuts no experts that have biases: etp = 2"),
         ("deepseek_v3", {}, ["--tp", 2, "--norm", "local"], 5, "cut the down projections of a deepseek_v3 over tp = 2"),
-        ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}, [], 4, "topk_method"),
+        ("deepseek_v2-grouped", {"num_experts_per_tok": 4}, [], 5, "it ranks groups by 4 // 2 of their experts, not 1"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, [], 4, "it is greedy or group_limited_greedy"),
         ("qwen2_moe", {"qkv_bias": False}, [], 4, "qkv_bias"),
         ("qwen3_moe", {"decoder_sparse_step": 5}, [], 4, "none of 4 layers has experts"),
     ],
@@ -177,6 +178,40 @@ def test_what_predicts_a_second_token_is_there_as_a_whole_or_refused(model, conv
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     refused(convert("hf2megatron", folder, tmp_path / "m3"), 4, "models with a quantization_config are not supported")
+
+
+def test_what_is_left_out_takes_nothing_with_it(model, convert, tmp_path):
+    """Three layers that predict further tokens, their tensors spread over files that hold others too.
+
+    AReaL#1403 and Megatron-Bridge#4188 lost those files whole, Megatron-Bridge#5495 knew one such layer alone.
+    """
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(shutil.copytree(model("deepseek_v3"), tmp_path / "hf"))
+    held, other = load_file(folder / "model.safetensors"), {}
+    for layer in (4, 5, 6):
+        more = {key: value for key, value in held.items() if key.startswith("model.layers.3.")}
+        other |= {key.replace("layers.3.", f"layers.{layer}."): value.clone() for key, value in more.items()}
+        norm = held["model.norm.weight"]
+        names = dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), norm) | {"eh_proj": norm.repeat(64, 2)}
+        other |= {f"model.layers.{layer}.{name}.weight": value.clone() for name, value in names.items()}
+    every = [*(held | other).items()]
+    for number in range(3):
+        save_file(dict(every[number::3]), folder / f"model-{number + 1:05d}-of-00003.safetensors", {"format": "pt"})
+    (folder / "model.safetensors").unlink()
+    index = {key: f"model-{place % 3 + 1:05d}-of-00003.safetensors" for place, (key, _) in enumerate(every)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    assert convert("hf2hf", folder, tmp_path / "all").code == 0
+    assert load_file(tmp_path / "all/model.safetensors").keys() == held.keys() | other.keys()
+    for words in (("hf2hf", folder, tmp_path / "out"), ("hf2megatron", folder, tmp_path / "m", "--tp", 2)):
+        ran = convert(*words, "--drop", "mtp")
+        assert ran.code == 0, ran.err
+        assert f"is not carried: {len(other)} such as" in ran.err
+    assert convert("megatron2hf", tmp_path / "m", tmp_path / "back").code == 0
+    for out in ("out", "back"):
+        after = load_file(tmp_path / out / "model.safetensors")
+        assert after.keys() == held.keys()
+        assert all(value.equal(held[key]) for key, value in after.items())
 
 
 def test_the_width_of_no_layer_is_that_of_the_config(model, convert, tmp_path):

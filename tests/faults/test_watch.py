@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 
 import pytest
 
@@ -112,7 +113,7 @@ def test_what_fails_is_told_and_does_not_stop_the_others(convert, run, tmp_path)
     ran = convert(*words)
     assert (ran.code, ran.out.count("digest")) == (75, 1)
     assert "note: step-1: " in ran.err
-    assert f"note: step-2: {out}/step-2 exists, and is not of this watch" in ran.err
+    assert f"note: step-2: {out}/step-2 exists, and is not of this watch: it" in ran.err
     ran = convert(*words, "--idle", "0")  # what cannot be read is looked at twice, as it may be half deleted
     assert (ran.code, ran.err.count("note: ")) == (3, 1)
     assert "2 checkpoints were not converted: step-1" in ran.err
@@ -121,6 +122,68 @@ def test_what_fails_is_told_and_does_not_stop_the_others(convert, run, tmp_path)
     shutil.rmtree(run / "step-1")
     shutil.copytree(run / "step-3", run / "step-1")  # saved again
     assert convert(*words).out.count("digest") == 1
+
+
+def test_a_line_of_the_log_that_is_damaged_is_named(convert, tmp_path):
+    """In the middle: one at the end is of a writer that was killed."""
+    out = tmp_path / "out"
+    (tmp_path / "run").mkdir()
+    words = ("watch", tmp_path / "run", "--out", out, "--once")
+    assert convert(*words).code == 75
+    log = out / ".watch/log.jsonl"
+    first = log.read_bytes()
+    for line in (b'{"state": "beg', b"\0\0\0\0", b"[]", b'{"time": 1, "state": "began", "checkpoint": "a"}', b"\xff"):
+        log.write_bytes(first + line + b"\n" + first)
+        for more in ([], ["-n"]):
+            ran = convert(*words, *more)
+            assert (ran.code, f"line 2 of {log} is damaged" in ran.err) == (7, True), (line, ran.err)
+    log.write_bytes(first + first[:-10])
+    assert convert(*words).code == 75
+
+
+def test_a_model_whose_lines_are_lost_is_left_alone_until_it_is_moved_away(convert, run, tmp_path):
+    """A log that a copy has cut in half, say: nobody knows what the model was made of."""
+    out = tmp_path / "out"
+    words = ("watch", run, "--out", out, "--once")
+    convert(*words)
+    log, place = out / ".watch/log.jsonl", (out / "step-1").stat().st_ino
+    log.write_text(log.read_text().splitlines(keepends=True)[0])
+    ran = convert(*words)
+    assert (ran.code, ran.out, ran.err.count("it is converted when that was moved away")) == (75, "", 2)
+    assert (convert(*words).err, (out / "step-1").stat().st_ino) == ("", place)
+    (out / "step-1").rename(tmp_path / "old")
+    assert convert(*words).out.count("digest") == 1
+    assert convert(*words, "--idle", "0").code == 7, "the other one is still in the way"
+
+
+def test_a_watch_waits_for_room(convert, run, tmp_path):
+    """Not even a claim, then no model, has room: no checkpoint is given up for that."""
+    place = tmp_path / "small"
+    place.mkdir()
+    words = ("watch", run, "--out", place / "out", "--once")
+    mount = ["mount", "-t", "tmpfs", "-o", "nr_inodes=4", "none", place]
+    if (made := subprocess.run(mount, capture_output=True, text=True, check=False)).returncode:
+        pytest.skip(f"no file system can be mounted here: {made.stderr.strip()}")
+    try:
+        ran = convert(*words)
+        assert (ran.code, "No space left on device" in ran.err) == (75, True), ran.err
+        subprocess.run(["mount", "-o", "remount,nr_inodes=12", place], check=True)
+        ran = convert(*words)
+        assert (ran.code, ran.err.count("files and folders")) == (75, 2), ran.err
+        subprocess.run(["mount", "-o", "remount,nr_inodes=100", place], check=True)
+        assert convert(*words).out.count("digest") == 2
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_a_run_that_is_deleted_ends_the_watch(convert, run, tmp_path):
+    words = ("watch", run, "--out", tmp_path / "out", "--once")
+    assert convert("watch", run, "--out", run, "--once").code == 2
+    convert(*words)
+    shutil.rmtree(run)
+    ran = convert(*words)
+    assert (ran.code, "is no folder" in ran.err) == (3, True)
+    assert vitruvian.verify(tmp_path / "out/step-2").equal
 
 
 def test_an_error_of_the_options_ends_the_watch(convert, run, tmp_path):

@@ -253,7 +253,7 @@ def test_rows_that_a_chat_template_adds_have_no_masters_to_be_compared(convert, 
         ({"param_shapes": [5]}, "holds no param_shapes"),
         ({"param_shapes": [{EMBEDDING: [8, 4]}]}, "holds param_shapes that are none"),
         ({"param_shapes": [{EMBEDDING: (8, -4)}]}, "holds param_shapes that are none"),
-        ({"param_shapes": [{EMBEDDING: (8, 5)}]}, "parameters of a group have 40 elements, its 1 ranks hold 32"),
+        ({"param_shapes": [{EMBEDDING: (8, 5)}]}, "[8, 5], which is [8, 4] in its module"),
         ({"param_shapes": [{EMBEDDING: (8, 4)}, {}]}, "has 1 flat parameter groups, its model file 2"),
         (frozen("f.weight", None, (3, 4)), "holds no fragment of f.weight"),
         (frozen("f.weight", None, (3.0, 4)), "holds a frozen parameter of the shape"),
@@ -359,3 +359,67 @@ def test_numbers_and_groups_of_an_optimizer_are_some(convert, tmp_path, change, 
     if isinstance(inner["state"][0]["step"], list):
         inner["state"][0]["step"] = torch.tensor(inner["state"][0]["step"])
     refused(convert("zero2hf", save(tmp_path / "run", model, states), tmp_path / "out", *MASTERS), 3, words)
+
+
+@pytest.mark.parametrize("command", ["zero2universal", "zero2hf"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"param_shapes": [{"other.weight": (8, 4)}]}, "lays out 'other.weight' [8, 4], which its module lacks"),
+        ({"param_shapes": [{EMBEDDING: (4, 8)}]}, f"lays out {EMBEDDING!r} [4, 8], which is [8, 4] in its module"),
+        ({"frozen_param_shapes": {}}, "holds 'f.weight', which it calls neither trained nor frozen nor a buffer"),
+    ],
+)
+def test_what_is_laid_out_is_of_the_module(convert, tmp_path, command, change, words):
+    """Whoever renames a parameter in one of both has another model in each."""
+    import torch
+
+    flat, more = torch.arange(32.0), torch.ones(3).bfloat16()
+    model = {
+        "module": {EMBEDDING: flat.reshape(8, 4).bfloat16(), "f.weight": more},
+        "param_shapes": [{EMBEDDING: (8, 4)}],
+    }
+    options = MASTERS if command == "zero2hf" else ()
+    run = save(tmp_path / "sound", model | frozen("f.weight", more, (3,)), partition(flat))
+    assert convert(command, run, tmp_path / "out", *options).code == 0
+    run = save(tmp_path / "run", model | change, partition(flat))
+    refused(convert(command, run, tmp_path / "none", *options), 3, words)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("command", ["zero2universal", "zero2hf"])
+@pytest.mark.parametrize("which", ["fp32", "exp_avg"])
+def test_states_of_an_optimizer_are_floats(convert, tmp_path, stage, command, which):
+    import torch
+
+    flat = torch.arange(32.0)
+    held = partition(flat, stage)
+    if which == "fp32":
+        held["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"] = [flat.int()]
+    else:
+        held["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]["state"][0][which] = flat.int()
+    weight = torch.empty(0) if stage == 3 else flat.reshape(8, 4).bfloat16()
+    model = {"module": {EMBEDDING: weight}, "param_shapes": [{EMBEDDING: (8, 4)}]}
+    options = (
+        () if command == "zero2universal" else ("--weights", {"fp32": "fp32-master"}.get(which, which), "--verbatim")
+    )
+    ran = convert(command, save(tmp_path / "run", model, held, stage), tmp_path / "out", *options)
+    refused(ran, 3, f"holds {which} as I32, which is no float")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    "name", ["layer_1_expert_0_mp_rank_00_model_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt"]
+)
+@pytest.mark.parametrize("command", ["zero2hf", "zero2universal", "digest"])
+def test_experts_in_files_of_their_own_are_refused(convert, tmp_path, stage, name, command):
+    """Those of DeepSpeed's MoE layers, without which the module is another model."""
+    import torch
+
+    flat = torch.arange(32.0)
+    weight = torch.empty(0) if stage == 3 else flat.reshape(8, 4).bfloat16()
+    model = {"module": {EMBEDDING: weight}, "param_shapes": [{EMBEDDING: (8, 4)}]}
+    run = save(tmp_path / "run", model, partition(flat, stage), stage)
+    torch.save({"expert.weight": flat}, run / "global_step1" / name)
+    out, options = ([], []) if command == "digest" else ([tmp_path / "out"], list(MASTERS[:3]) * (command == "zero2hf"))
+    refused(convert(command, run, *out, *options), 4, f"holds experts in files of their own ({name})")

@@ -161,9 +161,14 @@ def _judged(question: dict[str, Any]) -> Any:
     assert server.stdout
     server.stdin.write(json.dumps(question) + "\n")
     server.stdin.flush()
-    for line in server.stdout:
-        if line.startswith("ANSWER"):
-            return json.loads(line.removeprefix("ANSWER"))
+    try:
+        for line in server.stdout:
+            if line.startswith("ANSWER"):
+                return json.loads(line.removeprefix("ANSWER"))
+    except BaseException:  # a limit of time: what it answers later would be taken for the next answer
+        _server.cache_clear()
+        server.kill()
+        raise
     raise AssertionError(f"the judge ended at {question}")
 
 

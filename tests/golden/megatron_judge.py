@@ -75,7 +75,7 @@ EXPERTS = (
     "deepseek_v2",
     *SIGMOID,
 )
-PLAIN = ("arcee", *STATE, "gpt2", "jais2", "nemotron", "starcoder2")
+PLAIN = ("arcee", *STATE, "gpt2", "gpt_neox", "jais2", "nemotron", "starcoder2")
 WITHOUT_BIAS = ("arcee", *STATE)
 """Those of `PLAIN` that have RMSNorms."""
 EPSILONS = ("norm_epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps", "layer_norm_epsilon")
@@ -347,7 +347,7 @@ def biases(c: PreTrainedConfig) -> dict[str, bool]:
     query = getattr(c, "attention_bias", c.model_type in ("gpt2", "starcoder2", "qwen2", "qwen2_moe"))
     output = {"seed_oss": "attention_out_bias", "glm4_moe": "none"}.get(c.model_type, "attention_bias")
     output_bias = getattr(c, output, c.model_type in ("gpt2", "starcoder2"))
-    mlp = getattr(c, "mlp_bias", c.model_type in ("gpt2", "starcoder2", "gpt_oss"))
+    mlp = getattr(c, "mlp_bias", c.model_type in ("gpt2", "gpt_neox", "starcoder2", "gpt_oss"))
     every = query and output_bias and mlp
     if (output_bias or mlp) and not every:
         raise JudgementError("megatron-core has no biases in some linear layers alone, but for query, key and value")
@@ -364,11 +364,13 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         ffn, groups, epsilon = c.n_inner or 4 * c.n_embd, c.n_head, c.layer_norm_epsilon
         dropouts = c.resid_pdrop, c.attn_pdrop
     else:
-        ffn, groups = getattr(c, "intermediate_size", None), c.num_key_value_heads
+        ffn, groups = getattr(c, "intermediate_size", None), getattr(c, "num_key_value_heads", c.num_attention_heads)
         alone = c.model_type in ("solar_open", "qwen3_5_moe_text")  # which is the width of nothing else
         ffn = c.moe_intermediate_size if alone else ffn
         dropouts = getattr(c, "residual_dropout", 0.0), getattr(c, "attention_dropout", 0.0)
         epsilon = next(getattr(c, name) for name in EPSILONS if hasattr(c, name))
+    if getattr(c, "use_parallel_residual", False):
+        raise JudgementError("attention and MLP of megatron-core follow one another")
     rotates = getattr(c, "no_rope_layers", None)
     return {
         "num_layers": c.num_hidden_layers,
@@ -486,7 +488,7 @@ def expert_fields(c: PreTrainedConfig) -> dict[str, Any]:
     count = c.num_shared_experts if hunyuan else getattr(c, "n_shared_experts", None)
     shared = c.moe_intermediate_size * count if shares else None
     scale = c.router_scaling_factor if hunyuan else getattr(c, "routed_scaling_factor", 1.0)
-    grouped = sigmoid and getattr(c, "n_group", 1) > 1
+    grouped = (getattr(c, "n_group", None) or 1) > 1 and (sigmoid or c.topk_method == "group_limited_greedy")
     return {
         "num_moe_experts": c.num_experts
         if c.model_type in ("qwen2_moe", "deepseek_v2", *LINEAR)

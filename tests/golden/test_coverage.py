@@ -84,12 +84,12 @@ def test_every_line_of_the_older_names_was_written_by_megatron_lm():
     assert lines(megatron.LEGACY) - seen == set()
 
 
-@pytest.mark.parametrize("family", torchtitan.TITAN)
+@pytest.mark.parametrize("family", torchtitan.layouts())
 def test_every_line_of_torchtitan_was_written_by_it(family):
     """Each spelling, tied and untied."""
     cases = [case for case in CASES if family_of(case) == family]
     seen = set().union(*(used(case / "step-1", case / "hf") for case in cases))
-    assert lines(torchtitan.TITAN[family]) - seen == set()
+    assert lines(torchtitan.layouts()[family]) - seen == set()
 
 
 def test_every_key_that_torchtitan_drops_was_written_by_it():

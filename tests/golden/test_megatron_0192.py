@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-
-from formats.torch_files.archive import read_torch
-from formats.torch_files.archive_writer import packed_plain
 
 
 class Saved(NamedTuple):
@@ -29,12 +27,14 @@ class Saved(NamedTuple):
 HERE = Path(__file__).with_name("megatron_0192")
 RUN = HERE / "dp_reshardable"
 VOCAB = ("--vocab-size", 28)
+MUON = Saved(HERE / "muon", "megatron_dist, ranks 2", 60, "muon_logits.npz", 2e-6, "torch")
 DIST = Saved(RUN, "megatron_dist, ranks 1", 28, "logits.npz", 1e-5, "torch_dist")
 FSDP = Saved(HERE / "fsdp_dtensor", "megatron_fsdp, ranks 2", 60, "fsdp_logits.npz", 2e-6, "torch")
+of_all = pytest.mark.parametrize("saved", [DIST, FSDP, MUON], ids=["torch_dist", "fsdp_dtensor", "muon"])
 of_each = pytest.mark.parametrize("saved", [DIST, FSDP], ids=["torch_dist", "fsdp_dtensor"])
 
 
-@of_each
+@of_all
 @pytest.mark.parametrize("inside", ["", "iter_0000003"], ids=["run", "iteration"])
 def test_its_logits(convert, tmp_path, saved, inside):
     import numpy as np
@@ -105,18 +105,49 @@ def test_its_optimizer(convert, tmp_path):
         begin += -(-size // 64) * 64
 
 
-def test_an_optimizer_other_than_adams_is_named(convert, tmp_path):
-    """Muon has no second moments, and its args say what it is."""
-    run = tmp_path / "run"
-    assert convert("reshard", RUN, run, "--format", "torch_dist", "--with-optimizer", *VOCAB).code == 0
-    path = run / "iter_0000003/common.pt"
-    common = read_torch(path).value
-    assert common["args"].optimizer == "adam"
-    common["args"].optimizer = "muon"
-    path.write_bytes(packed_plain(common))
-    ran = convert("reshard", run, tmp_path / "out", "--with-optimizer", *VOCAB)
-    assert (ran.code, "its optimizer is 'muon'" in ran.err) == (4, True), ran.err
-    assert convert("reshard", run, tmp_path / "out", *VOCAB).code == 0
+def test_a_universal_checkpoint_has_a_manifest(convert, tmp_path):
+    """Of weights and moments; `verify` reads both, and a conversion out of it compares them."""
+    base, out = tmp_path / "base", tmp_path / "universal"
+    assert convert("megatron2hf", RUN, base, *VOCAB).code == 0
+    assert convert("zero2universal", RUN, out, "--config", base).code == 0
+    assert convert("verify", out).code == 0
+    path = next(out.glob("global_step*/zero/model.norm.weight/exp_avg.pt"))
+    with zipfile.ZipFile(path) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("/data/0"))
+        held, numbers = path.read_bytes(), archive.read(name)
+    place = held.index(numbers)
+    path.write_bytes(held[:place] + bytes([held[place] ^ 1]) + held[place + 1 :])
+    ran = convert("verify", out)
+    assert (ran.code, "exp_avg.final_norm" in ran.err) == (6, True), ran.err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_muon(convert, tmp_path):
+    """Its FP32 master weights are read; the rest is named, and refused where it would be lost."""
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    run, words = MUON.run, ("--vocab-size", MUON.vocab)
+    told = convert("inspect", run, *words).out
+    assert "fp32 of 'muon'; exp_avg, exp_avg_sq, momentum_buffer are not taken along" in told
+    for command in ("reshard", "hf2fsdp"):
+        ran = convert(command, run, tmp_path / "no", "--with-optimizer", *words)
+        assert (ran.code, "its optimizer is 'muon'" in ran.err) == (4, True), ran.err
+    assert convert("reshard", run, tmp_path / "tp2", "--tp", 2, "--format", "torch", *words).code == 0
+    assert convert("diff", run, tmp_path / "tp2", *words).code == 0
+    again = shutil.copytree(run, tmp_path / "again")
+    ran = convert("average", run, again, tmp_path / "mean", "--dtype", "fp32", *words)
+    assert ran.code == 0, ran.err
+    mean = load_file(tmp_path / "mean/model.safetensors")
+    place = "optimizer.state.fp32_param."
+    proj = flat(run, f"chained_0.{place}decoder.layers.self_attention.linear_proj.weight").numpy()
+    norm = flat(run, f"chained_1.{place}decoder.final_layernorm.weight").numpy()
+    head = flat(run, f"chained_1.{place}output_layer.weight").numpy()
+    for layer in range(2):
+        assert np.array_equal(mean[f"model.layers.{layer}.self_attn.o_proj.weight"], proj[layer])
+    assert np.array_equal(mean["model.norm.weight"], norm)
+    assert np.array_equal(mean["lm_head.weight"], head[: MUON.vocab])
+    assert (head.astype("<f4").view("<u4") & 0xFFFF).any(), "no bf16"
 
 
 def test_what_we_write_says_what_it_did(convert, tmp_path):

@@ -33,11 +33,12 @@ class Case(NamedTuple):
     optimizer: str = ""
     norm: str = "local"
     experts: tuple[Any, ...] | None = None
+    archive: bool = False
 
 
 CASES = (
     Case("llama", 1, 1, "stacked", "bfloat16"),
-    Case("llama-tied", 2, 2, "stacked", optimizer="dp_reshardable"),
+    Case("llama-tied", 2, 2, "stacked", optimizer="dp_reshardable", archive=True),
     Case("llama-mqa", 2, 1, "numbered", optimizer="fully_reshardable"),
     Case("llama3", 4, 1, "split"),
     Case("mistral", 1, 2, "stacked", optimizer="fully_reshardable"),
@@ -56,7 +57,7 @@ CASES = (
     Case("arcee", 1, 2, "numbered", optimizer="dp_reshardable"),
     Case("qwen3", 2, 2, "numbered", norm="te"),
     Case("mixtral", 2, 1, "stacked", norm="te", experts=("--ep", 2)),
-    Case("qwen2_moe", 1, 2, "stacked", "bfloat16", experts=("--ep", 2, "--etp", 2)),
+    Case("qwen2_moe", 1, 2, "stacked", "bfloat16", experts=("--ep", 2, "--etp", 2), archive=True),
     Case("qwen3_moe-tied", 1, 1, "numbered", norm="te", experts=("--ep", 4)),
     Case("dots1", 2, 2, "split", experts=("--ep", 2, "--etp", 1)),
     Case("deepseek_v3", 2, 2, "numbered", norm="te", experts=("--ep", 2)),
@@ -79,7 +80,7 @@ GROUPED = ("mixtral", "dots1")
 def write(convert, source: Path, out: Path, case: Case) -> None:
     """The folder of a case. The vocabulary is padded to 224 rows at TP1, to 256 at TP2."""
     words = ["--tp", case.tp, "--pp", case.pp, "--norm", case.norm, "--make-vocab-size-divisible-by", 32]
-    words += case.experts or ()
+    words += [*(case.experts or ()), *(["--archive"] if case.archive else [])]
     ran = convert("hf2megatron", source, out, "--format", "torch_dist", *words)
     assert ran.code == 0, ran.err
 

@@ -102,6 +102,7 @@ def test_what_it_saves_is_read_and_what_we_write_is_loaded(convert, tmp_path):
             for tp, pp in topologies:
                 out = tmp_path / f"{number}-{how}-{tp}-{pp}"
                 words = ["--tp", tp, "--pp", pp, "--format", "torch_dist", "--norm", "local", "--with-optimizer"]
+                words += ["--archive"] if tp > 1 else []
                 ran = convert("reshard", source, out, *words, "--vocab-size", VOCAB)
                 assert ran.code == 0, ran.err
                 job = {"tp": tp, "pp": pp, "flags": [*run.flags, "--ckpt-format", "torch_dist", "--no-load-rng"]}

@@ -36,7 +36,7 @@ def test_it_trains_on(convert, tmp_path):
         for source, out, more in (
             (tmp_path / name, dist, ["--format", "torch_dist", *cast]),
             (dist, again, ["--format", "fsdp_dtensor"]),
-            (tmp_path / name, direct, ["--tp", 2, *cast]),
+            (tmp_path / name, direct, ["--tp", 2, "--archive", *cast]),
         ):
             ran = convert("reshard", source, out, *words, *more)
             assert ran.code == 0, ran.err

@@ -147,8 +147,8 @@ WRONG = [(name, what) for name in JUDGED for what in MISTAKES if "qwen3" in name
 @pytest.mark.parametrize(("name", "mistake"), WRONG)
 def test_logits_show_a_wrong_table(convert, tmp_path, monkeypatch, name, mistake):
     case, changes = HERE / name, MISTAKES[mistake]
-    table = torchtitan.TITAN[family(case)]
-    monkeypatch.setitem(torchtitan.TITAN, family(case), mistaken(table, changes, ROWS[family(case)]))
+    table = torchtitan.layouts()[family(case)]
+    monkeypatch.setitem(torchtitan.layouts(), family(case), mistaken(table, changes, ROWS[family(case)]))
     ran = convert("fsdp2hf", case / "step-1", tmp_path / "out", "--config", case / "hf")
     assert ran.code == 0, ran.err
     assert difference(tmp_path / "out", case) > 1e-3
@@ -159,7 +159,7 @@ def test_the_same_table_spelled_out_is_right(convert, tmp_path, monkeypatch, nam
     """So what the mistakes show is their mistakes."""
     case = HERE / name
     monkeypatch.setitem(
-        torchtitan.TITAN, family(case), mistaken(torchtitan.TITAN[family(case)], {}, ROWS[family(case)])
+        torchtitan.layouts(), family(case), mistaken(torchtitan.layouts()[family(case)], {}, ROWS[family(case)])
     )
     assert convert("fsdp2hf", case / "step-1", tmp_path / "out", "--config", case / "hf").code == 0
     assert difference(tmp_path / "out", case) < 1e-5

@@ -1,5 +1,8 @@
 """A real Slurm on this machine: slurmctld, and a slurmd for each of two nodes that are as large as those of the sites.
 
+The nodes are in a network namespace of their own, from which nothing but this machine is reached, as compute nodes
+have no internet; their partitions have the limits of the sites, and job_submit.lua refuses what BSC refuses.
+
 Facts: slurm.conf(5) of Slurm 22.05. Several slurmd on a host need a port, a spool and a pid file each (%n), and
 `config_overrides` lets a node have more cores than there are. Where cgroups of version 1 can be made they track the
 processes, as at the sites: of a step only what slurmstepd itself has started is signalled. Elsewhere all of it is. No
@@ -24,6 +27,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hpc.images import place, sif  # noqa: F401  # fixtures
 from tests.train.conftest import data, environment, forks, run, settings  # noqa: F401  # fixtures
 
 NODES, GPUS = 2, 8
@@ -34,12 +38,12 @@ PARTITIONS = (
     "boost_usr_prod MaxTime=1-00:00:00", "dcgp_usr_prod MaxTime=1-00:00:00",
     "lrd_all_serial MaxTime=04:00:00 MaxNodes=1 MaxMemPerNode=30800",
     "booster MaxTime=1-00:00:00", "batch MaxTime=1-00:00:00 MaxMemPerNode=96000", "mem192 MaxTime=1-00:00:00",
-    "normal MaxTime=1-00:00:00", "rome MaxTime=5-00:00:00 MaxMemPerNode=229376", "genoa MaxTime=5-00:00:00",
-    "gpu_a100 MaxTime=5-00:00:00",
+    "normal MaxTime=12:00:00", "gpp MaxTime=3-00:00:00", "rome MaxTime=5-00:00:00 MaxMemPerNode=229376",
+    "genoa MaxTime=5-00:00:00", "gpu_a100 MaxTime=5-00:00:00",
 )  # fmt: skip
 CONFIG = """
 ClusterName=lab
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({here})
 SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
@@ -71,7 +75,28 @@ UnkillableStepTimeout=20
 EnforcePartLimits=ALL
 RequeueExit=75
 GresTypes=gpu
+JobSubmitPlugins=lua
 """
+SUBMIT = """
+-- What a site refuses: an account that nobody has, and, where memory comes with cores (MareNostrum 5), --mem.
+function slurm_job_submit(job, parts, uid)
+  if job.account == "nobody" then
+    slurm.log_user("Invalid account or account/partition combination specified")
+    return slurm.ERROR
+  end
+  if job.qos == "gp_ehpc" then
+    if job.pn_min_memory ~= nil and job.pn_min_memory ~= slurm.NO_VAL64 then
+      slurm.log_user("--mem is not allowed")
+      return slurm.ERROR
+    end
+    job.partition = "gpp"
+  end
+  return slurm.SUCCESS
+end
+function slurm_job_modify(job, record, parts, uid) return slurm.SUCCESS end
+"""
+NETWORK, HERE, THERE = "vitruvian-nodes", "169.254.213.1", "169.254.213.2"
+"""The namespace of the nodes, and the two ends of the only cable."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +106,12 @@ class Lab:
     Attributes:
         folder: its state.
         env: variables of everything that speaks to it.
+        inside: words before a command that runs where the nodes are.
     """
 
     folder: Path
     env: dict[str, str]
+    inside: tuple[str, ...]
 
     def call(self, *words: object, code: int | None = 0) -> str:
         """Run a program that speaks to Slurm; its output."""
@@ -121,7 +148,7 @@ class Lab:
 
     def node(self, name: str) -> None:
         """Start a node."""
-        self.call("slurmd", "-N", name, "-f", self.folder / "slurm.conf")
+        self.call(*self.inside, "slurmd", "-N", name, "-f", self.folder / "slurm.conf", code=None)
 
     def ready(self) -> bool:
         """Wait until all nodes are idle; whether they are."""
@@ -134,6 +161,25 @@ class Lab:
     def fail(self, name: str) -> None:
         """Kill a node."""
         os.kill(int((self.folder / f"{name}.pid").read_text()), signal.SIGKILL)
+
+
+def cable() -> Iterator[None]:
+    """A network namespace that reaches this machine alone."""
+    commands = (
+        f"netns add {NETWORK}", f"link add vitruvian0 type veth peer name vitruvian1 netns {NETWORK}",
+        f"addr add {HERE}/30 dev vitruvian0", "link set vitruvian0 up",
+        f"-n {NETWORK} addr add {THERE}/30 dev vitruvian1", f"-n {NETWORK} link set vitruvian1 up",
+        f"-n {NETWORK} link set lo up",
+    )  # fmt: skip
+    subprocess.run(["ip", "netns", "del", NETWORK], capture_output=True, timeout=20, check=False)  # of a killed run
+    try:
+        for words in commands:
+            made = subprocess.run(["ip", *words.split()], capture_output=True, text=True, timeout=20, check=False)
+            if made.returncode:
+                pytest.skip(f"no network of nodes can be made here: {made.stderr.strip()}")
+        yield
+    finally:
+        subprocess.run(["ip", "netns", "del", NETWORK], capture_output=True, timeout=20, check=False)
 
 
 def free_ports(count: int) -> list[int]:
@@ -156,8 +202,8 @@ def munge() -> subprocess.Popen[bytes] | None:
         key.write_bytes(os.urandom(1024))
     for folder in ("/run/munge", "/var/log/munge", "/var/lib/munge"):
         Path(folder).mkdir(exist_ok=True)
-    for place in ("/run/munge", "/var/log/munge", "/var/lib/munge", "/etc/munge", key):
-        shutil.chown(place, "munge", "munge")
+    for one in ("/run/munge", "/var/log/munge", "/var/lib/munge", "/etc/munge", key):
+        shutil.chown(one, "munge", "munge")
     Path("/run/munge").chmod(0o755)
     key.chmod(0o400)
     started = subprocess.Popen(
@@ -171,13 +217,19 @@ def munge() -> subprocess.Popen[bytes] | None:
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """Two nodes, with the sites' partitions."""
-    missing = [name for name in ("slurmctld", "slurmd", "munged") if shutil.which(name) is None]
+def network() -> Iterator[None]:
+    """The network of the nodes."""
+    missing = [name for name in ("slurmctld", "slurmd", "munged", "ip") if shutil.which(name) is None]
     if missing:
-        pytest.skip(f"no {', '.join(missing)} here: apt-get install --no-install-recommends slurm-wlm munge")
+        pytest.skip(f"no {', '.join(missing)} here: apt-get install --no-install-recommends slurm-wlm munge iproute2")
     if os.geteuid():
         pytest.skip("slurmctld and slurmd want root")
+    yield from cable()
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory, network: None) -> Iterator[Lab]:
+    """Two nodes, with the sites' partitions."""
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "state").mkdir()
     names = [f"n{number}" for number in range(1, NODES + 1)]
@@ -186,14 +238,15 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     cgroups = Path("/sys/fs/cgroup")
     tracking = "cgroup" if os.access(cgroups / "freezer", os.W_OK) else "linuxproc"
     (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={cgroups}\n")
-    lines = [CONFIG.format(host=host, port=port, lab=folder, tracking=tracking)]
+    lines = [CONFIG.format(host=host, port=port, lab=folder, tracking=tracking, here=HERE)]
     shape = f"CPUs=64 SocketsPerBoard=1 CoresPerSocket=64 ThreadsPerCore=1 RealMemory=514000 Gres=gpu:mi250:{GPUS}"
     for name, one in zip(names, ports, strict=True):
-        lines.append(f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={one} {shape}")
+        lines.append(f"NodeName={name} NodeHostname={host} NodeAddr={THERE} Port={one} {shape}")
     lines += [f"PartitionName={words} Nodes=ALL State=UP" for words in PARTITIONS]
     (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
     gres = [f"NodeName={name} Name=gpu Type=mi250 File={folder}/gpu[0-{GPUS - 1}]\n" for name in names]
     (folder / "gres.conf").write_text("".join(gres))
+    (folder / "job_submit.lua").write_text(SUBMIT)
     try:
         for number in range(GPUS):  # a device node is wanted, this one is like /dev/null
             os.mknod(folder / f"gpu{number}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
@@ -203,13 +256,14 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     before = hosts.read_text()
     if not os.access(hosts, os.W_OK):
         pytest.skip(f"{hosts} cannot be written, where the nodes' names belong")
-    hosts.write_text(f"{before.rstrip()}\n127.0.0.1 {' '.join(names)} {MARK}\n")  # the first one is MASTER_ADDR
+    hosts.write_text(f"{before.rstrip()}\n{THERE} {' '.join(names)} {MARK}\n")  # the first one is MASTER_ADDR
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    held = Lab(folder, environment() | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path})
+    inside = ("nsenter", f"--net=/run/netns/{NETWORK}")
+    held = Lab(folder, environment() | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}, inside)
     try:
         held.call("slurmctld", "-c", "-f", folder / "slurm.conf", code=None)
         for name in names:
-            held.call("slurmd", "-N", name, "-f", folder / "slurm.conf", code=None)
+            held.node(name)
         if not held.ready():  # a container without the rights for it, say: nothing of ours has run yet
             told = (folder / "slurmctld.log").read_text()[-500:] if (folder / "slurmctld.log").is_file() else "no log"
             pytest.skip(f"this machine cannot run Slurm's daemons: {told}")

@@ -1,18 +1,22 @@
 """The converter on ARM64, emulated by qemu: the bytes of every output are those of this machine.
 
-A Debian of arm64 is unpacked, and none of its scripts run; packages are the wheels that PyPI has for aarch64. Only the
-conversions are tried: neither torch nor an image.
+A Debian of arm64 is unpacked, and none of its scripts run; packages are the wheels of the image `cpu-arm64`, by the
+hashes of its lock. Only the conversions are tried: neither torch nor the image.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.models import files
 
@@ -32,13 +36,18 @@ PATH = (
 """The demo's path, and the other formats and casts."""
 
 
-def packages() -> list[str]:
-    """What a conversion needs, as pyproject.toml says."""
-    from importlib.metadata import requires
-
-    return [
-        one.partition(";")[0] for one in requires("vitruvian") or () if "extra ==" not in one and "tomli" not in one
-    ]
+def locked() -> str:
+    """What a conversion needs of the lock of `cpu-arm64`, with hashes."""
+    blocks = re.split(r"^(?=\S)", (ROOT / "containers/locks/cpu-arm64.txt").read_text(), flags=re.MULTILINE)
+    held = {canonicalize_name(block.partition("==")[0]): block for block in blocks if block}
+    place = {"extra": "", "python_version": "3.11", "python_full_version": "3.11.2", "platform_machine": "aarch64"}
+    wanted, todo = set[str](), ["vitruvian"]
+    while todo:
+        needs = [Requirement(line) for line in requires(todo.pop()) or ()]
+        names = {canonicalize_name(one.name) for one in needs if one.marker is None or one.marker.evaluate(place)}
+        todo += names - wanted
+        wanted |= names
+    return "".join(held[name] for name in sorted(wanted))
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +63,13 @@ def machine(tmp_path_factory):
     )
     if made.returncode:
         pytest.skip(f"the archive has no arm64 here: {made.stderr[-300:]}")
-    lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
-    (root.parent / "constraints").write_text("".join(line for line in lines if not line.startswith("torch")))
+    (root.parent / "lock").write_text(locked())
     words = [word for name in PLATFORMS for word in ("--platform", name)]
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", wheels, *words,
-         "--only-binary=:all:", "--python-version", "3.11", "--constraint", root.parent / "constraints", *packages()],
-        timeout=300, check=True,
+         "--only-binary=:all:", "--python-version", "3.11", "--no-deps", "--require-hashes",
+         "--requirement", root.parent / "lock"],
+        timeout=600, check=True,
     )  # fmt: skip
     return root, wheels
 
@@ -81,7 +90,7 @@ def test_the_bytes_are_those_of_this_machine(machine, model, tmp_path):
         for words in PATH:
             ran = subprocess.run(
                 [*python, "-m", "vitruvian", "convert", *words], cwd=tmp_path / name, env=env, capture_output=True,
-                text=True, timeout=200, check=False,
+                text=True, timeout=400, check=False,
             )  # fmt: skip
             assert ran.returncode == 0, ran.stderr
     for words in PATH:

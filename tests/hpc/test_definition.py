@@ -68,9 +68,9 @@ def test_what_setuptools_packs_is_copied_into_the_image():
     assert "VERSION=unknown\n" in sections()["arguments"]  # build.sh says that of pyproject.toml
 
 
-@pytest.mark.parametrize("variant", ["cpu", "cuda", "rocm", "rocm-laif"])
+@pytest.mark.parametrize("variant", ["cpu", "cpu-arm64", "cuda", "rocm", "rocm-laif"])
 def test_every_variant_is_defined_and_pinned(variant):
-    assert set(VARIANTS) == {"cpu", "cuda", "rocm", "rocm-laif"}
+    assert set(VARIANTS) == {"cpu", "cpu-arm64", "cuda", "rocm", "rocm-laif"}
     used = set(re.findall(r"{{ (\w+) }}", DEFINITION))
     values = arguments(variant)
     assert set(values) == used  # one that is not used is an error of apptainer's
@@ -83,14 +83,14 @@ def test_every_variant_is_defined_and_pinned(variant):
         assert re.search(r"-20\d{6}_\d{6}\.sif$", values["BASE"])  # these images have their date in their name
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda", "rocm"])
+@pytest.mark.parametrize("name", ["cpu", "cpu-arm64", "cuda", "rocm"])
 def test_every_line_of_a_lock_is_a_version_with_its_hashes(name):
-    assert set(LOCKS) == {"cpu", "cuda", "rocm"}
+    assert set(LOCKS) == {"cpu", "cpu-arm64", "cuda", "rocm"}
     assert not REQUIREMENT.sub("", LOCKS[name]).strip()
     assert len(pinned(name)) > 80
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda", "rocm"])
+@pytest.mark.parametrize("name", ["cpu", "cpu-arm64", "cuda", "rocm"])
 def test_a_lock_has_what_the_project_pins_and_requires(name):
     held = pinned(name)
     pins = {
@@ -108,7 +108,10 @@ def test_a_lock_has_what_the_project_pins_and_requires(name):
 
 def test_each_lock_has_the_torch_of_its_driver():
     assert pinned("cpu")["torch"].endswith("+cpu")
-    assert not [package for package in pinned("cpu") if package.startswith(("nvidia", "triton"))]
+    # The last one that the package index has for ARM64 without CUDA.
+    assert pinned("cpu-arm64")["torch"] == "2.10.0"
+    for name in ("cpu", "cpu-arm64"):
+        assert not [package for package in pinned(name) if package.startswith(("nvidia", "triton", "cuda"))]
     # Leonardo's driver is of CUDA 12; one of CUDA 13 needs 580 or newer.
     assert pinned("cuda")["torch"] == "2.10.0"
     assert pinned("cuda")["nvidia-cuda-runtime-cu12"].startswith("12.")
@@ -162,8 +165,8 @@ def test_build_takes_the_runtime_that_is_there(build, programs, told):
 
 
 @pytest.mark.parametrize(("programs", "words", "told"), [
-    (["apptainer"], ["gpu"], "no variant gpu: cpu, cuda, rocm or rocm-laif"),
-    (["apptainer"], [], "no variant named: cpu, cuda, rocm or rocm-laif"),
+    (["apptainer"], ["gpu"], "no variant gpu: cpu, cpu-arm64, cuda, rocm or rocm-laif"),
+    (["apptainer"], [], "no variant named: cpu, cpu-arm64, cuda, rocm or rocm-laif"),
     ([], ["cpu"], "neither apptainer nor singularity is installed"),
 ])  # fmt: skip
 def test_build_says_what_it_lacks(build, programs, words, told):

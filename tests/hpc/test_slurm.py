@@ -373,25 +373,3 @@ def test_a_watch_goes_on_from_job_to_job_until_nothing_is_new(submitted, convert
     assert (out / "step-2").is_dir()
     assert convert("verify", out / "step-2", run / "step-1").code == 0
     assert [path.name for path in (tmp_path / "slurm").glob("*.out")] == ["watch.out"]
-
-
-def test_a_conversion_runs_with_the_header_of_each_site(submitted, model, queue, tmp_path):
-    """Partition, time and memory or cores as the site's file says; all at once, each in a folder of its own."""
-    sites = sorted(path.stem for path in (ROOT / "containers/sites").glob("*.sh"))
-    cores = ["--sbatch", "cpus-per-task=16"]  # of 64 that a node has here
-    jobs = {
-        site: submitted("convert", "--site", site, *cores, "hf2megatron", model(), tmp_path / site, "--tp", 2)
-        for site in sites
-    }
-    wanted = {
-        "lumi": "small",
-        "leonardo": "lrd_all_serial",
-        "jupiter": "booster",
-        "juwels": "batch",
-        "snellius": "rome",
-    }
-    for site, job in jobs.items():
-        facts = queue.wait(job)
-        assert facts["JobState"] == "COMPLETED", (site, logs(tmp_path))
-        assert facts["Partition"] == wanted.get(site, facts["Partition"])
-    assert len({str(files(tmp_path / site)) for site in sites}) == 1

@@ -59,6 +59,8 @@ def test_what_finds_no_room_is_skipped(model, tmp_path):
 def test_options_are_checked_at_the_start(tmp_path, options, words):
     with pytest.raises(vitruvian.UsageError, match=words):
         vitruvian.exporter(tmp_path, **options)
+    with pytest.raises(vitruvian.UsageError, match=words):
+        ExportCallback(tmp_path, **options)
 
 
 def test_what_nobody_waited_for_is_exported_before_the_program_ends(model, tmp_path):

@@ -121,8 +121,8 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
     free = (name for name in CHOICES if name in needed and name not in BOUNDED)
     values |= {name: draw(often[name] if name in often else OF_TYPE[TYPES[name]]) for name in free}
     if "router_top_groups" in keys:
-        most = values["router_groups"]
-        values["router_top_groups"] = draw(st.sampled_from([*[max(1, min(most, values["top_k"] // 2))] * 3, most, 1]))
+        most, ranked = values["router_groups"], values["top_k"] // (2 if family.router == "sigmoid" else 1)
+        values["router_top_groups"] = draw(st.sampled_from([*[max(1, min(most, ranked))] * 3, most, 1]))
     for name in LISTS:
         if name in keys:
             values[name] = draw(some_of(layers))

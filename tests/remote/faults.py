@@ -107,12 +107,12 @@ def main() -> None:
                 process.wait()
             if not visible(server, hub, out):
                 told = begin(*words)
-                text = told.communicate(timeout=300)[0]
+                text = told.communicate(timeout=900)[0]
                 assert told.returncode == 0, text
                 assert wanted in text, text
             server.faults = []
             told = begin("digest", out)
-            assert told.communicate(timeout=300)[0].split()[0] == wanted
+            assert told.communicate(timeout=900)[0].split()[0] == wanted
             assert not [*place.glob("*.partial")]
             rounds += 1
         seconds = time.monotonic() - began

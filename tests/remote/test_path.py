@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pickle
 import shutil
 from pathlib import Path
 
+import pytest
+
+import vitruvian
 from converters.remote import path as paths
 from converters.remote.path import Mount, RemotePath, remote
 from converters.remote.ranges import BOUND, CACHE, GROWN, SMALLEST
@@ -128,3 +132,12 @@ def test_a_path_that_is_opened_anew_is_listed_anew():
     assert remote(Path("s3:/models/run/sub")) == there / "sub"
     assert paths.MOUNTS["s3:/models"] is not first
     paths.MOUNTS.clear()
+
+
+def test_a_bucket_without_obstore_names_the_extra(monkeypatch):
+    own = importlib.util.find_spec
+    monkeypatch.setattr(paths, "MOUNTS", {})
+    monkeypatch.setattr("converters.remote.object_store.find_spec", lambda name: own("no_" + name))
+    with pytest.raises(UnsupportedError, match="s3://bucket needs the package obstore") as error:
+        vitruvian.open("s3://bucket/run")
+    assert error.value.hint == "pip install 'vitruvian[remote]'"

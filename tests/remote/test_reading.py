@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import pytest
 import vitruvian
 from converters.remote import patience
 from tests.hub.server import Fault as HubFault
+from tests.hub.server import Handler
 from tests.remote.bucket import Fault
 
 RUNS = {
@@ -108,6 +111,43 @@ def test_looking_takes_kilobytes(bucket, model, tmp_path):
     bucket.log.clear()
     vitruvian.convert(fsdp, tmp_path / "back", config="s3://models/cut")
     assert not bucket.read("GET .*safetensors$")
+
+
+def test_looking_at_70_billion_parameters_takes_kilobytes(hub, convert, tmp_path, monkeypatch):
+    """141 GB in 29 files on the Hub, whose weights are holes: what its answers hold, of every kind, is counted."""
+    from tests.bench.make_model import make
+
+    sent, own_send, own_file = Counter(), Handler.send, Handler.send_file
+
+    def counted(self, status, value):
+        sent["small"] += len(value if isinstance(value, str) else json.dumps(value))
+        own_send(self, status, value)
+
+    def counted_file(self, status, headers, path, first, size):
+        sent[path.parent.name] += size if self.command == "GET" else 0
+        own_file(self, status, headers, path, first, size)
+
+    monkeypatch.setattr(Handler, "send", counted)
+    monkeypatch.setattr(Handler, "send_file", counted_file)
+    folder, tree, whole = make("70B", tmp_path / "large", sparse=True), {}, 0
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".safetensors":
+            oid, whole = hashlib.sha256(path.name.encode()).hexdigest(), whole + path.stat().st_size
+            tree[path.name] = hub.store.pointer(oid, path.stat().st_size)
+            path.rename(hub.store.lfs(oid))
+        else:
+            tree[path.name] = hub.store.put(path.read_bytes())
+    hub.store.create("acme/large", private=False).commit("main", "a model", tree)
+    hub.storage = 1
+    ran = convert("inspect", "acme/large", "--json")
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["parameters"] == 70_553_706_496
+    assert whole > 141 * 10**9
+    assert sum(sent.values()) < 640 << 10, sent
+    view = vitruvian.open("acme/large")["huggingface"]
+    before = sum(sent.values())
+    assert view["model.layers.79.mlp.up_proj.weight"][5:7].shape == (2, 8192)
+    assert sum(sent.values()) - before < 128 << 10, sent
 
 
 def test_one_tensor_takes_its_own_bytes(bucket, tmp_path, model):

@@ -68,8 +68,8 @@ REFUSED = {
     "starcoder2-tied": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "has no starcoder2"},
     "gpt2": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "its positions are learned"},
     "gpt2-untied": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "its positions are learned"},
-    "gpt_neox": {"megatron": "as a rule"},
-    "gpt_neox-tied": {"megatron": "as a rule"},
+    "gpt_neox": {"megatron": RESIDUAL, "megatron-llm": "RMSNorm and its MLP has a gate"},
+    "gpt_neox-tied": {"megatron-llm": "RMSNorm and its MLP has a gate"},
     "granite": {"megatron": "multiplies neither", "neox": "has no granite"},
     "granite-tied": {"megatron": "multiplies neither", "neox": "has no granite"},
     "olmo2": {"megatron": NORMS, "neox": "has no olmo2"},
@@ -124,6 +124,7 @@ REFUSED = {
         for name in ("v2", "v3")
         for head in ("", "-tied")
     },
+    "deepseek_v2-grouped": {"megatron-llm": "no experts", "neox": "heads of hidden / heads = 8"},
     "llama4_text": {"megatron": "no attention in chunks", "neox": "heads of hidden / heads = 8"},
     "llama4_text-tied": {"megatron": "no attention in chunks", "neox": "has no llama4_text"},
     "glm4_moe": {"megatron-llm": "biases everywhere or nowhere", "neox": "heads of hidden / heads = 8"},

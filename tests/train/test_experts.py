@@ -122,7 +122,7 @@ def test_the_loss_of_the_router_is_that_of_transformers(model, data, settings, r
     shutil.copytree(model("mixtral", vocab_size=253), folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
-        json.dumps(config | {"output_router_logits": True, "router_aux_loss_coef": 0.5})
+        json.dumps(config | {"output_router_logits": True, "router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.1})
     )
     rows = open_rows(Data(train=[data], seq_length=64), [data], 1234)
     flat = rows.flat([Order(len(rows), 1234, 8).row(0)])
@@ -138,10 +138,12 @@ def test_the_loss_of_the_router_is_that_of_transformers(model, data, settings, r
         attention_mask=mask, output_router_logits=True, use_cache=False,
     )  # fmt: skip
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+    from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
 
     logits = plain.lm_head(out.last_hidden_state[0])
     loss = torch.nn.functional.cross_entropy(logits, labels)
     loss = loss + 0.5 * load_balancing_loss_func(out.router_logits, plain.num_experts, plain.num_experts_per_tok)
+    loss = loss + 0.1 * router_z_loss_func(torch.stack(out.router_logits))
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
     words = ["--model.path", folder, "--steps.train_iters", 1]

@@ -11,11 +11,14 @@ pytest.importorskip("peft")
 
 from formats.errors import RefusedError, UnsupportedError, UsageError
 from tests.models import nearest_bfloat16
+from tests.train.test_deepspeed import zero
+from tests.train.test_freezing import by_hand
 from train.model import lora
-from train.model.trainee import filed, make
+from train.model.trainee import filed, fill, make, open_config, place
 from train.settings.config import Lora
 
 LR = {"lr": 1e-2}
+NEAR = 2e-6
 
 
 def base_of(folder, **words):
@@ -115,6 +118,113 @@ def test_names_dropout_noise_and_bf16(settings, run, model, tmp_path):
     require_as_peft(base, tmp_path / "out")
 
 
+def made_by_peft(base, folder, **words):
+    """An adapter that peft has made, as if it were trained before."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **words)
+    torch.manual_seed(5)
+    model = get_peft_model(base_of(base, dtype=torch.float32), config)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if "lora_" in name:
+                tensor.add_(torch.randn_like(tensor) * 0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["rslora", "dora"])
+def test_an_adapter_of_peft_trains_on_as_in_peft(settings, run, model, data, tmp_path, kind):
+    from peft import PeftModel
+
+    base = model("llama", vocab_size=253)
+    before = made_by_peft(base, tmp_path / "before", **{f"use_{kind}": True})
+    plain = PeftModel.from_pretrained(base_of(base, dtype=torch.float32), before, is_trainable=True)
+    losses, norms = by_hand(plain, data, 3)
+    config = settings(lora={"adapter": str(before)}, steps={"train_iters": 3})
+    ran = run(config, "--steps.exit_interval", 2, "--export", tmp_path / "out")
+    assert ran.code == 75, ran.out
+    assert f"adapter    {before}" in ran.out
+    ran = run(config, "--export", tmp_path / "out", ranks=2)
+    assert ran.code == 0, ran.out
+    assert ran.series("loss") == pytest.approx(losses, abs=NEAR)
+    assert ran.series("grad_norm") == pytest.approx(norms, abs=5e-6)
+    require_as_peft(base, tmp_path / "out")
+    trained = plain.state_dict()
+    for name, tensor in load_adapter(tmp_path / "out/adapter").items():
+        last = ".default" if name.endswith("vector") else ""
+        theirs = trained[name.replace(".weight", ".default.weight") + (f"{last}.weight" if last else "")]
+        assert torch.allclose(tensor, theirs, atol=1e-5), name
+
+
+def test_an_adapter_says_what_it_is(settings, train, model, tmp_path):
+    before = made_by_peft(model("llama", vocab_size=253), tmp_path / "before", use_dora=True)
+    ran = train("plan", settings(lora={"adapter": str(before)}), "--json")
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["trained"] == 4 * (4 * (64 + 64 + 96 + 64) + 64 + 64)
+    wrong = train("plan", settings(lora={"adapter": str(before), "rank": 8}))
+    assert (wrong.code, "lora.rank is 8, and" in wrong.err) == (2, True), wrong.err
+    note = json.loads((before / "adapter_config.json").read_bytes())
+    (before / "adapter_config.json").write_text(json.dumps(note | {"rank_pattern": {"q_proj": 2}}))
+    odd = train("plan", settings(lora={"adapter": str(before)}))
+    assert odd.code == 4
+    assert "says rank_pattern = {'q_proj': 2}, which cannot be trained further here" in odd.err
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_every_engine_trains_the_same_adapters(settings, run, model, tmp_path):
+    config = settings(
+        lora={"dora": True, "targets": ["q_proj", "o_proj", "down_proj"]}, steps={"train_iters": 3}, optim=LR
+    )
+    fsdp = run(config, save="fsdp")
+    assert fsdp.code == 0, fsdp.out
+    stopped = run(config, "--steps.exit_interval", 1, save="trainer")
+    assert stopped.code == 75, stopped.out
+    trainer = run(config, "--engine", "transformers", "--export", tmp_path / "out", ranks=2, save="trainer")
+    assert trainer.code == 0, trainer.out
+    require_as_peft(model("llama", vocab_size=253), tmp_path / "out")
+    for series in ("loss", "grad_norm"):
+        assert trainer.series(series) == pytest.approx(fsdp.series(series), abs=NEAR)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_zero_trains_the_same_adapters(settings, run, model, tmp_path, stage):
+    config = settings(lora={"targets": ["q_proj", "o_proj"]}, steps={"train_iters": 3}, optim=LR)
+    fsdp = run(config, save="fsdp")
+    assert fsdp.code == 0, fsdp.out
+    stopped = run(config, *zero(stage, "--steps.exit_interval", 2), ranks=2)
+    assert stopped.code == 75, stopped.out
+    ran = run(config, *zero(stage, "--export", tmp_path / "out"), ranks=1 if stage == 1 else 2)
+    assert ran.code == 0, ran.out
+    for series in ("loss", "grad_norm"):
+        assert ran.series(series) == pytest.approx(fsdp.series(series), abs=NEAR)
+    require_as_peft(model("llama", vocab_size=253), tmp_path / "out")
+
+
+def test_magnitudes_begin_as_those_of_peft(model, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    base = model("llama", vocab_size=253)
+    words = {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj"], "use_dora": True}
+    theirs = get_peft_model(base_of(base, dtype=torch.bfloat16), LoraConfig(**words)).state_dict()
+    held, settings = make(open_config(base), "sdpa", torch.bfloat16), Lora(targets=["q_proj"], dora=True)
+    lora.insert(held, settings, base)
+    held.to_empty(device="cpu")
+    with torch.no_grad():
+        fill(held, base)
+        for tensor, whole in lora.begins(held, settings, base, 1):
+            place(tensor, whole)
+    ours = {name: tensor for name, tensor in lora.adapters(held).items() if name.endswith("vector")}
+    assert len(ours) == 4
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[f"{name}.default.weight"]), name
+
+
 @pytest.mark.distributed
 def test_layers_that_have_other_names_in_files(settings, run, model, tmp_path):
     """Hunyuan's shared experts."""
@@ -163,7 +273,8 @@ def test_adapters_begin_as_those_of_peft(small, tmp_path):
         lora.insert(held, Lora(rank=8), tmp_path)
         held.to_empty(device="cpu")
         with torch.no_grad():
-            lora.begin(held, seed)
+            for tensor, whole in lora.begins(held, Lora(rank=8), tmp_path, seed):
+                place(tensor, whole)
         found.append(lora.adapters(held))
     one, same, other = found
     for name, tensor in one.items():

@@ -105,11 +105,11 @@ CASES = {
     }, ["optimizer: paged_adamw_8bit", "datasets", "saves_per_epoch", "somekey"]),
     "trl": (TRL, {
         "model.path": "Qwen/Qwen3-8B", "data.seq_length": 2048, "data.loss": "assistant", "lora.alpha": 16,
-        "lora.rank": 16, "lora.dropout": 0.05, "lora.targets": ["all-linear"], "steps.epochs": 1,
-        "schedule.warmup": 0.1, "optim.betas": [0.9, 0.95], "log.trackers": ["tensorboard", "mlflow"],
-        "optim.lr": 2e-5, "schedule.style": "linear", "batch.micro": 8, "batch.accumulation": 1, "save.every": 500,
-        "seed": 42,
-    }, ["dataset_name", "load_in_4bit", "eval_steps"]),
+        "lora.rank": 16, "lora.dropout": 0.05, "lora.targets": ["all-linear"], "lora.quantize": "nf4",
+        "steps.epochs": 1, "schedule.warmup": 0.1, "optim.betas": [0.9, 0.95],
+        "log.trackers": ["tensorboard", "mlflow"], "optim.lr": 2e-5, "schedule.style": "linear",
+        "batch.micro": 8, "batch.accumulation": 1, "save.every": 500, "seed": 42,
+    }, ["dataset_name", "eval_steps"]),
     "llama-factory": (FACTORY, {
         "model.path": "meta-llama/Meta-Llama-3-8B-Instruct", "lora.rank": 8, "lora.targets": ["all-linear"],
         "data.seq_length": 2048, "data.loss": "last_turn", "batch.micro": 1, "batch.accumulation": 8,

@@ -128,7 +128,7 @@ def test_adapters_without_a_record_are_noted(adapted, run, base, tmp_path):
     flip_weight(base)
     done = run(config)
     assert done.code == 0, done.out
-    assert f"note       {newest} does not record which weights its adapters are of: {base} is taken" in done.out
+    assert f"note       {newest} does not record which weights it was trained on: {base} is taken" in done.out
     assert recorded(done.save / "global_step102") is not None
     for name in (RECORD, saves.RECORD):
         (done.save / "global_step102" / name).unlink()

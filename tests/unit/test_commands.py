@@ -415,6 +415,52 @@ def test_weights_of_8_bits_are_not_cast_without_their_scales(model, convert, tmp
     assert convert(*words, tmp_path / "out").code == 0
 
 
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "complex64"])
+def test_what_has_no_cast_is_not_left_as_it_is(model, convert, tmp_path, kind):
+    """Out of every format that can hold it, and beside a model that is cast."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from tests.faults.dcp_tools import save
+
+    plain = load_file(model("llama") / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights = plain | {name: plain[name].to(getattr(torch, kind))}
+    for folder, held in (("hf", weights), ("plain", plain)):
+        shutil.copytree(model("llama"), tmp_path / folder)
+        save_file(held, tmp_path / folder / "model.safetensors", {"format": "pt"})
+    (tmp_path / "dump").mkdir()
+    torch.save(weights, tmp_path / "dump/pytorch_model_fsdp.bin")
+    save(tmp_path / "dcp", {"model": weights})
+    base = ["--config", model("llama")]
+    for words in (
+        ["hf2hf", tmp_path / "hf"], ["average", tmp_path / "plain", tmp_path / "hf"],
+        *([] if kind == "complex64" else [["fsdp2hf", tmp_path / "dump", *base], ["fsdp2hf", tmp_path / "dcp", *base]]),
+    ):  # fmt: skip
+        ran = convert(*words, tmp_path / "out", "--dtype", "bf16", "--verbatim")
+        said = f"holds {name} as {'C64' if kind == 'complex64' else 'F8_E'}"
+        assert (ran.code, said in ran.err, "leave --dtype out" in ran.err) == (4, True, True), ran.err
+    ran = convert("hf2fsdp", tmp_path / "hf", tmp_path / "out", "--verbatim")
+    assert (ran.code, "which is not written into files of torch.save" in ran.err) == (4, True), ran.err
+    assert convert("hf2hf", tmp_path / "hf", tmp_path / "out", "--verbatim").code == 0
+
+
+def test_quantized_weights_of_any_method_are_not_cast(model, convert, tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model("llama"), tmp_path / "hf")
+    weights = load_file(tmp_path / "hf/model.safetensors")
+    packed = weights.pop("model.layers.0.mlp.up_proj.weight").int()
+    weights |= {"model.layers.0.mlp.up_proj.qweight": packed, "model.layers.0.mlp.up_proj.scales": torch.ones(4, 8)}
+    save_file(weights, tmp_path / "hf/model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "hf/config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    ran = convert("hf2hf", tmp_path / "hf", tmp_path / "out", "--dtype", "bf16", "--verbatim")
+    assert (ran.code, "holds quantized weights" in ran.err) == (4, True), ran.err
+    assert convert("hf2hf", tmp_path / "hf", tmp_path / "out", "--verbatim").code == 0
+
+
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [

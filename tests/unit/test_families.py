@@ -11,7 +11,7 @@ import shutil
 import pytest
 
 from formats.errors import RefusedError, UnsupportedError
-from formats.families import FAMILIES, family_of
+from formats.families import FAMILIES, OTHERWISE, family_of
 from formats.huggingface.config import from_huggingface, to_huggingface
 from formats.megatron.args.args import from_megatron, to_megatron
 from formats.model.spec import differences
@@ -333,3 +333,10 @@ def test_falcon_with_alibi_is_carried_under_its_own_names(model, convert, tmp_pa
     ran = convert("hf2megatron", source, tmp_path / "m")
     assert ran.code == 4
     assert "alibi = True is not supported for falcon" in ran.err
+
+
+def test_a_family_is_named_like_its_model_type():
+    """By that the files which may be of a config are found; the others are not read."""
+    kinds = {name: family.model_type or name for name, family in FAMILIES.items()}
+    odd = {name: kind for name, kind in kinds.items() if not name.startswith(kind)}
+    assert odd == {name: kind for kind, names in OTHERWISE.items() for name in names}

@@ -35,3 +35,15 @@ def test_the_registry_loads_no_reader():
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     mine = {name for name in ran.stdout.split() if name.startswith("formats.") and name.count(".") > 1}
     assert {name.rpartition(".")[2] for name in mine} <= {"format", "neox"}
+
+
+def test_what_a_folder_is_is_told_before_other_readers_are_loaded(model):
+    """Nor are the families that its config does not name: an `inspect` takes as long as what it loads."""
+    code = "import sys, pathlib\nfrom formats.registry import *\nopen_checkpoint(pathlib.Path(sys.argv[1]))\n"
+    words = [sys.executable, "-c", code + "print(*sys.modules)", str(model())]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    loaded = set(ran.stdout.split())
+    readers = {form.reads for form in FORMATS.values()} & loaded
+    assert readers == {"formats.huggingface.folder"}
+    assert {name for name in FAMILIES if f"formats.families.{name}" in loaded} == {"llama", "llama4_text"}
+    assert "numpy" not in loaded

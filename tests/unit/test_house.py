@@ -21,7 +21,15 @@ PUBLISHING = ("tokenizers", "sentencepiece", "jinja2", "huggingface_hub", "obsto
 """What only a few rooms may import, and no conversion loads."""
 NETWORK = ("httpx", "httpx2", "requests", "converters.remote", "converters.delivery")
 """What no conversion between folders loads."""
-HANDED = {"torch_tensor.py", "into_model.py", "trainer_callback.py", "serving.py", "vllm_loader.py", "sglang_loader.py"}
+HANDED = {
+    "torch_tensor.py",
+    "into_model.py",
+    "trainer_callback.py",
+    "axolotl_plugin.py",
+    "serving.py",
+    "vllm_loader.py",
+    "sglang_loader.py",
+}
 """What the library hands to torch, transformers and servers: nothing on the way of a conversion imports it."""
 DRAFTED = {ROOT / "converters/draft" / name for name in ("computed.py", "judge.py", "probes.py")}
 """What asks transformers of a family without a table: a command of its own, which converts nothing of the user's."""

@@ -9,6 +9,8 @@ from pathlib import Path
 import click
 import pytest
 
+from converters.commands import submit
+from converters.common.slurm import clock, seconds_of
 from tests import pages
 from tests.unit.test_docs import GROUPS
 
@@ -63,3 +65,28 @@ def test_a_change_is_seen():
     assert not pages.same("", "error: no")
     with pytest.raises(click.UsageError):
         parse(GROUPS["convert"], ["hf2hf", "a", "b", "--tp", "2"])
+
+
+SHARES = {
+    "alps": 1,
+    "jupiter": 1,
+    "juwels": 1,
+    "leonardo": 0,
+    "lumi": 16 / 128,
+    "marenostrum5": 2 / 112,
+    "snellius": 1 / 8,
+}
+"""Site: the part of a node that is billed for a small conversion."""
+
+
+@pytest.mark.parametrize("site", SHARES)
+def test_what_a_site_bills_is_by_the_model_of_submit(site):
+    """Time and node hours of each row: bytes at the rate, and the start."""
+    text = (pages.ROOT / f"docs/sites/{site}.md").read_text()
+    rows = re.findall(r"^\| \d+ B \| (\d+) GB \| ([\d:]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    assert len(rows) == 3
+    for size, time, hours in rows:
+        seconds = submit.START + int(size) * 1e9 / submit.RATE
+        assert clock(seconds) == f"0{time}:00"
+        billed = SHARES[site] * seconds_of(clock(seconds)) / 3600
+        assert abs(float(hours) - billed) <= 0.02 * billed, (site, size)

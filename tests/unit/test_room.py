@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 
 import pytest
 
-from converters.common import room
+from converters.common import room, stripes
 from tests.models import files
 
 LFS = """#!/bin/sh
@@ -25,7 +26,7 @@ def lustre(tmp_path, monkeypatch):
         script.write_text(LFS.format(**{"project": "0", "user": none, "group": none, "shared": none, **said}))
         script.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        monkeypatch.setattr(room, "_mounted", lambda _: "lustre")
+        monkeypatch.setattr(room, "mounted", lambda _: "lustre")
         return [*room.rooms(tmp_path)][1:]
 
     return answer
@@ -44,8 +45,25 @@ def test_quotas_of_lustre_count(lustre, tmp_path):
     assert lustre(user="", group="no such group", shared="x") == []
 
 
+@pytest.mark.parametrize("options", [[], ["--no-stripes"]])
+def test_an_output_on_lustre_is_striped_before_its_files_are_made(convert, model, tmp_path, monkeypatch, options):
+    """`lfs` of a site is called once, with the new folder, in which nothing is yet; the layout is inherited."""
+    script, said = tmp_path / "lfs", tmp_path / "said"
+    empty = '[ -z "$(ls -A "$last")" ]'
+    script.write_text(
+        f'#!/bin/sh\n[ "$1" = setstripe ] || exit 1\nfor last; do :; done\n{empty} && echo "$@" >> {said}\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for module in (room, stripes):
+        monkeypatch.setattr(module, "mounted", lambda _: "lustre")
+    assert convert("hf2megatron", model(), tmp_path / "out", "--tp", 2, *options).code == 0
+    called = said.read_text().splitlines() if said.exists() else []
+    assert called == ([] if options else [f"setstripe {' '.join(stripes.LAYOUT)} {tmp_path / 'out.partial' / 'out'}"])
+
+
 def test_the_type_of_a_file_system_is_that_of_the_innermost_mount(tmp_path):
-    where = room._mounted(tmp_path)
+    where = room.mounted(tmp_path)
     assert where
     assert room._plain(r"/a\040b") == "/a b"
 
@@ -76,3 +94,27 @@ def test_what_is_said_is_what_is_made(convert, model, tmp_path):
     made = len([*(tmp_path / "out").rglob("*")]) + 1
     assert said.split()[-4:] == [str(made + 2), "files", "and", "folders"]  # and OUT.partial with its journal
     assert files(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("limits", "left"), [(("1000KB", "70"), (900 * 1024, 65)), (("0KB", "0"), (room.NONE, room.NONE))]
+)
+def test_quotas_of_a_project_at_jsc_count(tmp_path, monkeypatch, limits, left):
+    """Of the project whose folder it is, whatever others there are; what is printed otherwise counts for nothing."""
+    place = tmp_path / "run"
+    place.mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(room, "_mounted", lambda _: "gpfs")
+    entry = {"data-usage": "100KB", "data-hard-limit": limits[0], "inode-usage": 5, "inode-hard-limit": limits[1]}
+    script = tmp_path / "jutil"
+
+    def prints(text: str) -> list[room.Room]:
+        script.write_text(f"#!/bin/sh\n[ \"$3 $4\" = '-p {tmp_path.parts[3]}' ] && cat <<'END'\n{text}\nEND\n")
+        script.chmod(0o755)
+        return [*room.rooms(place)][1:]
+
+    other = {**entry, "project-dir": "/elsewhere"}
+    (found,) = prints(json.dumps([other, {**entry, "project-dir": str(tmp_path)}]))
+    assert (found.nbytes, found.files) == left
+    assert prints("no such project") == []
+    assert prints("[{}]") == []

@@ -45,7 +45,7 @@ ASKED = {
         "--jobs",
         "3",
         "--time",
-        "20:00:00",
+        "10:00:00",
     ],
     "preflight": ["train", "--preflight", "--nodes", "4", "--sbatch", "exclude=n1"],
     "evaluation": ["train", "eval", "run1", "--all", "--time", "2:00:00"],
@@ -311,6 +311,31 @@ def test_a_watch_is_a_chain_of_short_jobs(convert, folder):
     ):
         assert f"{line}\n" in ran.out, line
     assert convert("submit", "--part", "2", *words, "-n").code == 2
+
+
+def test_a_job_without_internet_is_not_given_what_needs_it(convert, folder, model):
+    """Of Leonardo the serial partition has it, where a push goes; no job of JUPITER does."""
+    assert convert("hf2fsdp", model(), "saved").code == 0
+    ran = convert("submit", "--site", "jupiter", "fsdp2hf", "saved", "out", "--push", "acme/m", "-n")
+    assert (ran.code, "--push acme/m needs the internet, which jobs of jupiter in booster" in ran.err) == (2, True)
+    (folder / "run2").mkdir()
+    ran = convert(
+        "submit", "--site", "leonardo", "--time", "5:00:00", "watch", "run2", "--out", "m", "--push", "acme/m", "-n"
+    )
+    assert (ran.code, "in dcgp_usr_prod do not have" in ran.err) == (2, True)
+    for site in ("leonardo", "lumi", "local"):
+        assert convert("submit", "--site", site, "watch", "run2", "--out", "m", "--push", "acme/m", "-n").code == 0
+    ran = convert("submit", "--site", "marenostrum5", "hf2megatron", str(model()), "out", "-n")
+    assert re.search(r"^out needs [\d.]+ [kM]B in \d+ files and folders$", ran.err, re.MULTILINE), ran.err
+
+
+def test_what_a_site_binds_is_in_the_image():
+    """A bind needs an existing place where the image is mounted without an overlay."""
+    made = set(shlex.split((CONTAINERS / "post.sh").read_text().partition("mkdir -p ")[2].partition("\n\n")[0]))
+    for site in SITES:
+        binds = re.search("^SITE_BIND='(.*)'$", (CONTAINERS / f"sites/{site}.sh").read_text(), re.MULTILINE)
+        assert binds is not None
+        assert {*filter(None, binds[1].split(","))} <= made, site
 
 
 def test_a_conversion_beyond_every_partition_is_refused():

@@ -11,6 +11,7 @@ from converters.commands.options import FILE, FOLDER, together
 from converters.common.cli_help import command
 from formats.errors import UsageError
 from train.settings.other_trainers import TRAINERS
+from train.settings.presets import preset, sources
 
 others = together(
     *(
@@ -30,6 +31,7 @@ others = together(
     "--gqa-layout", type=click.Choice(["auto", "blocked", "grouped"]), default="auto",
     help="QKV order of a GPT-NeoX checkpoint, as for `convert`.",
 )  # fmt: skip
+@click.option("--preset", "preset_name", metavar="NAME", help="Take the settings of a published recipe.")
 @others
 def init(
     folder: Path,
@@ -38,6 +40,7 @@ def init(
     data: tuple[Path, ...],
     config: Path | None,
     gqa_layout: str,
+    preset_name: str | None,
     **others: Path | None,
 ) -> None:
     """Make a run folder: every setting explained, the start linked.
@@ -45,6 +48,7 @@ def init(
     \b
     train init run1 --from final_train_v2/global_step423858 --data P_text_document
     train init run2 --after run1/config.yml --data Q_text_document
+    train init run3 --from LLAMA --data P_text_document --preset llama-3.1-8b/lumi-8
 
     A checkpoint's global step becomes the iteration offset. A phase that follows another one uses its save folder.
     Of another trainer's file it is printed what each key became, and what was left; the start is its model if that
@@ -56,7 +60,15 @@ def init(
     given = {name.replace("_", "-"): path for name, path in others.items() if path is not None}
     if len(given) > 1 or (given and before is not None):
         raise UsageError("give one file of settings", f"--from-{next(iter(given))} or the other one")
+    if preset_name is not None and (given or before is not None):
+        raise UsageError("--preset gives settings, and so does another option", "give one of them")
     settings = _translated(*next(iter(given.items()))) if given else {}
+    ranks = 8
+    if preset_name is not None:
+        found = preset(preset_name)
+        settings, ranks = {key: value for key, (value, _) in found.settings.items()}, found.ranks
+        for line in sources(preset_name):
+            click.echo(line, err=True)
     if start is None and given:
         start = Path(str(settings.get("model.path")))
         if not start.is_dir():
@@ -71,7 +83,8 @@ def init(
         path = begin(folder, Path(str(start)), data, config, gqa_layout, settings)
     click.echo(path)
     click.echo(
-        f"hint: look at it, then: train plan {path} && torchrun --nproc-per-node 8 -m vitruvian train run {path}",
+        f"hint: look at it, then: train plan {path} --ranks {ranks} && "
+        f"torchrun --nproc-per-node 8 -m vitruvian train run {path}",
         err=True,
     )
 

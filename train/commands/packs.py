@@ -68,6 +68,32 @@ def state(folder: Path, out: Path, dry_run: bool, force: bool, as_json: bool) ->
         click.echo(text.decode() if dry_run else f"{out}: {len(sets)} data sets", nl=not dry_run)
 
 
+@packs.command(cls=Helped)
+@click.argument("weights", type=FOLDER)
+@click.argument("out", type=FOLDER, default=Path("slices.json"))
+@dry_run
+@force
+def weights(weights: Path, out: Path, dry_run: bool, force: bool) -> None:
+    """Slices json from weights.
+
+    WEIGHTS is YAML, such as U1: {tokens: 150000000000, weights: {arxiv: 1, wiki: 2.5}}, for some of U1, U2, N, U3 and
+    Ext. The tokens of a phase are divided exactly.
+    """
+    from converters.common.atomic import write_file
+    from formats.errors import OutputError
+    from train.data.packs.weights import slices_of, text_of
+
+    slices = slices_of(weights)
+    if out.exists() and not force:
+        raise OutputError(f"{out} exists", "name another file, or replace it with --force")
+    if dry_run:
+        click.echo(text_of(slices).decode(), nl=False)
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_file(out, text_of(slices))
+    click.echo(f"{out}: {len(slices['names'])} data sets")
+
+
 @packs.command("slice", cls=Helped)
 @schedule
 @click.option("--out-dir", "--out_dir", type=FOLDER, required=True, metavar="DIR",

@@ -54,7 +54,7 @@ def _run(path: Path, overrides: tuple[str, ...]) -> None:
     from train.run.export import export
     from train.run.loop import RESUME, train
 
-    with world(settings.parallel.replicas, settings.parallel.timeout_minutes) as ranks:
+    with world(settings.parallel.replicas, settings.parallel.timeout_minutes, settings.parallel.context) as ranks:
         if ranks.first:
             for note in [*notes, *_hints(settings)]:
                 click.echo(f"note: {note}", err=True)
@@ -134,6 +134,7 @@ def plan(
         ("steps", f"{needs.steps}, {needs.epochs:.3g} epochs"),
         ("model", f"{needs.parameters:,} parameters, {needs.flops:.3g} floating point operations in all"),
         *([("adapters", f"{needs.trained:,} parameters are trained")] if settings.lora else []),
+        *([("trained", f"{needs.trained:,} parameters, the others are frozen")] if settings.model.freeze else []),
         ("memory", f"about {size(total)} a rank: {parts}"),
     ]
     if seconds is not None:

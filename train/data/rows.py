@@ -33,8 +33,24 @@ CHUNK = 2048
 """Tokens whose logits are in memory at a time: with a vocabulary of 131,072 they take 1 GiB in float32."""
 
 
+class Keys(NamedTuple):
+    """The keys that a part of flattened rows needs: of the documents that it is in, up to its last token.
+
+    Attributes:
+        begin: where the first of these documents begins in the rows.
+        stop: where the part ends.
+        cu_seqlens: where documents begin, counted from `begin`, and their end, int32[d + 1].
+        longest: keys of the longest document.
+    """
+
+    begin: int
+    stop: int
+    cu_seqlens: NDArray[np.int32]
+    longest: int
+
+
 class Flat(NamedTuple):
-    """Rows of a micro-batch, flattened.
+    """Rows of a micro-batch, flattened; or a part of them.
 
     Attributes:
         input_ids: int64[n].
@@ -44,6 +60,8 @@ class Flat(NamedTuple):
         longest: inputs of the longest document, 0 if there is none.
         trained: number of trained labels.
         rows: where rows begin, and n; empty for a single row.
+        padding: tokens at the end that belong to no document.
+        keys: of a part.
     """
 
     input_ids: NDArray[np.int64]
@@ -53,11 +71,13 @@ class Flat(NamedTuple):
     longest: int
     trained: int
     rows: Sequence[int] = ()
+    padding: int = 0
+    keys: Keys | None = None
 
     @property
     def tokens(self) -> int:
         """Input tokens that belong to a document."""
-        return len(self.input_ids) if self.longest else 0
+        return len(self.input_ids) - self.padding if self.longest else 0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import prod
 from pathlib import Path
 from pickle import UnpicklingError
@@ -23,9 +24,10 @@ from torch import nn
 from formats.errors import SourceError, UnsupportedError, UsageError
 from train.distributed import World
 from train.engines.errors import reason
+from train.model import lora
 from train.model.optimizer import adamw
 from train.model.parts import layers
-from train.model.trainee import DTYPES, Trainee, fill_buffers, make, pieces, recompute
+from train.model.trainee import DTYPES, Trainee, fill_buffers, freeze, make, pieces, save_memory, shape_of
 from train.settings.batching import batch_sizes
 from train.settings.config import Config
 
@@ -64,10 +66,13 @@ class DeepSpeedEngine:
         deepspeed = _deepspeed(world)
         _require_known(self.settings)
         self.model = make(model_config, backend)
+        self.adapters = config.lora is not None
+        if config.lora is not None:
+            lora.insert(self.model, config.lora, config.model.path)
+        freeze(self.model, config.model.freeze)
         for tensor in self.model.parameters():  # buffers keep their dtype
             tensor.data = tensor.data.to(DTYPES[config.model.dtype])
-        if config.model.activation_checkpointing:
-            recompute(layers(self.model))
+        save_memory(layers(self.model), config.model, world.device)
         if config.parallel.zero_stage == 3:
             deepspeed.zero.Init(module=_Unmade(self.model, world.device), config_dict_or_path=self.settings)
         else:
@@ -80,7 +85,8 @@ class DeepSpeedEngine:
         optimizer = adamw(self.model, config.optim, fused=world.device.type == "cuda")
         self.trainee: Any = deepspeed.initialize(model=self.model, optimizer=optimizer, config=self.settings)[0]
         with torch.no_grad():
-            _fill(self.model, config.model.path)
+            begins = lora.begins(self.model, config.lora, config.model.path, config.seed)
+            _fill(chain(pieces(self.model, config.model.path), begins))
         self._refresh()
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
@@ -97,20 +103,34 @@ class DeepSpeedEngine:
 
     def write(self, folder: Path) -> None:
         """See `Engine`. It blocks until everything is written."""
-        self.trainee.save_checkpoint(str(folder.parent), folder.name, save_latest=False)
+        tag = str(folder.parent), folder.name
+        self.trainee.save_checkpoint(*tag, save_latest=False, exclude_frozen_parameters=self.adapters)
+        self._write_adapters(folder)
         for path in folder.glob("*" if self.world.first else f"*zero_pp_rank_{self.world.rank}_*"):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
 
+    def _write_adapters(self, folder: Path) -> None:
+        """Write the FP32 master weights of adapters as peft does: `export` reads them."""
+        from deepspeed.utils import safe_get_full_fp32_param
+        from safetensors.torch import save_file
+
+        whole = {name: safe_get_full_fp32_param(tensor) for name, tensor in lora.adapters(self.model).items()}
+        if whole and self.world.first:
+            lora.write_note(folder, self.model)
+            save_file({name: tensor.cpu().contiguous() for name, tensor in whole.items()}, folder / lora.WEIGHTS,
+                      {"format": "pt"})  # fmt: skip
+
     def read(self, folder: Path) -> None:
         """See `Engine`. Bit-exact; another number of ranks or stage is read through a universal checkpoint."""
+        lora.check_same(folder, self.model)
         other = self.world.from_first(lambda: self._other(folder))
         run = self.world.from_first(lambda: _universal(folder)) if other else folder.parent
         optimizer = self.trainee.optimizer
         ours = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         self.trainee.load_universal_checkpoint = lambda: other  # DeepSpeed calls it only when it loads
         try:
-            loaded, _ = self.trainee.load_checkpoint(str(run), folder.name)
+            loaded, _ = self.trainee.load_checkpoint(str(run), folder.name, load_module_strict=not self.adapters)
         except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
             raise SourceError(f"DeepSpeed cannot read {folder}: {reason(error)}", f"convert verify {folder}") from error
         if loaded is None:
@@ -239,33 +259,39 @@ def _require_known(given: Mapping[str, Any]) -> None:
         raise UsageError(f"{place} is {fault['input']!r}: {fault['msg']}") from None
 
 
-def _fill(model: nn.Module, path: Path) -> None:
-    """Read this rank's weights in the compute dtype, and its FP32 master weights."""
+def _fill(pieces: Iterable[tuple[Any, Any]]) -> None:
+    """Read this rank's weights in the compute dtype, and its FP32 master weights.
+
+    Args:
+        pieces: each tensor of the model, and what it is read from.
+    """
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
-    for tensor, piece in pieces(model, path):
+    for tensor, piece in pieces:
         if hasattr(tensor, "ds_id"):
-            part = _part(piece, tensor.ds_tensor.numel(), tensor.ds_zero_partition_rank).to(tensor.ds_tensor.device)
+            part = _part(piece, shape_of(tensor), tensor.ds_tensor.numel(), tensor.ds_zero_partition_rank)
+            part = part.to(tensor.ds_tensor.device)
             tensor.ds_tensor.copy_(part)
-            safe_set_local_fp32_param(tensor, part)
+            if tensor.requires_grad:  # a frozen one has no master weight
+                safe_set_local_fp32_param(tensor, part)
         else:
             whole = piece[...].to(tensor.device)
             tensor.copy_(whole)
             safe_set_full_fp32_param(tensor, whole)
 
 
-def _part(piece: Any, count: int, rank: int) -> torch.Tensor:
+def _part(piece: Any, shape: Sequence[int], count: int, rank: int) -> torch.Tensor:
     """A rank's elements of a flattened tensor; only the rows that contain them are read.
 
     Args:
-        piece: a slice of safetensors.
+        piece: a slice of safetensors, or a tensor.
+        shape: of the whole tensor.
         count: elements of each rank; the last rank is padded.
         rank: the rank.
 
     Returns:
         [count].
     """
-    shape = piece.get_shape()
     width = prod(shape[1:])
     low, high = (min(at, prod(shape)) for at in (count * rank, count * (rank + 1)))
     first = low // width

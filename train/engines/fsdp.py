@@ -17,18 +17,22 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from formats.errors import SourceError
+from formats.errors import RefusedError, SourceError, some
 from formats.torch_files import dcp
 from train.distributed import World
 from train.engines.errors import reason
 from train.model import kernels, lora
+from train.model.adam8bit import Adam8bit
 from train.model.optimizer import adamw
 from train.model.parts import layers
-from train.model.trainee import DTYPES, Trainee, fill, fill_buffers, make, recompute, weights
+from train.model.quantized import packed, quantize
+from train.model.trainee import DTYPES, Trainee, fill, fill_buffers, freeze, make, place, save_memory, weights
 from train.settings.config import Config
+
+Adam = torch.optim.Optimizer | Adam8bit
 
 
 def sharded(config: Config, model_config: Any, world: World, backend: str) -> Any:
@@ -41,25 +45,33 @@ def sharded(config: Config, model_config: Any, world: World, backend: str) -> An
         backend: a key of `attention.BACKENDS`.
     """
     dtype = DTYPES[config.model.dtype]
-    model = make(model_config, backend, dtype if config.lora else torch.float32)
+    model = make(model_config, backend, dtype if config.lora else torch.float32, world.context)
     kernel = kernels.resolve(config.model.kernels, model_config, world.device)
     if kernel == "liger":
         kernels.replace(model)
     if config.lora is not None:
+        if config.lora.quantize != "none":
+            quantize(model, world.device)
         lora.insert(model, config.lora, config.model.path)
+    freeze(model, config.model.freeze)
     decoder_layers = layers(model)
-    if config.model.activation_checkpointing:
-        recompute(decoder_layers)
+    save_memory(decoder_layers, config.model, world.device)
     if config.model.compile:
         for layer in decoder_layers:
             layer.compile()
-    trainee = Trainee(model, backend, kernel)
+    trainee = Trainee(model, backend, kernel, world.sharing)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    whole = packed(model)
+    pinned = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    offload = pinned if config.parallel.offload else OffloadPolicy()
     mesh = world.mesh if world.mesh.shape[0] > 1 else world.mesh["shard"]
     for layer in decoder_layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(trainee, mesh=mesh, mp_policy=policy)
-    trainee.to_empty(device=world.device)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=whole)
+    fully_shard(trainee, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=whole)
+    trainee.to_empty(device="cpu" if config.parallel.offload else world.device)
+    for module in model.modules():  # FSDP keeps parameters only in the memory of the CPU
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(world.device))
     model.tie_weights()
     fill_buffers(model, world.device)
     return trainee
@@ -80,8 +92,13 @@ class FsdpEngine:
         self.kernels = self.trainee.kernels
         with torch.no_grad():
             fill(self.model, config.model.path)
-            lora.begin(self.model, config.seed)
-        self.optimizer = adamw(self.trainee, config.optim, fused=world.device.type == "cuda")
+            for tensor, whole in lora.begins(self.model, config.lora, config.model.path, config.seed):
+                place(tensor, whole)
+        fused = world.device.type == "cuda" and not config.parallel.offload
+        eight = config.optim.moments == "8bit"
+        self.optimizer: Adam = (
+            Adam8bit(self.trainee, config.optim) if eight else adamw(self.trainee, config.optim, fused=fused)
+        )
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         """See `Engine`. Gradients are reduce-scattered after each micro-batch: else each rank keeps all of them."""
@@ -100,14 +117,21 @@ class FsdpEngine:
 
     def write(self, folder: Path) -> Future[Any]:
         """See `Engine`."""
-        return write(self.model, self.optimizer, folder, self.world)
+        if not isinstance(self.optimizer, Adam8bit):
+            return write(self.model, self.optimizer, folder, self.world)
+        self.optimizer.unpack()
+        future = write(self.model, self.optimizer, folder, self.world)  # which has copied the moments by now
+        self.optimizer.state = {}
+        return future
 
     def read(self, folder: Path) -> None:
         """See `Engine`. The checkpoint may be of any number of ranks."""
         read(self.model, self.optimizer, folder, self.world)
+        if isinstance(self.optimizer, Adam8bit):
+            self.optimizer.pack()
 
 
-def write(model: Any, optimizer: torch.optim.Optimizer, folder: Path, world: World) -> Future[Any]:
+def write(model: Any, optimizer: Adam, folder: Path, world: World) -> Future[Any]:
     """Write weights, moments and steps: the tensors are copied now and written in the background.
 
     The writer is passed explicitly so that it takes them from the CPU: torch's default would synchronise with a GPU in
@@ -121,14 +145,27 @@ def write(model: Any, optimizer: torch.optim.Optimizer, folder: Path, world: Wor
     return future  # type: ignore[no-any-return]
 
 
-def read(model: Any, optimizer: torch.optim.Optimizer, folder: Path, world: World) -> None:
+def read(model: Any, optimizer: Adam, folder: Path, world: World) -> None:
     """Read what `write` wrote on any number of ranks, also older checkpoints without the `optim.state.` prefix."""
     lora.check_same(folder, model)
     _empty_moments(optimizer)
     tensors = _tensors(model, optimizer)
-    if world.from_first(lambda: not any(entry.name.startswith("optim.state.") for entry in dcp.entries(folder))):
+    saved: set[str] = world.from_first(lambda: {entry.name for entry in dcp.entries(folder)})
+    prefix = "optim.state." if any(name.startswith("optim.state.") for name in saved) else "optim."
+    lacking = [name for name in tensors["optim"]["state"] if f"{prefix}{name}.exp_avg" not in saved]
+    world.from_first(lambda: _require_moments(folder, lacking))
+    if prefix == "optim.":
         tensors["optim"] = tensors["optim"]["state"]
     _load(tensors, folder, world)
+
+
+def _require_moments(folder: Path, lacking: Sequence[str]) -> None:
+    """Refuse to resume where tensors are trained that were frozen before."""
+    if lacking:
+        raise RefusedError(
+            f"{folder} has no moments of {len(lacking)} tensors that are trained now: {some(lacking, 3)}",
+            f"resume with the model.freeze that it was trained with; or a new run: --model.path {folder} --save.path …",
+        )
 
 
 def _load(tensors: dict[str, Any], folder: Path, world: World) -> None:
@@ -147,7 +184,7 @@ def _load(tensors: dict[str, Any], folder: Path, world: World) -> None:
         ) from error
 
 
-def _tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _tensors(model: Any, optimizer: Adam) -> dict[str, Any]:
     """The weights (with LoRA the adapters only), and the moments and steps of those that are trained.
 
     All have the names that torch's `get_state_dict` gives them.
@@ -159,13 +196,13 @@ def _tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def _groups(optimizer: torch.optim.Optimizer, tensors_by_name: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
+def _groups(optimizer: Adam, tensors_by_name: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
     """The parameter groups of AdamW with parameter names. This trainer ignores them; other trainers require them."""
     names = {tensor: name for name, tensor in tensors_by_name.items()}
     return [{**group, "params": [names[tensor] for tensor in group["params"]]} for group in optimizer.param_groups]
 
 
-def _empty_moments(optimizer: torch.optim.Optimizer) -> None:
+def _empty_moments(optimizer: Adam) -> None:
     """Give AdamW the state that it would create at its first step, so that a checkpoint can be loaded into it."""
     for group in optimizer.param_groups:
         for tensor in group["params"]:

@@ -19,9 +19,10 @@ import torch
 from formats.errors import UnsupportedError
 from train.distributed import World
 from train.engines.fsdp import read, write
+from train.model import lora
 from train.model.optimizer import adamw
 from train.model.parts import layers
-from train.model.trainee import Trainee, fill, fill_buffers, make, recompute
+from train.model.trainee import DTYPES, Trainee, fill, fill_buffers, freeze, make, place, save_memory
 from train.settings.config import Config
 
 SHARDED = ("cuda",)
@@ -36,12 +37,14 @@ class TrainerEngine:
     def __init__(self, config: Config, model_config: Any, world: World, backend: str) -> None:
         if find_spec("accelerate") is None:
             raise UnsupportedError("the engine transformers needs accelerate", "pip install 'vitruvian[train]'")
-        self.world, self.source = world, config.model.path
+        self.world, self.config = world, config
         self.start: Path | None = None
-        self.model = make(model_config, backend)
+        self.model = make(model_config, backend, DTYPES[config.model.dtype] if config.lora else torch.float32)
+        if config.lora is not None:
+            lora.insert(self.model, config.lora, config.model.path)
+        freeze(self.model, config.model.freeze)
         self.kinds = sorted({type(layer).__name__ for layer in layers(self.model)})
-        if config.model.activation_checkpointing:
-            recompute(layers(self.model))
+        save_memory(layers(self.model), config.model, world.device)
         self.trainee: Any = Trainee(self.model, backend)
         self.trainee.to_empty(device="cpu")  # accelerate identifies tensors by address; untouched pages take no memory
         self.model.tie_weights()
@@ -59,8 +62,11 @@ class TrainerEngine:
 
     def fill(self) -> None:
         """Fill the sharded model, each rank its own shards, from the checkpoint or from `model.path`."""
+        config = self.config
+        if self.start is None or config.lora is not None:  # which saves adapters only
+            with torch.no_grad():
+                fill(self.model, config.model.path)
+                for tensor, whole in lora.begins(self.model, config.lora, config.model.path, config.seed):
+                    place(tensor, whole)
         if self.start is not None:
             read(self.model, self.optimizer, self.start, self.world)
-            return
-        with torch.no_grad():
-            fill(self.model, self.source)

@@ -16,6 +16,7 @@ import torch
 from formats.errors import UnsupportedError
 from formats.huggingface.config import DROPOUTS
 from train.data.rows import Flat
+from train.model.context import Context, across, require_plain, sdpa
 from train.model.parts import layers
 
 BACKENDS = {
@@ -26,6 +27,8 @@ BACKENDS = {
     "eager": "eager",
 }
 """Our names, and the names in transformers."""
+ACROSS = {"varlen": "vitruvian_varlen_across", "sdpa": "vitruvian_sdpa_across"}
+"""Those that can be computed across the ranks of a context group, and their names in transformers then."""
 UNPLACED = ("falcon", "gpt_oss")
 """Model types whose decoder makes masks without passing positions to the mask function (transformers 5.23.0)."""
 LACKING = {
@@ -39,7 +42,7 @@ WIDEST = 256
 """Largest head dimension of flash-attn 2 and of torch's varlen kernel, which takes multiples of 8 only."""
 
 
-def resolve(requested: str, config: Any, device: torch.device, dtype: torch.dtype) -> str:
+def resolve(requested: str, config: Any, device: torch.device, dtype: torch.dtype, context: int = 1) -> str:
     """The backend to use.
 
     Args:
@@ -47,6 +50,7 @@ def resolve(requested: str, config: Any, device: torch.device, dtype: torch.dtyp
         config: the model's configuration, of transformers.
         device: where the model runs.
         dtype: compute dtype; flash and varlen support neither float32 nor wide heads.
+        context: ranks that share a row.
 
     Raises:
         UnsupportedError: the device does not have it, or it does not compute what the model does.
@@ -64,12 +68,17 @@ def resolve(requested: str, config: Any, device: torch.device, dtype: torch.dtyp
         "sdpa": not capped,
         "eager": True,
     } | dict.fromkeys(LACKING.get(config.model_type, ()), False)
+    if context > 1:
+        bare = dropped or config.model_type in UNPLACED
+        has = {name: there and name in ACROSS and not bare for name, there in has.items()}
     if requested == "auto":
-        return next(name for name, there in has.items() if there and name != "flex")
-    if not has[requested]:
+        requested = next((name for name, there in has.items() if there and name != "flex"), "auto")
+    if not has.get(requested):
+        shared = f" over {context} ranks" if context > 1 else ""
         raise UnsupportedError(
-            f"the attention {requested} does not compute {config.model_type} in {str(dtype)[6:]} on {device.type} here",
-            "model.attention auto takes what does",
+            f"the attention {requested} does not compute {config.model_type} in {str(dtype)[6:]} on {device.type} here"
+            f"{shared}",
+            "--parallel.context 1" if requested == "auto" else "model.attention auto takes what does",
         )
     return requested
 
@@ -105,7 +114,7 @@ def varlen(module: Any, query: Any, key: Any, value: Any, _: Any, **kwargs: Any)
         query: [1, heads, n, head dim].
         key: [1, groups, n, head dim].
         value: likewise; [..., value dim] with MLA.
-        kwargs: `cu_seq_lens_q`, `max_length_q`, `scaling`, `sliding_window`.
+        kwargs: `cu_seq_lens_q`, `max_length_q`, likewise of keys, `scaling`, `sliding_window`.
 
     Returns:
         [1, n, heads, value dim], and no attention weights.
@@ -115,32 +124,32 @@ def varlen(module: Any, query: Any, key: Any, value: Any, _: Any, **kwargs: Any)
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    for name in ("dropout", "softcap", "s_aux"):
-        value_of = kwargs.get(name)
-        if value_of is not None and (name != "dropout" or value_of):
-            raise UnsupportedError(
-                f"the attention varlen has no {name}, {module.config.model_type} needs it", "--model.attention eager"
-            )
-    ends, longest, window = kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("sliding_window")
+    require_plain("varlen", module, kwargs)
+    ends, window = (kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]), kwargs.get("sliding_window")
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     size, width = (-1 if window is None else window - 1, 0), v.shape[-1]
     v = torch.nn.functional.pad(v, (0, q.shape[-1] - width))  # the kernel requires one width for all three
     out: Any = varlen_attn(
-        q, k, v, ends, ends, longest, longest, scale=kwargs.get("scaling"), window_size=size,
+        q, k, v, *ends, kwargs["max_length_q"], kwargs["max_length_k"], scale=kwargs.get("scaling"), window_size=size,
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     return out[None, ..., :width], None
 
 
-def named(backend: str) -> str:
-    """The name of a backend in transformers. `varlen` is registered there, with no mask: it uses `cu_seq_lens_q`."""
-    if backend == "varlen":
+def named(backend: str, context: int = 1) -> str:
+    """The name of a backend in transformers.
+
+    Those that get the lengths of documents are registered there, with no mask: `varlen`, and all over several ranks.
+    """
+    functions = {BACKENDS["varlen"]: varlen, ACROSS["varlen"]: across(varlen), ACROSS["sdpa"]: across(sdpa)}
+    name = ACROSS[backend] if context > 1 else BACKENDS[backend]
+    if name in functions:
         from transformers import AttentionInterface
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-        AttentionInterface.register(BACKENDS[backend], varlen)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(BACKENDS[backend], lambda *_, **__: None)
-    return BACKENDS[backend]
+        AttentionInterface.register(name, functions[name])
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, lambda *_, **__: None)
+    return name
 
 
 def keep_apart(model: Any) -> None:
@@ -168,15 +177,25 @@ def keep_apart(model: Any) -> None:
         layer.register_forward_pre_hook(masked(kind), with_kwargs=True)
 
 
-def forward_kwargs(flat: Flat, device: torch.device, backend: str) -> dict[str, Any]:
-    """The arguments of a model's forward for flattened rows, without labels."""
+def forward_kwargs(flat: Flat, device: torch.device, backend: str, group: Any = None) -> dict[str, Any]:
+    """The arguments of a model's forward for flattened rows, without labels.
+
+    Args:
+        flat: the rows, or this rank's part of them.
+        device: where the model is.
+        backend: a key of `BACKENDS`.
+        group: the ranks that share rows, if they do.
+    """
     kwargs: dict[str, Any] = {
         "input_ids": torch.from_numpy(flat.input_ids).to(device)[None],
         "position_ids": torch.from_numpy(flat.position_ids).to(device)[None],
         "use_cache": False,
     }
-    if backend in ("flash", "varlen"):
-        ends = torch.from_numpy(flat.cu_seqlens).to(device)
-        kwargs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
-        kwargs |= dict.fromkeys(("max_length_q", "max_length_k"), max(1, flat.longest))
+    if backend in ("flash", "varlen") or group is not None:
+        of_keys = (flat.cu_seqlens, flat.longest) if flat.keys is None else (flat.keys.cu_seqlens, flat.keys.longest)
+        for name, (ends, longest) in {"q": (flat.cu_seqlens, flat.longest), "k": of_keys}.items():
+            kwargs[f"cu_seq_lens_{name}"] = torch.from_numpy(ends).to(device)
+            kwargs[f"max_length_{name}"] = max(1, longest)
+    if flat.keys is not None:
+        kwargs["context"] = Context(group, flat.keys.begin, flat.keys.stop)
     return kwargs

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,22 @@ from torch import nn
 
 from converters.common.atomic import write_file
 from formats.disk.json_file import read_json
-from formats.errors import RefusedError, UnsupportedError, UsageError
-from train.model.trainee import ADAPTERS, place
+from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, some
+from train.model.trainee import ADAPTERS, pieces, shape_of
 from train.settings.batching import seed_of
 from train.settings.config import Lora
 from train.start.run_folder import RECORD
 
-NOTE = "adapter_config.json"
-ROOT = "base_model.model."
-"""Prefix of module names in peft's files (peft 0.21.2 utils/save_and_load.py)."""
+NOTE, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ROOT, MAGNITUDE = "base_model.model.", "lora_magnitude_vector"
+"""Prefix of module names in peft's files, and DoRA's tensor there (peft 0.21.2 utils/save_and_load.py)."""
 BASE = "base_model_name_or_path"
 SAME = {
     "r": "lora.rank",
     "lora_alpha": "lora.alpha",
     "target_modules": "lora.targets",
+    "use_rslora": "lora.rslora",
+    "use_dora": "lora.dora",
     BASE: "model.path",
 }
 """Keys of `adapter_config.json` that define an adapter, and our settings for them."""
@@ -60,6 +62,7 @@ def insert(model: Any, lora: Lora, base: Path) -> None:
     config = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, task_type="CAUSAL_LM",
         target_modules="all-linear" if lora.everywhere else lora.targets, base_model_name_or_path=str(base.resolve()),
+        use_rslora=lora.rslora, use_dora=lora.dora,
     )  # fmt: skip
     inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     inserted = adapters(model)
@@ -98,20 +101,75 @@ def _check(model: Any, lora: Lora) -> None:
 def adapters(model: Any) -> dict[str, torch.Tensor]:
     """The adapters by their names in peft's files; empty if there are none."""
     return {
-        ROOT + name.replace(".default.", "."): tensor
+        ROOT + name.replace(".default.", ".").replace(f"{MAGNITUDE}.weight", MAGNITUDE): tensor
         for name, tensor in model.named_parameters()
         if any(adapter in name for adapter in ADAPTERS)
     }
 
 
-def begin(model: Any, seed: int) -> None:
-    """Initialise adapters as peft does, B zero and A random, from a seed: the same on any number of ranks."""
-    for number, (name, tensor) in enumerate(sorted(adapters(model).items())):
-        whole = torch.zeros(tensor.shape)
+def begins(model: Any, lora: Lora | None, base: Path, seed: int) -> Iterator[tuple[torch.Tensor, Any]]:
+    """Each adapter tensor, and what it begins with, which can be sliced: the same on any number of ranks.
+
+    Args:
+        model: with adapters.
+        lora: the settings; None yields nothing.
+        base: the folder of the model's weights.
+        seed: of A, which is random as in peft; B is zero, and DoRA's magnitudes are the norms of the weight's rows.
+
+    Raises:
+        SourceError: `lora.adapter` has other tensors than the model.
+    """
+    if lora is None:
+        return
+    tensors = dict(sorted(adapters(model).items()))
+    if lora.adapter is not None:
+        yield from _saved(tensors, lora.adapter)
+        return
+    plain = [name for name in tensors if not name.endswith(MAGNITUDE)]  # their numbers are part of the seed
+    for number, name in enumerate(plain):
+        whole = torch.zeros(shape_of(tensors[name]))
         if ".lora_A." in name:
             chosen = torch.Generator().manual_seed(seed_of(seed, number))
             nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=chosen)  # peft 0.21.2 tuners/lora/layer.py
-        place(tensor, whole)
+        yield tensors[name], whole
+    if lora.dora:
+        sources = {id(tensor): piece for tensor, piece in pieces(model, base)}
+        for name, module in model.named_modules():
+            if hasattr(module, MAGNITUDE):
+                yield tensors[f"{ROOT}{name}.{MAGNITUDE}"], _Norms(sources[id(module.base_layer.weight)], module)
+
+
+class _Norms:
+    """The norms of the rows of a weight, as peft computes them: in the dtype of the weight in memory."""
+
+    def __init__(self, piece: Any, module: Any) -> None:
+        self.piece, self.dtype = piece, module.base_layer.weight.dtype
+
+    def __getitem__(self, where: Any) -> torch.Tensor:
+        rows = where[0] if isinstance(where, tuple) else where
+        norms: torch.Tensor = torch.linalg.norm(self.piece[rows].to(self.dtype), dim=1)
+        return norms.float()
+
+
+def _saved(tensors: Mapping[str, torch.Tensor], folder: Path) -> Iterator[tuple[torch.Tensor, Any]]:
+    """The tensors of an adapter that peft, or an export, has written."""
+    from safetensors import safe_open
+
+    if not (folder / WEIGHTS).is_file():
+        raise SourceError(f"{folder} has no {WEIGHTS}", "load and save it with PEFT, which writes safetensors")
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        saved = set(file.keys())
+        odd = sorted(saved ^ tensors.keys())
+        if odd:
+            where = f"{folder / WEIGHTS} has" if odd[0] in saved else f"{folder / WEIGHTS} has not, and the model has"
+            raise SourceError(f"{where} {some(odd, 2)}: it is of another model, or has more than matrices")
+        for name, tensor in tensors.items():
+            piece = file.get_slice(name)
+            if list(piece.get_shape()) != list(shape_of(tensor)):
+                raise SourceError(
+                    f"{name} of {folder / WEIGHTS} has the shape {piece.get_shape()}, the model {shape_of(tensor)}"
+                )
+            yield tensor, piece
 
 
 def write_note(folder: Path, model: Any) -> None:
@@ -148,7 +206,8 @@ def require_same_settings(folder: Path, lora: Lora | None) -> None:
     settings = None
     if lora is not None:
         targets = {} if lora.everywhere else {"target_modules": sorted(lora.targets)}
-        settings = {"r": lora.rank, "lora_alpha": lora.alpha, **targets}
+        kind = {"use_rslora": lora.rslora, "use_dora": lora.dora}
+        settings = {"r": lora.rank, "lora_alpha": lora.alpha, **kind, **targets}
     _compare(folder, settings)
 
 

@@ -1,10 +1,11 @@
-"""The auxiliary loss of the router of a mixture of experts, where the model's config asks for it.
+"""The auxiliary losses of the router of a mixture of experts, where the model's config asks for them.
 
 `output_router_logits` in a config.json adds `router_aux_loss_coef` times the load balancing loss of a forward pass to
-the loss of the labels (transformers 5.23.0 models/mixtral/modeling_mixtral.py, `MixtralForCausalLM.forward`). That loss
-is no sum over tokens, so it would depend on the micro-batch. Here it is computed for each row, and rows have the weight
-of their trained labels: then it is the same with any micro-batch and on any ranks, and that of transformers where a
-batch is one row.
+the loss of the labels (transformers 5.23.0 models/mixtral/modeling_mixtral.py, `MixtralForCausalLM.forward`), and
+`router_z_loss_coef` adds the z-loss: the mean over tokens and layers of the square of the router's logsumexp
+(models/switch_transformers/modeling_switch_transformers.py, `router_z_loss_func`). Such a loss is no sum over tokens,
+so it would depend on the micro-batch. Here it is computed for each row, and rows have the weight of their trained
+labels: then it is the same with any micro-batch and on any ranks, and that of transformers where a batch is one row.
 """
 
 from __future__ import annotations
@@ -40,13 +41,17 @@ def router_loss(model: Any) -> Balance | None:
             "set it to false",
         )
     factor, experts, chosen = settings
+    z_factor = float(getattr(model.config, "router_z_loss_coef", None) or 0.0)
 
     def loss_of(logits: Sequence[torch.Tensor], flat: Flat) -> torch.Tensor:
         total: torch.Tensor = logits[0].new_zeros((), dtype=torch.float32)
         for low, stop in pairwise(flat.rows or (0, len(flat.labels))):
             trained = int((flat.labels[low:stop] != IGNORED).sum())
             if trained:
-                total = total + trained * balance(tuple(layer[low:stop] for layer in logits), experts, chosen)
-        return total * float(factor)
+                parts = tuple(layer[low:stop] for layer in logits)
+                total = total + trained * float(factor) * balance(parts, experts, chosen)
+                if z_factor:
+                    total = total + trained * z_factor * torch.stack(parts).float().logsumexp(-1).square().mean()
+        return total
 
     return loss_of

@@ -12,11 +12,14 @@ from typing import Any
 import torch
 
 from formats.errors import UnsupportedError, UsageError, VerificationError
-from formats.huggingface.rope import ORIGINAL
+from train.data.parts import own
 from train.data.rows import Flat
+from train.distributed import World
 from train.model import kernels
 from train.model.attention import BACKENDS, forward_kwargs, keep_apart, named
+from train.model.context import gathered
 from train.model.parts import decoder_of
+from train.model.rope import is_turned_apart, turned_alike
 from train.model.trainee import adjusted
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -28,13 +31,22 @@ TRIES = 3
 """Draws of weights and tokens. A real leak between documents shows in every draw; but in bf16 rounding alone may route
 a token to another expert (0.035 with OLMoE's sizes, once in three draws)."""
 LENGTHS = (5, 1, 17, 32, 2)
+NARROW = 8
+"""The window in the check of attention across ranks."""
 CHOSEN = ("index_topk", "keep_window_size")
 """Config keys of sparse attention: the number of tokens of a row that a layer selects. The check has fewer tokens."""
 LOUD = 100.0
 """The largest logit in the check of the logits: large enough that a softcap of 30 or 50 changes it."""
 
 
-def self_check(config: Any, device: torch.device, backend: str, dtype: torch.dtype, kernel: str = "torch") -> float:
+def self_check(
+    config: Any,
+    device: torch.device,
+    backend: str,
+    dtype: torch.dtype,
+    kernel: str = "torch",
+    world: World | None = None,
+) -> float:
     """Run two layers of the model on packed documents, and on each document separately.
 
     Args:
@@ -43,6 +55,7 @@ def self_check(config: Any, device: torch.device, backend: str, dtype: torch.dty
         backend: a key of `attention.BACKENDS`.
         dtype: of the computation.
         kernel: torch or liger.
+        world: the ranks; if they share rows, the packed documents are computed across them.
 
     Returns:
         The largest difference of hidden states, relative to the largest of them.
@@ -54,10 +67,10 @@ def self_check(config: Any, device: torch.device, backend: str, dtype: torch.dty
     try:
         with torch.no_grad():
             for seed in range(TRIES):
-                apart = _apart(config, device, backend, dtype, kernel, seed)
+                apart = _apart(config, device, backend, dtype, kernel, seed, world)
                 if apart <= TOLERANCE[dtype]:
                     break
-    except (RuntimeError, ImportError, ValueError) as error:  # raised by kernels, their libraries, and transformers
+    except (RuntimeError, ImportError, ValueError, KeyError) as error:  # of kernels, their libraries, and transformers
         raise UnsupportedError(
             f"{config.model_type} cannot be computed with the attention {backend} in {str(dtype)[6:]} on "
             f"{device.type}: {' '.join(str(error).split())[:200]}",
@@ -72,8 +85,17 @@ def self_check(config: Any, device: torch.device, backend: str, dtype: torch.dty
     return apart
 
 
-def _apart(config: Any, device: torch.device, backend: str, dtype: torch.dtype, kernel: str, seed: int) -> float:
-    model, tokens = _small(config, device, backend, dtype, seed)
+def _apart(
+    config: Any,
+    device: torch.device,
+    backend: str,
+    dtype: torch.dtype,
+    kernel: str,
+    seed: int,
+    world: World | None,
+) -> float:
+    requested, shared = backend, world if world is not None and world.context > 1 else None
+    model, tokens = _small(config, device, "eager" if shared else named(backend), dtype, seed, narrow=bool(shared))
     if kernel == "liger":
         kernels.replace(model)
     decoder = decoder_of(model)
@@ -85,9 +107,12 @@ def _apart(config: Any, device: torch.device, backend: str, dtype: torch.dtype, 
     ends = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
     flat = Flat(tokens.numpy(), tokens.numpy(), positions.numpy(), ends.numpy(), max(LENGTHS), 0)
     keep_apart(model)
+    backend = "eager" if shared else backend
     kwargs = forward_kwargs(flat, device, backend)
     packed = decoder(**kwargs).last_hidden_state[0]
     _require_logits(model, packed, kwargs)
+    if shared is not None:
+        packed = _across(config, shared, requested, flat, dtype, seed)
     alone = [
         decoder(**forward_kwargs(_one(tokens[low:high]), device, backend)).last_hidden_state[0]
         for low, high in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
@@ -95,12 +120,33 @@ def _apart(config: Any, device: torch.device, backend: str, dtype: torch.dtype, 
     return float((packed.float() - torch.cat(alone).float()).abs().max() / packed.float().abs().max())
 
 
-def _small(config: Any, device: torch.device, backend: str, dtype: torch.dtype, seed: int) -> tuple[Any, torch.Tensor]:
-    """A model of the first two layers with randomly initialised weights, and tokens for it."""
+def _across(config: Any, world: World, backend: str, flat: Flat, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """The hidden states of the same model, each rank of a group computing its part."""
+    model, _ = _small(config, world.device, named(backend, world.context), dtype, seed, narrow=True)
+    kwargs = forward_kwargs(own(flat, world), world.device, backend, world.sharing)
+    hidden = decoder_of(model)(**kwargs).last_hidden_state[0]
+    return gathered(hidden, world.sharing)[: len(flat.labels)]
+
+
+def _small(
+    config: Any, device: torch.device, attention: str, dtype: torch.dtype, seed: int, *, narrow: bool = False
+) -> tuple[Any, torch.Tensor]:
+    """A model of the first two layers with randomly initialised weights, and tokens for it.
+
+    Args:
+        config: of the whole model.
+        device: where it is.
+        attention: a name in transformers.
+        dtype: of its weights.
+        seed: of weights and tokens.
+        narrow: whether windows are narrow, so that a document of the check is longer.
+    """
     from transformers import AutoModelForCausalLM
 
     small = copy.deepcopy(config)
     small.num_hidden_layers, small.use_cache = min(2, config.num_hidden_layers), False
+    if narrow and getattr(small, "sliding_window", None):
+        small.sliding_window = NARROW
     if getattr(small, "layer_types", None):
         small.layer_types = small.layer_types[: small.num_hidden_layers]
     with torch.random.fork_rng(devices=[]):
@@ -108,7 +154,7 @@ def _small(config: Any, device: torch.device, backend: str, dtype: torch.dtype, 
         tokens = torch.randint(0, min(1000, config.vocab_size), (sum(LENGTHS),))
         with torch.device(device):
             model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                small, dtype=dtype, attn_implementation=named(backend)
+                small, dtype=dtype, attn_implementation=attention
             )
     return model.eval(), tokens
 
@@ -150,19 +196,20 @@ def _require_logits(model: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) ->
         )
 
 
-def require_masks(config: Any, length: int, rows: int = 1) -> None:
+def require_masks(config: Any, length: int, rows: int = 1, context: int = 1) -> None:
     """Refuse models whose layers would see more than one document of a packed row.
 
     Args:
         config: of transformers.
         length: maximum tokens of a row.
         rows: rows that are flattened into one sequence.
+        context: ranks that share a row.
 
     Raises:
         UsageError: layers carry a recurrent state over a row, which positions do not reset; or they chunk or select the
             tokens of a row instead of a document (transformers 5.23.0 models/llama4/modeling_llama4.py and
             doge/modeling_doge.py), and a row is longer than that limit; or the longest document sets the rotary
-            frequencies of all (modeling_rope_utils.py).
+            frequencies of all (modeling_rope_utils.py) in a way that `rope.turn_apart` does not change.
         UnsupportedError: it is a multimodal model.
     """
     if config.get_text_config() is not config:
@@ -183,8 +230,8 @@ def require_masks(config: Any, length: int, rows: int = 1) -> None:
             f"{config.model_type} with alibi counts the tokens of a row, not of a document",
             "documents of a row would see each other's length: such a model cannot be trained packed",
         )
-    most = _turned_alike(config)
-    if length > most:
+    most = min(turned_alike(config).values(), default=inf)
+    if length > most and (context > 1 or not is_turned_apart(config)):
         raise UsageError(
             f"{config.model_type} turns all documents of a row by the longest, if that has more than {most:.0f} tokens",
             f"--data.seq_length {most:.0f}",
@@ -199,13 +246,13 @@ def require_masks(config: Any, length: int, rows: int = 1) -> None:
         )
 
 
-def _turned_alike(config: Any) -> float:
-    """Document length up to which the rotary frequencies do not depend on the length; infinite for most models."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
-    limits = [
-        float(part[ORIGINAL] if part["rope_type"] == "longrope" else config.max_position_embeddings)
-        for part in parts
-        if part.get("rope_type") in ("longrope", "dynamic")
-    ]
-    return min(limits, default=inf)
+def require_sharable(config: Any) -> None:
+    """Refuse models that cannot share rows between ranks, beside those that the attention refuses.
+
+    Raises:
+        UnsupportedError: the router's losses are means over whole rows.
+    """
+    if getattr(config, "output_router_logits", False):
+        raise UnsupportedError(
+            f"{config.model_type} says output_router_logits, and such a loss is of a whole row", "--parallel.context 1"
+        )

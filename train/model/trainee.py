@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -26,7 +27,11 @@ from train.data.rows import CHUNK, IGNORED, Flat, Rows
 from train.model.attention import forward_kwargs, keep_apart, named
 from train.model.fused_experts import Fused, keys_of
 from train.model.parts import decoder_of
+from train.model.quantized import Packed
+from train.model.rope import turn_apart
 from train.model.router_loss import router_loss
+from train.settings.config import Model
+from train.settings.freezing import frozen
 from train.start.start_weights import MAKE
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -34,8 +39,8 @@ FILED: Mapping[str, Mapping[str, str]] = {"gpt_neox": {"lm_head.weight": "embed_
 """Model type: names in memory that differ from the names in its files (transformers 5.23.0 conversion_mapping.py)."""
 LEARNED = ("biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt")
 """Model types with learned position embeddings (transformers 5.23.0)."""
-ADAPTERS = (".lora_A.", ".lora_B.")
-"""Parts of the names of tensors that peft adds to a model (peft 0.21.2 tuners/lora/layer.py)."""
+ADAPTERS = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.")
+"""Parts of the names of tensors that peft adds to a model (peft 0.21.2 tuners/lora/layer.py, dora.py)."""
 
 
 class Trainee(nn.Module):
@@ -46,10 +51,12 @@ class Trainee(nn.Module):
     chunks, and separate calls would deadlock.
     """
 
-    def __init__(self, model: Any, backend: str, kernels: str = "torch") -> None:
+    def __init__(self, model: Any, backend: str, kernels: str = "torch", group: Any = None) -> None:
         super().__init__()
+        self.group = group
         self.model, self.backend, self.kernels, self.balance = model, backend, kernels, router_loss(model)
         keep_apart(model)
+        turn_apart(model)
         head = model.get_output_embeddings()
         head.forward = _with_loss(head.forward, model.config)
 
@@ -64,7 +71,7 @@ class Trainee(nn.Module):
 
         In training the loss of the router is part of it, where the model has one.
         """
-        kwargs = forward_kwargs(flat, device, self.backend)
+        kwargs = forward_kwargs(flat, device, self.backend, self.group)
         if noise is not None:
             embedded = self.model.get_input_embeddings()(kwargs.pop("input_ids"))
             kwargs["inputs_embeds"] = embedded + noise.to(embedded.dtype)
@@ -149,19 +156,20 @@ def fitted(rows: Rows, path: Path) -> Rows:
     return replace(rows, vocabulary=int(model_config.vocab_size)).within(positions, learned)
 
 
-def make(model_config: Any, backend: str, dtype: torch.dtype = torch.float32) -> Any:
+def make(model_config: Any, backend: str, dtype: torch.dtype = torch.float32, context: int = 1) -> Any:
     """A model of transformers on the meta device.
 
     Args:
         model_config: its configuration.
         backend: a key of `attention.BACKENDS`.
         dtype: of all its weights.
+        context: ranks that share a row.
     """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            model_config, dtype=dtype, attn_implementation=named(backend)
+            model_config, dtype=dtype, attn_implementation=named(backend, context)
         )
     model.config.use_cache = False
     _keep_exact(model)
@@ -185,10 +193,26 @@ def _keep_exact(model: Any) -> None:
             setattr(model.get_submodule(path), last, buffer.float())
 
 
-def recompute(decoder_layers: Iterable[Any]) -> None:
-    """Activation checkpointing: keep only the inputs of these layers, and recompute the rest in the backward pass."""
+def freeze(model: Any, patterns: Sequence[str]) -> None:
+    """Freeze the parameters whose names match; raises as `freezing.frozen`."""
+    parameters = {name: tensor for name, tensor in weights(model).items() if isinstance(tensor, nn.Parameter)}
+    for name in frozen(parameters, patterns):
+        parameters[name].requires_grad_(False)
+
+
+def save_memory(decoder_layers: Iterable[Any], settings: Model, device: torch.device) -> None:
+    """Activation checkpointing: keep only the inputs of these layers, and recompute the rest in the backward pass.
+
+    Args:
+        decoder_layers: the layers.
+        settings: which of it, and whether inputs are kept in the memory of the CPU.
+        device: where the model runs.
+    """
     for layer in decoder_layers:
-        layer.forward = _twice(layer.forward)
+        if settings.activation_checkpointing:
+            layer.forward = _twice(layer.forward)
+        if settings.activation_offload:
+            layer.forward = _away(layer.forward, device.type == "cuda")
 
 
 def _twice(forward: Any) -> Any:
@@ -196,6 +220,14 @@ def _twice(forward: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     return again
+
+
+def _away(forward: Any, pinned: bool) -> Any:
+    def saving(*args: Any, **kwargs: Any) -> Any:
+        with save_on_cpu(pin_memory=pinned):
+            return forward(*args, **kwargs)
+
+    return saving
 
 
 def fill_buffers(model: Any, device: torch.device) -> None:
@@ -324,8 +356,11 @@ def _not_carried(path: Path, config: Mapping[str, Any], keys: Sequence[str]) -> 
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
-    """The shape of a whole tensor: ZeRO-3 leaves an empty tensor in the module, and keeps the shape in `ds_shape`."""
-    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+    """The shape of a whole tensor: ZeRO-3 leaves an empty tensor in the module, and keeps the shape in `ds_shape`.
+
+    That of a quantized weight is its `whole_shape`.
+    """
+    return tuple(getattr(tensor, "ds_shape", getattr(tensor, "whole_shape", tensor.shape)))
 
 
 def place(tensor: torch.Tensor, whole: Any) -> None:
@@ -337,6 +372,9 @@ def place(tensor: torch.Tensor, whole: Any) -> None:
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+    if isinstance(tensor, Packed):
+        tensor.quantize(whole[...])
+        return
     if not isinstance(tensor, DTensor):
         tensor.copy_(whole[...])
         return

@@ -1,7 +1,8 @@
 """Steps, memory and FLOPs of a training run, from its settings and the headers of its files: no GPU, no torch.
 
 Memory is that of one rank: FP32 weights, gradients and two moments of its shard (with LoRA those of the adapters only,
-beside the shard of the frozen weights in the compute dtype); the gathered weights of two layers and of the root in that
+beside the shard of the frozen weights in the compute dtype; tensors of `model.freeze` are float32, with DeepSpeed in
+that dtype); the gathered weights of two layers and of the root in that
 dtype; the inputs of every layer, which activation checkpointing keeps; and the logits of a chunk. ZeRO-1 does not shard
 gradients; neither ZeRO-1 nor ZeRO-2 shards the compute weights. It is an estimate: kernels, the allocator and
 DeepSpeed's buckets need more, and what DeepSpeed offloads is counted all the same.
@@ -9,6 +10,7 @@ DeepSpeed's buckets need more, and what DeepSpeed offloads is counted all the sa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -25,11 +27,16 @@ from train.data.rows import CHUNK, Rows, check_tokenizer, lengths, open_rows
 from train.settings.batching import Order, Sizes, batch_sizes, make_order
 from train.settings.config import Config, Lora
 from train.settings.effects import check_effect
+from train.settings.freezing import frozen
 from train.settings.schedule import check_schedule
 from train.start.run_folder import started
+from train.start.start_adapter import resolved
 
-MASTERS, GRADIENT = 3 * 4, 4
-"""Bytes of a parameter in its shard: FP32 weight and two moments; gradient."""
+MASTER, GRADIENT = 4, 4
+MOMENTS = {"fp32": 2 * 4, "8bit": 2 * (1 + 4 / 256)}
+"""Bytes of a parameter in its shard: FP32 weight; gradient; two moments, in 8 bits with a scale for each block."""
+NF4 = 1 / 2 + 4 / 64
+"""Bytes of a quantized parameter."""
 WIDTH = {"bf16": 2, "fp32": 4}
 PEAK = {
     "A100": 312e12,  # NVIDIA A100 datasheet, dense bf16
@@ -56,6 +63,7 @@ class Estimate(NamedTuple):
     """What a training run will need.
 
     Attributes:
+        ranks: of the training.
         sizes: the batch equation.
         steps: optimizer steps.
         samples: rows of all steps; the last step may be short.
@@ -67,6 +75,7 @@ class Estimate(NamedTuple):
         mixture: the sets, if they are mixed.
     """
 
+    ranks: int
     sizes: Sizes
     steps: int
     samples: int
@@ -84,7 +93,7 @@ class Estimate(NamedTuple):
 
     def seconds(self, device: str, mfu: float) -> float:
         """Time of all steps on a device of `PEAK` with this MFU, in seconds."""
-        return self.flops / (PEAK[device] * mfu * self.sizes.ranks)
+        return self.flops / (PEAK[device] * mfu * self.ranks)
 
 
 def estimate(config: Config, ranks: int) -> Estimate:
@@ -99,7 +108,10 @@ def estimate(config: Config, ranks: int) -> Estimate:
 
     if ranks % config.parallel.replicas:
         raise UsageError(f"{ranks} ranks cannot be {config.parallel.replicas} replicas of equal shards")
-    sizes = batch_sizes(config.batch, ranks)
+    context = config.parallel.context
+    if ranks % context:
+        raise UsageError(f"{ranks} ranks cannot be groups of {context} that share rows", "--parallel.context 1")
+    sizes = batch_sizes(config.batch, ranks // context)
     rows = open_rows(config.data, config.data.train, config.seed)
     order, steps = make_order(rows.ends, config.seed, config.data, config.steps, sizes.size)
     check_schedule(config, steps)
@@ -115,27 +127,38 @@ def estimate(config: Config, ranks: int) -> Estimate:
         raise UnsupportedError(f"{config.model.path} is of no known family: its sizes are not known either")
     rows = rows.within(spec.max_positions, any(tensor == "positions" for tensor, _, _ in spec.boxes(None)))
     hidden, layers, vocabulary = spec.hidden, spec.layers, spec.vocab or 0
-    width, tokens = WIDTH[config.model.dtype], sizes.micro * config.data.seq_length
+    width, row_tokens = WIDTH[config.model.dtype], sizes.micro * config.data.seq_length
+    tokens = -(-row_tokens // context)
+    across = 4 * row_tokens * (spec.kv_heads) * spec.head_dim * width if context > 1 else 0
     shards = ranks // config.parallel.replicas
     kept = 1 if config.model.activation_checkpointing else 16
     stage = config.parallel.zero_stage if config.engine == "deepspeed" else None
     graded = 1 if stage == 1 else shards
-    gathered = width * (2 * (counted - 2 * vocabulary * hidden) // layers + 2 * vocabulary * hidden)
-    trained = _adapters(config.lora, spec) if config.lora else counted
+    in_bits = _quantized(spec) if config.lora and config.lora.quantize != "none" else 0
+    of_layers = counted - in_bits - 2 * vocabulary * hidden
+    gathered = width * (2 * of_layers // layers + 2 * vocabulary * hidden)
+    idle = _frozen(config.model.freeze, spec)
+    trained = _adapters(resolved(config.lora), spec) if config.lora else counted - idle
+    kept_frozen = width * counted if config.lora else (width if stage else 4) * idle
+    kept_frozen -= width * in_bits
     memory = {
-        **({"frozen weights": width * counted // shards} if config.lora else {}),
-        "weights, gradients, moments": MASTERS * trained // shards + GRADIENT * trained // graded,
+        **({"quantized weights": round(NF4 * in_bits)} if in_bits else {}),
+        **({"frozen weights": kept_frozen // shards} if kept_frozen else {}),
+        "weights, gradients, moments": round((MASTER + MOMENTS[config.optim.moments]) * trained) // shards
+        + GRADIENT * trained // graded,
         "gathered weights": {None: gathered, 3: gathered + width * counted // shards}.get(stage, width * counted),
         "activations": kept * layers * tokens * hidden * width + 40 * tokens * hidden * width,
+        **({"gathered keys and values": across} if across else {}),
         "logits": 3 * 4 * min(CHUNK, tokens) * vocabulary,
     }
     inputs, pairs = _once(rows, order)
     multiplied = counted - _idle(spec) - (0 if spec.tied else vocabulary * hidden)
-    factor = 6.0 * multiplied if config.lora is None else 4.0 * multiplied + 6.0 * trained
+    factor = 4.0 * multiplied + 6.0 * trained if config.lora else 6.0 * multiplied - 2.0 * idle
     head = ((spec.nope_dim or 0) + spec.rope_dim + spec.head_dim) / 2 if spec.rope_dim else spec.head_dim
     flops = factor * inputs + 12.0 * layers * spec.heads * head * pairs
     parameters = counted + trained if config.lora else counted
     return Estimate(
+        ranks=ranks,
         sizes=sizes,
         steps=steps,
         samples=order.samples,
@@ -179,21 +202,33 @@ def _idle(spec: ModelSpec) -> int:
     return expert_parameters // spec.experts * (spec.experts - spec.top_k)
 
 
+def _frozen(patterns: Sequence[str], spec: ModelSpec) -> int:
+    """Parameters that are frozen. Raises as `freezing.frozen`."""
+    slots = [slot for slot in model_slots(spec, memory=True) if not slot.replica.shared]
+    names = frozen([key for slot in slots for key in slot.keys], patterns)
+    return sum(prod(slot.shape) for slot in slots if not names.isdisjoint(slot.keys))
+
+
+def _quantized(spec: ModelSpec) -> int:
+    """Parameters that QLoRA quantizes: all matrices of layers, which are linear layers where there are no experts."""
+    slots = [slot for slot in model_slots(spec, memory=True) if len(slot.shape) == 2 and slot.layer is not None]
+    return sum(prod(slot.shape) for slot in slots)
+
+
 def _adapters(lora: Lora, spec: ModelSpec) -> int:
-    """Parameters of adapters: rank x (rows + columns) of each matrix that has one.
+    """Parameters of adapters: rank x (rows + columns) of each matrix that has one, and with DoRA its rows.
 
     Raises:
         UsageError: a target is not a matrix of the model.
     """
     shapes = {slot.keys[0]: slot.shape for slot in model_slots(spec, memory=True) if len(slot.shape) == 2}
-    if lora.everywhere:
-        return sum(
-            lora.rank * sum(shapes[key]) for key in shapes if not (EMBEDDING.fullmatch(key) or HEAD.fullmatch(key))
-        )
-    keys_of_target = {
-        target: {key for key in shapes if f".{key}".endswith(f".{target}.weight")} for target in lora.targets
-    }
-    wrong = [target for target, keys in keys_of_target.items() if not keys]
-    if wrong:
-        raise UsageError(f"lora.targets: {wrong[0]} is no matrix of {spec.family}")
-    return sum(lora.rank * sum(shapes[key]) for key in set().union(*keys_of_target.values()))
+    targeted = {key for key in shapes if not (EMBEDDING.fullmatch(key) or HEAD.fullmatch(key))}
+    if not lora.everywhere:
+        keys_of_target = {
+            target: {key for key in shapes if f".{key}".endswith(f".{target}.weight")} for target in lora.targets
+        }
+        wrong = [target for target, keys in keys_of_target.items() if not keys]
+        if wrong:
+            raise UsageError(f"lora.targets: {wrong[0]} is no matrix of {spec.family}")
+        targeted = set().union(*keys_of_target.values())
+    return sum(lora.rank * sum(shapes[key]) + (shapes[key][0] if lora.dora else 0) for key in targeted)

@@ -22,8 +22,10 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from converters.common.atomic import write_file
+from train.data.parts import own
 from train.data.rows import Rows, check_tokenizer, open_rows
 from train.distributed import World
+from train.model.context import gathered
 from train.model.trainee import Trainee, fitted
 from train.run.checkpoint import Progress
 from train.run.metrics import Judge
@@ -100,16 +102,20 @@ def evaluate(
         for name, rows in sets.items():
             sums = np.zeros(2 if judge is None else 2 + len(judge.nothing))
             chosen = _spread(len(rows), most)
-            for first in range(0, len(chosen), world.ranks):
+            for first in range(0, len(chosen), world.readers):
                 alive()
-                flat = rows.flat(chosen[first + world.rank : first + world.rank + 1])
+                flat = rows.flat(chosen[first + world.reader : first + world.reader + 1])
+                part = own(flat, world)
                 if judge is None:
-                    loss = trainee(flat, world.device)
+                    loss = trainee(part, world.device)
                 else:
-                    predicted = torch.zeros(len(flat.labels), dtype=torch.int64, device=world.device)
-                    loss = trainee(flat, world.device, predicted=predicted)
-                    sums[2:] += judge.sums(flat, predicted.cpu().numpy())
-                sums[:2] += float(loss), flat.trained
+                    predicted = torch.zeros(len(part.labels), dtype=torch.int64, device=world.device)
+                    loss = trainee(part, world.device, predicted=predicted)
+                    if part.keys is not None:
+                        predicted = gathered(predicted, world.sharing)[: len(flat.labels)]
+                    if world.part == 0:
+                        sums[2:] += judge.sums(flat, predicted.cpu().numpy())
+                sums[:2] += float(loss), part.trained
             total, tokens, *texts = world.sums(*sums.tolist())
             scores[name] = Score(total, int(tokens), {} if judge is None else judge.scores(texts))
     back_to_training(trainee)

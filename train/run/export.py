@@ -135,6 +135,7 @@ def read_adapters(checkpoint: Path) -> dict[str, Any]:
         SourceError: a file does not match its CRC-32, or belongs to another save.
     """
     import torch
+    from safetensors.torch import load_file
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -142,6 +143,8 @@ def read_adapters(checkpoint: Path) -> dict[str, Any]:
 
     refuse_damaged(checkpoint, check(archives(checkpoint), THREADS, lambda _: None).damaged)
     require_one_save(checkpoint)
+    if (checkpoint / peft.WEIGHTS).is_file():  # beside the states of DeepSpeed
+        return load_file(checkpoint / peft.WEIGHTS)
     reader, inside = FileSystemReader(checkpoint), "model."
     listed: dict[str, Any] = reader.read_metadata().state_dict_metadata
     tensors = {name: torch.empty(listed[name].size) for name in sorted(listed) if name.startswith(inside)}

@@ -142,23 +142,23 @@ def _same_names(then: Path, now: Path) -> bool:
 # --- the weights -----------------------------------------------------------------------------------------------------
 
 
-def begun(start: Path | None, folder: Path, adapters: bool, world: World) -> tuple[dict[str, str], str]:
+def begun(start: Path | None, folder: Path, partial: bool, world: World) -> tuple[dict[str, str], str]:
     """The digests of the weights that a run began with, and a note. Collective: all ranks call it.
 
     Args:
         start: the checkpoint that it resumes from, None for a new run.
         folder: the model with the current weights.
-        adapters: whether only adapters are trained, on these weights.
+        partial: whether checkpoints lack weights that are not trained, as those of adapters do.
         world: the ranks; each reads a share of the weights.
 
     Raises:
-        RefusedError: adapters would be put on other weights.
+        RefusedError: what was trained would be put on other weights.
     """
     now = _digests(folder, world)
     if start is None:
         return now, ""
     then: Mapping[str, str] | None = world.from_first(lambda: recorded(start))
-    note: str = world.from_first(lambda: compared(start, folder, then, now, adapters))
+    note: str = world.from_first(lambda: compared(start, folder, then, now, partial))
     return dict(now if then is None else then), note
 
 
@@ -172,30 +172,30 @@ def require_same_base(checkpoint: Path, base: Checkpoint) -> str:
     require_same_tokenizer(checkpoint, base.root)
     then = recorded(checkpoint)
     now = {} if then is None else digest_of(make_plan(base).jobs, LIMITS)
-    return compared(checkpoint, base.root, then, now, adapters=True)
+    return compared(checkpoint, base.root, then, now, partial=True)
 
 
 def compared(
-    checkpoint: Path, folder: Path, then: Mapping[str, str] | None, now: Mapping[str, str], adapters: bool
+    checkpoint: Path, folder: Path, then: Mapping[str, str] | None, now: Mapping[str, str], partial: bool
 ) -> str:
     """Compare the weights that a checkpoint's run began with and those that are in a folder now. Returns a note.
 
     Raises:
-        RefusedError: they differ, and the checkpoint holds adapters.
+        RefusedError: they differ, and the checkpoint does not hold all weights.
     """
     if then is None:
-        note = f"{checkpoint} does not record which weights its adapters are of: {folder} is taken on trust"
-        return note if adapters else ""
+        note = f"{checkpoint} does not record which weights it was trained on: {folder} is taken on trust"
+        return note if partial else ""
     other = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
     if not other:
         return ""
     note = f"{folder} no longer holds the weights that {checkpoint} began with: {some(other, 3)} differ"
-    if not adapters:
+    if not partial:
         return f"{note}; nothing of them is used, the checkpoint has all weights"
     raise RefusedError(
-        f"{note}, and its adapters mean nothing on others",
-        f"`convert digest {quote(str(folder))}` has to print {total(then)}: put those weights back; adapters for "
-        "others are another run, with another save.path",
+        f"{note}, and what it has was trained on them",
+        f"`convert digest {quote(str(folder))}` has to print {total(then)}: put those weights back; a training on "
+        "others is another run, with another save.path",
     )
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from math import prod
 from typing import cast
 
 import torch
@@ -13,8 +14,10 @@ import torch
 from converters.common.atomic import lock, stoppable, write_file
 from formats.errors import Interrupted, OutputError
 from formats.torch_files import saves
+from train.data.parts import own
 from train.distributed import World
 from train.engines import Stepping, open_engine
+from train.model.trainee import shape_of
 from train.run.best import Best, open_best
 from train.run.checkpoint import Progress, Saver, require_sound
 from train.run.estimate import mixture_of
@@ -132,7 +135,9 @@ def _open(prepared: Prepared, best: Best | None, world: World, say: Callable[[st
     if prepared.start is not None:
         require_sound(prepared.start, world)
     path = config.model.path
-    digests, of_start = begun(prepared.start, path, config.lora is not None, world)
+    # DeepSpeed restores no frozen weights on another number of ranks, and LoRA saves none
+    partial = config.lora is not None or (config.engine == "deepspeed" and bool(config.model.freeze))
+    digests, of_start = begun(prepared.start, path, partial, world)
     beside = dict[str, bytes]()
     world.from_first(lambda: beside.update({**small_files(path), RECORD: record(digests)}))
     engine = open_engine(config, model, world, backend)
@@ -153,15 +158,18 @@ def _open(prepared: Prepared, best: Best | None, world: World, say: Callable[[st
             say(f"set        {part.name}: {part.trained} rows, {100 * part.share:.2f} %, {part.epochs:.3g} epochs")
         if not prepared.order.sets and (passes_note := passes(len(rows), config.steps, prepared.sizes.size)):
             say(f"note       {passes_note}")
-        say(f"batch      {prepared.sizes}")
+        say(f"batch      {prepared.sizes}{f', each shared by {world.context}' if world.context > 1 else ''}")
         say(f"steps      {prepared.total}, from global step {prepared.progress.offset + prepared.progress.step + 1}")
         say(f"attention  {backend}, packed documents differ by {apart:.1e} from unpacked ones")
         say(f"kernels    {engine.kernels}")
         say(f"weights    {prepared.start or config.model.path}")
-        if config.lora is not None:
-            sizes = [(tensor.numel(), tensor.requires_grad) for tensor in engine.model.parameters()]
+        if config.lora is not None and config.lora.adapter is not None and prepared.start is None:
+            say(f"adapter    {config.lora.adapter}")
+        if config.lora is not None or config.model.freeze:
+            sizes = [(prod(shape_of(tensor)), tensor.requires_grad) for tensor in engine.model.parameters()]
             trained = sum(count for count, trains in sizes if trains)
-            say(f"adapters   {trained:,} of {sum(count for count, _ in sizes):,} parameters are trained")
+            total = sum(count for count, _ in sizes)
+            say(f"{'adapters' if config.lora else 'trained':<10} {trained:,} of {total:,} parameters are trained")
     return Run(
         prepared=prepared,
         world=world,
@@ -183,7 +191,8 @@ def _step(run: Run, number: int, stopped: bool) -> Step:
     torch.manual_seed(
         seed_of(config.seed, number, world.rank)
     )  # for dropout; a function of the step, so no RNG state has to be saved
-    batches = [prepared.rows.flat(rows) for rows in prepared.order.batch(number, prepared.sizes, world.rank)]
+    taken = prepared.order.batch(number, prepared.sizes, world.reader)
+    batches = [own(prepared.rows.flat(rows), world) for rows in taken]
     step = reduce_counts(run, batches, stopped)
     losses = torch.zeros((), dtype=torch.float64, device=world.device)  # read once a step: reading waits for the device
     for place, flat in enumerate(batches):

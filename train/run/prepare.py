@@ -16,7 +16,7 @@ from train.distributed import World
 from train.engines import ENGINES
 from train.model import kernels, lora
 from train.model.attention import resolve
-from train.model.selfcheck import require_masks, self_check
+from train.model.selfcheck import require_masks, require_sharable, self_check
 from train.model.trainee import DTYPES, fitted, open_config
 from train.run.checkpoint import Progress, check_same, newest, read_progress, require_places
 from train.run.export import check_export
@@ -26,6 +26,7 @@ from train.settings.config import Config
 from train.settings.effects import check_effect
 from train.settings.schedule import check_schedule
 from train.start.run_folder import changes
+from train.start.start_adapter import resolved
 from train.start.start_weights import folder_of
 
 
@@ -59,7 +60,9 @@ def prepare(config: Config, world: World) -> Prepared:
     Raises:
         VitruvianError: they contradict each other.
     """
-    sizes = batch_sizes(config.batch, world.ranks)
+    if config.lora is not None:
+        config = config.model_copy(update={"lora": resolved(config.lora)})
+    sizes = batch_sizes(config.batch, world.readers)
     rows = open_rows(config.data, config.data.train, config.seed)
     order, total = make_order(rows.ends, config.seed, config.data, config.steps, sizes.size)
     check_schedule(config, total)
@@ -116,11 +119,13 @@ def choose_attention(config: Config, world: World, rows: int = 1) -> tuple[Any, 
         VitruvianError: the model's layers cannot separate packed documents, or the attention backend does not.
     """
     model_config = open_config(config.model.path)
-    require_masks(model_config, config.data.seq_length, rows)
+    require_masks(model_config, config.data.seq_length, rows, world.context)
     dtype = DTYPES[config.model.dtype]
-    backend = resolve(config.model.attention, model_config, world.device, dtype)
+    if world.context > 1:
+        require_sharable(model_config)
+    backend = resolve(config.model.attention, model_config, world.device, dtype, world.context)
     kernel = kernels.resolve(config.model.kernels, model_config, world.device) if config.engine == "fsdp" else "torch"
-    return model_config, backend, self_check(model_config, world.device, backend, dtype, kernel)
+    return model_config, backend, self_check(model_config, world.device, backend, dtype, kernel, world)
 
 
 def _start(config: Config, fresh: Progress) -> tuple[Path | None, Progress]:

@@ -62,8 +62,15 @@ def flops_of(flats: Sequence[Flat], config: Any, parameters: float) -> float:
     head = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
     width = heads * (head + getattr(config, "v_head_dim", head)) / 2
     tokens = sum(len(flat.input_ids) for flat in flats)
-    pairs = sum(float(np.square(np.diff(flat.cu_seqlens).astype(float)).sum()) / 2 for flat in flats)
+    pairs = sum(_pairs(flat) for flat in flats)
     return float(6.0 * parameters * tokens + 12.0 * layers * width * pairs)
+
+
+def _pairs(flat: Flat) -> float:
+    """Half of the pairs of tokens of each document; of a part, those whose query is in it."""
+    queries = np.diff(flat.cu_seqlens).astype(float)
+    keys = queries if flat.keys is None else np.diff(flat.keys.cu_seqlens).astype(float)
+    return float((np.square(keys) - np.square(keys - queries)).sum()) / 2
 
 
 def memory_of(device: torch.device) -> int:

@@ -69,7 +69,14 @@ class Model(_Part):
     attention: Literal["auto", "flash", "varlen", "flex", "sdpa", "eager"] = Field(
         "auto", description="How documents of a row are kept apart; auto takes the fastest that the device has."
     )
+    freeze: Annotated[list[str], BeforeValidator(_listed)] = Field(
+        default_factory=list,
+        description="Tensors that are not trained: shell patterns of their names; one that begins with ! unfreezes.",
+    )
     activation_checkpointing: bool = Field(True, description="Recompute layers in the backward pass.")
+    activation_offload: bool = Field(
+        False, description="Keep the inputs of layers in CPU memory until the backward pass."
+    )
     compile: bool = Field(False, description="torch.compile for each layer.")
     kernels: Literal["auto", "torch", "liger"] = Field(
         "auto", description="Of norms, MLPs and RoPE; auto takes liger on a GPU where it supports the model."
@@ -81,6 +88,14 @@ class Lora(_Part):
 
     rank: Count = Field(16, description="Columns of B and rows of A.")
     alpha: Count = Field(32, description="B times A is scaled by alpha / rank.")
+    rslora: bool = Field(False, description="rsLoRA: scale by alpha / sqrt(rank) instead.")
+    dora: bool = Field(False, description="DoRA: the norms of the rows of each weight are trained too.")
+    quantize: Literal["none", "nf4"] = Field(
+        "none", description="QLoRA: nf4 keeps the frozen weights of layers in 4 bits, all of them on each rank."
+    )
+    adapter: Path | None = Field(
+        None, description="Folder of a PEFT adapter to start from; the other settings are then those of the folder."
+    )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="Dropout on the input of A.")
     targets: Annotated[list[str], Field(min_length=1), BeforeValidator(_listed)] = Field(
         ["all-linear"], description="Names of layers, such as q_proj; all-linear takes all of them but the head."
@@ -133,6 +148,7 @@ class Optim(_Part):
     lr: Annotated[float, Field(gt=0)] = Field(description="Peak learning rate.")
     betas: tuple[Beta, Beta] = Field((0.9, 0.95))
     eps: Annotated[float, Field(gt=0)] = Field(1e-8)
+    moments: Literal["fp32", "8bit"] = Field("fp32", description="8bit: moments in 8 bits, by bitsandbytes.")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="For matrices; norms and biases have none.")
     clip: Annotated[float, Field(ge=0)] = Field(1.0, description="Gradient clipping: largest norm; 0 does not clip.")
 
@@ -177,6 +193,8 @@ class Parallel(_Part):
     """How the model is sharded over ranks."""
 
     replicas: Count = Field(1, description="HSDP: copies of the sharded model; the world is replicas times shards.")
+    offload: bool = Field(False, description="FSDP: shards, gradients and moments in CPU memory, where AdamW runs.")
+    context: Count = Field(1, description="Context parallelism: ranks that share each row, for long documents.")
     zero_stage: Literal[1, 2, 3] = Field(
         3, description="ZeRO: moments are sharded (1), gradients too (2), weights too (3)."
     )
@@ -379,12 +397,16 @@ def _check_engine(config: Config) -> None:
     zero = {"parallel.deepspeed": bool(config.parallel.deepspeed)}
     ours = {
         "parallel.replicas": config.parallel.replicas > 1,
+        "optim.moments": config.optim.moments == "8bit",
+        "lora.quantize": config.lora is not None and config.lora.quantize != "none",
+        "parallel.offload": config.parallel.offload,
+        "parallel.context": config.parallel.context > 1,
         "model.compile": config.model.compile,
-        "lora": config.lora is not None,
         "model.kernels": config.model.kernels == "liger",
         "log.layer_norms": config.log.layer_norms,
     }
-    foreign = {"fsdp": zero, "transformers": ours | zero, "deepspeed": ours}
+    gathered = {"lora.dora": config.lora is not None and config.lora.dora}  # reads weights that ZeRO-3 has freed
+    foreign = {"fsdp": zero, "transformers": ours | zero, "deepspeed": ours | gathered}
     for name, is_set in foreign[config.engine].items():
         if is_set:
             raise UsageError(f"the engine {config.engine} does not know {name}", described(name))

@@ -29,6 +29,19 @@ def check_effect(config: Config, total: int) -> None:
     for name in ("patience", "min_delta"):
         if getattr(config.evaluate, name) and config.evaluate.best is None:
             raise UsageError(f"evaluate.{name} needs a metric that decides", "--evaluate.best NAME")
+    if config.lora is not None and config.model.freeze:
+        raise UsageError("model.freeze has no effect with lora: all weights of the model are frozen", "remove it")
+    if config.lora is not None and config.lora.quantize != "none" and config.lora.dora:
+        raise UsageError("lora.dora needs the norms of weights, which lora.quantize changes", "remove one of them")
+    if config.model.activation_offload and not config.model.activation_checkpointing:
+        raise UsageError(
+            "model.activation_offload without model.activation_checkpointing would copy gathered weights too",
+            "--model.activation_checkpointing true",
+        )
+    if config.parallel.context > 1:
+        for name, value in {"neftune_alpha": config.neftune_alpha, "model.compile": config.model.compile}.items():
+            if value:
+                raise UsageError(f"{name} does not work with parallel.context {config.parallel.context}", "remove one")
     profile = config.profile
     if profile.kind is not None and profile.after + profile.steps > total:
         raise UsageError(

@@ -70,8 +70,9 @@ def _targets(value: Any) -> Settings:
 
 
 def _optimizer(value: Any) -> Settings | None:
-    """AdamW of torch, whoever fuses it."""
-    return {} if str(value).lower() in ADAMW else None
+    """AdamW of torch, whoever fuses it, or of bitsandbytes with moments in 8 bits."""
+    name = str(value).lower()
+    return {"optim.moments": "8bit"} if name in ADAMW_8BIT else {} if name in ADAMW else None
 
 
 def _template(value: Any) -> Settings | None:
@@ -88,6 +89,7 @@ STYLES = _to(
     cosine_with_min_lr="cosine",
 )  # fmt: skip
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "torch.optim.adamw")
+ADAMW_8BIT = ("adamw_8bit", "adamw_bnb_8bit", "bitsandbytes.optim.adamw8bit")
 LOGGERS = {"WandB": "wandb", "TensorBoard": "tensorboard", "MLFlow": "mlflow"}
 TUNE_LAYERS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """Loggers and layers of torchtune."""
@@ -144,6 +146,8 @@ LEFT = {
     "resume_from_checkpoint": "a run resumes by itself",
     "label_smoothing_factor": "the loss is the cross entropy of the labels",
 }
+QUANTIZED: Settings = {"lora.quantize": "nf4"}
+QLORA: Settings = {"lora": True, **QUANTIZED}
 ADAM: Settings = {"optim.betas": [0.9, 0.999]}
 
 AXOLOTL = Trainer(
@@ -163,7 +167,10 @@ AXOLOTL = Trainer(
         "lr_scheduler": STYLES,
         "optimizer": _optimizer,
         "bf16": _to("model.dtype", true="bf16", auto="bf16", full="bf16", false="fp32"),
-        "adapter": _to("lora", lora=True, qlora=True),
+        "adapter": lambda value: {"lora": True} if value == "lora" else QLORA if value == "qlora" else None,
+        "load_in_4bit": _if(QUANTIZED, {}),
+        "peft_use_dora": _if({"lora.dora": True}, {}),
+        "peft_use_rslora": _if({"lora.rslora": True}, {}),
         "lora_target_modules": _targets,
         "lora_target_linear": _if({"lora.targets": ["all-linear"]}),
         "train_on_inputs": _if({"data.loss": "all"}, {"data.loss": "assistant"}),
@@ -201,8 +208,7 @@ AXOLOTL = Trainer(
         "datasets": TOKENIZE,
         "special_tokens": "the tokenizer has them: `convert assets`, or `convert tokenizer` for new ones",
         "test_datasets": "data.validation names token files: train tokenize",
-        "load_in_4bit": "weights are not quantized here",
-        "load_in_8bit": "weights are not quantized here",
+        "load_in_8bit": "weights are quantized to 4 bits only: lora.quantize nf4",
         "saves_per_epoch": "save.every counts steps: train plan prints how many an epoch has",
         "rl": "preferences are not trained here",
         "lora_modules_to_save": "only adapters are trained with LoRA",
@@ -224,6 +230,9 @@ TRL = Trainer(
     {
         **VALUES_OF_THE_TRAINER,
         "use_peft": _if({"lora": True}),
+        "load_in_4bit": _if(QUANTIZED, {}),
+        "use_dora": _if({"lora.dora": True}, {}),
+        "use_rslora": _if({"lora.rslora": True}, {}),
         "lora_target_modules": _targets,
         "packing": _if({}, {}),
         "packing_strategy": _to("data.packing", bfd="bfd", wrapped="packed"),
@@ -253,11 +262,8 @@ TRL = Trainer(
         **LEFT,
         "datasets": TOKENIZE,
         "dataset_config": TOKENIZE,
-        "load_in_4bit": "weights are not quantized here",
-        "load_in_8bit": "weights are not quantized here",
+        "load_in_8bit": "weights are quantized to 4 bits only: lora.quantize nf4",
         "lora_modules_to_save": "only adapters are trained with LoRA",
-        "use_dora": "adapters are plain LoRA here",
-        "use_rslora": "adapters are scaled by alpha / rank here",
     },
 )  # fmt: skip
 LLAMA_FACTORY = Trainer(
@@ -277,6 +283,9 @@ LLAMA_FACTORY = Trainer(
         "stage": lambda value: {} if value == "sft" else {"data.loss": "all"} if value == "pt" else None,
         "finetuning_type": lambda value: {"lora": True} if value == "lora" else {} if value == "full" else None,
         "lora_target": _targets,
+        "quantization_bit": lambda value: QUANTIZED if value == 4 else None,
+        "use_dora": _if({"lora.dora": True}, {}),
+        "use_rslora": _if({"lora.rslora": True}, {}),
         "train_on_prompt": _if({"data.loss": "all"}, {"data.loss": "assistant"}),
         "mask_history": _if({"data.loss": "last_turn"}),
         "flash_attn": ATTENTION,
@@ -306,13 +315,11 @@ LLAMA_FACTORY = Trainer(
         "dataset_dir": TOKENIZE,
         "max_samples": "train tokenize takes all records: cut the file before it",
         "eval_dataset": "data.validation names token files: train tokenize",
-        "quantization_bit": "weights are not quantized here",
         "mix_strategy": "data.weights mixes sets",
         "interleave_probs": "data.weights: the same list, with one of token files in --data",
-        "use_dora": "adapters are plain LoRA here",
         "pissa_init": "adapters begin as LoRA does",
         "additional_target": "only adapters are trained with LoRA",
-        "freeze_trainable_layers": "all weights are trained, or adapters",
+        "freeze_trainable_layers": "model.freeze names what is not trained",
     },
 )  # fmt: skip
 TORCHTUNE = Trainer(

@@ -87,14 +87,14 @@ def find(save: Path, name: str) -> Place:
 
 
 def every(save: Path) -> list[Place]:
-    """All checkpoints of a run (this trainer, GPT-NeoX, Megatron), without symbolic links, oldest first."""
-    folders = [path for path in save.glob("*") if STEP.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+    """All checkpoints of a run (this trainer, GPT-NeoX, Megatron), oldest first: a linked start is the first."""
+    folders = [path for path in save.glob("*") if STEP.fullmatch(path.name) and path.is_dir()]
     return sorted(map(_place, folders), key=lambda place: (place.step, place.path.name))
 
 
 def inside_of(save: Path, place: Place) -> bool:
-    """Whether a checkpoint is in the folder of a run."""
-    return place.path.resolve().parent == save.resolve()
+    """Whether a checkpoint, or a link to one, is in the folder of a run."""
+    return place.path.parent.resolve() == save.resolve()
 
 
 def _place(path: Path) -> Place:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from converters.library.exporting import Exporter, exporter
+from converters.library.exporting import Exporter, exporter, possible
 from converters.library.options import Conversion, Place
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ class ExportCallback(TrainerCallback):
         waiting: how many checkpoints may wait for the one that is exported; a further one is skipped.
         strict: at the end of the training, raise if one failed or was skipped.
         options: those of `vitruvian.convert`: of sharded checkpoints `config="BASE"`.
+
+    Raises:
+        UsageError: an option is unknown or has an impossible value, or `push` is no name on the Hub.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class ExportCallback(TrainerCallback):
         strict: bool = False,
         **options: Unpack[Conversion],
     ) -> None:
+        possible(push, waiting, options)  # not when the first checkpoint is saved
         self.out, self.push, self.waiting, self.strict, self.options = out, push, waiting, strict, options
         self.exporter: Exporter | None = None
 

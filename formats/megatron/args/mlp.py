@@ -66,6 +66,17 @@ def activation(squared: str, fusion: str) -> Codec:
     return Codec(read, write)
 
 
+def serial() -> Codec:
+    """Whether attention and MLP read the same residual, which no argument says: none do."""
+
+    def write(value: bool, context: Context) -> Spelled:
+        if value:
+            raise cannot(context, "its attention and MLP read the same residual, those of Megatron follow one another")
+        return {}
+
+    return Codec(lambda *_: False, write)
+
+
 def gain() -> Codec:
     """The gain of the clamped MLP's activation, which no argument says."""
 

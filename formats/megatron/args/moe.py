@@ -50,25 +50,29 @@ def _write_normalized(value: bool, context: Context) -> bool:
     return not sigmoid and not value
 
 
-def _ranks_by_two(top_k: Any, groups: Any) -> bool:
-    """Whether Megatron ranks groups as transformers does: by their two best experts."""
-    return type(top_k) is int and type(groups) is int and groups > 0 and top_k // groups == 2
+def _ranked(top_k: Any, groups: Any, context: Context) -> str:
+    """Why Megatron ranks groups otherwise than transformers, empty if it does not.
+
+    transformers ranks them by the two best of their experts where scores are of a sigmoid (models/deepseek_v3), by the
+    best where they are a softmax (models/deepseek_v2).
+    """
+    ours = 2 if context.values["sigmoid"] else 1
+    theirs = top_k // groups if type(top_k) is int and type(groups) is int and groups > 0 else 0
+    return (
+        "" if theirs == ours else f"it ranks groups by {short(top_k)} // {short(groups)} of their experts, not {ours}"
+    )
 
 
 def _read_top_groups(spelled: Any, context: Context) -> Any:
-    top_k = context.values["top_k"]
-    if spelled and not _ranks_by_two(top_k, spelled):
-        raise UnsupportedError(
-            f"{context.where}: moe_router_group_topk = {short(spelled)} is not supported with moe_router_topk = "
-            f"{short(top_k)}, only half of it"
-        )
+    if spelled and (why := _ranked(context.values["top_k"], spelled, context)):
+        raise UnsupportedError(f"{context.where}: moe_router_group_topk = {short(spelled)} is not supported: {why}")
     return spelled or 1
 
 
 def _write_top_groups(value: int, context: Context) -> int | None:
-    top_k, grouped = context.values["top_k"], context.values["router_groups"] > 1
-    if grouped and not _ranks_by_two(top_k, value):
-        raise cannot(context, f"it ranks groups by {top_k} // {value} of their experts, this model by 2")
+    grouped = context.values["router_groups"] > 1
+    if grouped and (why := _ranked(context.values["top_k"], value, context)):
+        raise cannot(context, why)
     return value if grouped else None
 
 

@@ -46,6 +46,7 @@ class Options:
         version: the Megatron-LM that the flags are for; None for the newest that computes the model.
         accepted: deviations from the model that the user named (`versions.DEVIATIONS`).
         trainer: `bridge` for what Megatron-Bridge expects beside torch_dist; None for Megatron-LM alone.
+        archive: all tensors in one data file, whatever topology it is cut for; torch_dist and fsdp_dtensor alone.
         computed: the element type of the training, as torch calls it, where the weights are its master weights.
     """
 
@@ -66,6 +67,7 @@ class Options:
     version: str | None = None
     accepted: tuple[str, ...] = ()
     trainer: str | None = None
+    archive: bool = False
     computed: str | None = None
 
     @property

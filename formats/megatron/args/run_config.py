@@ -94,8 +94,12 @@ def place(run: Path, folder: Path) -> Path | None:
     return next((path for path in found if path.is_file()), None)
 
 
-def read(path: Path) -> Namespace:
+def read(path: Path, *, adapter: bool = False) -> Namespace:
     """The fields of a model's class as the args of Megatron-LM.
+
+    Args:
+        path: the file.
+        adapter: whether they are of the base of an adapter.
 
     Raises:
         SourceError: the file is no map of fields.
@@ -103,19 +107,29 @@ def read(path: Path) -> Namespace:
             adapter alone.
         RefusedError: the rotary embedding is scaled as Megatron-LM cannot say.
     """
+    fields, peft = _held(path)
+    if peft and not adapter:
+        raise UnsupportedError(
+            f"{path} says peft: the checkpoint holds an adapter of Megatron-Bridge without its base",
+            "--adapter only makes a folder of PEFT of it, and `convert merge` puts that into its base",
+        )
+    return Namespace(_as_args(fields, path))
+
+
+def adapter(path: Path) -> dict[str, Any]:
+    """The fields of an adapter's class; none where the file does not say them."""
+    return _held(path)[1] if path.name == BRIDGE else {}
+
+
+def _held(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of the model's class, and of the adapter's."""
     try:
         if path.stat().st_size > MOST_YAML:
             raise SourceError(f"{path} has {path.stat().st_size} bytes, too many for a configuration")
         held = yaml.load(path.read_text(), Loader=_Loader)  # noqa: S506
-        fields, adapter = dict(held["model" if path.name == BRIDGE else "config"]), held.get("peft")
+        return dict(held["model" if path.name == BRIDGE else "config"]), dict(held.get("peft") or {})
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError, TypeError, KeyError, AttributeError):
         raise SourceError(f"{path} holds no fields of a model") from None
-    if adapter:
-        raise UnsupportedError(
-            f"{path} says peft: the checkpoint holds an adapter of Megatron-Bridge without its base, which is not read",
-            "merge it with examples/peft/merge_lora.py of Megatron-Bridge, whose output is read",
-        )
-    return Namespace(_as_args(fields, path))
 
 
 def _as_args(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -159,10 +173,11 @@ def _llama3(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return {"use_rope_scaling": True, "rope_scaling_factor": fields["scale_factor"]}
 
 
-def written(args: Mapping[str, Any], iteration: int) -> dict[str, bytes]:
+def written(args: Mapping[str, Any], iteration: int, more: Mapping[str, Any] | None = None) -> dict[str, bytes]:
     """The files that Megatron-Bridge expects beside the weights, by what it calls them.
 
-    `checkpoint` says what its loader asks for (training/checkpointing.py `_load_checkpoint_from_path`).
+    `checkpoint` says what its loader asks for (training/checkpointing.py `_load_checkpoint_from_path`), and `more` has
+    further sections.
 
     Raises:
         RefusedError: its GPTModelProvider does not compute the model.
@@ -195,6 +210,7 @@ def written(args: Mapping[str, Any], iteration: int) -> dict[str, bytes]:
         **dict.fromkeys(("save_optim", "save_rng", "fully_parallel_save"), False),
     }
     run = {"_target_": "megatron.bridge.training.config.ConfigContainer", "model": model, "checkpoint": checkpoint}
+    run |= more or {}
     counted = {"step": iteration, "consumed_train_samples": args.get("consumed_train_samples") or 0}
     state = {name: Small(kind, (), struct.pack(NUMBERS[kind], counted.get(name, 0))) for name, kind in TRAINING.items()}
     state |= {name: Small("BOOL", (), b"\0") for name in ("do_train", "do_valid", "do_test")}

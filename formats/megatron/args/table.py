@@ -46,6 +46,7 @@ every_bias         add_bias_linear disable_bias_linear             biases or not
 every_bias         add_bias_linear disable_bias_linear             biases                   sinks
 -                  openai_gelu                                     = false                  ungated
 activation         squared_relu bias_gelu_fusion                   activation               ungated
+parallel_residual  -                                               one after the other      ungated
 centred            apply_layernorm_1p layernorm_zero_centered_gamma  centred                  ungated
 mtp_layers         mtp_num_layers                                  none or so many
 experts            num_experts
@@ -54,9 +55,9 @@ expert_ffn         moe_ffn_hidden_size                             width        
 shared_experts     moe_shared_expert_intermediate_size             given                    moe
 shared_ffn         moe_shared_expert_intermediate_size             same                     moe
 router_scale       moe_router_topk_scaling_factor                  1 unless said            moe
+sigmoid            moe_router_score_function                       score                    moe
 router_groups      moe_router_num_groups moe_router_group_topk     groups                   moe
 router_top_groups  moe_router_group_topk                           top groups               moe
-sigmoid            moe_router_score_function                       score                    moe
 -                  moe_router_load_balancing_type                  balancing                moe
 router_normalized  moe_router_pre_softmax                          normalized               moe
 router_bias        moe_router_enable_expert_bias                   on                       moe
@@ -188,6 +189,7 @@ TABLE = rows(
         "latent scaling": rope.latent,
         "no scaling": lambda *_: Codec(lambda *_: None, lambda *_: rope.NONE),
         "activation": mlp.activation,
+        "one after the other": mlp.serial,
         "gain": mlp.gain,
         "clamp": mlp.clamp,
     },

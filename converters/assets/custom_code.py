@@ -1,0 +1,49 @@
+"""Code of a model's own: whether the files that `auto_map` names are there.
+
+Facts: transformers 5.23.0, dynamic_module_utils.py: `module.Class` is in module.py beside the config,
+`repo--module.Class` in another repository; a tokenizer has a pair of them, of which one may be null. Without
+`trust_remote_code` a model type that transformers knows is loaded with its own class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from formats.disk.json_file import read_json
+from formats.errors import SourceError, short
+
+ELSEWHERE = "--"
+"""What is between a repository and the name of a class in it."""
+
+
+def missing_code(assets: Mapping[str, Path]) -> Iterator[str]:
+    """A sentence for each file of code that a config names and that is not among some assets.
+
+    Args:
+        assets: relative name to path.
+    """
+    for name, path in assets.items():
+        if name != "config.json" and not name.endswith("_config.json"):
+            continue
+        try:
+            named = read_json(path).get("auto_map")
+        except SourceError:  # what needs the file says so
+            continue
+        for code in dict.fromkeys(_files(named)):
+            if code not in assets:
+                yield f"auto_map of {name} names code in {short(code)}, which is not there: trust_remote_code fails"
+
+
+def _files(named: Any) -> Iterator[str]:
+    """The files of the classes that an `auto_map` names, here and in lists."""
+    match named:
+        case str() if ELSEWHERE not in named:
+            yield f"{named.rpartition('.')[0]}.py"
+        case dict():
+            for one in named.values():
+                yield from _files(one)
+        case list():
+            for one in named:
+                yield from _files(one)

@@ -1,0 +1,49 @@
+"""Export at each save of axolotl.
+
+As of axolotl 0.19.0, integrations/base.py and integrations/config.py: `plugins` of the config names a class as
+MODULE.CLASS; `get_input_args` names a pydantic model whose fields the config may then have; the callbacks that
+`add_callbacks_post_trainer` returns are added to its Trainer, which is that of transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from axolotl.integrations.base import BasePlugin
+from pydantic import BaseModel
+
+from converters.library.frameworks.trainer_callback import ExportCallback
+from formats.errors import UsageError
+
+NAME = "vitruvian_export"
+"""What the config calls the arguments of `ExportCallback`."""
+
+
+class ExportArgs(BaseModel):
+    """What a config of axolotl may say with the plug-in."""
+
+    vitruvian_export: dict[str, Any] | None = None
+
+
+class ExportPlugin(BasePlugin):  # type: ignore[misc]  # axolotl need not be installed
+    """Exports each checkpoint that axolotl saves: `plugins: [vitruvian.axolotl.ExportPlugin]`.
+
+    `vitruvian_export` of the config holds the arguments of `vitruvian.transformers.ExportCallback`: `out`, and others
+    by name. `config` is the config's `base_model`, where nothing else is said.
+    """
+
+    def get_input_args(self) -> str:
+        """The model of what the config may say."""
+        return "vitruvian.axolotl.ExportArgs"
+
+    def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[ExportCallback]:
+        """What the Trainer calls.
+
+        Raises:
+            UsageError: the config names no folder, or an option does not exist.
+        """
+        del trainer
+        said = dict(cfg.vitruvian_export or {})
+        if not said.get("out"):
+            raise UsageError(f"the config names no folder for exports: {NAME} has no out", f"{NAME}: {{out: hub}}")
+        return [ExportCallback(**{"config": cfg.base_model, **said})]

@@ -1,0 +1,23 @@
+"""The folder of a training that holds a checkpoint of each of some steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from formats.errors import SourceError
+
+STEPS = re.compile(r"(?:checkpoint|step|global_step|epoch)[-_]?(\d+)")
+"""Folders of a run, each a checkpoint."""
+
+
+def checkpoints(path: Path, detect: Callable[[Path], bool]) -> list[Path]:
+    """The checkpoints of a run's folder, the newest first; none when the folder is a checkpoint itself."""
+    try:
+        if not path.is_dir() or detect(path):
+            return []
+        found = [(int(step[1]), child) for child in path.iterdir() if (step := STEPS.fullmatch(child.name))]
+        return [child for _, child in sorted(found, reverse=True) if child.is_dir() and detect(child)]
+    except OSError as error:
+        raise SourceError(f"{error.filename or path}: {error.strerror}") from None

@@ -1,0 +1,294 @@
+"""LoRA in Megatron: the adapters of Megatron-Bridge (and NeMo 2) in a torch_dist checkpoint without their base.
+
+    …linear_qkv.adapter.linear_in.weight               [layers, r, hidden]      LoRA: one for all of a fused matrix
+    …linear_qkv.adapter.linear_out.weight              [layers, rows, r]        rows in the order of the matrix
+    …linear_qkv.adapter.adapter_q.linear_in.weight     [layers, r, hidden]      CanonicalLoRA: one for each tensor in it
+    run_config.yaml, `peft`                            its class, dim (r), alpha; scale = alpha / dim
+
+A rank stores the rows of `linear_fc1…linear_out` in two halves, which are gate and up of LoRA. CanonicalLoRA has one of
+both there, and stores its halves apart all the same: the rows of a checkpoint are in an order of its tensor ranks, and
+no other number of them loads it as it was (`ParallelLinearAdapter.sharded_state_dict`). A matrix without a gate is cut
+so by 0.3.1, and not by later ones.
+
+Facts: Megatron-Bridge 0.3.1 peft/utils.py, lora.py, canonical_lora.py, and its own files in tests/golden/bridge; NeMo 2
+has the same names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from formats.checkpoint import Checkpoint, Settings, Target
+from formats.errors import SourceError, UnsupportedError, UsageError, short, some
+from formats.huggingface import folder as huggingface
+from formats.layout.pattern import Axis, Fill, Pattern, Product, Term
+from formats.layout.pieces import Scattered, whole_part
+from formats.layout.pieces import spread as pieces
+from formats.layout.table import ALONE, Rule, Slot, match, rules
+from formats.layout.table import slots as slots_of
+from formats.megatron import common_state
+from formats.megatron.args import run_config
+from formats.megatron.args.args import from_megatron
+from formats.megatron.args.options import Options, namespace
+from formats.megatron.classic import topology_of
+from formats.megatron.folders import TRACKER, name_of
+from formats.model.lora import TOGETHER, LoraSpec, spec_of
+from formats.model.spec import ModelSpec
+from formats.torch_files import dcp, dcp_writer
+from formats.torch_files.archive import TorchFile, packed
+from formats.torch_files.archive_writer import packed_plain
+
+ADAPTER = ".adapter."
+LAYERS = "decoder.layers."
+ALIKE = rules("""
+decoder.layers.{layer}.self_attention.linear_proj.adapter.linear_in.weight    output_lora_a: rank (group head dim)
+decoder.layers.{layer}.self_attention.linear_proj.adapter.linear_out.weight   output_lora_b: hidden rank
+decoder.layers.{layer}.mlp.linear_fc2.adapter.linear_in.weight                down_lora_a: rank ffn    dense
+decoder.layers.{layer}.mlp.linear_fc2.adapter.linear_out.weight               down_lora_b: hidden rank    dense
+""")
+FUSED = (
+    *rules("""
+decoder.layers.{layer}.self_attention.linear_qkv.adapter.linear_in.weight     query_lora_a: rank hidden    no_query_gate
+decoder.layers.{layer}.self_attention.linear_qkv.adapter.linear_out.weight    (group (query_lora_b: head half pair | key_lora_b: half pair | value_lora_b: dim)) rank    no_query_gate
+decoder.layers.{layer}.mlp.linear_fc1.adapter.linear_in.weight                gate_lora_a: rank hidden    dense
+decoder.layers.{layer}.mlp.linear_fc1.adapter.linear_out.weight               (gate_lora_b: shard fold chunk | up_lora_b: shard fold chunk) rank    dense
+decoder.layers.{layer}.mlp.linear_fc1.adapter.linear_in.weight                up_lora_a: rank hidden    dense plain
+decoder.layers.{layer}.mlp.linear_fc1.adapter.linear_out.weight               up_lora_b: (shard fold chunk) rank    dense plain
+"""),
+    *ALIKE,
+)
+"""`LoRA` of Bridge."""
+CANONICAL = (
+    *rules("""
+decoder.layers.{layer}.self_attention.linear_qkv.adapter.adapter_q.linear_in.weight     query_lora_a: rank hidden    no_query_gate
+decoder.layers.{layer}.self_attention.linear_qkv.adapter.adapter_q.linear_out.weight    query_lora_b: (group head half pair) rank    no_query_gate
+decoder.layers.{layer}.self_attention.linear_qkv.adapter.adapter_k.linear_in.weight     key_lora_a: rank hidden    no_query_gate
+decoder.layers.{layer}.self_attention.linear_qkv.adapter.adapter_k.linear_out.weight    key_lora_b: (group half pair) rank    no_query_gate
+decoder.layers.{layer}.self_attention.linear_qkv.adapter.adapter_v.linear_in.weight     value_lora_a: rank hidden    no_query_gate
+decoder.layers.{layer}.self_attention.linear_qkv.adapter.adapter_v.linear_out.weight    value_lora_b: (group dim) rank    no_query_gate
+decoder.layers.{layer}.mlp.linear_fc1.adapter.adapter_gate.linear_in.weight             gate_lora_a: rank hidden    dense
+decoder.layers.{layer}.mlp.linear_fc1.adapter.adapter_gate.linear_out.weight            gate_lora_b: (fold shard chunk) rank    dense
+decoder.layers.{layer}.mlp.linear_fc1.adapter.adapter_up.linear_in.weight               up_lora_a: rank hidden    dense
+decoder.layers.{layer}.mlp.linear_fc1.adapter.adapter_up.linear_out.weight              up_lora_b: (fold shard chunk) rank    dense
+"""),
+    *ALIKE,
+)
+"""`CanonicalLoRA`."""
+TABLES = {"fused": FUSED, "canonical": CANONICAL}
+CLASSES = {"fused": "megatron.bridge.peft.lora.LoRA", "canonical": "megatron.bridge.peft.canonical_lora.CanonicalLoRA"}
+"""The class that trains each."""
+TARGETS = {
+    "query": {"fused": "linear_qkv", "canonical": "linear_q"},
+    "key": {"fused": "linear_qkv", "canonical": "linear_k"},
+    "value": {"fused": "linear_qkv", "canonical": "linear_v"},
+    "output": {"fused": "linear_proj", "canonical": "linear_proj"},
+    "gate": {"fused": "linear_fc1", "canonical": "linear_fc1_gate"},
+    "up": {"fused": "linear_fc1", "canonical": "linear_fc1_up"},
+    "down": {"fused": "linear_fc2", "canonical": "linear_fc2"},
+}
+"""What each calls a matrix in `target_modules`."""
+EXPORT = "export it with Megatron-Bridge: AutoBridge.export_adapter_ckpt"
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read(
+    run: Path,
+    folder: Path,
+    common: TorchFile,
+    args: Mapping[str, Any],
+    tensors: Mapping[str, Scattered],
+    names: Sequence[str],
+    settings: Settings,
+) -> Checkpoint:
+    """The adapter of a checkpoint as one of its own, with the names of PEFT's files.
+
+    Args:
+        run: the folder of the run.
+        folder: that of the iteration.
+        common: what says the arguments.
+        args: those.
+        tensors: the tensors of the adapter, each layer by itself.
+        names: those of all that the checkpoint holds.
+        settings: what the user said.
+
+    Raises:
+        UsageError: there is no adapter, or it is to be merged.
+        SourceError: it is not complete.
+        UnsupportedError: it is of another method, or of other modules.
+    """
+    if not tensors:
+        raise UsageError(f"{folder} holds no adapter", "leave --adapter out")
+    if settings.adapter != "only":
+        raise UsageError(f"{folder} holds no base", "take the adapter with --adapter only, then convert merge")
+    config = huggingface.read_config(settings.config) if settings.config else None
+    base = huggingface.read_spec(config, settings.config, settings) if settings.config and config else None
+    model = from_megatron(args, settings.values, base, str(common.path), accept=settings.accept, settled=True)
+    peft = run_config.adapter(common.path)
+    kind = "canonical" if any(f"{ADAPTER}adapter_" in key for key in tensors) else "fused"
+    if peft and peft.get("_target_") != CLASSES[kind]:
+        raise UnsupportedError(f"{common.path}: the adapter is of the class {short(peft.get('_target_'))}", EXPORT)
+    ranks = {one.shape[0] for key, one in tensors.items() if key.endswith(".linear_in.weight") and one.shape}
+    if len(ranks) != 1:
+        raise SourceError(f"{folder} holds factors of {len(ranks)} ranks: {some([*map(str, sorted(ranks))], 3)}")
+    tp = args.get("tensor_model_parallel_size") or 1
+    spec = spec_of(
+        model,
+        ranks.pop(),
+        _held(tensors, TABLES[kind], model),
+        shared=kind == "fused",
+        shards=tp if kind == "canonical" else 0,
+    )
+    require_orders(spec, tp)
+    whole = {key: one.whole for key, one in tensors.items()}
+    try:
+        placed, _ = match(_slots(spec), {ALONE: whole}, (), folder)
+    except SourceError as error:
+        hint = f"adapters of attention and of dense MLPs are read; of others: {EXPORT}"
+        raise SourceError(str(error), hint) from None
+    left = tuple(name for name in names if ADAPTER not in name)
+    return Checkpoint(
+        run,
+        folder,
+        "megatron_dist",
+        spec,
+        tuple(piece for one in placed for piece in pieces(one, tensors[one.key])),
+        left,
+        tuple(dict.fromkeys([common.path, *(path for one in tensors.values() for path in one.files)])),
+        settings=settings,
+        run_config={"peft": peft} if peft else {},
+    )
+
+
+def _held(keys: Mapping[str, Any], table: Sequence[Rule], model: ModelSpec) -> tuple[str, ...]:
+    """The matrices of a model of which a layer has something."""
+    found = [rule for rule in table if any(rule.key.replace("{layer}", key.split(".")[2]) == key for key in keys)]
+    names = {name.rpartition("_lora_")[0] for rule in found for name in rule.pattern.tensors} & {*model.tensors}
+    return tuple(name for name in TARGETS if name in names)
+
+
+def _slots(spec: LoraSpec) -> list[Slot]:
+    """The physical tensors, each layer by itself."""
+    base = spec.base
+    return list(
+        slots_of(
+            TABLES["fused" if spec.shared else "canonical"],
+            spec.sizes,
+            tensors=spec.tensors,
+            layers=enumerate(range(base.layers)),
+            mesh={},
+            conditions=base.conditions,
+            kinds=base.layer_kinds,
+        )
+    )
+
+
+def require_orders(spec: LoraSpec, tp: int) -> None:
+    """The rows of an MLP are in an order that is known.
+
+    Raises:
+        UnsupportedError: they are not, or do not divide.
+    """
+    plain, inside = "plain" in spec.base.conditions, {"gate", "up"} & {*spec.matrices}
+    if inside and plain and (tp > 1 or not spec.shared):
+        raise UnsupportedError(
+            f"linear_fc1 of a {spec.base.family} has no gate: versions of Megatron-Bridge differ in how they store its "
+            f"LoRA at a tensor parallel size of {tp}, and CanonicalLoRA has none",
+            "--tp 1 --lora fused",
+        )
+    if spec.rank % tp or (inside and spec.base.ffn % (tp * (1 if spec.shared else 2))):
+        raise UnsupportedError(
+            f"a LoRA of rank {spec.rank} on an MLP of {spec.base.ffn} rows does not divide over tp = {tp}"
+        )
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write(root: Path, spec: LoraSpec, dtype: str, alpha: float, options: Options, iteration: int) -> Target:
+    """Lay out a run folder with an adapter that Megatron-Bridge resumes, beside its base in another.
+
+    Where CanonicalLoRA needs an adapter that is not there, beside others of the same matrix, it is of zeros, which a
+    training leaves alone: neither factor has a gradient.
+
+    Args:
+        root: where it is written.
+        spec: the adapter.
+        dtype: its element type.
+        alpha: its scale, times its rank.
+        options: the topology of the training.
+        iteration: that of the folder.
+
+    Raises:
+        UnsupportedError: Bridge has no such adapter, or Megatron no such model.
+        RefusedError: nor such a topology.
+    """
+    base, kind = spec.base, "fused" if spec.shared else "canonical"
+    _, padded = topology_of(base, options)
+    require_orders(spec, options.tp)
+    absent = [name for group in TOGETHER for name in group if {*group} & {*spec.matrices} and name not in spec.matrices]
+    absent = [name for name in absent if name in base.tensors]
+    if absent and spec.shared:
+        raise UnsupportedError(
+            f"the adapter has none of {', '.join(absent)}, and LoRA of Megatron-Bridge changes all of a fused matrix",
+            "--lora canonical",
+        )
+    held = [*_slots(spec), *_zeros(spec, absent)]
+    covered = {name for slot in held for name in slot.rule.pattern.tensors}
+    if lost := sorted({*spec.tensors} - covered):
+        raise UnsupportedError(f"Megatron-Bridge has no adapter of {some(lost, 3)} of a {base.family}")
+    folder, layers = name_of(iteration), base.layers
+    stored, objects = [], dict[str, bytes]()
+    for slot in held:
+        key, part = slot.keys[0], whole_part(slot.shape)
+        layer = int(key.split(".")[2])
+        name = key if base.mixed else key.replace(f"{LAYERS}{layer}.", LAYERS)
+        shape, box = (slot.shape, part.ranges) if base.mixed else (
+            (layers, *slot.shape), ((layer, layer + 1), *part.ranges)
+        )  # fmt: skip
+        stored.append(dcp_writer.Stored(slot, part, name, shape, box, dtype=dtype))
+        shard = "0_1" if base.mixed else f"{layer}_{layers}"
+        objects[f"{name.removesuffix('weight')}_extra_state/shard_{shard}"] = packed([None])
+    files, metadata = dcp_writer.layout(root / folder, [stored], {}, objects=objects)
+    args = namespace(base, [dtype], options, padded, {}, iteration)
+    targets = dict.fromkeys(TARGETS[name][kind] for name in (*spec.matrices, *absent))
+    peft = {"_target_": CLASSES[kind], "target_modules": [*targets], "dim": spec.rank,
+            "alpha": int(alpha) if float(alpha).is_integer() else alpha, "dropout": 0.0}  # fmt: skip
+    common = {"checkpoint_version": 3.0, "iteration": iteration, "content_metadata": {"singleton_local_shards": False}}
+    texts = {
+        f"{folder}/{dcp.METADATA}": metadata,
+        f"{folder}/{common_state.FILE}": packed_plain(common),
+        f"{folder}/{common_state.BACKEND}": json.dumps(common_state.ABOUT).encode(),
+        TRACKER: str(iteration).encode(),
+    }
+    texts |= {
+        name if name.startswith("latest") else f"{folder}/{name}": text
+        for name, text in run_config.written(args, iteration, {"peft": peft}).items()
+    }
+    return Target(tuple(files), texts, {}, folder)
+
+
+def _zeros(spec: LoraSpec, absent: Sequence[str]) -> list[Slot]:
+    """The physical tensors of adapters that are zeros."""
+    if not absent:
+        return []
+    found = _slots(replace(spec, matrices=tuple(absent)))
+    return [slot._replace(rule=replace(slot.rule, pattern=_filled(slot.rule.pattern))) for slot in found]
+
+
+def _filled(pattern: Pattern) -> Pattern:
+    """A layout of the same shape that no tensor has a part in."""
+    dims = tuple(_fill(term) for term in pattern.dims)
+    return Pattern(f"zeros of {pattern.text}", None, dims)
+
+
+def _fill(term: Term) -> Term:
+    if isinstance(term, Axis):
+        return Fill(term.name)
+    assert isinstance(term, Product)
+    return Product(tuple(map(_fill, term.terms)))

@@ -1,0 +1,181 @@
+"""LoRA between PEFT and Megatron-Bridge: its own checkpoints, of two tensor ranks, and what is written for it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import load_file, save_file
+
+import vitruvian
+from formats.errors import UsageError
+from tests.faults.dcp_tools import refused
+
+REAL = Path(__file__).with_name("bridge")
+KINDS = {"lora_tp2": "fused", "canonical_lora_tp2": "canonical"}
+LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.fixture
+def base(convert, tmp_path) -> Path:
+    """The model that Bridge's adapters are of."""
+    assert convert("megatron2hf", REAL / "llama3_tied", tmp_path / "base").code == 0
+    return tmp_path / "base"
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Everything in a checkpoint of torch: tensors in one piece, and the names of objects."""
+    import torch
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    kinds = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    held = {name: torch.empty(kind.size) for name, kind in kinds.items() if isinstance(kind, TensorStorageMetadata)}
+    dcp.load(held, checkpoint_id=folder, no_dist=True)
+    return {name: held[name].numpy() if name in held else None for name in kinds}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_there_and_back(convert, base, tmp_path, name):
+    """PEFT computes what Bridge did, and what is made of PEFT's files again has every tensor that Bridge saved."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    adapter, run, wanted = tmp_path / "adapter", tmp_path / "run", np.load(REAL / name / "golden.npz")
+    assert convert("megatron2hf", REAL / name, adapter, "--adapter", "only").code == 0
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with torch.no_grad():
+        found = PeftModel.from_pretrained(model, adapter)(torch.tensor(wanted["ids"])).logits.numpy()
+    assert np.abs(found - wanted["logits"]).max() < 5e-6 < np.abs(found).max()
+
+    options = ("--lora", KINDS[name], "--tp", 2, "--iteration", 7)
+    assert convert("peft2megatron", base, adapter, run, *options).code == 0
+    ours, theirs = (contents(one / "iter_0000007") for one in (run, REAL / name))
+    assert ours.keys() == theirs.keys()
+    assert all(one is None or np.array_equal(one, theirs[key]) for key, one in ours.items())
+    ours, theirs = (yaml.safe_load((one / "iter_0000007/run_config.yaml").read_text()) for one in (run, REAL / name))
+    assert {key: ours["peft"][key] for key in theirs["peft"]} == theirs["peft"]
+    assert ours["model"]["tensor_model_parallel_size"] == 2
+
+
+def test_ranks_of_canonical(convert, base, tmp_path):
+    """Gate and up are stored in halves of each rank: written for another number of ranks they are in another order."""
+    rows: dict[int, Any] = {}
+    assert convert("megatron2hf", REAL / "canonical_lora_tp2", tmp_path / "adapter", "--adapter", "only").code == 0
+    for tp in (1, 2, 4):
+        run = tmp_path / str(tp)
+        assert convert("peft2megatron", base, tmp_path / "adapter", run, "--tp", tp).code == 0
+        rows[tp] = contents(run / "iter_0000000")["decoder.layers.mlp.linear_fc1.adapter.adapter_up.linear_out.weight"]
+        back = tmp_path / f"back{tp}"
+        assert convert("megatron2hf", run, back, "--adapter", "only").code == 0
+        assert (back / "adapter_model.safetensors").read_bytes() == (
+            tmp_path / "adapter/adapter_model.safetensors"
+        ).read_bytes()
+    for tp in (2, 4):  # as `apply_swiglu_sharded_factory` puts the two halves of each rank
+        parts = np.split(rows[1], tp, axis=1)
+        halves = [np.split(part, 2, axis=1)[half] for half in (0, 1) for part in parts]
+        assert np.array_equal(rows[tp], np.concatenate(halves, axis=1))
+        assert not np.array_equal(rows[tp], rows[1])
+
+
+def adapter_of(base: Path, out: Path, modules: list[str], shared: bool = False, **words: Any) -> Path:
+    """An adapter of random numbers with the names that PEFT would give it."""
+    shapes = {key: one.shape for key, one in load_file(base / "model.safetensors").items()}
+    dice, tensors = np.random.default_rng(5), {}
+    for key, shape in shapes.items():
+        if f".{key}".endswith(tuple(f".{name}.weight" for name in modules)):
+            module = "base_model.model." + key.removesuffix(".weight")
+            seeded = np.random.default_rng(9) if shared else dice
+            tensors[f"{module}.lora_A.weight"] = seeded.normal(size=(4, shape[1])).astype(np.float32)
+            tensors[f"{module}.lora_B.weight"] = dice.normal(size=(shape[0], 4)).astype(np.float32)
+    out.mkdir()
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": modules, "bias": "none", **words}
+    (out / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, out / "adapter_model.safetensors")
+    return out
+
+
+CASES = {
+    "llama": (LLAMA, "canonical", 2),
+    "qwen3_moe": (["q_proj", "k_proj", "v_proj", "o_proj"], "canonical", 2),
+    "ernie4_5": (LLAMA, "canonical", 2),
+    "phi3": (["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], "fused", 2),
+    "starcoder2": (["q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"], "fused", 1),
+}
+"""Model: the modules that are changed, how they are written, and for how many ranks."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_families(model, convert, tmp_path, name):
+    """Heads in groups, rows that turn by neighbours, fused and ungated matrices: the factors come back bit for bit."""
+    modules, kind, tp = CASES[name]
+    folder, run, back = model(name), tmp_path / "run", tmp_path / "back"
+    adapter = adapter_of(folder, tmp_path / "adapter", modules, kind == "fused")
+    ran = convert("peft2megatron", folder, adapter, run, "--lora", kind, "--tp", tp)
+    assert ran.code == 0, ran.err
+    assert convert("megatron2hf", run, back, "--adapter", "only", "--config", folder).code == 0
+    one, other = (load_file(place / "adapter_model.safetensors") for place in (adapter, back))
+    assert one.keys() == other.keys()
+    assert all(np.array_equal(one[key], other[key]) for key in one)
+    said = json.loads((back / "adapter_config.json").read_text())
+    assert {*said["target_modules"]} == {*modules}
+    assert (said["r"], said["lora_alpha"]) == (4, 6)
+
+
+def test_an_adapter_of_zeros_beside_two(model, convert, tmp_path):
+    """PEFT's usual targets: CanonicalLoRA has one of the key too, which adds nothing and is not trained."""
+    folder, run = model("llama"), tmp_path / "run"
+    adapter = adapter_of(folder, tmp_path / "adapter", ["q_proj", "v_proj"])
+    assert convert("peft2megatron", folder, adapter, run).code == 0
+    held = contents(run / "iter_0000000")
+    keys = [key for key, one in held.items() if one is not None and not one.any()]
+    place = "decoder.layers.self_attention.linear_qkv.adapter.adapter_k."
+    assert sorted(keys) == [f"{place}linear_in.weight", f"{place}linear_out.weight"]
+    assert convert("megatron2hf", run, tmp_path / "back", "--adapter", "only").code == 0
+    one, other = (load_file(place / "adapter_model.safetensors") for place in (adapter, tmp_path / "back"))
+    assert all(np.array_equal(one[key], other.pop(key)) for key in one)
+    assert other
+    assert all("k_proj" in key and not tensor.any() for key, tensor in other.items())
+
+
+def test_what_bridge_has_not(model, convert, tmp_path):
+    folder = model("llama")
+    adapter = adapter_of(folder, tmp_path / "adapter", LLAMA)
+    fused = ("--lora", "fused")
+    refused(convert("peft2megatron", folder, adapter, tmp_path / "no", *fused), 6, "query_lora_a.0 differs")
+    refused(convert("peft2megatron", folder, adapter, tmp_path / "no", *fused, "--replicas", "first"), 2, "canonical")
+    refused(convert("peft2megatron", folder, adapter, tmp_path / "no", "--tp", 8), 4, "does not divide", "tp = 8")
+    some = adapter_of(folder, tmp_path / "some", ["q_proj", "v_proj"], shared=True)
+    refused(convert("peft2megatron", folder, some, tmp_path / "no", *fused), 4, "none of key", "--lora canonical")
+    ranks = adapter_of(folder, tmp_path / "ranks", ["o_proj"], alpha_pattern={"layers.1.self_attn.o_proj": 3})
+    refused(convert("peft2megatron", folder, ranks, tmp_path / "no"), 4, "2 ranks and scales")
+    head = adapter_of(folder, tmp_path / "head", ["lm_head", "o_proj"])
+    refused(convert("peft2megatron", folder, head, tmp_path / "no"), 4, "lm_head", "convert merge")
+    plain = model("starcoder2")
+    adapter = adapter_of(plain, tmp_path / "plain", ["c_fc"])
+    refused(convert("peft2megatron", plain, adapter, tmp_path / "no", "--tp", 2, *fused), 4, "no gate", "--tp 1")
+    for name, code, told in (("gemma2", 4, "gemma2"), ("granite", 4, "granite"), ("olmo2", 4, "olmo2")):
+        adapter = adapter_of(model(name), tmp_path / name, ["q_proj", "k_proj", "v_proj"])
+        refused(convert("peft2megatron", model(name), adapter, tmp_path / "no"), code, told)
+    refused(convert("inspect", REAL / "lora_tp2"), 4, "--adapter only")
+    refused(convert("megatron2hf", REAL / "llama3_tied", tmp_path / "no", "--adapter", "only"), 2, "holds no adapter")
+    with pytest.raises(UsageError, match="holds no base"):
+        vitruvian.convert(REAL / "lora_tp2", tmp_path / "no", adapter="merged")
+
+
+def test_another_method(convert, tmp_path):
+    run = shutil.copytree(REAL / "lora_tp2", tmp_path / "run")
+    path = run / "iter_0000007/run_config.yaml"
+    held = yaml.safe_load(path.read_text())
+    for change, code, told in (
+        ({"_target_": "megatron.bridge.peft.dora.DoRA"}, 4, "dora.DoRA"),
+        ({"dim": 8}, 3, "rank 4", ),
+    ):  # fmt: skip
+        path.write_text(yaml.safe_dump(held | {"peft": held["peft"] | change}))
+        refused(convert("megatron2hf", run, tmp_path / "no", "--adapter", "only"), code, told)

@@ -1,0 +1,125 @@
+"""Context parallelism: attention of a rank's queries to the keys and values of the other ranks of its group.
+
+Each layer gathers the keys and values of all parts of the rows, and takes those from the beginning of the document that
+the rank's first token is in up to its last token; the gradients are summed back to the ranks that computed them. The
+attention itself is that over documents whose queries are the last tokens of their keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from formats.errors import UnsupportedError
+
+
+class Context(NamedTuple):
+    """Where the keys of a part are: the group that they are gathered from, and the first and the end of them."""
+
+    group: Any
+    begin: int
+    stop: int
+
+
+# torch 2.13 renames both, and warns of their names in torch 2.10
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _Gather(torch.autograd.Function):
+    """The parts of all ranks of a group, one after the other, [n, …]; the gradient of a part is summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group, ctx.shape = group, part.shape
+        whole = part.new_empty(part.shape[0] * dist.get_world_size(group), *part.shape[1:])
+        all_gather(whole, part.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        own = gradient.new_empty(ctx.shape, dtype=torch.float32)
+        reduce_scatter(own, gradient.float().contiguous(), group=ctx.group)
+        return own.to(gradient.dtype), None
+
+
+def gathered(part: torch.Tensor, group: Any) -> torch.Tensor:
+    """The parts of all ranks of a group, one after the other along the first dimension; differentiable."""
+    whole: torch.Tensor = _Gather.apply(part, group)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def across(attend: Callable[..., tuple[Any, None]]) -> Callable[..., tuple[Any, None]]:
+    """An attention over documents, as transformers calls one, that gathers keys and values if it gets a `context`."""
+
+    def attention(module: Any, query: Any, key: Any, value: Any, _: Any, **kwargs: Any) -> tuple[Any, None]:
+        context: Context | None = kwargs.pop("context", None)
+        if context is not None:
+            key, value = (
+                gathered(tensor.transpose(0, 2), context.group)[context.begin : context.stop].transpose(0, 2)
+                for tensor in (key, value)
+            )
+        return attend(module, query, key, value, None, **kwargs)
+
+    return attention
+
+
+def sdpa(module: Any, query: Any, key: Any, value: Any, _: Any, **kwargs: Any) -> tuple[Any, None]:
+    """Attention over documents whose queries are the last of their keys, by torch's `scaled_dot_product_attention`.
+
+    Args:
+        module: the attention layer.
+        query: [1, heads, n, head dim].
+        key: [1, groups, m, head dim].
+        value: likewise.
+        kwargs: `cu_seq_lens_q`, `cu_seq_lens_k`, `scaling`, `sliding_window`.
+
+    Returns:
+        [1, n, heads, value dim], and no attention weights.
+
+    Raises:
+        UnsupportedError: the layer needs something else.
+    """
+    require_plain("sdpa across ranks", module, kwargs)
+    (document, place), (document_of_key, place_of_key) = (
+        _places(kwargs[name], kwargs["cu_seq_lens_k"]) for name in ("cu_seq_lens_q", "cu_seq_lens_k")
+    )
+    back = place[:, None] - place_of_key
+    seen = (document[:, None] == document_of_key) & (back >= 0)
+    if kwargs.get("sliding_window") is not None:
+        seen &= back < kwargs["sliding_window"]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, scale=kwargs.get("scaling"), enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _places(ends: torch.Tensor, ends_of_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The document of each token, and its place in it: the last tokens of documents are the last of their keys."""
+    sizes, totals = ends.diff(), ends_of_keys.diff()
+    document = torch.repeat_interleave(torch.arange(len(sizes), device=ends.device), sizes)
+    first = totals - sizes - ends[:-1]
+    return document, torch.arange(len(document), device=ends.device) + first[document]
+
+
+def require_plain(attention: str, module: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse a layer that needs more than scores, a scale and a window.
+
+    Args:
+        attention: its name.
+        module: the layer.
+        kwargs: its arguments.
+
+    Raises:
+        UnsupportedError: it has dropout, a soft cap or sinks.
+    """
+    for name in ("dropout", "softcap", "s_aux"):
+        value = kwargs.get(name)
+        if value is not None and (name != "dropout" or value):
+            raise UnsupportedError(
+                f"the attention {attention} has no {name}, {module.config.model_type} needs it",
+                "--model.attention eager",
+            )

@@ -1,0 +1,50 @@
+"""The PEFT adapter that a training starts from: its settings are those of the training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from formats.errors import UnsupportedError, UsageError
+from formats.huggingface.adapter import CONFIG, read_config
+from train.settings.config import Lora
+
+KEYS: Mapping[str, str] = {
+    "r": "rank", "lora_alpha": "alpha", "target_modules": "targets", "use_rslora": "rslora", "use_dora": "dora",
+}  # fmt: skip
+"""Keys of `adapter_config.json`, and the settings that they are here (peft 0.21.2 tuners/lora/config.py)."""
+UNKNOWN = (
+    "rank_pattern", "alpha_pattern", "modules_to_save", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "target_parameters", "fan_in_fan_out",
+)  # fmt: skip
+"""Keys of adapters that `convert merge` merges and that have no setting here."""
+
+
+def resolved(lora: Lora) -> Lora:
+    """The settings of adapters, with those of the folder that they start from, if there is one.
+
+    Raises:
+        SourceError: the folder has no adapter.
+        UnsupportedError: the adapter has something that is not trained here.
+        UsageError: a setting contradicts the adapter.
+    """
+    if lora.adapter is None:
+        return lora
+    config = read_config([lora.adapter])
+    where = lora.adapter / CONFIG
+    for name in UNKNOWN:
+        if config.get(name):
+            raise UnsupportedError(f"{where} says {name} = {config[name]}, which cannot be trained further here")
+    if config.get("bias", "none") != "none" or not isinstance(config.get("target_modules"), list):
+        name = "bias" if config.get("bias", "none") != "none" else "target_modules"
+        raise UnsupportedError(f"{where} says {name} = {config.get(name)}, which cannot be trained further here")
+    found: dict[str, Any] = {ours: config.get(key, False) for key, ours in KEYS.items()}
+    found["targets"] = sorted(found["targets"])
+    if found["alpha"] != int(found["alpha"]):
+        raise UnsupportedError(f"{where} says lora_alpha = {found['alpha']}, and lora.alpha is a whole number here")
+    found["alpha"] = int(found["alpha"])
+    for name, value in found.items():
+        given = getattr(lora, name)
+        if name in lora.model_fields_set and (sorted(given) if name == "targets" else given) != value:
+            raise UsageError(f"lora.{name} is {given}, and {where} says {value}", f"remove lora.{name}")
+    return lora.model_copy(update=found)

@@ -76,7 +76,7 @@ def changed_files(home: Path) -> list[str] | None:
     if remembered is None:
         return None
     if not isinstance(remembered, dict) or not all(isinstance(one, str) for one in remembered.values()):
-        raise SourceError(f"{home / MANIFEST} is no manifest of vitruvian")
+        raise SourceError(f"{home / MANIFEST} is not a manifest of vitruvian")
     found = small_digests(home, remembered)
     return [name for name in found if found[name] != remembered[name] and (found[name] or not name.startswith("../"))]
 

@@ -96,7 +96,7 @@ def possible(push: str | None, waiting: int, options: Mapping[str, Any]) -> dict
     """What an exporter is told, as far as it can be judged before there is a checkpoint: the options.
 
     Raises:
-        UsageError: an option is unknown or has an impossible value, or `push` is no name on the Hub.
+        UsageError: an option is unknown or has an impossible value, or `push` is not a valid name on the Hub.
     """
     if push is not None:
         check_names(push, None)

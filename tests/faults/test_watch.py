@@ -182,7 +182,7 @@ def test_a_run_that_is_deleted_ends_the_watch(convert, run, tmp_path):
     convert(*words)
     shutil.rmtree(run)
     ran = convert(*words)
-    assert (ran.code, "is no folder" in ran.err) == (3, True)
+    assert (ran.code, "is not a folder" in ran.err) == (3, True)
     assert vitruvian.verify(tmp_path / "out/step-2").equal
 
 

@@ -67,7 +67,7 @@ def test_what_axolotl_is_told_is_checked_before_it_trains(plugin, tmp_path):
         (None, "vitruvian_export has no out"),
         ({"push": "acme/tiny"}, "vitruvian_export has no out"),
         ({"out": "hub", "colour": 1}, "there is no option colour"),
-        ({"out": "hub", "push": "bad name!"}, "is no name on the Hub"),
+        ({"out": "hub", "push": "bad name!"}, "is not a valid name on the Hub"),
     ):
         cfg = SimpleNamespace(base_model="base", vitruvian_export=args(vitruvian_export=said).vitruvian_export)
         with pytest.raises(vitruvian.UsageError, match=words):

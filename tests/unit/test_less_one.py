@@ -76,7 +76,7 @@ def test_the_plan_names_the_change(model, convert, tmp_path):
     assert there["edges"] == {"subtract 1 from a norm": 3}
     assert convert("hf2megatron", source, run).code == 0
     back = json.loads(convert("megatron2hf", run, tmp_path / "b", "-n", "--json").out)
-    assert back["edges"] == {"add one to a norm that is stored minus 1": 3}
+    assert back["edges"] == {"add 1 to a norm that is stored minus 1": 3}
     again = json.loads(convert("reshard", run, tmp_path / "r", "--tp", 2, "-n", "--json").out)
     assert again["edges"] == {}
     assert convert("diff", source, run).code == 0

@@ -13,6 +13,7 @@ EXAMPLES = {
     "packs slice": "--tokens-per-iter 4718592 --warmup-iters 2000 \\\n"
     "    --cd-phase 20 --max-tokens-per-pack 165150720000 \\\n"
     "    --out-dir sliced --slices-json slices.json --state-file state.0.yaml -n",
+    "packs weights": "weights.yml slices.json",
     "packs merge": "sliced/U1_1 sliced/merged/U1_1",
     "packs iters": "sliced/merged",
     "packs append-eod": "sliced/merged/U1_1/U1_1.bin 48 append",

@@ -48,7 +48,7 @@ def init(
     \b
     train init run1 --from final_train_v2/global_step423858 --data P_text_document
     train init run2 --after run1/config.yml --data Q_text_document
-    train init run3 --from LLAMA --data P_text_document --preset llama-3.1-8b/lumi-8
+    train init r3 --from BASE --data P_text_document --preset llama-3.1-8b/lumi-8
 
     A checkpoint's global step becomes the iteration offset. A phase that follows another one uses its save folder.
     Of another trainer's file it is printed what each key became, and what was left; the start is its model if that

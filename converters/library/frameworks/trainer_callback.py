@@ -28,7 +28,7 @@ class ExportCallback(TrainerCallback):
         options: those of `vitruvian.convert`: of sharded checkpoints `config="BASE"`.
 
     Raises:
-        UsageError: an option is unknown or has an impossible value, or `push` is no name on the Hub.
+        UsageError: an option is unknown or has an impossible value, or `push` is not a valid name on the Hub.
     """
 
     def __init__(

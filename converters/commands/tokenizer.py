@@ -61,10 +61,7 @@ def tokenizer(model: Path, out: Path, as_json: bool, **options: Any) -> None:
     from converters.assets.tokenizer_proof import check
 
     began = time.monotonic()
-    place = _check_free(out, options["force"])
-    for path in (model, options["corpus"]):
-        if path is not None and place in path.resolve().parents:
-            raise OutputError(f"{path} is read, and is in {out}, which is replaced", "choose another folder")
+    _check_free(out, options["force"])  # a tokenizer.model in it may be the input: it is written again
     names = {role: options[role] for role in ROLES if options[role] is not None}
     converted = convert_tokenizer(
         model, control=options["control"], names=names, add=options["add"], add_bos=options["add_bos"]

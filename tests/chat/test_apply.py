@@ -287,5 +287,5 @@ def test_one_member_goes(text, key):
     "text", ["", "[]", '{"a": 1', '{"a" 1}', '{"a": 1 "b": 2}', '{"a": 1, "a": 2}', "{1: 2}", "{} {}", '{"a":}', "{,}"]
 )
 def test_what_is_no_object_is_an_error(text):
-    with pytest.raises(SourceError, match="x is not valid JSON"):
+    with pytest.raises(SourceError, match=r"x is not (a )?valid JSON"):
         list(members(text, "x"))

@@ -345,7 +345,7 @@ def test_errors(fetch, tmp_path, text, content, code, said):
         (("r.yml", "/dev/null", "--force"), 2, "/dev/null is not a file"),
         (("r.yml", "in.jsonl", "--force"), 2, "in.jsonl is also the input"),
         (("nothing.yml",), 2, "neither a recipe nor a file"),
-        (("r.yml", "--source", "a b"), 2, "no name on the Hub"),
+        (("r.yml", "--source", "a b"), 2, "not a valid name on the Hub"),
         (("r.yml", "--source", "in.txt.bz2"), 2, "HF_HUB_OFFLINE"),
     ],
 )

@@ -73,7 +73,7 @@ def test_what_does_not_divide_is_refused(model, convert, tmp_path, changes, word
 
 
 def test_the_format_is_for_megatron(model, convert, tmp_path):
-    assert convert("hf2megatron", model("gpt_neox"), tmp_path / "out", "--format", "torch_dist").code == 4
+    assert convert("hf2megatron", model("granite"), tmp_path / "out", "--format", "torch_dist").code == 4
     assert convert("hf2neox", model("llama"), tmp_path / "neox").code == 0
     ran = convert("reshard", tmp_path / "neox", tmp_path / "out", "--format", "torch_dist")
     assert ran.code == 2

@@ -248,7 +248,7 @@ def test_rows_that_a_chat_template_adds_have_no_masters_to_be_compared(convert, 
     ("changes", "told"),
     [
         ({"module": None}, "holds no module"),
-        ({"module": {EMBEDDING: [1.0]}}, "which is no tensor"),
+        ({"module": {EMBEDDING: [1.0]}}, "which is not a tensor"),
         ({"param_shapes": None}, "holds no param_shapes"),
         ({"param_shapes": [5]}, "holds no param_shapes"),
         ({"param_shapes": [{EMBEDDING: [8, 4]}]}, "holds param_shapes that are none"),

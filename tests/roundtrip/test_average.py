@@ -154,7 +154,7 @@ def test_the_plan_names_the_sources(three, convert, tmp_path):
         (["--weights", "0.5,0.3,0.3"], 2, "are 1.1 in all"),
         (["--weights", "nan,0.5,0.5"], 2, "finite number other than 0"),
         (["--weights", "0,0.5,0.5"], 2, "finite number other than 0"),
-        (["--weights", "a,b,c"], 2, "no list such as"),
+        (["--weights", "a,b,c"], 2, "is not a list such as"),
         (["--ema", "1"], 2, "no decay between 0 and 1"),
         (["--ema", "0.9", "--weights", "0.5,0.3,0.2"], 2, "--ema says every weight"),
         (["--last", "2"], 2, "--last is for one run"),

@@ -154,7 +154,7 @@ def test_an_adapter_of_another_kind_is_refused(adapted, run):
     rewrite(newest, "adapter_config.json", use_rslora=True)
     found = run(config)
     assert found.code == 5, found.out
-    assert "is another adapter (use_rslora: True, now False)" in found.out
+    assert "is another adapter (lora.rslora: True, now False)" in found.out
 
 
 def test_a_checkpoint_of_all_weights_needs_no_start(settings, run, base):

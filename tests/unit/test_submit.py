@@ -184,7 +184,7 @@ def test_a_script_of_all_sites_passes_bash(train, folder):
         (["--nodes", "5", "--site", "lumi", "run1/config.yml"], "batch.size is 192"),
         (["--site", "mars", "run1/config.yml"], "there is no site 'mars'"),
         (["--site", "lumi", "run1/config.yml", "--time", "3-00"], "standard-g of lumi gives 2-00:00:00, not 3-00"),
-        (["run1/config.yml", "--time", "soon"], "is no time"),
+        (["run1/config.yml", "--time", "soon"], "is not a time"),
         (["run1/config.yml", "--time", "10"], "leaves nothing before the last 600 s"),
         (["run1/config.yml", "--save-seconds", "65536"], "is not in the range 1<=x<=65535"),
         (["run1/config.yml", "--bench", "none.sh"], "none.sh is not there"),

@@ -129,7 +129,7 @@ def test_muon(convert, tmp_path):
 
     run, words = MUON.run, ("--vocab-size", MUON.vocab)
     told = convert("inspect", run, *words).out
-    assert "fp32 of 'muon'; exp_avg, exp_avg_sq, momentum_buffer are not taken along" in told
+    assert "fp32 of 'muon'; exp_avg, exp_avg_sq, momentum_buffer are not converted" in told
     for command in ("reshard", "hf2fsdp"):
         ran = convert(command, run, tmp_path / "no", "--with-optimizer", *words)
         assert (ran.code, "its optimizer is 'muon'" in ran.err) == (4, True), ran.err

@@ -171,7 +171,7 @@ def cable() -> Iterator[None]:
         f"-n {NETWORK} addr add {THERE}/30 dev vitruvian1", f"-n {NETWORK} link set vitruvian1 up",
         f"-n {NETWORK} link set lo up",
     )  # fmt: skip
-    subprocess.run(["ip", "netns", "del", NETWORK], capture_output=True, timeout=20, check=False)  # of a killed run
+    _uncable()  # what a killed run left
     try:
         for words in commands:
             made = subprocess.run(["ip", *words.split()], capture_output=True, text=True, timeout=20, check=False)
@@ -179,7 +179,13 @@ def cable() -> Iterator[None]:
                 pytest.skip(f"no network of nodes can be made here: {made.stderr.strip()}")
         yield
     finally:
-        subprocess.run(["ip", "netns", "del", NETWORK], capture_output=True, timeout=20, check=False)
+        _uncable()
+
+
+def _uncable() -> None:
+    """Delete the namespace, and the cable of one that a process keeps."""
+    for words in (f"netns del {NETWORK}", "link del vitruvian0"):
+        subprocess.run(["ip", *words.split()], capture_output=True, timeout=20, check=False)
 
 
 def free_ports(count: int) -> list[int]:

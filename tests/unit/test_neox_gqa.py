@@ -7,7 +7,7 @@ import pytest
 
 from formats.deepspeed.neox.gqa_order import QKV, choose
 from formats.disk.safetensors import Fragment
-from formats.errors import RefusedError
+from formats.errors import OptionNeededError
 from formats.registry import open_checkpoint
 
 DIM, HEADS, GROUPS, HIDDEN = 8, 8, 4, 64
@@ -39,7 +39,7 @@ def test_only_rows_that_are_clearly_one_order_decide(model, tmp_path, blocked, g
     found = {"file": {f"0.{QKV}": fragment}}
     if seen is None:
         with pytest.raises(
-            RefusedError, match=r"the rows do not tell \(of the variance of their lengths blocked explains"
+            OptionNeededError, match=r"the rows do not tell \(of the variance of their lengths blocked explains"
         ):
             choose(spec, found, 1, "auto", old=False)
     else:
@@ -54,7 +54,7 @@ def test_layers_that_differ_in_what_is_long_decide_nothing(model, tmp_path):
         rows = dice.normal(size=(len(BLOCKED), HIDDEN)) * np.exp(sign * BLOCKED)[:, None]
         rows.astype(np.float32).tofile(tmp_path / str(layer))
         found[f"{layer}.{QKV}"] = Fragment(tmp_path / str(layer), 0, "F32", rows.shape, (HIDDEN, 1))
-    with pytest.raises(RefusedError, match="the rows do not tell"):
+    with pytest.raises(OptionNeededError, match="the rows do not tell"):
         choose(spec, {"file": found}, 1, "auto", old=False)
-    with pytest.raises(RefusedError, match="the rows do not tell"):
+    with pytest.raises(OptionNeededError, match="the rows do not tell"):
         choose(spec, {"file": {}}, 1, "auto", old=False)

@@ -104,7 +104,7 @@ def test_quotas_of_a_project_at_jsc_count(tmp_path, monkeypatch, limits, left):
     place = tmp_path / "run"
     place.mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(room, "_mounted", lambda _: "gpfs")
+    monkeypatch.setattr(room, "mounted", lambda _: "gpfs")
     entry = {"data-usage": "100KB", "data-hard-limit": limits[0], "inode-usage": 5, "inode-hard-limit": limits[1]}
     script = tmp_path / "jutil"
 

@@ -84,7 +84,7 @@ def test_every_dtype_is_read(tmp_path, name):
         assert elements(file.fragment(ref, key)) == expected(tensor)
 
 
-@pytest.mark.parametrize("dtype", ["complex64", "float8_e4m3fnuz", "float8_e8m0fnu"])
+@pytest.mark.parametrize("dtype", ["complex64", "complex32"])
 def test_a_dtype_without_a_place_in_the_table_is_refused(tmp_path, dtype):
     with pytest.raises((SourceError, UnsupportedError), match=r"x\.pt"):
         saved(tmp_path / "x.pt", {"t": torch.zeros(8, dtype=torch.uint8).view(getattr(torch, dtype))})

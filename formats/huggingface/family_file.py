@@ -385,7 +385,6 @@ def _check_megatron(family: Family, path: Path) -> None:
         ),
         "no other format has the keys in own": bool(set(family.own) - own),
         f"its own lacks {', '.join(sorted(own))}": bool(own - set(family.own)),
-        "its residual may be parallel": "parallel_residual" in family.keys,
         f"requires does not say that its activation is {' or '.join(sorted(SILU))}": (
             not plain and not SILU & {value for value in family.requires.values() if isinstance(value, str)}
         ),

@@ -111,7 +111,6 @@ def refused(tmp_path: Path, text: str) -> UsageError:
         ("[requires]", '[keys]\nwidth = "d"\n[requires]', "keys names no setting with 'width'"),
         ("[requires]", '[keys]\nlayers = ""\n[requires]', "keys.layers = '' is no key"),
         ("[requires]", '[keys]\nrotary_fraction = "part"\n[requires]', "defaults has none"),
-        ("[requires]", '[keys]\nparallel_residual = "par"\n[requires]', "its residual may be parallel"),
         ("[requires]", '[keys]\nactivation = "act"\n[requires]', "leaves its activation open"),
         ("[requires]", "[defaults]\nwidth = 8\n[requires]", "defaults names no setting"),
         ("[requires]", "[own]\nscale = 8\n[requires]", "no other format has the keys in own"),

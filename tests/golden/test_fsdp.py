@@ -159,18 +159,12 @@ def test_tensors_in_lists_are_not_lost(edge):
         assert same_bits(found[name], saved[name])
 
 
-def test_a_cast_leaves_everything_but_floats(edge):
-    import torch
-
-    saved, found = edge("--dtype", "bf16")
-    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    for name, tensor in saved.items():
-        if not name.startswith("list."):
-            wanted, ours = tensor.to(torch.bfloat16) if tensor.dtype in floats else tensor, found[name]
-            if name == "nan":
-                assert ours[0].isnan()
-                wanted, ours = wanted[1:], ours[1:]
-            assert same_bits(ours, wanted), name
+def test_a_cast_of_what_has_none_is_refused(made, convert, tmp_path):
+    """FP8 beside BF16 would stay as it is, in a folder that says otherwise."""
+    words = ("--config", made(LLAMA).source, "--verbatim", *ANY, "--dtype", "bf16")
+    ran = convert("fsdp2hf", made(LLAMA).checkpoint("edge"), tmp_path / "out", *words)
+    assert (ran.code, "holds float8 as F8_E4M3" in ran.err) == (4, True), ran.err
+    assert not (tmp_path / "out").exists()
 
 
 # --- options ---------------------------------------------------------------------------------------------------------

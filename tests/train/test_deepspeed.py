@@ -239,7 +239,7 @@ def test_the_parts_of_a_tensor_are_all_of_it(tmp_path, shape, ranks):
     save_file({"a": tensor}, tmp_path / "a.safetensors")
     count = -(-tensor.numel() // ranks)
     with safe_open(tmp_path / "a.safetensors", "pt") as file:
-        parts = [_part(file.get_slice("a"), count, rank) for rank in range(ranks)]
+        parts = [_part(file.get_slice("a"), shape, count, rank) for rank in range(ranks)]
     assert all(part.shape == (count,) for part in parts)
     assert torch.equal(torch.cat(parts)[: tensor.numel()], tensor.flatten())
     assert not torch.cat(parts)[tensor.numel() :].any()

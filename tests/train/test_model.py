@@ -107,7 +107,7 @@ def test_the_self_check_has_the_kernels_of_the_training(settings, monkeypatch):
 
     monkeypatch.setattr("train.model.kernels.resolve", lambda *_: "liger")
     monkeypatch.setattr("train.model.kernels.replace", counting)
-    world = SimpleNamespace(device=CPU)
+    world = SimpleNamespace(device=CPU, context=1, sharing=None, part=0)
     with pytest.raises(VerificationError, match="documents of a row see each other"):
         choose_attention(load_config(settings())[0], world)
     assert choose_attention(load_config(settings(engine="deepspeed"))[0], world)[1:] == (

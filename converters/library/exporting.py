@@ -93,7 +93,7 @@ def export_one(
 
 
 def possible(push: str | None, waiting: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What an exporter is told, as far as it can be judged before there is a checkpoint: the options.
+    """Check the options of an exporter, as far as that is possible before there is a checkpoint.
 
     Raises:
         UsageError: an option is unknown or has an impossible value, or `push` is not a valid name on the Hub.

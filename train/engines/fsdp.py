@@ -152,7 +152,8 @@ def read(model: Any, optimizer: Adam, folder: Path, world: World) -> None:
     tensors = _tensors(model, optimizer)
     saved: set[str] = world.from_first(lambda: {entry.name for entry in dcp.entries(folder)})
     prefix = "optim.state." if any(name.startswith("optim.state.") for name in saved) else "optim."
-    lacking = [name for name in tensors["optim"]["state"] if f"{prefix}{name}.exp_avg" not in saved]
+    trained = [name for name in tensors["optim"]["state"] if f"model.{name}" in saved]
+    lacking = [name for name in trained if f"{prefix}{name}.exp_avg" not in saved]
     world.from_first(lambda: _require_moments(folder, lacking))
     if prefix == "optim.":
         tensors["optim"] = tensors["optim"]["state"]

@@ -92,7 +92,7 @@ RUNS = (
     Run("mixtral", "float32", False, EP2, {"torch": [("torch", ONE, "distributed")], "prefixed": [("torch", PP2)]}),
     Run(
         "qwen2_moe",
-        "bfloat16",
+        "float32",
         True,
         SPREAD,
         {"torch": [("torch", ONE, "plain")], "torch_dist": [("torch", EP2)], "dp_reshardable": [("torch_dist", TP2)]},

@@ -58,7 +58,9 @@ FAMILY = Family(
     defaults={
         "activation": "gelu_pytorch_tanh",
         "tied": True,
+        "layers": 30,
         "hidden": 2304,
+        "ffn": 9216,
         "heads": 8,
         "kv_heads": 4,
         "vocab": 262144,

@@ -45,8 +45,8 @@ WHOLES = {
 """Model type of the whole: that of its text where `text_config` names none. Not here are those that compute something
 else of text than its class does: Aya Vision and Command A Vision leave the scale of the logits out."""
 CLASSES = {
-    "aria_text": "AriaTextForCausalLM", "gemma": "GemmaForCausalLM", "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
-    "hyperclovax": "HyperCLOVAXForCausalLM", "lfm3": "Lfm3ForCausalLM", "persimmon": "PersimmonForCausalLM",
+    "aria_text": "AriaTextForCausalLM", "gemma": "GemmaForCausalLM", "hyperclovax": "HyperCLOVAXForCausalLM",
+    "lfm3": "Lfm3ForCausalLM", "persimmon": "PersimmonForCausalLM",
 }  # fmt: skip
 """Model type of a text without a table: its class."""
 FLAT = ("qwen2_vl", "qwen2_5_vl")

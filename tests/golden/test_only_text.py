@@ -22,6 +22,7 @@ TEXTS = {
     "qwen3_5_moe": settings_of("qwen3_5_moe_text"),
     "gemma3": settings_of("gemma3"),
     "gemma4": settings_of("gemma4_text"),
+    "gemma4_unified": settings_of("gemma4_unified_text"),
     "mistral3": settings_of("ministral3"),
     "llama4": settings_of("llama4_text"),
     "kimi_k25": settings_of("deepseek_v3"),
@@ -38,7 +39,8 @@ def build(kind: str, tied: bool) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as CLASSES
 
-    tower = {"vision_config": {"model_type": "gemma4_vision"}} if kind == "gemma4" else {}  # of which it has none else
+    towers = ("gemma4", "gemma4_unified")  # which have none else
+    tower = {"vision_config": {"model_type": f"{kind}_vision"}} if kind in towers else {}
     config = smaller(CONFIG_MAPPING[kind](**tower).to_dict())
     text = {**TEXTS[kind], "tie_word_embeddings": tied}
     config |= {"text_config": text, "tie_word_embeddings": tied, "architectures": [CLASSES[kind]]}

@@ -320,6 +320,12 @@ def bounded(first: str, last: str, step: str) -> Codec:
     return Codec(read, write)
 
 
+def uncounted(key: str) -> Codec:
+    """The width of what is shared itself."""
+    usual = lambda spelled, context: spelled.get(key, _usual("shared_ffn", context))  # noqa: E731
+    return Codec(usual, lambda shared, _: {key: shared})
+
+
 def counted(key: str) -> Codec:
     """The width of what is shared, as a number of experts."""
 

@@ -46,7 +46,7 @@ dense_layers       * decoder_sparse_step                                        
 shared_ffn         n_shared_experts                                                counted
 shared_ffn         num_shared_experts                                              counted
 shared_ffn         moe_num_shared_experts                                          counted
-shared_ffn         *
+shared_ffn         *                                                               uncounted
 router_groups      topk_method n_group                                             limited
 router_top_groups  topk_method topk_group                                          limited
 shared_index_layers  * index_topk_pattern index_topk_freq index_skip_topk_offset    sharing
@@ -97,8 +97,8 @@ def biases(*keys: str) -> Codec:
 
 CODECS: Mapping[str, Maker] = {
     "biases": biases, "in_front": layers.in_front, "worded": layers.worded, "unlisted": layers.unlisted,
-    "bounded": layers.bounded, "listed": layers.listed, "counted": layers.counted, "rotating": layers.rotating,
-    "windowed": layers.windowed, "alternating": layers.alternating, "rotary": rope.rotary,
+    "bounded": layers.bounded, "listed": layers.listed, "counted": layers.counted, "uncounted": layers.uncounted,
+    "rotating": layers.rotating, "windowed": layers.windowed, "alternating": layers.alternating, "rotary": rope.rotary,
     "blocks": layers.of_kind(), "MLPs": layers.of_kind(layers.MLP, layers.MOE),
     "dense MLPs": layers.of_kind(layers.MLP), "state spaces": layers.of_kind(layers.LINEAR),
     "with states": layers.with_states, "without": layers.without, "convolved": layers.convolved,

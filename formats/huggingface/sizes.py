@@ -117,7 +117,8 @@ def of_full(setting: str, name: str) -> Callable[..., Codec]:
                 usual = family_named(context.values["family"]).defaults.get(setting)
                 return spelled.get(key, usual) if spelled.get(switch, not switch) else None
             full = {str(layer) for layer in context.values["full_layers"]}
-            sizes = {layer: own for layer, own in given.items() if own} if isinstance(given, dict) else {"": given}
+            layers = given if isinstance(given, dict) else {"": given}
+            sizes = {layer.lstrip("0") or layer[-1:]: own for layer, own in layers.items() if own}  # saved as 05
             alike = len({repr(own) for own in sizes.values()}) < 2 and {*sizes} in (full, set())
             known = [
                 own for own in sizes.values() if isinstance(own, dict) and {*own} <= {"head_dim", "num_key_value_heads"}

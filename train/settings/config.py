@@ -405,8 +405,7 @@ def _check_engine(config: Config) -> None:
         "model.kernels": config.model.kernels == "liger",
         "log.layer_norms": config.log.layer_norms,
     }
-    gathered = {"lora.dora": config.lora is not None and config.lora.dora}  # reads weights that ZeRO-3 has freed
-    foreign = {"fsdp": zero, "transformers": ours | zero, "deepspeed": ours | gathered}
+    foreign = {"fsdp": zero, "transformers": ours | zero, "deepspeed": ours}
     for name, is_set in foreign[config.engine].items():
         if is_set:
             raise UsageError(f"the engine {config.engine} does not know {name}", described(name))

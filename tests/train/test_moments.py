@@ -87,7 +87,7 @@ def require(found, expected, near=NEAR):
 def test_moments_of_neox_are_taken_up(config, run, expected):
     stopped = run(config, "--steps.exit_interval", 2, ranks=2)
     assert stopped.code == 75, stopped.out
-    assert "moments    after 6 steps" in stopped.out
+    assert "moments    of the start, after 6 steps; the weights are its master weights" in stopped.out
     assert not (stopped.save / ".moments").exists()
     two = run(config, ranks=2)  # from its own checkpoint
     require(two, expected)

@@ -165,9 +165,7 @@ def _open(prepared: Prepared, best: Best | None, world: World, say: Callable[[st
         say(f"kernels    {engine.kernels}")
         say(f"weights    {prepared.start or config.model.path}")
         if prepared.moments is not None:
-            say(
-                f"moments    after {prepared.moments.step} steps of the training that it is of, with its master weights"
-            )
+            say(f"moments    of the start, after {prepared.moments.step} steps; the weights are its master weights")
         if config.lora is not None and config.lora.adapter is not None and prepared.start is None:
             say(f"adapter    {config.lora.adapter}")
         if config.lora is not None or config.model.freeze:

@@ -20,7 +20,7 @@ HEADS = {
     "megatron_dist": "dist",
     "megatron_fsdp": "mFSDP",
     "megatron_deepspeed": "MDS",
-    "mistral": "Mist.",
+    "mistral": "Mis",
     "megatron-llm": "LLM",
 }
 """Format: the head of its column, where that is shorter."""

@@ -168,7 +168,7 @@ def test_an_interruption_before_anything_listens(convert, monkeypatch):
     assert (ran.code, ran.err) == (75, "error: interrupted\n")
 
 
-def test_two_processes_do_not_write_the_same_output(whole, convert, tmp_path):
+def test_two_processes_do_not_write_the_same_output(whole, run_killed, convert, tmp_path):
     import fcntl
 
     source, _, _, writes = whole

@@ -128,9 +128,7 @@ def _read_back(plan: Plan) -> Plan:
     return replace(plan, jobs=jobs)
 
 
-def plan_bridge(
-    base: Checkpoint, saved: peft.Saved, request: Request, kind: str, tp: int, iteration: int
-) -> Plan:
+def plan_bridge(base: Checkpoint, saved: peft.Saved, request: Request, kind: str, tp: int, iteration: int) -> Plan:
     """A plan that writes an adapter of PEFT as one of Megatron-Bridge, for training on.
 
     Args:

@@ -172,7 +172,7 @@ def test_what_bridge_has_not(model, convert, tmp_path):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_an_adapter_that_lost_a_part(convert, tmp_path, name):
-    """Megatron-Bridge#2240 saves one tensor rank's rows of it, NeMo-RL#2234 loaded none: what was trained has to be.
+    """Megatron-Bridge#2240 saves one tensor rank's rows of it, NeMo-RL#2234 loaded none: it is whole or refused.
 
     A module that is missing as a whole is seen by `target_modules`, which the recipe of this run did not set.
     """

@@ -22,6 +22,7 @@ from formats.huggingface import folder as huggingface
 from formats.layout.table import ALONE, Placed, match
 from formats.megatron import DIST
 from formats.megatron import lora as bridge
+from formats.megatron.args.options import DIST as DIALECT
 from formats.megatron.args.options import Options
 from formats.model import lora
 from formats.model.adapters import OF_LORA
@@ -180,7 +181,7 @@ def plan_bridge(base: Checkpoint, saved: peft.Saved, request: Request, kind: str
     dtypes = {*cast_dtypes(source, request.cast).values()}
     if len(dtypes) > 1:
         raise UnsupportedError(f"{saved.root} holds {' and '.join(sorted(dtypes))}", "cast all of them with --dtype")
-    options = Options(tp=tp, dialect=DIST, trainer="bridge")
+    options = Options(tp=tp, dialect=DIALECT, trainer="bridge")
     target = bridge.write(request.root, spec, dtypes.pop(), scale * rank, options, iteration)
     plan = replace(make_plan(source, target, request.cast), again=lambda plan: _bridge_back(plan, base.assets))
     return replace(plan, inputs=(Input(source, {}), Input(base, {})))

@@ -21,7 +21,7 @@ from vitruvian import beside
 if TYPE_CHECKING:
     from converters.library.checkpoint import Checkpoint
     from converters.library.checkpoint import open_checkpoint as open  # noqa: A004  # as the builtin opens files
-    from converters.library.combining import average, merge
+    from converters.library.combining import average, merge, peft2megatron
     from converters.library.conversion import Converted, Part, Plan, convert, convert_part, plan
     from converters.library.exporting import Export, Exporter, ExportError, exporter
     from converters.library.proving import Differences, Digest, Verified, diff, digest, verify
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 ROOMS = {
     "converters.library.checkpoint": {"open": "open_checkpoint", "Checkpoint": "Checkpoint"},
-    "converters.library.combining": ("average", "merge"),
+    "converters.library.combining": ("average", "merge", "peft2megatron"),
     "converters.library.conversion": ("Converted", "Part", "Plan", "convert", "convert_part", "plan"),
     "converters.library.exporting": ("Export", "ExportError", "Exporter", "exporter"),
     "converters.library.proving": ("Differences", "Digest", "Verified", "diff", "digest", "verify"),
@@ -70,7 +70,7 @@ __all__ = [
     "Exporter", "Interrupted", "NetworkError", "OptionNeededError", "OutputError", "Part", "Plan", "Pushed",
     "RefusedError", "SourceError", "Tensor", "UnsupportedError", "UsageError", "VerificationError", "Verified",
     "View", "VitruvianError", "average", "convert", "convert_part", "diff", "digest", "exporter", "merge", "open",
-    "plan", "push", "verify",
+    "peft2megatron", "plan", "push", "verify",
 ]  # fmt: skip
 
 

@@ -118,9 +118,7 @@ def peft2megatron(base: Path, adapter: Path, out: Path, kind: str, tp: int, iter
     """
     from converters.plan.adapted import plan_bridge
     from formats.huggingface.adapter import read
-    from formats.megatron.args.options import DIST, Options
 
     source = opened(base, options)
     request = request_of(out, options, source)
-    asked = Options(tp=tp, dialect=DIST, trainer="bridge")
-    carry_out(plan_bridge(source, read(adapter), request, kind, asked, iteration), request, options, BRIDGE)
+    carry_out(plan_bridge(source, read(adapter), request, kind, tp, iteration), request, options, BRIDGE)

@@ -1,4 +1,4 @@
-"""Means of checkpoints, and adapters merged into their base, with typed results."""
+"""Means of checkpoints, and adapters merged into their base or written for Megatron-Bridge, with typed results."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from converters.library.conversion import Converted, asked, carry_out
 from converters.library.options import (
     Conversion,
+    Layout,
+    Lora,
     Place,
     Reading,
     Target,
@@ -18,6 +20,7 @@ from converters.library.options import (
     settings_of,
 )
 from converters.library.records import plan_record
+from converters.plan.adapted import plan_bridge
 from converters.plan.averaging import last_of, plan_average, weights_of
 from converters.plan.merging import plan_merge
 from converters.plan.opening import open_all, open_only
@@ -34,6 +37,8 @@ OF_MEAN = Conversion.__optional_keys__ - {"weights", "adapter"}
 """The options of a mean: which weights of each are averaged follows from what it has."""
 OF_MERGE = Conversion.__optional_keys__ - {"adapter"}
 """Those of a merge."""
+OF_BRIDGE = (OF_MERGE - Layout.__optional_keys__ - {"weights"}) | {"lora", "tp", "iteration"}
+"""Those of an adapter for Megatron-Bridge: of the base the model alone counts."""
 
 
 def average(
@@ -99,6 +104,38 @@ def merge(
         request = asked(path_of(out, "out"), given, source)
         saved = read(path_of(adapter, "adapter"))
         plan = plan_merge(source, saved, request, lambda opened: plan_output(opened, request, to, output_of(given)))
+        return _carried(plan, request)
+
+
+def peft2megatron(
+    base: Place, adapter: Place, out: Place, /, *, lora: Lora = "canonical", **options: Unpack[Conversion]
+) -> Converted:
+    """A LoRA adapter of PEFT as one of Megatron-Bridge: torch_dist, to train on beside its base.
+
+    `convert(out, adapter, adapter="only")` leads back.
+
+    Args:
+        base: the folder of the model that the adapter is of, in any format.
+        adapter: the folder with adapter_config.json and adapter_model.safetensors.
+        out: the folder of the run that is written.
+        lora: `canonical` for CanonicalLoRA, an adapter for each matrix of PEFT's; `fused` for LoRA, where query, key
+            and value share lora_A, and gate and up.
+        options: as in `convert`; of the layout `tp`, the tensor parallel size of the training, and `iteration`, where
+            Megatron-Bridge counts on.
+
+    Raises:
+        UnsupportedError: Megatron-Bridge has no such adapter, or no such model.
+        VerificationError: `fused`, and the factors differ that would be one.
+        SourceError: the adapter is not complete, or does not fit the base. Else as `convert`.
+    """
+    given = checked({**options, "lora": lora}, OF_BRIDGE)
+    reading = _settings(given)
+    with known_family(given) as family:
+        source = open_only(path_of(base, "base"), reading, family)
+        request = asked(path_of(out, "out"), given, source)
+        saved = read(path_of(adapter, "adapter"))
+        kind, tp, iteration = given.get("lora", "canonical"), given.get("tp", 1), given.get("iteration", 0)
+        plan = plan_bridge(source, saved, request, kind, tp, iteration)
         return _carried(plan, request)
 
 

@@ -29,6 +29,7 @@ Replicas = Literal["verify", "first", "mean"]
 LayerNames = Literal["te", "local"]
 Container = Literal["torch", "torch_dist", "fsdp_dtensor", "megatron-llm"]
 Trainer = Literal["bridge"]
+Lora = Literal["canonical", "fused"]
 LayerFiles = Literal["sequential", "pipeline"]
 OptimizerFiles = Literal["plain", "distributed"]
 Rank = int | tuple[int, int]
@@ -170,7 +171,8 @@ KINDS: Mapping[str, Kind] = {
         "a name or a path", lambda value: isinstance(value, str | PathLike)),
     "norm": choice(LayerNames), "experts": choice(LayerNames), "with_optimizer": FLAG, "force": FLAG, "archive": FLAG,
     "format": choice(Container), "layout": choice(LayerFiles),
-    "optimizer": choice(OptimizerFiles), "for_trainer": choice(Trainer), "verify": FLAG, "prefetch": number(0),
+    "optimizer": choice(OptimizerFiles), "for_trainer": choice(Trainer), "lora": choice(Lora),
+    "verify": FLAG, "prefetch": number(0),
     "dtype": choice(Dtype), "quantize": choice(Quantization), "stripes": FLAG,
 }  # fmt: skip
 """Option: what it has to be."""

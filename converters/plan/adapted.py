@@ -22,6 +22,7 @@ from formats.huggingface import folder as huggingface
 from formats.layout.table import ALONE, Placed, match
 from formats.megatron import DIST
 from formats.megatron import lora as bridge
+from formats.megatron.args.options import DIST as DIALECT
 from formats.megatron.args.options import Options
 from formats.model import lora
 from formats.model.adapters import OF_LORA
@@ -128,9 +129,7 @@ def _read_back(plan: Plan) -> Plan:
     return replace(plan, jobs=jobs)
 
 
-def plan_bridge(
-    base: Checkpoint, saved: peft.Saved, request: Request, kind: str, options: Options, iteration: int
-) -> Plan:
+def plan_bridge(base: Checkpoint, saved: peft.Saved, request: Request, kind: str, tp: int, iteration: int) -> Plan:
     """A plan that writes an adapter of PEFT as one of Megatron-Bridge, for training on.
 
     Args:
@@ -139,7 +138,7 @@ def plan_bridge(
         request: what the user asked for.
         kind: `canonical`, an adapter for each of query, key and value, gate and up; or `fused`, where they have one
             lora_A, which has to be alike in all of them.
-        options: the topology of the training.
+        tp: tensor parallel size of the training.
         iteration: that of the folder.
 
     Raises:
@@ -175,13 +174,14 @@ def plan_bridge(
         rank,
         tuple(name for name in lora.MATRICES if name in held),
         shared=kind == "fused",
-        shards=options.tp if kind == "canonical" else 0,
+        shards=tp if kind == "canonical" else 0,
     )
     placed, _ = match(lora.slots(spec), {ALONE: saved.tensors}, (), saved.root)
     source = Checkpoint(saved.root, saved.root, NAME, spec, tuple(placed), (), saved.files, settings=base.settings)
     dtypes = {*cast_dtypes(source, request.cast).values()}
     if len(dtypes) > 1:
         raise UnsupportedError(f"{saved.root} holds {' and '.join(sorted(dtypes))}", "cast all of them with --dtype")
+    options = Options(tp=tp, dialect=DIALECT, trainer="bridge")
     target = bridge.write(request.root, spec, dtypes.pop(), scale * rank, options, iteration)
     plan = replace(make_plan(source, target, request.cast), again=lambda plan: _bridge_back(plan, base.assets))
     return replace(plan, inputs=(Input(source, {}), Input(base, {})))

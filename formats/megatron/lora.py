@@ -136,11 +136,16 @@ def read(
     ranks = {one.shape[0] for key, one in tensors.items() if key.endswith(".linear_in.weight") and one.shape}
     if len(ranks) != 1:
         raise SourceError(f"{folder} holds factors of {len(ranks)} ranks: {some([*map(str, sorted(ranks))], 3)}")
+    matrices = _held(tensors, TABLES[kind], model)
+    trained = {*(peft.get("target_modules") or ())} - {*(peft.get("exclude_modules") or ())}
+    wanted = [name for name in TARGETS if name in model.tensors and TARGETS[name][kind] in trained]
+    if lost := dict.fromkeys(TARGETS[name][kind] for name in wanted if name not in matrices):
+        raise SourceError(f"{folder} holds no LoRA of {some([*lost], 3)}, which its target_modules name")
     tp = args.get("tensor_model_parallel_size") or 1
     spec = spec_of(
         model,
         ranks.pop(),
-        _held(tensors, TABLES[kind], model),
+        matrices,
         shared=kind == "fused",
         shards=tp if kind == "canonical" else 0,
     )

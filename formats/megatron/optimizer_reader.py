@@ -55,14 +55,14 @@ def read(source: Checkpoint) -> Optimizer:
     legacy = any(placed.key.startswith("language_model.") for placed in source.tensors)
     if details.dialect not in READERS or legacy:
         raise UnsupportedError(f"{source.home}: of optimizers those of megatron-core are read, not of models before it")
-    if "optimizer" not in source.state or released:
-        what = "is a release, of which Megatron loads" if released else "holds"
-        raise SourceError(f"{source.home} {what} no optimizer", "reshard the weights without --with-optimizer")
     if (kind := args.get("optimizer")) not in (None, "adam"):
         raise UnsupportedError(
             f"{source.home}: its optimizer is {short(kind)} (args say so), only that of Adam is read",
             "reshard the weights without --with-optimizer",
         )
+    if "optimizer" not in source.state or released:
+        what = "is a release, of which Megatron loads" if released else "holds"
+        raise SourceError(f"{source.home} {what} no optimizer", "reshard the weights without --with-optimizer")
     if args.get("apply_wd_to_qk_layernorm"):
         raise UnsupportedError(f"{source.home}: weight decay of query and key norms (apply_wd_to_qk_layernorm)")
     optimizer = READERS[details.dialect](source)

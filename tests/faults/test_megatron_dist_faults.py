@@ -21,6 +21,7 @@ from tests.models import files
 QKV = "decoder.layers.self_attention.linear_qkv.weight"
 FC2 = "decoder.layers.mlp.linear_fc2.weight"
 HEAD = "output_layer.weight"
+ADAPTER = "decoder.layers.mlp.linear_fc2.adapter.linear_in.weight"
 
 
 @pytest.fixture
@@ -98,6 +99,7 @@ def turned(state: dict[str, Any]) -> None:
         (lambda state: state.pop(QKV), ["4 tensors are missing", "linear_qkv.weight"]),
         (lambda state: state.pop("embedding.word_embeddings.weight"), ["holds no embedding.word_embeddings.weight"]),
         (lambda state: state.update({"decoder.other": state[QKV]}), ["decoder.other", "have no place"]),
+        (lambda state: state.update({ADAPTER: state[FC2]}), ["linear_fc2.adapter.linear_in.weight", "have no place"]),
     ],
 )
 def test_tensors_of_no_model_are_refused(run, convert, tmp_path, change, parts):

@@ -239,6 +239,43 @@ def test_states_of_a_distributed_checkpoint(runs, convert, tmp_path):
     assert convert("reshard", run, tmp_path / "out", "--with-optimizer").code == 3
 
 
+def test_a_sharding_that_megatron_gave_up(runs, convert, tmp_path):
+    """Flattened slices under the names of whole states: megatron-core up to 0.13 and AReaL saved them, Megatron-LM#2126
+    took them out, and AReaL#1468 tells of moments that were then dropped without a word."""
+    import torch
+
+    run = tmp_path / "run"
+    convert("reshard", runs["plain"], run, "--format", "torch_dist", "--with-optimizer")
+    (run / "iter_0000003/vitruvian.json").unlink()
+    path = run / "iter_0000003/common.pt"
+    stored = torch.load(path, weights_only=False)
+    for kind in ("fully_sharded_model_space", "dp_zero_gather_scatter"):
+        stored["content_metadata"]["distrib_optim_sharding_type"] = kind
+        torch.save(stored, path)
+        ran = convert("reshard", run, tmp_path / "out", "--with-optimizer")
+        assert (ran.code, f"keeps its optimizer as '{kind}', which is not known" in ran.err) == (4, True), ran.err
+
+
+def test_muon_in_files_beside_those_of_the_ranks(runs, convert, tmp_path):
+    """`layer_wise_optimizer_*.pt` is in the run, and overwritten by each save (Megatron-Bridge#2307): the states
+    of one iteration are found with the weights of another, so none are taken."""
+    import torch
+
+    run = tmp_path / "run"
+    shutil.copytree(runs["plain"], run)
+
+    def muon(stored: dict[str, Any]) -> None:
+        stored["args"].optimizer = "muon"
+        del stored["optimizer"]
+
+    for rank in range(2):
+        spoil(run, muon, rank=rank)
+        torch.save([{}], run / f"layer_wise_optimizer_{rank}.pt")
+    ran = convert("reshard", run, tmp_path / "out", "--with-optimizer")
+    assert (ran.code, "its optimizer is 'muon'" in ran.err) == (4, True), ran.err
+    assert convert("reshard", run, tmp_path / "out", "-n").code == 0
+
+
 def test_an_optimizer_of_another_kind_asks_for_one(runs, convert, tmp_path):
     ran = convert("reshard", runs["plain"], tmp_path / "out", "--optimizer", "plain")
     assert (ran.code, "add --with-optimizer" in ran.err) == (2, True), ran.err

@@ -14,7 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 import vitruvian
 from formats.errors import UsageError
-from tests.faults.dcp_tools import refused
+from formats.megatron import lora as bridge
+from tests.faults.dcp_tools import edit, places, refused
 
 REAL = Path(__file__).with_name("bridge")
 KINDS = {"lora_tp2": "fused", "canonical_lora_tp2": "canonical"}
@@ -167,6 +168,47 @@ def test_what_bridge_has_not(model, convert, tmp_path):
     refused(convert("megatron2hf", REAL / "llama3_tied", tmp_path / "no", "--adapter", "only"), 2, "holds no adapter")
     with pytest.raises(UsageError, match="holds no base"):
         vitruvian.convert(REAL / "lora_tp2", tmp_path / "no", adapter="merged")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_adapter_that_lost_a_part(convert, tmp_path, name):
+    """Megatron-Bridge#2240 saves one tensor rank's rows of it, NeMo-RL#2234 loaded none: it is whole or refused.
+
+    A module that is missing as a whole is seen by `target_modules`, which the recipe of this run did not set.
+    """
+    run = shutil.copytree(REAL / name, tmp_path / "run")
+    folder, key = run / "iter_0000007", "decoder.layers.self_attention.linear_proj.adapter.linear_out.weight"
+    path, metadata = folder / "run_config.yaml", (folder / ".metadata").read_bytes()
+    held = yaml.safe_load(path.read_text())
+    targets = [*dict.fromkeys(one[KINDS[name]] for one in bridge.TARGETS.values())]
+    path.write_text(yaml.safe_dump(held | {"peft": {**held["peft"], "target_modules": targets}}))
+    export = ("megatron2hf", run, "--adapter", "only")
+    assert convert(*export[:2], tmp_path / "whole", *export[2:]).code == 0
+
+    def half(stored: Any) -> None:
+        about = stored.state_dict_metadata[key]
+        about.chunks = [chunk for chunk in about.chunks if not chunk.offsets[1]]
+        for index, _ in places(stored, key):
+            if index.offset[1]:
+                del stored.storage_data[index]
+
+    def without(end: str) -> Any:
+        def change(stored: Any) -> None:
+            for one in [one for one in stored.state_dict_metadata if f"linear_proj.adapter.{end}" in one]:
+                stored.state_dict_metadata.pop(one)
+            for index in [index for index in stored.storage_data if index.fqn not in stored.state_dict_metadata]:
+                del stored.storage_data[index]
+
+        return change
+
+    for change, told in (
+        (half, f"128 of the 256 elements of {key}"),
+        (without("linear_out"), "2 tensors are missing"),
+        (without("linear_"), "holds no LoRA of linear_proj, which its target_modules name"),
+    ):
+        (folder / ".metadata").write_bytes(metadata)
+        edit(folder, change)
+        refused(convert(*export[:2], tmp_path / "no", *export[2:]), 3, told)
 
 
 def test_another_method(convert, tmp_path):

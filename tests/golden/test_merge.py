@@ -169,6 +169,41 @@ def test_a_base_of_any_format_gives_the_same_bytes(model, convert, tmp_path, to)
     assert first == second
 
 
+def test_a_matrix_larger_than_the_memory(model, convert, tmp_path):
+    """peft#1939: `merge_and_unload` of 70 B on a CPU grew by far more than an adapter until the system ended it."""
+    import tracemalloc
+
+    from safetensors.numpy import save_file
+
+    base, adapter, layer = tmp_path / "base", tmp_path / "adapter", "model.layers.0."
+    base.mkdir()
+    adapter.mkdir()
+    sizes = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": False}
+    config = json.loads((model("llama") / "config.json").read_text()) | sizes | heads
+    (base / "config.json").write_text(json.dumps(config))
+    shapes = {"model.embed_tokens": (64, 512), "lm_head": (64, 512), "model.norm": (512,)}
+    shapes |= {f"{layer}{name}_layernorm": (512,) for name in ("input", "post_attention")}
+    shapes |= {f"{layer}self_attn.{name}_proj": (512, 512) for name in "qkvo"}
+    shapes |= {f"{layer}mlp.{name}_proj": (4096, 512) for name in ("gate", "up")}
+    shapes[f"{layer}mlp.down_proj"] = (512, 4096)
+    weights = {f"{name}.weight": np.zeros(shape, "f4") for name, shape in shapes.items()}
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    words = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["up_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(words))
+    module = f"base_model.model.{layer}mlp.up_proj."
+    factors = {f"{module}lora_A.weight": np.ones((4, 512), "f4"), f"{module}lora_B.weight": np.ones((4096, 4), "f4")}
+    save_file(factors, adapter / "adapter_model.safetensors")
+    tracemalloc.start()
+    try:
+        ran = convert("merge", base, adapter, tmp_path / "out", "-j1", "--memory", "1MiB")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert ran.code == 0, ran.err
+    assert peak < 6 << 20 < weights[f"{layer}mlp.up_proj.weight"].nbytes
+
+
 def test_experts_one_by_one(model, convert, tmp_path):
     """As transformers 4 has them in memory, and the Hub's files still: no PEFT of today loads such an adapter."""
     from safetensors.numpy import load_file, save_file

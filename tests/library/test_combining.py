@@ -1,4 +1,4 @@
-"""`vitruvian.average` and `vitruvian.merge`: what the commands do, to any target, with typed results."""
+"""`vitruvian.average`, `merge` and `peft2megatron`: what the commands do, to any target, with typed results."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import vitruvian
+from tests.models import files
 
 GOLDEN = Path(__file__).parents[1] / "golden/peft/rslora_patterns"
+BRIDGE = Path(__file__).parents[1] / "golden/bridge"
 
 
 @pytest.fixture
@@ -47,6 +49,21 @@ def test_merged_into_shards(tmp_path, convert):
     assert vitruvian.merge(tmp_path / "out", GOLDEN / "adapter", tmp_path / "twice").digest != digest
 
 
+@pytest.mark.parametrize(("name", "lora"), [("lora_tp2", "fused"), ("canonical_lora_tp2", "canonical")])
+def test_an_adapter_for_bridge_and_back(convert, tmp_path, name, lora):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    vitruvian.convert(BRIDGE / "llama3_tied", base)
+    vitruvian.convert(BRIDGE / name, adapter, adapter="only")
+    done = vitruvian.peft2megatron(base, adapter, tmp_path / "out", lora=lora, tp=2, iteration=7)
+    words = ("--lora", lora, "--tp", 2, "--iteration", 7)
+    assert convert("peft2megatron", base, adapter, tmp_path / "command", *words).code == 0
+    assert files(tmp_path / "out") == files(tmp_path / "command")
+    assert done.verified
+    assert done.tensors
+    vitruvian.convert(tmp_path / "out", tmp_path / "back", adapter="only")
+    assert files(tmp_path / "back") == files(adapter)
+
+
 def test_what_is_refused(run, tmp_path):
     with pytest.raises(vitruvian.UsageError, match=r"0\.9 in all"):
         vitruvian.average({run / "checkpoint-1": 0.4, run / "checkpoint-2": 0.5}, tmp_path / "out")
@@ -58,3 +75,10 @@ def test_what_is_refused(run, tmp_path):
         vitruvian.merge(None, GOLDEN / "adapter", tmp_path / "out")
     with pytest.raises(vitruvian.SourceError, match="no adapter_config"):
         vitruvian.merge(GOLDEN / "base", GOLDEN, tmp_path / "out")
+    for option in ({"pp": 2}, {"weights": "module"}, {"adapter": "only"}):
+        with pytest.raises(vitruvian.UsageError, match=f"there is no option {next(iter(option))}"):
+            vitruvian.peft2megatron(GOLDEN / "base", GOLDEN / "adapter", tmp_path / "out", **option)
+    with pytest.raises(vitruvian.UsageError, match="is not one of canonical, fused"):
+        vitruvian.peft2megatron(GOLDEN / "base", GOLDEN / "adapter", tmp_path / "out", lora="dora")
+    with pytest.raises(vitruvian.UnsupportedError, match="ranks and scales"):
+        vitruvian.peft2megatron(GOLDEN / "base", GOLDEN / "adapter", tmp_path / "out")

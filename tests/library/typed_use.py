@@ -13,6 +13,8 @@ assert_type(vitruvian.open("run").as_("megatron", tp=(3, 8), with_optimizer=True
 assert_type(vitruvian.verify("out").equal, bool)
 assert_type(vitruvian.diff("run", "out").tensors, tuple[vitruvian.Difference, ...])
 assert_type(vitruvian.VitruvianError("").hint, str)
+assert_type(vitruvian.peft2megatron("base", "adapter", "run", lora="fused", tp=2).tensors, int)
+vitruvian.peft2megatron("base", "adapter", "run", lora="dora")  # type: ignore[arg-type]
 vitruvian.convert("run", "out", tp="two")  # type: ignore[arg-type]
 vitruvian.convert("run", "out", colour=1)  # type: ignore[call-arg]
 vitruvian.convert("run", "out", to="gguf")  # type: ignore[arg-type]

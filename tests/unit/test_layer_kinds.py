@@ -188,6 +188,17 @@ def test_patterns_and_lists_of_blocks_are_one_model():
     assert longer["hybrid_override_pattern"] == "M-*E*"
 
 
+def test_two_patterns_of_one_hybrid():
+    """Megatron-Bridge took one of them without a word before its #5354."""
+    args = to_megatron(from_huggingface(settings_of("nemotron_h", **EPSILON), {}, "one"))
+    assert args["hybrid_override_pattern"] == args["hybrid_layer_pattern"] == "M-*E"
+    for name in ("hybrid_override_pattern", "hybrid_layer_pattern"):
+        for settled in (False, True):
+            with pytest.raises(RefusedError, match=r"hybrid_layer_pattern = '.*' contradict each other"):
+                from_megatron(args | {name: "M*-E"}, {}, None, "args", settled=settled)
+        assert from_megatron(args | {name: None}, {}, None, "args") == from_megatron(args, {}, None, "args")
+
+
 @pytest.mark.parametrize(
     ("words", "code", "reason"),
     [

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
+from formats.megatron.args.table import PATTERN
 from formats.megatron.args.versions import FAILS, by_name, heeded, ignored, version_of
 from formats.model.spec import ModelSpec
 
@@ -36,6 +37,18 @@ def named(args: Args, settings: Mapping[str, Any], where: str) -> Args:
             f"--set norm_epsilon={epsilons[0]} or --set norm_epsilon={epsilons[1]}",
         )
     return args
+
+
+def require_one_pattern(args: Args, where: str) -> None:
+    """A hybrid has one pattern of layers: 0.17 to 0.19 copy the older name's to the newer one, and take no two.
+
+    Raises:
+        RefusedError: both names are there with two patterns.
+    """
+    given = {name: args[name] for name in PATTERN.split("|") if args.get(name) is not None}
+    if len({*map(str, given.values())}) > 1:
+        said = " and ".join(f"{name} = {short(pattern)}" for name, pattern in given.items())
+        raise RefusedError(f"{where}: {said} contradict each other")
 
 
 def rope_scaling(args: Args, read: Callable[[Args], Scaling], base: ModelSpec | None, where: str) -> Scaling:

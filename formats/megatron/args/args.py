@@ -50,6 +50,7 @@ def from_megatron(
         UnsupportedError: the model computes something that has no layout here.
         RefusedError: args and config contradict each other, or the version that made the args ignored some of them.
     """
+    ambiguous.require_one_pattern(args, where)
     args = args if settled else ambiguous.named(args, settings, where)
     rotary = bool(args.get("use_rotary_position_embeddings"))  # which older trees have beside another embedding type
     args = {**args, "position_embedding_type": "rope"} if rotary else args

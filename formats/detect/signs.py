@@ -164,6 +164,11 @@ OTHERS = (
         _holds("checkpoint_metadata.json", "model"),
     ),
     Sign(
+        "a part of a model in Mistral's own files",
+        "consolidated.safetensors, or its parts with consolidated.safetensors.index.json, is read with its params.json",
+        _holds("consolidated*.safetensors"),
+    ),
+    Sign(
         "a model in Meta's or Mistral's own files of torch",
         "take those of Hugging Face, with a config.json",
         _holds("consolidated.*|consolidated-*"),

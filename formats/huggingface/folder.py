@@ -263,7 +263,7 @@ def read_weight_map(path: Path, single: str = SINGLE, index: str = INDEX) -> dic
     if not (path / index).is_file():
         if (path / single).is_file():
             return None
-        raise SourceError(f"{path} holds neither {SINGLE} nor {INDEX}")
+        raise SourceError(f"{path} has neither {single} nor {index}")
     weight_map = read_json(path / index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f"{path / index} has no weight_map")

@@ -106,6 +106,7 @@ OTHERS = {
     "ONNX": "config.json model.onnx model.onnx_data",
     "OpenVINO": "openvino_model.bin openvino_model.xml",
     "diffusers": "model_index.json unet/",
+    "part of a model in Mistral": "consolidated.00.safetensors params.json",
 }
 """What a program is called, and what is in a folder of it."""
 

@@ -56,6 +56,15 @@ def test_several_files(convert, tmp_path):
         refused(convert("inspect", run, *LENGTH), 3, "norm.weight")
 
 
+@pytest.mark.parametrize(
+    "name", ["consolidated.00.safetensors", "consolidated-00001-of-00001.safetensors", "model.safetensors"]
+)
+def test_two_models_in_a_folder_are_refused(convert, tmp_path, name):
+    run = shutil.copytree(REAL / "dense", tmp_path / "run")
+    (run / name).write_bytes((run / "consolidated.safetensors").read_bytes())
+    refused(convert("mistral2hf", run, tmp_path / "out", *LENGTH), 3, name)
+
+
 def test_what_is_refused(convert, model, tmp_path):
     """What params.json leaves open, what no reader knows, and models that these files cannot hold."""
     refused(convert("mistral2hf", REAL / "dense", tmp_path / "out"), 3, "max_positions")

@@ -288,11 +288,13 @@ def cdn(self: Handler, oid: str) -> Reply | None:
     if int(self.query["signed"]) < self.hub.expired:
         raise RefusedError(403, "the signature has expired")
     path = self.hub.store.lfs(oid)
-    asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
-    assert asked is not None
-    first, last = int(asked[1]), int(asked[2])
-    headers = {"Content-Range": f"bytes {first}-{last}/{path.stat().st_size}", "Content-Length": str(last - first + 1)}
-    self.send_file(206, headers, path, first, last - first + 1)
+    size = path.stat().st_size
+    asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+    first, last = (int(asked[1]), int(asked[2] or size - 1)) if asked else (0, size - 1)
+    headers = {"Content-Length": str(last - first + 1)}
+    if asked:
+        headers["Content-Range"] = f"bytes {first}-{last}/{size}"
+    self.send_file(206 if asked else 200, headers, path, first, last - first + 1)
     return None
 
 

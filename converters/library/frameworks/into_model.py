@@ -253,6 +253,8 @@ def _rounded(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     Raises:
         RefusedError: one is too large for it.
     """
+    if values.dtype == dtype:
+        return values
     rounded = values.to(dtype)
     if rounded.is_floating_point() and bool((rounded.isinf() & ~values.isinf()).any()):
         raise RefusedError(f"{name} holds numbers that are too large for {dtype}", "make the model in another type")

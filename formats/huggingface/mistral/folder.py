@@ -79,11 +79,18 @@ def _fragments(path: Path) -> dict[str, Fragment]:
     """The tensors of all files.
 
     Raises:
-        SourceError: a file does not hold what the index says.
+        SourceError: a file does not hold what the index says, or the folder has other weights beside them.
     """
     weight_map = huggingface.read_weight_map(path, SINGLE, INDEX)
     fragments: dict[str, Fragment] = {}
-    for name in [SINGLE] if weight_map is None else sorted({*weight_map.values()}):
+    names = [SINGLE] if weight_map is None else sorted({*weight_map.values()})
+    kind = "consolidated*.safetensors" if (path / "config.json").is_file() else "*.safetensors"
+    if surplus := sorted({file.name for file in path.glob(kind)} - {*names}):
+        raise SourceError(
+            f"{path} has {surplus[0]} beside {names[0]}, which does not belong to it ({len(surplus)} in all)",
+            "a folder is one model: move away what is not meant",
+        )
+    for name in names:
         tensors = read_safetensors(path / name)[0]
         wrong = [key for key in tensors if weight_map is not None and weight_map.get(key) != name]
         if wrong:

@@ -73,6 +73,20 @@ STATE, FULL = "linear_attention", "full_attention"
 FOUR = {"num_experts_per_tok": 4}
 FIRST = ["full_attention", *["sliding_attention"] * 3]
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
+GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 8, "layer_types": ALTERNATING}
+KIMI = {
+    "linear_num_heads": 4, "linear_head_dim": 8, "num_experts": 4, "num_experts_per_token": 2, "kv_lora_rank": 16,
+    "moe_intermediate_size": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "num_key_value_heads": 8, **TOKENS,
+}  # fmt: skip
+M3 = {
+    "head_dim": 16, "rotary_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "dense_intermediate_size": 80,
+    "shared_intermediate_size": 40, "index_head_dim": 12, "index_block_size": 4, "index_topk_blocks": 2, **TOKENS,
+}  # fmt: skip
+MIMO = {
+    "head_dim": 24, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    "sliding_window": 8, **TOKENS,
+}  # fmt: skip
 SMALL: dict[str, Any] = {
     "vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "max_position_embeddings": 128,
@@ -135,6 +149,80 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gemma3": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8, "layer_types": ALTERNATING},
     "gemma3-untied": {"model_type": "gemma3_text", "head_dim": 16, "tie_word_embeddings": False},
+    "gemma4_text": {
+        "model_type": "gemma4_text",
+        "vocab_size_per_layer_input": 211,
+        "hidden_size_per_layer_input": 12,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        **GEMMA4,
+    },
+    "gemma4_text-untied": {
+        "model_type": "gemma4_text",
+        "hidden_size_per_layer_input": 0,
+        "tie_word_embeddings": False,
+        **GEMMA4,
+    },
+    "gemma4_text_moe": {
+        "model_type": "gemma4_text",
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 2,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 48,
+        **GEMMA4,
+    },
+    "gemma4_text_moe-untied": {
+        "model_type": "gemma4_text",
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 220,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 48,
+        "num_kv_shared_layers": 1,
+        "tie_word_embeddings": False,
+        **GEMMA4,
+    },
+    "gemma4_unified_text": {"model_type": "gemma4_unified_text", "num_kv_shared_layers": 2, **GEMMA4},
+    "gemma4_unified_text-untied": {
+        "model_type": "gemma4_unified_text",
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "tie_word_embeddings": False,
+        **GEMMA4,
+    },
+    "kimi_linear": {"model_type": "kimi_linear", "layer_types": [STATE, FULL] * 2, **KIMI},
+    "kimi_linear-tied": {
+        "model_type": "kimi_linear",
+        "q_lora_rank": 24,
+        "mlp_layer_types": ["sparse"] * 4,
+        "linear_attn_config": {
+            "full_attn_layers": [3],
+            "kda_layers": [1, 2, 4],
+            "head_dim": 10,
+            "num_heads": 6,
+            "short_conv_kernel_size": 3,
+        },
+        **KIMI,
+    },
+    "minimax_m3_vl_text": {
+        "model_type": "minimax_m3_vl_text",
+        "layer_types": [FULL, "minimax_m3_sparse"] * 2,
+        "mlp_layer_types": ["dense", *["sparse"] * 3],
+        **M3,
+    },
+    "minimax_m3_vl_text-tied": {"model_type": "minimax_m3_vl_text", "moe_layer_freq": [0, 0, 1, 1], **M3, **TIED},
+    "mimo_v2_flash": {"model_type": "mimo_v2_flash", **MIMO},
+    "mimo_v2_flash-tied": {
+        "model_type": "mimo_v2_flash",
+        "layer_types": ALTERNATING,
+        "attention_bias": True,
+        **MIMO,
+        **TIED,
+    },
     "gpt_neox": {"model_type": "gpt_neox", "use_parallel_residual": True},
     "gpt_neox-tied": {"model_type": "gpt_neox", "use_parallel_residual": False, "tie_word_embeddings": True},
     "gpt2": {"model_type": "gpt2", "n_inner": 96, **TOKENS},
@@ -316,12 +404,13 @@ HARMLESS = {
     "time_step_limit", "time_step_rank", "z_loss_coefficient", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap",
     "n_shared_experts", "expand", "mamba_proj_bias", "use_mamba_kernels", "mtp_layers_block_type", "n_routed_experts",
     "num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size",
-    "norm_topk_prob", "routed_scaling_factor",
+    "norm_topk_prob", "routed_scaling_factor", "num_experts", "top_k_experts", "rotary_dim", "hidden_act",
 }  # fmt: skip
 """Keys of transformers 5.23.0 that no table knows. They are of training, generation or precision, or of what the family
 has switched off: the window of Qwen, the longrope of Phi-3, the groups and norms of another Falcon, what Qwen3-MoE does
 not share, the experts of a Nemotron-H without any, and of its state spaces what only a kernel or a first step minds; of
-DeepSeek a sum of two others, the layer that transformers drops, and V2's groups, as a greedy router has none."""
+DeepSeek a sum of two others, the layer that transformers drops, and V2's groups, as a greedy router has none; the
+experts of a Gemma 4 without any; of MiniMax-M3 what its class replaces or does not read."""
 
 
 def settings_of(name: str, **changes: Any) -> dict[str, Any]:
@@ -398,6 +487,29 @@ def save(folder: Path, name: str, dtype: str = "float32", shard: str = "50GB", *
         elif "correction_bias" in kept_name:
             kept.data.normal_(0, 0.3, generator=generator)
     model.save_pretrained(folder, max_shard_size=shard)
+    if settings_of(name)["model_type"] == "kimi_linear":
+        _as_on_the_hub(folder, model)
+
+
+def _as_on_the_hub(folder: Path, model: Any) -> None:
+    """The dense layers of a Kimi Linear under the Hub's names, not under those that transformers 5.23.0 saves."""
+    from safetensors.torch import load_file, save_file
+
+    known = {key for key, _ in model.named_parameters()}
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        names = {key: key.replace(".block_sparse_moe.", ".mlp.") for key in tensors}
+        renamed = {
+            names[key] if names[key] in known and "experts" not in key and ".gate." not in key else key: tensor
+            for key, tensor in tensors.items()
+        }
+        save_file(renamed, path, {"format": "pt"})
+    if (index := folder / "model.safetensors.index.json").exists():
+        text = index.read_text()
+        for layer, kind in enumerate(model.config.mlp_layer_types):
+            if kind == "dense":
+                text = text.replace(f"layers.{layer}.block_sparse_moe.", f"layers.{layer}.mlp.")
+        index.write_text(text)
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from formats.layout.table import BIASES, Rule, rules
+from formats.layout.table import BIASES, KINDS, Rule, rules
 
 FAMILY_FILE = "family.toml"
 """Beside a config.json: the family of the user's own that the model was converted with."""
@@ -50,9 +50,11 @@ class Family:
         drops: regular expressions of keys in those files that carry no weights.
         requires: config keys that must have one value, or be absent.
         model_type: that of the config, where several families have it.
+        in_memory: whether its files have the names in memory, as its class has no others; only a whole has the Hub's.
         marks: the config keys and values that tell it from the others of them.
         blocks: kinds of layers, in a pattern or in a list, of which its config has one, and those of the others none.
-        rope_theta: what transformers assumes when the config names none; None where nothing rotates.
+        rope_theta: what transformers assumes when the config names none; None where nothing rotates, or
+            where its rotary settings are of each kind of layers and in `own`.
         head_dim: the same for the head dimension; None for hidden size / heads.
         ffn_ratio: the same for the size of the MLP, in hidden sizes; 0 where the config has to name it.
         mha: whether `__post_init__` of its config takes as many key/value heads as heads; a fixed number is not that.
@@ -84,6 +86,7 @@ class Family:
     requires: Mapping[str, Any] = field(default_factory=dict)
     model_type: str = ""
     marks: Mapping[str, Any] = field(default_factory=dict)
+    in_memory: bool = False
     blocks: tuple[str, ...] = ()
     rope_theta: float | None = 10000.0
     head_dim: int | None = None
@@ -111,6 +114,11 @@ class Family:
     def tensors(self) -> tuple[Rule, ...]:
         """The rules of its table, parsed when they are first used."""
         return rules(self.table)
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of layers that its table tells apart."""
+        return frozenset().union(*(rule.conditions for rule in self.tensors)) & KINDS
 
     @cached_property
     def holds(self) -> frozenset[str]:

@@ -33,7 +33,12 @@ RELATIVE = {
         "state_layers",
         "short_layers",
         "shared_index_layers",
+        "reusing_layers",
+        "block_layers",
     ),
+    "ffn": ("reusing_ffn",),
+    "kv_heads": ("window_kv_heads",),
+    "full_layers": ("full_head_dim", "full_kv_heads"),
     "hidden": ("state_dim",),
     "state_heads": ("state_dim",),
     "expert_ffn": ("shared_ffn",),
@@ -41,7 +46,7 @@ RELATIVE = {
 }
 """Setting: those that a config may spell in terms of it, such as a number of experts for what is shared. Where it
 changes, the same spelling means something else."""
-APART = (*LISTS, "shared_ffn", "rope_theta", "rotary_fraction")
+APART = (*LISTS, "shared_ffn", "rope_theta", "rotary_fraction", "full_head_dim")
 """Settings whose codecs know what transformers assumes of them."""
 
 DROPOUTS = {

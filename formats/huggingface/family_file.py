@@ -30,7 +30,7 @@ from formats.huggingface.rope import SCALING
 from formats.huggingface.settings_table import USUAL
 from formats.layout.lowering import lower
 from formats.layout.pattern import PatternError
-from formats.layout.table import BIASES, CONDITIONS, MTP, Rule, model_tensors, rules
+from formats.layout.table import BIASES, CONDITIONS, MTP, TOLD_APART, Rule, model_tensors, rules
 from formats.layout.tensors import TENSORS
 from formats.model.settings import CHOICES, LISTS
 from formats.model.spec import MIXERS
@@ -55,6 +55,7 @@ FIELDS: Mapping[str, tuple[type, ...]] = {
     "mha": (bool,),
     "centred": (bool,),
     "general": (bool,),
+    "in_memory": (bool,),
     "window": (str,),
     "window_default": (int,),
     "keys": (dict,),
@@ -80,7 +81,7 @@ OF_EXPERTS = {"wide", "narrow"}
 OF_KEYS = {"fused", "separate"}
 ALLOWED = {
     "tied", "untied", "parallel", "serial", "optional", "indexing", MTP,
-    *OF_KEYS, *OF_LAYERS, *OF_QUERIES, *OF_MIXERS, *OF_EXPERTS, *BIASES,
+    *OF_KEYS, *OF_LAYERS, *OF_QUERIES, *OF_MIXERS, *OF_EXPERTS, *BIASES, *TOLD_APART, "fed",
 }  # fmt: skip
 """The conditions that mean something in a Hugging Face folder."""
 ROUTERS = ("softmax", "sigmoid")
@@ -162,7 +163,7 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 def _plain(value: Any, where: str) -> Any:
     """A value of config.json."""
-    if isinstance(value, dict) and where.endswith(f".{SCALING}"):
+    if isinstance(value, dict) and where.endswith((f".{SCALING}", ".full_layers")):
         return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
     if not isinstance(value, bool | int | float | str | list):
         raise UsageError(f"{where} is {short(value)}, and no value of a config here")

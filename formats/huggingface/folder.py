@@ -227,7 +227,8 @@ def model_slots(spec: Spec, keys: Iterable[str] = (), *, memory: bool = False) -
         return lora.slots(spec)
     if isinstance(spec, Verbatim):
         return list(untabled.slots(spec))
-    fused = memory or any(map(_names_in_memory(spec.family).fullmatch, keys))
+    in_memory = memory or (family_named(spec.family).in_memory and not keys)
+    fused = in_memory or any(map(_names_in_memory(spec.family).fullmatch, keys))
     return list(
         slots(
             family_named(spec.family).tensors,
@@ -238,6 +239,7 @@ def model_slots(spec: Spec, keys: Iterable[str] = (), *, memory: bool = False) -
             conditions={*spec.conditions, "fused" if fused else "separate"},
             kinds=spec.layer_kinds,
             experts=list(enumerate(range(spec.experts or 0))),
+            layer_sizes=spec.layer_sizes,
         )
     )
 

@@ -8,7 +8,10 @@ models/ernie4_5_moe/modeling_ernie4_5_moe.py (from a layer to a layer, -1 being 
 models/smollm3/configuration_smollm3.py (the step of layers without rotation),
 models/nemotron_h/configuration_nemotron_h.py (a letter or a word for each layer),
 models/bamba/configuration_bamba.py and models/lfm2/configuration_lfm2.py (a list of those with attention);
-models/glm_moe_dsa/configuration_glm_moe_dsa.py (a word or a letter for each layer, or a step behind some in front);
+models/glm_moe_dsa/configuration_glm_moe_dsa.py (a word or a letter for each layer, or a step behind some in front),
+models/kimi_linear/configuration_kimi_linear.py (two lists in a map, that count from 1),
+models/minimax_m3_vl/configuration_minimax_m3_vl.py (a number for each layer, which is 0 where it has no experts, or no
+indexer), models/gemma4/configuration_gemma4.py (how many layers at the end reuse keys and values);
 configuration_utils.py `remap_legacy_layer_types`.
 """
 
@@ -28,6 +31,8 @@ LINEAR = "linear_attention"
 """What it calls one with linear attention, or with a state space."""
 MLP, MOE, CONV = "mlp", "moe", "conv"
 """What it calls an MLP that is a layer by itself, without and with experts, and a short convolution."""
+BLOCKS = "minimax_m3_sparse"
+"""What it calls one whose attention sees blocks of keys."""
 LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
 """Kinds of layers in a pattern."""
 LETTERS_OF_INDEXERS = {"F": "full", "S": "shared"}
@@ -90,8 +95,16 @@ def marked(
 
 
 def windowed(key: str) -> Codec:
-    """A word for each layer: whether no sliding window holds for it."""
-    return marked(key, (SLIDING, FULL), FULL, lambda _, context: _usual("full_layers", context))
+    """A word for each layer: whether no sliding window holds for it; without any for some in front and each so many."""
+
+    def usual(_: Spelled, context: Context) -> Any:
+        full = _usual("full_layers", context)
+        if not isinstance(full, dict):
+            return full
+        front, step = full.get("front", 0), whole(full.get("step"), "the step of full_layers", context.where)
+        return tuple(layer for layer in _layers(context) if layer < front or not (layer + 1) % step)
+
+    return marked(key, (SLIDING, FULL), FULL, usual)
 
 
 def rotating(key: str, step: str) -> Codec:
@@ -112,6 +125,45 @@ def alternating(key: str, step: str) -> Codec:
         return tuple(layer for layer in _layers(context) if (layer + 1) % distance)
 
     return marked(key, (LINEAR, FULL), LINEAR, apart)
+
+
+def delta(lists: str, key: str) -> Codec:
+    """A word for each layer, or a list of those with linear attention and one of the others, in a map and from 1."""
+
+    def unworded(spelled: Spelled, context: Context) -> tuple[int, ...]:
+        given = spelled.get(lists, {})
+        if isinstance(given, dict) and {"full_attn_layers", "kda_layers"} <= {*given}:
+            recurrent, full = (set(_list(name, given, context) or ()) for name in ("kda_layers", "full_attn_layers"))
+            if recurrent & full or recurrent | full != {layer + 1 for layer in _layers(context)}:
+                raise SourceError(
+                    f"{context.where} says {lists} = {short(given)}, its lists should have each layer once"
+                )
+            return tuple(layer - 1 for layer in sorted(recurrent))
+        return tuple(layer for layer in _layers(context) if not layer or layer % STEP_OF_ATTENTION)
+
+    return marked(key, (LINEAR, FULL), LINEAR, unworded)
+
+
+def in_blocks(lists: str, key: str) -> Codec:
+    """A word for each layer: whether its attention sees blocks of keys; or a number, in a map; without any none has."""
+    words = marked(key, (BLOCKS, FULL), BLOCKS, lambda *_: ())
+
+    def flags(spelled: Spelled, context: Context) -> Any:
+        given = spelled.get(lists, {})
+        numbers = given.get("sparse_attention_freq") if isinstance(given, dict) else None
+        return words.read({key: [BLOCKS if flag else FULL for flag in numbers]} if numbers else {}, context)
+
+    return marked(key, (BLOCKS, FULL), BLOCKS, flags)
+
+
+def at_the_end(key: str) -> Codec:
+    """So many layers at the end."""
+
+    def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
+        count = len(_layers(context))
+        return tuple(_layers(context)[max(count - _count(key, spelled, context, 0), 0) :])
+
+    return Codec(read, lambda some, _: {key: len(some)})
 
 
 def with_states(key: str) -> Codec:
@@ -185,6 +237,17 @@ def worded(key: str, count: str) -> Codec:
     return marked(key, ("dense", "sparse"), "dense", front)
 
 
+def flagged(flags: str, key: str) -> Codec:
+    """A word for each layer: whether it is dense; or a number, which then is 0; without any none is."""
+    words = marked(key, ("dense", "sparse"), "dense", lambda *_: ())
+
+    def numbered(spelled: Spelled, context: Context) -> Any:
+        given = spelled.get(flags)
+        return words.read({key: ["sparse" if flag else "dense" for flag in given]} if given else {}, context)
+
+    return marked(key, ("dense", "sparse"), "dense", numbered)
+
+
 def sharing(key: str, pattern: str, step: str, offset: str) -> Codec:
     """A word or a letter for each layer: whether it has no indexer; or how far apart those with one are."""
     words = marked(key, ("full", "shared"), "shared", lambda *_: None)
@@ -255,6 +318,12 @@ def bounded(first: str, last: str, step: str) -> Codec:
         return {first: sparse[0], last: sparse[-1], step: apart}
 
     return Codec(read, write)
+
+
+def uncounted(key: str) -> Codec:
+    """The width of what is shared itself."""
+    usual = lambda spelled, context: spelled.get(key, _usual("shared_ffn", context))  # noqa: E731
+    return Codec(usual, lambda shared, _: {key: shared})
 
 
 def counted(key: str) -> Codec:

@@ -11,7 +11,7 @@ from formats.families import FAMILIES, family_of, find_family
 from formats.families.family import Family
 from formats.huggingface.nulls import require_values
 from formats.huggingface.quantized import require_method
-from formats.huggingface.settings_table import keys_read
+from formats.huggingface.settings_table import keys_read, rows_of
 
 SYNONYMS = {
     "swish": "silu",
@@ -107,7 +107,7 @@ def require_table(config: Mapping[str, Any], family: Family, where: str) -> None
         if not same:
             raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported for {family.name}, only {only!r}")
     require_values(config, family, keys_read(family), where)
-    apart = {*family.own, *(spelling for keys in family.keys.values() for spelling in keys.split())}
+    apart = {*family.own, *(key for row in rows_of(family, config) for names in row.keys for key in names)}
     layer_types = [] if "layer_types" in apart else config.get("layer_types") or []
     usual = "indexed_attention" if "indexed" in family.traits else "full_attention"
     others = [kind for kind in layer_types if kind != usual] if isinstance(layer_types, list) else [layer_types]

@@ -39,19 +39,35 @@ state_dim          mamba_d_head mamba_expand mamba_d_ssm                        
 ffn                block_ff_dim block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of    adjusted
 dense_layers       first_k_dense_replace                                           in_front
 dense_layers       mlp_layer_types first_k_dense_replace                           worded
+dense_layers       moe_layer_freq mlp_layer_types                                  flagged
 dense_layers       moe_layers interleave_moe_layer_step                            unlisted
 dense_layers       moe_layer_start_index moe_layer_end_index moe_layer_interval    bounded
 dense_layers       * decoder_sparse_step                                           listed
 shared_ffn         n_shared_experts                                                counted
 shared_ffn         num_shared_experts                                              counted
 shared_ffn         moe_num_shared_experts                                          counted
-shared_ffn         *
+shared_ffn         *                                                               uncounted
 router_groups      topk_method n_group                                             limited
 router_top_groups  topk_method topk_group                                          limited
 shared_index_layers  * index_topk_pattern index_topk_freq index_skip_topk_offset    sharing
 nope_layers        * no_rope_layer_interval                                        rotating
 recurrent_layers   * full_attention_interval                                       alternating
 full_layers        *                                                               windowed
+recurrent_layers   linear_attn_config layer_types                                  delta
+linear_key_heads   linear_num_heads linear_attn_config                             inner_heads
+linear_value_heads  linear_num_heads linear_attn_config                            inner_heads
+linear_key_dim     linear_head_dim linear_attn_config                              inner_dim
+linear_value_dim   linear_head_dim linear_attn_config                              inner_dim
+linear_taps        linear_conv_kernel_dim linear_attn_config                       inner_taps
+index_heads        index_n_heads sparse_attention_config                           inner_index_heads
+index_dim          index_head_dim sparse_attention_config                          inner_index_dim
+block_layers       sparse_attention_config layer_types                             in_blocks
+window_kv_heads    num_key_value_heads                                             twice
+full_head_dim      global_head_dim per_layer_config                                head_dim_of_full
+full_kv_heads      num_global_key_value_heads per_layer_config attention_k_eq_v    kv_heads_of_full
+reusing_layers     num_kv_shared_layers                                            at_the_end
+reusing_ffn        use_double_wide_mlp                                             double
+layer_width        *                                                               zero_or
 sliding_window     *
 rope               *                                                               rotary
 """
@@ -81,11 +97,17 @@ def biases(*keys: str) -> Codec:
 
 CODECS: Mapping[str, Maker] = {
     "biases": biases, "in_front": layers.in_front, "worded": layers.worded, "unlisted": layers.unlisted,
-    "bounded": layers.bounded, "listed": layers.listed, "counted": layers.counted, "rotating": layers.rotating,
-    "windowed": layers.windowed, "alternating": layers.alternating, "rotary": rope.rotary,
+    "bounded": layers.bounded, "listed": layers.listed, "counted": layers.counted, "uncounted": layers.uncounted,
+    "rotating": layers.rotating, "windowed": layers.windowed, "alternating": layers.alternating, "rotary": rope.rotary,
     "blocks": layers.of_kind(), "MLPs": layers.of_kind(layers.MLP, layers.MOE),
     "dense MLPs": layers.of_kind(layers.MLP), "state spaces": layers.of_kind(layers.LINEAR),
     "with states": layers.with_states, "without": layers.without, "convolved": layers.convolved,
+    "delta": layers.delta, "flagged": layers.flagged, "in_blocks": layers.in_blocks, "at_the_end": layers.at_the_end,
+    "inner_heads": sizes.inside("num_heads"), "inner_dim": sizes.inside("head_dim"),
+    "inner_taps": sizes.inside("short_conv_kernel_size"), "inner_index_heads": sizes.inside("sparse_num_index_heads"),
+    "inner_index_dim": sizes.inside("sparse_index_dim"), "twice": sizes.twice, "double": sizes.double,
+    "head_dim_of_full": sizes.of_full("full_head_dim", "head_dim"),
+    "kv_heads_of_full": sizes.of_full("full_kv_heads", "num_key_value_heads"), "zero_or": sizes.zero_or,
     "sharing": layers.sharing, "limited": sizes.limited, "expanded": sizes.expanded, "adjusted": sizes.adjusted,
 }  # fmt: skip
 LINES = {(line.split()[0], line.split()[1]): line for line in TABLE.strip().splitlines()}

@@ -2,12 +2,19 @@
 
 Facts: transformers 5.23.0, models/bamba/configuration_bamba.py (a head of a state space), models/lfm2/modeling_lfm2.py
 `Lfm2MLP` (an MLP that is two thirds as wide as the config says, rounded up), models/deepseek_v2/modeling_deepseek_v2.py
-`DeepseekV2TopkRouter` (groups of experts).
+`DeepseekV2TopkRouter` (groups of experts), models/kimi_linear/configuration_kimi_linear.py and
+models/minimax_m3_vl/configuration_minimax_m3_vl.py (a map goes before the keys), models/gemma4/configuration_gemma4.py
+(heads of the layers without a window; a map of each layer goes before them), models/gemma4/modeling_gemma4.py
+`Gemma4TextMLP` (twice as wide in layers that reuse keys), models/mimo_v2_flash/modeling_mimo_v2_flash.py (twice the
+key/value heads in layers with a window).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from formats.errors import UnsupportedError, short
+from formats.families import family_named
 from formats.model.codec import Codec, Context, Spelled
 from formats.model.values import real, whole
 
@@ -58,3 +65,78 @@ def adjusted(key: str, adjusts: str, multiplier: str, multiple: str) -> Codec:
         return -(-width // unit) * unit
 
     return Codec(read, lambda value, _: {key: value, adjusts: False})
+
+
+def inside(name: str) -> Callable[[str, str], Codec]:
+    """A size that a map of the family says, under a name in it, before its key does."""
+
+    def of(key: str, outer: str) -> Codec:
+        def known(context: Context) -> Spelled:
+            maps = family_named(context.values["family"]).keys.values()  # of others that have the key it means nothing
+            given = context.file.get(outer) if outer in maps else None
+            return given if isinstance(given, dict) else {}
+
+        def write(value: object, context: Context) -> Spelled:
+            return {key: value} | ({outer: {**known(context), name: value}} if name in known(context) else {})
+
+        return Codec(lambda spelled, context: known(context).get(name, spelled.get(key)), write)
+
+    return of
+
+
+def twice(key: str) -> Codec:
+    """Twice a number that is another setting."""
+
+    def read(spelled: Spelled, context: Context) -> int:
+        return 2 * whole(spelled.get(key), key, context.where)
+
+    return Codec(read, lambda *_: {})
+
+
+def double(key: str) -> Codec:
+    """Whether the MLP of some layers is twice as wide."""
+
+    def read(spelled: Spelled, context: Context) -> int | None:
+        return 2 * whole(context.values["ffn"], "ffn", context.where) if spelled.get(key) else None
+
+    return Codec(read, lambda value, _: {key: value is not None})
+
+
+def zero_or(key: str) -> Codec:
+    """A size, or 0 where there is none."""
+    return Codec(lambda spelled, _: spelled.get(key) or None, lambda value, _: {key: value or 0})
+
+
+def of_full(setting: str, name: str) -> Callable[..., Codec]:
+    """A size of the layers without a window, unless a switch is off; a map of layers says it before its key does."""
+
+    def of(key: str, by_layer: str, switch: str = "") -> Codec:
+        def read(spelled: Spelled, context: Context) -> object:
+            given = spelled.get(by_layer)
+            if given is None:
+                usual = family_named(context.values["family"]).defaults.get(setting)
+                return spelled.get(key, usual) if spelled.get(switch, not switch) else None
+            full = {str(layer) for layer in context.values["full_layers"]}
+            layers = given if isinstance(given, dict) else {"": given}
+            sizes = {layer.lstrip("0") or layer[-1:]: own for layer, own in layers.items() if own}  # saved as 05
+            alike = len({repr(own) for own in sizes.values()}) < 2 and {*sizes} in (full, set())
+            known = [
+                own for own in sizes.values() if isinstance(own, dict) and {*own} <= {"head_dim", "num_key_value_heads"}
+            ]
+            if not alike or len(known) < len(sizes):
+                raise UnsupportedError(
+                    f"{context.where}: {by_layer} = {short(given)}: sizes of single layers are not supported, only of "
+                    "all without a window"
+                )
+            return known[0].get(name) if known else None
+
+        def write(value: object, context: Context) -> Spelled:
+            if by_layer not in context.file:
+                return {key: value}
+            full, given = map(str, context.values["full_layers"]), context.file[by_layer] or {}
+            own = {**next(iter(given.values()), {}), name: value}
+            return {by_layer: {layer: {key: size for key, size in own.items() if size} for layer in full}}
+
+        return Codec(read, write)
+
+    return of

@@ -36,16 +36,16 @@ WHOLES = {
     "got_ocr2": "qwen2", "hyperclovax_vision_v2": "hyperclovax", "idefics2": "mistral", "idefics3": "llama",
     "internvl": "qwen2", "kimi_k25": "deepseek_v3", "lfm2_vl": "lfm2", "lfm3_vl": "lfm3", "lighton_ocr": "qwen3",
     "llama4": "llama4_text", "llava": "llama", "llava_next": "llama", "llava_next_video": "llama",
-    "llava_onevision": "qwen2", "mistral3": "mistral", "ovis2": "qwen2", "paligemma": "gemma", "perception_lm": "llama",
-    "pp_chart2table": "qwen2", "qwen2_5_vl": "qwen2_5_vl_text", "qwen2_vl": "qwen2_vl_text", "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text", "qwen3_vl": "qwen3_vl_text", "qwen3_vl_moe": "qwen3_vl_moe_text",
-    "smolvlm": "llama", "video_llama_3": "qwen2", "video_llava": "llama", "vipllava": "llama",
+    "llava_onevision": "qwen2", "minimax_m3_vl": "minimax_m3_vl_text", "mistral3": "mistral", "ovis2": "qwen2",
+    "paligemma": "gemma", "perception_lm": "llama", "pp_chart2table": "qwen2", "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen2_vl": "qwen2_vl_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl": "qwen3_vl_text", "qwen3_vl_moe": "qwen3_vl_moe_text", "smolvlm": "llama", "step3p7": "step3p5",
+    "video_llama_3": "qwen2", "video_llava": "llama", "vipllava": "llama",
 }  # fmt: skip
 """Model type of the whole: that of its text where `text_config` names none. Not here are those that compute something
 else of text than its class does: Aya Vision and Command A Vision leave the scale of the logits out."""
 CLASSES = {
-    "aria_text": "AriaTextForCausalLM", "gemma": "GemmaForCausalLM", "gemma4_text": "Gemma4ForCausalLM",
-    "gemma4_unified_text": "Gemma4UnifiedForCausalLM", "hyperclovax": "HyperCLOVAXForCausalLM",
+    "aria_text": "AriaTextForCausalLM", "gemma": "GemmaForCausalLM", "hyperclovax": "HyperCLOVAXForCausalLM",
     "lfm3": "Lfm3ForCausalLM", "persimmon": "PersimmonForCausalLM",
 }  # fmt: skip
 """Model type of a text without a table: its class."""

@@ -59,6 +59,11 @@ CONDITIONS = {
     "indexing": "only in layers whose attention has an indexer of its own",
     "indexed": "only when an indexer chooses what attention sees",
     "unindexed": "only when none does",
+    "blocks": "only in layers whose attention sees blocks of keys that an indexer chooses",
+    "windowed": "only in layers with a sliding window",
+    "keyed": "only in layers with keys of their own",
+    "valued": "only in layers with values of their own, which are not the keys",
+    "fed": "only when each layer gets an input of its own",
     "mtp": "only in layers that predict a token after the next",
     "whole": "only when a layer has attention, or what is in its place, and an MLP",
     "single": "only when a layer is the one or the other",
@@ -81,7 +86,9 @@ BIASES = {"qkv_bias", "output_bias", "mlp_bias"}
 MTP = "mtp"
 """The kind of the layers that predict tokens after the next, which are numbered after the others. A line holds in them
 or in the others, never in both."""
-KINDS = {"attention", "recurrent", "state", "short", "indexing", "dense", "sparse", MTP}
+TOLD_APART = {"blocks", "windowed", "keyed", "valued"}
+"""Kinds of layers that only some tables tell apart."""
+KINDS = {"attention", "recurrent", "state", "short", "indexing", "dense", "sparse", MTP} | TOLD_APART
 """Conditions that hold in some layers of a model, and not in others: what a layer has of each is its kinds."""
 SECOND = re.compile(r"\.layers\.\d+\.(?:enorm|hnorm|eh_proj)\.|^(?:model\.)?mtp\.")
 """Keys that only a layer has which predicts a token after the next, in DeepSeek-V3 and its descendants, and in Qwen."""
@@ -263,6 +270,7 @@ def slots(
     kinds: Sequence[Collection[str]],
     experts: Sequence[tuple[int, int]] = (),
     expert_mesh: Mesh | None = None,
+    layer_sizes: Sequence[Mapping[str, int]] = (),
 ) -> Iterator[Slot]:
     """The physical tensors that a table puts into one file (or one pipeline chunk of it), in the order of its layers.
 
@@ -278,11 +286,13 @@ def slots(
         kinds: those of `KINDS` that hold in each layer of the model.
         experts: (number in the key, number in the model) of each expert that the file holds.
         expert_mesh: the mesh of the tensors that are split over experts, where theirs is another one.
+        layer_sizes: the sizes that each layer of the model has otherwise; none where all have the same.
     """
     known, here = set(tensors), set(conditions) | ALWAYS | KINDS
     numbers = list(layers)
     holding = [rule for rule in table if set(rule.pattern.tensors) <= known and rule.conditions <= here]
     frozen_sizes = tuple(sizes.items())
+    frozen_by_layer = [tuple({**sizes, **own}.items()) for own in layer_sizes]
     meshes = {False: tuple(mesh.items()), True: tuple((mesh if expert_mesh is None else expert_mesh).items())}
     first_mtp = sum(MTP not in own for own in kinds)
     for stacked, group in groupby(holding, key=lambda rule: "{layer}" in rule.key or MTP in rule.conditions):
@@ -293,6 +303,7 @@ def slots(
             ):
                 continue
             layered = stacked and any(TENSORS[name][0] == "layer" for name in rule.pattern.tensors)
+            sizes_here = frozen_by_layer[layer] if layered and frozen_by_layer else frozen_sizes
             own = meshes[rule.over_experts]
             shared = not rule.conditions.isdisjoint({"copy", "optional"})
             number = int(shared and not rule.conditions.isdisjoint({MTP, "predicting"}))
@@ -302,10 +313,10 @@ def slots(
                 yield Slot(
                     place,
                     tuple(prefix + _filled(spelling, names) for spelling in rule.spellings),
-                    _shape(rule.pattern, frozen_sizes, own),
+                    _shape(rule.pattern, sizes_here, own),
                     rule,
                     own,
-                    frozen_sizes,
+                    sizes_here,
                     layer if layered else None,
                     replica,
                     expert,

@@ -32,6 +32,15 @@ A state space (Mamba2) has heads, `share` of each group: x is what goes into the
 read, both for a group; step and decay say how much it forgets, skip what goes past it, and a gate weighs what comes
 out. `pre_norm` is the only norm of a layer that is one block. In a short convolution b and c are gates of x.
 
+Linear attention that forgets channel by channel (KDA) makes what it forgets, and its gate, through a latent each.
+
+An indexer of blocks scores tokens by queries and one key of its own, each with a norm, and attention sees the blocks of
+the best ones.
+
+Each layer may get an input of its own of a token, which an embedding for all layers and a projection of the main one
+make: a gate and a matrix lead to it and back. A layer may scale its output, and what comes out of its MLP, into its
+experts and out of these may have a norm each; its router scales what it reads, and what each expert returns.
+
 A LoRA adds the product of two factors to a matrix: `lora_b`, with the axes of what comes out, times `lora_a`, with
 those of what goes in. A shard, a half of it (`fold`) and a chunk of that are the rows of an MLP as Megatron-Bridge has
 them.
@@ -77,6 +86,10 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         index_norm   layer index_dim
         index_norm_bias  layer index_dim
         index_weights  layer index_head hidden
+        block_query  layer index_head index_dim hidden
+        block_key    layer index_dim hidden
+        block_query_norm  layer index_dim
+        block_key_norm  layer index_dim
         linear_query  layer key_head key_dim hidden
         linear_key   layer key_head key_dim hidden
         linear_value  layer key_head spread value_dim hidden
@@ -90,6 +103,11 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         linear_decay  layer key_head spread
         linear_norm  layer value_dim
         linear_output  layer hidden key_head spread value_dim
+        linear_forget_down  layer channel_rank hidden
+        linear_forget_up  layer key_head key_dim channel_rank
+        linear_forget_bias  layer key_head key_dim
+        linear_gate_down  layer channel_rank hidden
+        linear_gate_up  layer key_head spread value_dim channel_rank
         pre_norm     layer hidden
         state_gate   layer state_group share state_dim hidden
         state_x      layer state_group share state_dim hidden
@@ -125,6 +143,13 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         down         layer hidden ffn
         down_bias    layer hidden
         down_norm    layer hidden
+        mlp_norm     layer hidden
+        experts_norm  layer hidden
+        experts_down_norm  layer hidden
+        layer_scalar  layer unit
+        layer_input_gate  layer layer_width hidden
+        layer_input_up  layer hidden layer_width
+        layer_input_norm  layer hidden
         xielu_positive  layer unit
         xielu_negative  layer unit
         xielu_beta   layer
@@ -133,6 +158,8 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         router_bias  layer expert
         router_score_bias  layer expert
         router_choice_bias  layer expert
+        router_input_scale  layer hidden
+        router_expert_scale  layer expert
         expert_gate  layer expert expert_ffn hidden
         expert_up    layer expert expert_ffn hidden
         expert_down  layer expert hidden expert_ffn
@@ -165,6 +192,9 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
         up_lora_b    layer shard fold chunk rank
         down_lora_a  layer rank ffn
         down_lora_b  layer hidden rank
+        layer_embedding  layer_vocab every_layer layer_width
+        layer_projection  every_layer layer_width hidden
+        layer_projection_norm  layer_width
         final_norm   hidden
         final_norm_bias  hidden
         head         vocab hidden
@@ -173,7 +203,7 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-BUFFERS = frozenset({"router_bias", "xielu_beta", "xielu_eps"})
+BUFFERS = frozenset({"router_bias", "layer_scalar", "xielu_beta", "xielu_eps"})
 """What is no parameter of a model, though its files hold it."""
 
 

@@ -1,7 +1,7 @@
-"""What megatron-core lacks for models that no table describes: why there is no Megatron layout of them.
+"""What megatron-core lacks for models of images that are carried whole: why there is no Megatron layout of them.
 
 Facts: transformers 5.23.0, the configuration_*.py and modeling_*.py of each; megatron-core up to 0.19.2,
-transformer/transformer_config.py, and ssm/gated_delta_net.py for linear attention.
+transformer/transformer_config.py. What it lacks for a language model alone, the file of its family says.
 """
 
 from __future__ import annotations
@@ -10,19 +10,9 @@ from collections.abc import Mapping
 
 LAYERS = "megatron-core has one number of heads and one size of them for all layers, and this model two"
 REASONS: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("gemma4", "gemma4_text"),
-        f"{LAYERS}; nor has it embeddings for each layer, or keys and values that layers share",
-    ),
-    **dict.fromkeys(
-        ("gemma4_unified", "gemma4_unified_text"), f"{LAYERS}; nor has it keys and values that layers share"
-    ),
-    "kimi_linear": "megatron-core has no linear attention that forgets channel by channel (KDA)",
-    **dict.fromkeys(
-        ("minimax_m3_vl", "minimax_m3_vl_text"),
-        "megatron-core has no attention to blocks of keys that an indexer chooses",
-    ),
-    "mimo_v2_flash": f"{LAYERS}; nor has it values that are narrower than keys without latents",
+    "gemma4": f"{LAYERS}; nor has it embeddings for each layer, or keys and values that layers share",
+    "gemma4_unified": f"{LAYERS}; nor has it keys and values that layers share",
+    "minimax_m3_vl": "megatron-core has no attention to blocks of keys that an indexer chooses",
     **dict.fromkeys(("step3p5", "step3p7"), f"{LAYERS}; nor has it a clamp for each layer"),
 }
 """Model type: the reason."""

@@ -34,11 +34,25 @@ def _windowed(m: ModelSpec) -> bool:
     return m.full_layers not in (None, (*range(m.layers),))
 
 
+def _produced(m: ModelSpec) -> bool:
+    """Whether each kind of layers, with a window or without, has one with keys and values of its own."""
+    full, reusing = {*(m.full_layers or ())}, {*(m.reusing_layers or ())}
+    own = {layer in full for layer in range(m.layers) if layer not in reusing}
+    return not reusing or own == {layer in full for layer in range(m.layers)}
+
+
 # fmt: off
 CHECKS = (
     Check(SourceError, lambda m, _: m.layers > MOST_LAYERS, "{m.layers} layers are no model"),
     Check(SourceError, lambda m, _: m.heads % m.kv_heads,
           "{m.heads} heads do not divide into {m.kv_heads} key/value groups"),
+    Check(SourceError, lambda m, _: any(m.heads % groups for groups in (m.full_kv_heads, m.window_kv_heads) if groups),
+          "{m.heads} heads do not divide into {m.full_kv_heads} key/value groups of layers without a window, or "
+          "{m.window_kv_heads} of those with one"),
+    Check(SourceError, lambda m, _: not _produced(m),
+          "layers {m.reusing_layers} reuse keys and values, and no layer of their kind before them has some"),
+    Check(UnsupportedError, lambda m, _: (m.full_head_dim or 0) % 2,
+          "a head dimension of {m.full_head_dim} is odd, and no table here has such heads"),
     Check(UnsupportedError, lambda m, _: m.head_dim % 2,
           "a head dimension of {m.head_dim} is odd, and no table here has such heads"),
     Check(UnsupportedError, lambda m, family: family.rope_theta is None and (m.rope_theta or m.rope_scaling),

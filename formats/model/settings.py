@@ -207,7 +207,39 @@ class StateSpace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts(StateSpace, Recurrent, Indexer, Latent, Experts, Wiring, Window, Rope, Decoder):
+class Varied:
+    """What some layers have otherwise than the others, or beside them.
+
+    Facts: transformers 5.23.0, models/gemma4/modeling_gemma4.py, models/mimo_v2_flash/modeling_mimo_v2_flash.py,
+    models/minimax_m3_vl/modeling_minimax_m3_vl.py.
+
+    Attributes:
+        value_head_dim: elements of a value, where a key has another number.
+        window_kv_heads: key/value heads of the layers with a sliding window, where the others have another number.
+        full_kv_heads: the same of those without one.
+        full_head_dim: elements of a head in these.
+        keys_as_values: whether their values are their keys.
+        reusing_layers: the layers that see the keys and values of one before them, from 0.
+        reusing_ffn: elements inside the MLP of these, where the others have another number.
+        block_layers: the layers whose attention sees blocks of keys that an indexer chooses, from 0.
+        layer_width: elements of the input that each layer gets of its own; None where it gets none.
+        layer_vocab: tokens of the embedding that this comes from.
+    """
+
+    value_head_dim: int | None = choice(needed=False)
+    window_kv_heads: int | None = choice(needed=False)
+    full_kv_heads: int | None = choice(needed=False)
+    full_head_dim: int | None = choice(needed=False)
+    keys_as_values: bool | None = choice(False)
+    reusing_layers: tuple[int, ...] | None = choice(())
+    reusing_ffn: int | None = choice(needed=False)
+    block_layers: tuple[int, ...] | None = choice(())
+    layer_width: int | None = choice(needed=False)
+    layer_vocab: int | None = choice(needed=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts(Varied, StateSpace, Recurrent, Indexer, Latent, Experts, Wiring, Window, Rope, Decoder):
     """All of them, under their own names; dataclasses have the fields of the last base first."""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from formats.families import family_named
-from formats.layout.table import MTP, model_tensors
+from formats.layout.table import MTP, TOLD_APART, model_tensors
 from formats.layout.tensors import TENSORS
 from formats.model.settings import CHOICES, EVERY, LISTS, Parts
 
@@ -60,6 +60,7 @@ class ModelSpec(Parts):
                 single,
                 experts,
                 *predicting,
+                *({"fed"} if self.layer_width else ()),
                 *self.biases,
             }
         )
@@ -82,18 +83,48 @@ class ModelSpec(Parts):
         A layer that predicts a token after the next has attention, and experts where the last one has them.
         """
         mixers = {name: set(getattr(self, name) or ()) for name in MIXERS}
+        told = TOLD_APART & family_named(self.family).kinds
         sparse, mlps = self.sparse_layers, self.mlp_layers
 
         def of(layer: int) -> frozenset[str]:
             mixer = next((MIXERS[name] for name, layers in mixers.items() if layer in layers), "attention")
             mlp = "sparse" if layer in sparse else "dense"
             indexing = {"indexing"} if self.index_heads and layer not in (self.shared_index_layers or ()) else set()
-            return frozenset({mixer, mlp, *indexing} if mlps is None else {mlp if layer in mlps else mixer})
+            apart = self._apart(layer) & told if told else set()
+            return frozenset({mixer, mlp, *indexing, *apart} if mlps is None else {mlp if layer in mlps else mixer})
 
         kinds = [of(layer) for layer in range(self.layers)]
         second = {"attention", "sparse" if self.layers - 1 in sparse else "dense", MTP}
         second |= {"indexing"} if self.index_heads else set()
         return (*kinds, *[frozenset(second)] * self.mtp_layers)
+
+    def _apart(self, layer: int) -> set[str]:
+        """The kinds of a layer that only some tables tell apart."""
+        full, keyed = layer in (self.full_layers or ()), layer not in (self.reusing_layers or ())
+        holds = {
+            "blocks": layer in (self.block_layers or ()),
+            "windowed": not full,
+            "keyed": keyed,
+            "valued": keyed and not (full and self.keys_as_values),
+        }
+        return {kind for kind, true in holds.items() if true}
+
+    @property
+    def layer_sizes(self) -> tuple[dict[str, int], ...]:
+        """The sizes that each layer has otherwise than `sizes` says; empty where all have the same."""
+        others = (self.window_kv_heads, self.full_kv_heads, self.full_head_dim, self.reusing_ffn)
+        if not any(others):
+            return ()
+
+        def of(layer: int) -> dict[str, int]:
+            full = layer in (self.full_layers or ())
+            groups = (self.full_kv_heads if full else self.window_kv_heads) or self.kv_heads
+            dim = (self.full_head_dim if full else None) or self.head_dim
+            ffn = (self.reusing_ffn if layer in (self.reusing_layers or ()) else None) or self.ffn
+            heads = {"group": groups, "head": self.heads // groups}
+            return {**heads, "dim": self.value_head_dim or dim, "pair": dim // 2, "ffn": ffn}
+
+        return tuple(map(of, range(len(self.layer_kinds))))
 
     @property
     def mixed(self) -> bool:
@@ -113,7 +144,7 @@ class ModelSpec(Parts):
         key_heads = self.linear_key_heads or 0
         return {
             "layer": self.layers, "hidden": self.hidden, "vocab": vocab, "padding": (padded_vocab or vocab) - vocab,
-            "group": self.kv_heads, "head": self.heads // self.kv_heads, "dim": self.head_dim,
+            "group": self.kv_heads, "head": self.heads // self.kv_heads, "dim": self.value_head_dim or self.head_dim,
             "unit": 1, "half": 2, "pair": self.head_dim // 2, "ffn": self.ffn, "position": self.max_positions,
             "expert": self.experts or 0, "expert_ffn": self.expert_ffn or self.ffn, "shared_ffn": self.shared_ffn or 0,
             "expert_latent": self.expert_latent or 0,
@@ -126,6 +157,8 @@ class ModelSpec(Parts):
             "tap": self.linear_taps or self.taps or 0, "channel": self.hidden,
             "state_group": self.state_groups or 0, "share": (self.state_heads or 0) // (self.state_groups or 1),
             "state_dim": self.state_dim or 0, "state": self.state_size or 0,
+            "channel_rank": self.linear_key_dim or 0, "every_layer": self.layers,
+            "layer_width": self.layer_width or 0, "layer_vocab": self.layer_vocab or 0,
         }  # fmt: skip
 
     def boxes(self, padded_vocab: int | None = None) -> Iterator[tuple[str, int | None, tuple[int, ...]]]:
@@ -134,12 +167,13 @@ class ModelSpec(Parts):
         apart = {True: [rule for rule in table if MTP in rule.conditions]}
         apart[False] = [rule for rule in table if MTP not in rule.conditions]
         held = {own: set(model_tensors(apart[MTP in own], {*self.conditions, *own})) for own in {*kinds}}
+        by_layer = [{**sizes, **own} for own in self.layer_sizes] or [sizes] * len(kinds)
         for tensor in self.tensors:
             first, *axes = TENSORS[tensor]
             if first == "layer":
                 for layer in range(len(kinds)):
                     if tensor in held[kinds[layer]]:
-                        yield tensor, layer, (1, *(sizes[axis] for axis in axes))
+                        yield tensor, layer, (1, *(by_layer[layer][axis] for axis in axes))
             else:
                 yield tensor, None, tuple(sizes[axis] for axis in TENSORS[tensor])
 

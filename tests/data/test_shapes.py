@@ -62,6 +62,43 @@ def test_auto_finds_each_format(tokenized, form):
     assert {"mixed", *RECORDS} == {*FORMS}
 
 
+@pytest.mark.parametrize(
+    ("others", "form"),
+    [(["conversations"], "conversations"), (["control-text"], "mixed"), (["conversations", "control-text"], "mixed")],
+    ids=str,
+)
+def test_texts_before_dialogues_are_read_as_texts_after_them(tokenized, train, others, form):
+    records = [RECORDS[name] for name in ("text", "text", *others)]
+    ran, prefix = tokenized(records)
+    assert (ran.code, f", {form}\n" in ran.err) == (0, True), ran.err
+    other, named = tokenized(records, "--format", "mixed")
+    assert other.code == 0, other.err
+    trained = [open_documents(each).trained(0, len(records)).tolist() for each in (prefix, named)]
+    assert trained[0] == trained[1]
+    assert train("lint", next(path for path in prefix.parent.iterdir() if path.suffix == ".jsonl")).code == 0
+
+
+def test_texts_and_dialogues_in_two_files_are_one_input(train, tmp_path):
+    for name in ("text", "conversations"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(RECORDS[name]) + "\n")
+    named = f"{tmp_path}/text.jsonl,{tmp_path}/conversations.jsonl"
+    ran = train("tokenize", "--input", named, "--output-prefix", tmp_path / "P", "--workers", 1, "--vocab-file", MODEL)
+    assert (ran.code, "2 documents" in ran.out) == (0, True), ran.err
+
+
+def test_texts_are_trained_as_a_whole_whatever_their_tokenizer(train, tmp_path):
+    """Also where it has no control tokens, as beside dialogues that a chat template has written."""
+    (tmp_path / "text.jsonl").write_text(json.dumps(RECORDS["text"]) + "\n")
+    words = ("--input", tmp_path / "text.jsonl", "--output-prefix", tmp_path / "P", "--workers", 1)
+    ran = train("tokenize", *words, "--vocab-file", MODEL.parents[2] / "neox/spm101.model")
+    assert ran.code == 0, ran.err
+    documents = open_documents(tmp_path / "P_text_document")
+    assert (documents.control, documents.silent) == ({}, False)
+    for loss in ("assistant", "last_turn", "all"):
+        mask = documents.trained(0, 1, loss).tolist()
+        assert mask == [False] + [True] * (len(mask) - 1)
+
+
 PAIRS = [pair for pair in itertools.combinations(SHAPES, 2) if any(shape.is_read for shape in pair)]
 
 

@@ -24,8 +24,8 @@ SMALL: Mapping[str, int] = {
     "decoder_attention_heads": 4, "encoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "intermediate_size": 96, "moe_intermediate_size": 24, "ffn_dim": 96, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96,
     "d_ff": 96, "vocab_size": 160, "max_position_embeddings": 64, "n_positions": 64, "num_experts": 4,
-    "num_local_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1,
-    "topk_group": 1,
+    "num_local_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "num_experts_per_token": 2, "n_group": 1, "topk_group": 1,
     "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
     "out_hidden_size": 64, "image_size": 32, "patch_size": 16, "state_size": 8, "expand": 2, "projection_dim": 64,
     "lm_head_dim": 64, "embed_dim": 64, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32,
@@ -41,6 +41,14 @@ BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types"
 """Keys that say something of each layer; a class makes them itself of the number of these."""
 UNSAID = ("head_dim", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "num_key_value_heads")
 """Sizes that some classes leave to be null, and others cannot compute with."""
+STEP = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 16,
+    "num_key_value_heads": 2, "vocab_size": 160, "n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+    "moe_intermediate_size": 24, "share_expert_dim": 24, "num_sliding_attention_heads": 6,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"], "swiglu_limits": [0.0, 0.2, 0.3],
+}  # fmt: skip
+"""A text with heads and clamps of single layers, whose class assumes no window."""
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1], [["global"], 1]]},
@@ -49,6 +57,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "step3p7": {"text_config": STEP},
     "xlnet": {"d_head": 16},
     "zaya": {"num_experts_per_tok": 1},
 }

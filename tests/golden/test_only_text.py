@@ -21,10 +21,12 @@ TEXTS = {
     "qwen3_5": settings_of("qwen3_5_text-tied"),
     "qwen3_5_moe": settings_of("qwen3_5_moe_text"),
     "gemma3": settings_of("gemma3"),
-    "gemma4": {**settings_of("gemma3"), "model_type": "gemma4_text"},
+    "gemma4": settings_of("gemma4_text"),
+    "gemma4_unified": settings_of("gemma4_unified_text"),
     "mistral3": settings_of("ministral3"),
     "llama4": settings_of("llama4_text"),
     "kimi_k25": settings_of("deepseek_v3"),
+    "minimax_m3_vl": settings_of("minimax_m3_vl_text"),
 }
 """Model type of the whole: the settings of its text. Four have names of their own, two have a text without a class."""
 IDS = range(3, 21)
@@ -37,7 +39,8 @@ def build(kind: str, tied: bool) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as CLASSES
 
-    tower = {"vision_config": {"model_type": "gemma4_vision"}} if kind == "gemma4" else {}  # of which it has none else
+    towers = ("gemma4", "gemma4_unified")  # which have none else
+    tower = {"vision_config": {"model_type": f"{kind}_vision"}} if kind in towers else {}
     config = smaller(CONFIG_MAPPING[kind](**tower).to_dict())
     text = {**TEXTS[kind], "tie_word_embeddings": tied}
     config |= {"text_config": text, "tie_word_embeddings": tied, "architectures": [CLASSES[kind]]}
@@ -161,6 +164,7 @@ def test_a_released_config_has_its_text_beside_the_rest(convert, tmp_path):
 REFUSED = {
     "unknown": ("aya_vision", 4, "does not know how 'aya_vision' has its language model"),
     "classless": ("llava", 4, "has no class of its own in transformers"),
+    "step": ("step3p7", 4, "has no class of its own in transformers"),
 }
 
 

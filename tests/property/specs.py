@@ -152,10 +152,25 @@ def tied_together(values: dict[str, Any], family: Family) -> dict[str, Any]:
             values[name] = values[first[key]]  # one key for both
     if LINES.get(("shared_ffn", keys.get("shared_ffn", "")), "").endswith("counted"):  # as wide as so many experts
         values["shared_ffn"] = values["expert_ffn"] * (1 + values["shared_ffn"] % 3)
-    if "index_dim" in keys:  # whose queries have a latent, and whose first layer has an indexer
+    if (
+        "index_dim" in keys and "query_rank" in keys
+    ):  # whose queries have a latent, and whose first layer has an indexer
         values["query_rank"], values["index_dim"] = values["query_rank"] or 24, values["index_dim"] + values["rope_dim"]
         shared = values.get("shared_index_layers")
         values |= {} if shared is None else {"shared_index_layers": tuple(filter(None, shared))}
+    if "window_kv_heads" in keys:
+        values |= {"window_kv_heads": 2 * values["kv_heads"], "heads": 2 * values["heads"]}
+    if "full_head_dim" in keys:
+        values["full_head_dim"] *= 2
+        values["full_kv_heads"] = values["kv_heads"] if values["keys_as_values"] else None
+    if "reusing_layers" in keys:  # those at the end, before which there is one of each kind
+        full, count = {*values["full_layers"]}, values["layers"]
+        kinds = [layer in full for layer in range(count)]
+        least = max(kinds.index(kind) for kind in {*kinds}) + 1
+        values["reusing_layers"] = tuple(range(max(least, count - len(values["reusing_layers"])), count))
+        values["reusing_ffn"] = 2 * values["ffn"] if values["reusing_ffn"] % 2 else None
+    if "layer_width" in keys:
+        values["layer_width"] = values["layer_width"] if values["layer_width"] % 2 else None
     if "state_groups" in keys:
         values["state_groups"] = gcd(values["state_heads"], values["state_groups"])
     return values

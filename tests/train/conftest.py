@@ -190,6 +190,17 @@ def run(tmp_path: Path, forks: Forks) -> Callable[..., Trained]:
 
 
 @pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The only rank of a training, in this process."""
+    from train.distributed import environment, world
+
+    for name, value in environment({}).items():
+        monkeypatch.setenv(name, value)
+    with world(1, 1) as found:
+        yield found
+
+
+@pytest.fixture
 def read(tmp_path):
     """`read(text, *words)`: the settings of a file with this text, and the notes on it."""
 

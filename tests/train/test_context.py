@@ -82,7 +82,8 @@ def test_parts_are_the_rows(data):
     assert [cut(empty, part, 3).tokens for part in range(3)] == [0, 0, 0]
 
 
-def test_the_attention_over_documents_sees_what_it_should():
+def test_the_attention_over_documents_sees_what_it_should(monkeypatch):
+    monkeypatch.setattr("train.model.context.QUERIES", 3)
     torch.manual_seed(1)
     query, key, value = (torch.randn(1, heads, 12, 8) for heads in (4, 2, 2))
     ends = torch.tensor([0, 5, 12], dtype=torch.int32)

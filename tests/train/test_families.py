@@ -17,11 +17,12 @@ from train.model.selfcheck import require_masks, self_check
 from train.model.trainee import Trainee, fill, fill_buffers, make, open_config
 
 CPU = torch.device("cpu")
-STATEFUL = ("bamba", "granitemoehybrid", "granite_hybrid", "falcon_h1", "mamba2", "lfm2")
+STATEFUL = ("bamba", "granitemoehybrid", "granite_hybrid", "falcon_h1", "mamba2", "lfm2", "kimi_linear")
 STATES = [name for name in MODELS if name.startswith(STATEFUL)]
 REFUSED = {
     **dict.fromkeys((*LINEAR, *STATES), "layers that carry a state from token to token"),
     **dict.fromkeys(INDEXED, "counts the tokens of a row, not of a document"),
+    "minimax_m3_vl_text": "divides a row into blocks of keys, not a document",
     **dict.fromkeys(("bloom", "bloom-untied"), "bloom cannot be computed with the attention"),
     **dict.fromkeys(("cohere2", "cohere2-untied"), "cohere2 does something with its logits that is not known here"),
 }
@@ -83,7 +84,7 @@ def test_it_is_trained_as_transformers_would(model, name):
 
 def test_the_readme_says_so():
     text = " ".join(README.read_text().split())
-    stateful = "Qwen3-Next, Qwen3.5, Nemotron-H, Bamba, Granite 4, Falcon-H1, Mamba 2, LFM2"
+    stateful = "Qwen3-Next, Qwen3.5, Nemotron-H, Bamba, Granite 4, Falcon-H1, Mamba 2, LFM2, Kimi Linear"
     assert f"Every family of `convert formats` trains but those whose layers carry a state ({stateful}), BLOOM" in text
 
 

@@ -29,13 +29,13 @@ def is_frozen(name):
     )
 
 
-def by_hand(model, data, steps, optimizer=None):
+def by_hand(model, data, steps, optimizer=None, loss="assistant"):
     """Losses and norms of a loop over what of a model is trained, each document alone."""
     from train.data.rows import open_rows
     from train.settings.batching import Order, Sizes
     from train.settings.config import Data
 
-    rows = open_rows(Data(train=[data], seq_length=64), [data], 1234)
+    rows = open_rows(Data(train=[data], seq_length=64, loss=loss), [data], 1234)
     order = Order(len(rows), 1234, steps * 8)
     trained = [tensor for tensor in model.parameters() if tensor.requires_grad]
     optimizer = optimizer or torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)

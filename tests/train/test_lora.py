@@ -192,9 +192,9 @@ def test_every_engine_trains_the_same_adapters(settings, run, model, tmp_path):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_zero_trains_the_same_adapters(settings, run, model, tmp_path, stage):
-    config = settings(lora={"targets": ["q_proj", "o_proj"]}, steps={"train_iters": 3}, optim=LR)
+@pytest.mark.parametrize(("stage", "dora"), [(1, False), (3, True)])
+def test_zero_trains_the_same_adapters(settings, run, model, tmp_path, stage, dora):
+    config = settings(lora={"targets": ["q_proj", "o_proj"], "dora": dora}, steps={"train_iters": 3}, optim=LR)
     fsdp = run(config, save="fsdp")
     assert fsdp.code == 0, fsdp.out
     stopped = run(config, *zero(stage, "--steps.exit_interval", 2), ranks=2)

@@ -52,7 +52,6 @@ def test_settings_that_do_not_go_together(settings, train):
         (["--model.activation_offload", "true", "--model.activation_checkpointing", "false"], "would copy gathered"),
         (["--parallel.context", 2, "--neftune_alpha", 5], "neftune_alpha does not work with parallel.context 2"),
         (["--parallel.offload", "true", "--engine", "deepspeed"], "does not know parallel.offload"),
-        (["--lora.dora", "true", "--engine", "deepspeed"], "does not know lora.dora"),
         (["--lora.dora", "true", "--lora.quantize", "nf4"], "lora.dora needs the norms of weights"),
     ):
         ran = train("plan", settings(), *words, "--ranks", 2)

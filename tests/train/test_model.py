@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
@@ -95,7 +93,7 @@ def test_the_self_check_forgives_a_token_that_rounding_gives_to_another_expert()
     assert self_check(config, CPU, "sdpa", torch.bfloat16) < 2e-2
 
 
-def test_the_self_check_has_the_kernels_of_the_training(settings, monkeypatch):
+def test_the_self_check_has_the_kernels_of_the_training(settings, monkeypatch, alone):
     """A stand-in for liger's: rotary positions that count the tokens of a row."""
     from formats.errors import VerificationError
     from train.run.prepare import choose_attention
@@ -107,10 +105,9 @@ def test_the_self_check_has_the_kernels_of_the_training(settings, monkeypatch):
 
     monkeypatch.setattr("train.model.kernels.resolve", lambda *_: "liger")
     monkeypatch.setattr("train.model.kernels.replace", counting)
-    world = SimpleNamespace(device=CPU, context=1, sharing=None, part=0)
     with pytest.raises(VerificationError, match="documents of a row see each other"):
-        choose_attention(load_config(settings())[0], world)
-    assert choose_attention(load_config(settings(engine="deepspeed"))[0], world)[1:] == (
+        choose_attention(load_config(settings())[0], alone)
+    assert choose_attention(load_config(settings(engine="deepspeed"))[0], alone)[1:] == (
         "sdpa",
         pytest.approx(0, abs=1e-5),
     )

@@ -81,13 +81,9 @@ def test_profiles(settings, run):
     assert json.loads(gzip.decompress((traced.save / "profiler/rank0.json.gz").read_bytes()))["traceEvents"]
 
 
-def test_a_long_evaluation_is_no_hang(model, data):
+def test_a_long_evaluation_is_no_hang(model, data, alone):
     """The watch hears of each row."""
     rows = open_rows(Data(train=[data], seq_length=64), [data], 1)
-    alone = SimpleNamespace(
-        rank=0, ranks=1, reader=0, readers=1, part=0, context=1, sharing=None, device=torch.device("cpu"),
-        sums=lambda *values: list(values),
-    )  # fmt: skip
     calls = []
     found = evaluate(loaded(model("llama", vocab_size=253)), {"one": rows}, alone, None, 3, lambda: calls.append(1))
     assert (len(calls), found["one"].tokens > 0) == (3, True)

@@ -13,6 +13,7 @@ import pytest
 from formats.errors import RefusedError, UnsupportedError
 from formats.families import FAMILIES, OTHERWISE, family_of
 from formats.huggingface.config import from_huggingface, to_huggingface
+from formats.huggingface.folder import model_slots
 from formats.megatron.args.args import from_megatron, to_megatron
 from formats.model.spec import differences
 from formats.registry import open_checkpoint
@@ -124,6 +125,53 @@ def test_a_config_that_names_no_layers_with_a_window_stays_as_it_is():
     spec = from_huggingface(said, {}, "config.json")
     assert (spec.sliding_window, spec.full_layers) == (8, ())
     assert to_huggingface(from_megatron(to_megatron(spec), {}, spec, "args"), said) == said
+
+
+KIMI_LISTS = {"full_attn_layers": [4, 8], "kda_layers": [1, 2, 3, 5, 6, 7, 9]}
+OF_ITS_SIZE: dict[str, tuple[str, dict]] = {
+    "gemma4": ("gemma4_text", {}),
+    "gemma4 reusing": ("gemma4_text", {"num_kv_shared_layers": 20, "use_double_wide_mlp": True}),
+    "gemma4 moe": (
+        "gemma4_text",
+        {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0}
+        | {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+    ),
+    "gemma4 unified": ("gemma4_unified_text", {}),
+    "kimi": ("kimi_linear", {}),
+    "kimi of the Hub": (
+        "kimi_linear",
+        {"num_hidden_layers": 9, "first_k_dense_replace": 2}
+        | {"linear_attn_config": {**KIMI_LISTS, "num_heads": 16, "head_dim": 64, "short_conv_kernel_size": 3}},
+    ),
+    "minimax": ("minimax_m3_vl_text", {}),
+    "minimax of the Hub": (
+        "minimax_m3_vl_text",
+        {"num_hidden_layers": 4, "moe_layer_freq": [0, 1, 1, 1], "hidden_act": "swigluoai"}
+        | {"sparse_attention_config": {"sparse_attention_freq": [0, 0, 1, 1], "sparse_num_index_heads": 2}},
+    ),
+    "mimo": ("mimo_v2_flash", {}),
+    "mimo of the Hub": ("mimo_v2_flash", {"sliding_window_size": 128, "routed_scaling_factor": None}),
+}
+"""Model types, and what their configs say: the sizes are those that the class assumes, which are released ones."""
+
+
+@pytest.mark.parametrize("name", OF_ITS_SIZE)
+def test_a_table_has_the_tensors_of_the_class_at_its_real_size(name):
+    """Names and shapes, of layers of several kinds and sizes, from a config that says little."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, said = OF_ITS_SIZE[name]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **copy.deepcopy(said)))
+    spec = from_huggingface({"model_type": kind, **said}, {}, "config.json")
+    slots = [slot for slot in model_slots(spec, memory=True) if not slot.replica]
+    theirs = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    if spec.tied:
+        del theirs["lm_head.weight"]
+    assert {slot.keys[0]: slot.shape for slot in slots} == theirs
+    saved = from_huggingface(json.loads(model.config.to_json_string(use_diff=False)), {}, "5")
+    assert [*saved.boxes()] == [*spec.boxes()]
 
 
 DROPPED = ("hy_v3", "ernie4_5_moe")

@@ -47,14 +47,15 @@ def config(name: str, **changes) -> dict:
 def old_spelling(new: dict) -> dict:
     """The same config as transformers 4 wrote it."""
     old = dict(new)
-    if "rope_parameters" not in new:
+    family = FAMILIES[new["model_type"]]
+    if "rope_parameters" not in new or family.rope_theta is None:  # which version 4 did not have
         return old
     rope = dict(old.pop("rope_parameters"))
     if "full_attention" in rope:
         old["rope_local_base_freq"], rope = rope["sliding_attention"]["rope_theta"], dict(rope["full_attention"])
     old["rope_theta"], kind = rope.pop("rope_theta"), rope.pop("rope_type")
     old["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **rope}
-    if (key := FAMILIES[new["model_type"]].keys.get("rotary_fraction")) and "partial_rotary_factor" in rope:
+    if (key := family.keys.get("rotary_fraction")) and "partial_rotary_factor" in rope:
         old[key] = rope.pop("partial_rotary_factor")
     old["torch_dtype"] = old.pop("dtype", None)
     return old

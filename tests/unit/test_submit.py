@@ -207,6 +207,21 @@ def test_what_cannot_be_meant_is_refused(train, folder, words, message):
     assert message in ran.err
 
 
+@pytest.mark.parametrize("site", ["lumi", "leonardo"])
+def test_a_header_is_shown_though_the_batch_is_too_small(train, folder, site):
+    """F18 and F22: the header of the guide has more ranks than its yml has rows."""
+    words = ["submit", "run1/config.yml", "--site", site, "--account", "P", "--nodes", "192"]
+    ran = train(*words, "-n")
+    assert (ran.code, "\n#SBATCH --nodes=192\n" in ran.out) == (2, True), ran.err
+    assert "batch.size: 192 rows are fewer than" in ran.err
+    ran = train(*words)
+    assert (ran.code, ran.out) == (2, "")
+    ran = train(*words, "--parallel.context", "8", "-n")
+    assert ran.code == 0, ran.err
+    ran = train(*words, "--parallel.context", "5", "-n")
+    assert (ran.code, "cannot be groups of 5 that share rows" in ran.err) == (2, True)
+
+
 def test_a_chain_may_begin_with_finetune(train, folder):
     """F30: the second job goes on with what the first has saved."""
     ran = train("submit", "run1/config.yml", "--site", "lumi", "--account", "P", "--init", "finetune", "-n")

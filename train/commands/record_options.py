@@ -24,7 +24,7 @@ record_format = together(
         type=click.Choice(["auto", "control-text", "conversations", "sharegpt", "text", "mixed"]),
         default="auto",
         show_default=True,
-        help="Format of the records; auto takes that of the first record, and refuses an ambiguous one.",
+        help="Format of the records; auto takes that of the first records, and refuses an ambiguous one.",
     ),
     click.option(
         "--jsonl-keys", "key", default="text", show_default=True, metavar="KEY", help="The field that holds text."

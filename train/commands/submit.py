@@ -68,4 +68,9 @@ def submit(argv: tuple[str, ...], **options: Any) -> None:
         job = jobs.training(
             Path(argv[0]), argv[1:], wishes, links, options["bench"], options["launcher"], options["save_seconds"]
         )
+        if options["dry_run"]:  # to be edited, also where the training would refuse its ranks
+            hand_over(job, dry_run=True)
+        jobs.require_batch(Path(argv[0]), argv[1:], wishes)
+        if options["dry_run"]:
+            return
     hand_over(job, options["dry_run"])

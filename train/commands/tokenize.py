@@ -128,8 +128,8 @@ def paths(inputs: Sequence[str]) -> list[Path]:
 
 def make_job(options: Mapping[str, Any], parts: Ranges) -> Job:
     """The job that the options describe, checked against the tokenizer."""
-    from train.data.tokens.input_ranges import first_value
-    from train.data.tokens.shapes import form_of
+    from train.data.tokens.input_ranges import first_values
+    from train.data.tokens.shapes import form_of_all
     from train.data.tokens.template_encoder import check_template
     from train.data.tokens.tokenizers import Fast, control_ids, eod_id, names_digest, open_vocabulary
     from train.data.tokens.workers import Job
@@ -139,7 +139,7 @@ def make_job(options: Mapping[str, Any], parts: Ranges) -> Job:
     if kind and (KINDS[kind] == ".json") != isinstance(vocabulary, Fast):
         raise UsageError(f"{path} is not a file for {kind}", "remove --tokenizer-type: the file determines it")
     key = options["key"]
-    form = form_of(first_value(parts, key), key) if options["form"] == "auto" else options["form"]
+    form = form_of_all(first_values(parts, key), key) if options["form"] == "auto" else options["form"]
     control = control_ids(vocabulary, parse_control_tokens(options["control_tokens"]))
     template = _template(options["template"], vocabulary, form, control)
     date = _date(options["date"], template)

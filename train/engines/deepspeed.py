@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from formats.deepspeed.universal import is_universal
 from formats.errors import SourceError, UnsupportedError, UsageError
 from train.distributed import World
 from train.engines.errors import reason
@@ -124,8 +125,10 @@ class DeepSpeedEngine:
     def read(self, folder: Path) -> None:
         """See `Engine`. Bit-exact; another number of ranks or stage is read through a universal checkpoint."""
         lora.check_same(folder, self.model)
-        other = self.world.from_first(lambda: self._other(folder))
-        run = self.world.from_first(lambda: _universal(folder)) if other else folder.parent
+        universal = self.world.from_first(lambda: is_universal(folder))
+        other = universal or self.world.from_first(lambda: self._other(folder))
+        converted = other and not universal
+        run = self.world.from_first(lambda: _universal(folder)) if converted else folder.parent
         optimizer = self.trainee.optimizer
         ours = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         self.trainee.load_universal_checkpoint = lambda: other  # DeepSpeed calls it only when it loads
@@ -143,7 +146,7 @@ class DeepSpeedEngine:
         optimizer.clip_grad = self.settings["gradient_clipping"]
         self._refresh()
         self.world.wait()
-        if other and self.world.first:
+        if converted and self.world.first:
             shutil.rmtree(run)
 
     def _refresh(self) -> None:

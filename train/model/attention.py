@@ -35,9 +35,11 @@ LACKING = {
     "falcon": {"flash", "varlen", "flex"},
     "gemma2": {"sdpa", "varlen"},
     "gpt_oss": {"sdpa", "varlen", "flash"},
+    "mimo_v2_flash": {"sdpa", "varlen", "flash", "flex"},
 }
 """Model type: the backends that do not compute it (transformers 5.23.0). A Falcon has attention classes of its own
-instead of the interface; sdpa and varlen have no soft caps and no sinks, flash-attn 2 has no sinks."""
+instead of the interface; sdpa and varlen have no soft caps and no sinks, flash-attn 2 has no sinks, and flex no values
+that are narrower than keys."""
 WIDEST = 256
 """Largest head dimension of flash-attn 2 and of torch's varlen kernel, which takes multiples of 8 only."""
 

@@ -15,6 +15,9 @@ import torch.distributed as dist
 
 from formats.errors import UnsupportedError
 
+QUERIES = 1024
+"""Queries whose scores are computed at a time: the mask of all of them, over all keys, would be gigabytes."""
+
 
 class Context(NamedTuple):
     """Where the keys of a part are: the group that they are gathered from, and the first and the end of them."""
@@ -84,16 +87,26 @@ def sdpa(module: Any, query: Any, key: Any, value: Any, _: Any, **kwargs: Any) -
         UnsupportedError: the layer needs something else.
     """
     require_plain("sdpa across ranks", module, kwargs)
-    (document, place), (document_of_key, place_of_key) = (
-        _places(kwargs[name], kwargs["cu_seq_lens_k"]) for name in ("cu_seq_lens_q", "cu_seq_lens_k")
-    )
-    back = place[:, None] - place_of_key
-    seen = (document[:, None] == document_of_key) & (back >= 0)
-    if kwargs.get("sliding_window") is not None:
-        seen &= back < kwargs["sliding_window"]
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=seen, scale=kwargs.get("scaling"), enable_gqa=query.shape[1] != key.shape[1]
-    )
+    window = kwargs.get("sliding_window")
+    document, place = _places(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"])
+    document_of_key, place_of_key = _places(kwargs["cu_seq_lens_k"], kwargs["cu_seq_lens_k"])
+    first = kwargs["cu_seq_lens_k"][document]  # key of the document that a query is in
+    begins = (first if window is None else first + (place - window + 1).clamp(min=0)).tolist()
+    stops = (first + place + 1).tolist()
+
+    def attend(low: int, high: int) -> torch.Tensor:
+        keys = slice(begins[low], stops[high - 1])
+        back = place[low:high, None] - place_of_key[keys]
+        seen = (document[low:high, None] == document_of_key[keys]) & (back >= 0)
+        if window is not None:
+            seen &= back < window
+        return torch.nn.functional.scaled_dot_product_attention(
+            query[:, :, low:high], key[:, :, keys], value[:, :, keys], attn_mask=seen, scale=kwargs.get("scaling"),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+
+    count = query.shape[2]
+    out = torch.cat([attend(low, min(low + QUERIES, count)) for low in range(0, count, QUERIES)], 2)
     return out.transpose(1, 2).contiguous(), None
 
 

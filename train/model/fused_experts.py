@@ -16,21 +16,27 @@ from formats.layout.table import MTP
 
 
 class Fused:
-    """A lazy tensor [experts, rows, …]: slicing it reads the tensors of each expert and concatenates their rows."""
+    """A lazy tensor [experts, rows, …]: slicing it reads the tensors of each expert and concatenates their rows.
 
-    def __init__(self, parts: Sequence[Sequence[Any]]) -> None:
-        self.parts = parts
+    One that is not of experts, `apart` from them, is [rows, …].
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Any]], *, apart: bool = False) -> None:
+        self.parts, self.apart = parts, apart
 
     def get_shape(self) -> list[int]:
         """The shape of the whole tensor."""
         shapes = [part.get_shape() for part in self.parts[0]]
-        return [len(self.parts), sum(shape[0] for shape in shapes), *shapes[0][1:]]
+        rows = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+        return rows if self.apart else [len(self.parts), *rows]
 
     def __getitem__(self, where: Any) -> torch.Tensor:
         """A box, a range of experts, or everything with `...`; only what is in the box is read."""
         whole = [slice(0, size) for size in self.get_shape()]
         indices = [] if where is ... else [where] if isinstance(where, slice) else list(where)
-        experts, *inside = indices + whole[len(indices) :]
+        experts, *inside = [slice(None)] * self.apart + indices + whole[len(indices) :]
+        if self.apart:
+            return _rows(self.parts[0], *inside)
         return torch.stack([_rows(parts, *inside) for parts in self.parts[experts]])
 
 

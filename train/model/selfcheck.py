@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from formats.errors import UnsupportedError, UsageError, VerificationError
+from formats.huggingface.layers import BLOCKS
 from train.data.parts import own
 from train.data.rows import Flat
 from train.distributed import World
@@ -147,6 +148,8 @@ def _small(
     small.num_hidden_layers, small.use_cache = min(2, config.num_hidden_layers), False
     if narrow and getattr(small, "sliding_window", None):
         small.sliding_window = NARROW
+    if getattr(small, "num_kv_shared_layers", 0):  # those of the last layers, which it does not have
+        small.num_kv_shared_layers = 0
     if getattr(small, "layer_types", None):
         small.layer_types = small.layer_types[: small.num_hidden_layers]
     with torch.random.fork_rng(devices=[]):
@@ -218,6 +221,11 @@ def require_masks(config: Any, length: int, rows: int = 1, context: int = 1) -> 
             "only a model of text can be trained here",
         )
     kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
+    if BLOCKS in kinds:
+        raise UsageError(
+            f"{config.model_type} divides a row into blocks of keys, not a document ({BLOCKS})",
+            "documents of a row would see each other: such a model cannot be trained packed",
+        )
     strange = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
     if strange or any(hasattr(config, name) for name in ("mamba_d_state", "ssm_state_size", "state_size")):
         what = ", ".join(strange) or "state space"

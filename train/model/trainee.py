@@ -338,7 +338,9 @@ def pieces(model: Any, path: Path) -> Iterator[tuple[Any, Any]]:
             )
         for name, tensor in tensors.items():
             parts = [[file_of[key].get_slice(key) for key in part] for part in apart.get(name, [[name]])]
-            piece = Fused(parts) if len(parts) * len(parts[0]) > 1 else parts[0][0]
+            joined, rank = len(parts) * len(parts[0]) > 1, len(shape_of(tensor))
+            apart_of_experts = len(parts[0][0].get_shape()) == rank
+            piece = Fused(parts, apart=apart_of_experts) if joined else parts[0][0]
             if list(piece.get_shape()) != list(shape_of(tensor)):
                 raise SourceError(f"{name} of {path} has the shape {piece.get_shape()}, the model {shape_of(tensor)}")
             yield tensor, piece

@@ -37,6 +37,7 @@ from train.engines import ENGINES, Engine
 from train.engines.errors import reason
 from train.settings.config import Save
 from train.start.run_folder import BEST, LATEST, NOTE, PREFIX, is_ours
+from train.start.start_moments import MOMENTS
 
 PARTIAL = ".partial"
 THREADS = 2
@@ -314,6 +315,7 @@ class Saver:
         staging.rename(place)
         write_file(self.save / LATEST, place.name.encode())
         sync_folder(self.save)
+        shutil.rmtree(self.save / MOMENTS, ignore_errors=True)
         self._forget(place, progress)
 
     def _forget(self, latest: Path, progress: Progress) -> None:

@@ -24,7 +24,7 @@ from formats.huggingface.folder import model_slots
 from formats.model.spec import ModelSpec, Spec
 from formats.model.vocab_rows import EMBEDDING, HEAD
 from train.data.rows import CHUNK, Rows, check_tokenizer, lengths, open_rows
-from train.settings.batching import Order, Sizes, batch_sizes, make_order
+from train.settings.batching import Order, Sizes, make_order, sizes_of
 from train.settings.config import Config, Lora
 from train.settings.effects import check_effect
 from train.settings.freezing import frozen
@@ -108,10 +108,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
 
     if ranks % config.parallel.replicas:
         raise UsageError(f"{ranks} ranks cannot be {config.parallel.replicas} replicas of equal shards")
-    context = config.parallel.context
-    if ranks % context:
-        raise UsageError(f"{ranks} ranks cannot be groups of {context} that share rows", "--parallel.context 1")
-    sizes = batch_sizes(config.batch, ranks // context)
+    sizes = sizes_of(config, ranks)
     rows = open_rows(config.data, config.data.train, config.seed)
     order, steps = make_order(rows.ends, config.seed, config.data, config.steps, sizes.size)
     check_schedule(config, steps)
@@ -128,6 +125,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
     rows = rows.within(spec.max_positions, any(tensor == "positions" for tensor, _, _ in spec.boxes(None)))
     hidden, layers, vocabulary = spec.hidden, spec.layers, spec.vocab or 0
     width, row_tokens = WIDTH[config.model.dtype], sizes.micro * config.data.seq_length
+    context = config.parallel.context
     tokens = -(-row_tokens // context)
     across = 4 * row_tokens * (spec.kv_heads) * spec.head_dim * width if context > 1 else 0
     shards = ranks // config.parallel.replicas

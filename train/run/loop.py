@@ -141,8 +141,9 @@ def _open(prepared: Prepared, best: Best | None, world: World, say: Callable[[st
     beside = dict[str, bytes]()
     world.from_first(lambda: beside.update({**small_files(path), RECORD: record(digests)}))
     engine = open_engine(config, model, world, backend)
-    if prepared.start is not None:
-        engine.read(prepared.start)
+    continued = prepared.start or (prepared.moments and prepared.moments.path)
+    if continued is not None:
+        engine.read(continued)
     if world.first:
         count = sum(plan.counts["tokens"] for plan in rows.plans)
         packing, capacity = rows.plans[0].algorithm, rows.plans[0].capacity
@@ -163,6 +164,8 @@ def _open(prepared: Prepared, best: Best | None, world: World, say: Callable[[st
         say(f"attention  {backend}, packed documents differ by {apart:.1e} from unpacked ones")
         say(f"kernels    {engine.kernels}")
         say(f"weights    {prepared.start or config.model.path}")
+        if prepared.moments is not None:
+            say(f"moments    of the start, after {prepared.moments.step} steps; the weights are its master weights")
         if config.lora is not None and config.lora.adapter is not None and prepared.start is None:
             say(f"adapter    {config.lora.adapter}")
         if config.lora is not None or config.model.freeze:

@@ -27,6 +27,7 @@ from train.settings.effects import check_effect
 from train.settings.schedule import check_schedule
 from train.start.run_folder import changes
 from train.start.start_adapter import resolved
+from train.start.start_moments import Moments, moments_of
 from train.start.start_weights import folder_of
 
 
@@ -40,7 +41,8 @@ class Prepared(NamedTuple):
         order: which rows make up each step.
         total: number of steps.
         progress: how far it is.
-        start: checkpoint whose weights and moments are loaded, None to start from the model folder.
+        start: checkpoint of this trainer whose weights and moments are loaded, None to start from the model folder.
+        moments: those of `model.path`, with `init: moments`.
         notes: on the export, and on settings that changed since the last job.
     """
 
@@ -51,6 +53,7 @@ class Prepared(NamedTuple):
     total: int
     progress: Progress
     start: Path | None
+    moments: Moments | None
     notes: tuple[str, ...]
 
 
@@ -79,7 +82,7 @@ def prepare(config: Config, world: World) -> Prepared:
         engine=kind,
     )
     start, progress = world.from_first(lambda: _start(config, fresh))
-    notes = list[str]()
+    notes, moments = list[str](), None
     if start is not None:
         world.from_first(lambda: lora.require_same_settings(start, config.lora))
     if start is not None and progress.step:
@@ -94,6 +97,8 @@ def prepare(config: Config, world: World) -> Prepared:
         notes += world.from_first(lambda: [check_export(config, path, rows.documents), huggingface.unread(path)])
         world.from_first(lambda: check_tokenizer(rows.documents, path))
         rows = fitted(rows, path)
+        if start is None and config.init == "moments":
+            moments = world.from_first(lambda: moments_of(config, kind))
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
     return Prepared(
         config=config,
@@ -103,6 +108,7 @@ def prepare(config: Config, world: World) -> Prepared:
         total=total,
         progress=progress,
         start=start,
+        moments=moments,
         notes=tuple(filter(None, notes)),
     )
 

@@ -12,7 +12,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from formats.errors import UsageError
-from train.settings.config import Batch, Data, Steps
+from train.settings.config import Batch, Config, Data, Steps
 from train.settings.mixture import Set, samples_of, turns, weights_of
 
 
@@ -43,7 +43,8 @@ def batch_sizes(batch: Batch, ranks: int) -> Sizes:
     if size is None:
         return Sizes(micro or 1, accumulation or 1, ranks)
     if size < ranks:
-        raise UsageError(f"batch.size: {size} rows are fewer than {ranks} ranks", "each rank needs one in a step")
+        hint = f"each rank needs one in a step: at most {size} ranks, or --batch.size {ranks}"
+        raise UsageError(f"batch.size: {size} rows are fewer than {ranks} ranks", hint)
     given = (micro or 1) * ranks if accumulation is None else accumulation * ranks
     factor = max(1, size // given)
     if accumulation is None:
@@ -58,6 +59,18 @@ def batch_sizes(batch: Batch, ranks: int) -> Sizes:
         hint = f"remove one of the three, or change the number of ranks{fits}"
         raise UsageError(f"{product}, batch.size is {size}", hint)
     return sizes
+
+
+def sizes_of(config: Config, ranks: int) -> Sizes:
+    """Solve the batch equation of a training on so many ranks.
+
+    Raises:
+        UsageError: it has no solution, or the ranks cannot be groups that share rows.
+    """
+    context = config.parallel.context
+    if ranks % context:
+        raise UsageError(f"{ranks} ranks cannot be groups of {context} that share rows", "--parallel.context 1")
+    return batch_sizes(config.batch, ranks // context)
 
 
 @dataclass(frozen=True)

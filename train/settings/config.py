@@ -271,10 +271,10 @@ class Config(_Part):
     log: Log = Log()  # type: ignore[call-arg]
     profile: Profile = Profile()  # type: ignore[call-arg]
     seed: Annotated[int, Field(ge=0)] = Field(1234, description="For the order of rows, packing and noise.")
-    init: Literal["auto", "finetune", "resume"] = Field(
+    init: Literal["auto", "finetune", "moments", "resume"] = Field(
         "auto",
-        description="All resume from a checkpoint of this run. Without one, auto and finetune start a new run, "
-        "finetune without the moments of the previous phase, and resume is an error.",
+        description="All resume from a checkpoint of this run. Without one, resume is an error, and the others start a "
+        "new run: finetune without the moments of the previous phase, moments with those of model.path.",
     )
     neftune_alpha: Annotated[float, Field(ge=0)] = Field(0.0, description="NEFTune: noise on embeddings.")
     export: Path | None = Field(None, description="Hugging Face folder that is written at the end.")
@@ -405,8 +405,7 @@ def _check_engine(config: Config) -> None:
         "model.kernels": config.model.kernels == "liger",
         "log.layer_norms": config.log.layer_norms,
     }
-    gathered = {"lora.dora": config.lora is not None and config.lora.dora}  # reads weights that ZeRO-3 has freed
-    foreign = {"fsdp": zero, "transformers": ours | zero, "deepspeed": ours | gathered}
+    foreign = {"fsdp": zero, "transformers": ours | zero, "deepspeed": ours}
     for name, is_set in foreign[config.engine].items():
         if is_set:
             raise UsageError(f"the engine {config.engine} does not know {name}", described(name))

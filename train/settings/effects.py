@@ -33,6 +33,9 @@ def check_effect(config: Config, total: int) -> None:
         raise UsageError("model.freeze has no effect with lora: all weights of the model are frozen", "remove it")
     if config.lora is not None and config.lora.quantize != "none" and config.lora.dora:
         raise UsageError("lora.dora needs the norms of weights, which lora.quantize changes", "remove one of them")
+    if config.init == "moments" and (config.lora is not None or config.model.init == "config"):
+        other = "lora" if config.lora is not None else "model.init config"
+        raise UsageError(f"init moments continues a training of all weights, and {other} starts another", "--init auto")
     if config.model.activation_offload and not config.model.activation_checkpointing:
         raise UsageError(
             "model.activation_offload without model.activation_checkpointing would copy gathered weights too",

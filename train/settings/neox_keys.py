@@ -240,7 +240,7 @@ def _completed(tree: dict[str, Any], held_keys: Mapping[str, Any]) -> list[str]:
     if get(tree, "init") is None:
         notes.append(
             "no finetune: init is auto, which resumes from a checkpoint of this trainer with its moments; of another, "
-            "such as GPT-NeoX's own, it takes the weights without the moments"
+            "such as GPT-NeoX's own, it takes the weights without the moments, which --init moments takes too"
         )
     return notes
 

@@ -76,7 +76,7 @@ def folder_of(config: Config, resumed: bool = False) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     request = Request(out, quiet=True, force=True)
     with TemporaryDirectory(prefix="vitruvian-") as scratch:
-        source, tokenizer = _opened(path, config, Path(scratch))
+        source, tokenizer = opened(path, config, Path(scratch))
         if isinstance(source.spec, Verbatim) and _is_quantized(path):
             raise UnsupportedError(f"{path} cannot be trained: {source.spec.why}")
         plan = plan_huggingface(source, request, SHARD_SIZE)
@@ -128,7 +128,7 @@ def _random(path: Path, seed: int, out: Path) -> Path:
     return out
 
 
-def _opened(path: Path, config: Config, scratch: Path) -> tuple[Checkpoint, str]:
+def opened(path: Path, config: Config, scratch: Path) -> tuple[Checkpoint, str]:
     """A checkpoint with the tokenizer that it lacks, if it is given or its yml names one; and the tokenizer's hash."""
     from converters.assets.files import has_tokenizer
     from converters.assets.found_tokenizer import attached, load, named

@@ -19,7 +19,7 @@ from converters.common.slurm import (
     seconds_of,
 )
 from formats.errors import UsageError
-from train.settings.batching import batch_sizes
+from train.settings.batching import sizes_of
 from train.settings.config import load_config
 
 RETRIES = 2
@@ -61,7 +61,6 @@ def training(
     settings, _ = load_config(config, overrides)
     site = load_site(wishes.site)
     header, srun, argv = _with_gpus(site, wishes, launcher, ["run", config.absolute(), *overrides])
-    batch_sizes(settings.batch, int(header["nodes"]) * _tasks(site, wishes))
     if seconds_of(header["time"]) < save_seconds + 60:
         raise UsageError(f"--time {header['time']} leaves nothing before the last {save_seconds} s", "--save-seconds")
     if bench is not None and not bench.is_file():
@@ -70,6 +69,17 @@ def training(
     folder = config.absolute().parent / "slurm"
     variables = chain(argv, srun=srun, save=settings.save.path, links=links, retries=RETRIES, bench=bench)
     return Job(config.absolute().parent.name, header, launching(site, wishes, folder) | variables, "chain", folder)
+
+
+def require_batch(config: Path, overrides: Sequence[str], wishes: Wishes) -> None:
+    """Check that the ranks of a training job have rows for each step.
+
+    Raises:
+        UsageError: the batch is too small for them, or does not divide among them.
+    """
+    settings, _ = load_config(config, overrides)
+    site = load_site(wishes.site)
+    sizes_of(settings, int(gpu_header(site, wishes)["nodes"]) * _tasks(site, wishes))
 
 
 def evaluation(argv: Sequence[str], wishes: Wishes, launcher: str) -> Job:

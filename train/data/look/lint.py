@@ -10,9 +10,9 @@ from typing import Any
 
 from formats.errors import SourceError
 from train.data.tokens.encode import Encoder
-from train.data.tokens.input_ranges import Ranges, ranges, values
-from train.data.tokens.records import Malformed, Reader, Record, reader
-from train.data.tokens.shapes import form_of
+from train.data.tokens.input_ranges import Ranges, first_values, ranges, values
+from train.data.tokens.records import Malformed, Record, reader
+from train.data.tokens.shapes import form_of_all
 from train.data.tokens.template_encoder import LOST, SPLIT
 from train.data.tokens.tokenizers import ROLES
 from train.data.tokens.workers import Job, encoder, job_reader
@@ -76,23 +76,20 @@ def lint(
     """
     findings = Findings(form="" if job is None else job.form)
     seen: set[int] = set()
-    read: Reader | None = None if job is None else job_reader(job)
+    read = None if job is None else job_reader(job)
     encode = None if job is None else encoder(job)
-    for path in paths:
-        try:
-            parts = ranges([path])
-        except SourceError as error:
-            findings.unread.append(error)
-            continue
+    files = [(path, parts) for path in paths if (parts := _cut(path, findings.unread)) is not None]
+    if read is None:
+        first = (value for _, parts in files for value in first_values(parts, key))
+        findings.form = form_of_all(first, key) if form == "auto" else form
+        read = reader(findings.form, ROLES, key, auto=form == "auto")
+    for path, parts in files:
         for number, value in _numbered(parts, key):
             place = f"{path}:{number + 1}"
             findings.records += 1
             try:
                 if isinstance(value, Malformed):
                     raise value
-                if read is None:
-                    findings.form = form_of(value, key) if form == "auto" else form
-                    read = reader(findings.form, ROLES, key, auto=form == "auto")
                 record = read(value)
             except Malformed as error:
                 findings.note(error.reason, place + (f", {error.detail}" if error.detail else ""))
@@ -100,6 +97,15 @@ def lint(
             for note in _notes(record, seen, encode, longest):
                 findings.note(note, place)
     return findings
+
+
+def _cut(path: Path, unread: list[SourceError]) -> Ranges | None:
+    """The ranges of a file; None if it cannot be read, which is noted."""
+    try:
+        return ranges([path])
+    except SourceError as error:
+        unread.append(error)
+        return None
 
 
 def _numbered(parts: Ranges, key: str) -> Iterator[tuple[int, Any]]:

@@ -45,7 +45,8 @@ class Documents:
     @property
     def silent(self) -> bool:
         """Whether it is not known which tokens are replies."""
-        return not self.control and self.stored is None and self.roles is None
+        plain = self.facts is not None and self.facts.plain
+        return not (self.control or plain) and self.stored is None and self.roles is None
 
     def span(self, first: int, stop: int) -> tuple[NDArray[Any], NDArray[np.int32], slice]:
         """Tokens and sizes of consecutive documents, and their range in the file, in tokens."""

@@ -14,7 +14,7 @@ import zlib
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import isinf
 from pathlib import Path
 from shlex import quote
@@ -45,6 +45,10 @@ STEP = {".gz": 1 << 16, ".zst": 1 << 12}
 """Bytes that are decompressed at a time. 4 KiB of zstd become 128 MiB at most."""
 
 
+PEEKED = 100
+"""Records of a file from which `--format auto` detects its format."""
+
+
 class Range(NamedTuple):
     """A part of an input file: bytes, or row groups; `stop` is -1 for a whole compressed file."""
 
@@ -66,6 +70,11 @@ class Ranges(Sequence[Range]):
 
     def __len__(self) -> int:
         return self.ends[-1]
+
+    @property
+    def firsts(self) -> list[int]:
+        """The number of the first range of each file."""
+        return [end - count for end, count in zip(self.ends, self.files.values(), strict=True)]
 
     @overload
     def __getitem__(self, place: int) -> Range: ...
@@ -428,7 +437,8 @@ def _unzstd(path: Path) -> Generator[bytes, None, None]:
         raise EOFError
 
 
-def first_value(parts: Sequence[Range], key: str) -> Any:
-    """The first valid value of the first range, None if it has none."""
-    usable = (value for value in values(parts[0], key) if value is not None and not isinstance(value, Malformed))
-    return next(usable, None)
+def first_values(parts: Ranges, key: str) -> Iterator[Any]:
+    """The first valid values of each file, `PEEKED` of them at most."""
+    for number in parts.firsts:
+        usable = (value for value in values(parts[number], key) if value is not None)
+        yield from islice((value for value in usable if not isinstance(value, Malformed)), PEEKED)

@@ -12,7 +12,7 @@ formats (`prompt`, `completion`); ms-swift 3 custom datasets (`query`, `response
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from train.data.tokens.turn_flags import is_empty
@@ -107,6 +107,17 @@ def form_of(value: Any, key: str = TEXT) -> str:
         return "sharegpt" if _is_spelled(value[name]) else "conversations"
     text = value.get(key)
     return "control-text" if isinstance(text, str) and MARKER.search(text) else "text"
+
+
+def form_of_all(values: Iterable[Any], key: str = TEXT) -> str:
+    """The format that `--format auto` detects from the first records of all files.
+
+    It is that of the first record; but where plain text comes first, dialogues among the others are read too.
+    """
+    forms = list(dict.fromkeys(form_of(value, key) for value in values)) or [form_of(None)]
+    dialogues = {*forms[1:]} if forms[0] == "text" else set()
+    return {frozenset({"conversations"}): "conversations", frozenset({"control-text"}): "mixed",
+            frozenset({"conversations", "control-text"}): "mixed"}.get(frozenset(dialogues), forms[0])  # fmt: skip
 
 
 def _is_spelled(turns: Any) -> bool:

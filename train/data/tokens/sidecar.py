@@ -28,6 +28,7 @@ class Facts:
         counts: documents, tokens, and dropped records by reason.
         names: BLAKE3 of the names of its tokens in the order of their ids; None in files of older versions.
         masked: whether `PREFIX.mask` is needed although there are control tokens: records exclude replies.
+        plain: whether each document is a text without turns, which is trained as a whole.
     """
 
     tokenizer: str
@@ -38,6 +39,7 @@ class Facts:
     counts: Mapping[str, Any] = field(default_factory=dict)
     names: str | None = None
     masked: bool = False
+    plain: bool = False
 
     @property
     def encoding(self) -> tuple[Any, ...]:
@@ -86,6 +88,7 @@ def _sound(facts: Facts) -> Facts:
         "names": not isinstance(facts.names, str | None),
         "counts": not isinstance(facts.counts, dict),
         "masked": not isinstance(facts.masked, bool),
+        "plain": not isinstance(facts.plain, bool),
     }
     wrong = next((name for name, is_odd in odd.items() if is_odd), None)
     if wrong is not None:
@@ -116,4 +119,5 @@ def common_facts(prefixes: Sequence[Path], counts: Mapping[str, Any]) -> Facts |
             )
     if len(known) < len(prefixes) or not known:
         return None
-    return replace(known[0][1], counts=counts, masked=any(facts.masked for _, facts in known))
+    masked, plain = any(facts.masked for _, facts in known), all(facts.plain for _, facts in known)
+    return replace(known[0][1], counts=counts, masked=masked, plain=plain)

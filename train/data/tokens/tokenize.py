@@ -347,6 +347,7 @@ def write_facts(request: Request, done: Done, counts: Mapping[str, int]) -> Fact
         counts=counts,
         names=job.names,
         masked=masked,
+        plain=job.form == "text",
     )
     write_file(request.staging / "json", facts_text(facts).encode())
     return facts

@@ -59,6 +59,41 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return get
 
 
+CONVERSIONS = (
+    "converters.cli", "converters.commands.combine", "converters.commands.convert", "converters.commands.inspect_text",
+    "converters.library", "converters.plan.merging", "converters.plan.output", "converters.plan.targets",
+    "formats.families.llama", "formats.huggingface.adapter", "formats.megatron.classic", "formats.megatron.torch_dist",
+    "formats.torch_files.saves", "train.cli", "train.data.packs.merge", "train.data.packs.slices",
+)  # fmt: skip
+KILLED = Path(__file__).parent / "faults/killed_command.py"
+
+
+class Killed(NamedTuple):
+    """How a command ended that kills itself: exit code, or the negative number of a signal, and what it printed."""
+
+    returncode: int
+    out: str
+
+    @property
+    def calls(self) -> int:
+        """How many calls changed the disk."""
+        return int(self.out.split()[-2])
+
+    @property
+    def writes(self) -> int:
+        """How many of them wrote weights."""
+        return int(self.out.split()[-1])
+
+
+@pytest.fixture(scope="session")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Killed]]:
+    """`killed(N, WORD, ...)`: `killed_command.py` in a process of its own, forked from one that has its imports."""
+    from tests.train.conftest import forking
+
+    with forking(tmp_path_factory.mktemp("killed"), *CONVERSIONS) as forks:
+        yield lambda *words, script=KILLED: Killed(*forks([*map(str, words)], 1, script))
+
+
 Command = Callable[..., Ran]
 
 

@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.conftest import Killed
 from tests.data.pack_world import contents, make, slices_json
 from train.data.tokens.sidecar import Facts
 
@@ -22,14 +24,15 @@ ENV = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
 TOTALS = {"lv": [700, 0, 900, 900, 300], "en": [300, 0, 900, 600, 99]}
 
 
-def killed(limit: int, *words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(HERE / "slice_killed_at.py"), str(limit), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENV, check=False)
+@pytest.fixture(scope="session")
+def kill(killed) -> Callable[..., Killed]:
+    """`kill(N, WORD, ...)`: `slice_killed_at.py`."""
+    return lambda limit, *words: killed(limit, *words, script=HERE / "slice_killed_at.py")
 
 
-def calls_of(ran: subprocess.CompletedProcess[str]) -> int:
-    assert ran.returncode == 0, ran.stderr
-    return int(ran.stderr.rsplit("calls ", 1)[1])
+def calls_of(ran: Killed) -> int:
+    assert ran.returncode == 0, ran.out
+    return int(ran.out.rsplit("calls ", 1)[1])
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +57,10 @@ def slicing(sets: Path, out: Path) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def whole(sets, tmp_path_factory) -> tuple[dict[str, bytes], int]:
+def whole(kill, sets, tmp_path_factory) -> tuple[dict[str, bytes], int]:
     """The files of an undisturbed slicing, and how many calls it made."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    calls = calls_of(killed(0, *slicing(sets, out)))
+    calls = calls_of(kill(0, *slicing(sets, out)))
     return contents(out), calls
 
 
@@ -71,28 +74,28 @@ def check_visible(out: Path, expected: dict[str, bytes]) -> None:
 
 
 @pytest.mark.parametrize("part", range(10))
-def test_a_slicing_killed_anywhere_goes_on_to_the_same_bytes(sets, whole, tmp_path, part):
+def test_a_slicing_killed_anywhere_goes_on_to_the_same_bytes(kill, sets, whole, tmp_path, part):
     """Each part kills at two random points of its tenth of the run, the second time while it goes on."""
     expected, calls = whole
     out, dice = tmp_path / "out", random.Random(part)
     for _ in range(2):
-        ran = killed(dice.randint(1 + calls * part // 10, calls * (part + 1) // 10), *slicing(sets, out))
-        assert ran.returncode in (-signal.SIGKILL, 0), ran.stderr
+        ran = kill(dice.randint(1 + calls * part // 10, calls * (part + 1) // 10), *slicing(sets, out))
+        assert ran.returncode in (-signal.SIGKILL, 0), ran.out
         check_visible(out, expected)
-    assert killed(0, *slicing(sets, out)).returncode == 0
+    assert kill(0, *slicing(sets, out)).returncode == 0
     assert contents(out) == expected
 
 
-def test_finished_slices_are_not_made_again(sets, whole, tmp_path):
+def test_finished_slices_are_not_made_again(kill, sets, whole, tmp_path):
     expected, calls = whole
-    killed(calls * 3 // 4, *slicing(sets, tmp_path / "out"))
-    assert calls_of(killed(0, *slicing(sets, tmp_path / "out"))) < calls * 0.7
+    kill(calls * 3 // 4, *slicing(sets, tmp_path / "out"))
+    assert calls_of(kill(0, *slicing(sets, tmp_path / "out"))) < calls * 0.7
     assert contents(tmp_path / "out") == expected
 
 
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("command", ["merge", "append-eod"])
-def test_others_killed_anywhere_are_made_again(sets, tmp_path, command, part):
+def test_others_killed_anywhere_are_made_again(kill, sets, tmp_path, command, part):
     """A merge of all, or an append: killed once, then run; what is there in between is whole or absent."""
     words = {
         "merge": ["packs", "merge", sets / "in", tmp_path / "out", "-q"],
@@ -100,22 +103,22 @@ def test_others_killed_anywhere_are_made_again(sets, tmp_path, command, part):
     }[command]
     make(tmp_path / "lv", [5] * 40)
     folder, name = (tmp_path / "out", "in") if command == "merge" else (tmp_path, "eod_lv")
-    calls = calls_of(killed(0, *words))
+    calls = calls_of(kill(0, *words))
     expected = {path.name: path.read_bytes() for path in folder.glob(f"{name}.*") if not path.name.endswith("log")}
     for path in folder.glob(f"{name}.*"):
         path.unlink()
-    ran = killed(random.Random(part).randint(1 + calls * part // 4, calls * (part + 1) // 4), *words)
+    ran = kill(random.Random(part).randint(1 + calls * part // 4, calls * (part + 1) // 4), *words)
     assert ran.returncode == -signal.SIGKILL
     if (folder / f"{name}.idx").exists():
         assert all((folder / file).read_bytes() == content for file, content in expected.items())
-    assert killed(0, *words, "--force").returncode == 0
+    assert kill(0, *words, "--force").returncode == 0
     assert {file: (folder / file).read_bytes() for file in expected} == expected
     assert not list(folder.glob("*.partial"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("command", ["slice", "merge", "append-eod"])
-def test_a_signal_ends_with_75(sets, tmp_path, command, number):
+def test_a_signal_ends_with_75(kill, sets, tmp_path, command, number):
     prefix = make(tmp_path / "big/big", [500] * 4000)
     words = {
         "slice": slicing(sets, tmp_path / "out"),
@@ -145,21 +148,21 @@ def test_a_signal_ends_with_75(sets, tmp_path, command, number):
     assert process.returncode == 75, err
     assert "stopped by a signal" in err
     assert not list(tmp_path.rglob("*.partial"))
-    assert killed(0, *words).returncode == 0
+    assert kill(0, *words).returncode == 0
 
 
-def test_two_processes_do_not_write_the_same_packs(sets, tmp_path):
+def test_two_processes_do_not_write_the_same_packs(kill, sets, tmp_path):
     out = tmp_path / "out"
     (out / "states").mkdir(parents=True)
     with (out / "states/lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        ran = killed(0, *slicing(sets, out))
+        ran = kill(0, *slicing(sets, out))
     assert ran.returncode == 7
-    assert "another process" in ran.stderr
+    assert "another process" in ran.out
 
 
 @pytest.mark.parametrize("command", ["slice", "merge", "append-eod"])
-def test_a_disk_that_is_full_half_way(sets, tmp_path, command):
+def test_a_disk_that_is_full_half_way(kill, sets, tmp_path, command):
     """The limit of a file's size stands for a full disk: exit 7, nothing half there, and it goes on with room."""
     words = {
         "slice": slicing(sets, tmp_path / "out"),
@@ -176,13 +179,13 @@ def test_a_disk_that_is_full_half_way(sets, tmp_path, command):
     assert not list(tmp_path.rglob("*.partial"))
     if command != "slice":
         assert contents(tmp_path) == before
-    assert killed(0, *words).returncode == 0
+    assert kill(0, *words).returncode == 0
 
 
-def test_a_folder_that_cannot_be_written(sets, tmp_path):
+def test_a_folder_that_cannot_be_written(kill, sets, tmp_path):
     (tmp_path / "out").write_text("a file")
-    ran = killed(0, *slicing(sets, tmp_path / "out"))
+    ran = kill(0, *slicing(sets, tmp_path / "out"))
     assert ran.returncode == 7
-    ran = killed(0, "packs", "merge", sets / "in", "/proc/none/out")
+    ran = kill(0, "packs", "merge", sets / "in", "/proc/none/out")
     assert ran.returncode == 7
-    assert "/proc/none" in ran.stderr
+    assert "/proc/none" in ran.out

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,14 +20,8 @@ from tests.golden.test_merge import EXPERTS, adapter_of
 from tests.models import files
 
 HERE = Path(__file__).parent
-ENV = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
 GOLDEN = HERE.parent / "golden/peft/dora_embedding"
 """DoRA of the embedding and of matrices, with the head in modules_to_save."""
-
-
-def killed(limit: int, *words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(HERE / "killed_command.py"), str(limit), *map(str, words), "-j", "1", "-q"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENV, check=False)
 
 
 @pytest.fixture
@@ -41,22 +32,22 @@ def words(model, tmp_path) -> dict[str, list[object]]:
     tensors = {name: -one for name, one in load_file(moved / "model.safetensors").items()}
     save_file(tensors, moved / "model.safetensors", {"format": "pt"})
     return {
-        "average": ["average", "--weights", "0.75,0.25", model("llama"), moved],
-        "merge": ["merge", GOLDEN / "base", GOLDEN / "adapter"],
+        "average": ["average", "-j1", "-q", "--weights", "0.75,0.25", model("llama"), moved],
+        "merge": ["merge", "-j1", "-q", GOLDEN / "base", GOLDEN / "adapter"],
     }
 
 
 @pytest.mark.parametrize("command", ["average", "merge"])
-def test_killed_anywhere_it_goes_on_to_the_same_bytes(words, tmp_path, command):
+def test_killed_anywhere_it_goes_on_to_the_same_bytes(killed, words, tmp_path, command):
     whole, dice = tmp_path / "whole", random.Random(command)
     ran = killed(0, *words[command], whole)
-    assert ran.returncode == 0, ran.stderr
-    calls = int(ran.stdout.split()[-2])
+    assert ran.returncode == 0, ran.out
+    calls = ran.calls
     for number in range(4):
         out = tmp_path / f"out{number}"
         for limit in (calls * (number + 1) // 5, dice.randint(1, calls)):
             ran = killed(limit, *words[command], out)
-            assert ran.returncode in (-signal.SIGKILL, 0), ran.stderr
+            assert ran.returncode in (-signal.SIGKILL, 0), ran.out
             assert not out.exists() or files(out) == files(whole), "published, but not complete"
             if out.exists():
                 break
@@ -65,23 +56,23 @@ def test_killed_anywhere_it_goes_on_to_the_same_bytes(words, tmp_path, command):
         assert files(out) == files(whole)
 
 
-def test_what_is_resumed_is_the_same_mean(words, tmp_path):
+def test_what_is_resumed_is_the_same_mean(killed, words, tmp_path):
     assert killed(60, *words["average"], tmp_path / "out").returncode == -signal.SIGKILL
     other = [word if word != "0.75,0.25" else "0.25,0.75" for word in words["average"]]
     ran = killed(0, *other, tmp_path / "out")
-    assert (ran.returncode, "of another conversion" in ran.stderr) == (7, True)
+    assert (ran.returncode, "of another conversion" in ran.out) == (7, True)
     assert killed(0, *words["average"], tmp_path / "out").returncode == 0
 
 
-def test_another_adapter_is_another_merge(words, tmp_path):
+def test_another_adapter_is_another_merge(killed, words, tmp_path):
     adapter = tmp_path / "adapter"
     shutil.copytree(GOLDEN / "adapter", adapter)
-    merge = ["merge", GOLDEN / "base", adapter, tmp_path / "out"]
+    merge = ["merge", "-j1", "-q", GOLDEN / "base", adapter, tmp_path / "out"]
     assert killed(-9, *merge).returncode == -signal.SIGKILL
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 16}))
     ran = killed(0, *merge)
-    assert (ran.returncode, "of another conversion" in ran.stderr) == (7, True)
+    assert (ran.returncode, "of another conversion" in ran.out) == (7, True)
 
 
 # --- adapters --------------------------------------------------------------------------------------------------------

@@ -6,14 +6,13 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Ran
+from tests.conftest import Killed, Ran
 from tests.faults.dcp_tools import as_trained, edit, places, refused, save, weights
 from tests.models import files
 
@@ -237,40 +236,22 @@ def test_an_unknown_encoding_is_named(compressed, merge):
 
 # --- interruption ----------------------------------------------------------------------------------------------------
 
-KILLER = """
-import os, signal, sys
-from converters import cli, convert
-limit, calls, pwrite = int(sys.argv.pop(1)), 0, os.pwrite
-def write(*args):
-    global calls
-    calls += 1
-    if calls == limit:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return pwrite(*args)
-os.pwrite = write
-try:
-    cli.main()
-finally:
-    print(calls, file=sys.stderr)
-"""
 
-
-def merged_until(limit: int, folder: Path, out: Path, config: Path) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def merged_until(killed) -> Callable[..., Killed]:
     """fsdp2hf in a process that kills itself at the N-th write of weights; 0: it does not."""
-    words = [str(limit), "fsdp2hf", str(folder), str(out), "--config", str(config), "-q"]
-    command = [sys.executable, "-c", KILLER, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENV, check=False)
+    return lambda limit, folder, out, config: killed(-limit, "fsdp2hf", folder, out, "--config", config, "-q")
 
 
-def test_killed_it_goes_on_to_the_same_bytes(made, model, tmp_path):
+def test_killed_it_goes_on_to_the_same_bytes(made, merged_until, model, tmp_path):
     folder, out, expected = made(), tmp_path / "out", files(model("llama"))
     whole = merged_until(0, folder, tmp_path / "whole", model("llama"))
     assert files(tmp_path / "whole") == expected
-    writes = int(whole.stderr.split()[-1])
+    writes = whole.writes
     assert writes > 30
     for part in (0.2, 0.9, 0.5):
         ran = merged_until(int(writes * part), folder, out, model("llama"))
-        assert ran.returncode in (-signal.SIGKILL, 0), ran.stderr
+        assert ran.returncode in (-signal.SIGKILL, 0), ran.out
         assert out.exists() == (ran.returncode == 0)
         if out.exists():
             break
@@ -279,7 +260,7 @@ def test_killed_it_goes_on_to_the_same_bytes(made, model, tmp_path):
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_killed_it_does_not_go_on_with_another_source(made, model, tmp_path, convert):
+def test_killed_it_does_not_go_on_with_another_source(made, merged_until, model, tmp_path, convert):
     folder = made()
     merged_until(20, folder, tmp_path / "out", model("llama"))
     assert (tmp_path / "out.partial").is_dir()

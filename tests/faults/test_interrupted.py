@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +19,37 @@ import pytest
 
 from converters import convert as convert_module
 from formats.registry import open_checkpoint
+from tests.conftest import Killed
 from tests.models import files
 
 HERE = Path(__file__).parent
 ENV = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
 
 
-def run_killed(limit: int, source: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(HERE / "killed_at.py"), str(limit), str(source), str(out), "2", "2"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENV, check=False)
+@pytest.fixture(scope="session")
+def run_killed(killed) -> Callable[[int, Path, Path], Killed]:
+    """`run_killed(N, SRC, OUT)`: `killed_at.py`."""
+    return lambda limit, source, out: killed(limit, source, out, 2, 2, script=HERE / "killed_at.py")
 
 
 @pytest.fixture(scope="module")
-def whole(model, tmp_path_factory) -> tuple[Path, dict[str, bytes], int, int]:
+def whole(run_killed, model, tmp_path_factory) -> tuple[Path, dict[str, bytes], int, int]:
     """The source, the files of an undisturbed conversion, how many calls it made, how many of them wrote weights."""
     source, out = model("llama", "bfloat16"), tmp_path_factory.mktemp("whole") / "out"
     ran = run_killed(0, source, out)
-    assert ran.returncode == 0, ran.stderr
-    return source, files(out), *map(int, ran.stdout.split())
+    assert ran.returncode == 0, ran.out
+    return source, files(out), ran.calls, ran.writes
 
 
 @pytest.mark.parametrize("part", range(12))
-def test_killed_anywhere_it_goes_on_to_the_same_bytes(whole, tmp_path, part):
+def test_killed_anywhere_it_goes_on_to_the_same_bytes(whole, run_killed, tmp_path, part):
     """Each part kills at two random points of its twelfth of the run, the second time while it goes on."""
     source, expected, calls, _ = whole
     out, dice = tmp_path / "out", random.Random(part)
     low, high = 1 + calls * part // 12, calls * (part + 1) // 12
     for _ in range(2):
         ran = run_killed(dice.randint(low, high), source, out)
-        assert ran.returncode in (-signal.SIGKILL, 0, 1), ran.stderr
+        assert ran.returncode in (-signal.SIGKILL, 0, 1), ran.out
         if out.exists():
             assert files(out) == expected, "published, but not complete"
     if not out.exists():
@@ -54,19 +57,19 @@ def test_killed_anywhere_it_goes_on_to_the_same_bytes(whole, tmp_path, part):
     assert files(out) == expected
 
 
-def test_finished_work_is_not_done_again(whole, tmp_path):
+def test_finished_work_is_not_done_again(whole, run_killed, tmp_path):
     source, expected, _, writes = whole
     out = tmp_path / "out"
     run_killed(-(writes * 2 // 3), source, out)
     done = (tmp_path / "out.partial/journal.jsonl").read_text().count("\n") - 1
     assert done > 5
     ran = run_killed(0, source, out)
-    assert int(ran.stdout.split()[1]) < writes * 0.9
-    assert int(ran.stdout.split()[1]) <= writes - done  # each has at least one
+    assert ran.writes < writes * 0.9
+    assert ran.writes <= writes - done  # each has at least one
     assert files(out) == expected
 
 
-def test_a_journal_whose_files_are_gone_counts_for_nothing(whole, tmp_path):
+def test_a_journal_whose_files_are_gone_counts_for_nothing(whole, run_killed, tmp_path):
     source, expected, _, writes = whole
     run_killed(-(writes * 2 // 3), source, tmp_path / "out")
     next((tmp_path / "out.partial/out").rglob("*.pt")).unlink()
@@ -74,7 +77,7 @@ def test_a_journal_whose_files_are_gone_counts_for_nothing(whole, tmp_path):
     assert files(tmp_path / "out") == expected
 
 
-def test_another_conversion_does_not_go_on(whole, convert, tmp_path):
+def test_another_conversion_does_not_go_on(whole, run_killed, convert, tmp_path):
     source, _, _, writes = whole
     run_killed(-(writes // 2), source, tmp_path / "out")
     ran = convert("hf2megatron", source, tmp_path / "out", "--tp", 4)

@@ -7,8 +7,6 @@ import pickle
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.faults.dcp_tools import edit, places, refused, save
-from tests.faults.test_interrupted import ENV, HERE
+from tests.faults.test_interrupted import HERE
 from tests.models import files
 
 QKV = "decoder.layers.self_attention.linear_qkv.weight"
@@ -203,14 +201,13 @@ def test_an_iteration_of_each_format_is_found_by_itself(run, model, convert, tmp
 
 
 @pytest.mark.parametrize("part", range(2))
-def test_killed_it_goes_on_to_the_same_bytes(model, convert, tmp_path, part):
+def test_killed_it_goes_on_to_the_same_bytes(killed, model, convert, tmp_path, part):
     source, out = model("llama-tied"), tmp_path / "out"
     words = ["--format", "torch_dist", "--tp", 2, "--pp", 2]
     assert convert("hf2megatron", source, tmp_path / "whole", *words).code == 0
     limit = -random.Random(part).randint(1 + 40 * part, 40 + 40 * part)
-    command = [sys.executable, str(HERE / "killed_at.py"), str(limit), str(source), str(out), "2", "2", "torch_dist"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENV, check=False)
-    assert ran.returncode == -signal.SIGKILL, ran.stderr
+    ran = killed(limit, source, out, 2, 2, "torch_dist", script=HERE / "killed_at.py")
+    assert ran.returncode == -signal.SIGKILL, ran.out
     assert not out.exists()
     assert convert("hf2megatron", source, out, *words).code == 0
     assert files(out) == files(tmp_path / "whole")

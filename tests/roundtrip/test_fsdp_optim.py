@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -115,22 +112,7 @@ def test_states_stay_with_their_weights(model, convert, tmp_path, name):
     assert all(torch.equal(one, read[1][name]) for name, one in read[0].items())
 
 
-KILLED = """
-import os, signal, sys
-from converters import cli
-left, write = int(sys.argv.pop(1)), os.pwrite
-def pwrite(*args):
-    global left
-    left -= 1
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return write(*args)
-os.pwrite = pwrite
-cli.main()
-"""
-
-
-def test_killed_or_split_it_goes_on_to_the_same_bytes(model, convert, tmp_path):
+def test_killed_or_split_it_goes_on_to_the_same_bytes(killed, model, convert, tmp_path):
     source = model("llama")
     assert convert("hf2fsdp", source, tmp_path / "weights").code == 0
     begun = trained(tmp_path / "weights", tmp_path / "begun")
@@ -141,10 +123,8 @@ def test_killed_or_split_it_goes_on_to_the_same_bytes(model, convert, tmp_path):
     assert convert("hf2fsdp", begun, tmp_path / "split", *words).code == 0
     assert files(tmp_path / "split") == files(tmp_path / "whole")
     for left in (40, 150):
-        command = [sys.executable, "-c", KILLED, str(left), "hf2fsdp", str(begun), str(tmp_path / "killed"), *words]
-        env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=False)
-        assert ran.returncode == -signal.SIGKILL, ran.stderr
+        ran = killed(-left, "hf2fsdp", begun, tmp_path / "killed", *words)
+        assert ran.returncode == -signal.SIGKILL, ran.out
         assert not (tmp_path / "killed").exists()
     ran = convert("hf2fsdp", begun, tmp_path / "killed", "--ranks", "3", "--config", source)
     assert (ran.code, "another conversion" in ran.err) == (7, True), ran.err

@@ -8,10 +8,10 @@ from formats.families.blocks import (
     NORMS,
     QK_NORMS,
     ROUTER,
+    TORCHTITAN_ATTENTION,
     TORCHTITAN_ENDS,
-    TORCHTITAN_MIXTURE,
+    TORCHTITAN_EXPERTS,
     TORCHTITAN_NORMS,
-    TORCHTITAN_QUERIES,
 )
 from formats.families.family import Family
 
@@ -21,7 +21,7 @@ TORCHTITAN_QK_NORMS = """
 layers.{layer}.attention.q_norm.weight    query_norm: (half pair)
 layers.{layer}.attention.k_norm.weight    key_norm: (half pair)
 """
-TORCHTITAN = TORCHTITAN_QUERIES + TORCHTITAN_QK_NORMS + TORCHTITAN_MIXTURE + TORCHTITAN_NORMS + TORCHTITAN_ENDS
+TORCHTITAN = TORCHTITAN_ATTENTION + TORCHTITAN_QK_NORMS + TORCHTITAN_EXPERTS + TORCHTITAN_NORMS + TORCHTITAN_ENDS
 """The native names of torchtitan. A bias of its router, which its own adapter leaves out, has no place in the model."""
 
 FAMILY = Family(

@@ -220,12 +220,21 @@ def test_mixtures_under_torchtitan_s_names_both_ways(model, convert, tmp_path, n
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def test_a_bias_of_a_router_that_the_model_does_not_have_is_refused(model, convert, tmp_path):
-    """torchtitan's own adapter leaves it out, and the model then chooses other experts."""
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("qwen3_moe", "layers.0.moe.expert_bias_E"),
+        ("gpt_oss", "layers.0.moe.expert_bias_E"),
+        ("deepseek_v3", "mtp_layers.0.enorm.weight"),
+    ],
+)
+def test_what_the_model_has_no_place_for_is_refused(model, convert, tmp_path, name, key):
+    """Such a bias chooses other experts, and torchtitan's own adapters leave it out of these two."""
     import torch
 
-    source = model("qwen3_moe")
-    state = native_mixture(source) | {"layers.0.moe.expert_bias_E": torch.ones(4)}
-    ran = convert("fsdp2hf", save(tmp_path / "step-7", state), tmp_path / "out", "--config", source, "-q")
-    assert ran.code != 0
-    assert "expert_bias_E" in ran.err
+    source = model(name)
+    folder = save(tmp_path / "step-7", native_mixture(source) | {key: torch.ones(4)})
+    ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", source, "-q")
+    assert ran.code == 3
+    assert key in ran.err
+    assert not (tmp_path / "out").exists()

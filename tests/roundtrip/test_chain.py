@@ -45,7 +45,7 @@ CHAIN = {
     "neox": lambda source, request: plan_neox(source, request, neox_writer.Options(1, 2)),
     "fsdp": lambda source, request: plan_fsdp(source, request, ranks=3),
     "megatron-llm": lambda source, request: plan_megatron(source, request, Options(1, 2, dialect=LLM), None),
-    "megatron": lambda source, request: to_megatron(source, request, 4, norm="local", dialect=CORE),
+    "megatron": lambda source, request: to_megatron(source, request, 4, pp=2, norm="local", dialect=CORE),
     "huggingface": lambda source, request: plan_huggingface(source, request, None),
 }
 """Format: how it is planned, each time from what the format before it wrote."""

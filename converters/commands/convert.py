@@ -216,6 +216,11 @@ def hf2mistral(src: Path, out: Path, **options: Any) -> None:
     is_flag=True,
     help="Convert the optimizer too (FP32 master weights, moments, step); any number of ranks resumes the training.",
 )
+@click.option(
+    "--names",
+    type=click.Choice(["huggingface", "torchtitan"]),
+    help="Names of the tensors: Hugging Face's, or those of torchtitan's own models.  [default: huggingface]",
+)
 @deepspeed_reading
 @reading
 @writing

@@ -72,12 +72,15 @@ def write_new(path: Path, text: str) -> None:
 
 BRIDGE = "bridge"
 """An adapter of Megatron-Bridge."""
+TORCHTITAN = "torchtitan"
+"""FSDP under the names of torchtitan."""
 NEXT = {
     BRIDGE: "Megatron-Bridge with checkpoint.load={out}, checkpoint.pretrained_checkpoint=BASE, load_optim=False and "
     "peft as in run_config.yaml",
     HUGGINGFACE: 'AutoModelForCausalLM.from_pretrained("{out}"), or `convert push {out} ORG/NAME`',
     MEGATRON_RUN: "--load {out}, with the flags in {out}/megatron_flags.txt",
     FSDP: 'dcp.load({{"model": state_dict}}, checkpoint_id="{out}")',
+    TORCHTITAN: "torchtitan with checkpoint.initial_load_path={out}",
     GPT_NEOX: "GPT-NeoX with load: {out} and finetune: true",
     MISTRAL: 'Transformer.from_folder("{out}") of mistral-inference, or vllm serve {out} --load-format mistral',
     UNIVERSAL: "DeepSpeed with checkpoint: {{load_universal: true}}, load_checkpoint from {out}",
@@ -90,7 +93,8 @@ def convert_to(to: str, source: Checkpoint, out: Path, options: Mapping[str, Any
     from converters.plan.output import plan_output
 
     request = request_of(out, options, source)
-    carry_out(plan_output(source, request, to, output_of(options)), request, options, to)
+    purpose = TORCHTITAN if options.get("names") == TORCHTITAN else to
+    carry_out(plan_output(source, request, to, output_of(options)), request, options, purpose)
 
 
 def is_written(plan: Plan, request: Request) -> bool:

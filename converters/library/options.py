@@ -31,6 +31,7 @@ Container = Literal["torch", "torch_dist", "fsdp_dtensor", "megatron-llm"]
 Trainer = Literal["bridge"]
 Lora = Literal["canonical", "fused"]
 LayerFiles = Literal["sequential", "pipeline"]
+TensorNames = Literal["huggingface", "torchtitan"]
 OptimizerFiles = Literal["plain", "distributed"]
 Rank = int | tuple[int, int]
 """A parallel size, or a rank and the size, such as (3, 8)."""
@@ -81,6 +82,7 @@ class Names(TypedDict, total=False):
     for_trainer: Trainer
     true_vocab_size: int
     layout: LayerFiles
+    names: TensorNames
     optimizer: OptimizerFiles
 
 
@@ -170,7 +172,7 @@ KINDS: Mapping[str, Kind] = {
     "iteration": number(0), "pp_layout": TEXT, "megatron_version": TEXT, "chat_template": Kind(
         "a name or a path", lambda value: isinstance(value, str | PathLike)),
     "norm": choice(LayerNames), "experts": choice(LayerNames), "with_optimizer": FLAG, "force": FLAG, "archive": FLAG,
-    "format": choice(Container), "layout": choice(LayerFiles),
+    "format": choice(Container), "layout": choice(LayerFiles), "names": choice(TensorNames),
     "optimizer": choice(OptimizerFiles), "for_trainer": choice(Trainer), "lora": choice(Lora),
     "verify": FLAG, "prefetch": number(0),
     "dtype": choice(Dtype), "quantize": choice(Quantization), "stripes": FLAG,

@@ -61,6 +61,7 @@ class Output:
         iteration: the iteration that is written; None for a release of Megatron, and 0 of GPT-NeoX.
         layout: GPT-NeoX: `sequential` or `pipeline`.
         ranks: FSDP: data files.
+        names: FSDP: `huggingface`, or `torchtitan` for its native names; None for the first.
         with_optimizer: FP32 master weights, moments and step too.
         optimizer: Megatron: the optimizer that is written, `plain` or `distributed`.
         consumed_samples: Megatron: where schedule and data resume; None for what the source says.
@@ -90,6 +91,7 @@ class Output:
     iteration: int | None = None
     layout: str | None = None
     ranks: int = 1
+    names: str | None = None
     with_optimizer: bool = False
     optimizer: str | None = None
     consumed_samples: int | None = None
@@ -99,9 +101,9 @@ class Output:
 
 
 NEOX_OPTIONS = {"tp", "pp", "make_vocab_size_divisible_by", "iteration", "layout"}
-FSDP_OPTIONS = {"ranks", "with_optimizer"}
+FSDP_OPTIONS = {"ranks", "with_optimizer", "names"}
 HUGGINGFACE_OPTIONS = {"shard_size", "chat_template", "quantize"}
-MEGATRON_OPTIONS = {field.name for field in fields(Output)} - {"layout", "ranks"} - HUGGINGFACE_OPTIONS
+MEGATRON_OPTIONS = {field.name for field in fields(Output)} - {"layout", "ranks", "names"} - HUGGINGFACE_OPTIONS
 DEFAULTS = {field.name: field.default for field in fields(Output)}
 
 
@@ -152,14 +154,17 @@ def _huggingface(source: Checkpoint, request: Request, output: Output) -> Plan:
 
 
 def _fsdp(source: Checkpoint, request: Request, output: Output) -> Plan:
+    native = output.names == "torchtitan"
     if output.with_optimizer:
+        if native:
+            raise UsageError("--names torchtitan is for weights alone", "leave --with-optimizer out")
         _require_no_cast(request)
         from converters.plan.training_state import plan_fsdp_run
 
         return plan_fsdp_run(source, request, output.ranks)
     from converters.plan.targets import plan_fsdp
 
-    return plan_fsdp(source, request, output.ranks)
+    return plan_fsdp(source, request, output.ranks, native=native)
 
 
 def _require_no_cast(request: Request) -> None:

@@ -199,8 +199,18 @@ def _inside(
     return texts, copies
 
 
-def plan_fsdp(source: Checkpoint, request: Request, ranks: int, trained: optimizer.Optimizer | None = None) -> Plan:
-    """A plan that writes a DCP folder, with the model's config and tokenizer in it, and what it is trained with."""
+def plan_fsdp(
+    source: Checkpoint,
+    request: Request,
+    ranks: int,
+    trained: optimizer.Optimizer | None = None,
+    *,
+    native: bool = False,
+) -> Plan:
+    """A plan that writes a DCP folder, with the model's config and tokenizer in it, and what it is trained with.
+
+    `native` is for torchtitan's names.
+    """
     from formats.fsdp import checkpoint as fsdp
 
     require_vocab(source)
@@ -211,7 +221,7 @@ def plan_fsdp(source: Checkpoint, request: Request, ranks: int, trained: optimiz
         untold = not names.known(source, json.loads(config))
         source = names.in_memory(source, json.loads(config))
     dtypes = cast_dtypes(source, request.cast)
-    target = fsdp.write(request.root, source.spec, dtypes, ranks, trained)
+    target = fsdp.write(request.root, source.spec, dtypes, ranks, trained, native=native)
     texts = {**target.texts, "config.json": config}
     copies = {name: path for name, path in assets.carried(source).items() if name not in texts}
     copies |= assets.own_family(source.spec)

@@ -222,3 +222,36 @@ lm_head.weight        head: vocab hidden         untied
 lm_head.weight        embedding: vocab hidden    tied optional
 """
 """The same with a LayerNorm."""
+
+TORCHTITAN_ENDS = """
+norm.weight       final_norm: hidden
+lm_head.weight    head: vocab hidden         untied
+lm_head.weight    embedding: vocab hidden    tied optional
+"""
+"""The native names of torchtitan 0.3.0, here and below: the last norm, and the output head."""
+
+TORCHTITAN_ATTENTION = """
+tok_embeddings.weight                            embedding: vocab hidden
+layers.{layer}.attention.qkv_linear.wq.weight    query: (group head half pair) hidden
+layers.{layer}.attention.qkv_linear.wk.weight    key: (group half pair) hidden
+layers.{layer}.attention.qkv_linear.wv.weight    value: (group dim) hidden
+layers.{layer}.attention.wo.weight               output: hidden (group head dim)
+"""
+"""The embedding, and attention that rotates halves."""
+
+TORCHTITAN_NORMS = """
+layers.{layer}.attention_norm.weight    input_norm: hidden
+layers.{layer}.ffn_norm.weight          post_norm: hidden
+"""
+"""The norms before attention and MLP."""
+
+TORCHTITAN_EXPERTS = """
+layers.{layer}.feed_forward.w1.weight                     gate: ffn hidden                         dense
+layers.{layer}.feed_forward.w3.weight                     up: ffn hidden                           dense
+layers.{layer}.feed_forward.w2.weight                     down: hidden ffn                         dense
+layers.{layer}.moe.routed_experts.inner_experts.w1_EFD    expert_gate: expert expert_ffn hidden    sparse
+layers.{layer}.moe.routed_experts.inner_experts.w3_EFD    expert_up: expert expert_ffn hidden      sparse
+layers.{layer}.moe.routed_experts.inner_experts.w2_EDF    expert_down: expert hidden expert_ffn    sparse
+layers.{layer}.moe.router.gate.weight                     router: expert hidden                    sparse
+"""
+"""MLPs, experts and what scores them: w1 is the gate, w3 up, and w2 down."""

@@ -7,11 +7,39 @@ the last, which predicts a second token.
 from dataclasses import replace
 
 from formats.families import deepseek_v2
-from formats.families.blocks import HEAD, MIXTURE, NORMS, SECOND, second
+from formats.families.blocks import (
+    HEAD,
+    MIXTURE,
+    NORMS,
+    SECOND,
+    TORCHTITAN_ENDS,
+    TORCHTITAN_EXPERTS,
+    TORCHTITAN_NORMS,
+    second,
+)
 from formats.families.deepseek_v2 import LATENT_ATTENTION
 
 BLOCK = LATENT_ATTENTION + MIXTURE + NORMS
 TABLE = BLOCK + HEAD + second(BLOCK) + SECOND
+
+TORCHTITAN_LATENT = """
+tok_embeddings.weight                           embedding: vocab hidden
+layers.{layer}.attention.wq.weight              latent_query: (group query_dim) hidden     uncompressed
+layers.{layer}.attention.wq_a.weight            query_down: query_rank hidden              compressed
+layers.{layer}.attention.q_norm.weight          query_latent_norm: query_rank              compressed
+layers.{layer}.attention.wq_b.weight            query_up: (group query_dim) query_rank     compressed
+layers.{layer}.attention.wkv_a.weight           latent_down: joint_dim hidden
+layers.{layer}.attention.kv_norm.weight         latent_norm: latent_rank
+layers.{layer}.attention.wkv_b.weight           latent_up: (group up_dim) latent_rank
+layers.{layer}.attention.wo.weight              output: hidden (group head dim)
+layers.{layer}.moe.expert_bias_E                router_bias: expert                        sparse
+layers.{layer}.moe.shared_experts.w1.weight     shared_gate: shared_ffn hidden             sparse
+layers.{layer}.moe.shared_experts.w3.weight     shared_up: shared_ffn hidden               sparse
+layers.{layer}.moe.shared_experts.w2.weight     shared_down: hidden shared_ffn             sparse
+"""
+TORCHTITAN = TORCHTITAN_LATENT + TORCHTITAN_EXPERTS + TORCHTITAN_NORMS + TORCHTITAN_ENDS
+"""The native names of torchtitan, which rotates neighbours, as the Hub's files do. Its layers that predict a second token
+(`mtp_layers.{depth}`) have no rows: they are refused."""
 
 FAMILY = replace(
     deepseek_v2.FAMILY,
@@ -46,4 +74,5 @@ FAMILY = replace(
         "router_top_groups": 4,
     },
     router="sigmoid",
+    torchtitan=TORCHTITAN,
 )

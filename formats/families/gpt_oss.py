@@ -4,6 +4,7 @@ Facts: models/gpt_oss/modeling_gpt_oss.py: `_apply_gate` takes the gate of an ex
 the odd ones; the router adds its bias to the scores, which then are the weights too.
 """
 
+from formats.families.blocks import TORCHTITAN_ATTENTION, TORCHTITAN_ENDS, TORCHTITAN_NORMS
 from formats.families.family import Family
 
 TABLE = """
@@ -30,6 +31,25 @@ lm_head.weight                                         head: vocab hidden       
 lm_head.weight                                         embedding: vocab hidden     tied optional
 """
 
+TORCHTITAN_BIASES = """
+layers.{layer}.attention.qkv_linear.wq.bias                        query_bias: (group head half pair)
+layers.{layer}.attention.qkv_linear.wk.bias                        key_bias: (group half pair)
+layers.{layer}.attention.qkv_linear.wv.bias                        value_bias: (group dim)
+layers.{layer}.attention.wo.bias                                   output_bias: hidden
+layers.{layer}.attention.sinks                                     sinks: (group head)
+"""
+TORCHTITAN_OUTPUT_FIRST = """
+layers.{layer}.moe.router.gate.weight                              router: expert hidden                      sparse
+layers.{layer}.moe.router.gate.bias                                router_score_bias: expert                  sparse
+layers.{layer}.moe.routed_experts.inner_experts.mlp1_weight_EGD    expert (expert_ffn (expert_gate: | expert_up:)) hidden    sparse
+layers.{layer}.moe.routed_experts.inner_experts.mlp1_bias_EG       expert (expert_ffn (expert_gate_bias: | expert_up_bias:))    sparse
+layers.{layer}.moe.routed_experts.inner_experts.mlp2_weight_EDF    expert_down: expert hidden expert_ffn      sparse
+layers.{layer}.moe.routed_experts.inner_experts.mlp2_bias_ED       expert_down_bias: expert hidden            sparse
+"""
+TORCHTITAN = TORCHTITAN_ATTENTION + TORCHTITAN_BIASES + TORCHTITAN_OUTPUT_FIRST + TORCHTITAN_NORMS + TORCHTITAN_ENDS
+"""The native names of torchtitan 0.3.0, whose experts are output first. Its own adapter does not know `_EGD` and the
+like, and leaves these experts out."""
+
 YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
@@ -49,4 +69,5 @@ FAMILY = Family(
     defaults={"experts": 128, "top_k": 4, "rope_scaling": YARN},
     own={"layer_types": None, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     router="softmax",
+    torchtitan=TORCHTITAN,
 )

@@ -27,9 +27,9 @@ lm_head.weight                                           embedding: vocab hidden
 
 TORCHTITAN = """
 tok_embeddings.weight                                    embedding: vocab hidden
-layers.{layer}.attention.{wq|qkv_linear.wq}.weight       query: (group head pair half) hidden
-layers.{layer}.attention.{wk|qkv_linear.wk}.weight       key: (group pair half) hidden
-layers.{layer}.attention.{wv|qkv_linear.wv}.weight       value: (group dim) hidden
+layers.{layer}.attention.{qkv_linear.wq|wq}.weight       query: (group head pair half) hidden
+layers.{layer}.attention.{qkv_linear.wk|wk}.weight       key: (group pair half) hidden
+layers.{layer}.attention.{qkv_linear.wv|wv}.weight       value: (group dim) hidden
 layers.{layer}.attention.wo.weight                       output: hidden (group head dim)
 layers.{layer}.feed_forward.w1.weight                    gate: ffn hidden
 layers.{layer}.feed_forward.w3.weight                    up: ffn hidden
@@ -37,8 +37,8 @@ layers.{layer}.feed_forward.w2.weight                    down: hidden ffn
 layers.{layer}.attention_norm.weight                     input_norm: hidden
 layers.{layer}.ffn_norm.weight                           post_norm: hidden
 norm.weight                                              final_norm: hidden
-{output|lm_head}.weight                                  head: vocab hidden          untied
-{output|lm_head}.weight                                  embedding: vocab hidden     tied optional
+{lm_head|output}.weight                                  head: vocab hidden          untied
+{lm_head|output}.weight                                  embedding: vocab hidden     tied optional
 """
 """The native names of torchtitan, which are those of Meta's own files too; it turns neighbouring rows of a head."""
 

@@ -7,9 +7,9 @@ TABLE = OPTIONAL_BIASES + QK_NORMS + GATED_MLP + NORMS + HEAD
 
 TORCHTITAN = """
 tok_embeddings.weight                                    embedding: vocab hidden
-layers.{layer}.attention.{wq|qkv_linear.wq}.weight       query: (group head half pair) hidden
-layers.{layer}.attention.{wk|qkv_linear.wk}.weight       key: (group half pair) hidden
-layers.{layer}.attention.{wv|qkv_linear.wv}.weight       value: (group dim) hidden
+layers.{layer}.attention.{qkv_linear.wq|wq}.weight       query: (group head half pair) hidden
+layers.{layer}.attention.{qkv_linear.wk|wk}.weight       key: (group half pair) hidden
+layers.{layer}.attention.{qkv_linear.wv|wv}.weight       value: (group dim) hidden
 layers.{layer}.attention.wo.weight                       output: hidden (group head dim)
 layers.{layer}.attention.q_norm.weight                   query_norm: (half pair)
 layers.{layer}.attention.k_norm.weight                   key_norm: (half pair)
@@ -19,8 +19,8 @@ layers.{layer}.feed_forward.w2.weight                    down: hidden ffn
 layers.{layer}.attention_norm.weight                     input_norm: hidden
 layers.{layer}.ffn_norm.weight                           post_norm: hidden
 norm.weight                                              final_norm: hidden
-{output|lm_head}.weight                                  head: vocab hidden          untied
-{output|lm_head}.weight                                  embedding: vocab hidden     tied optional
+{lm_head|output}.weight                                  head: vocab hidden          untied
+{lm_head|output}.weight                                  embedding: vocab hidden     tied optional
 """
 """The native names of torchtitan, which turns halves of a head, as Hugging Face does."""
 

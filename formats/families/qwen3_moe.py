@@ -1,9 +1,28 @@
 """Qwen3-MoE: Qwen3 with experts (transformers models/qwen3_moe/modeling_qwen3_moe.py and conversion_mapping.py, 5.23.0)."""
 
-from formats.families.blocks import ATTENTION, DENSE_MLP, EXPERTS, HEAD, NORMS, QK_NORMS, ROUTER
+from formats.families.blocks import (
+    ATTENTION,
+    DENSE_MLP,
+    EXPERTS,
+    HEAD,
+    NORMS,
+    QK_NORMS,
+    ROUTER,
+    TORCHTITAN_ATTENTION,
+    TORCHTITAN_ENDS,
+    TORCHTITAN_EXPERTS,
+    TORCHTITAN_NORMS,
+)
 from formats.families.family import Family
 
 TABLE = ATTENTION + QK_NORMS + DENSE_MLP + EXPERTS + ROUTER + NORMS + HEAD
+
+TORCHTITAN_QK_NORMS = """
+layers.{layer}.attention.q_norm.weight    query_norm: (half pair)
+layers.{layer}.attention.k_norm.weight    key_norm: (half pair)
+"""
+TORCHTITAN = TORCHTITAN_ATTENTION + TORCHTITAN_QK_NORMS + TORCHTITAN_EXPERTS + TORCHTITAN_NORMS + TORCHTITAN_ENDS
+"""The native names of torchtitan. A bias of its router, which its own adapter leaves out, has no place in the model."""
 
 FAMILY = Family(
     name="qwen3_moe",
@@ -21,4 +40,5 @@ FAMILY = Family(
     },
     defaults={"experts": 128, "top_k": 8, "expert_ffn": 768, "router_normalized": False},
     router="softmax",
+    torchtitan=TORCHTITAN,
 )

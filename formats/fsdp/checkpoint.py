@@ -400,6 +400,8 @@ def write(
     dtypes: Mapping[tuple[str, int | None], str],
     ranks: int,
     optimizer: Optimizer | None = None,
+    *,
+    native: bool = False,
 ) -> Target:
     """Lay out a DCP folder that `dcp.load({"model": state_dict}, checkpoint_id=root)` reads on any number of ranks.
 
@@ -412,10 +414,14 @@ def write(
         dtypes: the element type of each logical tensor.
         ranks: how many data files.
         optimizer: the moments, step and groups to write beside the weights, which are its master weights.
+        native: under torchtitan's names, with nothing before them, as the weights of its `step-N` are.
     """
-    wanted = huggingface.model_slots(spec, memory=True)
-    stored = [dcp_writer.whole(slot, f"{dcp_writer.CONTAINER}.{slot.keys[0]}") for slot in wanted]
-    paths: dict[str, dcp_writer.Keys] = {one.name: (dcp_writer.CONTAINER, one.slot.keys[0]) for one in stored}
+    wanted = _native_slots(spec) if native else huggingface.model_slots(spec, memory=True)
+    container = () if native else (dcp_writer.CONTAINER,)
+    paths: dict[str, dcp_writer.Keys] = {
+        ".".join((*container, slot.keys[0])): (*container, slot.keys[0]) for slot in wanted
+    }
+    stored = [dcp_writer.whole(slot, name) for slot, name in zip(wanted, paths, strict=True)]
     settings: dict[dcp_writer.Keys, bytes | Small] = {}
     if optimizer is not None:
         fixed = UNTRAINED

@@ -1,7 +1,8 @@
 """The native names of torchtitan, which are those of Meta's own Llama files too.
 
 Facts: pytorch/torchtitan at v0.1.0, v0.2.0, v0.2.2 and b5bcd76c, `state_dict_adapter.py` and `model.py` of
-models/llama3 and models/qwen3. w1 is the gate, w3 is up, w2 is down. Llama rotates neighbouring rows of a head
+models/llama3 and models/qwen3; of mixtures torchtitan 0.3.0 (PyPI), the same files of models/deepseek_v3, gpt_oss and
+qwen3, and moe.py. w1 is the gate, w3 is up, w2 is down. Llama rotates neighbouring rows of a head
 (`pair half`), Qwen3 rotates halves as Hugging Face does.
 """
 

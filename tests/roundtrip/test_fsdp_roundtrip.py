@@ -152,3 +152,89 @@ def test_native_names_that_lack_a_table_are_refused(model, convert, tmp_path):
     ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", model("mistral", sliding_window=None))
     assert ran.code == 4
     assert "torchtitan" in ran.err
+
+
+ATTENTION = NATIVE | {f"self_attn.{one}_proj": f"attention.qkv_linear.w{one}" for one in "qkv"}
+LATENT = NATIVE | {
+    "self_attn.q_proj": "attention.wq", "self_attn.q_a_proj": "attention.wq_a", "self_attn.q_b_proj": "attention.wq_b",
+    "self_attn.q_a_layernorm": "attention.q_norm", "self_attn.kv_a_proj_with_mqa": "attention.wkv_a",
+    "self_attn.kv_a_layernorm": "attention.kv_norm", "self_attn.kv_b_proj": "attention.wkv_b",
+}  # fmt: skip
+MIXTURE = {
+    "mlp.gate.weight": "moe.router.gate.weight", "mlp.gate.e_score_correction_bias": "moe.expert_bias_E",
+    "mlp.shared_experts.gate_proj": "moe.shared_experts.w1", "mlp.shared_experts.up_proj": "moe.shared_experts.w3",
+    "mlp.shared_experts.down_proj": "moe.shared_experts.w2", "mlp.router": "moe.router.gate",
+    "self_attn.sinks": "attention.sinks",
+}  # fmt: skip
+EXPERTS = {"gate_proj": "w1_EFD", "up_proj": "w3_EFD", "down_proj": "w2_EDF"}
+OUTPUT_FIRST = {
+    "gate_up_proj": "mlp1_weight_EGD", "down_proj": "mlp2_weight_EDF",
+    "gate_up_proj_bias": "mlp1_bias_EG", "down_proj_bias": "mlp2_bias_ED",
+}  # fmt: skip
+"""From `from_hf_map` of torchtitan 0.3.0, state_dict_adapter.py of its three models, and models/gpt_oss/moe.py."""
+
+
+def native_mixture(source: Path) -> dict[str, Any]:
+    """The state dict that torchtitan 0.3.0 has of a model with experts."""
+    import torch
+
+    kind = json.loads((source / "config.json").read_text())["model_type"]
+    names = MIXTURE | (LATENT if kind == "deepseek_v3" else ATTENTION)
+    found, experts = {}, {}
+    for key, tensor in weights(source).items():
+        name = key.removeprefix("model.").replace("embed_tokens", "tok_embeddings")
+        layer, _, inner = name.partition(".mlp.experts.")
+        stem = f"{layer}.moe.routed_experts.inner_experts"
+        if inner and kind == "gpt_oss":
+            turned = tensor if "bias" in inner else tensor.transpose(1, 2)
+            found[f"{stem}.{OUTPUT_FIRST[inner]}"] = turned.contiguous()
+        elif inner:
+            number, matrix, _ = inner.split(".")
+            experts.setdefault(f"{stem}.{EXPERTS[matrix]}", {})[int(number)] = tensor
+        else:
+            for hub, own in sorted(names.items(), reverse=True):
+                at = name.find(f".{hub}")
+                if at > 0 and name[at + 1 + len(hub) :][:1] in ("", "."):
+                    name = name.replace(f".{hub}", f".{own}")
+                    break
+            found[name] = tensor
+    return found | {name: torch.stack([one[i] for i in range(len(one))]) for name, one in experts.items()}
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe", "gpt_oss"])
+def test_mixtures_under_torchtitan_s_names_both_ways(model, convert, tmp_path, name):
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    source = model(name)
+    expected = native_mixture(source)
+    ran = convert("fsdp2hf", save(tmp_path / "step-7", expected), tmp_path / "out", "--config", source, "-q")
+    assert ran.code == 0, ran.err
+    assert files(tmp_path / "out") == files(source)
+    ran = convert("hf2fsdp", source, tmp_path / "titan", "--names", "torchtitan", "--ranks", 3, "-q")
+    assert ran.code == 0, ran.err
+    assert "initial_load_path" in ran.out
+    dcp_to_torch_save(tmp_path / "titan", tmp_path / "all.pt")
+    found = torch.load(tmp_path / "all.pt")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("qwen3_moe", "layers.0.moe.expert_bias_E"),
+        ("gpt_oss", "layers.0.moe.expert_bias_E"),
+        ("deepseek_v3", "mtp_layers.0.enorm.weight"),
+    ],
+)
+def test_what_the_model_has_no_place_for_is_refused(model, convert, tmp_path, name, key):
+    """Such a bias chooses other experts, and torchtitan's own adapters leave it out of these two."""
+    import torch
+
+    source = model(name)
+    folder = save(tmp_path / "step-7", native_mixture(source) | {key: torch.ones(4)})
+    ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", source, "-q")
+    assert ran.code == 3
+    assert key in ran.err
+    assert not (tmp_path / "out").exists()

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class VitruvianError(Exception):
-    """Something the user can act on. `str(error)` is one sentence with names and numbers.
+    """Something the user can act on. `str(error)` is one sentence with names and numbers, `hint` what to do about it.
 
     A traceback shows the hint below it, from Python 3.11 on (PEP 678).
     """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import fields
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,8 +13,10 @@ from typing import Any
 import vitruvian
 import vitruvian.torch
 import vitruvian.transformers
-from converters.library import options
+from converters.library import options, proving
+from converters.library.frameworks import into_model
 from converters.plan.output import Output
+from formats.model.spec import ModelSpec
 
 PAGE = Path(__file__).parents[1] / "vitruvian" / "API.md"
 HEAD = """\
@@ -35,7 +39,22 @@ OPTIONS = {
     "Effort": options.Effort,
     "Planning (those of Reading and Layout, and)": options.Planning,
     "Conversion (those of Planning and Effort, and)": options.Conversion,
+    "View (those of `as_`)": options.View,
+    "Loading": into_model.Loading,
+    "Iterating": into_model.Iterating,
+    "Proving": proving.Proving,
 }
+SPEC = """\
+## Settings
+
+`checkpoint.spec` has an attribute for each setting of the model, in every format the same; `None` is what its family
+does not have. What each means is in [settings.py](../formats/model/settings.py). Of a model that no table describes
+it has `family`, `shapes`, `tied` and `vocab` alone.
+"""
+
+
+SPECIAL = ("__getitem__",)
+"""Methods that are public though their names begin with underscores, where they have a docstring."""
 
 
 def text_of(thing: Any, indent: str = "") -> str:
@@ -71,9 +90,9 @@ def entries(module: ModuleType) -> list[str]:
         called = "" if inspect.isclass(thing) else f"    {signature(name, thing)}\n\n"
         found.append(f"### {title}\n\n{called}{text_of(thing)}\n")
         if inspect.isclass(thing) and thing.__module__.startswith("converters"):
-            public = [(key, value) for key, value in vars(thing).items() if not key.startswith("_")]
+            public = [(key, each) for key, each in vars(thing).items() if not key.startswith("_") or key in SPECIAL]
             for key, value in public:
-                if inspect.getdoc(value) and (callable(value) or isinstance(value, property)):
+                if value.__doc__ and (callable(value) or isinstance(value, property | cached_property)):
                     called = signature(key, value) if callable(value) else key
                     found.append(f"* **`.{called}`**: {(inspect.getdoc(value) or '').splitlines()[0]}\n")
     return found
@@ -84,7 +103,8 @@ def page() -> str:
     errors = [getattr(vitruvian, name) for name in vitruvian.__all__ if name.endswith(("Error", "Interrupted"))]
     parts = [HEAD, "## Functions and classes\n", *entries(vitruvian)]
     parts += ["## With torch\n", *entries(vitruvian.torch), "## With transformers\n", *entries(vitruvian.transformers)]
-    parts += ["## Options\n", text_of(Output) + "\n"]
+    names = ", ".join(f"`{setting.name}`" for setting in fields(ModelSpec))
+    parts += [SPEC, f"{names}\n", "## Options\n", text_of(Output) + "\n"]
     for title, kind in OPTIONS.items():
         own = [f"`{key}`" for key in kind.__annotations__]
         parts.append(f"### {title}\n\n{text_of(kind)}\n\n{', '.join(own)}\n")

@@ -230,7 +230,8 @@ def convert(src: Place, out: Place, *, to: Target = "huggingface", **options: Un
     Args:
         src: the folder of the source, in any format; or `ORG/NAME`, `hf://…`, `s3://…` and the like.
         out: the folder that is written; or `hf://ORG/NAME`, `s3://…`, which is seen when it is complete.
-        to: `huggingface`, `megatron`, `fsdp`, `neox`, or `deepspeed` (a universal checkpoint).
+        to: `huggingface`, `megatron`, `fsdp`, `neox`, `deepspeed` (a universal checkpoint), or `mistral`
+            (consolidated.safetensors and params.json).
         options: by the flags of the commands: `tp=4`, `dtype="bf16"`, `config="BASE"`, `force=True`. `progress` is
             called with what is done, bytes done and bytes to do; `memory` counts bytes.
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.common.hub_names import folder_of
 from converters.hub.push_plan import check_names
 from converters.library.options import Conversion, Place, checked
 from formats.errors import Interrupted, UsageError, VitruvianError
@@ -96,13 +97,19 @@ def possible(push: str | None, waiting: int, options: Mapping[str, Any]) -> dict
     """Check the options of an exporter, as far as that is possible before there is a checkpoint.
 
     Raises:
-        UsageError: an option is unknown or has an impossible value, or `push` is not a valid name on the Hub.
+        UsageError: an option is unknown or has an impossible value, `config` is no Hugging Face folder, or `push` is
+            not a valid name on the Hub.
+        SourceError: `config` is a name that the Hub does not have.
     """
     if push is not None:
         check_names(push, None)
     if type(waiting) is not int or waiting < 0:
         raise UsageError(f"waiting = {waiting!r} is not a whole number of 0 or more")
-    return checked(options, Conversion.__optional_keys__ - {"progress"})
+    values = checked(options, Conversion.__optional_keys__ - {"progress"})
+    config = values.get("config")
+    if config is not None and not (folder_of(Path(config)).folder / "config.json").is_file():
+        raise UsageError(f"config = {str(config)!r} is not a Hugging Face folder", "the model the training began with")
+    return values
 
 
 class Exporter:
@@ -181,7 +188,10 @@ class Exporter:
         failed = [export for export in self.results if export.error]
         if failed and strict:
             first = failed[0]
-            raise ExportError(f"{len(failed)} of {len(self.results)} exports failed: {first.src}: {first.error}")
+            raise ExportError(
+                f"{len(failed)} of {len(self.results)} exports failed: {first.src}: {first.error}",
+                "Exporter.results says what came of each; export it again with vitruvian.convert",
+            )
         return self.results
 
     def __enter__(self) -> Exporter:

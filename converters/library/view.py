@@ -264,7 +264,7 @@ def box_of(name: str, shape: tuple[int, ...], index: tuple[Index, ...]) -> Box:
         if isinstance(word, slice):
             low, high, step = word.indices(n)
             if step != 1:
-                raise IndexError(f"a range of {name} has no step")
+                raise IndexError(f"a range of {name} has no step: take all of it, and every {step}th element of that")
             ranges.append((low, max(low, high)))
             kept.append(max(low, high) - low)
             continue

@@ -22,7 +22,8 @@ from typing import Any
 from converters.common.manifest import check_manifest, read_manifest
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError
-from formats.huggingface.config import untold
+from formats.families import find_family
+from formats.huggingface.config import from_huggingface, untold
 from formats.huggingface.folder import has_weights, read_files
 from formats.model.coherence import Finding, contradictions, losses, predicts_further
 from formats.model.spec import Spec, Verbatim, differences
@@ -194,3 +195,28 @@ def setting_differences(first: Checkpoint, other: Checkpoint) -> list[str]:
     if changed or not verbatim or first.config is None or other.config is None:
         return changed
     return untold(first.config, other.config)
+
+
+COMPARED_BY_NAMES = ("vocab", "tied", "mtp_layers", "max_positions")
+"""Settings that names and shapes tell, and the limit of a sequence's length, which computes nothing."""
+
+
+def model_differences(source: Checkpoint, config: Mapping[str, Any], own: Mapping[str, Any], where: str) -> list[str]:
+    """The settings in which a checkpoint differs from a model that is in memory, as `name: checkpoint's | model's`.
+
+    Args:
+        source: the checkpoint.
+        config: that of the model, as transformers writes it.
+        own: what the model's class makes of the checkpoint's config, where it has one: it decides without a table.
+        where: what to call the model's config in an error.
+
+    Raises:
+        UnsupportedError: the model computes something that the family of its config does not have.
+    """
+    if isinstance(source.spec, Verbatim):
+        return untold(own, config) if source.config else []
+    family = find_family(config)
+    if family is None:
+        return [f"family: {source.spec.family} | {config.get('model_type')}"]
+    changed = differences(source.spec, from_huggingface(config, {}, where))
+    return [text for text in changed if text.partition(":")[0] not in COMPARED_BY_NAMES]

@@ -54,6 +54,7 @@ def test_what_finds_no_room_is_skipped(model, tmp_path):
         ({"dtype": "int4"}, "is not one of"),
         ({"push": "bad name!"}, "is not a valid name on the Hub"),
         ({"waiting": -1}, "waiting = -1"),
+        ({"config": "./nowhere"}, "'./nowhere' is not a Hugging Face folder"),
     ],
 )
 def test_options_are_checked_at_the_start(tmp_path, options, words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import vitruvian
 import vitruvian.torch
+from formats.huggingface.config import from_huggingface
+from formats.model.spec import differences
+from tests.models import MODELS, SMALL, settings_of
 
 SCRIPT = Path(__file__).with_name("sharded_model.py")
 
@@ -134,3 +138,54 @@ def test_sharded_models_read_their_own_rows(model, tmp_path):
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.count("done") == 2
+
+
+CHANGES = {
+    "heads": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "rope_theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "norm_epsilon": {"rms_norm_eps": 0.1},
+}
+
+
+@pytest.mark.parametrize("setting", CHANGES)
+def test_a_model_with_other_settings_is_refused(model, tmp_path, setting):
+    source = model("llama", "bfloat16")
+    vitruvian.convert(source, tmp_path / "run", to="megatron")
+    other = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(source, **CHANGES[setting]), dtype=torch.bfloat16
+    )
+    for folder in (source, tmp_path / "run"):
+        for strict in (True, False):
+            with pytest.raises(vitruvian.RefusedError, match=f"differ in [1-3] settings: .*{setting}: ") as error:
+                vitruvian.torch.load(other, folder, strict=strict)
+    accepted = ["heads", "kv_heads", "head_dim"] if setting == "heads" else [setting]
+    assert f"accept={accepted}" in error.value.hint
+    assert vitruvian.torch.load(other, tmp_path / "run", accept=accepted).missing == ()
+    gelu = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, hidden_act="gelu"))
+    with pytest.raises(vitruvian.UnsupportedError, match="config of LlamaForCausalLM: hidden_act = 'gelu'"):
+        vitruvian.torch.load(gelu, tmp_path / "run", cast=True)
+
+
+def test_a_model_without_a_table_with_other_settings_is_refused(tmp_path):
+    config = AutoConfig.for_model("stablelm", **SMALL, partial_rotary_factor=0.5)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hf")
+    assert vitruvian.open(tmp_path / "hf").family == "stablelm"
+
+    def like_it(**changes: object) -> torch.nn.Module:
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "hf", **changes))
+
+    assert vitruvian.torch.load(like_it(), tmp_path / "hf").missing == ()
+    for key, value in (("layer_norm_eps", 0.1), ("hidden_act", "gelu")):
+        with pytest.raises(vitruvian.RefusedError, match=f"differ in 1 settings: {key}: "):
+            vitruvian.torch.load(like_it(**{key: value}), tmp_path / "hf")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_config_of_a_model_in_memory_is_that_of_its_file(tmp_path, name):
+    """What a config object adds to its file, such as defaults and nulls, is no difference."""
+    config = AutoConfig.for_model(**settings_of(name))
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    in_memory = json.loads(AutoConfig.from_pretrained(tmp_path).to_json_string(use_diff=False))
+    first, second = (from_huggingface(each, {}, name) for each in (written, in_memory))
+    assert differences(first, second) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,9 @@ from converters.library.checkpoint import Checkpoint, open_checkpoint
 from converters.library.options import Effort, Place, Reading, Target, View
 from converters.library.torch_tensor import as_torch, dtype_of
 from converters.library.view import Tensor
+from converters.plan.agreement import model_differences
 from formats.errors import RefusedError, UnsupportedError, UsageError, some
+from formats.model.spec import Verbatim
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -88,11 +91,13 @@ def load(
         model: what is filled in place.
         src: the folder of a checkpoint, or what `vitruvian.open` gave.
         strict: refuse a model and a checkpoint whose names differ, before anything is filled.
+            Whatever it says, settings that the config of the model has otherwise are refused, except those that
+            `accept` names: `accept=["norm_epsilon"]`.
         cast: whether a tensor may be rounded to the type of the model's.
         options: by the flags of the commands.
 
     Raises:
-        RefusedError: names, shapes or (without `cast`) element types differ.
+        RefusedError: settings, names, shapes or (without `cast`) element types differ.
         UnsupportedError: a DTensor is placed otherwise.
         DamagedError: what was read has not the checksum that the source keeps of it; the model is filled then.
     """
@@ -114,6 +119,7 @@ def load(
         for name in both:
             _require_fit(name, tensors[name], stored[name], cast=cast)
             _require_one(shared[name], stored)
+        _require_settings(model, checkpoint)
         for name in both:
             _fill(model, name, tensors[name], stored[name], shared[name])
         view.reader.complete()
@@ -165,6 +171,35 @@ def _require_plain(model: nn.Module) -> None:
         )
 
 
+def _require_settings(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """What the config of the model says of its computation is what the checkpoint was trained with.
+
+    A model without a config of transformers is compared by its names and shapes alone.
+
+    Raises:
+        RefusedError: a setting differs, and `accept` does not name it.
+    """
+    config: Any = getattr(model, "config", None)
+    if not (getattr(config, "model_type", "") and hasattr(config, "to_json_string")):
+        return
+    source = checkpoint.source
+    own = _written(type(config).from_dict(dict(source.config or {}))) if isinstance(source.spec, Verbatim) else {}
+    where = f"the config of {type(model).__name__}"
+    changed = model_differences(source, _written(config), own, where)
+    names = [text.partition(":")[0] for text in changed]
+    if left := [text for name, text in zip(names, changed, strict=True) if name not in source.settings.accept]:
+        raise RefusedError(
+            f"{checkpoint.path} and {where} differ in {len(left)} settings: {some(left, SHOWN)}",
+            f"make the model with the settings of the checkpoint, or take its own: accept={names}",
+        )
+
+
+def _written(config: Any) -> dict[str, Any]:
+    """A config of transformers as it is in a file, which has words for an infinity, with all defaults."""
+    written: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return written
+
+
 def _hint(missing: Sequence[str]) -> str:
     """What to load instead of a wrapped model; empty for any other."""
     inner = [what for prefix, what in WRAPPED.items() if missing and all(name.startswith(prefix) for name in missing)]
@@ -209,7 +244,10 @@ def _require_fit(name: str, tensor: torch.Tensor, stored: Tensor, *, cast: bool)
         UnsupportedError: it is spread over ranks in a way that has no ranges.
     """
     if tuple(tensor.shape) != stored.shape:
-        raise RefusedError(f"{name} is {list(stored.shape)} in the checkpoint, {list(tensor.shape)} in the model")
+        raise RefusedError(
+            f"{name} is {list(stored.shape)} in the checkpoint, {list(tensor.shape)} in the model",
+            "make the model with the settings of the checkpoint: vitruvian.open(…).spec",
+        )
     if tensor.dtype != dtype_of(stored.dtype) and not cast and (stored.dtype, tensor.dtype) not in EXACT:
         raise RefusedError(
             f"{name} is {stored.dtype} in the checkpoint, {tensor.dtype} in the model",

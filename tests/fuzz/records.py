@@ -45,7 +45,7 @@ NO_SENSE = (
     {"Weight": 0}, {"trainable": False}, {"eot": False}, {"label": "bad"},
 )  # fmt: skip
 OF_ALL = ({"weight": 0}, {"train": False}, {"loss_mask": [0, 1]}, {"train_on_inputs": True}, {"mask": "Assistant"},
-          {"kto_tag": False}, {"label": False}, {"system": "be kind"}, {"chat_template_kwargs": {"a": 1}})  # fmt: skip
+          {"kto_tag": False}, {"label": False}, {"system": "be kind"}, {"chat_template_kwargs": ["a"]})  # fmt: skip
 
 
 class Case(NamedTuple):

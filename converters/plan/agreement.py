@@ -42,10 +42,8 @@ HINT = (
 OTHER = "take config.json from where the weights come from"
 CHECKED = "names and shapes checked against:"
 UNPROVEN = "a kind of tensor that is missing from every layer would not be seen"
-JUDGES = (
-    "install a transformers that knows the model (pip install 'vitruvian[transformers]'), or name its base with the "
-    "weights (--config BASE), or take the tensors as they are with --verbatim"
-)
+JUDGES = "name its base with the weights (--config BASE), or take the tensors as they are with --verbatim"
+INSTALL = "install a transformers that knows the model (pip install 'vitruvian[transformers]'), or "
 UNBOUNDED = (
     "the files of torch's Hugging Face writer do not record how many there were, and nothing tells whether the last of "
     "them are here"
@@ -88,11 +86,12 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
     if written.keys() == source.spec.shapes.keys():
         return [f"{CHECKED} manifest ({answer['why']})"]
     if not source.settings.verbatim:
-        untabled = spec.why if said.get("quantization_config") else f"no table describes {spec.family}"
+        quantized = said.get("quantization_config")  # by which transformers does not tell its tensors
+        untabled = spec.why if quantized else f"no table describes {spec.family}"
         raise UnsupportedError(
             f"nothing here tells whether {source.root} is complete: {untabled}, {answer['why']}, "
             "and no base with weights is named",
-            JUDGES,
+            JUDGES if quantized else INSTALL + JUDGES,
         )
     return [f"{CHECKED} config only ({answer['why']}): {UNPROVEN}"]
 

@@ -14,7 +14,7 @@ from converters.plan import agreement, names
 from converters.plan.plan import Plan, cast_dtype, cast_dtypes, make_plan
 from converters.plan.request import Request
 from formats.checkpoint import ASSETS, Checkpoint
-from formats.errors import RefusedError, UnsupportedError
+from formats.errors import RefusedError, UnsupportedError, UsageError
 from formats.fsdp import FSDP
 from formats.huggingface import HUGGINGFACE
 from formats.huggingface import folder as huggingface
@@ -51,7 +51,12 @@ def plan_huggingface(
         shard_size: bytes of a file; without it, the files that the model once had come back.
         template: name or file of a chat template. The vocabulary grows by the tokens that it needs.
         quantize: `fp8-block` for linear layers in FP8 with a scale for each block.
+
+    Raises:
+        UsageError: a cast and a quantization, of which each decides the element types.
     """
+    if quantize and request.cast:
+        raise UsageError(f"--quantize {quantize} and --dtype contradict each other", "leave one of them out")
     require_vocab(source)
     saved, quantization = source, None
     if quantize:

@@ -91,7 +91,7 @@ def test_every_float_becomes_the_byte_that_torch_gives():
 @pytest.mark.parametrize(
     ("name", "options", "code", "words"),
     [
-        ("llama", ["--dtype", "fp32"], 4, "holds weights of 8 bits with scales"),
+        ("llama", ["--dtype", "fp32"], 2, "--quantize fp8-block and --dtype contradict each other"),
         ("llama", ["--verbatim"], 4, "cannot be quantized: --verbatim"),
         ("gpt_oss", [], 4, "experts in one tensor"),
     ],

@@ -192,6 +192,8 @@ def diff(one: Path, two: Path, tensors: bool, html: Path | None, memory: int, as
     else:
         for line in lines(result, tensors):
             click.echo(line)
+    if result.config and not as_json:
+        click.echo(f"config.json differs in keys that no tensor depends on: {some(result.config, 6)}")
     if not result.equal:
         counts = {"setting": len(result.settings), "tensor": len(result.tensors)}
         counted = " and ".join(f"{count} {noun}{'s' * (count > 1)}" for noun, count in counts.items() if count)

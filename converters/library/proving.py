@@ -21,7 +21,7 @@ from converters.common.progress import Progress, Tell
 from converters.library.options import Effort, Place, Reading, checked, known_family, limits_of, path_of, settings_of
 from converters.move.engine import digest_of
 from converters.move.journal import Share
-from converters.plan.agreement import setting_differences
+from converters.plan.agreement import file_differences, setting_differences
 from converters.plan.names import alike
 from converters.plan.opening import open_source, require_effect, require_family
 from converters.plan.plan import Job, Plan
@@ -131,12 +131,14 @@ class Differences:
         settings: those that differ.
         compared: how many tensors the first has.
         keys: what Hugging Face calls a logical tensor, with `{layer}` and `{expert}`; none for a model without a table.
+        config: keys of config.json that no tensor depends on and that differ, as `name: one | two`. They do not count.
     """
 
     tensors: tuple[Difference, ...]
     settings: tuple[str, ...]
     compared: int
     keys: Mapping[str, str] = field(default_factory=dict)
+    config: tuple[str, ...] = ()
 
     def key_of(self, name: str) -> str:
         """What Hugging Face calls a tensor of one layer, such as `up.3`."""
@@ -158,7 +160,9 @@ class Differences:
             {"name": one.name, "key": self.key_of(one.name), "what": one.what, "elements": one.count,
              "largest": one.largest} for one in self.tensors
         ]  # fmt: skip
-        return {"equal": self.equal, "settings": list(self.settings), "tensors": tensors}
+        return {
+            "equal": self.equal, "settings": list(self.settings), "config": list(self.config), "tensors": tensors,
+        }  # fmt: skip
 
 
 # --- what the commands do --------------------------------------------------------------------------------------------
@@ -300,7 +304,8 @@ def diff_with(one: Path, two: Path, effects: Effects, *, measured: bool = False)
     with effects.progress("comparing", left.nbytes) as progress:
         found = compare(left, right, effects.limits, progress.advance, measured=measured)
     keys = _keys(second.spec) | _keys(first.spec)
-    return Differences(tuple(found), tuple(setting_differences(first, second)), len(left.jobs), keys)
+    settings, others = setting_differences(first, second), file_differences(first, second)
+    return Differences(tuple(found), tuple(settings), len(left.jobs), keys, tuple(others))
 
 
 def _keys(spec: Spec) -> dict[str, str]:

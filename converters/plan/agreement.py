@@ -21,9 +21,9 @@ from typing import Any
 
 from converters.common.manifest import check_manifest, read_manifest
 from formats.checkpoint import Checkpoint
-from formats.errors import SourceError, UnsupportedError
+from formats.errors import SourceError, UnsupportedError, short
 from formats.families import find_family
-from formats.huggingface.config import from_huggingface, untold
+from formats.huggingface.config import from_huggingface, residue, untold
 from formats.huggingface.folder import has_weights, read_files
 from formats.model.coherence import Finding, contradictions, losses, predicts_further
 from formats.model.spec import Spec, Verbatim, differences
@@ -194,6 +194,18 @@ def setting_differences(first: Checkpoint, other: Checkpoint) -> list[str]:
     if changed or not verbatim or first.config is None or other.config is None:
         return changed
     return untold(first.config, other.config)
+
+
+def file_differences(first: Checkpoint, other: Checkpoint) -> list[str]:
+    """The keys that no tensor depends on in which two config.json differ, such as tokens that end a reply."""
+    if isinstance(first.spec, Verbatim) or first.config is None or other.config is None:
+        return []
+    ours, theirs = first.config, other.config
+    return [
+        f"{name}: {short(ours.get(name))} | {short(theirs.get(name))}"
+        for name in dict.fromkeys([*residue(ours), *residue(theirs)])
+        if ours.get(name) != theirs.get(name)
+    ]
 
 
 COMPARED_BY_NAMES = ("vocab", "tied", "mtp_layers", "max_positions")

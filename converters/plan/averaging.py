@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from converters.plan.agreement import setting_differences
+from converters.assets.files import TOKENIZER, carried
+from converters.plan.agreement import file_differences, setting_differences
 from converters.plan.opening import replicas_of
 from converters.plan.output import Output, plan_output
 from converters.plan.plan import Input, Job, Plan, Term, make_plan, require_castable
@@ -16,13 +17,16 @@ from converters.plan.request import Request
 from converters.plan.targets import require_vocab
 from converters.plan.training_state import as_weights, training_of
 from formats.checkpoint import Checkpoint
+from formats.deepspeed.folders import LATEST
 from formats.disk.safetensors import FLOATS
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, short, some
-from formats.huggingface.config import residue
 from formats.layout.table import files_of
+from formats.megatron.folders import TRACKER
 from formats.model.spec import Verbatim
 from formats.registry import format_of, steps
 
+TRACKERS = (TRACKER, LATEST)
+"""Files in which a run names its latest checkpoint."""
 TOLERANCE = 1e-6
 """By how much weights may miss 1 in all, for those that are written with a few digits."""
 MASTERS, WEIGHTS = "FP32 master weights", "weights"
@@ -68,6 +72,7 @@ def last_of(run: Path, count: int) -> list[Path]:
 
     Raises:
         SourceError: there are not so many.
+        RefusedError: the run does not count the newest of them among its own: its save was cut short, or taken back.
     """
     if not run.is_dir():
         raise SourceError(f"{run} is not a folder", "name the run, in which the checkpoints are")
@@ -75,6 +80,13 @@ def last_of(run: Path, count: int) -> list[Path]:
     names = [name for _, name in sorted(named)]
     if len(names) < count:
         raise SourceError(f"{run} holds {len(names)} checkpoints, --last asks for {count}", some(names, 6))
+    for tracker in (run / name for name in TRACKERS if (run / name).is_file()):
+        latest = re.search(r"\d+$", tracker.read_text(errors="replace").strip())
+        if latest and int(latest[0]) < max(named)[0]:
+            raise RefusedError(
+                f"{tracker} says that {latest[0]} is the latest checkpoint, and {names[-1]} is there too",
+                "name the checkpoints that are meant, each for itself",
+            )
     return [run / name for name in names[-count:]]
 
 
@@ -129,7 +141,7 @@ def plan_average(
     jobs = tuple(averaged(job) for job in planned.jobs)
     texts = (*planned.notes, *dict.fromkeys(note for some_notes in notes for note in some_notes))
     if any(source.config for source in sources):
-        texts = (*texts, f"config and tokenizer are those of {sources[0].root}")
+        texts = (*texts, f"config and tokenizer are those of {sources[0].root}", *_other_tokenizers(sources))
     return replace(planned, source=held[0], jobs=jobs, inputs=inputs, notes=texts)
 
 
@@ -140,16 +152,7 @@ def _require_same(first: Checkpoint, other: Checkpoint) -> None:
         RefusedError: they differ in settings, or in what they hold.
     """
     where = f"{first.root} and {other.root} are different models"
-    changed = setting_differences(first, other)
-    if not changed and not isinstance(first.spec, Verbatim) and first.config is not None and other.config is not None:
-        names = dict.fromkeys([*residue(first.config), *residue(other.config)])
-        ours, theirs = first.config, other.config
-        changed = [
-            f"{name}: {short(ours.get(name))} | {short(theirs.get(name))}"
-            for name in names
-            if ours.get(name) != theirs.get(name)
-        ]
-    if changed:
+    if changed := setting_differences(first, other) or file_differences(first, other):
         raise RefusedError(f"{where}, their settings differ (here | there): {some(changed, 4)}")
     if isinstance(first.spec, Verbatim) and isinstance(other.spec, Verbatim):
         ours, theirs = first.spec.shapes, other.spec.shapes
@@ -157,6 +160,21 @@ def _require_same(first: Checkpoint, other: Checkpoint) -> None:
         if odd:
             shapes = " and ".join(str(list(one[odd[0]])) if odd[0] in one else "absent" for one in (ours, theirs))
             raise RefusedError(f"{where}: {len(odd)} tensors differ in shape, such as {odd[0]}: {shapes}")
+
+
+def _other_tokenizers(sources: Sequence[Checkpoint]) -> list[str]:
+    """A note of each checkpoint whose tokenizer has other files than that of the first."""
+    first, *others = [{name: path for name, path in carried(one).items() if name in TOKENIZER} for one in sources]
+    odd = {
+        source.root: [name for name in first.keys() & files if first[name].read_bytes() != files[name].read_bytes()]
+        for source, files in zip(sources[1:], others, strict=True)
+    }
+    return [
+        f"{' and '.join(sorted(names))} of {root} and of {sources[0].root} differ: the mean is of use only if both "
+        "give the same tokens"
+        for root, names in odd.items()
+        if names
+    ]
 
 
 def _require_names(source: Checkpoint, planned: Plan) -> None:

@@ -113,11 +113,16 @@ def opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[s
     slots = on_hub if separate else in_memory
     peft.require_consumed(adapter, slots, base.root)
     matrices = {slot.keys for slot in slots.values() if len(slot.shape) == 2}
-    modules = ([key.removesuffix(".weight") for key in keys] for keys in matrices if keys[0].endswith(".weight"))
+    modules = [[key.removesuffix(".weight") for key in keys] for keys in matrices if keys[0].endswith(".weight")]
     if lacking := peft.missing(adapter, modules, {slot.keys for slot in slots.values()}):
         raise SourceError(
             f"{saved.root} has nothing of {len(lacking)} modules or tensors that its config names: {some(lacking, 3)}",
             "the file is not complete, or the base is another model",
+        )
+    if beyond := peft.surplus(adapter, modules):
+        raise SourceError(
+            f"{saved.root} has a LoRA of {len(beyond)} modules that its config leaves out: {some(beyond, 3)}",
+            "PEFT would not load them: take adapter_config.json from where the file comes from",
         )
     return adapter, slots
 

@@ -240,10 +240,16 @@ def _lora(module: str, parts: Mapping[str, Fragment], config: Mapping[str, Any],
     rank = _said(config.get("rank_pattern"), module, config.get("r"))
     alpha = _said(config.get("alpha_pattern"), module, config.get("lora_alpha"))
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
-        raise SourceError(f"{root / CONFIG} says r = {short(rank)} and lora_alpha = {short(alpha)} of {module}")
+        raise SourceError(
+            f"{root / CONFIG} says r = {short(rank)} and lora_alpha = {short(alpha)} of {module}, and both are numbers",
+            "take adapter_config.json from where the file comes from",
+        )
     if bool(config.get("use_dora")) != ("magnitude" in parts):
         says = "holds no" if config.get("use_dora") else "does not say use_dora, and there is a"
-        raise SourceError(f"{root} {says} lora_magnitude_vector of {module}")
+        raise SourceError(
+            f"{root} {says} lora_magnitude_vector of {module}",
+            "take adapter_config.json and adapter_model.safetensors from one save",
+        )
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return Lora(left, right, scale, rank, parts.get("magnitude"))
 
@@ -290,16 +296,32 @@ def _is_inside(key: str, module: str) -> bool:
     return any(".".join(parts[:count]).endswith(module) for count in range(1, len(parts)))
 
 
-def _is_target(module: str, config: Mapping[str, Any]) -> bool:
+def surplus(adapter: Adapter, modules: Iterable[Sequence[str]]) -> list[str]:
+    """Modules of the base that have a LoRA in the file, and none by the config: PEFT does not load it.
+
+    Args:
+        adapter: with its config.
+        modules: those of the base that hold a matrix, each by all names that it may have; the config's patterns are
+            known to be patterns.
+    """
+    tied = adapter.config.get("ensure_weight_tying")  # embedding and head, which are in no layer, have that of one
+    with_lora = [names for names in modules if not adapter.added.keys().isdisjoint(names)]
+    outside = [names for names in with_lora if not any(_is_target(name, adapter.config, True) for name in names)]
+    return [names[0] for names in outside if not tied or re.search(r"\.\d+\.", names[0])]
+
+
+def _is_target(module: str, config: Mapping[str, Any], untold: bool = False) -> bool:
     """Whether a module has a LoRA (peft 0.21.2 tuners/tuners_utils.py `check_target_module_exists`).
 
-    Of `all-linear`, which PEFT writes as a list, only the types of modules tell.
+    Of `all-linear`, which PEFT writes as a list, and of nothing only the types of modules tell: then it is `untold`.
     """
     named, excluded = config.get("target_modules"), config.get("exclude_modules") or []
-    if named is None or named == "all-linear" or _is_named(module, excluded):
+    if _is_named(module, excluded):
         return False
     if any(re.match(rf"(^|.*\.){kept}($|\..*)", module) for kept in config.get("modules_to_save") or ()):
         return False
+    if named is None or named == "all-linear":
+        return untold
     layers = config.get("layers_to_transform")
     if isinstance(named, str) or layers in (None, []) or not _is_named(module, named):
         return _is_named(module, named)

@@ -100,6 +100,12 @@ def _settings(family: Family, context: Context) -> dict[str, Any]:
     settings = config.get(PARAMETERS) or config.get(SCALING) or {}
     if config.get(SCALING) not in (None, {}, settings):  # transformers 5.23.0 uses it, and drops the other
         raise SourceError(f"{where} has rope_parameters and a rope_scaling that differs", "remove one of them")
+    base = settings.get(THETA) if isinstance(settings, dict) else None
+    if base is not None and config.get(THETA) not in (None, base):  # transformers 5 takes the first, 4 the other
+        raise SourceError(
+            f"{where} contradicts itself: {THETA} = {short(config[THETA])} and {short(base)} in its rotary settings",
+            "remove the one that the model was not trained with",
+        )
     if not settings and config.get(PARAMETERS) is None and SCALING in family.defaults:
         settings = assumed(PARAMETERS, family.defaults[SCALING], context)
     if LOCAL in family.own and _by_kind(config.get(PARAMETERS)):

@@ -137,6 +137,24 @@ def test_the_newest_of_a_run(three, convert, tmp_path):
     equal(tmp_path / "out", expected(three[1:], [0.75, 0.25]), "fp32")
     ran = convert("average", run, tmp_path / "more", "--last", 4)
     assert (ran.code, "holds 3 checkpoints, --last asks for 4" in ran.err) == (3, True)
+    (run / "latest").write_text("checkpoint-10\n")
+    ran = convert("average", run, tmp_path / "more", "--last", 2)
+    assert (ran.code, "says that 10 is the latest checkpoint, and checkpoint-11 is there too" in ran.err) == (5, True)
+
+
+def test_other_tokenizers_and_other_tokens_are_told(three, convert, tmp_path):
+    other = shutil.copytree(three[1], tmp_path / "other")
+    (other / "tokenizer.model").write_bytes(b"another one")
+    ran = convert("average", three[0], other, tmp_path / "out")
+    assert (ran.code, f"tokenizer.model of {other} and of {three[0]} differ" in ran.err) == (0, True), ran.err
+    assert "differ" not in convert("average", *three, tmp_path / "alike").err
+    ends = shutil.copytree(three[0], tmp_path / "ends")
+    config = json.loads((ends / "config.json").read_text()) | {"eos_token_id": 5}
+    (ends / "config.json").write_text(json.dumps(config))
+    ran = convert("diff", three[0], ends)
+    assert ran.code == 0
+    assert "differs in keys that no tensor depends on: eos_token_id: " in ran.out
+    assert json.loads(convert("diff", three[0], ends, "--json").out)["config"][0].startswith("eos_token_id: ")
 
 
 def test_the_plan_names_the_sources(three, convert, tmp_path):

@@ -858,6 +858,9 @@ def test_rotary_settings_in_two_places_have_to_agree():
     assert from_huggingface(said | {"rope_scaling": None}, {}, "one").rope_scaling is None
     with pytest.raises(SourceError, match="rope_parameters and a rope_scaling that differs"):
         from_huggingface(said | {"rope_scaling": yarn}, {}, "one")
+    assert from_huggingface(said | {"rope_theta": 1e4}, {}, "one").rope_theta == 1e4
+    with pytest.raises(SourceError, match=r"contradicts itself: rope_theta = 5\.0 and 10000\.0"):
+        from_huggingface(said | {"rope_theta": 5.0}, {}, "one")
     both = {"rope_parameters": yarn, "rope_scaling": yarn}
     assert from_huggingface(said | both, {}, "one").rope_scaling == yarn
 

@@ -10,7 +10,7 @@ import operator
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -130,6 +130,26 @@ class Reader:
             where = region(leaf, start, shape)
             strided(values, where.file, where.dims, 1)[...] = strided(piece, where.tile, where.dims, 2)
         copies.judge()
+
+    def in_order(self, reads: Iterable[Callable[[], Array]], ahead: int) -> Iterator[Array]:
+        """What reads give, one after the other, while threads do so many further ones.
+
+        Args:
+            reads: what is called.
+            ahead: how many further results are in memory, or soon will be, while the caller uses one.
+        """
+        running: deque[Future[Array]] = deque()
+        with ThreadPoolExecutor(self.limits.threads) as pool:
+            try:
+                for read in reads:
+                    running.append(pool.submit(read))
+                    if len(running) > ahead:
+                        yield running.popleft().result()
+                while running:
+                    yield running.popleft().result()
+            finally:
+                for future in running:
+                    future.cancel()
 
     def complete(self) -> None:
         """Compare the checksums of the source's archives, as far as that was not done when they were read.
@@ -352,23 +372,10 @@ class View(Mapping[str, Tensor]):
 
     def read_words(self, ahead: int = 0) -> Iterator[tuple[Tensor, Array]]:
         """The same, each with its header, as unsigned integers of the size of an element."""
-        running: deque[tuple[Tensor, Future[Array]]] = deque()
-
-        def first() -> tuple[Tensor, Array]:
-            tensor, future = running.popleft()
-            return tensor, future.result()
-
-        with ThreadPoolExecutor(self.reader.limits.threads) as pool:
-            try:
-                for tensor in self.held.values():
-                    running.append((tensor, pool.submit(tensor.words)))
-                    if len(running) > ahead:
-                        yield first()
-                while running:
-                    yield first()
-            finally:
-                for _, future in running:
-                    future.cancel()
+        reads = (tensor.words for tensor in self.held.values())
+        words = self.reader.in_order(reads, ahead)
+        for tensor in self.held.values():
+            yield tensor, next(words)  # zip would keep the one before
         self.reader.complete()
 
 

@@ -202,8 +202,9 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         part = text_alone.alone(config, tensors, settings, str(assets / "config.json"))
         spec, tensors = _described(part.of(tensors), part.config, assets, settings)
         config, left = part.config, part.left
-    wanted = _native_slots(spec) if torchtitan.FIRST in tensors else huggingface.model_slots(spec, tensors)
-    drops = (*huggingface.drops(spec, tensors, settings), *torchtitan.DROPS)
+    wanted = list(_native_slots(spec) if torchtitan.FIRST in tensors else huggingface.model_slots(spec, tensors))
+    biases = torchtitan.biases(wanted, tensors, spec, settings.accept, path)
+    drops = (*huggingface.drops(spec, tensors, settings), *torchtitan.DROPS, *map(re.escape, biases))
     whole = {key: tensor.whole for key, tensor in tensors.items()}
     placed, more = match(wanted, {ALONE: whole}, drops, path)
     if isinstance(spec, Verbatim):

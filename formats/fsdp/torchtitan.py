@@ -6,15 +6,39 @@ qwen3, and moe.py. w1 is the gate, w3 is up, w2 is down. Llama rotates neighbour
 (`pair half`), Qwen3 rotates halves as Hugging Face does.
 """
 
+from collections.abc import Collection, Iterable
 from functools import cache
+from pathlib import Path
 
+from formats.errors import RefusedError
 from formats.families import FAMILIES
-from formats.layout.table import Rule, rules
+from formats.layout.table import Rule, Slot, rules
+from formats.model.spec import Spec
 
 FIRST = "tok_embeddings.weight"
 """The key that gives these names away."""
 
 DROPS = (r"freqs_cis",)
+BIAS = "expert_bias_E"
+"""Last part of the key of what a router adds to its scores to choose experts. torchtitan trains it in every mixture
+unless `load_balance_coeff` is None (moe.py); of these families transformers has a place for it in DeepSeek-V3 alone."""
+
+
+def biases(slots: Iterable[Slot], keys: Iterable[str], spec: Spec, accept: Collection[str], where: Path) -> list[str]:
+    """The keys of biases of routers that the model of the slots has none of.
+
+    Raises:
+        RefusedError: there are some, and `accept` does not name them.
+    """
+    placed = {key for slot in slots for key in slot.keys}
+    found = [key for key in keys if key.rpartition(".")[2] == BIAS and key not in placed]
+    if found and BIAS not in accept:
+        raise RefusedError(
+            f"{where}: {len(found)} routers have a bias by which the training chose experts, such as {found[0]}, and a "
+            f"{spec.family} has none",
+            f"--accept {BIAS} leaves it out, as torchtitan's export does: experts are chosen by their scores alone",
+        )
+    return found
 
 
 @cache

@@ -221,20 +221,25 @@ def test_mixtures_under_torchtitan_s_names_both_ways(model, convert, tmp_path, n
 
 
 @pytest.mark.parametrize(
-    ("name", "key"),
+    ("name", "key", "code"),
     [
-        ("qwen3_moe", "layers.0.moe.expert_bias_E"),
-        ("gpt_oss", "layers.0.moe.expert_bias_E"),
-        ("deepseek_v3", "mtp_layers.0.enorm.weight"),
+        ("qwen3_moe", "layers.0.moe.expert_bias_E", 5),
+        ("gpt_oss", "layers.0.moe.expert_bias_E", 5),
+        ("deepseek_v3", "mtp_layers.0.enorm.weight", 3),
     ],
 )
-def test_what_the_model_has_no_place_for_is_refused(model, convert, tmp_path, name, key):
+def test_what_the_model_has_no_place_for_is_refused(model, convert, tmp_path, name, key, code):
     """Such a bias chooses other experts, and torchtitan's own adapters leave it out of these two."""
     import torch
 
     source = model(name)
     folder = save(tmp_path / "step-7", native_mixture(source) | {key: torch.ones(4)})
     ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", source, "-q")
-    assert ran.code == 3
+    assert ran.code == code
     assert key in ran.err
     assert not (tmp_path / "out").exists()
+    if code == 5:
+        assert "--accept expert_bias_E leaves it out" in ran.err
+        ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", source, "-q", "--accept", "expert_bias_E")
+        assert (ran.code, key in ran.err) == (0, True), ran.err
+        assert convert("verify", tmp_path / "out", source).code == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 SHOWN = 4
+AHEAD = 1
+"""How many further tensors are read while one is put into the model."""
 
 
 class Loading(Reading, Effort, total=False):
@@ -120,8 +123,10 @@ def load(
             _require_fit(name, tensors[name], stored[name], cast=cast)
             _require_one(shared[name], stored)
         _require_settings(model, checkpoint)
+        reads = (partial(stored[name].words, *_ranges(name, tensors[name])) for name in both)
+        words = view.reader.in_order(reads, AHEAD)
         for name in both:
-            _fill(model, name, tensors[name], stored[name], shared[name])
+            _fill(model, name, tensors[name], as_torch(next(words), stored[name].dtype), shared[name])
         view.reader.complete()
     if any(tensors[name].is_meta for name in both) and callable(tie := getattr(model, "tie_weights", None)):
         tie()  # what is made on the meta device is not tied yet
@@ -253,14 +258,12 @@ def _require_fit(name: str, tensor: torch.Tensor, stored: Tensor, *, cast: bool)
             f"{name} is {stored.dtype} in the checkpoint, {tensor.dtype} in the model",
             f"make the model in that type (dtype={dtype_of(stored.dtype)}), or cast=True rounds",
         )
-    if isinstance(tensor, DTensor):
-        _ranges(name, tensor)
+    _ranges(name, tensor)
 
 
-def _fill(model: nn.Module, name: str, tensor: torch.Tensor, stored: Tensor, names: set[str]) -> None:
+def _fill(model: nn.Module, name: str, tensor: torch.Tensor, values: torch.Tensor, names: set[str]) -> None:
     """Fill a tensor of a model; one on the meta device is replaced by one on the CPU, under all of its names."""
-    ranges = _ranges(name, tensor) if isinstance(tensor, DTensor) else ()
-    values = _rounded(name, stored.torch(*ranges), tensor.dtype)
+    values = _rounded(name, values, tensor.dtype)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     with torch.no_grad():
         if not local.is_meta:
@@ -299,12 +302,14 @@ def _rounded(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     return rounded
 
 
-def _ranges(name: str, tensor: DTensor) -> tuple[slice, ...]:
-    """The box of a DTensor that this rank holds: along a sharded axis chunks of ceil(n / ranks), as torch.chunk cuts.
+def _ranges(name: str, tensor: torch.Tensor) -> tuple[slice, ...]:
+    """The box of a tensor that this rank holds: along a sharded axis chunks of ceil(n / ranks), as torch.chunk cuts.
 
     Raises:
         UnsupportedError: it is placed otherwise.
     """
+    if not isinstance(tensor, DTensor):
+        return ()
     ranges = [(0, n) for n in tensor.shape]
     coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or [])
     for placement, rank, ranks in zip(tensor.placements, coordinate, tensor.device_mesh.shape, strict=True):

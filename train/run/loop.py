@@ -200,6 +200,7 @@ def _step(run: Run, number: int, stopped: bool) -> Step:
     losses = torch.zeros((), dtype=torch.float64, device=world.device)  # read once a step: reading waits for the device
     for place, flat in enumerate(batches):
         loss = loss_of(run, engine.trainee, flat, (config.seed, number, world.rank, place))
+        # FSDP averages over ranks, and those that split layers have one loss
         engine.backward(loss * (world.ranks / world.tensor / max(1, step.trained)), place == len(batches) - 1)
         losses += loss.detach()
     norms = layer_norms(engine.model, world) if config.log.layer_norms else {}

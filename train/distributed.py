@@ -37,6 +37,7 @@ class World:
         groups: the mesh and the process groups (they own threads); empty once this rank has left.
         beat: seconds between the heartbeats of rank 0 while the other ranks wait for it.
         context: consecutive ranks that share the rows of a micro-batch.
+        tensor: consecutive ranks that each compute a part of every layer, on the same rows.
     """
 
     rank: int
@@ -45,11 +46,18 @@ class World:
     groups: dict[str, Any]
     beat: float
     context: int = 1
+    tensor: int = 1
 
     @property
     def mesh(self) -> DeviceMesh:
-        """(replicate, shard)."""
+        """(replicate, shard), and (replicate, shard, tensor) with tensor parallelism."""
         mesh: DeviceMesh = self.groups["mesh"]
+        return mesh
+
+    @property
+    def every(self) -> DeviceMesh:
+        """All ranks in one dimension, where there is tensor parallelism."""
+        mesh: DeviceMesh = self.groups["every"]
         return mesh
 
     @property
@@ -69,13 +77,13 @@ class World:
 
     @property
     def reader(self) -> int:
-        """The number of the group of ranks that share rows."""
-        return self.rank // self.context
+        """The number of the group of ranks that compute the same rows."""
+        return self.rank // (self.context * self.tensor)
 
     @property
     def readers(self) -> int:
         """How many such groups there are: each takes rows of its own."""
-        return self.ranks // self.context
+        return self.ranks // (self.context * self.tensor)
 
     @property
     def part(self) -> int:
@@ -189,17 +197,18 @@ def _on_stderr() -> Iterator[None]:
 
 
 @contextmanager
-def world(replicas: int, minutes: float, context: int = 1) -> Iterator[World]:
+def world(replicas: int, minutes: float, context: int = 1, tensor: int = 1) -> Iterator[World]:
     """Join the other ranks.
 
     Args:
         replicas: copies of the sharded model (HSDP); 1 shards it over all ranks.
         minutes: collective timeout: how long a rank waits for the others.
         context: consecutive ranks that share rows.
+        tensor: consecutive ranks that each compute a part of every layer.
 
     Raises:
-        UsageError: the number of ranks is not a multiple of `replicas` or of `context`, or some ranks did not start in
-            time.
+        UsageError: the number of ranks is not a multiple of `replicas`, `context` or `tensor`, or some ranks did not
+            start in time.
     """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each of three gloo groups has a socket to every rank
@@ -211,6 +220,8 @@ def world(replicas: int, minutes: float, context: int = 1) -> Iterator[World]:
         raise UsageError(f"{ranks} ranks cannot be {replicas} replicas of equal shards")
     if ranks % context:
         raise UsageError(f"{ranks} ranks cannot be groups of {context} that share rows", "--parallel.context 1")
+    if ranks // replicas % tensor:
+        raise UsageError(f"{ranks} ranks cannot be groups of {tensor} that share layers", "--parallel.tensor 1")
     cuda = torch.cuda.is_available()
     device = torch.device("cpu")
     if cuda:  # Slurm may show each task only its own GPU, which is then device 0
@@ -226,13 +237,16 @@ def world(replicas: int, minutes: float, context: int = 1) -> Iterator[World]:
     groups = dict[str, Any]()
     try:
         with _on_stderr():
-            shape = replicas, ranks // replicas
-            groups["mesh"] = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+            shape, names = (replicas, ranks // replicas // tensor, tensor), ("replicate", "shard", "tensor")
+            dimensions = 3 if tensor > 1 else 2
+            groups["mesh"] = init_device_mesh(device.type, shape[:dimensions], mesh_dim_names=names[:dimensions])
+            if tensor > 1:
+                groups["every"] = init_device_mesh(device.type, (ranks,), mesh_dim_names=("every",))
             groups |= {name: dist.new_group(backend="gloo", timeout=timeout) for name in ("numbers", "saving")}
             if context > 1:  # gathers keys and values while FSDP gathers weights
                 subgroups: Any = dist.new_subgroups
                 groups["context"] = subgroups(context, timeout=timeout)[0]
-        yield World(rank, ranks, device, groups, timeout.total_seconds() / 4, context)
+        yield World(rank, ranks, device, groups, timeout.total_seconds() / 4, context, tensor)
     finally:
         # The threads of a gloo group are joined when the last reference to it goes, and an error's traceback holds a
         # reference to the world. A thread that frees its last tensor while Python shuts down calls std::terminate

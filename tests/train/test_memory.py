@@ -51,6 +51,8 @@ def test_settings_that_do_not_go_together(settings, train):
     for words, message in (
         (["--model.activation_offload", "true", "--model.activation_checkpointing", "false"], "would copy gathered"),
         (["--parallel.context", 2, "--neftune_alpha", 5], "neftune_alpha does not work with parallel.context 2"),
+        (["--parallel.tensor", 2, "--parallel.replicas", 2], "parallel.replicas does not work with parallel.tensor 2"),
+        (["--parallel.tensor", 2, "--engine", "deepspeed"], "does not know parallel.tensor"),
         (["--parallel.offload", "true", "--engine", "deepspeed"], "does not know parallel.offload"),
         (["--lora.dora", "true", "--lora.quantize", "nf4"], "lora.dora needs the norms of weights"),
     ):

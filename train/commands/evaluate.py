@@ -81,7 +81,8 @@ def _evaluate(
 
     save = settings.save.path
     folder = out or (save / CSV / texts.resolve().name if texts else save / CSV)
-    with world(1, settings.parallel.timeout_minutes, settings.parallel.context) as ranks:
+    parallel = settings.parallel
+    with world(1, parallel.timeout_minutes, parallel.context, parallel.tensor) as ranks:
         places = ranks.from_first(
             lambda: (
                 [place for place in every(save) if not (folder / f"{place.step}.csv").is_file()]

@@ -54,7 +54,8 @@ def _run(path: Path, overrides: tuple[str, ...]) -> None:
     from train.run.export import export
     from train.run.loop import RESUME, train
 
-    with world(settings.parallel.replicas, settings.parallel.timeout_minutes, settings.parallel.context) as ranks:
+    parallel = settings.parallel
+    with world(parallel.replicas, parallel.timeout_minutes, parallel.context, parallel.tensor) as ranks:
         if ranks.first:
             for note in [*notes, *_hints(settings)]:
                 click.echo(f"note: {note}", err=True)

@@ -6,7 +6,7 @@ of the trained ones.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,12 +19,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from formats.errors import RefusedError, SourceError, some
 from formats.torch_files import dcp
 from train.distributed import World
 from train.engines.errors import reason
-from train.model import kernels, lora
+from train.model import kernels, lora, tensor_parallel
 from train.model.adam8bit import Adam8bit
 from train.model.optimizer import adamw
 from train.model.parts import layers
@@ -55,6 +56,8 @@ def sharded(config: Config, model_config: Any, world: World, backend: str) -> An
         lora.insert(model, config.lora, config.model.path)
     freeze(model, config.model.freeze)
     decoder_layers = layers(model)
+    if world.tensor > 1:
+        tensor_parallel.split(decoder_layers, model_config, world.mesh["tensor"])
     save_memory(decoder_layers, config.model, world.device)
     if config.model.compile:
         for layer in decoder_layers:
@@ -67,7 +70,8 @@ def sharded(config: Config, model_config: Any, world: World, backend: str) -> An
     mesh = world.mesh if world.mesh.shape[0] > 1 else world.mesh["shard"]
     for layer in decoder_layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=whole)
-    fully_shard(trainee, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=whole)
+    around = world.every if world.tensor > 1 else mesh  # what is in no layer is computed by each rank as a whole
+    fully_shard(trainee, mesh=around, mp_policy=policy, offload_policy=offload, ignored_params=whole)
     trainee.to_empty(device="cpu" if config.parallel.offload else world.device)
     for module in model.modules():  # FSDP keeps parameters only in the memory of the CPU
         for name, buffer in module.named_buffers(recurse=False):
@@ -104,16 +108,17 @@ class FsdpEngine:
         """See `Engine`. Gradients are reduce-scattered after each micro-batch: else each rank keeps all of them."""
         self.trainee.set_requires_all_reduce(last)
         loss.backward()  # type: ignore[no-untyped-call]
+        if last and self.world.tensor > 1:
+            tensor_parallel.sum_partial(layers(self.model), self.model.config, self.world.mesh["tensor"])
 
     def step(self, rate: float) -> float:
         """See `Engine`."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        tensors: Sequence[torch.Tensor] = [tensor for tensor in self.trainee.parameters() if tensor.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(tensors, self.clip or float("inf"))
+        norm = clip([tensor for tensor in self.trainee.parameters() if tensor.grad is not None], self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return norm
 
     def write(self, folder: Path) -> Future[Any]:
         """See `Engine`."""
@@ -129,6 +134,21 @@ class FsdpEngine:
         read(self.model, self.optimizer, folder, self.world)
         if isinstance(self.optimizer, Adam8bit):
             self.optimizer.pack()
+
+
+def clip(tensors: Sequence[torch.Tensor], most: float) -> float:
+    """Clip gradients to a norm of all of them, 0 for none, and return what it was: torch does so on one mesh only."""
+    by_mesh = defaultdict[Any, list[torch.Tensor]](list)
+    for tensor in tensors:
+        by_mesh[getattr(tensor, "device_mesh", None)].append(tensor)
+    norms: list[Any] = [
+        get_total_norm([tensor.grad for tensor in part if tensor.grad is not None]) for part in by_mesh.values()
+    ]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    norm = get_total_norm(whole)
+    for part in by_mesh.values():
+        clip_grads_with_norm_(part, most or float("inf"), norm)
+    return float(norm)
 
 
 def write(model: Any, optimizer: Adam, folder: Path, world: World) -> Future[Any]:

@@ -2,7 +2,7 @@
 
 Memory is that of one rank: FP32 weights, gradients and two moments of its shard (with LoRA those of the adapters only,
 beside the shard of the frozen weights in the compute dtype; tensors of `model.freeze` are float32, with DeepSpeed in
-that dtype); the gathered weights of two layers and of the root in that
+that dtype); the gathered weights of two layers (with tensor parallelism its part of them) and of the root in that
 dtype; the inputs of every layer, which activation checkpointing keeps; and the logits of a chunk. ZeRO-1 does not shard
 gradients; neither ZeRO-1 nor ZeRO-2 shards the compute weights. It is an estimate: kernels, the allocator and
 DeepSpeed's buckets need more, and what DeepSpeed offloads is counted all the same.
@@ -29,6 +29,7 @@ from train.settings.config import Config, Lora
 from train.settings.effects import check_effect
 from train.settings.freezing import frozen
 from train.settings.schedule import check_schedule
+from train.settings.splitting import require_divisible
 from train.start.run_folder import started
 from train.start.start_adapter import resolved
 
@@ -102,6 +103,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
     Raises:
         UsageError: the settings contradict each other, or the ranks cannot be divided.
         RefusedError: a token file was made with another tokenizer than the model's.
+        UnsupportedError: the model is of no known family, or cannot be split.
     """
     from formats.registry import open_checkpoint
     from train.start.start_weights import settings_of
@@ -122,6 +124,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
     counted = sum(prod(shape) for _, _, shape in spec.boxes(None))
     if not isinstance(spec, ModelSpec):
         raise UnsupportedError(f"{config.model.path} is of no known family: its sizes are not known either")
+    require_divisible(config.parallel.tensor, spec)
     rows = rows.within(spec.max_positions, any(tensor == "positions" for tensor, _, _ in spec.boxes(None)))
     hidden, layers, vocabulary = spec.hidden, spec.layers, spec.vocab or 0
     width, row_tokens = WIDTH[config.model.dtype], sizes.micro * config.data.seq_length
@@ -134,7 +137,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
     graded = 1 if stage == 1 else shards
     in_bits = _quantized(spec) if config.lora and config.lora.quantize != "none" else 0
     of_layers = counted - in_bits - 2 * vocabulary * hidden
-    gathered = width * (2 * of_layers // layers + 2 * vocabulary * hidden)
+    gathered = width * (2 * of_layers // layers // config.parallel.tensor + 2 * vocabulary * hidden)
     idle = _frozen(config.model.freeze, spec)
     trained = _adapters(resolved(config.lora), spec) if config.lora else counted - idle
     kept_frozen = width * counted if config.lora else (width if stage else 4) * idle

@@ -116,7 +116,7 @@ def evaluate(
                     if world.part == 0:
                         sums[2:] += judge.sums(flat, predicted.cpu().numpy())
                 sums[:2] += float(loss), part.trained
-            total, tokens, *texts = world.sums(*sums.tolist())
+            total, tokens, *texts = (value / world.tensor for value in world.sums(*sums.tolist()))
             scores[name] = Score(total, int(tokens), {} if judge is None else judge.scores(texts))
     back_to_training(trainee)
     return scores

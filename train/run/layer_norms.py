@@ -27,8 +27,13 @@ def layer_norms(model: Any, world: World) -> dict[str, float]:
         layer = found[0] if found else name.rpartition(".")[0].rpartition(".")[2]
         held = isinstance(tensor.grad, DTensor)
         local = tensor.grad.to_local() if held else tensor.grad
-        copies = world.mesh.shape[0] if held else world.ranks
+        copies = world.ranks // (_shards(tensor.grad) if held else 1)
         square = local.double().square().sum() / copies
         squares[layer] = squares[layer] + square if layer in squares else square
     sums = world.sums(*torch.stack(list(squares.values())).tolist())
     return {layer: math.sqrt(total) for layer, total in zip(squares, sums, strict=True)}
+
+
+def _shards(tensor: DTensor) -> int:
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())

@@ -200,11 +200,12 @@ def _step(run: Run, number: int, stopped: bool) -> Step:
     losses = torch.zeros((), dtype=torch.float64, device=world.device)  # read once a step: reading waits for the device
     for place, flat in enumerate(batches):
         loss = loss_of(run, engine.trainee, flat, (config.seed, number, world.rank, place))
-        engine.backward(loss * (world.ranks / max(1, step.trained)), place == len(batches) - 1)
+        # FSDP averages over ranks, and those that split layers have one loss
+        engine.backward(loss * (world.ranks / world.tensor / max(1, step.trained)), place == len(batches) - 1)
         losses += loss.detach()
     norms = layer_norms(engine.model, world) if config.log.layer_norms else {}
     rate = learning_rate(config, number, prepared.total)
     norm = engine.step(rate)
     (summed,) = world.sums(float(losses))
     step = step._replace(norm=norm, rate=rate, memory=memory_of(world.device), norms=norms)
-    return step._replace(loss=summed / max(1, step.trained))
+    return step._replace(loss=summed / world.tensor / max(1, step.trained))

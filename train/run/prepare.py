@@ -9,14 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from formats.disk.json_file import read_json
 from formats.errors import RefusedError
 from formats.huggingface import folder as huggingface
+from formats.huggingface.config import from_huggingface
 from train.data.rows import Rows, check_tokenizer, open_rows
 from train.distributed import World
 from train.engines import ENGINES
 from train.model import kernels, lora
 from train.model.attention import resolve
 from train.model.selfcheck import require_masks, require_sharable, self_check
+from train.model.tensor_parallel import require_no_dropout
 from train.model.trainee import DTYPES, fitted, open_config
 from train.run.checkpoint import Progress, check_same, newest, read_progress, require_places
 from train.run.export import check_export
@@ -25,6 +28,7 @@ from train.settings.batching import Order, Sizes, batch_sizes, make_order, mixed
 from train.settings.config import Config
 from train.settings.effects import check_effect
 from train.settings.schedule import check_schedule
+from train.settings.splitting import require_divisible
 from train.start.run_folder import changes
 from train.start.start_adapter import resolved
 from train.start.start_moments import Moments, moments_of
@@ -129,6 +133,10 @@ def choose_attention(config: Config, world: World, rows: int = 1) -> tuple[Any, 
     dtype = DTYPES[config.model.dtype]
     if world.context > 1:
         require_sharable(model_config)
+    if world.tensor > 1:
+        path = config.model.path / "config.json"
+        require_divisible(world.tensor, from_huggingface(read_json(path), {}, str(path)))
+        require_no_dropout(model_config)
     backend = resolve(config.model.attention, model_config, world.device, dtype, world.context)
     kernel = kernels.resolve(config.model.kernels, model_config, world.device) if config.engine == "fsdp" else "torch"
     return model_config, backend, self_check(model_config, world.device, backend, dtype, kernel, world)

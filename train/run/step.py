@@ -125,9 +125,9 @@ def reduce_counts(run: Run, batches: Sequence[Flat], stopped: bool) -> Step:
     return Step(
         loss=0.0,
         norm=0.0,
-        trained=int(trained),
-        tokens=int(tokens),
-        flops=flops,
+        trained=int(trained) // run.world.tensor,
+        tokens=int(tokens) // run.world.tensor,
+        flops=flops / run.world.tensor,
         memory=0,
         rate=0.0,
         stop=stops > 0,

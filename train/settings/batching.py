@@ -67,10 +67,12 @@ def sizes_of(config: Config, ranks: int) -> Sizes:
     Raises:
         UsageError: it has no solution, or the ranks cannot be groups that share rows.
     """
-    context = config.parallel.context
+    context, tensor = config.parallel.context, config.parallel.tensor
     if ranks % context:
         raise UsageError(f"{ranks} ranks cannot be groups of {context} that share rows", "--parallel.context 1")
-    return batch_sizes(config.batch, ranks // context)
+    if ranks % tensor:
+        raise UsageError(f"{ranks} ranks cannot be groups of {tensor} that share layers", "--parallel.tensor 1")
+    return batch_sizes(config.batch, ranks // context // tensor)
 
 
 @dataclass(frozen=True)

@@ -195,6 +195,7 @@ class Parallel(_Part):
     replicas: Count = Field(1, description="HSDP: copies of the sharded model; the world is replicas times shards.")
     offload: bool = Field(False, description="FSDP: shards, gradients and moments in CPU memory, where AdamW runs.")
     context: Count = Field(1, description="Context parallelism: ranks that share each row, for long documents.")
+    tensor: Count = Field(1, description="Tensor parallelism: ranks that each compute a part of every layer.")
     zero_stage: Literal[1, 2, 3] = Field(
         3, description="ZeRO: moments are sharded (1), gradients too (2), weights too (3)."
     )
@@ -401,6 +402,7 @@ def _check_engine(config: Config) -> None:
         "lora.quantize": config.lora is not None and config.lora.quantize != "none",
         "parallel.offload": config.parallel.offload,
         "parallel.context": config.parallel.context > 1,
+        "parallel.tensor": config.parallel.tensor > 1,
         "model.compile": config.model.compile,
         "model.kernels": config.model.kernels == "liger",
         "log.layer_norms": config.log.layer_norms,

@@ -41,10 +41,17 @@ def check_effect(config: Config, total: int) -> None:
             "model.activation_offload without model.activation_checkpointing would copy gathered weights too",
             "--model.activation_checkpointing true",
         )
-    if config.parallel.context > 1:
-        for name, value in {"neftune_alpha": config.neftune_alpha, "model.compile": config.model.compile}.items():
-            if value:
-                raise UsageError(f"{name} does not work with parallel.context {config.parallel.context}", "remove one")
+    shared: dict[str, object] = {"neftune_alpha": config.neftune_alpha, "model.compile": config.model.compile}
+    split: dict[str, object] = {
+        "lora": config.lora,
+        "optim.moments 8bit": config.optim.moments == "8bit",
+        "parallel.replicas": config.parallel.replicas > 1,
+        "parallel.context": config.parallel.context > 1,
+    }
+    for setting, foreign in {"context": shared, "tensor": shared | split}.items():
+        ranks = getattr(config.parallel, setting)
+        for name in (name for name, value in foreign.items() if value and ranks > 1):
+            raise UsageError(f"{name} does not work with parallel.{setting} {ranks}", "remove one")
     profile = config.profile
     if profile.kind is not None and profile.after + profile.steps > total:
         raise UsageError(

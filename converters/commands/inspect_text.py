@@ -10,6 +10,7 @@ from converters.common.progress import size, table
 from converters.library.records import plan_record
 from converters.plan.plan import Plan
 from formats.errors import some
+from formats.model.settings import shown
 
 MOST_FILES = 64
 """Files of a plan that are listed."""
@@ -49,7 +50,7 @@ def inspect_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
          f"{size(record['bytes'])} in {record['files']} files, {record['tensors']} tensors, {dtypes}"),
         *([("containers", ", ".join(f"{name or 'top level'} {n}" for name, n in record["containers"].items()))]
           if "containers" in record else []),
-        *record.get("settings", {}).items(),
+        *((name, shown(value)) for name, value in record.get("settings", {}).items()),
         *([("padded vocab", record["padded_vocab"])] if "padded_vocab" in record else []),
         *([("optimizer", _optimizer_line(record["optimizer"]))] if record.get("optimizer") else []),
         *([("other files", ", ".join(record["assets"]) or "nothing")] if "assets" in record else []),

@@ -275,3 +275,8 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
         except ValueError:
             raise UsageError(f"--set {setting}: {text!r} is not a JSON value") from None
     return parsed
+
+
+def shown(value: Any) -> str:
+    """A value as `--set` takes it: `none`, `true`, JSON; a text without quotes."""
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)

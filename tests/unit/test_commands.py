@@ -117,6 +117,11 @@ def test_inspect_says_what_it_is(model, convert, tmp_path):
     facts = json.loads(convert("inspect", tmp_path / "m/iter_0000012", "--json").out)
     assert (facts["topology"], facts["iteration"], facts["padded_vocab"]) == ({"tp": 2, "pp": 2}, 12, 256)
     text = convert("inspect", tmp_path / "m").out
+    assert all(line.split()[-1] not in ("None", "True", "False") for line in text.splitlines())
+    assert [" ".join(line.split()) for line in text.splitlines() if line.startswith(("  rope_scaling", "  tied"))] == [
+        "rope_scaling none",
+        "tied false",
+    ]
     assert "megatron, tp 2, pp 2, iter_0000012" in text
     assert "tokenizer.model" in text
 

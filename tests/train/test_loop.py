@@ -86,7 +86,9 @@ def test_three_ranks_want_one_thing(mine, others, wanted):
     """What this one sums with the two others, which have as many tokens."""
     said = {"stopped": False, "ready": False, "running": "checkpoint", "due": False, "first": True} | mine
     added = [8, 10, 0, *(others.get(name, 0) for name in ("stopped", "ready", "due"))]
-    world = SimpleNamespace(first=said["first"], ranks=3, sums=lambda *values: (np.array(values) + added).tolist())
+    world = SimpleNamespace(
+        first=said["first"], ranks=3, tensor=1, sums=lambda *values: (np.array(values) + added).tolist()
+    )
     saver = SimpleNamespace(ready=said["ready"], running=said["running"], due=said["due"])
     model = SimpleNamespace(config=SimpleNamespace(num_attention_heads=2, num_hidden_layers=1, hidden_size=4))
     run = SimpleNamespace(world=world, saver=saver, engine=SimpleNamespace(model=model), parameters=1.0)

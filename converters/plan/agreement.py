@@ -44,6 +44,11 @@ CHECKED = "names and shapes checked against:"
 UNPROVEN = "a kind of tensor that is missing from every layer would not be seen"
 JUDGES = "name its base with the weights (--config BASE), or take the tensors as they are with --verbatim"
 INSTALL = "install a transformers that knows the model (pip install 'vitruvian[transformers]'), or "
+COMPARED_BY_NAMES = ("vocab", "tied", "mtp_layers")
+"""Settings of a model in memory that its names and shapes tell."""
+OF_LENGTH = ("dynamic", "longrope", "yarn")
+"""Kinds of rope scaling that may compute with `max_positions`, which elsewhere is a limit and computes nothing
+(transformers 5.23.0, modeling_rope_utils.py)."""
 UNBOUNDED = (
     "the files of torch's Hugging Face writer do not record how many there were, and nothing tells whether the last of "
     "them are here"
@@ -208,10 +213,6 @@ def file_differences(first: Checkpoint, other: Checkpoint) -> list[str]:
     ]
 
 
-COMPARED_BY_NAMES = ("vocab", "tied", "mtp_layers", "max_positions")
-"""Settings that names and shapes tell, and the limit of a sequence's length, which computes nothing."""
-
-
 def model_differences(source: Checkpoint, config: Mapping[str, Any], own: Mapping[str, Any], where: str) -> list[str]:
     """The settings in which a checkpoint differs from a model that is in memory, as `name: checkpoint's | model's`.
 
@@ -230,4 +231,5 @@ def model_differences(source: Checkpoint, config: Mapping[str, Any], own: Mappin
     if family is None:
         return [f"family: {source.spec.family} | {config.get('model_type')}"]
     changed = differences(source.spec, from_huggingface(config, {}, where))
-    return [text for text in changed if text.partition(":")[0] not in COMPARED_BY_NAMES]
+    idle = () if (source.spec.rope_scaling or {}).get("rope_type") in OF_LENGTH else ("max_positions",)
+    return [text for text in changed if text.partition(":")[0] not in (*COMPARED_BY_NAMES, *idle)]

@@ -166,6 +166,19 @@ def test_a_model_with_other_settings_is_refused(model, tmp_path, setting):
         vitruvian.torch.load(gelu, tmp_path / "run", cast=True)
 
 
+def test_a_longer_limit_is_another_model_where_the_scaling_computes_with_it(model):
+    def shorter(source: Path) -> torch.nn.Module:
+        config = AutoConfig.from_pretrained(source, max_position_embeddings=64)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+    plain = model("llama", "bfloat16")
+    assert vitruvian.torch.load(shorter(plain), plain).missing == ()
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    scaled = model("llama", "bfloat16", rope_parameters=rope)
+    with pytest.raises(vitruvian.RefusedError, match=r"differ in 1 settings: max_positions: 128 \| 64"):
+        vitruvian.torch.load(shorter(scaled), scaled)
+
+
 def test_a_model_without_a_table_with_other_settings_is_refused(tmp_path):
     config = AutoConfig.for_model("stablelm", **SMALL, partial_rotary_factor=0.5)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hf")

@@ -155,9 +155,9 @@ def deliver(
             receiver.finish({name: small[name] for name in sorted(small, key=_turn)}, sent.objects)
         except (DamagedError, RefusedError, UnsupportedError, VerificationError):
             receiver.abandon(planned)  # nothing of it can be used: the same command starts over
-            shutil.rmtree(request.staging)
+            _clear(request.staging)
             raise
-    shutil.rmtree(request.staging)
+    _clear(request.staging)
     return dict(sent.digests)
 
 
@@ -301,6 +301,14 @@ def _record(request: Request, mark: str) -> Iterator[Sent]:
         if mine and staging.is_dir() and not (staging / RECORD).stat().st_size:  # nothing was begun
             shutil.rmtree(staging)
         os.close(handle)
+
+
+def _clear(staging: Path) -> None:
+    """Delete the staging folder, its record last: whoever is killed meanwhile runs the same command again."""
+    for path in staging.iterdir():
+        if path.name != RECORD:
+            shutil.rmtree(path)
+    shutil.rmtree(staging)
 
 
 def _target_of(plan: Plan, request: Request) -> Target:

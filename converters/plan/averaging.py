@@ -19,7 +19,7 @@ from converters.plan.training_state import as_weights, training_of
 from formats.checkpoint import Checkpoint
 from formats.deepspeed.folders import LATEST
 from formats.disk.safetensors import FLOATS
-from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, short, some
+from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, some
 from formats.layout.table import files_of
 from formats.megatron.folders import TRACKER
 from formats.model.spec import Verbatim
@@ -59,7 +59,8 @@ def weights_of(count: int, weights: Sequence[float] | None, ema: float | None) -
             f"--weights says {len(weights)} weights of {count} checkpoints", "one for each, in their order"
         )
     if not all(math.isfinite(one) and one for one in weights):
-        raise UsageError(f"--weights {short([*weights])}: each has to be a finite number other than 0")
+        said = ",".join(f"{weight:g}" for weight in weights)
+        raise UsageError(f"--weights {said}: each has to be a finite number other than 0", "leave one of 0 out")
     if abs(math.fsum(weights) - 1) > TOLERANCE:
         raise UsageError(
             f"--weights are {math.fsum(weights):.9g} in all, and those of a mean are 1", "divide each by their sum"

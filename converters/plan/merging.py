@@ -112,7 +112,7 @@ def opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[s
     separate = any(key in on_hub and key not in in_memory for key in adapter.keys({*on_hub, *in_memory}))
     slots = on_hub if separate else in_memory
     peft.require_consumed(adapter, slots, base.root)
-    matrices = {slot.keys for slot in slots.values() if len(slot.shape) == 2}
+    matrices = dict.fromkeys(slot.keys for slot in slots.values() if len(slot.shape) == 2)
     modules = [[key.removesuffix(".weight") for key in keys] for keys in matrices if keys[0].endswith(".weight")]
     if lacking := peft.missing(adapter, modules, {slot.keys for slot in slots.values()}):
         raise SourceError(

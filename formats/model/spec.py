@@ -236,7 +236,8 @@ Spec = ModelSpec | Verbatim
 def differences(one: Spec, other: Spec) -> list[str]:
     """The settings in which two models differ, as `name: one | other`."""
     if type(one) is not type(other):
-        return [f"one is described by a table, the other is not: {one.notes[-1:] or other.notes[-1:]}"]
+        why = next(spec.why for spec in (one, other) if isinstance(spec, Verbatim))
+        return [f"one is described by a table, the other is not: {why}"]
     ours, theirs = one.settings(), other.settings()
     names = dict.fromkeys([*ours, *theirs])
     return [f"{name}: {ours.get(name)} | {theirs.get(name)}" for name in names if ours.get(name) != theirs.get(name)]

@@ -55,7 +55,7 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
             key: torch.empty(tuple(shape), dtype=torch.bfloat16, device="meta")
             for key, shape in request["shapes"].items()
         }
-        made, said = model.from_pretrained(
+        made, loading = model.from_pretrained(
             None,
             config=parsed,
             state_dict=state,
@@ -67,13 +67,13 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
         if CONVERSION in str(error):
             return {"errors": [_line(error)]}
         return {"why": f"transformers cannot be asked ({_line(error)})"}
-    mismatched = [[key, list(here), list(wanted)] for key, here, wanted in said["mismatched_keys"]]
+    mismatched = [[key, list(here), list(wanted)] for key, here, wanted in loading["mismatched_keys"]]
     apart = {key for key, _, _ in mismatched}
     return {
-        "missing": sorted(set(said["missing_keys"]) - apart),
-        "unexpected": sorted(set(said["unexpected_keys"]) - apart),
+        "missing": sorted(set(loading["missing_keys"]) - apart),
+        "unexpected": sorted(set(loading["unexpected_keys"]) - apart),
         "mismatched": sorted(mismatched),
-        "errors": list(map(str, said["error_msgs"])),
+        "errors": list(map(str, loading["error_msgs"])),
         **_lineage(made, request["shapes"]),
     }
 
@@ -82,9 +82,9 @@ def _is_paired(kind: str, name: str) -> bool:
     """Whether an Auto class makes a class of a model type that has another config: the text model of one of images."""
     from transformers.models.auto import modeling_auto
 
-    maps = [held for table, held in vars(modeling_auto).items() if table.endswith("_MAPPING_NAMES")]
-    found = [held[kind] for held in maps if kind in held]
-    return any(name == one if isinstance(one, str) else name in one for one in found)
+    maps = [mapping for table, mapping in vars(modeling_auto).items() if table.endswith("_MAPPING_NAMES")]
+    names = [mapping[kind] for mapping in maps if kind in mapping]
+    return any(name == classes if isinstance(classes, str) else name in classes for classes in names)
 
 
 def _lineage(model: Any, shapes: dict[str, list[int]]) -> dict[str, Any]:
@@ -96,10 +96,10 @@ def _lineage(model: Any, shapes: dict[str, list[int]]) -> dict[str, Any]:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        found: dict[str, Any] = module.of_model(model, {name: tuple(shape) for name, shape in shapes.items()})
+        lineage: dict[str, Any] = module.of_model(model, {name: tuple(shape) for name, shape in shapes.items()})
     except Exception as error:  # noqa: BLE001  # whatever the version's own code raises
         return {"unnamed": _line(error)}
-    return found
+    return lineage
 
 
 def _line(error: Exception) -> str:

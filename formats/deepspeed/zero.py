@@ -186,6 +186,11 @@ def _file(path: Path) -> TorchFile:
     file = read_torch(path)
     if not isinstance(file.value, Mapping):
         raise SourceError(f"{path} holds no model states of DeepSpeed")
+    experts = file.value.get("num_experts")  # of each MoE layer: engine.py `_save_moe_checkpoint`, 0.19.8
+    if experts or "ds_autoep_layers" in file.value:
+        raise UnsupportedError(
+            f"{path} is of a model with DeepSpeed's MoE layers (num_experts = {short(experts)}): not supported"
+        )
     return file
 
 

@@ -39,15 +39,14 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
         kind = config["model_type"]
         if kind not in CONFIG_MAPPING:
             return {"why": f"transformers {transformers.__version__} does not know {kind}"}
-        with (
-            tempfile.TemporaryDirectory() as folder
-        ):  # a file says what a dictionary does not: {"__float__": "Infinity"}
+        with tempfile.TemporaryDirectory() as folder:  # a file can say what a dictionary does not: infinity
             (Path(folder) / "config.json").write_text(json.dumps(config))
             parsed = CONFIG_MAPPING[kind].from_pretrained(folder, local_files_only=True)
-        names = config.get("architectures") or ["AutoModelForCausalLM"]
-        model = getattr(transformers, str(names[0]), None)
+        names = config.get("architectures")
+        model = getattr(transformers, str(names[0]), None) if names else _usual(type(parsed))
         if model is None:
-            return {"why": f"transformers {transformers.__version__} does not know {names[0]}"}
+            name = names[0] if names else f"a class that generates text with {kind}, and architectures names none"
+            return {"why": f"transformers {transformers.__version__} does not know {name}"}
         if model.config_class is not type(parsed) and not _is_paired(kind, model.__name__):
             other = model.config_class.model_type
             return {"errors": [f"architectures names {model.__name__}, a class of {other}, and model_type is {kind}"]}
@@ -76,6 +75,13 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
         "errors": list(map(str, loading["error_msgs"])),
         **_lineage(made, request["shapes"]),
     }
+
+
+def _usual(config_class: type) -> Any:
+    """The class of a config that names none, which transformers takes for text; None where it has none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
 
 
 def _is_paired(kind: str, name: str) -> bool:

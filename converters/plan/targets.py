@@ -72,7 +72,7 @@ def plan_huggingface(
     spec, texts, notes = source.spec, {}, list[str]()
     if template is not None:
         applied = _apply_template(carried, template, rows(spec), source)
-        spec = grown(spec, applied.length) if applied.length > (rows(spec) or 0) else spec
+        spec = grown(spec, applied.rows_needed) if applied.rows_needed > (rows(spec) or 0) else spec
         carried = {name: path for name, path in carried.items() if name not in applied.removed}
         texts, notes = dict(applied.texts), list(applied.notes)
     elif source.added_tokens:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from formats.disk.safetensors import DTYPES, FLOATS
 from formats.errors import RefusedError, UnsupportedError
-from formats.layout.table import OnRank, Placed, Slot
+from formats.layout.placed import OnRank, Placed
+from formats.layout.slots import Slot
 from formats.model.spec import ModelSpec, Spec
 
 INTEGERS = {dtype for dtype in DTYPES if dtype not in FLOATS and not dtype.startswith("F8")}
@@ -225,10 +226,14 @@ class Target:
     @property
     def tensors(self) -> Iterator[Placed]:
         """Every physical tensor; what all ranks of some hold alike is one (`Placed.files`)."""
-        alike = Counter(id(file.tensors.held) for file in self.files if isinstance(file.tensors, OnRank))
+        alike = Counter(id(file.tensors.tensors) for file in self.files if isinstance(file.tensors, OnRank))
         for file in self.files:
             tensors = file.tensors
-            if not isinstance(tensors, OnRank) or not tensors or alike[id(tensors.held)] < tensors.held[0].fragments:
+            if (
+                not isinstance(tensors, OnRank)
+                or not tensors
+                or alike[id(tensors.tensors)] < tensors.tensors[0].fragments
+            ):
                 yield from tensors
             elif tensors.rank == 0:
-                yield from tensors.held
+                yield from tensors.tensors

@@ -35,7 +35,7 @@ from formats.disk.safetensors import DTYPES
 from formats.errors import UnsupportedError, UsageError
 from formats.layout.columns import Cut
 from formats.layout.leaves import Leaf
-from formats.layout.table import Placed
+from formats.layout.placed import Placed
 
 if TYPE_CHECKING:
     from converters.library.torch_tensor import TorchTensor

@@ -16,7 +16,7 @@ from converters.move.regions import Nearby
 from converters.plan.plan import Job
 from formats.disk.safetensors import DTYPES, FLOATS
 from formats.errors import VerificationError
-from formats.layout.table import SHARED, Replica
+from formats.layout.slots import SHARED, Replica
 
 FARTHEST = 0.5
 """Of the largest element of a tensor: copies of a norm that are farther apart did not drift there."""

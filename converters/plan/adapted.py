@@ -19,7 +19,8 @@ from formats.disk.safetensors import Fragment, row_major
 from formats.errors import SourceError, UnsupportedError, UsageError, short, some
 from formats.huggingface import adapter as peft
 from formats.huggingface import folder as huggingface
-from formats.layout.table import ALONE, Placed, match
+from formats.layout.placed import Placed, match
+from formats.layout.slots import ALONE
 from formats.megatron import DIST
 from formats.megatron import lora as bridge
 from formats.megatron.args.options import DIST as DIALECT

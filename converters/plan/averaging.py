@@ -20,7 +20,7 @@ from formats.checkpoint import Checkpoint
 from formats.deepspeed.folders import LATEST
 from formats.disk.safetensors import FLOATS
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, some
-from formats.layout.table import files_of
+from formats.layout.placed import files_of
 from formats.megatron.folders import TRACKER
 from formats.model.spec import Verbatim
 from formats.registry import format_of, steps

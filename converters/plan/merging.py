@@ -14,7 +14,8 @@ from formats.disk.safetensors import FLOATS, Fragment, Product, row_major
 from formats.errors import RefusedError, SourceError, UnsupportedError, short, some
 from formats.huggingface import adapter as peft
 from formats.huggingface.folder import model_slots
-from formats.layout.table import Placed, Slot
+from formats.layout.placed import Placed
+from formats.layout.slots import Slot
 from formats.model.spec import Verbatim
 
 NAME = "peft adapter"

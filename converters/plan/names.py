@@ -18,7 +18,7 @@ from formats.disk.safetensors import DTYPES, Fragment
 from formats.errors import UnsupportedError
 from formats.huggingface import HUGGINGFACE
 from formats.layout.columns import Cut
-from formats.layout.table import Placed
+from formats.layout.placed import Placed
 from formats.model import untabled
 from formats.model.spec import Verbatim
 

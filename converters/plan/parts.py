@@ -17,7 +17,8 @@ from formats.disk.safetensors import Fragment
 from formats.errors import RefusedError
 from formats.layout.boxes import overlap
 from formats.layout.leaves import Leaf
-from formats.layout.table import ORIGINAL, Kind, Layout, Placed, Replica
+from formats.layout.placed import Kind, Placed
+from formats.layout.slots import ORIGINAL, Layout, Replica
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from formats.checkpoint import Checkpoint, OutputFile, Target
 from formats.disk.safetensors import DTYPES, FLOATS, Fragment
 from formats.errors import RefusedError, UnsupportedError, some
 from formats.layout.leaves import Leaf
-from formats.layout.table import ORIGINAL, Placed, Replica
+from formats.layout.placed import Placed
+from formats.layout.slots import ORIGINAL, Replica
 from formats.layout.tensors import EXACT
 from formats.model.spec import Spec, Verbatim
 

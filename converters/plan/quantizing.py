@@ -11,7 +11,8 @@ from formats.checkpoint import Checkpoint
 from formats.disk.safetensors import FLOATS, Coded, Fragment, row_major
 from formats.errors import RefusedError, UnsupportedError
 from formats.huggingface import HUGGINGFACE
-from formats.layout.table import ALONE, Placed, match
+from formats.layout.placed import Placed, match
+from formats.layout.slots import ALONE
 from formats.model import untabled
 from formats.model.spec import ModelSpec
 

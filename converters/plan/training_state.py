@@ -24,7 +24,8 @@ from formats.errors import UnsupportedError, VerificationError
 from formats.format import Training
 from formats.fsdp import optimizer as fsdp_optim
 from formats.layout.leaves import Leaf
-from formats.layout.table import ORIGINAL, Placed, Replica, files_of
+from formats.layout.placed import Placed, files_of
+from formats.layout.slots import ORIGINAL, Replica
 from formats.layout.tensors import UNTRAINED
 from formats.megatron import optimizer_reader, portable_optimizer
 from formats.megatron.args.options import FSDP_DTENSOR, Options, main_dtype

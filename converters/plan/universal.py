@@ -28,7 +28,8 @@ from formats.disk.safetensors import Fragment
 from formats.errors import UnsupportedError
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Scattered, spread
-from formats.layout.table import ALONE, Slot, files_of, match
+from formats.layout.placed import files_of, match
+from formats.layout.slots import ALONE, Slot
 from formats.layout.tensors import BUFFERS
 from formats.model import untabled
 from formats.model.spec import ModelSpec, Verbatim

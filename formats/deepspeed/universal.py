@@ -25,7 +25,8 @@ from formats.checkpoint import Checkpoint, OutputFile
 from formats.deepspeed.folders import model_name
 from formats.deepspeed.partitions import Partition, number
 from formats.errors import SourceError, short
-from formats.layout.table import Placed, Slot
+from formats.layout.placed import Placed
+from formats.layout.slots import Slot
 from formats.torch_files.archive import TorchFile, packed, read_torch
 from formats.torch_files.archive_writer import archived
 from formats.torch_files.pickle_values import Namespace, StorageRef, TensorRef, keeps

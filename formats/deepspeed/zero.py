@@ -29,7 +29,9 @@ from formats.huggingface import folder as huggingface
 from formats.huggingface import text_alone
 from formats.layout.columns import Cut, Piece
 from formats.layout.pieces import Scattered, in_one, scattered, spread, whole_part
-from formats.layout.table import ALONE, Placed, Rule, Slot, files_of, match
+from formats.layout.placed import Placed, files_of, match
+from formats.layout.slots import ALONE, Slot
+from formats.layout.table import Rule
 from formats.model import adapters
 from formats.model.spec import ModelSpec
 from formats.optimizer import STATES

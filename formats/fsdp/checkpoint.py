@@ -29,7 +29,9 @@ from formats.huggingface import folder as huggingface
 from formats.huggingface import text_alone
 from formats.layout.columns import Cut, Piece
 from formats.layout.pieces import Scattered, in_one, scattered, spread
-from formats.layout.table import ALONE, Rule, Slot, files_of, match, slots
+from formats.layout.placed import files_of, match
+from formats.layout.slots import ALONE, Slot, slots
+from formats.layout.table import Rule
 from formats.layout.tensors import UNTRAINED
 from formats.model import adapters
 from formats.model.spec import ModelSpec, Spec, Verbatim

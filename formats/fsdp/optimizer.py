@@ -25,7 +25,8 @@ from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, some
 from formats.fsdp import checkpoint as fsdp
 from formats.layout.pieces import Scattered, spread
-from formats.layout.table import ALONE, Placed, match
+from formats.layout.placed import Placed, match
+from formats.layout.slots import ALONE
 from formats.layout.tensors import UNTRAINED
 from formats.optimizer import Group, Optimizer, group_of, number_of, whose
 from formats.torch_files import dcp, rank_dumps

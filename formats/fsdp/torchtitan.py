@@ -12,7 +12,8 @@ from pathlib import Path
 
 from formats.errors import RefusedError
 from formats.families import FAMILIES
-from formats.layout.table import Rule, Slot, rules
+from formats.layout.slots import Slot
+from formats.layout.table import Rule, rules
 from formats.model.spec import Spec
 
 FIRST = "tok_embeddings.weight"

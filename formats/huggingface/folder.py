@@ -27,7 +27,9 @@ from formats.huggingface import HUGGINGFACE, mtp, text_alone
 from formats.huggingface.config import from_huggingface
 from formats.huggingface.quantized import dequantized
 from formats.huggingface.require import require_biases, require_class
-from formats.layout.table import ALONE, Placed, Rule, Slot, match, slots
+from formats.layout.placed import Placed, match
+from formats.layout.slots import ALONE, Slot, slots
+from formats.layout.table import Rule
 from formats.layout.tensors import BUFFERS
 from formats.model import lora, untabled
 from formats.model.adapters import require_plain

@@ -11,7 +11,7 @@ from formats.disk.safetensors import DTYPES, Fragment, row_major
 from formats.errors import SourceError
 from formats.layout.boxes import overlap
 from formats.layout.columns import Columns, Cut, Piece, tile
-from formats.layout.table import Placed
+from formats.layout.placed import Placed
 
 
 class Scattered(NamedTuple):

@@ -25,7 +25,8 @@ from formats.checkpoint import Checkpoint
 from formats.disk.safetensors import DTYPES, Fragment
 from formats.errors import SourceError, UnsupportedError
 from formats.layout.columns import Cut
-from formats.layout.table import Placed, Slot
+from formats.layout.placed import Placed
+from formats.layout.slots import Slot
 from formats.megatron import chained_optimizer
 from formats.megatron.args.moe import interleaves_of
 from formats.megatron.args.options import Options

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from formats.errors import SourceError, UnsupportedError
-from formats.layout.table import Place, Slot
+from formats.layout.slots import Place, Slot
 from formats.torch_files.archive import TorchFile
 from formats.torch_files.archive_writer import plain
 

@@ -24,8 +24,10 @@ from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import family_named
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
+from formats.layout.placed import match
 from formats.layout.ranks import Files
-from formats.layout.table import Place, Rule, Slot, match, rules, slots
+from formats.layout.slots import Place, Slot, slots
+from formats.layout.table import Rule, rules
 from formats.megatron import MEGATRON, megatron_llm, mtp, names
 from formats.megatron import optimizer as megatron_optim
 from formats.megatron.args import flags, indexer, linear_attention, mla, state_space

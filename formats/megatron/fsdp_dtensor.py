@@ -30,7 +30,9 @@ from formats.errors import RefusedError, SourceError, UnsupportedError
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Scattered, spread
-from formats.layout.table import ALONE, Rule, match
+from formats.layout.placed import match
+from formats.layout.slots import ALONE
+from formats.layout.table import Rule
 from formats.megatron import MEGATRON_FSDP as FORMAT
 from formats.megatron import fsdp_dtensor_optimizer as states
 from formats.megatron import names

@@ -18,7 +18,8 @@ from typing import Any
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.layout.pieces import Scattered, spread
-from formats.layout.table import ALONE, Slot, match
+from formats.layout.placed import match
+from formats.layout.slots import ALONE, Slot
 from formats.layout.tensors import BUFFERS
 from formats.megatron.chained_optimizer import EXPERTS, decays, is_spread
 from formats.megatron.optimizer import Optimizer

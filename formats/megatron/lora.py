@@ -28,8 +28,10 @@ from formats.huggingface import folder as huggingface
 from formats.layout.pattern import Axis, Fill, Pattern, Product, Term
 from formats.layout.pieces import Scattered, whole_part
 from formats.layout.pieces import spread as pieces
-from formats.layout.table import ALONE, Rule, Slot, match, rules
-from formats.layout.table import slots as slots_of
+from formats.layout.placed import match
+from formats.layout.slots import ALONE, Slot
+from formats.layout.slots import slots as slots_of
+from formats.layout.table import Rule, rules
 from formats.megatron import common_state
 from formats.megatron.args import run_config
 from formats.megatron.args.args import from_megatron

@@ -30,7 +30,7 @@ from typing import Any
 from formats.checkpoint import Checkpoint, OutputFile, slot_dtype
 from formats.disk.safetensors import DTYPES, Fragment, row_major
 from formats.errors import UnsupportedError
-from formats.layout.table import Placed
+from formats.layout.placed import Placed
 from formats.layout.tensors import BUFFERS
 from formats.megatron import chained_optimizer as chained
 from formats.megatron.chained_optimizer import Parameter, decays

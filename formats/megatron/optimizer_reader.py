@@ -16,7 +16,8 @@ from formats.checkpoint import Checkpoint
 from formats.disk.safetensors import DTYPES, Fragment, row_major
 from formats.errors import SourceError, UnsupportedError, short
 from formats.layout.pieces import spread
-from formats.layout.table import ALONE, Place, Placed, match
+from formats.layout.placed import Placed, match
+from formats.layout.slots import ALONE, Place
 from formats.layout.tensors import BUFFERS
 from formats.megatron import bucketed_optimizer, common_state, fsdp_dtensor_optimizer, torch_dist
 from formats.megatron.args.options import CORE, DIST, FSDP_DTENSOR

@@ -11,7 +11,8 @@ from typing import Any
 
 from formats.disk.safetensors import Fragment, read_bytes
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
-from formats.layout.table import Place, Placed
+from formats.layout.placed import Placed
+from formats.layout.slots import Place
 from formats.megatron import megatron_llm
 from formats.megatron.args.fields import FIELDS
 from formats.megatron.args.moe import interleaves_of

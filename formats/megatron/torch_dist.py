@@ -35,7 +35,9 @@ from formats.layout.columns import Cut
 from formats.layout.pattern import splits
 from formats.layout.pieces import Scattered, unstacked
 from formats.layout.pieces import spread as pieces
-from formats.layout.table import ALONE, MTP, Rule, Slot, match, rules, slots
+from formats.layout.placed import match
+from formats.layout.slots import ALONE, Slot, slots
+from formats.layout.table import MTP, Rule, rules
 from formats.megatron import DIST as FORMAT
 from formats.megatron import common_state, lora, mtp
 from formats.megatron import optimizer as megatron_optim

@@ -18,8 +18,9 @@ from itertools import chain
 from formats.errors import UnsupportedError
 from formats.families import family_named
 from formats.layout.pattern import axes_of, parse, text_of
-from formats.layout.table import Replica, Rule, Slot
-from formats.layout.table import slots as slots_of
+from formats.layout.slots import Replica, Slot
+from formats.layout.slots import slots as slots_of
+from formats.layout.table import Rule
 from formats.layout.tensors import TENSORS
 from formats.model.adapters import ROOT
 from formats.model.spec import ModelSpec, Verbatim

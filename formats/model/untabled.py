@@ -12,7 +12,8 @@ from typing import Any
 
 from formats.errors import UnsupportedError
 from formats.layout.pattern import Axis, Pattern
-from formats.layout.table import ALONE, ORIGINAL, SHARED, Replica, Rule, Slot
+from formats.layout.slots import ALONE, ORIGINAL, SHARED, Replica, Slot
+from formats.layout.table import Rule
 from formats.layout.tensors import TENSORS
 from formats.model.spec import Verbatim
 

@@ -14,8 +14,9 @@ from formats.checkpoint import OutputFile
 from formats.disk.safetensors import DTYPES, Fragment, row_major
 from formats.errors import SourceError, UnsupportedError, short
 from formats.layout.pieces import Scattered
+from formats.layout.placed import OnRank, Placed
 from formats.layout.ranks import Files
-from formats.layout.table import OnRank, Placed, Slot
+from formats.layout.slots import Slot
 from formats.torch_files.archive import STREAM, TorchFile, packed, plan_archive, read_small
 from formats.torch_files.pickle_values import STORAGE_OF, StorageRef, TensorRef, keeps
 

@@ -18,7 +18,8 @@ from formats.disk.safetensors import Fragment, row_major
 from formats.errors import UnsupportedError
 from formats.layout.columns import Cut
 from formats.layout.pieces import whole_part
-from formats.layout.table import Placed, Slot
+from formats.layout.placed import Placed
+from formats.layout.slots import Slot
 from formats.torch_files import dcp
 from formats.torch_files.archive import Archive, plan_archive
 from formats.torch_files.archive_writer import UNWRITTEN, Small, packed_plain

@@ -19,7 +19,7 @@ import torch
 
 from converters.prove.archive_crc import amend
 from formats.checkpoint import MANIFEST
-from formats.layout.table import Placed
+from formats.layout.placed import Placed
 from formats.registry import open_checkpoint
 from tests.conftest import Ran
 from tests.faults.dcp_tools import refused

@@ -22,7 +22,7 @@ from formats.layout.boxes import overlap
 from formats.layout.leaves import Leaf, Span, clip
 from formats.layout.lowering import lower, shape
 from formats.layout.pattern import Pattern, parse
-from formats.layout.table import in_order
+from formats.layout.slots import in_order
 from formats.layout.tensors import TENSORS
 
 FUSED = [

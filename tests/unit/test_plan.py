@@ -11,7 +11,7 @@ from converters.plan.plan import make_plan
 from converters.plan.request import Request
 from converters.plan.targets import plan_megatron
 from formats.errors import RefusedError
-from formats.layout.table import OnRank, Placed
+from formats.layout.placed import OnRank, Placed
 from formats.megatron import classic
 from formats.megatron.args.options import Options
 from formats.registry import open_checkpoint
@@ -84,7 +84,7 @@ def test_a_rank_that_does_not_hold_its_part_is_missed(model, tmp_path, fault):
     if fault == "a file less":
         files = target.files[:-1]
     else:
-        held = target.files[0].tensors.held
+        held = target.files[0].tensors.tensors
         meshes = held[0].files.ranks.meshes
         ranks = replace(held[0].files.ranks, meshes=(meshes[0], *meshes[2:], meshes[0]))
         held = tuple(one._replace(files=replace(one.files, ranks=ranks)) for one in held)

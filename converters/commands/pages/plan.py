@@ -12,7 +12,7 @@ from converters.library.records import plan_record, rank_text
 from converters.plan.parts import Part
 from converters.plan.plan import Job, Plan
 from formats.disk.safetensors import Fragment
-from formats.layout.table import Placed
+from formats.layout.placed import Placed
 from formats.layout.tensors import TENSORS
 
 MOST_PARTS = 60_000

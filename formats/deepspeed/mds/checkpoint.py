@@ -30,7 +30,9 @@ from formats.errors import OptionNeededError, SourceError, UnsupportedError, sho
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import spread
-from formats.layout.table import Place, Placed, Rule, Slot, match
+from formats.layout.placed import Placed, match
+from formats.layout.slots import Place, Slot
+from formats.layout.table import Rule
 from formats.megatron.args.options import CORE
 from formats.megatron.classic import spec_of
 from formats.megatron.shards import args_of

@@ -16,7 +16,8 @@ from dataclasses import replace
 
 from formats.deepspeed.modules import file_of
 from formats.errors import RefusedError
-from formats.layout.table import Place, Slot, rules, slots
+from formats.layout.slots import Place, Slot, slots
+from formats.layout.table import rules
 from formats.model.spec import ModelSpec
 
 EMBEDDING = 1

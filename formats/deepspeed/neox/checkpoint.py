@@ -31,7 +31,9 @@ from formats.errors import OptionNeededError, RefusedError, SourceError, some
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Scattered, spread
-from formats.layout.table import Place, Placed, Rule, Slot, match
+from formats.layout.placed import Placed, match
+from formats.layout.slots import Place, Slot
+from formats.layout.table import Rule
 from formats.model.spec import ModelSpec
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch

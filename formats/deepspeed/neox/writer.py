@@ -18,7 +18,7 @@ from formats.deepspeed.neox.tables import slots_of
 from formats.deepspeed.neox.yml import to_neox
 from formats.deepspeed.neox.yml_file import dump_yml
 from formats.errors import RefusedError
-from formats.layout.table import Slot
+from formats.layout.slots import Slot
 from formats.model.spec import ModelSpec
 from formats.torch_files.archive_writer import Held, archived
 from formats.torch_files.pickle_values import TensorRef

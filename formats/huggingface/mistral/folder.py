@@ -22,7 +22,9 @@ from formats.families.family import Family
 from formats.huggingface import MISTRAL
 from formats.huggingface import folder as huggingface
 from formats.huggingface.mistral import params
-from formats.layout.table import ALONE, Placed, Rule, Slot, match, rules, slots
+from formats.layout.placed import Placed, match
+from formats.layout.slots import ALONE, Slot, slots
+from formats.layout.table import Rule, rules
 from formats.model.spec import ModelSpec
 
 NAME = MISTRAL.name

@@ -1,0 +1,206 @@
+"""Placed tensors: the slots of a layout, each with the tensor that a file holds, and what does not fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from formats.disk.safetensors import Fragment
+from formats.errors import SourceError
+from formats.layout.columns import Columns, Cut
+from formats.layout.leaves import Leaf
+from formats.layout.ranks import Files, Ranks
+from formats.layout.slots import Layout, Place, Replica, Slot, ranks_again
+from formats.layout.table import Rule
+
+SECOND = re.compile(r"\.layers\.\d+\.(?:enorm|hnorm|eh_proj)\.|^(?:model\.)?mtp\.")
+"""Keys that only a layer has which predicts a token after the next, in DeepSeek-V3 and its descendants, and in Qwen."""
+
+
+class Placed(NamedTuple):
+    """A physical tensor of a checkpoint, or a part of one, found (or to be written) under `key`.
+
+    With `columns` it is all pieces of a tensor, and `fragment` stands for all of it. With `files` it is what each of
+    some ranks holds in its own file, at the same place there; `slot` and `fragment` are those of the first.
+    """
+
+    key: str
+    slot: Slot
+    fragment: Fragment
+    part: Cut | None = None
+    columns: Columns | None = None
+    files: Files | None = None
+
+    @property
+    def fragments(self) -> int:
+        """How many fragments it is."""
+        return len(self.columns or (self.files and self.files.ranks) or (self,))
+
+    def each(self) -> Iterator[Placed]:
+        """Each of the pieces by itself, or what each rank holds."""
+        if self.columns is not None:
+            for part, fragment in self.columns:
+                yield Placed(self.key, self.slot, fragment, part)
+        elif self.files is not None:
+            yield from map(self.on, range(len(self.files.ranks)))
+        else:
+            yield self
+
+    def on(self, rank: int) -> Placed:
+        """What one of the ranks holds, by its number among them."""
+        assert self.files is not None
+        slot, ranks = self.slot, self.files.ranks
+        mesh, replica, expert = self.kind.on(ranks, rank)
+        place = Place(self.files.places[rank], slot.place.chunk)
+        slot = slot._replace(place=place, mesh=mesh, replica=replica, expert=expert)
+        return Placed(self.key, slot, self.fragment._replace(path=self.files.paths[rank]))
+
+    @property
+    def kind(self) -> Kind:
+        """All that its copies, and the leaves of each, follow from, but for its layer."""
+        slot = self.slot
+        return Kind(slot.rule, self.layout, slot.replica, slot.expert, self.files.ranks if self.files else None)
+
+    @property
+    def layout(self) -> Layout:
+        """What its leaves follow from.
+
+        Raises:
+            SourceError: it is an interval of elements that are not contiguous.
+        """
+        slot, fragment, flat = self.slot, self.fragment, self.part is not None and self.part.flat
+        if self.columns is not None:
+            return Layout(slot.rule.pattern, slot.sizes, slot.mesh, boxes=self.columns.boxes)
+        if flat and not fragment.row_major and prod(fragment.shape) > 1:
+            raise SourceError(f"{fragment.path} holds {self.key} in a flat piece with gaps: strides {fragment.strides}")
+        strides = None if fragment.row_major else fragment.strides
+        return Layout(slot.rule.pattern, slot.sizes, slot.mesh, strides, self.part)
+
+    def leaves(self) -> list[Leaf]:
+        """What it holds, where it is no columns. Raises as `layout` does."""
+        assert self.columns is None
+        return [self.slot.in_order(leaf) for leaves in self.layout.lowered() for leaf in leaves]
+
+
+class Kind(NamedTuple):
+    """What the copies of a tensor, and the leaves of each, follow from, but for its layer: `Placed.kind`."""
+
+    rule: Rule
+    layout: Layout
+    replica: Replica
+    expert: int | None
+    ranks: Ranks | None
+
+    def on(self, ranks: Ranks, rank: int) -> tuple[tuple[tuple[str, tuple[int, int]], ...], Replica, int | None]:
+        """Mesh, copy and expert of what one of some ranks holds."""
+        mesh = ranks.meshes[rank][self.rule.over_experts]
+        expert = None if self.expert is None else self.expert - ranks.experts[0] + ranks.experts[rank]
+        return mesh, self.replica._replace(ranks=ranks_again(self.rule, mesh)), expert
+
+    def each(self) -> Iterator[tuple[Layout, Replica, int | None]]:
+        """Layout, copy and expert of what each rank holds, or of the one tensor that it is."""
+        if self.ranks is None:
+            yield self.layout, self.replica, self.expert
+            return
+        for rank in range(len(self.ranks)):
+            mesh, replica, expert = self.on(self.ranks, rank)
+            yield self.layout._replace(mesh=mesh), replica, expert
+
+
+@dataclass(frozen=True)
+class OnRank(Sequence[Placed]):
+    """The tensors of one of some ranks that hold the same ones; each is made when it is asked for."""
+
+    tensors: tuple[Placed, ...]
+    rank: int
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __getitem__(self, index: Any) -> Any:
+        """One, or some."""
+        if isinstance(index, slice):
+            return tuple(placed.on(self.rank) for placed in self.tensors[index])
+        return self.tensors[index].on(self.rank)
+
+
+def files_of(tensors: Iterable[Placed]) -> dict[Path, None]:
+    """The files that physical tensors are in, in their order."""
+    files: dict[Path, None] = {}
+    for placed in tensors:
+        files |= dict.fromkeys([placed.fragment.path] if placed.columns is None else placed.columns.files)
+    return files
+
+
+def match(
+    slots: Iterable[Slot], fragments: Mapping[Place, Mapping[str, Fragment]], drops: Sequence[str], where: Path
+) -> tuple[list[Placed], list[str]]:
+    """Pair the physical tensors that a layout expects with those that the files hold.
+
+    Args:
+        slots: the slots of the layout.
+        fragments: the tensors of each place, by key.
+        drops: regular expressions of keys that carry no weights.
+        where: what to call the checkpoint in an error.
+
+    Returns:
+        The pairs, and the keys that a rule dropped.
+
+    Raises:
+        SourceError: something is missing, left over, or has another shape; the message lists names and files.
+    """
+    placed: list[Placed] = []
+    missing: list[str] = []
+    bare = False
+    used: dict[Place, set[str]] = {place: set() for place in fragments}
+    for slot in slots:
+        tensors = fragments.get(slot.place, {})
+        keys = [key for key in slot.keys if key in tensors]
+        if len(keys) > 1:
+            raise SourceError(f"{tensors[keys[0]].path} holds the same tensor twice: {' and '.join(keys)}")
+        if not keys:
+            if "optional" not in slot.rule.conditions:
+                missing.append(f"{slot.keys[0]} {list(slot.shape)} in {_path(tensors, slot.place, where)}")
+                bare |= slot.keys[0].removeprefix("model.") in tensors
+            continue
+        fragment = tensors[keys[0]]
+        if fragment.shape != slot.shape:
+            raise SourceError(
+                f"{fragment.path}: {keys[0]} has shape {list(fragment.shape)}, but the configuration implies "
+                f"{list(slot.shape)}",
+                "check that the configuration belongs to these weights",
+            )
+        used[slot.place].add(keys[0])
+        placed.append(Placed(keys[0], slot, fragment))
+    if missing:
+        hint = "the names lack `model.`: AutoModelForCausalLM saves them with it, --verbatim takes them as they are"
+        raise SourceError(f"{where}: {len(missing)} tensors are missing: {_some(missing)}", hint if bare else "")
+    rest = [(place, key) for place, tensors in fragments.items() for key in tensors if key not in used[place]]
+    unknown = [
+        f"{key} in {fragments[place][key].path}"
+        for place, key in rest
+        if not any(re.fullmatch(drop, key) for drop in drops)
+    ]
+    if unknown:
+        raise SourceError(
+            f"{where}: {len(unknown)} tensors have no place in this model: {_some(unknown)}",
+            "a layer that predicts further tokens is in no table: --drop mtp leaves it out, --verbatim carries it, in "
+            "Hugging Face and FSDP"
+            if any(SECOND.search(key) for key in unknown)
+            else "the model may be of another family than its configuration says; `convert formats` lists the families",
+        )
+    return placed, [key for _, key in rest]
+
+
+def _path(tensors: Mapping[str, Fragment], place: Place, where: Path) -> str:
+    """The file in which a tensor was looked for."""
+    return str(next(iter(tensors.values())).path) if tensors else str(where / place.file)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f", and {len(names) - 5} more" if len(names) > 5 else ""
+    return "; ".join(names[:5]) + more

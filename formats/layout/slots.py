@@ -1,0 +1,210 @@
+"""Slots: the physical tensors that a layout expects in the files of a checkpoint, and what each holds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby, product
+from typing import NamedTuple
+
+from formats.layout.columns import Boxes, Cut
+from formats.layout.leaves import Leaf, Span, cut
+from formats.layout.lowering import Mesh, lower, shape
+from formats.layout.pattern import Pattern
+from formats.layout.table import ALWAYS, KINDS, MTP, Rule
+from formats.layout.tensors import TENSORS
+
+
+class Place(NamedTuple):
+    """Where a tensor is looked for: a file, and the pipeline chunk in it, where a file has several."""
+
+    file: str = ""
+    chunk: str = ""
+
+
+ALONE = Place()
+"""The place of every tensor of a checkpoint whose keys are enough to find them."""
+
+
+class Replica(NamedTuple):
+    """Which further copy of a tensor this is; nothing of the one that counts.
+
+    It is `shared` under another name, as by an output head; on the ranks of some mesh axes; or in pieces stored again,
+    or by a layer that predicts a token after the next.
+    """
+
+    shared: bool = False
+    ranks: tuple[tuple[str, int], ...] = ()
+    number: int = 0
+
+    def __bool__(self) -> bool:
+        """Whether it is a further copy."""
+        return self != ORIGINAL
+
+    def __str__(self) -> str:
+        """The copy, for a person."""
+        names = ["copy"] * self.shared + [f"{axis} rank {rank}" for axis, rank in self.ranks]
+        return ", ".join(names + [f"replica {self.number}"] * bool(self.number))
+
+
+ORIGINAL = Replica()
+SHARED = Replica(shared=True)
+
+
+class Slot(NamedTuple):
+    """One physical tensor that a layout expects: its place, the spellings of its key, its shape and its content."""
+
+    place: Place
+    keys: tuple[str, ...]
+    shape: tuple[int, ...]
+    rule: Rule
+    mesh: tuple[tuple[str, tuple[int, int]], ...]
+    sizes: tuple[tuple[str, int], ...]
+    layer: int | None
+    replica: Replica
+    expert: int | None = None
+
+    def leaves(self) -> list[Leaf]:
+        """What the physical tensor holds, where it is whole and row-major."""
+        layout = Layout(self.rule.pattern, self.sizes, self.mesh)
+        return [self.in_order(leaf) for leaves in layout.lowered() for leaf in leaves]
+
+    def in_order(self, leaf: Leaf) -> Leaf:
+        """A leaf with the coordinates that are outside the tensor, its spans in the canonical order of the axes."""
+        outside = (("layer", self.layer), ("expert", self.expert))
+        return in_order(leaf, [Span(axis, index, index + 1, 0) for axis, index in outside if index is not None])
+
+
+def in_order(leaf: Leaf, outside: Sequence[Span]) -> Leaf:
+    """A leaf with coordinates that are outside the tensor, its spans in the canonical order of the axes."""
+    spans_in_order = (*outside, *leaf.spans)
+    spans = {span.axis: span for span in spans_in_order}
+    axes = TENSORS.get(leaf.tensor, tuple(spans))  # a tensor that no table knows has the axes that it is stored in
+    if len(spans_in_order) != len(axes) or spans.keys() != set(axes):
+        raise ValueError(
+            f"a layout of {leaf.tensor} uses the axes {[s.axis for s in spans_in_order]}, it has {list(axes)}"
+        )
+    return Leaf(leaf.tensor, tuple(spans[axis] for axis in axes), leaf.base)
+
+
+class Layout(NamedTuple):
+    """All that the leaves of a fragment, or of each piece in columns, follow from, but for its layer and expert."""
+
+    pattern: Pattern
+    sizes: tuple[tuple[str, int], ...]
+    mesh: tuple[tuple[str, tuple[int, int]], ...]
+    strides: tuple[int, ...] | None = None
+    part: Cut | None = None
+    boxes: Boxes | None = None
+
+    def lowered(self) -> Sequence[Sequence[Leaf]]:
+        """The leaves of each piece, without the coordinates that are outside the tensor."""
+        if self.boxes is None:
+            return (_lowered(self.pattern, self.sizes, self.mesh, self.strides, self.part),)
+        return _lowered_boxes(self.pattern, self.sizes, self.mesh, self.boxes)
+
+
+@lru_cache(maxsize=64)
+def _lowered_boxes(
+    pattern: Pattern, sizes: tuple[tuple[str, int], ...], mesh: tuple[tuple[str, tuple[int, int]], ...], boxes: Boxes
+) -> list[list[Leaf]]:
+    return [_lowered.__wrapped__(pattern, sizes, mesh, None, part) for part in boxes.cuts()]
+
+
+@lru_cache(maxsize=4096)
+def _lowered(
+    pattern: Pattern,
+    sizes: tuple[tuple[str, int], ...],
+    mesh: tuple[tuple[str, tuple[int, int]], ...],
+    strides: tuple[int, ...] | None,
+    part: Cut | None,
+) -> list[Leaf]:
+    if part is None or not part.flat:
+        return lower(pattern, dict(sizes), dict(mesh), strides, part.ranges if part else None)
+    ((low, high),) = part.ranges
+    return cut(lower(pattern, dict(sizes), dict(mesh)), low, high)
+
+
+@lru_cache(maxsize=4096)
+def _shape(
+    pattern: Pattern, sizes: tuple[tuple[str, int], ...], mesh: tuple[tuple[str, tuple[int, int]], ...]
+) -> tuple[int, ...]:
+    return shape(pattern, dict(sizes), dict(mesh))
+
+
+def slots(
+    table: Sequence[Rule],
+    sizes: Mapping[str, int],
+    *,
+    tensors: Iterable[str],
+    place: Place = ALONE,
+    prefix: str = "",
+    layers: Iterable[tuple[int, int]],
+    mesh: Mesh,
+    conditions: Iterable[str],
+    kinds: Sequence[Collection[str]],
+    experts: Sequence[tuple[int, int]] = (),
+    expert_mesh: Mesh | None = None,
+    layer_sizes: Sequence[Mapping[str, int]] = (),
+) -> Iterator[Slot]:
+    """The physical tensors that a table puts into one file (or one pipeline chunk of it), in the order of its layers.
+
+    Args:
+        table: the rules.
+        sizes: the size of each axis.
+        tensors: the logical tensors that the model has.
+        place: the file, relative to the checkpoint, and the chunk in it.
+        prefix: what stands before every key.
+        layers: (number in the key, number in the model) of each layer that the file holds.
+        mesh: the file's rank and the number of ranks on each mesh axis.
+        conditions: those that hold in this file, whatever the layer.
+        kinds: those of `KINDS` that hold in each layer of the model.
+        experts: (number in the key, number in the model) of each expert that the file holds.
+        expert_mesh: the mesh of the tensors that are split over experts, where theirs is another one.
+        layer_sizes: the sizes that each layer of the model has otherwise; none where all have the same.
+    """
+    known, here = set(tensors), set(conditions) | ALWAYS | KINDS
+    numbers = list(layers)
+    holding = [rule for rule in table if set(rule.pattern.tensors) <= known and rule.conditions <= here]
+    frozen_sizes = tuple(sizes.items())
+    frozen_by_layer = [tuple({**sizes, **own}.items()) for own in layer_sizes]
+    meshes = {False: tuple(mesh.items()), True: tuple((mesh if expert_mesh is None else expert_mesh).items())}
+    first_mtp = sum(MTP not in own for own in kinds)
+    for stacked, group in groupby(holding, key=lambda rule: "{layer}" in rule.key or MTP in rule.conditions):
+        members = list(group)
+        for (local, layer), rule in product(numbers, members) if stacked else product([(0, 0)], members):
+            if stacked and not (
+                rule.conditions & KINDS <= {*kinds[layer]} and (MTP in rule.conditions) == (layer >= first_mtp)
+            ):
+                continue
+            layered = stacked and any(TENSORS[name][0] == "layer" for name in rule.pattern.tensors)
+            sizes_here = frozen_by_layer[layer] if layered and frozen_by_layer else frozen_sizes
+            own = meshes[rule.over_experts]
+            shared = not rule.conditions.isdisjoint({"copy", "optional"})
+            number = int(shared and not rule.conditions.isdisjoint({MTP, "predicting"}))
+            replica = Replica(shared, ranks_again(rule, own), number)
+            for number, expert in experts if rule.of_expert else [(0, None)]:
+                names = {"{layer}": str(local), "{expert}": str(number), "{depth}": str(layer - first_mtp)}
+                yield Slot(
+                    place,
+                    tuple(prefix + _filled(spelling, names) for spelling in rule.spellings),
+                    _shape(rule.pattern, sizes_here, own),
+                    rule,
+                    own,
+                    sizes_here,
+                    layer if layered else None,
+                    replica,
+                    expert,
+                )
+
+
+def ranks_again(rule: Rule, mesh: tuple[tuple[str, tuple[int, int]], ...]) -> tuple[tuple[str, int], ...]:
+    """The ranks, other than the first, of mesh axes over which a tensor is not split: they hold it again."""
+    return tuple((axis, rank) for axis, (rank, _) in mesh if axis not in rule.splits and rank)
+
+
+def _filled(template: str, names: Mapping[str, str]) -> str:
+    """A key template with numbers in the places of its coordinates."""
+    for name, number in names.items():
+        template = template.replace(name, number)
+    return template

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from converters.draft.roles import roles_of
 from formats.errors import UnsupportedError, UsageError, short
 from formats.families import FAMILIES
 from formats.huggingface.settings_table import USUAL
@@ -117,19 +118,39 @@ class Model:
             raise UnsupportedError(f"transformers has no class of {self.kind} that generates text of text alone")
         return named[0]
 
+    @cached_property
+    def square(self) -> bool:
+        """Whether an output projection of its class is `hidden` by `hidden`, whatever the width of a head is."""
+        import torch
+        import transformers
+
+        if "head_dim" not in self.keys:
+            return False
+        config, sizes = self._sized(0, WIDTH[0], {})
+        with torch.device("meta"):
+            shapes = {
+                re.sub(r"\.\d+\.", ".{layer}.", name): tuple(parameter.shape)
+                for name, parameter in getattr(transformers, self.architecture)(config).named_parameters()
+            }
+        return any(shape == (sizes["hidden"],) * 2 and ("output",) in roles_of(name) for name, shape in shapes.items())
+
     def tiny(self, number: int = 0, **changes: Any) -> tuple[Any, dict[str, int]]:
-        """A config in which each size is its own, and the size of each axis.
+        """A config in which each size is its own, but for one that heads have to fill, and the size of each axis.
 
         Args:
             number: which of the two sizes.
             changes: other keys.
         """
+        return self._sized(number, 0 if self.square else WIDTH[number], changes)
+
+    def _sized(self, number: int, width: int, changes: Mapping[str, Any]) -> tuple[Any, dict[str, int]]:
+        """The same with a hidden size; 0 for that of all heads."""
         keys = self.keys
         keywords = {key: value for key, value in self.said.items() if key not in BY_LAYER}
         keywords |= {key: 1 for key in self.defaults if key.endswith("_token_id")}
         values: dict[str, Any] = {name: sizes[number] for name, sizes in SIZES.items() if name in keys}
         heads, head = values["heads"], values.get("head_dim", SIZES["head_dim"][number])
-        values["hidden"] = WIDTH[number] if "head_dim" in keys else heads * head
+        values["hidden"] = width if width and "head_dim" in keys else heads * head
         if "latent_rank" in keys:
             values["kv_heads"] = heads
         shared = keys.get("shared_ffn", "")

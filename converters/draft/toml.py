@@ -120,6 +120,7 @@ def _values(model: Model, table: Drafted) -> dict[str, Any]:
         "rope_theta": float(rope["rope_theta"]) if rope else "none",
         "head_dim": usual_values.get("head_dim") if keys["head_dim"] == "head_dim" else None,
         "mha": keys["kv_heads"] == "" or raw.get(keys["kv_heads"], 0) is None,
+        "square": model.square,
         "nulls": sorted(key for key in keys.values() if key in raw and raw[key] is None and key not in NULLABLE),
         "router": ("sigmoid" if "router_bias" in tensors else "softmax") if "router" in tensors else "",
         "window": WINDOW if window else "",
@@ -179,7 +180,8 @@ def _line(row: Row, wide: int, deep: int) -> str:
 def _pairs(table: Mapping[str, Any]) -> Iterator[str]:
     """Keys and values; what no family file can hold, as comments."""
     for key, value in table.items():
-        if isinstance(value, dict):
-            yield f"# ? {key} = {json.dumps(value, default=str)}: of several parts, which a line here cannot hold"
+        held = value.to_dict() if hasattr(value, "to_dict") else value
+        if isinstance(held, dict):
+            yield f"# ? {key} = {json.dumps(held, default=str)}: of several parts, which a line here cannot hold"
         else:
             yield f"{key} = {json.dumps('none' if value is None else value)}"

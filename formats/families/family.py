@@ -57,13 +57,15 @@ class Family:
             where its rotary settings are of each kind of layers and in `own`.
         head_dim: the same for the head dimension; None for hidden size / heads.
         ffn_ratio: the same for the size of the MLP, in hidden sizes; 0 where the config has to name it.
-        mha: whether `__post_init__` of its config takes as many key/value heads as heads; a fixed number is not that.
+        mha: whether `__post_init__` of its config takes as many key/value heads as heads; a fixed number is in `defaults`.
+        square: whether its output projection is `hidden` by `hidden` whatever `head_dim` says: heads have to fill that.
         nulls: config keys in which null means something for it and not for every family (`huggingface/nulls.py`).
         centred: whether the weights of its norms are stored minus 1; Megatron has such LayerNorms.
         general: whether a model is taken for one of it where nothing tells it from those of other families.
         window: the config key of its sliding window, if it has one, and what transformers assumes.
         keys: setting: config key, where the family has one of its own; empty where it has none, every head being alike.
-        defaults: setting: what transformers assumes of those, and the key/value heads of all its models, if not heads.
+        defaults: setting: what transformers assumes where its key is absent: of a key of `keys`, or of the usual one. Where
+            `keys` says that key/value heads have none, how many all its models have, if not as many as heads.
         biases: config keys that turn biases on: the conditions of layout that then hold, and what transformers assumes.
         own: config keys that change what the model computes and that no other format has, and what transformers
             assumes (None where that depends on others). A family with such keys has an `only_here`, but for GPT-OSS.
@@ -92,6 +94,7 @@ class Family:
     head_dim: int | None = None
     ffn_ratio: int = 0
     mha: bool = False
+    square: bool = False
     nulls: tuple[str, ...] = ()
     centred: bool = False
     general: bool = False

@@ -154,7 +154,7 @@ def fixed_otherwise(family: Family, values: Mapping[str, Any], where: str) -> li
     heads = whole(values["heads"], "heads", where)
     if family.keys.get("kv_heads") == "":
         fixed["kv_heads"] = family.defaults.get("kv_heads", heads)
-    if family.keys.get("head_dim") == "":
+    if family.keys.get("head_dim") == "" or family.square:
         hidden = whole(values["hidden"], "hidden", where)
         fixed["head_dim"] = hidden / heads if hidden % heads else hidden // heads
     return [

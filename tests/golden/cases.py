@@ -165,3 +165,9 @@ TOPOLOGIES = {
     "tp8": Topology(8, 1, 1, "local", (Case("qwen2-tied"), Case("llama-mqa"))),
 }
 """By name. tp8 is more ranks than key/value groups: Megatron then cuts inside a group."""
+AT_TP2 = {case.model for case in TOPOLOGIES["tp2"].cases}
+JUDGED = {
+    name: {case.model for case in topology.cases} - (AT_TP2 if name != "tp2" else set())
+    for name, topology in TOPOLOGIES.items()
+}
+"""Topology: the models whose names find it (`pytest -k NAME`). Those at TP2 are found there alone."""

@@ -79,7 +79,8 @@ PLAIN = ("arcee", *STATE, "gpt2", "gpt_neox", "jais2", "nemotron", "starcoder2")
 WITHOUT_BIAS = ("arcee", *STATE)
 """Those of `PLAIN` that have RMSNorms."""
 EPSILONS = ("norm_epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps", "layer_norm_epsilon")
-DENSE = ("cwm", "ernie4_5", "ministral", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", *PLAIN)
+LLAMAS = ("cwm", "ernie4_5", "helium", "llama", "ministral", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3")
+DENSE = (*LLAMAS, *PLAIN)
 OUTSIDE = ("opensci",)
 """Those that no release of transformers has."""
 INSIDE = (*DENSE, *EXPERTS, "qwen3_5_text")
@@ -345,8 +346,8 @@ def rope_arguments(c: PreTrainedConfig) -> dict[str, Any]:
 def biases(c: PreTrainedConfig) -> dict[str, bool]:
     """Which linear layers have biases (transformer/attention.py, of linear_qkv and linear_proj; transformer/mlp.py)."""
     query = getattr(c, "attention_bias", c.model_type in ("gpt2", "starcoder2", "qwen2", "qwen2_moe"))
-    output = {"seed_oss": "attention_out_bias", "glm4_moe": "none"}.get(c.model_type, "attention_bias")
-    output_bias = getattr(c, output, c.model_type in ("gpt2", "starcoder2"))
+    keys = {"seed_oss": "attention_out_bias", "glm4_moe": "none", "helium": "none"}
+    output_bias = getattr(c, keys.get(c.model_type, "attention_bias"), c.model_type in ("gpt2", "starcoder2"))
     mlp = getattr(c, "mlp_bias", c.model_type in ("gpt2", "gpt_neox", "starcoder2", "gpt_oss"))
     every = query and output_bias and mlp
     if (output_bias or mlp) and not every:

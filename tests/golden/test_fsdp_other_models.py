@@ -42,8 +42,8 @@ class Case(NamedTuple):
 
 CASES = {
     "Phi3ForCausalLM": Case("phi3", SMALL),
-    "HeliumForCausalLM": Case("helium", SMALL | {"head_dim": 8}),
-    "HeliumForCausalLM tied": Case("helium", SMALL | {"head_dim": 8, "tie_word_embeddings": True}),
+    "GlmForCausalLM": Case("glm", SMALL | {"head_dim": 8}),
+    "GlmForCausalLM tied": Case("glm", SMALL | {"head_dim": 8, "tie_word_embeddings": True}),
     "FalconForCausalLM": Case("falcon", FALCON),
     "DeepseekV2ForCausalLM": Case("deepseek_v2", SMALL | DEEPSEEK),
     "DeepseekV3ForCausalLM": Case("deepseek_v3", SMALL | DEEPSEEK),

@@ -27,9 +27,11 @@ def judge(megatron_core):
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_megatron_core_loads_and_agrees(model, convert, judge, tmp_path, name):
-    topology = TOPOLOGIES[name]
-    sources = [model(case.model, case.dtype) for case in topology.cases]
+def test_megatron_core_loads_and_agrees(request, model, convert, judge, tmp_path, name):
+    """All models of a topology, or those alone that `pytest -k NAME` asks for."""
+    topology, asked = TOPOLOGIES[name], request.config.option.keyword
+    cases = [case for case in topology.cases if asked and asked in case.model] or topology.cases
+    sources = [model(case.model, case.dtype) for case in cases]
     pairs = []
     for number, source in enumerate(sources):
         assert convert("hf2megatron", source, tmp_path / f"m{number}", *topology.flags).code == 0
@@ -41,7 +43,7 @@ def test_megatron_core_loads_and_agrees(model, convert, judge, tmp_path, name):
     for number, source in enumerate(sources):
         back = tmp_path / f"back{number}"
         assert convert("megatron2hf", saved / str(number), back, "--config", source).code == 0
-        assert files(back) == files(source), f"what megatron-core wrote of {topology.cases[number]} came back changed"
+        assert files(back) == files(source), f"what megatron-core wrote of {cases[number]} came back changed"
 
 
 @pytest.mark.parametrize("damage", ["gate and up swapped", "query heads swapped", "epsilon"])

@@ -95,7 +95,7 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
     if not keys["kv_heads"]:
         groups = family.defaults.get("kv_heads", heads)
     head_dim = 2 * draw(st.integers(1, 32))
-    usual = not keys["head_dim"] or draw(st.sampled_from([True, True, False]))
+    usual = not keys["head_dim"] or family.square or draw(st.sampled_from([True, True, False]))
     biased = draw(st.sampled_from([None, None, True, False]))
     often = {**OFTEN, "activation": st.sampled_from([family.defaults.get("activation", "gelu"), *ACTIVATIONS])}
     values: dict[str, Any] = {

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from converters.move import casts
 from tests.fuzz.architectures import build, quiet
-from tests.models import files, nearest_bfloat16
+from tests.models import WITHOUT_TABLE, files, nearest_bfloat16
 from tests.optimizers import add_optimizer
 
 MODEL = "llama-tied"
@@ -213,7 +213,7 @@ def test_other_models_are_refused_by_name(three, model, convert, tmp_path):
 def test_settings_of_a_model_without_a_table(convert, tmp_path):
     """Nothing says which key of a config matters, so that each does."""
     with quiet():
-        build("helium", 3).save_pretrained(tmp_path / "one")
+        build(WITHOUT_TABLE, 3).save_pretrained(tmp_path / "one")
     one = tmp_path / "one"
     same = changed(one, tmp_path / "same", transformers_version="9", use_cache=False, dtype="bfloat16")
     other = changed(one, tmp_path / "other", rms_norm_eps=0.5)

@@ -1,4 +1,4 @@
-"""A family drafted from transformers: how many lines are right of ten that have tables, and what `check` sees."""
+"""A family drafted from transformers: how many lines are right of eleven that have tables, and what `check` sees."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from formats.families import FAMILIES
 RIGHT = {
     "llama": (20, 20), "qwen3": (19, 19), "mixtral": (17, 17), "olmo2": (15, 15), "glm4": (17, 17), "phi3": (10, 10),
     "starcoder2": (15, 21), "gpt_neox": (17, 19), "deepseek_v3": (27, 27), "granite": (13, 13),
+    "helium": (19, 19),
 }  # fmt: skip
 """Family: lines that are those of its table to the last condition, and the lines of its table, further tokens apart.
 The eight others are biases that the table wants, and the draft leaves to the key of the config that turns them on."""
@@ -78,6 +79,12 @@ def test_what_cannot_be_guessed_is_marked(convert, tmp_path):
     assert ran.code == 0, ran.err
     assert "model.layers.{layer}.self_attn.A: not guessed: [group] in the tiny model" in ran.out
     assert "# ? model.layers.{layer}.self_attn.A: not guessed" in (tmp_path / "doge.toml").read_text()
+
+
+def test_a_class_that_computes_nothing_with_such_sizes_is_refused(convert, tmp_path):
+    ran = convert("family", "codegen", tmp_path / "codegen.toml")
+    assert ran.code == 4
+    assert "a tiny CodeGenForCausalLM, in which every size is another number, computes nothing" in ran.err
 
 
 def test_what_transformers_does_not_know_is_refused(convert):

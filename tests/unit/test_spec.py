@@ -460,6 +460,8 @@ def test_a_width_of_heads_that_is_null_is_that_of_all_others(name):
         ("ernie4_5", {"use_bias": True}),
         ("ernie4_5", {"hidden_act": "gelu"}),
         ("ernie4_5", {"partial_rotary_factor": 0.5}),
+        ("helium", {"hidden_act": "gelu"}),
+        ("helium", {"head_dim": 16}),
         ("nemotron", {"attention_bias": True}),
         ("nemotron", {"mlp_bias": True}),
         ("arcee", {"mlp_bias": True}),

@@ -6,8 +6,8 @@ from formats.errors import UnsupportedError
 from formats.model.spec import ModelSpec, Spec
 
 FAMILIES = (
-    "arcee", "cwm", "ernie4_5", "exaone4", "gemma2", "gemma3_text", "glm4", "gpt_neox", "granite", "jais2", "llama",
-    "ministral", "ministral3", "mistral", "nemotron", "olmo2", "olmo3", "opensci", "phi3", "qwen2", "qwen3",
+    "arcee", "cwm", "ernie4_5", "exaone4", "gemma2", "gemma3_text", "glm4", "gpt_neox", "granite", "helium", "jais2",
+    "llama", "ministral", "ministral3", "mistral", "nemotron", "olmo2", "olmo3", "opensci", "phi3", "qwen2", "qwen3",
 )  # fmt: skip
 """Families whose plan in transformers 5.23.0 gives the gradients of one rank. Its plans of experts and of latent
 attention have styles that are not handled; that of Apertus gives wrong gradients of the activations' parameters, and

@@ -1,0 +1,39 @@
+"""Helium 1: Llama whose rotary embedding turns neighbours (transformers models/helium/modeling_helium.py, 5.23.0).
+
+So here the two halves of a head lie pair by pair (`rotate_half`). Its output projection has no bias, and is `hidden` by
+`hidden` (`HeliumAttention`), so that no model computes whose heads are of another width.
+"""
+
+from formats.families.blocks import HEAD, NORMS
+from formats.families.family import Family
+
+ATTENTION = """
+model.embed_tokens.weight                        embedding: vocab hidden
+model.layers.{layer}.self_attn.q_proj.weight     query: (group head pair half) hidden
+model.layers.{layer}.self_attn.q_proj.bias       query_bias: (group head pair half)    qkv_bias
+model.layers.{layer}.self_attn.k_proj.weight     key: (group pair half) hidden
+model.layers.{layer}.self_attn.k_proj.bias       key_bias: (group pair half)           qkv_bias
+model.layers.{layer}.self_attn.v_proj.weight     value: (group dim) hidden
+model.layers.{layer}.self_attn.v_proj.bias       value_bias: (group dim)               qkv_bias
+model.layers.{layer}.self_attn.o_proj.weight     output: hidden (group head dim)
+"""
+MLP = """
+model.layers.{layer}.mlp.gate_proj.weight        gate: ffn hidden
+model.layers.{layer}.mlp.gate_proj.bias          gate_bias: ffn       mlp_bias
+model.layers.{layer}.mlp.up_proj.weight          up: ffn hidden
+model.layers.{layer}.mlp.up_proj.bias            up_bias: ffn         mlp_bias
+model.layers.{layer}.mlp.down_proj.weight        down: hidden ffn
+model.layers.{layer}.mlp.down_proj.bias          down_bias: hidden    mlp_bias
+"""
+
+FAMILY = Family(
+    name="helium",
+    architecture="HeliumForCausalLM",
+    table=ATTENTION + MLP + NORMS + HEAD,
+    requires={"hidden_act": "silu"},
+    rope_theta=100000.0,
+    head_dim=128,
+    square=True,
+    defaults={"kv_heads": 20, "norm_epsilon": 1e-8},
+    biases={"attention_bias": ("qkv_bias", False), "mlp_bias": ("mlp_bias", False)},
+)

@@ -228,12 +228,8 @@ class Target:
         """Every physical tensor; what all ranks of some hold alike is one (`Placed.files`)."""
         alike = Counter(id(file.tensors.tensors) for file in self.files if isinstance(file.tensors, OnRank))
         for file in self.files:
-            tensors = file.tensors
-            if (
-                not isinstance(tensors, OnRank)
-                or not tensors
-                or alike[id(tensors.tensors)] < tensors.tensors[0].fragments
-            ):
-                yield from tensors
-            elif tensors.rank == 0:
-                yield from tensors.tensors
+            placed = file.tensors
+            if not isinstance(placed, OnRank) or not placed or alike[id(placed.tensors)] < placed.tensors[0].fragments:
+                yield from placed
+            elif placed.rank == 0:
+                yield from placed.tensors

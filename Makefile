@@ -12,7 +12,7 @@ export DS_ACCELERATOR ?= cpu
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-stock test-hpc test-gpu test-torch fuzz faults architectures watch-storm image locks lint type docs dist bench bench-large clean
+.PHONY: help setup demo test test-all test-stock test-hpc test-gpu test-torch fuzz faults architectures watch-storm image locks lint type docs dist bench bench-large clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,11 +38,12 @@ demo: $(VENV)/.demo  ## on tiny real models: HF -> Megatron TP2xPP2 -> TP4 -> HF
 	$(BIN)/python -m tests.demo
 	$(BIN)/python -m tests.demo_train
 
-test: $(VENV)/.test  ## all tests, real megatron-core included
-	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) --dist worksteal -m "not hpc and not stock"
+test: $(VENV)/.test  ## the tests that start no other framework (15 minutes on 2 cores)
+	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) --dist worksteal \
+		-m "not slow and not megatron and not distributed and not hpc and not stock"
 
-test-fast: $(VENV)/.test  ## the tests that start no other framework
-	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) -m "not megatron and not distributed and not stock"
+test-all: $(VENV)/.test  ## real megatron-core, torch.distributed and DeepSpeed too, and what is slow (45 minutes on 2 cores)
+	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) --dist worksteal -m "not hpc and not stock"
 
 MEGATRON ?= 0.19.2
 STOCK := build/megatron-$(MEGATRON)

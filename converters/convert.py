@@ -148,7 +148,7 @@ def _begin(plan: Plan, request: Request, share: Share | None = None) -> tuple[Ta
 def stamps_of(plan: Plan) -> dict[Path, tuple[int, int]]:
     """Size and time of each file of the sources that is there."""
     stats = {path: path.stat() for one in plan.sources for path in one.files if path.exists()}
-    return {path: (held.st_size, held.st_mtime_ns) for path, held in stats.items()}
+    return {path: (stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
 
 
 def check_unchanged(before: Mapping[Path, tuple[int, int]], after: Mapping[Path, tuple[int, int]]) -> None:
@@ -235,8 +235,8 @@ def finish_small(plan: Plan, target: Target, request: Request, digests: Mapping[
     if plan.again is None or plan.remembered:
         small = sorted(name for name in {*target.texts, *target.copies} if is_read_with_model(PurePath(name).name))
         home = request.root / target.home
-        held = small_digests(home, [os.path.relpath(name, target.home) for name in small])
-        assets.write(home, {MANIFEST: digest.manifest(plan, digests, held)}, {})
+        small_sums = small_digests(home, [os.path.relpath(name, target.home) for name in small])
+        assets.write(home, {MANIFEST: digest.manifest(plan, digests, small_sums)}, {})
 
 
 def check_paths(source: Checkpoint, request: Request, others: Iterable[Path] = ()) -> None:
@@ -275,9 +275,9 @@ def check_apart(source: Checkpoint, request: Request, others: Iterable[Path] = (
     for place in (request.place, request.staging):
         if place in (root, home) or home in place.parents or place in root.parents:
             raise OutputError(f"{place} and the source {root} are inside each other", "choose another folder")
-    held = [*source.files, *(source.proof.files if source.proof else ()), *others, *request.named]
-    held += [path for path in (source.assets, source.settings.config) if path is not None]
-    for path in dict.fromkeys(held):
+    paths = [*source.files, *(source.proof.files if source.proof else ()), *others, *request.named]
+    paths += [path for path in (source.assets, source.settings.config) if path is not None]
+    for path in dict.fromkeys(paths):
         real = {path.resolve(), path.parent.resolve() / path.name}  # of a link what it leads to, and itself
         for place in (request.place, request.staging):
             if any(one == place or place in one.parents for one in real):
@@ -308,10 +308,10 @@ def check_replaceable(request: Request, others: Callable[[], Sequence[str]]) -> 
         raise OutputError(
             f"{request.out} exists and is no checkpoint", "--force deletes checkpoints only; remove it yourself"
         )
-    held = steps(place)
-    if len(held) > 1:
+    iterations = steps(place)
+    if len(iterations) > 1:
         raise OutputError(
-            f"{request.out} holds {len(held)} checkpoints: {some(held, 4)}",
+            f"{request.out} holds {len(iterations)} checkpoints: {some(iterations, 4)}",
             "--force deletes one checkpoint, not a training; remove it yourself",
         )
     if odd := others():
@@ -327,10 +327,10 @@ def check_room(target: Target, request: Request) -> None:
     Raises:
         OutputError: there is not.
     """
-    held = [file.path.stat().st_blocks * 512 for file in target.files if file.path.exists()]
+    present = [file.path.stat().st_blocks * 512 for file in target.files if file.path.exists()]
     nbytes, files = needs(target)
     place = next(path for path in request.staging.parents if path.exists())
-    require_room(place, nbytes - sum(held), files - len(held), request.out)
+    require_room(place, nbytes - sum(present), files - len(present), request.out)
 
 
 def _reopened(plan: Plan, root: Path) -> Plan:
@@ -339,8 +339,8 @@ def _reopened(plan: Plan, root: Path) -> Plan:
     try:
         written = open_checkpoint(root, Settings(plan.spec.vocab, verbatim=verbatim, accept=accept))
     except (SourceError, RefusedError, UnsupportedError) as error:  # names a file that is about to be deleted
-        said = str(error).replace(f"{root}/", "").replace(str(root), "the output")
-        raise VerificationError(f"what was written of {plan.source.root} does not read back: {said}") from None
+        text = str(error).replace(f"{root}/", "").replace(str(root), "the output")
+        raise VerificationError(f"what was written of {plan.source.root} does not read back: {text}") from None
     changed = differences(written.spec, plan.spec)
     if changed:
         raise VerificationError(
@@ -358,10 +358,10 @@ def verify_output(
     with Progress("verifying", again.nbytes, request.quiet, request.tell) as progress:
         try:
             limits = replace(request.limits, replicas="verify")
-            found = digest_of(again.jobs, limits, progress.advance, stopped, checked=False)
+            actual = digest_of(again.jobs, limits, progress.advance, stopped, checked=False)
         except VerificationError as error:
             raise VerificationError(f"what was written does not read back: {error}", ANEW) from None
-    wrong = sorted(name for name in {*found, *digests} if found.get(name) != digests.get(name))
+    wrong = sorted(name for name in {*actual, *digests} if actual.get(name) != digests.get(name))
     if wrong:
         raise VerificationError(f"{len(wrong)} tensors, such as {wrong[0]}, do not read back as written", ANEW)
 

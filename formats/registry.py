@@ -88,7 +88,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
             require_one(path, is_known)
         names = {folder: names_in(folder) for folder in dict.fromkeys((place, path))}
         for form in [*first, *FORMATS.values()]:
-            if any(form.detect(folder, held) for folder, held in names.items()):
+            if any(form.detect(folder, listing) for folder, listing in names.items()):
                 checkpoint = form.reader.read(path, settings or Settings())
                 checkpoint = replace(checkpoint, settings=settings or checkpoint.settings)
                 _check_family(checkpoint)
@@ -181,13 +181,13 @@ def _check_assets(checkpoint: Checkpoint, path: Path) -> None:
     Raises:
         SourceError: it is a link that leads elsewhere.
     """
-    held = checkpoint.assets
-    if held is None or held in (path, checkpoint.settings.config) or not held.is_symlink():
+    assets = checkpoint.assets
+    if assets is None or assets in (path, checkpoint.settings.config) or not assets.is_symlink():
         return
-    if not held.resolve().is_relative_to(path.resolve()):
+    if not assets.resolve().is_relative_to(path.resolve()):
         raise SourceError(
-            f"{held} is a link to {held.resolve()}, which is not in {path}",
-            f"if it is meant: --config {held.resolve()}",
+            f"{assets} is a link to {assets.resolve()}, which is not in {path}",
+            f"if it is meant: --config {assets.resolve()}",
         )
 
 
@@ -200,10 +200,10 @@ def _check_family(checkpoint: Checkpoint) -> None:
     from formats.families import FAMILIES
     from formats.families.family import FAMILY_FILE
 
-    family, held = FAMILIES.get(checkpoint.spec.family), (checkpoint.assets or checkpoint.root) / FAMILY_FILE
+    family, own_file = FAMILIES.get(checkpoint.spec.family), (checkpoint.assets or checkpoint.root) / FAMILY_FILE
     named = family.file if family else None
-    if named is not None and held.is_file() and held.read_bytes() != named.read_bytes():
+    if named is not None and own_file.is_file() and own_file.read_bytes() != named.read_bytes():
         raise RefusedError(
-            f"{checkpoint.root} was written with {held}, and {named} says something else",
-            f"name that file with --family, or write the checkpoint again; remove {held} if it is wrong",
+            f"{checkpoint.root} was written with {own_file}, and {named} says something else",
+            f"name that file with --family, or write the checkpoint again; remove {own_file} if it is wrong",
         )

@@ -209,7 +209,7 @@ class Applied:
     @property
     def rows_needed(self) -> int:
         """The rows that the embedding must have; more than `rows` if it has to grow."""
-        return max(self.rows, self.length)
+        return max(self.rows, self.length) if self.added else self.rows
 
 
 def apply_template(assets: Assets, template: str, rows: int, trained: Sequence[str] = ()) -> Applied:
@@ -237,7 +237,8 @@ def apply_template(assets: Assets, template: str, rows: int, trained: Sequence[s
     seen = probe(template, bos_token=named.get("bos"), eos_token=named.get("eos"))
     before = read_vocabulary(content(assets, NAME))
     missing = tuple(token for token in trained if token not in before.ids)
-    if before.length + len(missing) > rows:
+    used = f"{template} {[*named.values()]}"
+    if before.lacks(rows, used) or (missing and before.length + len(missing) > rows):
         known = f"{before.length} entries" + (f" and lacks {len(missing)} of the training" if missing else "")
         raise RefusedError(
             f"the tokenizer has {known}, the embedding {rows} rows: they are not of one model",

@@ -42,8 +42,8 @@ def _files(named: Any) -> Iterator[str]:
         case str() if ELSEWHERE not in named:
             yield f"{named.rpartition('.')[0]}.py"
         case dict():
-            for one in named.values():
-                yield from _files(one)
+            for value in named.values():
+                yield from _files(value)
         case list():
-            for one in named:
-                yield from _files(one)
+            for value in named:
+                yield from _files(value)

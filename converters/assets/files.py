@@ -61,8 +61,8 @@ def files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 def carried(source: Checkpoint) -> dict[str, Path]:
     """The assets that travel with the weights of a checkpoint, by relative name: of text alone none of images."""
-    held = {} if source.assets is None else dict(files(source.assets))
-    return {name: path for name, path in held.items() if not (source.settings.only and PROCESSOR.fullmatch(name))}
+    by_name = {} if source.assets is None else dict(files(source.assets))
+    return {name: path for name, path in by_name.items() if not (source.settings.only and PROCESSOR.fullmatch(name))}
 
 
 def left_behind(source: Checkpoint) -> list[str]:
@@ -119,8 +119,8 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
     if plain:
         del config["quantization_config"]
     named = "dtype" if "dtype" in config else "torch_dtype"
-    said = {config[key] for key in DTYPE if isinstance(config.get(key), str)}
-    if dtype is None and (((source.format != NAME or plain) and named in config) or len(said) > 1):
+    dtypes = {config[key] for key in DTYPE if isinstance(config.get(key), str)}
+    if dtype is None and (((source.format != NAME or plain) and named in config) or len(dtypes) > 1):
         dtype = usual  # a training rarely keeps its weights in the type of the model that it began with
     if dtype in TORCH_NAMES:
         config |= dict.fromkeys([named, *(key for key in DTYPE if key in config)], TORCH_NAMES[dtype])
@@ -165,15 +165,15 @@ def checks(folder: Path, config: Mapping[str, Any] | None, spec: Spec) -> list[s
         if parsed is None and not (folder / name).is_file():
             continue
         try:
-            held = read_json(folder / name) if parsed is None else parsed
+            document = read_json(folder / name) if parsed is None else parsed
         except SourceError as error:
             notes.append(str(error))
             continue
         if key:
-            inner = held.get(key)
+            inner = document.get(key)
             ids = list(_ids(inner if isinstance(inner, dict) else ()))
         else:
-            ids = list(_ids(held.get(f"{kind}_token_id") for kind in ("bos", "eos", "pad")))
+            ids = list(_ids(document.get(f"{kind}_token_id") for kind in ("bos", "eos", "pad")))
         beyond = sorted(token for token in ids if spec.vocab is not None and token >= spec.vocab)
         if beyond:
             notes.append(f"{name} names token {beyond[-1]}, the vocabulary has {spec.vocab}")
@@ -191,9 +191,9 @@ def has_tokenizer(folder: Path) -> bool:
 
 def _ids(values: Any) -> Iterator[int]:
     for value in values:
-        for one in value if isinstance(value, list) else [value]:
-            if type(one) is int or (isinstance(one, str) and re.fullmatch("[0-9]{1,18}", one)):
-                yield int(one)
+        for number in value if isinstance(value, list) else [value]:
+            if type(number) is int or (isinstance(number, str) and re.fullmatch("[0-9]{1,18}", number)):
+                yield int(number)
 
 
 def write(root: Path, texts: Mapping[str, bytes], copies: Mapping[str, Path]) -> None:

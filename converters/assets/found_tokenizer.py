@@ -71,28 +71,28 @@ def named(path: Path, tag: str | None, config: Path | None) -> Tokenizer | None:
     if not path.is_dir() or not neox.detect(path) or (config and (config / "config.json").is_file()):
         return None
     _, place = deepspeed.locate(path, tag)
-    said = neox.config_of(place, config)[0].get("vocab_file")
-    return load(Path(said)) if isinstance(said, str) and Path(said).exists() else None
+    vocab_file = neox.config_of(place, config)[0].get("vocab_file")
+    return load(Path(vocab_file)) if isinstance(vocab_file, str) and Path(vocab_file).exists() else None
 
 
-def attached(source: Checkpoint, found: Tokenizer, folder: Path) -> Checkpoint:
+def attached(source: Checkpoint, tokenizer: Tokenizer, folder: Path) -> Checkpoint:
     """A checkpoint with a tokenizer, and a config that knows its special tokens, as its small files.
 
     Args:
         source: opened with the tokenizer's size as its vocabulary.
-        found: the tokenizer.
+        tokenizer: the tokenizer.
         folder: where the files are written, to be kept until the checkpoint is converted.
     """
     from converters.assets.files import config_text
 
-    for name, content in found.files.items():
+    for name, content in tokenizer.files.items():
         (folder / name).write_bytes(content)
-    ids = {f"{role}_token_id": found.special.get(role) for role in ("bos", "eos", "pad")}
+    ids = {f"{role}_token_id": tokenizer.special.get(role) for role in ("bos", "eos", "pad")}
     config = json.loads(config_text(source, None)) | ids
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     kept = {name: number for name, number in ids.items() if number is not None}
     (folder / "generation_config.json").write_text(json.dumps(kept, indent=2) + "\n")
-    return replace(source, assets=folder, config=config, notes=(*source.notes, *found.notes))
+    return replace(source, assets=folder, config=config, notes=(*source.notes, *tokenizer.notes))
 
 
 def _sentencepiece(path: Path) -> Tokenizer:

@@ -295,8 +295,8 @@ def _spelled(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         if len(text) > 1:
             place = (known or free or [1])[0]
             cuts[text[:place]].add(text[place:])
-    found = sorted(f"{literal(one)}(?={'|'.join(sorted(map(literal, rest)))})" for one, rest in cuts.items())
-    return [_split("|".join(found), "MergedWithPrevious")] if found else []
+    cuts_spelled = sorted(f"{literal(one)}(?={'|'.join(sorted(map(literal, rest)))})" for one, rest in cuts.items())
+    return [_split("|".join(cuts_spelled), "MergedWithPrevious")] if cuts_spelled else []
 
 
 def _split(pattern: str, behavior: str) -> dict[str, Any]:

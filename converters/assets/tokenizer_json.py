@@ -42,6 +42,21 @@ class Vocabulary:
         """Rows that an embedding needs: the highest id, and one."""
         return max(self.ids.values(), default=-1) + 1
 
+    def beyond(self, rows: int) -> list[str]:
+        """Tokens for which an embedding of so many rows has none."""
+        return [token for token, number in self.ids.items() if number >= rows]
+
+    def lacks(self, rows: int, used: str) -> bool:
+        """Whether an embedding of so many rows is too small.
+
+        A special token that nothing writes needs no row: Gemma 3's text models have `<image_soft_token>` beyond it.
+
+        Args:
+            rows: of the embedding.
+            used: what names the special tokens that are written: a chat template, and bos, eos and pad.
+        """
+        return any(not self.special(token) or token in used for token in self.beyond(rows))
+
     def special(self, token: str) -> bool:
         """Whether a token is cut out of a text and hidden from decoded text."""
         return self.added.get(token, False)

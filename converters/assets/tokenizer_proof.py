@@ -54,13 +54,13 @@ class Check:
     different: int = 0
     examples: list[Example] = field(default_factory=list)
 
-    def add(self, text: str, expected: Sequence[int] | str, found: Sequence[int] | str) -> None:
+    def add(self, text: str, expected: Sequence[int] | str, actual: Sequence[int] | str) -> None:
         """Compare two results."""
         self.compared += 1
-        if expected != found:
+        if expected != actual:
             self.different += 1
             if len(self.examples) < SHOWN:
-                self.examples.append(Example(text, expected, found))
+                self.examples.append(Example(text, expected, actual))
 
     @property
     def rate(self) -> float:

@@ -65,9 +65,12 @@ def assets(out: Path, base: Path | None, template: str | None, dry_run: bool, as
     rows = embedding_rows(out)
     with _staging(out, dry_run) as folder:
         work = prepare(out, base, template, rows, folder)
-        found = findings(work.view, rows, need_template=template is not None or _serves(out, rows))
-        notes = [*(work.applied.notes if work.applied else ()), *(one.sentence for one in found if not one.blocks)]
-        problems = [one.sentence for one in found if one.blocks]
+        problems_found = findings(work.view, rows, need_template=template is not None or _serves(out, rows))
+        notes = [
+            *(work.applied.notes if work.applied else ()),
+            *(finding.sentence for finding in problems_found if not finding.blocks),
+        ]
+        problems = [finding.sentence for finding in problems_found if finding.blocks]
         states = _states(out, work)
         if as_json:
             click.echo(json.dumps(_record(out, rows, work, states, notes, problems), indent=1))

@@ -14,7 +14,7 @@ EXAMPLES = {
     "run adapter --config base --adapter only",
     "neox2hf": "run model --tokenizer model.model --chat-template control",
     "zero2hf": "run model --config base\nrun masters --config base --weights fp32-master",
-    "zero2universal": "run universal --config base",
+    "zero2universal": "zero-run universal\nmegatron-run universal --config base",
     "reshard": "run run-tp8 --tp 8\nrun run-pp2 --pp 2 --with-optimizer",
     "to": "huggingface run model --config base\nmegatron base run --tp 4 --pp 2",
     "average-norms": "run averaged",

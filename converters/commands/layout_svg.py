@@ -75,22 +75,22 @@ def columns(spec: ModelSpec, tensors: Sequence[str], tp: int) -> list[Column]:
     family = family_named(spec.family)
     kinds = frozenset[str]().union(*spec.layer_kinds[: spec.layers])
     shared = {"mha" if spec.heads == spec.kv_heads else "gqa"}
-    held = {
+    tables = {
         "Hugging Face": (family.tensors, 1, "separate"),
         f"Megatron, TP {tp}": (() if family.only_here else MCORE, tp, "separate"),
         f"GPT-NeoX, TP {tp}": (NEOX[family.neox] if family.neox else (), tp, "fused"),
     }
     known = ALWAYS - {"copy", "optional"} | kinds | spec.conditions | shared | {"first", "last"}
-    found = []
-    for title, (table, ranks, written) in held.items():
+    drawn = []
+    for title, (table, ranks, written) in tables.items():
         here = [rule for rule in table if _is_drawn(rule, spec, tensors) and rule.conditions <= {*known, written}]
         if here:
             try:
                 bars = [bar for rank in range(ranks) for bar in _bars(here, spec, rank, ranks)]
-                found.append(Column(title, bars))
+                drawn.append(Column(title, bars))
             except RefusedError as error:
-                found.append(Column(title, [], str(error)))
-    return found
+                drawn.append(Column(title, [], str(error)))
+    return drawn
 
 
 def _is_drawn(rule: Rule, spec: ModelSpec, tensors: Sequence[str]) -> bool:
@@ -127,14 +127,14 @@ def _drawn_dimension(rule: Rule, sizes: dict[str, int], mesh: dict[str, tuple[in
 
 def _blocks(leaves: Iterable[Leaf], size: int) -> list[Block]:
     """The blocks of a dimension in the order of its addresses, padding between and after them."""
-    found, end = list[Block](), 0
+    blocks, end = list[Block](), 0
     pieces = (piece for leaf in leaves for piece in _pieces(leaf))
     for piece in sorted(pieces, key=lambda one: one.base):
         if piece.base > end:
-            found.append(Block("", "padding", piece.base - end))
-        found.append(Block(piece.tensor, _text(piece), piece.numel))
+            blocks.append(Block("", "padding", piece.base - end))
+        blocks.append(Block(piece.tensor, _text(piece), piece.numel))
         end = piece.base + piece.width
-    return [*found, Block("", "padding", size - end)] if size > end else found
+    return [*blocks, Block("", "padding", size - end)] if size > end else blocks
 
 
 def _pieces(leaf: Leaf) -> Iterator[Leaf]:
@@ -144,8 +144,8 @@ def _pieces(leaf: Leaf) -> Iterator[Leaf]:
         yield leaf
         return
     for index in range(outer.size):
-        one = Span(outer.axis, outer.start + index, outer.start + index + 1, outer.stride)
-        spans = tuple(one if span is outer else span for span in leaf.spans)
+        index_span = Span(outer.axis, outer.start + index, outer.start + index + 1, outer.stride)
+        spans = tuple(index_span if span is outer else span for span in leaf.spans)
         yield from _pieces(Leaf(leaf.tensor, spans, leaf.base + index * outer.stride))
 
 

@@ -75,18 +75,18 @@ def neox2hf(src: Path | None, out: Path | None, tokenizer: Path | None, **option
         if options["dtype"] not in ("keep", precision):
             raise UsageError(f"--precision {precision} is not --dtype {options['dtype']}", "leave one of them out")
         options["dtype"] = precision
-    found = load(tokenizer) if tokenizer is not None else named(src, options["tag"], options["config"])
-    if found and found.size > (options["vocab_size"] or found.size):
-        raise UsageError(f"the tokenizer has {found.size} tokens, --vocab-size says {options['vocab_size']}")
-    if found and options["vocab_size"] is None:
-        options["vocab_size"] = found.size
+    vocabulary = load(tokenizer) if tokenizer is not None else named(src, options["tag"], options["config"])
+    if vocabulary and vocabulary.size > (options["vocab_size"] or vocabulary.size):
+        raise UsageError(f"the tokenizer has {vocabulary.size} tokens, --vocab-size says {options['vocab_size']}")
+    if vocabulary and options["vocab_size"] is None:
+        options["vocab_size"] = vocabulary.size
     source = opened(src, options, NEOX)
     if architecture not in (None, ARCHITECTURES.get(source.spec.family)):
         raise UsageError(f"--architecture {architecture}, but {src} holds a {source.spec.family}", "leave it out")
     with tempfile.TemporaryDirectory(prefix="vitruvian-") as folder:
-        if found:
-            options["tokenizer"] = found.path
-            source = attached(source, found, Path(folder))
+        if vocabulary:
+            options["tokenizer"] = vocabulary.path
+            source = attached(source, vocabulary, Path(folder))
         convert_to("huggingface", source, out, options)
 
 

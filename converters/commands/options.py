@@ -291,8 +291,8 @@ def iteration_folder(run: Path, number: int | None) -> Path:
     run = folder_of(run).folder
     folder = run / name_of(number)
     if not folder.is_dir():
-        held = sorted(path.name for path in run.glob("iter_*"))
-        raise SourceError(f"{run} holds no {folder.name}", f"present: {', '.join(held) or 'no iteration'}")
+        iterations = sorted(path.name for path in run.glob("iter_*"))
+        raise SourceError(f"{run} holds no {folder.name}", f"present: {', '.join(iterations) or 'no iteration'}")
     return folder
 
 

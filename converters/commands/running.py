@@ -40,8 +40,8 @@ def output_of(options: Mapping[str, Any]) -> Output:
     """How the options of a command lay out its output. Those that it does not have are left at their defaults."""
     from converters.plan.output import DEFAULTS, Output
 
-    said = {name: value for name, value in options.items() if name in DEFAULTS and value is not None}
-    return Output(**said)
+    stated = {name: value for name, value in options.items() if name in DEFAULTS and value is not None}
+    return Output(**stated)
 
 
 def require_new(path: Path) -> None:

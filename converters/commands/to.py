@@ -90,6 +90,6 @@ def to(context: click.Context, /, target: str, src: Path, out: Path, words: Sequ
         raise UsageError(f"no command writes {target} from {src}", elsewhere(source or "hf", wanted))
     group = context.parent.command if context.parent else None
     assert isinstance(group, click.Group)
-    one = group.commands[name]
-    with one.make_context(name, [str(src), str(out), *words], parent=context.parent) as inside:
-        one.invoke(inside)
+    conversion = group.commands[name]
+    with conversion.make_context(name, [str(src), str(out), *words], parent=context.parent) as inside:
+        conversion.invoke(inside)

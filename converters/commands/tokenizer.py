@@ -87,7 +87,7 @@ def tokenizer(model: Path, out: Path, as_json: bool, **options: Any) -> None:
 def _record(converted: Converted, checks: Iterable[Check], out: Path, seconds: float) -> str:
     facts = {"out": str(out), "kind": converted.kind, "pieces": len(converted.pieces), "size": converted.size}
     facts |= {"special": converted.special, "control": converted.control, "notes": converted.notes}
-    found = {
+    results = {
         one.what: {
             "compared": one.compared,
             "different": one.different,
@@ -95,7 +95,7 @@ def _record(converted: Converted, checks: Iterable[Check], out: Path, seconds: f
         }
         for one in checks
     }
-    return json.dumps(facts | {"checks": found, "seconds": round(seconds, 3)}, indent=1)
+    return json.dumps(facts | {"checks": results, "seconds": round(seconds, 3)}, indent=1)
 
 
 def _lines(converted: Converted, checks: Iterable[Check]) -> str:
@@ -104,12 +104,14 @@ def _lines(converted: Converted, checks: Iterable[Check]) -> str:
     more = " …" if len(converted.control) > 12 else ""
     roles = ", ".join(f"{role} {i}" for role, i in converted.special.items())
     lines = [f"{converted.kind}, {len(converted.pieces)} pieces; {roles}", f"special tokens: {control}{more}"]
-    for one in checks:
-        lines.append(f"{one.compared} {one.what} compared with SentencePiece: {one.different} differ ({one.rate:.2%})")
-        for text, expected, found in one.examples:
-            start = max(0, next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), 0) - 2)
+    for check in checks:
+        lines.append(
+            f"{check.compared} {check.what} compared with SentencePiece: {check.different} differ ({check.rate:.2%})"
+        )
+        for text, expected, actual in check.examples:
+            start = max(0, next((i for i, (a, b) in enumerate(zip(expected, actual, strict=False)) if a != b), 0) - 2)
             lines.append(f"  {text[:120]!a}{'…' if len(text) > 120 else ''}, from place {start}:")
-            lines += [f"    {name} {ids[start : start + 16]!a}" for name, ids in (("raw ", expected), ("fast", found))]
+            lines += [f"    {name} {ids[start : start + 16]!a}" for name, ids in (("raw ", expected), ("fast", actual))]
     return "\n".join(lines)
 
 
@@ -123,12 +125,12 @@ def _check_free(out: Path, force: bool) -> Path:
         raise OutputError(f"{out} cannot be replaced by a tokenizer", "name a new folder")
     if place.exists() and not place.is_dir():
         raise OutputError(f"{out} exists and is not a folder")
-    held = {path.name for path in place.iterdir()} if place.is_dir() else set()
-    if held and not force:
+    present = {path.name for path in place.iterdir()} if place.is_dir() else set()
+    if present and not force:
         raise OutputError(f"{out} exists", "choose another folder, or delete it with --force")
-    if held - OURS:
+    if present - OURS:
         raise OutputError(
-            f"{out} holds more than a tokenizer, such as {min(held - OURS)}",
+            f"{out} holds more than a tokenizer, such as {min(present - OURS)}",
             "--force deletes tokenizers only; write a new folder and copy its files",
         )
     return place
@@ -142,8 +144,8 @@ def _publish(files: Mapping[str, bytes], out: Path, force: bool) -> None:
     staging = place.with_name(place.name + ".partial")
     try:
         if staging.exists():
-            held = {path.name for path in staging.rglob("*")}
-            if held - OURS - {"out", "replaced"}:
+            present = {path.name for path in staging.rglob("*")}
+            if present - OURS - {"out", "replaced"}:
                 raise OutputError(f"{staging} is in the way and holds other things", "remove it yourself")
             shutil.rmtree(staging)
         write(staging / "out", files, {})

@@ -42,8 +42,8 @@ class Helped(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options."""
-        options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
-        rows = {str(one.name): row for one in options if (row := one.get_help_record(ctx)) is not None}
+        options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
+        rows = {str(option.name): row for option in options if (row := option.get_help_record(ctx)) is not None}
         if len(rows) <= MANY + 1:  # and --help
             super().format_options(ctx, formatter)
             return
@@ -67,10 +67,10 @@ def with_examples(commands: Iterable[click.Command], examples: Mapping[str, str]
         examples: lines to type, by the name of the command, without the words before them.
         before: what stands before the name, such as `convert`.
     """
-    for one in commands:
-        if isinstance(one, click.Group):
-            with_examples(one.commands.values(), examples, f"{before} {one.name}")
-        name = f"{before} {one.name}".partition(" ")[2]
+    for command in commands:
+        if isinstance(command, click.Group):
+            with_examples(command.commands.values(), examples, f"{before} {command.name}")
+        name = f"{before} {command.name}".partition(" ")[2]
         if text := examples.get(name):
             typed = (f"{before.partition(' ')[0]} {name} {line}" for line in re.split(r"(?<!\\)\n", text))
-            one.epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in typed)
+            command.epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in typed)

@@ -39,13 +39,13 @@ class Commands(UserDict[str, Any]):
         self.examples, self.program = examples, program
 
     def __getitem__(self, name: str) -> click.Command:
-        held: str | click.Command = self.data[name]
-        if isinstance(held, str):
-            module, _, function = held.partition(":")
-            found: click.Command = getattr(import_module(module), function or name.replace("-", "_"))
-            with_examples([found], self.examples, self.program)
-            self.data[name] = held = found
-        return held
+        command: str | click.Command = self.data[name]
+        if isinstance(command, str):
+            module, _, function = command.partition(":")
+            loaded: click.Command = getattr(import_module(module), function or name.replace("-", "_"))
+            with_examples([loaded], self.examples, self.program)
+            self.data[name] = command = loaded
+        return command
 
 
 class Sections(click.Group):

@@ -32,13 +32,13 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
     path = folder / MANIFEST
     if not path.is_file():
         return None
-    held = read_json(path)
-    facts, digests = held.get("settings"), _digests(held.get("tensors"))
+    document = read_json(path)
+    facts, digests = document.get("settings"), _digests(document.get("tensors"))
     if not isinstance(facts, dict) or digests is None:
         raise SourceError(f"{path} is not a manifest of vitruvian")
-    if held.get("digest") != total(digests):
+    if document.get("digest") != total(digests):
         raise SourceError(
-            f"{path} contradicts itself: its digest {short(held.get('digest'))} is not that of its tensors",
+            f"{path} contradicts itself: its digest {short(document.get('digest'))} is not that of its tensors",
             "it was edited by hand, or files of two outputs are mixed up: convert again, or remove it",
         )
     return facts, digests
@@ -77,8 +77,10 @@ def changed_files(home: Path) -> list[str] | None:
         return None
     if not isinstance(remembered, dict) or not all(isinstance(one, str) for one in remembered.values()):
         raise SourceError(f"{home / MANIFEST} is not a manifest of vitruvian")
-    found = small_digests(home, remembered)
-    return [name for name in found if found[name] != remembered[name] and (found[name] or not name.startswith("../"))]
+    digests = small_digests(home, remembered)
+    return [
+        name for name in digests if digests[name] != remembered[name] and (digests[name] or not name.startswith("../"))
+    ]
 
 
 def record_files(home: Path, names: Iterable[str]) -> None:
@@ -113,8 +115,8 @@ def _digests(tensors: Any) -> dict[str, str] | None:
     """The digest of each tensor of a manifest, None if it is none."""
     if not isinstance(tensors, dict):
         return None
-    found = {name: entry.get("blake3") for name, entry in tensors.items() if isinstance(entry, dict)}
-    digests = {name: digest for name, digest in found.items() if isinstance(digest, str)}
+    by_name = {name: entry.get("blake3") for name, entry in tensors.items() if isinstance(entry, dict)}
+    digests = {name: digest for name, digest in by_name.items() if isinstance(digest, str)}
     return digests if len(digests) == len(tensors) else None
 
 
@@ -126,7 +128,7 @@ def is_verbatim(folder: Path) -> bool:
 
 def contradictions(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
     """Where settings are not those of a manifest, as `name: here | there`; of a map, each of its keys."""
-    found = []
+    texts = []
     for name, one in here.items():
         other = there.get(name)
         if one == other:
@@ -134,8 +136,8 @@ def contradictions(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[st
         ours, theirs = (each if isinstance(each, dict) else {} for each in (one, other))
         keys = [key for key in {**ours, **theirs} if key not in ours or key not in theirs or ours[key] != theirs[key]]
         pairs = [(f"{name}.{key}", ours.get(key), theirs.get(key)) for key in keys] or [(name, one, other)]
-        found += [f"{said}: {short(a)} | {short(b)}" for said, a, b in pairs]
-    return found
+        texts += [f"{said}: {short(a)} | {short(b)}" for said, a, b in pairs]
+    return texts
 
 
 def check_manifest(source: Checkpoint) -> None:
@@ -147,24 +149,24 @@ def check_manifest(source: Checkpoint) -> None:
     Raises:
         VerificationError: the source is not what it was when its manifest was written.
     """
-    held, source = read_manifest(source.home), source.original or source
-    if held is None or source.settings.only:  # a manifest is of the whole
+    manifest, source = read_manifest(source.home), source.original or source
+    if manifest is None or source.settings.only:  # a manifest is of the whole
         return
-    (facts, digests), path = held, source.home / MANIFEST
-    spec, said = source.spec, source.settings
+    (facts, digests), path = manifest, source.home / MANIFEST
+    spec, stated = source.spec, source.settings
     if isinstance(spec, Verbatim) == ("layers" in facts):
-        if isinstance(spec, ModelSpec) or said.verbatim or said.config:
+        if isinstance(spec, ModelSpec) or stated.verbatim or stated.config:
             return
         raise VerificationError(
             f"{path} is of a model that a table describes, {short(facts.get('family'))}, and none does now: {spec.why}",
             "correct its config.json, or name its --family; --verbatim carries every tensor under its own name",
         )
-    decided = {*said.values, *(["vocab"] if said.vocab_size else [])}
+    decided = {*stated.values, *(["vocab"] if stated.vocab_size else [])}
     if isinstance(spec, ModelSpec) and family_named(spec.family).file:
         decided.add("family")
     here = {name: value for name, value in spec.settings().items() if name in facts and name not in decided}
     wrong = {name: value for name, value in here.items() if value != facts[name]}
-    if wrong and said.config is None:
+    if wrong and stated.config is None:
         ways = " ".join(f"--set {quote(f'{name}={json.dumps(value)}')}" for name, value in wrong.items())
         raise VerificationError(
             f"{source.root} and {path} differ in settings (here | there): {'; '.join(contradictions(wrong, facts))}",

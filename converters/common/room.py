@@ -56,8 +56,8 @@ def require_room(place: Path, nbytes: int, files: int, out: Path) -> None:
 
 def rooms(place: Path) -> Iterator[Room]:
     """What the file system of a folder has, and what quotas of it leave."""
-    held = os.statvfs(place)
-    yield Room(held.f_bavail * held.f_frsize, held.f_favail if held.f_files else NONE, str(place))
+    stats = os.statvfs(place)
+    yield Room(stats.f_bavail * stats.f_frsize, stats.f_favail if stats.f_files else NONE, str(place))
     quotas = {"lustre": _lustre, "gpfs": _jutil}.get(mounted(place))
     if quotas:
         yield from quotas(place)
@@ -69,13 +69,13 @@ def mounted(place: Path) -> str:
         lines = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     except OSError:
         return ""
-    found = [(len(where), kind) for _, where, kind, *_ in lines if place.resolve().is_relative_to(_plain(where))]
-    return max(found)[1] if found else ""
+    mounts = [(len(where), kind) for _, where, kind, *_ in lines if place.resolve().is_relative_to(_plain(where))]
+    return max(mounts)[1] if mounts else ""
 
 
 def _plain(where: str) -> str:
     """A path of /proc/mounts, which has blanks as octal numbers (proc(5))."""
-    return re.sub(r"\\([0-7]{3})", lambda one: chr(int(one[1], 8)), where)
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), where)
 
 
 def _lustre(place: Path) -> Iterator[Room]:
@@ -113,14 +113,14 @@ def _jutil(place: Path) -> Iterator[Room]:
     project = place.parts[3] if len(place.parts) > 3 else ""
     told = asked("jutil", "project", "dataquota", "-p", project, "-o", "json", "-U", "KB") if project else ""
     try:
-        held = [one for one in json.loads(told) if place.is_relative_to(one["project-dir"])]
-        for one in held:
-            kilobytes, most = (int(str(one[name]).removesuffix("KB")) for name in ("data-usage", "data-hard-limit"))
-            files, most_files = (int(one[name]) for name in ("inode-usage", "inode-hard-limit"))
+        projects = [quota for quota in json.loads(told) if place.is_relative_to(quota["project-dir"])]
+        for quota in projects:
+            kilobytes, most = (int(str(quota[name]).removesuffix("KB")) for name in ("data-usage", "data-hard-limit"))
+            files, most_files = (int(quota[name]) for name in ("inode-usage", "inode-hard-limit"))
             yield Room(
                 1024 * max(0, most - kilobytes) if most else NONE,
                 max(0, most_files - files) if most_files else NONE,
-                f"the quota of project {project} on {one['project-dir']}",
+                f"the quota of project {project} on {quota['project-dir']}",
             )
     except (ValueError, KeyError, TypeError):  # nothing was printed, or something else
         return

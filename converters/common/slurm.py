@@ -164,13 +164,13 @@ def options_of(words: Iterable[str]) -> dict[str, str]:
     Raises:
         UsageError: a word is no option.
     """
-    found = {}
+    options = {}
     for word in words:
         match = re.fullmatch(r"(?:--)?([a-z][a-z-]+)(?:=(.*))?", word)
         if match is None:
             raise UsageError(f"{word!r} is no option of sbatch", "such as --sbatch qos=boost_qos_dbg")
-        found[match[1]] = match[2] or ""
-    return found
+        options[match[1]] = match[2] or ""
+    return options
 
 
 def gpu_header(site: Site, wishes: Wishes) -> dict[str, str]:
@@ -275,15 +275,15 @@ def array(words: Iterable[object]) -> str:
 
 def launching(site: Site, wishes: Wishes, folder: Path) -> dict[str, str]:
     """The settings that each body needs: the launcher, its site and image, and where jobs are written down."""
-    found = {
+    launch = {
         "export VITRUVIAN_SITE": quoted(site.name),
         "export VITRUVIAN_IMAGE": quoted(wishes.image.absolute() if wishes.image else ""),
         "RUN": quoted(CONTAINERS / "run"),
         "JOB_LOG": f"${{VITRUVIAN_JOB_LOG:-{quoted(folder / 'job_log.txt')}}}",
     }
     if wishes.image is None:
-        found["export PATH"] = f"{quoted(Path(sys.executable).parent)}:$PATH"
-    return found
+        launch["export PATH"] = f"{quoted(Path(sys.executable).parent)}:$PATH"
+    return launch
 
 
 def chain(
@@ -333,9 +333,9 @@ def cpu_job(
         RefusedError: no partition is enough.
     """
     site, here = load_site(wishes.site), Path.cwd()
-    found = cpu_header(site, wishes, seconds, megabytes)
-    found |= {"chdir": str(here), "signal": f"B:USR1@{min(120, seconds_of(found['time']) // 2)}", **header}
-    return Job(name, found, launching(site, wishes, here / "slurm") | chain(command), "chain", here / "slurm")
+    options = cpu_header(site, wishes, seconds, megabytes)
+    options |= {"chdir": str(here), "signal": f"B:USR1@{min(120, seconds_of(options['time']) // 2)}", **header}
+    return Job(name, options, launching(site, wishes, here / "slurm") | chain(command), "chain", here / "slurm")
 
 
 def submit(job: Job) -> str:
@@ -374,19 +374,19 @@ def load_settings(path: Path) -> dict[str, Any]:
         UsageError: it is no such file.
     """
     try:
-        held = yaml.safe_load(path.read_text()) or {}
+        document = yaml.safe_load(path.read_text()) or {}
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except yaml.YAMLError as error:
         raise UsageError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     known = {"slurm": ("site", "account", "partition", "nodes", "time", "sbatch"), "container": ("image",)}
-    found: dict[str, Any] = {}
-    for section, values in held.items() if isinstance(held, dict) else [(str(held), None)]:
+    settings: dict[str, Any] = {}
+    for section, values in document.items() if isinstance(document, dict) else [(str(document), None)]:
         for key, value in values.items() if isinstance(values, dict) else [("", None)]:
             if key not in known.get(section, ()):
                 told = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in known.items())
                 raise UsageError(f"{path}: {section}.{key} is no setting of a job", f"there are {told}")
             if key == "time" and not isinstance(value, str):  # YAML 1.1 reads 20:00:00 as seconds, and 1:30 as 90
                 raise UsageError(f"{path}: slurm.time is the number {value} to YAML", 'time: "20:00:00", in quotes')
-            found[key] = [value] if key == "sbatch" and not isinstance(value, list) else value
-    return found
+            settings[key] = [value] if key == "sbatch" and not isinstance(value, list) else value
+    return settings

@@ -132,7 +132,7 @@ def deliver(
     with stoppable() as stopped, disk(request), _record(request, mark) as sent:
         planned = {_name(file.path, request) for file in target.files} | {*target.texts, *target.copies}
         planned.add(f"{target.home}/{MANIFEST}".removeprefix("./"))
-        receiver.begin(planned if sent.resumed else set(), lambda held: check_free(request, held))
+        receiver.begin(planned if sent.resumed else set(), lambda others: check_free(request, others))
         sent.claim(mark)
         checks = SourceChecks(plan.jobs, request.limits.replicas)
         before = sum(job.nbytes for job in plan.jobs if job.name in sent.digests)
@@ -155,9 +155,9 @@ def deliver(
             receiver.finish({name: small[name] for name in sorted(small, key=_turn)}, sent.objects)
         except (DamagedError, RefusedError, UnsupportedError, VerificationError):
             receiver.abandon(planned)  # nothing of it can be used: the same command starts over
-            shutil.rmtree(request.staging)
+            _clear(request.staging)
             raise
-    shutil.rmtree(request.staging)
+    _clear(request.staging)
     return dict(sent.digests)
 
 
@@ -172,7 +172,7 @@ def check(plan: Plan, request: Request) -> None:
     for source in plan.sources:
         check_apart(source, request, target.copies.values())
         check_manifest(source)
-    receiver_of(_out(request)).check(lambda held: check_free(request, held))
+    receiver_of(_out(request)).check(lambda others: check_free(request, others))
 
 
 def groups_of(plan: Plan, target: Target) -> list[Group]:
@@ -195,21 +195,21 @@ def groups_of(plan: Plan, target: Target) -> list[Group]:
     jobs: dict[Path, list[Job]] = {}
     for job in plan.jobs:
         jobs.setdefault(lead(job.targets[0].fragment.path if job.targets else first), []).append(job)
-    return [Group(tuple(held), tuple(jobs.get(path, ()))) for path, held in files.items()]
+    return [Group(tuple(members), tuple(jobs.get(path, ()))) for path, members in files.items()]
 
 
-def check_free(request: Request, held: Sequence[str]) -> None:
+def check_free(request: Request, present: Sequence[str]) -> None:
     """OUT is absent, or a checkpoint that may be replaced.
 
     Args:
         request: what was asked for.
-        held: what is there, by path relative to OUT, and is not of this conversion.
+        present: what is there, by path relative to OUT, and is not of this conversion.
 
     Raises:
         OutputError: it may not.
     """
-    if held:
-        check_replaceable(request, lambda: [name for name in held if not is_known_name(name.rpartition("/")[2])])
+    if present:
+        check_replaceable(request, lambda: [name for name in present if not is_known_name(name.rpartition("/")[2])])
 
 
 def _each(
@@ -281,16 +281,16 @@ def _record(request: Request, mark: str) -> Iterator[Sent]:
         mine = True
         head, *lines = (staging / RECORD).read_bytes().splitlines(keepends=True) or [b""]
         if head.strip() and head != f"{mark}\n".encode() and not request.force:
-            said = f"{staging} holds the beginnings of another conversion (or its source has changed since)"
-            raise OutputError(said, f"remove {staging}, or start over with --force")
+            text = f"{staging} holds the beginnings of another conversion (or its source has changed since)"
+            raise OutputError(text, f"remove {staging}, or start over with --force")
         sent = Sent(handle, resumed=head == f"{mark}\n".encode())
         length = len(head)
         for line in lines if sent.resumed else ():
             if not line.endswith(b"\n"):
                 break
-            held, length = json.loads(line), length + len(line)
-            sent.digests.update(held["digests"])
-            sent.objects.update({name: Entry(*entry) for name, entry in held["objects"].items()})
+            record, length = json.loads(line), length + len(line)
+            sent.digests.update(record["digests"])
+            sent.objects.update({name: Entry(*entry) for name, entry in record["objects"].items()})
         os.ftruncate(handle, length if sent.resumed else 0)
         if not sent.resumed:
             for path in staging.iterdir():
@@ -301,6 +301,14 @@ def _record(request: Request, mark: str) -> Iterator[Sent]:
         if mine and staging.is_dir() and not (staging / RECORD).stat().st_size:  # nothing was begun
             shutil.rmtree(staging)
         os.close(handle)
+
+
+def _clear(staging: Path) -> None:
+    """Delete the staging folder, its record last: whoever is killed meanwhile runs the same command again."""
+    for path in staging.iterdir():
+        if path.name != RECORD:
+            shutil.rmtree(path)
+    shutil.rmtree(staging)
 
 
 def _target_of(plan: Plan, request: Request) -> Target:

@@ -144,9 +144,9 @@ class OnHub:
         place, repo = f"{FOLDER}/{name}", self.repo.name
 
         def upload(api: Any) -> Any:
-            said = f"Upload {name} with vitruvian"
+            message = f"Upload {name} with vitruvian"
             return api.upload_file(
-                path_or_fileobj=path, path_in_repo=place, repo_id=repo, revision=BRANCH, commit_message=said
+                path_or_fileobj=path, path_in_repo=place, repo_id=repo, revision=BRANCH, commit_message=message
             )
 
         self.repo.ask(upload)
@@ -158,10 +158,10 @@ class OnHub:
             self.repo.ask(lambda api: api.delete_branch(self.repo.name, branch=BRANCH))
 
     def _there(self, name: str) -> Entry:
-        found = self.repo.ask(lambda api: api.get_paths_info(self.repo.name, [f"{FOLDER}/{name}"], revision=BRANCH))
-        if not found:
+        infos = self.repo.ask(lambda api: api.get_paths_info(self.repo.name, [f"{FOLDER}/{name}"], revision=BRANCH))
+        if not infos:
             return Entry(-1, "")
-        return Entry(found[0].size, found[0].lfs.sha256 if found[0].lfs else found[0].blob_id)
+        return Entry(infos[0].size, infos[0].lfs.sha256 if infos[0].lfs else infos[0].blob_id)
 
     def has(self, name: str, entry: Entry) -> bool:
         """Whether it is still there (`Receiver`)."""
@@ -176,14 +176,16 @@ class OnHub:
         from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
 
         below = f"{self.key}/" if self.key else ""
-        changes: list[Any] = [CommitOperationCopy(f"{FOLDER}/{one}", f"{below}{one}", BRANCH) for one in sent]
+        changes: list[Any] = [
+            CommitOperationCopy(f"{FOLDER}/{filename}", f"{below}{filename}", BRANCH) for filename in sent
+        ]
         changes += [CommitOperationAdd(f"{below}{name}", path) for name, path in small.items()]
-        gone = [one for one in self.old if one not in sent and one not in small]
-        changes += [CommitOperationDelete(f"{below}{one}") for one in gone]
+        gone = [filename for filename in self.old if filename not in sent and filename not in small]
+        changes += [CommitOperationDelete(f"{below}{filename}") for filename in gone]
         name, message = self.repo.name, "Upload a model with vitruvian"
         self.repo.ask(lambda api: api.create_commit(name, changes, commit_message=message, revision=self.branch))
         tree = Repo(name, self.branch).tree
-        if wrong := [one for one, entry in sent.items() if tree.get(f"{below}{one}") != entry]:
+        if wrong := [filename for filename, entry in sent.items() if tree.get(f"{below}{filename}") != entry]:
             raise VerificationError(f"{self.out}/{wrong[0]} is not what was sent", "run the same command again")
         self.repo.ask(lambda api: api.delete_branch(name, branch=BRANCH))
 

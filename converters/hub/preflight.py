@@ -28,7 +28,7 @@ from converters.assets.token_files import (
 from converters.assets.tokenizer_json import NAME, Vocabulary, read_vocabulary
 from formats.disk.json_file import read_json
 from formats.disk.safetensors import read_safetensors
-from formats.errors import RefusedError, SourceError, UsageError, short
+from formats.errors import RefusedError, SourceError, UsageError, short, some
 from formats.huggingface.folder import INDEX, SINGLE, read_weight_map
 from formats.model.vocab_rows import EMBEDDING
 
@@ -54,8 +54,8 @@ def embedding_rows(folder: Path) -> int:
     """
     if (folder / INDEX).is_file() or (folder / SINGLE).is_file():
         placed = read_weight_map(folder)
-        held = {SINGLE} if placed is None else {name for key, name in placed.items() if EMBEDDING.fullmatch(key)}
-        for name in sorted(held):
+        embeddings = {SINGLE} if placed is None else {name for key, name in placed.items() if EMBEDDING.fullmatch(key)}
+        for name in sorted(embeddings):
             for key, tensor in read_safetensors(folder / name)[0].items():
                 if EMBEDDING.fullmatch(key) and tensor.shape:
                     return tensor.shape[0]
@@ -73,17 +73,17 @@ def findings(assets: Assets, rows: int | None, need_template: bool = False) -> l
         rows: the rows of the embedding, None if they are not known.
         need_template: whether the model is to be served with its chat template: then what is wrong with it blocks.
     """
-    found = [*_held(lambda: _config(assets)), *map(Finding, missing_code(assets))]
+    problems = [*_held(lambda: _config(assets)), *map(Finding, missing_code(assets))]
     vocabulary = None
     if NAME in assets:
         try:
             vocabulary = read_vocabulary(content(assets, NAME))
         except SourceError as error:
-            found.append(Finding(str(error)))
-    found += _held(lambda: _tokenizer(assets, vocabulary, rows, need_template))
-    found += _held(lambda: _special(assets, vocabulary, rows))
-    found += _held(lambda: _template(assets, vocabulary, need_template))
-    return list(dict.fromkeys(found))
+            problems.append(Finding(str(error)))
+    problems += _held(lambda: _tokenizer(assets, vocabulary, rows, need_template))
+    problems += _held(lambda: _special(assets, vocabulary, rows))
+    problems += _held(lambda: _template(assets, vocabulary, need_template))
+    return list(dict.fromkeys(problems))
 
 
 def _held(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -108,7 +108,11 @@ def _config(assets: Assets) -> Iterator[Finding]:
 
 def _tokenizer(assets: Assets, known: Vocabulary | None, rows: int | None, need_template: bool) -> Iterator[Finding]:
     if known is not None and rows is not None and known.length > rows:
-        yield Finding(f"the tokenizer has {known.length} entries, the embedding {rows} rows")
+        text = f"the tokenizer has {known.length} entries, the embedding {rows} rows"
+        if known.lacks(rows, f"{held_template(assets)} {[*named_tokens(assets).values()]}"):
+            yield Finding(text)
+        else:
+            yield Finding(f"{text}: no text may have {some(known.beyond(rows), 3)} in it", blocks=False)
     if NAME in assets:
         return
     slow = next((name for name in SLOW if name in assets), None)
@@ -124,7 +128,7 @@ def _special(assets: Assets, known: Vocabulary | None, rows: int | None) -> Iter
     for kind, token in named.items():
         if known is not None and token not in known.ids:
             yield Finding(f"the tokenizer has no token {short(token)}, which is its {kind}_token")
-    held = set(known.ids.values()) if known is not None else None
+    known_ids = set(known.ids.values()) if known is not None else None
     for name in (GENERATION, CONFIG):
         values: dict[str, Any] = object_of(assets, name)
         for key in (f"{kind}_token_id" for kind in KINDS):
@@ -133,7 +137,7 @@ def _special(assets: Assets, known: Vocabulary | None, rows: int | None) -> Iter
                     continue  # how the first Llama configs spell "none"
                 if number < 0 or (rows is not None and number >= rows):
                     yield Finding(f"{key} of {name} is {number}, the embedding has {rows or 'no such'} rows")
-                elif held is not None and number not in held:
+                elif known_ids is not None and number not in known_ids:
                     yield Finding(f"{key} of {name} is {number}, an id that the tokenizer does not have")
     eos = known.ids.get(named.get("eos", "")) if known is not None else None
     if eos is not None and eos_ids(assets) and eos not in eos_ids(assets):

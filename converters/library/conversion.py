@@ -141,8 +141,8 @@ class Plan:
     @property
     def files(self) -> dict[str, int]:
         """The weight files that would be written, and their sizes in bytes."""
-        held: dict[str, int] = self.record["target"]["files"]
-        return held
+        sizes: dict[str, int] = self.record["target"]["files"]
+        return sizes
 
     @property
     def changes(self) -> dict[str, int]:
@@ -174,7 +174,7 @@ def carry_out(
     else:
         digests = run(planned, request, drifted, verdicts.append)
     paths = {part.fragment.path for job in planned.reads for part in job.sources if part.fragment.member}
-    read = [(one, paths & {*one.files}) for one in planned.sources]
+    read = [(source, paths & {*source.files}) for source in planned.sources]
     return Converted(
         request.out,
         len(digests),
@@ -183,7 +183,7 @@ def carry_out(
         total(digest.of_weights(planned, digests)),
         request.verify,
         verdicts[0],
-        "; ".join(dict.fromkeys(filter(None, (saves.untied(one.home, held, one.ties) for one, held in read)))),
+        "; ".join(dict.fromkeys(filter(None, (saves.untied(source.home, used, source.ties) for source, used in read)))),
         averaged,
         tuple(notes),
     )
@@ -219,9 +219,9 @@ def plan(src: Place, *, to: Target = "huggingface", **options: Unpack[Planning])
     Raises:
         VitruvianError: as `convert`, output and weights apart.
     """
-    said = checked(options, Planning.__optional_keys__)
-    with known_family(said) as family:
-        return Plan(_planned(path_of(src, "src"), Path("OUT"), to, said, family)[0])
+    stated = checked(options, Planning.__optional_keys__)
+    with known_family(stated) as family:
+        return Plan(_planned(path_of(src, "src"), Path("OUT"), to, stated, family)[0])
 
 
 def convert(src: Place, out: Place, *, to: Target = "huggingface", **options: Unpack[Conversion]) -> Converted:
@@ -272,9 +272,9 @@ def convert_part(
 
 
 def _convert(src: Path, out: Path, share: Share | None, to: str, options: Mapping[str, Any]) -> Converted | Part:
-    said = checked(options, Conversion.__optional_keys__)
-    with known_family(said) as family:
-        planned, request = _planned(src, out, to, said, family)
+    stated = checked(options, Conversion.__optional_keys__)
+    with known_family(stated) as family:
+        planned, request = _planned(src, out, to, stated, family)
         return carry_out(planned, request, share, plan_record(planned)["notes"])
 
 

@@ -65,7 +65,7 @@ def export_one(
     push: str | None = None,
     digest: str | None = None,
     home: Path | None = None,
-    held: Sequence[int] = (),
+    descriptors: Sequence[int] = (),
     started: Callable[[subprocess.Popen[str]], object] = lambda _: None,
 ) -> Export:
     """Export one checkpoint in a process of its own, and wait for it.
@@ -77,19 +77,19 @@ def export_one(
         push: ORG/NAME to which it is pushed afterwards, into a branch of the folder's name; None for none.
         digest: that of OUT, where it is there already and has to be pushed alone.
         home: the folder in which relative paths begin; None for the current one.
-        held: open files that the process keeps open too, and with them their locks.
+        descriptors: open files that the process keeps open too, and with them their locks.
         started: told of the process.
     """
     task = {"src": str(src), "out": str(out), "push": push, "options": options, "digest": digest}
     words = [sys.executable, "-m", PROGRAM]
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(words, **pipes, text=True, cwd=home, pass_fds=held) as ran:  # noqa: S603  # fixed words
+    with subprocess.Popen(words, **pipes, text=True, cwd=home, pass_fds=descriptors) as ran:  # noqa: S603  # fixed words
         started(ran)
-        said, errors = ran.communicate(json.dumps(task, default=str))
+        output, errors = ran.communicate(json.dumps(task, default=str))
     if ran.returncode:
         lines = errors.strip().splitlines() or ["it was killed"]
         return Export(src, out, error=lines[-1], exit_code=ran.returncode)
-    done = json.loads(said)
+    done = json.loads(output)
     return Export(src, out, done["digest"], done["url"])
 
 

@@ -195,13 +195,13 @@ def checked(options: Mapping[str, Any], names: Collection[str], kinds: Mapping[s
     """
     if odd := [name for name in options if name not in names]:
         raise UsageError(f"there is no option {odd[0]}", f"options: {', '.join(sorted(names))}")
-    said = {name: value for name, value in options.items() if value is not None}
-    if "dtype" in said:
-        said["dtype"] = LONG.get(str(said["dtype"]).removeprefix("torch."), said["dtype"])
-    for name, value in said.items():
+    stated = {name: value for name, value in options.items() if value is not None}
+    if "dtype" in stated:
+        stated["dtype"] = LONG.get(str(stated["dtype"]).removeprefix("torch."), stated["dtype"])
+    for name, value in stated.items():
         if not kinds[name].holds(value):
             raise UsageError(f"{name} = {short(value)} is not {kinds[name].words}")
-    return said
+    return stated
 
 
 def path_of(value: object, what: str) -> Path:

@@ -118,8 +118,8 @@ class Verified:
     def to_dict(self) -> dict[str, Any]:
         """What `convert verify --json` prints."""
         sides = {"equal": self.equal, "digest": self.digest, "against": self.against}
-        found = {"settings": list(self.settings), "differing": list(self.differing), "files": list(self.files)}
-        return {**sides, **found}
+        lists = {"settings": list(self.settings), "differing": list(self.differing), "files": list(self.files)}
+        return {**sides, **lists}
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ class Differences:
     def to_dict(self) -> dict[str, Any]:
         """What `convert diff --json` prints."""
         tensors = [
-            {"name": one.name, "key": self.key_of(one.name), "what": one.what, "elements": one.count,
-             "largest": one.largest} for one in self.tensors
+            {"name": tensor.name, "key": self.key_of(tensor.name), "what": tensor.what, "elements": tensor.count,
+             "largest": tensor.largest} for tensor in self.tensors
         ]  # fmt: skip
         return {
             "equal": self.equal, "settings": list(self.settings), "config": list(self.config), "tensors": tensors,
@@ -193,8 +193,8 @@ class Effects:
 
 def digest_with(source: Checkpoint, effects: Effects) -> Digest:
     """The digests of an opened checkpoint."""
-    found = _hashed(plan_reading(source).jobs, effects)
-    return Digest(total(found), found)
+    digests = _hashed(plan_reading(source).jobs, effects)
+    return Digest(total(digests), digests)
 
 
 def verify_with(out: Path, src: Path | None, effects: Effects, share: Share | None = None) -> Verified:
@@ -233,10 +233,10 @@ def verify_with(out: Path, src: Path | None, effects: Effects, share: Share | No
     notes = [UNCOMPARED_FILES] if changed is None else []
     states = remembered_states(checkpoint.home)
     read = partial(_resumed, out, effects, share) if share or is_begun(out) else None
-    found = _verified(checkpoint, out, MANIFEST, {**against}, states, differing, notes, effects, read)
+    verified = _verified(checkpoint, out, MANIFEST, {**against}, states, differing, notes, effects, read)
     if read and share is None:
         shutil.rmtree(journal_of(out))
-    return replace(found, files=tuple(changed or ()))
+    return replace(verified, files=tuple(changed or ()))
 
 
 def _resumed(out: Path, effects: Effects, share: Share | None, plan: Plan) -> dict[str, str]:
@@ -283,8 +283,8 @@ def _verified(
     plan, there = plan_reading(checkpoint), {**against, **states}
     weights = {job.name for job in plan.jobs}
     if states:
-        held, _ = training_of(checkpoint).states(checkpoint)
-        plan = replace(plan, jobs=(*plan.jobs, *state_jobs(checkpoint, held)))
+        optimizer_states, _ = training_of(checkpoint).states(checkpoint)
+        plan = replace(plan, jobs=(*plan.jobs, *state_jobs(checkpoint, optimizer_states)))
     elif "optimizer" in checkpoint.state:
         notes = [UNCOMPARED_OPTIMIZER, *notes]
     here = read(plan) if read else _hashed(plan.jobs, effects, checked=False)  # digests say more than a CRC-32
@@ -302,10 +302,10 @@ def diff_with(one: Path, two: Path, effects: Effects, *, measured: bool = False)
     first, second = alike(first, second)
     left, right = plan_reading(first), plan_reading(second)
     with effects.progress("comparing", left.nbytes) as progress:
-        found = compare(left, right, effects.limits, progress.advance, measured=measured)
+        differing = compare(left, right, effects.limits, progress.advance, measured=measured)
     keys = _keys(second.spec) | _keys(first.spec)
     settings, others = setting_differences(first, second), file_differences(first, second)
-    return Differences(tuple(found), tuple(settings), len(left.jobs), keys, tuple(others))
+    return Differences(tuple(differing), tuple(settings), len(left.jobs), keys, tuple(others))
 
 
 def _keys(spec: Spec) -> dict[str, str]:
@@ -345,9 +345,9 @@ def digest(src: Place, **options: Unpack[Proving]) -> Digest:
         SourceError: it cannot be read, is damaged or incomplete.
         VerificationError: copies of a tensor in it differ.
     """
-    said = checked(options, Proving.__optional_keys__)
-    with known_family(said) as family:
-        effects = _effects(said, family)
+    stated = checked(options, Proving.__optional_keys__)
+    with known_family(stated) as family:
+        effects = _effects(stated, family)
         return digest_with(effects.open(path_of(src, "src"), effects.settings), effects)
 
 
@@ -363,12 +363,12 @@ def verify(out: Place, src: Place | None = None, **options: Unpack[Proving]) -> 
         VerificationError: they differ, in settings or tensors.
         SourceError: one cannot be read, or there is no manifest.
     """
-    said = checked(options, Proving.__optional_keys__)
-    with known_family(said) as family:
+    stated = checked(options, Proving.__optional_keys__)
+    with known_family(stated) as family:
         other = None if src is None else path_of(src, "src")
-        found = verify_with(path_of(out, "out"), other, _effects(said, family))
-    found.require()
-    return found
+        verified = verify_with(path_of(out, "out"), other, _effects(stated, family))
+    verified.require()
+    return verified
 
 
 def diff(one: Place, two: Place, **options: Unpack[Proving]) -> Differences:
@@ -382,9 +382,9 @@ def diff(one: Place, two: Place, **options: Unpack[Proving]) -> Differences:
     Raises:
         SourceError: one cannot be read, is damaged or incomplete.
     """
-    said = checked(options, Proving.__optional_keys__)
-    with known_family(said) as family:
-        return diff_with(path_of(one, "one"), path_of(two, "two"), _effects(said, family))
+    stated = checked(options, Proving.__optional_keys__)
+    with known_family(stated) as family:
+        return diff_with(path_of(one, "one"), path_of(two, "two"), _effects(stated, family))
 
 
 def _effects(options: Mapping[str, Any], family: Family | None) -> Effects:

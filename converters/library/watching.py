@@ -101,12 +101,12 @@ def begin(watch: Watch, *, anew: bool = True) -> None:
             f"--keep deletes folders of {watch.out}, and --config {config} is in it", "choose another --out"
         )
     watch.place.mkdir(parents=True, exist_ok=True)
-    with _appending(watch) as (held, append):
-        if not last(held) and not _is_same(watch, held):
+    with _appending(watch) as (history, append):
+        if not last(history) and not _is_same(watch, history):
             os.truncate(watch.place / LOG, 0)  # of a command that was wrong
-            held.clear()
-        _require_same(watch, held)
-        if anew or not held:
+            history.clear()
+        _require_same(watch, history)
+        if anew or not history:
             append({"state": "watch", **_asked(watch)})
 
 
@@ -116,13 +116,13 @@ def _asked(watch: Watch) -> Record:
     return {"run": str(watch.run), "push": watch.push, "options": options}
 
 
-def _is_same(watch: Watch, held: Sequence[Record]) -> bool:
-    return all(held[0].get(name) == value for name, value in _asked(watch).items()) if held else True
+def _is_same(watch: Watch, history: Sequence[Record]) -> bool:
+    return all(history[0].get(name) == value for name, value in _asked(watch).items()) if history else True
 
 
-def _require_same(watch: Watch, held: Sequence[Record]) -> None:
-    if not _is_same(watch, held):
-        before = json.dumps({name: held[0].get(name) for name in _asked(watch)})
+def _require_same(watch: Watch, history: Sequence[Record]) -> None:
+    if not _is_same(watch, history):
+        before = json.dumps({name: history[0].get(name) for name in _asked(watch)})
         hint = "choose another folder for --out, or give the same options"
         raise UsageError(f"{watch.out} is of another watch: {before}", hint)
 
@@ -154,33 +154,33 @@ def _record(watch: Watch, number: int, line: bytes) -> Record:
         OutputError: it is none of ours: a file system may leave zeros, or old bytes, where a node has died.
     """
     try:
-        found = json.loads(line.decode())
+        record = json.loads(line.decode())
     except ValueError:
-        found = None
-    needed = {"time", "state", *(("step", "mark") if isinstance(found, dict) and "checkpoint" in found else ())}
-    if not isinstance(found, dict) or not needed <= found.keys():
+        record = None
+    needed = {"time", "state", *(("step", "mark") if isinstance(record, dict) and "checkpoint" in record else ())}
+    if not isinstance(record, dict) or not needed <= record.keys():
         hint = "remove it; a model that no line tells of is left alone until it is moved away"
         raise OutputError(f"line {number} of {watch.place / LOG} is damaged", hint)
-    return found
+    return record
 
 
 def records(watch: Watch) -> list[Record]:
     """The lines of the log, none before it is begun."""
     if not (watch.place / LOG).is_file():
         return []
-    with _appending(watch) as (held, _):
-        return held
+    with _appending(watch) as (history, _):
+        return history
 
 
-def last(held: Iterable[Record]) -> dict[str, Record]:
+def last(history: Iterable[Record]) -> dict[str, Record]:
     """What the log says of each checkpoint, by its name."""
-    return {record["checkpoint"]: record for record in held if "checkpoint" in record}
+    return {record["checkpoint"]: record for record in history if "checkpoint" in record}
 
 
 def _note(watch: Watch, name: str, state: str, **facts: Any) -> None:
     """Add a line about a checkpoint."""
-    with _appending(watch) as (held, append):
-        _require_same(watch, held)
+    with _appending(watch) as (history, append):
+        _require_same(watch, history)
         append({"checkpoint": name, "state": state, **facts})
 
 
@@ -205,7 +205,7 @@ def _claimed(watch: Watch, name: str) -> Iterator[int | None]:
 # --- what is to be done ----------------------------------------------------------------------------------------------
 
 
-def due(watch: Watch, held: Mapping[str, Record]) -> list[commits.Saved]:
+def due(watch: Watch, latest: Mapping[str, Record]) -> list[commits.Saved]:
     """The complete checkpoints that are to be converted, the oldest first, which the training deletes first.
 
     What was begun, and whose checkpoint is gone by now, is to be ended.
@@ -217,11 +217,15 @@ def due(watch: Watch, held: Mapping[str, Record]) -> list[commits.Saved]:
         saved = commits.complete(watch.run)
     except OSError as error:
         raise SourceError(f"{watch.run}: {error.strerror}") from None
-    kept = watch.kept(one.step for one in saved)
-    wanted = saved if watch.push else [one for one in saved if one.step in kept]  # others would be deleted at once
-    begun = [name for name, record in held.items() if record["state"] not in ENDED and not (watch.run / name).exists()]
-    wanted = [*wanted, *(commits.Saved(held[name]["step"], watch.run / name) for name in begun)]
-    return [one for one in wanted if _is_due(watch, one, held.get(one.folder.name))]
+    kept = watch.kept(checkpoint.step for checkpoint in saved)
+    wanted = (
+        saved if watch.push else [checkpoint for checkpoint in saved if checkpoint.step in kept]
+    )  # others would be deleted at once
+    begun = [
+        name for name, record in latest.items() if record["state"] not in ENDED and not (watch.run / name).exists()
+    ]
+    wanted = [*wanted, *(commits.Saved(latest[name]["step"], watch.run / name) for name in begun)]
+    return [checkpoint for checkpoint in wanted if _is_due(watch, checkpoint, latest.get(checkpoint.folder.name))]
 
 
 def _is_due(watch: Watch, saved: commits.Saved, record: Record | None) -> bool:
@@ -232,9 +236,9 @@ def _is_due(watch: Watch, saved: commits.Saved, record: Record | None) -> bool:
     return commits.mark(saved.folder) not in ("", record["mark"])
 
 
-def is_over(watch: Watch, held: Iterable[Record]) -> bool:
+def is_over(watch: Watch, history: Iterable[Record]) -> bool:
     """Whether no checkpoint was new for too long."""
-    newest: float = max(record["time"] for record in held if record["state"] in ("watch", *ENDED))
+    newest: float = max(record["time"] for record in history if record["state"] in ("watch", *ENDED))
     return time.time() - newest > watch.idle
 
 
@@ -290,9 +294,9 @@ def look(watch: Watch, stop: Stop) -> None:
         SourceError: the run cannot be read.
         OutputError: the log cannot be written.
     """
-    held = last(records(watch))
-    todo = due(watch, held)
-    if not held and todo:
+    latest = last(records(watch))
+    todo = due(watch, latest)
+    if not latest and todo:
         with suppress(SourceError):  # of this checkpoint, which its conversion will tell
             _check_options(watch, todo[0])
     _note_overwritten(watch)
@@ -309,8 +313,8 @@ def look(watch: Watch, stop: Stop) -> None:
 def _note_overwritten(watch: Watch) -> None:
     """Say once of each checkpoint whose weights are newer than its sign that it is left out."""
     for name, text in commits.overwritten(watch.run).items():
-        with _appending(watch) as (held, append):
-            if any(record.get("left_out") == name and record["error"] == text for record in held):
+        with _appending(watch) as (history, append):
+            if any(record.get("left_out") == name and record["error"] == text for record in history):
                 continue
             append({"state": "left out", "left_out": name, "error": text})
         watch.tell(Export(watch.run / name, watch.out / name, error=text, exit_code=SourceError.exit_code))
@@ -364,13 +368,13 @@ def _convert(watch: Watch, saved: commits.Saved, stop: Stop) -> Export | None:
             export = Export(folder, out, digest)
         else:
             export = export_one(
-                folder, out, watch.options, push=watch.push, digest=digest, held=(claim,), started=stop.started
+                folder, out, watch.options, push=watch.push, digest=digest, descriptors=(claim,), started=stop.started
             )
         state = _state(export, record)
         if state == "gone":
             shutil.rmtree(_staging(out), ignore_errors=True)
-        said = {key: getattr(export, key) for key in ("digest", "url", "error", "exit_code") if getattr(export, key)}
-        _note(watch, name, state, **facts, **said)
+        outcome = {key: getattr(export, key) for key in ("digest", "url", "error", "exit_code") if getattr(export, key)}
+        _note(watch, name, state, **facts, **outcome)
         return None if state == "gone" else export
 
 
@@ -396,8 +400,8 @@ def _state(export: Export, before: Record | None) -> str:
 
 def _remove(watch: Watch) -> None:
     """Delete the models that are not kept: out of their place in one step, then their files."""
-    held = last(records(watch))
-    steps = {name: record["step"] for name, record in held.items() if record["state"] == "converted"}
+    latest = last(records(watch))
+    steps = {name: record["step"] for name, record in latest.items() if record["state"] == "converted"}
     for name in [name for name, step in steps.items() if step not in watch.kept(steps.values())]:
         with _claimed(watch, name) as claim:
             record = last(records(watch))[name]
@@ -417,9 +421,11 @@ def require_all(watch: Watch) -> None:
     Raises:
         ExportError: some were not converted.
     """
-    held = {name: record for name, record in last(records(watch)).items() if record.get("error")}
-    states = [("failed", "again") if (watch.run / name).exists() else ("failed",) for name in held]
-    failed = [one for one, wanted in zip(held.items(), states, strict=True) if one[1]["state"] in wanted]
+    failures = {name: record for name, record in last(records(watch)).items() if record.get("error")}
+    states = [("failed", "again") if (watch.run / name).exists() else ("failed",) for name in failures]
+    failed = [
+        failure for failure, wanted in zip(failures.items(), states, strict=True) if failure[1]["state"] in wanted
+    ]
     left_out = {name: {"error": text, "exit_code": SourceError.exit_code}
                 for name, text in commits.overwritten(watch.run).items()}  # fmt: skip
     failed += left_out.items()

@@ -140,11 +140,11 @@ def _largest(values: Array, dtype: str) -> float:
     return float(np.abs(casts.to_float(values, dtype)).max(initial=0.0))
 
 
-def _distance(one: Array, two: Array, dtype: str) -> float:
+def _distance(first: Array, second: Array, dtype: str) -> float:
     """The largest absolute difference; infinity where a NaN meets a number."""
     if dtype not in FLOATS:
-        return float((one != two).sum())
-    a, b = casts.to_float(one, dtype), casts.to_float(two, dtype)
+        return float((first != second).sum())
+    a, b = casts.to_float(first, dtype), casts.to_float(second, dtype)
     with np.errstate(invalid="ignore"):
         difference = np.abs(a - b)
-    return float(np.where(np.isnan(difference), np.inf, difference)[one != two].max())
+    return float(np.where(np.isnan(difference), np.inf, difference)[first != second].max())

@@ -55,19 +55,19 @@ def _config(source: Checkpoint) -> dict[str, Any]:
     """The settings of the adapter, which trainers leave beside the checkpoint, and Megatron-Bridge in its own."""
     own = source.run_config.get("peft")
     if own and isinstance(source.spec, LoraSpec):
-        said = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "r": own.get("dim"),
+        settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "r": own.get("dim"),
                 "lora_alpha": own.get("alpha"), "lora_dropout": own.get("dropout", 0.0)}  # fmt: skip
     else:
         named = [source.settings.config] if source.settings.config else []
-        said = peft.read_config([source.root, source.home, source.root.parent, *named])
+        settings = peft.read_config([source.root, source.home, source.root.parent, *named])
     if isinstance(source.spec, LoraSpec):
-        if said.get("r") != source.spec.rank or type(said.get("lora_alpha")) not in (int, float):
+        if settings.get("r") != source.spec.rank or type(settings.get("lora_alpha")) not in (int, float):
             raise SourceError(
-                f"{source.home} holds a LoRA of rank {source.spec.rank}, its settings say {short(said.get('r'))} and "
-                f"alpha {short(said.get('lora_alpha'))}"
+                f"{source.home} holds a LoRA of rank {source.spec.rank}, its settings say {short(settings.get('r'))} "
+                f"and alpha {short(settings.get('lora_alpha'))}"
             )
-        said = {**said, "target_modules": lora.targets(source.spec)}
-    return said
+        settings = {**settings, "target_modules": lora.targets(source.spec)}
+    return settings
 
 
 def _saved(alone: Checkpoint) -> peft.Saved:
@@ -85,7 +85,7 @@ def _joined(pieces: list[Placed]) -> Fragment:
     Raises:
         UnsupportedError: they are other parts of it.
     """
-    shape, found = pieces[0].slot.shape, []
+    shape, places = pieces[0].slot.shape, []
     for key, _, fragment, part, *_ in pieces:
         start = 0
         if part is not None and part.flat:
@@ -96,9 +96,9 @@ def _joined(pieces: list[Placed]) -> Fragment:
             start = part.ranges[0][0] * prod(shape[1:])
         if not fragment.row_major:
             raise UnsupportedError(f"{fragment.path} holds {key} with gaps", "take --adapter only first")
-        found.append((start, fragment))
+        places.append((start, fragment))
     first = pieces[0].fragment
-    return Fragment(first.path, 0, first.dtype, shape, row_major(shape), pieces=tuple(found))
+    return Fragment(first.path, 0, first.dtype, shape, row_major(shape), pieces=tuple(places))
 
 
 def _plan_alone(source: Checkpoint, request: Request) -> Plan:
@@ -122,9 +122,9 @@ def _read_back(plan: Plan) -> Plan:
     """A plan that reads what was written, with the reader of adapters."""
     assert plan.target is not None
     root: Path = plan.target.files[0].path.parent
-    held = peft.read(root).tensors
+    tensors = peft.read(root).tensors
     slots = {slot.keys[0]: slot for slot in huggingface.model_slots(plan.spec)}
-    placed = tuple(Placed(key, slots[key], fragment) for key, fragment in held.items())
+    placed = tuple(Placed(key, slots[key], fragment) for key, fragment in tensors.items())
     jobs: tuple[Job, ...] = make_plan(replace(plan.source, tensors=placed, twins=(), spec=plan.spec)).jobs
     return replace(plan, jobs=jobs)
 
@@ -154,25 +154,25 @@ def plan_bridge(base: Checkpoint, saved: peft.Saved, request: Request, kind: str
     model = replace(base.spec, mtp_layers=0)
     known = {re.escape(key.removesuffix(".weight")).replace(r"\{layer\}", r"\d+"): names
              for key, names in lora.modules(model).items()}  # fmt: skip
-    found = {
+    by_name = {
         name: next((names for key, names in known.items() if re.fullmatch(key, name)), ()) for name in adapter.added
     }
-    odd = [*adapter.whole, *(name for name, names in found.items() if not names)]
-    odd += [f"DoRA of {name}" for name, one in adapter.added.items() if one.magnitude is not None]
+    odd = [*adapter.whole, *(name for name, names in by_name.items() if not names)]
+    odd += [f"DoRA of {name}" for name, matrices in adapter.added.items() if matrices.magnitude is not None]
     if odd:
         raise UnsupportedError(
             f"{saved.root} has what no LoRA of Megatron-Bridge has here: {some(odd, 3)}",
             "convert merge puts it into the base",
         )
-    scales = {(one.rank, one.scale) for one in adapter.added.values()}
+    scales = {(matrices.rank, matrices.scale) for matrices in adapter.added.values()}
     if len(scales) > 1:
         raise UnsupportedError(f"{saved.root} has {len(scales)} ranks and scales, Megatron-Bridge has one of each")
     ((rank, scale),) = scales
-    held = {name for names in found.values() for name in names}
+    adapted = {name for names in by_name.values() for name in names}
     spec = lora.spec_of(
         model,
         rank,
-        tuple(name for name in lora.MATRICES if name in held),
+        tuple(name for name in lora.MATRICES if name in adapted),
         shared=kind == "fused",
         shards=tp if kind == "canonical" else 0,
     )
@@ -191,7 +191,7 @@ def _bridge_back(plan: Plan, config: Path | None) -> Plan:
     """A plan that reads what was written, with the reader of Megatron's adapters; zeros apart."""
     assert plan.target is not None
     settings = Settings(adapter="only", config=config)
-    held = DIST.reader.read(plan.target.files[0].path.parent, settings).tensors
+    tensors = DIST.reader.read(plan.target.files[0].path.parent, settings).tensors
     own = {*plan.spec.tensors} if isinstance(plan.spec, LoraSpec) else set[str]()
-    placed = tuple(one for one in held if {*one.slot.rule.pattern.tensors} <= own)
+    placed = tuple(one for one in tensors if {*one.slot.rule.pattern.tensors} <= own)
     return replace(plan, jobs=make_plan(replace(plan.source, tensors=placed, twins=())).jobs)

@@ -73,16 +73,16 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
     if not (isinstance(spec, Verbatim) and isinstance(source.spec, Verbatim)):
         return []
     check_manifest(source)  # it has the better sentence, where there is one
-    said = json.loads(config)
-    answer = {"why": "the weights are quantized"} if said.get("quantization_config") else ask(said, spec.shapes)
+    parsed = json.loads(config)
+    answer = {"why": "the weights are quantized"} if parsed.get("quantization_config") else ask(parsed, spec.shapes)
     if "why" not in answer:
-        _refuse(source, _of_transformers(answer, said, known_only=not source.settings.verbatim))
+        _refuse(source, _of_transformers(answer, parsed, known_only=not source.settings.verbatim))
         return [f"{CHECKED} transformers"]
     differing = _against_base(source, source.spec)
     if differing is not None:
-        _refuse(source, [*differing, *contradictions(said, spec)])
+        _refuse(source, [*differing, *contradictions(parsed, spec)])
         return [f"{CHECKED} base ({answer['why']})"]
-    _refuse(source, [*contradictions(said, spec), *losses(said, spec)])
+    _refuse(source, [*contradictions(parsed, spec), *losses(parsed, spec)])
     if source.unbounded and not _is_bounded(source.spec):
         raise SourceError(
             f"{source.root}: {UNBOUNDED}: {answer['why']}", "name the base model with its weights: --config BASE"
@@ -91,7 +91,7 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
     if written.keys() == source.spec.shapes.keys():
         return [f"{CHECKED} manifest ({answer['why']})"]
     if not source.settings.verbatim:
-        quantized = said.get("quantization_config")  # by which transformers does not tell its tensors
+        quantized = parsed.get("quantization_config")  # by which transformers does not tell its tensors
         untabled = spec.why if quantized else f"no table describes {spec.family}"
         raise UnsupportedError(
             f"nothing here tells whether {source.root} is complete: {untabled}, {answer['why']}, "
@@ -127,16 +127,18 @@ def _asked(request: str) -> str:
     return "{" + last[2] if ran.returncode == 0 and last[1] else json.dumps({"why": "transformers gave no answer"})
 
 
-def _refuse(source: Checkpoint, found: Iterable[Finding]) -> None:
+def _refuse(source: Checkpoint, findings: Iterable[Finding]) -> None:
     """What the user did not allow is an error.
 
     Raises:
         SourceError: there is something.
     """
     allowed = source.settings.allow_missing
-    left = [one for one in found if not any(fnmatchcase(one.name, pattern) for pattern in allowed)]
+    left = [finding for finding in findings if not any(fnmatchcase(finding.name, pattern) for pattern in allowed)]
     if left:
-        texts = "; ".join(one.text for one in left[:SHOWN]) + (f"; and {len(left) - SHOWN} more" * (len(left) > SHOWN))
+        texts = "; ".join(finding.text for finding in left[:SHOWN]) + (
+            f"; and {len(left) - SHOWN} more" * (len(left) > SHOWN)
+        )
         raise SourceError(
             f"{source.root} and its config are not one whole model: {texts}",
             HINT.format(left[0].name) if left[0].name else OTHER,

@@ -19,7 +19,7 @@ from converters.plan.training_state import as_weights, training_of
 from formats.checkpoint import Checkpoint
 from formats.deepspeed.folders import LATEST
 from formats.disk.safetensors import FLOATS
-from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, short, some
+from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, some
 from formats.layout.table import files_of
 from formats.megatron.folders import TRACKER
 from formats.model.spec import Verbatim
@@ -59,7 +59,8 @@ def weights_of(count: int, weights: Sequence[float] | None, ema: float | None) -
             f"--weights says {len(weights)} weights of {count} checkpoints", "one for each, in their order"
         )
     if not all(math.isfinite(one) and one for one in weights):
-        raise UsageError(f"--weights {short([*weights])}: each has to be a finite number other than 0")
+        spelled = ",".join(f"{weight:g}" for weight in weights)
+        raise UsageError(f"--weights {spelled}: each has to be a finite number other than 0", "leave one of 0 out")
     if abs(math.fsum(weights) - 1) > TOLERANCE:
         raise UsageError(
             f"--weights are {math.fsum(weights):.9g} in all, and those of a mean are 1", "divide each by their sum"
@@ -91,7 +92,12 @@ def last_of(run: Path, count: int) -> list[Path]:
 
 
 def plan_average(
-    sources: Sequence[Checkpoint], weights: Sequence[float], request: Request, to: str, output: Output, said: str | None
+    sources: Sequence[Checkpoint],
+    weights: Sequence[float],
+    request: Request,
+    to: str,
+    output: Output,
+    replicas: str | None,
 ) -> Plan:
     """A plan that writes the weighted mean of several checkpoints, with the config and the tokenizer of the first.
 
@@ -101,7 +107,7 @@ def plan_average(
         request: what the user asked for; without a cast, the output has the element types of the sources.
         to: the target.
         output: how it is laid out.
-        said: what is done with further copies of a tensor in each source; None for what is usual in its format.
+        replicas: what is done with further copies of a tensor in each source; None for what is usual in its format.
 
     Raises:
         RefusedError: the checkpoints are of different models, or hold a tensor in different types.
@@ -121,9 +127,9 @@ def plan_average(
         require_castable(source)
     if request.cast is None:
         _require_types(sources)
-    held, notes = zip(*map(_masters, sources), strict=True)
-    read = [{job.name: job for job in make_plan(one, spec=planned.spec).jobs} for one in held]
-    policies = [replicas_of(source, said) for source in sources]
+    checkpoints, notes = zip(*map(_masters, sources), strict=True)
+    read = [{job.name: job for job in make_plan(one, spec=planned.spec).jobs} for one in checkpoints]
+    policies = [replicas_of(source, replicas) for source in sources]
 
     def averaged(job: Job) -> Job:
         terms = zip([jobs[job.name] for jobs in read], weights, policies, strict=True)
@@ -136,13 +142,13 @@ def plan_average(
 
     inputs = tuple(
         Input(one, {"averaged": WEIGHTS if one is source else MASTERS, "weight": weight})
-        for one, source, weight in zip(held, sources, weights, strict=True)
+        for one, source, weight in zip(checkpoints, sources, weights, strict=True)
     )
     jobs = tuple(averaged(job) for job in planned.jobs)
     texts = (*planned.notes, *dict.fromkeys(note for some_notes in notes for note in some_notes))
     if any(source.config for source in sources):
         texts = (*texts, f"config and tokenizer are those of {sources[0].root}", *_other_tokenizers(sources))
-    return replace(planned, source=held[0], jobs=jobs, inputs=inputs, notes=texts)
+    return replace(planned, source=checkpoints[0], jobs=jobs, inputs=inputs, notes=texts)
 
 
 def _require_same(first: Checkpoint, other: Checkpoint) -> None:

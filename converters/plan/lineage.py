@@ -65,7 +65,7 @@ def _narrow(pieces: Pieces, dim: int, low: int, high: int) -> Pieces:
     """What of some pieces lies at [low, high) of a dimension."""
     if pieces is None:
         return None
-    found = []
+    narrowed = []
     for piece in pieces:
         first, last = max(piece.here[dim][0], low), min(piece.here[dim][1], high)
         if first >= last:
@@ -74,8 +74,8 @@ def _narrow(pieces: Pieces, dim: int, low: int, high: int) -> Pieces:
         if axis is not None:
             start = there[axis][0] + first - piece.here[dim][0]
             there = _put(there, axis, (start, start + last - first))
-        found.append(piece._replace(here=_put(piece.here, dim, (first - low, last - low)), there=there))
-    return tuple(found)
+        narrowed.append(piece._replace(here=_put(piece.here, dim, (first - low, last - low)), there=there))
+    return tuple(narrowed)
 
 
 def _parts(result: Any, tensor: Any, _: Any, dim: int = 0) -> Iterator[Pieces]:
@@ -91,34 +91,35 @@ def _dim(tensor: Any, dim: int) -> int:
 
 
 def _cat(result: Any, tensors: Any, dim: int = 0) -> Iterator[Pieces]:
-    dim, low, found = _dim(result, dim), 0, list[Piece]()
+    dim, low, pieces = _dim(result, dim), 0, list[Piece]()
     for tensor in tensors:
         if getattr(tensor, "pieces", None) is None:
             yield None
             return
-        for one in tensor.pieces:
-            first, last = one.here[dim]
-            found.append(one._replace(here=_put(one.here, dim, (low + first, low + last))))
+        for piece in tensor.pieces:
+            first, last = piece.here[dim]
+            pieces.append(piece._replace(here=_put(piece.here, dim, (low + first, low + last))))
         low += tensor.shape[dim]
-    yield tuple(found)
+    yield tuple(pieces)
 
 
 def _stack(result: Any, tensors: Any, dim: int = 0) -> Iterator[Pieces]:
-    dim, found = _dim(result, dim), list[Piece]()
+    dim, pieces = _dim(result, dim), list[Piece]()
     for number, tensor in enumerate(tensors):
         if getattr(tensor, "pieces", None) is None:
             yield None
             return
-        for one in tensor.pieces:
-            here = (*one.here[:dim], (number, number + 1), *one.here[dim:])
-            found.append(one._replace(here=here, axes=(*one.axes[:dim], None, *one.axes[dim:])))
-    yield tuple(found)
+        for piece in tensor.pieces:
+            here = (*piece.here[:dim], (number, number + 1), *piece.here[dim:])
+            pieces.append(piece._replace(here=here, axes=(*piece.axes[:dim], None, *piece.axes[dim:])))
+    yield tuple(pieces)
 
 
 def _ordered(pieces: tuple[Piece, ...], order: Sequence[int]) -> tuple[Piece, ...]:
     """Pieces with these of their dimensions, in this order."""
     return tuple(
-        one._replace(here=tuple(one.here[i] for i in order), axes=tuple(one.axes[i] for i in order)) for one in pieces
+        piece._replace(here=tuple(piece.here[i] for i in order), axes=tuple(piece.axes[i] for i in order))
+        for piece in pieces
     )
 
 
@@ -153,7 +154,7 @@ def _reshape(result: Any, tensor: Any, *_: Any) -> Iterator[Pieces]:
     if prod(rows) > MOST_ROWS:
         yield None
         return
-    found = []
+    pieces = []
     for piece in tensor.pieces:
         for row in product(*(range(low, high) for low, high in piece.here[: len(rows)])):
             there = piece.there
@@ -164,8 +165,8 @@ def _reshape(result: Any, tensor: Any, *_: Any) -> Iterator[Pieces]:
             number = sum(index * prod(rows[dim + 1 :]) for dim, index in enumerate(row))
             after = [number // prod(rows_after[dim + 1 :]) % size for dim, size in enumerate(rows_after)]
             here = (*((index, index + 1) for index in after), *piece.here[len(rows) :])
-            found.append(Piece(piece.name, there, here, (*[None] * len(after), *piece.axes[len(rows) :])))
-    yield tuple(found)
+            pieces.append(Piece(piece.name, there, here, (*[None] * len(after), *piece.axes[len(rows) :])))
+    yield tuple(pieces)
 
 
 def _same(_: Any, tensor: Any, *__: Any, **___: Any) -> Iterator[Pieces]:
@@ -197,21 +198,23 @@ def of_model(model: Any, shapes: dict[str, Sequence[int]]) -> dict[str, Any]:
     fresh.tie_weights()
     first: dict[int, str] = {}
     own = dict(model.state_dict())
-    state = {name: one for name, one in fresh.state_dict(keep_vars=True).items() if name in own}
-    tied = {name: first[id(one)] for name, one in state.items() if first.setdefault(id(one), name) != name}
+    state = {name: tensor for name, tensor in fresh.state_dict(keep_vars=True).items() if name in own}
+    tied = {name: first[id(tensor)] for name, tensor in state.items() if first.setdefault(id(tensor), name) != name}
     for copy, original in (getattr(fresh, "all_tied_weights_keys", None) or {}).items():
         if tied.get(original) == copy:  # that of the class is what is saved
             tied = {name: original if other == copy else other for name, other in tied.items() if name != original}
             tied[copy] = original
-    memory = {name: tuple(one.shape) for name, one in own.items()}
+    memory = {name: tuple(tensor.shape) for name, tensor in own.items()}
     kept = {name: whole(name, shape) for name, shape in memory.items() if name not in tied}
     if kept.keys() <= shapes.keys():  # names in memory: no file was loaded that would tell how they were called there
         model._weight_conversions = None  # noqa: SLF001
     hub = revert_weight_conversion(model, dict(kept))
-    if any(shapes.get(name, tuple(one.shape)) != tuple(one.shape) for name, one in hub.items()):
+    if any(shapes.get(name, tuple(tensor.shape)) != tuple(tensor.shape) for name, tensor in hub.items()):
         _turn(model)
         hub = revert_weight_conversion(model, dict(kept))
-    saved = {name: {"shape": list(one.shape), "pieces": getattr(one, "pieces", None)} for name, one in hub.items()}
+    saved = {
+        name: {"shape": list(tensor.shape), "pieces": getattr(tensor, "pieces", None)} for name, tensor in hub.items()
+    }
     return {"memory": {name: list(shape) for name, shape in memory.items()}, "tied": tied, "hub": saved}
 
 

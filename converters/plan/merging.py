@@ -46,7 +46,7 @@ class Changes:
     def edge(self) -> str:
         """What they are called."""
         named = {"weights of the adapter": self.whole, "LoRA added": self.added, "norms of DoRA": self.norms}
-        return ", ".join(name for name, found in named.items() if found)
+        return ", ".join(name for name, present in named.items() if present)
 
 
 def plan_merge(base: Checkpoint, saved: peft.Saved, request: Request, planned: Callable[[Checkpoint], Plan]) -> Plan:
@@ -83,9 +83,9 @@ def plan_merge(base: Checkpoint, saved: peft.Saved, request: Request, planned: C
         else job
         for job in plan.jobs
     )
-    held = Checkpoint(saved.root, saved.root, NAME, base.spec, (), (), saved.files)
+    adapter_source = Checkpoint(saved.root, saved.root, NAME, base.spec, (), (), saved.files)
     about = {name: adapter.config[name] for name in SHOWN if adapter.config.get(name)}
-    inputs = (Input(base, {}), Input(held, about))
+    inputs = (Input(base, {}), Input(adapter_source, about))
     notes = [f"{apart} was trained apart from what shares it: the output head gets weights of its own"] * bool(apart)
     return replace(plan, jobs=jobs, inputs=inputs, notes=(*plan.notes, *notes, *_notes(adapter, base)))
 
@@ -112,7 +112,7 @@ def opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[s
     separate = any(key in on_hub and key not in in_memory for key in adapter.keys({*on_hub, *in_memory}))
     slots = on_hub if separate else in_memory
     peft.require_consumed(adapter, slots, base.root)
-    matrices = {slot.keys for slot in slots.values() if len(slot.shape) == 2}
+    matrices = dict.fromkeys(slot.keys for slot in slots.values() if len(slot.shape) == 2)
     modules = [[key.removesuffix(".weight") for key in keys] for keys in matrices if keys[0].endswith(".weight")]
     if lacking := peft.missing(adapter, modules, {slot.keys for slot in slots.values()}):
         raise SourceError(
@@ -135,7 +135,7 @@ def _changes(
     Raises:
         SourceError: shapes do not fit.
     """
-    found: dict[Key, Changes] = {}
+    by_tensor: dict[Key, Changes] = {}
 
     def places(key: str, fragment: Fragment) -> Iterator[tuple[Changes, list[Part]]]:
         slot = slots[key]
@@ -145,7 +145,7 @@ def _changes(
                 "it was trained on another model, or on one whose vocabulary had grown",
             )
         for name, copies in parts_of([Placed(key, slot, fragment)]).items():
-            yield found.setdefault(name, Changes()), [part for parts in copies.values() for part in parts]
+            yield by_tensor.setdefault(name, Changes()), [part for parts in copies.values() for part in parts]
 
     for key, fragment in adapter.whole.items():
         for changes, parts in places(key, fragment):
@@ -157,7 +157,7 @@ def _changes(
             changes.added += parts
             if lora.magnitude is not None:
                 changes.norms.append(Norms(lora.magnitude, tuple(parts), lora.right.shape[1], product.transposed))
-    return found
+    return by_tensor
 
 
 def _trained_apart(adapter: peft.Adapter, slots: Mapping[str, Slot], base: Checkpoint) -> str:
@@ -171,8 +171,8 @@ def _trained_apart(adapter: peft.Adapter, slots: Mapping[str, Slot], base: Check
     spec = base.spec
     shared = {*spec.copies.values()} if isinstance(spec, Verbatim) else {"embedding"}
     changed = sorted(adapter.keys(slots)) if spec.tied else []
-    found = (key for key in changed if slots[key].replica or shared.intersection(slots[key].rule.pattern.tensors))
-    key = next(found, "")
+    shared_keys = (key for key in changed if slots[key].replica or shared.intersection(slots[key].rule.pattern.tensors))
+    key = next(shared_keys, "")
     if key and isinstance(spec, Verbatim):
         raise RefusedError(
             f"{adapter.root} changes {key}, which embedding and output head of {base.root} share: merged into both it "

@@ -39,15 +39,14 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
         kind = config["model_type"]
         if kind not in CONFIG_MAPPING:
             return {"why": f"transformers {transformers.__version__} does not know {kind}"}
-        with (
-            tempfile.TemporaryDirectory() as folder
-        ):  # a file says what a dictionary does not: {"__float__": "Infinity"}
+        with tempfile.TemporaryDirectory() as folder:  # a file can say what a dictionary does not: infinity
             (Path(folder) / "config.json").write_text(json.dumps(config))
             parsed = CONFIG_MAPPING[kind].from_pretrained(folder, local_files_only=True)
-        names = config.get("architectures") or ["AutoModelForCausalLM"]
-        model = getattr(transformers, str(names[0]), None)
+        names = config.get("architectures")
+        model = getattr(transformers, str(names[0]), None) if names else _usual(type(parsed))
         if model is None:
-            return {"why": f"transformers {transformers.__version__} does not know {names[0]}"}
+            name = names[0] if names else f"a class that generates text with {kind}, and architectures names none"
+            return {"why": f"transformers {transformers.__version__} does not know {name}"}
         if model.config_class is not type(parsed) and not _is_paired(kind, model.__name__):
             other = model.config_class.model_type
             return {"errors": [f"architectures names {model.__name__}, a class of {other}, and model_type is {kind}"]}
@@ -55,7 +54,7 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
             key: torch.empty(tuple(shape), dtype=torch.bfloat16, device="meta")
             for key, shape in request["shapes"].items()
         }
-        made, said = model.from_pretrained(
+        made, loading = model.from_pretrained(
             None,
             config=parsed,
             state_dict=state,
@@ -67,24 +66,31 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
         if CONVERSION in str(error):
             return {"errors": [_line(error)]}
         return {"why": f"transformers cannot be asked ({_line(error)})"}
-    mismatched = [[key, list(here), list(wanted)] for key, here, wanted in said["mismatched_keys"]]
+    mismatched = [[key, list(here), list(wanted)] for key, here, wanted in loading["mismatched_keys"]]
     apart = {key for key, _, _ in mismatched}
     return {
-        "missing": sorted(set(said["missing_keys"]) - apart),
-        "unexpected": sorted(set(said["unexpected_keys"]) - apart),
+        "missing": sorted(set(loading["missing_keys"]) - apart),
+        "unexpected": sorted(set(loading["unexpected_keys"]) - apart),
         "mismatched": sorted(mismatched),
-        "errors": list(map(str, said["error_msgs"])),
+        "errors": list(map(str, loading["error_msgs"])),
         **_lineage(made, request["shapes"]),
     }
+
+
+def _usual(config_class: type) -> Any:
+    """The class of a config that names none, which transformers takes for text; None where it has none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
 
 
 def _is_paired(kind: str, name: str) -> bool:
     """Whether an Auto class makes a class of a model type that has another config: the text model of one of images."""
     from transformers.models.auto import modeling_auto
 
-    maps = [held for table, held in vars(modeling_auto).items() if table.endswith("_MAPPING_NAMES")]
-    found = [held[kind] for held in maps if kind in held]
-    return any(name == one if isinstance(one, str) else name in one for one in found)
+    maps = [mapping for table, mapping in vars(modeling_auto).items() if table.endswith("_MAPPING_NAMES")]
+    names = [mapping[kind] for mapping in maps if kind in mapping]
+    return any(name == classes if isinstance(classes, str) else name in classes for classes in names)
 
 
 def _lineage(model: Any, shapes: dict[str, list[int]]) -> dict[str, Any]:
@@ -96,10 +102,10 @@ def _lineage(model: Any, shapes: dict[str, list[int]]) -> dict[str, Any]:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        found: dict[str, Any] = module.of_model(model, {name: tuple(shape) for name, shape in shapes.items()})
+        lineage: dict[str, Any] = module.of_model(model, {name: tuple(shape) for name, shape in shapes.items()})
     except Exception as error:  # noqa: BLE001  # whatever the version's own code raises
         return {"unnamed": _line(error)}
-    return found
+    return lineage
 
 
 def _line(error: Exception) -> str:

@@ -172,8 +172,13 @@ class Input(NamedTuple):
     @property
     def record(self) -> dict[str, Any]:
         """What the manifest says of it. Folders move: only their names are kept."""
-        one = self.checkpoint
-        return {"name": one.home.name, "format": one.format, "topology": dict(one.topology), **self.about}
+        checkpoint = self.checkpoint
+        return {
+            "name": checkpoint.home.name,
+            "format": checkpoint.format,
+            "topology": dict(checkpoint.topology),
+            **self.about,
+        }
 
 
 @dataclass(frozen=True)
@@ -220,11 +225,11 @@ class Plan:
     @property
     def edges(self) -> dict[str, int]:
         """Each named change of value, and how many tensors it applies to."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for job in self.jobs:
             for edge in job.edges:
-                found[edge] = found.get(edge, 0) + 1
-        return found
+                counts[edge] = counts.get(edge, 0) + 1
+        return counts
 
 
 def make_plan(
@@ -242,7 +247,7 @@ def make_plan(
         RefusedError: a side does not cover a tensor, or covers it twice.
         UnsupportedError: what would be cast are weights of 8 bits with scales, or numbers that have no cast.
     """
-    held, twins = parts_of(source.tensors), parts_of(source.twins)
+    source_parts, twins = parts_of(source.tensors), parts_of(source.twins)
     partial, centred = (_marked(source.tensors, condition) for condition in ("partial", "centred"))
     held_there = list(target.tensors) if target else []
     wanted, less_one = written_parts(held_there), _marked(held_there, "centred")
@@ -258,7 +263,7 @@ def make_plan(
             continue
         name = tensor if layer is None else f"{tensor}.{layer}"
         nothing: Copies = {} if prod(shape) else {ORIGINAL: Parts(tensor)}
-        sources = held.get((tensor, layer), nothing)
+        sources = source_parts.get((tensor, layer), nothing)
         written = wanted.get((tensor, layer), Parts(tensor))
         if ORIGINAL not in sources or (target and prod(shape) and not written):
             raise RefusedError(f"nothing {'writes' if ORIGINAL in sources else 'holds'} {name}")
@@ -307,19 +312,24 @@ def require_castable(source: Checkpoint) -> None:
     dtypes = {placed.key: placed.fragment.dtype for placed in source.tensors}
     odd = [key for key, dtype in dtypes.items() if dtype not in FLOATS]
     small = {key for key in odd if DTYPES[dtypes[key]] == 1 and dtypes[key] != "BOOL"}
-    found = ""
+    uncastable = ""
     for key in dtypes if small else ():
         scaled = SCALE.fullmatch(key)
         if scaled and not small.isdisjoint((scaled[1], f"{scaled[1]}.weight")):
-            found = f"weights of 8 bits with scales, such as {key}"
+            uncastable = f"weights of 8 bits with scales, such as {key}"
             break
     uncast = [key for key in odd if dtypes[key].startswith(UNCAST)]
-    if not found and uncast:
-        found = f"{uncast[0]} as {dtypes[uncast[0]]}, and a cast is between {some([*FLOATS], 4)}"
-    if not found and odd and (source.config or {}).get("quantization_config") and isinstance(source.spec, Verbatim):
-        found = f"quantized weights, as its quantization_config says, such as {odd[0]}"
-    if found:
-        raise UnsupportedError(f"{source.root} holds {found}", "leave --dtype out")
+    if not uncastable and uncast:
+        uncastable = f"{uncast[0]} as {dtypes[uncast[0]]}, and a cast is between {some([*FLOATS], 4)}"
+    if (
+        not uncastable
+        and odd
+        and (source.config or {}).get("quantization_config")
+        and isinstance(source.spec, Verbatim)
+    ):
+        uncastable = f"quantized weights, as its quantization_config says, such as {odd[0]}"
+    if uncastable:
+        raise UnsupportedError(f"{source.root} holds {uncastable}", "leave --dtype out")
 
 
 def cast_dtype(dtype: str, cast: str | None, tensor: str = "") -> str:
@@ -351,11 +361,11 @@ def padding_leaves(placed: Placed, stop: int | None = None) -> Iterator[Leaf]:
 
 def _repeated(target: Target) -> dict[tuple[str, int | None], list[Part]]:
     """The rows of vocabulary padding, each as a leaf of the last row that a token has."""
-    found: dict[tuple[str, int | None], list[Part]] = {}
+    by_tensor: dict[tuple[str, int | None], list[Part]] = {}
     for placed in (one for alike in target.tensors for one in alike.each()):
         for leaf in repeated_leaves(placed):
-            found.setdefault((leaf.tensor, placed.slot.layer), []).append(Part(leaf, placed.fragment))
-    return found
+            by_tensor.setdefault((leaf.tensor, placed.slot.layer), []).append(Part(leaf, placed.fragment))
+    return by_tensor
 
 
 def repeated_leaves(placed: Placed) -> Iterator[Leaf]:

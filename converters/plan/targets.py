@@ -67,13 +67,13 @@ def plan_huggingface(
         source = names.in_files(source, json.loads(assets.config_text(source, None)))
     dtypes = cast_dtypes(source, request.cast)
     index = assets.remembered_index(source.assets) if shard_size is None else None
-    held = assets.carried(source)
-    held |= dict(assets.records(source.root)) if source.format == FSDP.name else {}
+    carried = assets.carried(source)
+    carried |= dict(assets.records(source.root)) if source.format == FSDP.name else {}
     spec, texts, notes = source.spec, {}, list[str]()
     if template is not None:
-        applied = _apply_template(held, template, rows(spec), source)
-        spec = grown(spec, applied.length) if applied.length > (rows(spec) or 0) else spec
-        held = {name: path for name, path in held.items() if name not in applied.removed}
+        applied = _apply_template(carried, template, rows(spec), source)
+        spec = grown(spec, applied.rows_needed) if applied.rows_needed > (rows(spec) or 0) else spec
+        carried = {name: path for name, path in carried.items() if name not in applied.removed}
         texts, notes = dict(applied.texts), list(applied.notes)
     elif source.added_tokens:
         added = ", ".join(source.added_tokens)
@@ -84,17 +84,17 @@ def plan_huggingface(
     if quantization:
         config = with_config(config, quantization)
     texts |= {**target.texts, "config.json": config}
-    copies = {name: path for name, path in held.items() if name not in texts} | assets.own_family(spec)
+    copies = {name: path for name, path in carried.items() if name not in texts} | assets.own_family(spec)
     plan = make_plan(source, replace(target, texts=texts, copies=copies), request.cast, spec)
     return replace(plan, notes=tuple(notes))
 
 
-def _apply_template(held: Mapping[str, Path], template: str, count: int | None, source: Checkpoint) -> Applied:
+def _apply_template(carried: Mapping[str, Path], template: str, count: int | None, source: Checkpoint) -> Applied:
     from converters.assets.chat_template import apply_template, load_template
 
     if count is None:
         raise RefusedError(f"{source.root} has no embedding whose rows a chat template could be checked against")
-    return apply_template(held, load_template(template), count, source.added_tokens)
+    return apply_template(carried, load_template(template), count, source.added_tokens)
 
 
 def plan_megatron(
@@ -182,9 +182,9 @@ def plan_mistral(source: Checkpoint, request: Request) -> Plan:
         raise UnsupportedError(f"{source.root} has no layout of Mistral's: {source.spec.why}", "see `convert formats`")
     require_vocab(source)
     target = mistral.write(request.root, source.spec, cast_dtypes(source, request.cast))
-    held = assets.carried(source)
+    carried = assets.carried(source)
     texts = {**target.texts, "config.json": assets.config_text(source, _cast_to(request))}
-    copies = {name: path for name, path in held.items() if name not in texts}
+    copies = {name: path for name, path in carried.items() if name not in texts}
     return make_plan(source, replace(target, texts=texts, copies=copies), request.cast)
 
 

@@ -123,8 +123,8 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
     described = "; ".join(f"{_told(group)} ({len(members)} parameters)" for group, members in groups.items())
     order = f"DeepSpeed goes by the order of the training's parameter groups, which has to be: {described}"
     target, notes = replace(target, copies=copies), (order, UNTAKEN, *_not_restored(buffers))
-    held = replace(source, files=files, dropped=())
-    return Plan(held, source.spec, jobs, target, notes, read_back, remembered=True)
+    read = replace(source, files=files, dropped=())
+    return Plan(read, source.spec, jobs, target, notes, read_back, remembered=True)
 
 
 def _not_restored(buffers: Sequence[str]) -> list[str]:

@@ -31,11 +31,11 @@ def manifest(plan: Plan, digests: Mapping[str, str], files: Mapping[str, str]) -
         digests: of each job.
         files: the digests of small files, by their paths from the manifest.
     """
-    held: dict[str, dict[str, Any]] = {"tensors": {}}
+    sections: dict[str, dict[str, Any]] = {"tensors": {}}
     for job in plan.jobs:
         if not job.state or job.state in STATES:  # padding belongs to no tensor
             about = {"dtype": job.dtype, "shape": list(job.shape), "blake3": digests[job.name]}
-            held.setdefault("optimizer" if job.state else "tensors", {})[job.name] = about
+            sections.setdefault("optimizer" if job.state else "tensors", {})[job.name] = about
     source: dict[str, Any] = {"format": plan.source.format, "topology": dict(plan.source.topology)}
     if plan.source.left is not None:
         source["left_out"] = parts(plan.source.left)
@@ -43,7 +43,7 @@ def manifest(plan: Plan, digests: Mapping[str, str], files: Mapping[str, str]) -
     facts = {"vitruvian": 1, "digest": weights, "source": source, "settings": plan.spec.settings()}
     if plan.inputs:
         facts["sources"] = [one.record for one in plan.inputs]
-    return dumped({**facts, "files": dict(files), **held})
+    return dumped({**facts, "files": dict(files), **sections})
 
 
 def of_weights(plan: Plan, digests: Mapping[str, str]) -> dict[str, str]:

@@ -261,8 +261,8 @@ class RemotePath(PosixPath):
 class _Stream(io.RawIOBase):
     """An open object, read forwards."""
 
-    def __init__(self, held: Object) -> None:
-        self.held, self.at = held, 0
+    def __init__(self, stored: Object) -> None:
+        self.held, self.at = stored, 0
 
     def readable(self) -> bool:
         return True

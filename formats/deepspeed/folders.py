@@ -69,8 +69,8 @@ def likely(run: Path) -> list[Path]:
     """The tag that is read unless the user names another: that of `latest`, else the last one; none without tags."""
     here = tags(run)
     tracker = run / LATEST
-    said = tracker.read_bytes()[:1000].decode(errors="replace").strip() if tracker.is_file() else ""
-    return [run / (said if said in here else here[-1])] if here else []
+    tag = tracker.read_bytes()[:1000].decode(errors="replace").strip() if tracker.is_file() else ""
+    return [run / (tag if tag in here else here[-1])] if here else []
 
 
 def detect(path: Path) -> bool:
@@ -138,15 +138,17 @@ def model_files(tag: Path) -> dict[int, Path]:
     """
     names = {path.name: path for path in tag.iterdir()}
     require_no_experts(tag)
-    found: dict[int, Path] = {}
-    for one, path in sorted(names.items()):
-        name = MODEL.fullmatch(one)
-        if name and found.setdefault(int(name[1]), path) is not path:
-            raise SourceError(f"{tag} holds two files of rank {int(name[1])}: {found[int(name[1])].name} and {one}")
-    if max(found, default=0) > MOST_RANKS:
-        raise SourceError(f"{found[max(found)]} has the name of a rank that no run has")
-    lost = [rank for rank in range(max(found, default=0)) if rank not in found]
-    if lost or not found:
+    paths: dict[int, Path] = {}
+    for filename, path in sorted(names.items()):
+        name = MODEL.fullmatch(filename)
+        if name and paths.setdefault(int(name[1]), path) is not path:
+            raise SourceError(
+                f"{tag} holds two files of rank {int(name[1])}: {paths[int(name[1])].name} and {filename}"
+            )
+    if max(paths, default=0) > MOST_RANKS:
+        raise SourceError(f"{paths[max(paths)]} has the name of a rank that no run has")
+    lost = [rank for rank in range(max(paths, default=0)) if rank not in paths]
+    if lost or not paths:
         wanted = [model_name(rank) for rank in lost or [0]]
         raise SourceError(f"{tag} lacks {', '.join(wanted[:8])}", "copy the files of all ranks into one folder")
-    return dict(sorted(found.items()))
+    return dict(sorted(paths.items()))

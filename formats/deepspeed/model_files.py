@@ -76,16 +76,16 @@ def module(file: TorchFile) -> dict[str, Fragment]:
     Raises:
         SourceError: it holds none.
     """
-    held = file.value.get("module")
-    if not isinstance(held, Mapping):
+    tensors = file.value.get("module")
+    if not isinstance(tensors, Mapping):
         raise SourceError(f"{file.path} holds no module")
-    found = {}
-    for name, ref in held.items():
+    fragments = {}
+    for name, ref in tensors.items():
         if isinstance(ref, TensorRef):
-            found[str(name)] = file.fragment(ref, str(name))
+            fragments[str(name)] = file.fragment(ref, str(name))
         elif not isinstance(ref, Opaque | None):
             raise UnsupportedError(f"{file.path}: {short(name)} holds {short(ref)}, which is not a tensor")
-    return found
+    return fragments
 
 
 def require_of_module(
@@ -103,14 +103,14 @@ def require_of_module(
     """
     shapes = {name: shape for group in groups for name, shape in group.items()}
     for name, shape in shapes.items() if modules else ():
-        held = modules[name].shape if name in modules else None
-        if held not in (shape, (0,)):
-            there = "which its module lacks" if held is None else f"which is {list(held)} in its module"
+        own_shape = modules[name].shape if name in modules else None
+        if own_shape not in (shape, (0,)):
+            there = "which its module lacks" if own_shape is None else f"which is {list(own_shape)} in its module"
             raise SourceError(f"{file.path} lays out {short(name)} {list(shape)}, {there}", MIXED)
-    said = [file.value.get(key) for key in ("frozen_param_shapes", "buffer_names", "shared_params")]
-    if not isinstance(said[0], Mapping):
+    by_name = [file.value.get(key) for key in ("frozen_param_shapes", "buffer_names", "shared_params")]
+    if not isinstance(by_name[0], Mapping):
         return  # older versions, and those that leave frozen parameters out, do not say which are frozen
-    known = {name for names in (shapes, *said) for name in names or ()}
+    known = {name for names in (shapes, *by_name) for name in names or ()}
     if odd := [name for name in modules if name not in known]:
         raise SourceError(
             f"{file.path} holds {short(odd[0])}, which it calls neither trained nor frozen nor a buffer", MIXED
@@ -143,9 +143,9 @@ def whole(file: TorchFile, state: str, modules: Mapping[str, Fragment]) -> Itera
 
 def _whole_groups(file: TorchFile, state: str) -> list[list[TensorRef]]:
     """The states of each group. A training in float32 has no master weights: its optimizer is that of torch alone."""
-    held = file.value["optimizer"]
-    masters = held.get("fp32_groups")
-    inner = held["optimizer_state_dict"] if masters is not None else held
+    optimizer = file.value["optimizer"]
+    masters = optimizer.get("fp32_groups")
+    inner = optimizer["optimizer_state_dict"] if masters is not None else optimizer
     if state == "fp32":
         return [list(group) for group in masters or ()]
     if masters is None:

@@ -72,20 +72,20 @@ def open_partitions(folder: Path, mp: int, states: Sequence[str]) -> list[Partit
     Raises:
         SourceError: a rank's file is missing, damaged, or there twice.
     """
-    found: dict[int, Path] = {}
+    paths: dict[int, Path] = {}
     for path in sorted(folder.iterdir()):
         name = saved_names.OPTIM.fullmatch(path.name)
         if name and int(name[2]) == mp:
-            other = found.setdefault(int(name[1]), path)
+            other = paths.setdefault(int(name[1]), path)
             if other is not path:
                 raise SourceError(f"{folder} holds two partitions of rank {name[1]}: {other.name} and {path.name}")
-    if not found:
+    if not paths:
         raise SourceError(f"{folder} holds no optimizer states of mp_rank_{mp:02d}", _without_states(folder))
-    partitions = {rank: _partition(read_torch(path), states) for rank, path in found.items()}
-    wanted = max([max(found) + 1, *(n for one in partitions.values() for n in one.ranks)])
+    partitions = {rank: _partition(read_torch(path), states) for rank, path in paths.items()}
+    wanted = max([max(paths) + 1, *(n for partition in partitions.values() for n in partition.ranks)])
     if wanted > deepspeed.MOST_RANKS:
         raise SourceError(f"{folder} claims {wanted} data parallel ranks", "a file is damaged, or has another's name")
-    lost = sorted(set(range(wanted)) - set(found))
+    lost = sorted(set(range(wanted)) - set(paths))
     if lost:
         names = some(list(map(str, lost)), 8)
         raise SourceError(
@@ -93,10 +93,11 @@ def open_partitions(folder: Path, mp: int, states: Sequence[str]) -> list[Partit
             _without_states(folder),
         )
     require_same_save(list(partitions.values()))
-    for one in partitions.values():
-        if {n for n in one.ranks if n != wanted}:
+    for partition in partitions.values():
+        if {n for n in partition.ranks if n != wanted}:
             raise SourceError(
-                f"{one.path} belongs to {min(one.ranks)} data parallel ranks, {wanted} are there: files of another run",
+                f"{partition.path} belongs to {min(partition.ranks)} data parallel ranks, {wanted} are there: "
+                "files of another run",
                 "remove those that are older than the others",
             )
     return [partitions[rank] for rank in sorted(partitions)]
@@ -115,11 +116,11 @@ def require_same_save(partitions: Sequence[Partition]) -> None:
         SourceError: one has not.
     """
     first = partitions[0]
-    for one in partitions[1:]:
-        for what, ours, others in (("stage", one.stage, first.stage), ("step", _steps(one), _steps(first))):
+    for partition in partitions[1:]:
+        for what, ours, others in (("stage", partition.stage, first.stage), ("step", _steps(partition), _steps(first))):
             if ours != others:
                 raise SourceError(
-                    f"{one.path} is of {what} {ours}, {first.path} of {others}: files of different saves",
+                    f"{partition.path} is of {what} {ours}, {first.path} of {others}: files of different saves",
                     "copy the files of one save from all nodes",
                 )
 
@@ -136,16 +137,16 @@ def _partition(file: TorchFile, states: Sequence[str]) -> Partition:
         raise SourceError(f"{file.path} holds no ZeRO partition of a version that is known") from None
 
 
-def _parse(file: TorchFile, held: Mapping[str, Any], states: Sequence[str]) -> Partition:
+def _parse(file: TorchFile, optimizer: Mapping[str, Any], states: Sequence[str]) -> Partition:
     if "ds_autoep_layers" in file.value or "autoep_layers" in file.value:
         raise UnsupportedError(f"{file.path}: expert parallel optimizer states are not supported")
-    said = held.get("zero_stage", 1)  # BF16_Optimizer says no stage
-    stage = said.args[0] if isinstance(said, Opaque) else said
+    saved_stage = optimizer.get("zero_stage", 1)  # BF16_Optimizer says no stage
+    stage = saved_stage.args[0] if isinstance(saved_stage, Opaque) else saved_stage
     if stage not in (1, 2, 3):
         raise UnsupportedError(f"{file.path}: ZeRO stage {short(stage)} is not known")
-    masters = held["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
-    moments = held["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
-    paddings = [0] * len(masters) if stage == 3 else list(held["group_paddings"])
+    masters = optimizer["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
+    moments = optimizer["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+    paddings = [0] * len(masters) if stage == 3 else list(optimizer["group_paddings"])
     groups = {}
     for state in states:
         refs = masters if state == "fp32" else [moments["state"].get(i, {}).get(state) for i in range(len(masters))]
@@ -156,24 +157,24 @@ def _parse(file: TorchFile, held: Mapping[str, Any], states: Sequence[str]) -> P
             raise SourceError(f"{file.path} holds {state} as {odd}, which is no float: the file is damaged")
         lengths = [flat_fragment(file, ref, "").shape[0] for ref in masters]
         stripped = [
-            pad if "zero_stage" in held and flat.shape[0] == length else 0
+            pad if "zero_stage" in optimizer and flat.shape[0] == length else 0
             for flat, pad, length in zip(flats, paddings, lengths, strict=True)
         ]
         groups[state] = tuple(map(Flat, flats, stripped))
-    count = held["partition_count"]
+    count = optimizer["partition_count"]
     ranks = tuple(count) if isinstance(count, list) else (count,)
     if not all(type(n) is int and n > 0 for n in ranks) or not all(type(n) is int and n >= 0 for n in paddings):
         raise ValueError
-    gaps = tuple(tuple(group) for group in held.get("param_alignment_paddings") or ())
-    inner = [one for _, one in sorted(moments["state"].items()) if isinstance(one, Mapping)]
-    steps = tuple(number(file, one["step"]) for one in inner if "step" in one)
+    gaps = tuple(tuple(group) for group in optimizer.get("param_alignment_paddings") or ())
+    inner = [value for _, value in sorted(moments["state"].items()) if isinstance(value, Mapping)]
+    steps = tuple(number(file, value["step"]) for value in inner if "step" in value)
     settings = tuple(
-        {name: number(file, one) if isinstance(one, TensorRef) else one for name, one in group.items()}
+        {name: number(file, value) if isinstance(value, TensorRef) else value for name, value in group.items()}
         for group in moments["param_groups"]
     )
     if not settings:
         raise SourceError(f"{file.path} holds an optimizer without a group of parameters")
-    kept = frozenset(str(name) for one in inner for name in one)
+    kept = frozenset(str(name) for value in inner for name in value)
     if more := sorted(set(moments["state"]) - set(range(len(masters)))):
         groups_of = f"states of group {short(more[0])}, and master weights of {len(masters)} groups"
         raise SourceError(f"{file.path} holds {groups_of}")
@@ -188,15 +189,15 @@ def require_trained(partitions: Sequence[Partition]) -> None:
         UnsupportedError: there is more than Adam keeps.
     """
     first = partitions[0]
-    for one in partitions:
-        require_known(one.path, one.kept)
-        for group in one.settings:
-            require_states(group, str(one.path))
-        for index, (ours, others) in enumerate(zip(one.settings, first.settings, strict=False)):
+    for partition in partitions:
+        require_known(partition.path, partition.kept)
+        for group in partition.settings:
+            require_states(group, str(partition.path))
+        for index, (ours, others) in enumerate(zip(partition.settings, first.settings, strict=False)):
             for name in sorted({*ours, *others} - {"params"}):
                 if ours.get(name) != others.get(name):
                     raise SourceError(
-                        f"{one.path} has {name} = {short(ours.get(name))} in group {index} of its optimizer, "
+                        f"{partition.path} has {name} = {short(ours.get(name))} in group {index} of its optimizer, "
                         f"{first.path} has {short(others.get(name))}: files of different runs or saves",
                         "copy the files of one save from all nodes",
                     )
@@ -275,10 +276,10 @@ def step_of(partitions: Sequence[Partition]) -> float:
         SourceError: a file does not say.
         UnsupportedError: not all groups of parameters have made the same number.
     """
-    for one in partitions:
-        if len(one.steps) < len(one.groups["fp32"]):
-            raise SourceError(f"{one.path} does not say how many steps its optimizer has made")
-    steps = {step for one in partitions for step in one.steps}
+    for partition in partitions:
+        if len(partition.steps) < len(partition.groups["fp32"]):
+            raise SourceError(f"{partition.path} does not say how many steps its optimizer has made")
+    steps = {step for partition in partitions for step in partition.steps}
     if len(steps) > 1:
         raise UnsupportedError(f"{partitions[0].path.parent}: its groups of parameters have made {sorted(steps)} steps")
     return steps.pop() if steps else 0.0
@@ -321,14 +322,14 @@ def load(
     Raises:
         SourceError: the sizes do not add up.
     """
-    held = [one.groups[state] for one in partitions]
-    if any(len(groups) != len(shapes) for groups in held):
+    flat_groups = [partition.groups[state] for partition in partitions]
+    if any(len(groups) != len(shapes) for groups in flat_groups):
         raise SourceError(
-            f"{partitions[0].path} has {len(held[0])} flat parameter groups, its model file {len(shapes)}: files of "
-            "different runs"
+            f"{partitions[0].path} has {len(flat_groups[0])} flat parameter groups, its model file {len(shapes)}: "
+            "files of different runs"
         )
     for number, group in enumerate(shapes):
-        flats = [groups[number] for groups in held]
+        flats = [groups[number] for groups in flat_groups]
         if partitions[0].stage == 3:
             yield from _by_parameter(flats, group)
         else:
@@ -405,9 +406,11 @@ class _Flats(NamedTuple):
             if flat.dtype != flats[0].dtype:
                 raise SourceError(f"{flat.path} holds {flat.dtype}, {flats[0].path} {flats[0].dtype}")
         member = np.array([flat.member or (0, 0, 0) for flat in flats], np.int64)
-        held = member if all(flat.member for flat in flats) else None
+        common_member = member if all(flat.member for flat in flats) else None
         offset = np.array([flat.offset for flat in flats], np.int64)
-        return cls(flats[0].dtype, [flat.path for flat in flats], np.arange(len(flats), dtype=np.int32), offset, held)
+        return cls(
+            flats[0].dtype, [flat.path for flat in flats], np.arange(len(flats), dtype=np.int32), offset, common_member
+        )
 
     def pieces(self, at: int, part: int, numel: int) -> Columns:
         """A parameter: `part` elements on each rank, `at` elements into the group, as far as it has so many."""

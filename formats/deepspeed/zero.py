@@ -98,9 +98,9 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     twins = _twins(placed, keys, modules) if wanted == "fp32-master" and not (third or whole) else ()
     if settings.weights is None and (third or whole) and settings.adapter is None:
         notes.append(_no_module({one.fragment.dtype for one in placed}))
-    held = models[0].value
-    topology = {"dp": held.get("dp_world_size", 1)}
-    details = Details(shown={"iteration": held.get("global_steps"), "folder": tag.name})
+    state = models[0].value
+    topology = {"dp": state.get("dp_world_size", 1)}
+    details = Details(shown={"iteration": state.get("global_steps"), "folder": tag.name})
     files = tuple(sorted(files_of(pieces)))
     proof = None
     if WEIGHTS[wanted] in ("exp_avg", "exp_avg_sq") and not (third or whole):
@@ -160,7 +160,7 @@ def _models(tag: Path) -> list[TorchFile]:
     count = world if isinstance(world, int) else max(opened) + 1
     if count > deepspeed.MOST_RANKS:
         raise SourceError(f"{opened[first].path} claims {count} data parallel ranks")
-    require_same({one.path: one.value.get for one in opened.values()}, TIES)
+    require_same({file.path: file.value.get for file in opened.values()}, TIES)
     lost = sorted(set(range(count)) - set(opened))
     if lost or len(opened) > count:
         names = ", ".join(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in lost[:4])
@@ -169,7 +169,7 @@ def _models(tag: Path) -> list[TorchFile]:
             + (f"; it lacks {names}" if lost else ""),
             "copy them from their nodes" if lost else "remove the files of another run",
         )
-    return [_require_alone(one) for one in opened.values()]
+    return [_require_alone(file) for file in opened.values()]
 
 
 def _require_alone(file: TorchFile) -> TorchFile:
@@ -186,6 +186,11 @@ def _file(path: Path) -> TorchFile:
     file = read_torch(path)
     if not isinstance(file.value, Mapping):
         raise SourceError(f"{path} holds no model states of DeepSpeed")
+    experts = file.value.get("num_experts")  # of each MoE layer: engine.py `_save_moe_checkpoint`, 0.19.8
+    if experts or "ds_autoep_layers" in file.value:
+        raise UnsupportedError(
+            f"{path} is of a model with DeepSpeed's MoE layers (num_experts = {short(experts)}): not supported"
+        )
     return file
 
 
@@ -224,16 +229,16 @@ def _states(
     """What the optimizer keeps of each parameter; and what it keeps nothing of, as the model has it."""
     first = models[0]
     if first.value.get("optimizer") is not None:
-        found = dict(model_files.whole(first, state, _trained(first, modules)))
+        tensors = dict(model_files.whole(first, state, _trained(first, modules)))
     else:
         partitions = zero_partitions.open_partitions(tag, 0, sorted({"fp32", state}))
         _require_same_stage(first, partitions)
         model_files.require_of_module(first, model_files.param_shapes(first), modules)
         if partitions[0].stage == 3 and len(partitions) != len(models):
             raise SourceError(f"{tag} holds {len(models)} model files and {len(partitions)} files of optimizer states")
-        found = dict(zero_partitions.load(partitions, model_files.param_shapes(first), state))
-        found |= dict(model_files.frozen(models if partitions[0].stage == 3 else models[:1]))
-    others = {name: one for name, one in modules.items() if name not in found}
+        tensors = dict(zero_partitions.load(partitions, model_files.param_shapes(first), state))
+        tensors |= dict(model_files.frozen(models if partitions[0].stage == 3 else models[:1]))
+    others = {name: one for name, one in modules.items() if name not in tensors}
     aliases = _shared(first.value)
     untrained = [*(first.value.get("frozen_param_shapes") or ()), *(_trained(first, others).keys() - aliases.keys())]
     if untrained and state != "fp32":
@@ -241,7 +246,7 @@ def _states(
         raise UnsupportedError(
             f"{tag} has no {state} of frozen parameters: {names}", "--weights module or fp32-master has all tensors"
         )
-    yield from found.items()
+    yield from tensors.items()
     yield from ((name, one) for name, one in _module(first, others) if name not in aliases)
 
 
@@ -298,11 +303,11 @@ def _require_trained(tag: Path, model: Mapping[str, Any], slots: Sequence[Slot] 
     Raises:
         SourceError: something was not trained.
     """
-    said = model.get(deepspeed.OURS)
+    marked = model.get(deepspeed.OURS)
     lists = [
         model.get("frozen_param_shapes"),
         model.get("buffer_names"),
-        *(said.values() if isinstance(said, dict) else ()),
+        *(marked.values() if isinstance(marked, dict) else ()),
     ]
     wanted = {unwrapped(str(name)) for names in lists if isinstance(names, list | dict) for name in names}
     if slots is not None:
@@ -342,19 +347,19 @@ def trained(tag: Path, accept: Collection[str] = ()) -> Training:
     return Training(states, module, first.value, shapes, partitions)
 
 
-def states_of(source: Checkpoint, held: Training) -> dict[str, Checkpoint]:
+def states_of(source: Checkpoint, training: Training) -> dict[str, Checkpoint]:
     """The optimizer states of an opened checkpoint, each as a checkpoint of its own.
 
     Args:
         source: the checkpoint.
-        held: what `trained` gave of its `home`.
+        training: what `trained` gave of its `home`.
 
     Raises:
         UnsupportedError: a tensor of the model is not trained.
     """
-    found = {}
-    for state, each in held.states.items():
-        tensors = {**each, **_aliases(held.model, each)}
+    checkpoints = {}
+    for state, each in training.states.items():
+        tensors = {**each, **_aliases(training.model, each)}
         keys = _keys(tensors, source.home)
         slots = huggingface.model_slots(source.spec, keys)
         needed = [slot for slot in slots if "optional" not in slot.rule.conditions]
@@ -369,16 +374,16 @@ def states_of(source: Checkpoint, held: Training) -> dict[str, Checkpoint]:
             slots, {ALONE: whole}, huggingface.drops(source.spec, keys, source.settings), source.home
         )
         pieces = _spread(placed, keys, tensors)
-        found[state] = replace(
+        checkpoints[state] = replace(
             source,
             tensors=pieces,
             dropped=tuple(dropped),
             files=tuple(sorted(files_of(pieces))),
-            twins=_twins(placed, keys, held.module) if state == "fp32" else (),
+            twins=_twins(placed, keys, training.module) if state == "fp32" else (),
             notes=(),
             proof=None,
         )
-    return found
+    return checkpoints
 
 
 def _require_same_stage(model: TorchFile, partitions: Sequence[zero_partitions.Partition]) -> None:
@@ -396,8 +401,8 @@ def _trained(file: TorchFile, modules: Mapping[str, Fragment]) -> dict[str, Frag
 
 def _shared(model: Mapping[str, Any]) -> dict[str, str]:
     """The owner of each parameter that has two names, by the other one. Only the first rank's file knows."""
-    held = model.get("shared_params") or {}
-    return {str(alias): str(owner) for alias, owner in held.items()}
+    aliases = model.get("shared_params") or {}
+    return {str(alias): str(owner) for alias, owner in aliases.items()}
 
 
 def _aliases(model: Mapping[str, Any], tensors: Mapping[str, Scattered]) -> dict[str, Scattered]:
@@ -433,17 +438,17 @@ def _config_folder(path: Path, run: Path, tag: Path, settings: Settings) -> Path
 
 def _no_module(dtypes: Collection[str]) -> str:
     """What weights are taken where a checkpoint has master weights alone; DeepSpeed can keep these in 16 bits too."""
-    said = "it holds no module: these are the {} master weights"
+    text = "it holds no module: these are the {} master weights"
     if "F32" in dtypes:
-        return said.format("float32") + "; --dtype bf16 rounds them as DeepSpeed does"
-    return said.format(" and ".join(sorted(dtypes)))
+        return text.format("float32") + "; --dtype bf16 rounds them as DeepSpeed does"
+    return text.format(" and ".join(sorted(dtypes)))
 
 
 def _twins(placed: Sequence[Placed], keys: Mapping[str, str], modules: Mapping[str, Fragment]) -> tuple[Placed, ...]:
     """The module's own tensors, where the optimizer has a master weight of them, or the file a copy of a frozen one."""
-    found = [(one, modules.get(keys[one.key])) for one in placed if not one.slot.replica]
+    pairs = [(one, modules.get(keys[one.key])) for one in placed if not one.slot.replica]
     return tuple(
         one._replace(fragment=own)
-        for one, own in found
+        for one, own in pairs
         if own is not None and own.shape == one.slot.shape and own != one.fragment
     )

@@ -53,9 +53,9 @@ def check_unknown(path: Path) -> None:
 
 def _refuse(path: Path, signs: Iterable[Sign]) -> None:
     for sign in signs:
-        if found := sign.told_by(path):
+        if telling := sign.told_by(path):
             raise UnsupportedError(
-                f"{path} is {sign.what}, which is not read ({found} tells)", sign.hint.format(folder=path)
+                f"{path} is {sign.what}, which is not read ({telling} tells)", sign.hint.format(folder=path)
             )
 
 
@@ -67,8 +67,10 @@ def _holds(*patterns: str) -> Callable[[Path], Path | None]:
         if not path.is_dir():
             return path if len(wanted) == 1 and any(fnmatch(path.name, one) for one in wanted[0]) else None
         names = sorted(entry.name for entry in islice(path.iterdir(), MOST_ENTRIES))
-        found = [next((name for one in group for name in names if fnmatch(name, one)), None) for group in wanted]
-        return None if None in found or not found[0] else path / found[0]
+        names_of_groups = [
+            next((name for one in group for name in names if fnmatch(name, one)), None) for group in wanted
+        ]
+        return None if None in names_of_groups or not names_of_groups[0] else path / names_of_groups[0]
 
     return told_by
 

@@ -37,8 +37,8 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
         and (not family.blocks or any(block in family.blocks for block in _blocks(family, config)))
     ]
 
-    def likeness(one: Family) -> tuple[bool, int]:
-        return config.get("architectures") == [one.architecture], len((*one.marks, *one.blocks))
+    def likeness(family: Family) -> tuple[bool, int]:
+        return config.get("architectures") == [family.architecture], len((*family.marks, *family.blocks))
 
     return max(fitting, key=likeness, default=None)
 

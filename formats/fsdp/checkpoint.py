@@ -115,7 +115,7 @@ def _starts(entries: Sequence[dcp.Entry]) -> list[str]:
 
 def _split(name: str, containers: Sequence[str]) -> tuple[str, ...]:
     """The path of a key that an old torch did not record: its container is one of these."""
-    own = [one for one in containers if one and name.startswith(f"{one}.")]
+    own = [prefix for prefix in containers if prefix and name.startswith(f"{prefix}.")]
     if own:
         container = max(own, key=len)
         return (container, name.removeprefix(f"{container}."))
@@ -125,12 +125,12 @@ def _split(name: str, containers: Sequence[str]) -> tuple[str, ...]:
 def _shards(folder: Path, _: Settings) -> Listing:
     """Files of torch's HuggingFaceStorageWriter: each says which box of a tensor it holds."""
     files = sorted(path for path in folder.iterdir() if SHARD.fullmatch(path.name))
-    found = [tuple(map(int, parts.groups())) for path in files if (parts := SHARD.fullmatch(path.name))]
-    ranks = {rank for rank, _, _ in found}
+    numbered = [tuple(map(int, parts.groups())) for path in files if (parts := SHARD.fullmatch(path.name))]
+    ranks = {rank for rank, _, _ in numbered}
     lost = sorted(set(range(1, max(ranks) + 1)) - ranks)
-    if lost or len({count for _, _, count in found}) > 1:
+    if lost or len({count for _, _, count in numbered}) > 1:
         raise SourceError(f"{folder} lacks the files of shard {', '.join(map(str, lost))} of {max(ranks)} or more")
-    numbers, (count,) = {number for _, number, _ in found}, {count for _, _, count in found}
+    numbers, (count,) = {number for _, number, _ in numbered}, {count for _, _, count in numbered}
     if lost := sorted(set(range(1, count + 1)) - numbers):
         raise SourceError(f"{folder} lacks files model-{lost[0]:05d}-of-{count:05d} of all of its shards")
     pieces: dict[str, list[tuple[tuple[int, ...], Fragment]]] = {}
@@ -331,8 +331,8 @@ def _keys(path: Path, listing: Listing, settings: Settings) -> dict[str, int]:
 def _outer(keys: Mapping[str, object], spec: Spec) -> str:
     """What a module around the model puts before all of its keys, such as `model.` of a LightningModule."""
     names = huggingface.model_slots(spec)[0].keys
-    found = [key.removesuffix(name) for key in keys for name in names if key.endswith(f".{name}")]
-    outer = min(found, key=len, default="")
+    prefixes = [key.removesuffix(name) for key in keys for name in names if key.endswith(f".{name}")]
+    outer = min(prefixes, key=len, default="")
     return outer if keys.keys().isdisjoint(names) and all(key.startswith(outer) for key in keys) else ""
 
 
@@ -342,16 +342,22 @@ def _container(paths: Sequence[tuple[str, ...]], wanted: str | None, where: Path
     Raises:
         RefusedError: several could be.
     """
-    held = list(dict.fromkeys(path[:-1] for path in paths))
+    containers = list(dict.fromkeys(path[:-1] for path in paths))
     if wanted is not None:
-        named = [one for one in held if ".".join(one) == wanted]
+        named = [container for container in containers if ".".join(container) == wanted]
         if not named:
-            raise RefusedError(f"{where} holds no {wanted!r}", f"it holds {_names(held)}")
+            raise RefusedError(f"{where} holds no {wanted!r}", f"it holds {_names(containers)}")
         return named[0]
     embedded = {path[:-1] for path in paths if EMBEDDING.fullmatch(path[-1])}
-    models = [one for one in held if one in embedded and not any(part.startswith(OPTIMIZER) for part in one)]
-    models = models or [one for one in held if one and one[-1] in CONTAINERS]  # where no key tells
-    models = models or [one for one in held if not one] or held
+    models = [
+        container
+        for container in containers
+        if container in embedded and not any(part.startswith(OPTIMIZER) for part in container)
+    ]
+    models = models or [
+        container for container in containers if container and container[-1] in CONTAINERS
+    ]  # where no key tells
+    models = models or [container for container in containers if not container] or containers
     if len(models) != 1:
         raise RefusedError(f"{where} could hold several models: {_names(models)}", "name one with --container")
     return models[0]
@@ -448,9 +454,9 @@ def _settings(optimizer: Optimizer, trained: Iterable[Slot]) -> dict[dcp_writer.
     """Steps, and parameter groups if they are known, by where torch's `get_optimizer_state_dict` has them."""
     step = step_tensor(optimizer.step)
     members: dict[Group, list[str]] = {group: [] for group in optimizer.groups.values()}
-    found: dict[dcp_writer.Keys, bytes | Small] = {}
+    by_keys: dict[dcp_writer.Keys, bytes | Small] = {}
     for slot in trained:
-        found[OPTIMIZER, "state", slot.keys[0], "step"] = step
+        by_keys[OPTIMIZER, "state", slot.keys[0], "step"] = step
         groups = {optimizer.groups[name, slot.layer] for name in slot.rule.pattern.tensors if optimizer.groups}
         if len(groups) > 1:
             raise UnsupportedError(f"{slot.keys[0]} would have to be in {len(groups)} groups of the optimizer")
@@ -458,5 +464,5 @@ def _settings(optimizer: Optimizer, trained: Iterable[Slot]) -> dict[dcp_writer.
             members[group].append(slot.keys[0])
     for number, (group, keys) in enumerate(members.items()):
         settings = {**group._asdict(), **ADAMW, "params": keys}
-        found |= {(OPTIMIZER, "param_groups", number, name): packed(value) for name, value in settings.items()}
-    return found
+        by_keys |= {(OPTIMIZER, "param_groups", number, name): packed(value) for name, value in settings.items()}
+    return by_keys

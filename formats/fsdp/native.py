@@ -45,14 +45,14 @@ def biases(slots: Iterable[Slot], keys: Iterable[str], spec: Spec, accept: Colle
         RefusedError: there are some, and `accept` does not name them.
     """
     placed = {key for slot in slots for key in slot.keys}
-    found = [key for key in keys if key.rpartition(".")[2] == BIAS and key not in placed]
-    if found and BIAS not in accept:
+    expert_biases = [key for key in keys if key.rpartition(".")[2] == BIAS and key not in placed]
+    if expert_biases and BIAS not in accept:
         raise RefusedError(
-            f"{where}: {len(found)} routers have a bias by which the training chose experts, such as {found[0]}, and a "
-            f"{spec.family} has none",
+            f"{where}: {len(expert_biases)} routers have a bias by which the training chose experts, such as "
+            f"{expert_biases[0]}, and a {spec.family} has none",
             f"--accept {BIAS} leaves it out, as torchtitan's export does: experts are chosen by their scores alone",
         )
-    return found
+    return expert_biases
 
 
 def trainer_of(keys: Collection[str]) -> str | None:

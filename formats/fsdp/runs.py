@@ -17,7 +17,7 @@ def checkpoints(path: Path, detect: Callable[[Path], bool]) -> list[Path]:
     try:
         if not path.is_dir() or detect(path):
             return []
-        found = [(int(step[1]), child) for child in path.iterdir() if (step := STEPS.fullmatch(child.name))]
-        return [child for _, child in sorted(found, reverse=True) if child.is_dir() and detect(child)]
+        numbered = [(int(step[1]), child) for child in path.iterdir() if (step := STEPS.fullmatch(child.name))]
+        return [child for _, child in sorted(numbered, reverse=True) if child.is_dir() and detect(child)]
     except OSError as error:
         raise SourceError(f"{error.filename or path}: {error.strerror}") from None

@@ -63,7 +63,7 @@ PEFT_MERGES = "merge it with PEFT: PeftModel.from_pretrained(BASE, ADAPTER).merg
 
 
 class Saved(NamedTuple):
-    """An adapter as it lies on disk.
+    """An adapter as it is on disk.
 
     Attributes:
         root: its folder, or the checkpoint that it is in.
@@ -154,6 +154,7 @@ def require_lora(config: Mapping[str, Any], where: Path) -> None:
 
     Raises:
         UnsupportedError: they are not.
+        SourceError: PEFT itself does not load them.
     """
     method = config.get("peft_type")
     if method != "LORA":
@@ -172,6 +173,12 @@ def require_lora(config: Mapping[str, Any], where: Path) -> None:
         raise UnsupportedError(
             f"{where} says {odd[0]} = {short(config[odd[0]])}, which no PEFT up to 0.21 has", PEFT_MERGES
         )
+    layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern")
+    by_expression = isinstance(config.get("target_modules"), str) and (layers is not None or pattern is not None)
+    if by_expression or (pattern and layers is None):  # tuners/lora/config.py `__post_init__`, peft 0.21
+        names = "layers_to_transform or layers_pattern beside an expression in target_modules"
+        names = names if by_expression else "layers_pattern without layers_to_transform"
+        raise SourceError(f"{where} has {names}, which PEFT does not load", "copy the one that PEFT wrote")
 
 
 def parse(saved: Saved, parameters: Sequence[str]) -> Adapter:

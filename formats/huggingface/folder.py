@@ -124,23 +124,34 @@ def read(path: Path, settings: Settings) -> Checkpoint:
             f"{path} holds a PEFT adapter, which transformers would add to the weights",
             "move the adapter out, and merge it: convert merge BASE ADAPTER OUT",
         )
-    found, note = read_files(path), ""
-    require_plain(found, path)
-    files = tuple(sorted({fragment.path for fragment in found.values()}))
+    fragments, note = read_files(path), ""
+    require_plain(fragments, path)
+    files = tuple(sorted({fragment.path for fragment in fragments.values()}))
     config, folder = read_config(path), settings.config or path
     named = config if folder == path else read_config(folder)
-    part = text_alone.alone(named, found, settings, str(folder / "config.json"))
-    found = part.of(text_alone.upright(named, found, settings))
-    spec = spec_of({key: fragment.shape for key, fragment in found.items()}, part.config, folder, settings)
+    part = text_alone.alone(named, fragments, settings, str(folder / "config.json"))
+    fragments = part.of(text_alone.upright(named, fragments, settings))
+    spec = spec_of({key: fragment.shape for key, fragment in fragments.items()}, part.config, folder, settings)
     if isinstance(spec, ModelSpec):
-        found, note = dequantized(found, config)
-    placed, dropped = match(model_slots(spec, found), {ALONE: found}, drops(spec, found, settings), path)
+        fragments, note = dequantized(fragments, config)
+    placed, dropped = match(model_slots(spec, fragments), {ALONE: fragments}, drops(spec, fragments, settings), path)
     other = strays(path)
     besides = f"{some(other, 4)} in {path} are not read: no tensor of the model is in them" if other else ""
     notes = tuple(filter(None, [note, unread(path), besides]))
-    held = config if settings.only is None else part.config
+    own_config = config if settings.only is None else part.config
     return Checkpoint(
-        path, path, NAME, spec, tuple(placed), tuple(dropped), files, {}, path, notes=notes, config=held, left=part.left
+        path,
+        path,
+        NAME,
+        spec,
+        tuple(placed),
+        tuple(dropped),
+        files,
+        {},
+        path,
+        notes=notes,
+        config=own_config,
+        left=part.left,
     )
 
 
@@ -155,19 +166,19 @@ def read_files(path: Path) -> dict[str, Fragment]:
     weight_map = read_weight_map(path, single, index)
     names = [single] if weight_map is None else sorted(set(weight_map.values()))
     soon(path / name for name in names)
-    held = {name: read_file(path / name) for name in names}
-    found: dict[str, Fragment] = {}
-    for name, tensors in held.items():
+    by_file = {name: read_file(path / name) for name in names}
+    fragments: dict[str, Fragment] = {}
+    for name, tensors in by_file.items():
         for key, fragment in tensors.items():
             if weight_map is not None and weight_map.get(key) != name:
                 raise SourceError(f"{path / name} holds {key}, which {index} places in {weight_map.get(key)}")
-            found[key] = fragment
-    lost = [key for key in weight_map or {} if key not in found]
+            fragments[key] = fragment
+    lost = [key for key in weight_map or {} if key not in fragments]
     if weight_map and lost:
         raise SourceError(
             f"{path / weight_map[lost[0]]} lacks {lost[0]}, which {index} places there ({len(lost)} in all)"
         )
-    return {key: found[key] for key in weight_map or found}
+    return {key: fragments[key] for key in weight_map or fragments}
 
 
 def _read_pickled(path: Path) -> dict[str, Fragment]:
@@ -175,12 +186,12 @@ def _read_pickled(path: Path) -> dict[str, Fragment]:
     file = read_torch(path)
     if not isinstance(file.value, Mapping):
         raise UnsupportedError(f"{path} holds no state dict")
-    found = {}
+    fragments = {}
     for key, value in file.value.items():
         if not isinstance(value, TensorRef):
             raise UnsupportedError(f"{path} holds {short(key)}, which is not a tensor")
-        found[str(key)] = file.fragment(value, str(key))
-    return found
+        fragments[str(key)] = file.fragment(value, str(key))
+    return fragments
 
 
 def _read_safe(path: Path) -> dict[str, Fragment]:
@@ -196,11 +207,11 @@ def spec_of(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], folde
         folder: the folder of that file.
         settings: what the user said.
     """
-    said, file = _said(settings), str(folder / "config.json")
+    stated, file = _said(settings), str(folder / "config.json")
     left = {*mtp.dropped(shapes, settings)}
     shapes = {key: shape for key, shape in shapes.items() if key not in left}
     if settings.verbatim:
-        return untabled.describe(config, shapes, said, "--verbatim")
+        return untabled.describe(config, shapes, stated, "--verbatim")
     try:
         require_class(config, file)
         spec = read_spec(config, folder, settings)
@@ -212,7 +223,7 @@ def spec_of(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], folde
                 f"{file}: --only text of quantized weights is for language models with a table: {error}"
             ) from None
         require_biases(config, shapes, file)
-        return untabled.describe(config, shapes, said, str(error))
+        return untabled.describe(config, shapes, stated, str(error))
 
 
 def model_slots(spec: Spec, keys: Iterable[str] = (), *, memory: bool = False) -> list[Slot]:

@@ -49,7 +49,10 @@ def require_class(config: Mapping[str, Any], where: str) -> None:
         return
     others = [one.name for one in FAMILIES.values() if names == [one.architecture]]
     if others:
-        raise SourceError(f"{where} contradicts itself: the model type {family.name}, and the class of {others[0]}")
+        raise SourceError(
+            f"{where} contradicts itself: the model type {family.name}, and the class of {others[0]}",
+            "correct model_type or architectures, whichever is of another model",
+        )
     if names:
         raise UnsupportedError(
             f"{where}: a model of the class {short(names)} has no table, only {family.architecture}: correct "
@@ -124,7 +127,10 @@ def require_table(config: Mapping[str, Any], family: Family, where: str) -> None
     for key in family.keys.values():
         said = [f"{one} = {short(config[one])}" for one in key.split() if one in config]
         if len({one.partition(" = ")[2] for one in said}) > 1:
-            raise SourceError(f"{where} contradicts itself: {' and '.join(said)}")
+            raise SourceError(
+                f"{where} contradicts itself: {' and '.join(said)}",
+                "remove the one that the model was not trained with",
+            )
 
 
 def _require_full(config: Mapping[str, Any], family: Family, where: str) -> None:

@@ -89,8 +89,8 @@ def biases(*keys: str) -> Codec:
                 raise UnsupportedError(f"{context.where}: {key} = {short(value)} is neither true nor false")
         return _family(context).biases_of(given)
 
-    def write(held: tuple[str, ...], context: Context) -> Spelled:
-        return {key: set(_family(context).biases[key][0].split()) <= set(held) for key in keys}
+    def write(conditions: tuple[str, ...], context: Context) -> Spelled:
+        return {key: set(_family(context).biases[key][0].split()) <= set(conditions) for key in keys}
 
     return Codec(read, write)
 

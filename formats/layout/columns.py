@@ -77,10 +77,10 @@ _BOXES: WeakValueDictionary[tuple[object, ...], Boxes] = WeakValueDictionary()
 def boxes(ranges: Ints, *, flat: bool = False) -> Boxes:
     """Boxes of int64 [pieces, dimensions, 2]: the same object for the same numbers."""
     key = (blake3(ranges.tobytes()).digest(16), ranges.shape, flat)
-    found = _BOXES.get(key)
-    if found is None:
-        _BOXES[key] = found = Boxes(ranges, flat)
-    return found
+    known = _BOXES.get(key)
+    if known is None:
+        _BOXES[key] = known = Boxes(ranges, flat)
+    return known
 
 
 @dataclass(frozen=True, eq=False)

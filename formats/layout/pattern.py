@@ -96,8 +96,8 @@ class Pattern:
     @cached_property
     def tensors(self) -> tuple[str, ...]:
         """The logical tensors that this physical tensor holds, in order of appearance."""
-        found = [self.label] if self.label else [label for label, _ in _branches(self.dims) if label]
-        return tuple(dict.fromkeys(found))
+        labels = [self.label] if self.label else [label for label, _ in _branches(self.dims) if label]
+        return tuple(dict.fromkeys(labels))
 
     @cached_property
     def meshes(self) -> frozenset[str]:
@@ -226,12 +226,12 @@ class _Parser:
         return label
 
     def terms(self) -> tuple[Term, ...]:
-        found = []
+        terms = []
         while self.peek() == "(" or self.peek() == "~" or self.peek().isidentifier():
             if self.peek(1) == ":":
                 raise self.fail(f"the label {self.peek()!r} must stand at the start of a branch")
-            found.append(self.term())
-        return tuple(found)
+            terms.append(self.term())
+        return tuple(terms)
 
     def term(self) -> Term:
         term: Term

@@ -127,7 +127,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     files = {path for entry in entries for path in entry.items.files}
     writers = {found[1] for file in files if (found := DATA.fullmatch(file.name))}
     experts = "local" if any(".local_experts." in key for key in tensors) else "te"
-    held = {name.partition(".")[0] for name in (*others, *objects)}
+    sections = {name.partition(".")[0] for name in (*others, *objects)}
     return Checkpoint(
         run,
         folder,
@@ -141,14 +141,14 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         details(common, args, FSDP_DTENSOR, folder, padded, names_of(tensors), experts, interleaves),
         config=config,
         padded_vocab=padded,
-        state=tuple(name for name in STATE if name in held),
+        state=tuple(name for name in STATE if name in sections),
     )
 
 
 def _common(folder: Path) -> TorchFile:
     """What is the same on all ranks and no tensor, in one."""
-    found = dcp.read_objects(folder, OBJECTS)
-    return TorchFile(folder / dcp.METADATA, {name: file.value for name, file in found.items()}, {})
+    objects = dcp.read_objects(folder, OBJECTS)
+    return TorchFile(folder / dcp.METADATA, {name: file.value for name, file in objects.items()}, {})
 
 
 def _tensors(folder: Path, entries: Sequence[dcp.Entry]) -> dict[str, Scattered]:
@@ -160,10 +160,10 @@ def _tensors(folder: Path, entries: Sequence[dcp.Entry]) -> dict[str, Scattered]
     """
     mine: dict[str, dcp.Entry] = {}
     for entry in entries:
-        if found := KEY.fullmatch(entry.name):
-            if found[1]:
+        if key := KEY.fullmatch(entry.name):
+            if key[1]:
                 raise UnsupportedError(f"{folder} holds {entry.name}: virtual pipeline chunks are not supported")
-            mine[found[2]] = entry
+            mine[key[2]] = entry
         elif entry.name.partition(".")[0] not in BESIDE and prod(entry.shape) > 1:
             raise RefusedError(f"{folder} holds {entry.name} beside its model: nothing says if it is wanted")
     return dict(zip(mine, dcp.load(mine.values()), strict=True))
@@ -171,8 +171,8 @@ def _tensors(folder: Path, entries: Sequence[dcp.Entry]) -> dict[str, Scattered]
 
 def _table(spec: ModelSpec, keys: Iterable[str]) -> list[Rule]:
     """The rows for a model, of which these keys are there: without a gate nothing is apart."""
-    held, table = set(keys), MODEL if "plain" in spec.conditions else TABLE
-    return [rule for rule in table if "copy" not in rule.conditions or rule.key in held]
+    present, table = set(keys), MODEL if "plain" in spec.conditions else TABLE
+    return [rule for rule in table if "copy" not in rule.conditions or rule.key in present]
 
 
 def _require_known(args: Mapping[str, Any], spec: ModelSpec, interleaves: Mapping[str, int], where: str) -> None:

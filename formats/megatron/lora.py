@@ -133,7 +133,7 @@ def read(
     kind = "canonical" if any(f"{ADAPTER}adapter_" in key for key in tensors) else "fused"
     if peft and peft.get("_target_") != CLASSES[kind]:
         raise UnsupportedError(f"{common.path}: the adapter is of the class {short(peft.get('_target_'))}", EXPORT)
-    ranks = {one.shape[0] for key, one in tensors.items() if key.endswith(".linear_in.weight") and one.shape}
+    ranks = {tensor.shape[0] for key, tensor in tensors.items() if key.endswith(".linear_in.weight") and tensor.shape}
     if len(ranks) != 1:
         raise SourceError(f"{folder} holds factors of {len(ranks)} ranks: {some([*map(str, sorted(ranks))], 3)}")
     matrices = _held(tensors, TABLES[kind], model)
@@ -150,7 +150,7 @@ def read(
         shards=tp if kind == "canonical" else 0,
     )
     require_orders(spec, tp)
-    whole = {key: one.whole for key, one in tensors.items()}
+    whole = {key: tensor.whole for key, tensor in tensors.items()}
     try:
         placed, _ = match(_slots(spec), {ALONE: whole}, (), folder)
     except SourceError as error:
@@ -162,9 +162,9 @@ def read(
         folder,
         "megatron_dist",
         spec,
-        tuple(piece for one in placed for piece in pieces(one, tensors[one.key])),
+        tuple(piece for tensor in placed for piece in pieces(tensor, tensors[tensor.key])),
         left,
-        tuple(dict.fromkeys([common.path, *(path for one in tensors.values() for path in one.files)])),
+        tuple(dict.fromkeys([common.path, *(path for tensor in tensors.values() for path in tensor.files)])),
         settings=settings,
         run_config={"peft": peft} if peft else {},
     )
@@ -172,8 +172,8 @@ def read(
 
 def _held(keys: Mapping[str, Any], table: Sequence[Rule], model: ModelSpec) -> tuple[str, ...]:
     """The matrices of a model of which a layer has something."""
-    found = [rule for rule in table if any(rule.key.replace("{layer}", key.split(".")[2]) == key for key in keys)]
-    names = {name.rpartition("_lora_")[0] for rule in found for name in rule.pattern.tensors} & {*model.tensors}
+    rules = [rule for rule in table if any(rule.key.replace("{layer}", key.split(".")[2]) == key for key in keys)]
+    names = {name.rpartition("_lora_")[0] for rule in rules for name in rule.pattern.tensors} & {*model.tensors}
     return tuple(name for name in TARGETS if name in names)
 
 
@@ -243,13 +243,13 @@ def write(root: Path, spec: LoraSpec, dtype: str, alpha: float, options: Options
             f"the adapter has none of {', '.join(absent)}, and LoRA of Megatron-Bridge changes all of a fused matrix",
             "--lora canonical",
         )
-    held = [*_slots(spec), *_zeros(spec, absent)]
-    covered = {name for slot in held for name in slot.rule.pattern.tensors}
+    slots = [*_slots(spec), *_zeros(spec, absent)]
+    covered = {name for slot in slots for name in slot.rule.pattern.tensors}
     if lost := sorted({*spec.tensors} - covered):
         raise UnsupportedError(f"Megatron-Bridge has no adapter of {some(lost, 3)} of a {base.family}")
     folder, layers = name_of(iteration), base.layers
     stored, objects = [], dict[str, bytes]()
-    for slot in held:
+    for slot in slots:
         key, part = slot.keys[0], whole_part(slot.shape)
         layer = int(key.split(".")[2])
         name = key if base.mixed else key.replace(f"{LAYERS}{layer}.", LAYERS)
@@ -282,8 +282,8 @@ def _zeros(spec: LoraSpec, absent: Sequence[str]) -> list[Slot]:
     """The physical tensors of adapters that are zeros."""
     if not absent:
         return []
-    found = _slots(replace(spec, matrices=tuple(absent)))
-    return [slot._replace(rule=replace(slot.rule, pattern=_filled(slot.rule.pattern))) for slot in found]
+    slots = _slots(replace(spec, matrices=tuple(absent)))
+    return [slot._replace(rule=replace(slot.rule, pattern=_filled(slot.rule.pattern))) for slot in slots]
 
 
 def _filled(pattern: Pattern) -> Pattern:

@@ -61,12 +61,12 @@ def chunks(pipeline: Pipeline, layers: int) -> list[Chunk]:
             )
     else:
         counts = _even_counts(pipeline, layers)
-    found, start = [], 0
+    result, start = [], 0
     for index, count in enumerate(counts):
         virtual, stage = divmod(index, pipeline.stages)
-        found.append(Chunk(stage, virtual, range(start, start + count), index == 0, index == len(counts) - 1))
+        result.append(Chunk(stage, virtual, range(start, start + count), index == 0, index == len(counts) - 1))
         start += count
-    return found
+    return result
 
 
 def _divide(layers: int, parts: int, what: str) -> int:

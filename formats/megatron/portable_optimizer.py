@@ -64,17 +64,17 @@ def read(source: Checkpoint) -> Optimizer:
     return Optimizer(native.states, step, treated, _samples(native))
 
 
-def native(source: Checkpoint, found: Optimizer) -> tuple[Native, list[str]]:
+def native(source: Checkpoint, optimizer: Optimizer) -> tuple[Native, list[str]]:
     """An optimizer of any framework as Megatron's plain one, and what Megatron will do otherwise.
 
     Args:
         source: the checkpoint that it belongs to.
-        found: the optimizer, with the master weights of weights that are rounded, and of no others.
+        optimizer: the optimizer, with the master weights of weights that are rounded, and of no others.
 
     Raises:
         UnsupportedError: the settings of parameters are not known, or differ where Megatron has one for all.
     """
-    if not found.groups:
+    if not optimizer.groups:
         raise UnsupportedError(
             f"{source.home} does not say with which rate, betas, eps and weight decay Adam trains",
             "convert the weights without --with-optimizer",
@@ -83,7 +83,7 @@ def native(source: Checkpoint, found: Optimizer) -> tuple[Native, list[str]]:
     for placed in source.tensors:
         for name in set(placed.slot.rule.pattern.tensors) - BUFFERS:
             decayed = decays(placed.key, placed.slot.shape) and not name.endswith("_bias")  # experts' are in one matrix
-            sides[decayed].add(found.groups[name, placed.slot.layer])
+            sides[decayed].add(optimizer.groups[name, placed.slot.layer])
     for decayed, kinds in sides.items():
         if len(kinds) > 1:
             what = "matrices" if decayed else "vectors and biases"
@@ -100,24 +100,24 @@ def native(source: Checkpoint, found: Optimizer) -> tuple[Native, list[str]]:
             "Megatron has one rate for both",
             "convert the weights without --with-optimizer",
         )
-    step = step_tensor(found.step)
-    groups = [_words(matrices, 1.0, found.step), _words(vectors._replace(weight_decay=0.0), 0.0, found.step)]
+    step = step_tensor(optimizer.step)
+    groups = [_words(matrices, 1.0, optimizer.step), _words(vectors._replace(weight_decay=0.0), 0.0, optimizer.step)]
     schedule = {
         "max_lr": matrices.lr, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1, "lr_decay_style": "constant",
-        "num_steps": found.samples or 0, "start_wd": matrices.weight_decay, "end_wd": matrices.weight_decay,
+        "num_steps": optimizer.samples or 0, "start_wd": matrices.weight_decay, "end_wd": matrices.weight_decay,
         "wd_incr_steps": 0, "wd_incr_style": "constant",
     }  # fmt: skip
     notes = [
         "Megatron resumes with --override-opt_param-scheduler: the schedule of the other framework is not converted"
     ]
-    if found.samples is None:
+    if optimizer.samples is None:
         notes.append(
             "nothing says how many samples were trained on: data and schedule begin anew (--consumed-samples N)"
         )
     if sides[False] and vectors.weight_decay:
         notes.append(f"norms and biases had a weight decay of {vectors.weight_decay:g}: in Megatron they have none")
     head = {SCHEDULER: schedule}
-    return Native(found.states, groups, False, step, None, head, "float32"), notes
+    return Native(optimizer.states, groups, False, step, None, head, "float32"), notes
 
 
 def _words(group: Group, wd_mult: float, step: int) -> dict[str, Any]:
@@ -131,6 +131,6 @@ def _said(group: Group) -> str:
 
 
 def _samples(native: Native) -> int | None:
-    held = native.head.get(SCHEDULER)
-    steps = held.get("num_steps") if isinstance(held, dict) else None
+    scheduler = native.head.get(SCHEDULER)
+    steps = scheduler.get("num_steps") if isinstance(scheduler, dict) else None
     return steps if isinstance(steps, int) else None

@@ -174,7 +174,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     _require_interleaves(interleaves, args, apart=any(rule in SPLIT for rule in table), where=str(common.path))
     placed, dropped = match(whole_slots(spec, table, padded, interleaves), {ALONE: whole}, DROPS, folder)
     names = [*(entry.name for entry in entries), *objects]
-    held = {*common.value, *(re.split(r"[./]", name)[0] for name in names)}
+    sections = {*common.value, *(re.split(r"[./]", name)[0] for name in names)}
     files = {path for entry in entries for path in entry.items.files}
     writers = {found[1] for file in files if (found := DATA.fullmatch(file.name))}
     norm = "local" if args.get("transformer_impl") == "local" else "te"
@@ -192,7 +192,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         details(common, args, DIST, folder, padded, norm, experts, interleaves),
         config=config,
         padded_vocab=padded,
-        state=tuple(name for name in STATE if name in held),
+        state=tuple(name for name in STATE if name in sections),
     )
 
 
@@ -221,13 +221,13 @@ def tensors_in(folder: Path, entries: Sequence[dcp.Entry]) -> dict[str, Scattere
     Raises:
         SourceError: one is stacked in a way that no model is, or is there twice.
     """
-    found: dict[str, Scattered] = {}
+    tensors: dict[str, Scattered] = {}
     for entry, tensor in zip(entries, dcp.load(entries), strict=True):
-        for key, one in _layers(folder, entry.name, tensor):
-            if key in found:
+        for key, layer_tensor in _layers(folder, entry.name, tensor):
+            if key in tensors:
                 raise SourceError(f"{folder} holds {key} twice")
-            found[key] = one
-    return found
+            tensors[key] = layer_tensor
+    return tensors
 
 
 def _layers(folder: Path, name: str, tensor: Scattered) -> Iterator[tuple[str, Scattered]]:
@@ -313,7 +313,7 @@ def write(
         for rank, cut in _cuts(slot, options.mesh):
             ranks[stage * options.mesh.ranks + rank].append(_stored(slot, cut, spec, options.norm))
     if optimizer:
-        ranks = [[*held, *_states_of(optimizer, held)] for held in ranks]
+        ranks = [[*stored, *_states_of(optimizer, stored)] for stored in ranks]
     ranks = [[*chain.from_iterable(ranks)]] if options.archive else ranks
     extra = dict.fromkeys(_extra_states(spec, options.norm), packed([None]))
     files, metadata = dcp_writer.layout(root / folder, ranks, dtypes, objects=extra)
@@ -396,15 +396,15 @@ def _stored(slot: Slot, cut: Cut, spec: ModelSpec, norm: str) -> dcp_writer.Stor
     return dcp_writer.Stored(slot, cut, name, (spec.layers, *slot.shape), box)
 
 
-def _states_of(optimizer: Optimizer, held: Sequence[dcp_writer.Stored]) -> Iterator[dcp_writer.Stored]:
+def _states_of(optimizer: Optimizer, weights: Sequence[dcp_writer.Stored]) -> Iterator[dcp_writer.Stored]:
     """The states of the parameters, of which a rank holds these parts."""
     for state, dtypes in optimizer.dtypes.items():
         prefix = f"{PREFIX}{megatron_optim.stored_name(state, optimizer.distributed)}."
-        for one in held:
-            if BUFFER.fullmatch(one.slot.keys[0]):
+        for weight in weights:
+            if BUFFER.fullmatch(weight.slot.keys[0]):
                 continue
-            dtype = slot_dtype(one.slot, dtypes)
-            yield one._replace(name=prefix + one.name, state=state, dtype=dtype)
+            dtype = slot_dtype(weight.slot, dtypes)
+            yield weight._replace(name=prefix + weight.name, state=state, dtype=dtype)
 
 
 def _extra_states(spec: ModelSpec, norm: str) -> Iterator[str]:

@@ -105,7 +105,7 @@ def slots(spec: LoraSpec) -> list[Slot]:
     known = modules(base)
     rules = [rule for rule in family_named(base.family).tensors if rule.key in known]
     rules = [rule for rule in rules if {*rule.pattern.tensors} <= {*spec.matrices}]
-    found = slots_of(
+    lora_slots = slots_of(
         list(chain.from_iterable(_factors(rule, spec) for rule in rules)),
         spec.sizes,
         tensors=spec.tensors,
@@ -116,7 +116,7 @@ def slots(spec: LoraSpec) -> list[Slot]:
     )
     copies = Counter[tuple[str, int | None]]()
     numbered = []
-    for slot in found:
+    for slot in lora_slots:
         if "copy" in slot.rule.conditions:
             tensor = (slot.rule.pattern.text, slot.layer)
             copies[tensor] += 1  # 0 is that of an output head
@@ -151,9 +151,9 @@ def _factors(rule: Rule, spec: LoraSpec) -> Iterator[Rule]:
 
 def targets(spec: LoraSpec) -> list[str]:
     """The modules that it changes, as `target_modules` of PEFT: the ends of their names that no other module has."""
-    found: dict[bool, list[str]] = {True: [], False: []}
+    by_kind: dict[bool, list[str]] = {True: [], False: []}
     for key, names in modules(spec.base).items():
-        found[{*names} <= {*spec.matrices}].append(key.removesuffix(".weight"))
-    others = {key.rpartition(".")[2] for key in found[False]}
-    ends = (key.rsplit(".", 2 if key.rpartition(".")[2] in others else 1) for key in found[True])
+        by_kind[{*names} <= {*spec.matrices}].append(key.removesuffix(".weight"))
+    others = {key.rpartition(".")[2] for key in by_kind[False]}
+    ends = (key.rsplit(".", 2 if key.rpartition(".")[2] in others else 1) for key in by_kind[True])
     return [*dict.fromkeys(".".join(parts[1:]) for parts in ends)]

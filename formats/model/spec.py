@@ -35,8 +35,8 @@ class ModelSpec(Parts):
 
     def __repr__(self) -> str:
         """Its settings, without those that its family does not have."""
-        held = ((one.name, getattr(self, one.name)) for one in fields(self))
-        return f"ModelSpec({', '.join(f'{name}={value!r}' for name, value in held if value not in (None, (), {}))})"
+        pairs = ((attribute.name, getattr(self, attribute.name)) for attribute in fields(self))
+        return f"ModelSpec({', '.join(f'{name}={value!r}' for name, value in pairs if value not in (None, (), {}))})"
 
     @property
     def conditions(self) -> frozenset[str]:
@@ -166,13 +166,13 @@ class ModelSpec(Parts):
         sizes, table, kinds = self.sizes(padded_vocab), family_named(self.family).tensors, self.layer_kinds
         apart = {True: [rule for rule in table if MTP in rule.conditions]}
         apart[False] = [rule for rule in table if MTP not in rule.conditions]
-        held = {own: set(model_tensors(apart[MTP in own], {*self.conditions, *own})) for own in {*kinds}}
+        tensors_of = {own: set(model_tensors(apart[MTP in own], {*self.conditions, *own})) for own in {*kinds}}
         by_layer = [{**sizes, **own} for own in self.layer_sizes] or [sizes] * len(kinds)
         for tensor in self.tensors:
             first, *axes = TENSORS[tensor]
             if first == "layer":
                 for layer in range(len(kinds)):
-                    if tensor in held[kinds[layer]]:
+                    if tensor in tensors_of[kinds[layer]]:
                         yield tensor, layer, (1, *(by_layer[layer][axis] for axis in axes))
             else:
                 yield tensor, None, tuple(sizes[axis] for axis in TENSORS[tensor])
@@ -236,7 +236,8 @@ Spec = ModelSpec | Verbatim
 def differences(one: Spec, other: Spec) -> list[str]:
     """The settings in which two models differ, as `name: one | other`."""
     if type(one) is not type(other):
-        return [f"one is described by a table, the other is not: {one.notes[-1:] or other.notes[-1:]}"]
+        why = next(spec.why for spec in (one, other) if isinstance(spec, Verbatim))
+        return [f"one is described by a table, the other is not: {why}"]
     ours, theirs = one.settings(), other.settings()
     names = dict.fromkeys([*ours, *theirs])
     return [f"{name}: {ours.get(name)} | {theirs.get(name)}" for name in names if ours.get(name) != theirs.get(name)]

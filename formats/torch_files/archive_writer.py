@@ -48,7 +48,7 @@ MOST_BYTES = 64
 
 def archived(
     path: Path,
-    held: Sequence[Held],
+    module: Sequence[Held],
     value: Callable[[Mapping[str, TensorRef]], Any],
     folder: str = STREAM,
     states: Mapping[str, Sequence[Held]] | None = None,
@@ -57,7 +57,7 @@ def archived(
 
     Args:
         path: where it is written.
-        held: its tensors.
+        module: its tensors.
         value: the object to pickle, given the reference of each tensor by key; it may hold small tensors.
         folder: what the folder in the archive is called.
         states: the tensors of an optimizer, by the name of the state.
@@ -65,7 +65,7 @@ def archived(
     Raises:
         UnsupportedError: an element type is not written.
     """
-    laid_out = _laid_out({"": held, **(states or {})}, value, folder)
+    laid_out = _laid_out({"": module, **(states or {})}, value, folder)
     tensors = {
         state: tuple(Placed(key, slot, fragment._replace(path=path)) for key, slot, fragment in every)
         for state, every in laid_out.tensors.items()
@@ -75,7 +75,7 @@ def archived(
 
 def archived_alike(
     files: Files,
-    held: Sequence[Held],
+    module: Sequence[Held],
     value: Callable[[Mapping[str, TensorRef], int], Any],
     states: Mapping[str, Sequence[Held]] | None = None,
 ) -> list[OutputFile]:
@@ -83,11 +83,11 @@ def archived_alike(
 
     Args:
         files: the files.
-        held: the tensors of the first.
+        module: the tensors of the first.
         value: the object to pickle, given the reference of each tensor by key and the number of the rank.
         states: as of `archived`, whose errors are raised.
     """
-    by_state = {"": held, **(states or {})}
+    by_state = {"": module, **(states or {})}
     first = _laid_out(by_state, lambda refs: value(refs, 0))
     tensors = {
         state: tuple(

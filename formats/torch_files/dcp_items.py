@@ -144,12 +144,12 @@ def _read(wanted: _Wanted, rows: Ints) -> None:
                 wanted.odd[row] = wanted.piece(row, fd)
             else:
                 alike.setdefault(kind, []).append(row)
-        buffers = {kind: _Buffers(len(held), wanted.kinds[kind]) for kind, held in alike.items()}
+        buffers = {kind: _Buffers(len(alike_rows), wanted.kinds[kind]) for kind, alike_rows in alike.items()}
         _fill(wanted, rows, fd, buffers)
-        for kind, held in alike.items():
+        for kind, alike_rows in alike.items():
             sound, crc = buffers[kind].compare()
-            wanted.crc[held] = crc
-            for row in np.array(held)[~sound].tolist():
+            wanted.crc[alike_rows] = crc
+            for row in np.array(alike_rows)[~sound].tolist():
                 wanted.odd[row] = wanted.piece(row, fd)
 
 
@@ -158,13 +158,13 @@ def _fill(wanted: _Wanted, rows: Ints, fd: Handle, buffers: Mapping[int, _Buffer
     columns = (wanted.start[rows], wanted.length[rows], wanted.kind[rows])
     waiting, at, end = list[memoryview](), 0, 0
     for start, length, kind in zip(*(column.tolist() for column in columns), strict=True):
-        held = buffers.get(kind)
-        if held is None:
+        buffer = buffers.get(kind)
+        if buffer is None:
             continue
         if waiting and start != end:
             preadv(fd, waiting, at)
             waiting, at = [], start
-        head, tail = held.next()
+        head, tail = buffer.next()
         preadv(fd, [*waiting, head], at if waiting else start)
         end = start + length
         waiting, at = [tail], end - len(tail)
@@ -223,14 +223,14 @@ def _found(wanted: _Wanted, rows: slice, dtype: str, items: Items) -> Columns:
 
 def _each(wanted: _Wanted, rows: slice, dtype: str, items: Items) -> list[Piece]:
     """The pieces of a tensor of which some have to be objects."""
-    found = list[Piece]()
+    pieces = list[Piece]()
     for row, cut in zip(range(rows.start, rows.stop), items.boxes.cuts(), strict=True):
         if row in wanted.odd:
-            found.append(wanted.odd[row])
+            pieces.append(wanted.odd[row])
             continue
-        one = _found(wanted, slice(row, row + 1), dtype, items.only(row - rows.start))
-        found.append(Piece(cut, one.fragment(0, cut.shape)))
-    return found
+        items_of_row = _found(wanted, slice(row, row + 1), dtype, items.only(row - rows.start))
+        pieces.append(Piece(cut, items_of_row.fragment(0, cut.shape)))
+    return pieces
 
 
 def dtype_of(name: str, dtype: Any) -> str:
@@ -240,8 +240,8 @@ def dtype_of(name: str, dtype: Any) -> str:
         UnsupportedError: safetensors has none like it.
     """
     if not isinstance(dtype, Dtype):
-        said = f"{dtype.module}.{dtype.name}" if isinstance(dtype, Opaque) else short(dtype)
-        raise UnsupportedError(f"{name} has the element type {said}, which has no counterpart")
+        spelled = f"{dtype.module}.{dtype.name}" if isinstance(dtype, Opaque) else short(dtype)
+        raise UnsupportedError(f"{name} has the element type {spelled}, which has no counterpart")
     return DTYPES[dtype.name]
 
 

@@ -56,11 +56,11 @@ class _Item(NamedTuple):
 
 def by_rows(wanted: Iterable[Stored], ranks: int) -> list[list[Stored]]:
     """Each tensor cut along its first dimension into chunks of ceil(n / ranks), as FSDP2 does; by rank."""
-    held: list[list[Stored]] = [[] for _ in range(ranks)]
-    for one in wanted:
-        for rank, box in _boxes(one.shape, ranks):
-            held[rank].append(one._replace(part=Cut(box), box=box))
-    return held
+    stored_by_rank: list[list[Stored]] = [[] for _ in range(ranks)]
+    for stored in wanted:
+        for rank, box in _boxes(stored.shape, ranks):
+            stored_by_rank[rank].append(stored._replace(part=Cut(box), box=box))
+    return stored_by_rank
 
 
 def whole(slot: Slot, name: str, state: str = "", dtype: str = "") -> Stored:
@@ -88,11 +88,19 @@ def layout(
     Returns:
         The files, and the `.metadata` that belongs to them.
     """
-    items = [[_item(stored, stored.dtype or slot_dtype(stored.slot, dtypes)) for stored in held] for held in ranks]
-    more = {name: (one, packed_plain(one) if isinstance(one, Small) else one) for name, one in (objects or {}).items()}
+    items = [
+        [_item(stored, stored.dtype or slot_dtype(stored.slot, dtypes)) for stored in rank_items]
+        for rank_items in ranks
+    ]
+    more = {
+        name: (value, packed_plain(value) if isinstance(value, Small) else value)
+        for name, value in (objects or {}).items()
+    }
     tail = b"".join(content for _, content in more.values())
     files = [
-        _file(root / f"__{rank}_0{dcp.SUFFIX}", held, b"" if rank else tail) for rank, held in enumerate(items) if held
+        _file(root / f"__{rank}_0{dcp.SUFFIX}", rank_items, b"" if rank else tail)
+        for rank, rank_items in enumerate(items)
+        if rank_items
     ]
     return files, dumps(_metadata(items, paths, more))
 
@@ -165,8 +173,8 @@ def _metadata(
     tensors: dict[str, Opaque] = {}
     chunks: dict[str, list[Opaque]] = {}
     stored: dict[Opaque, Opaque] = {}
-    for rank, held in enumerate(items):
-        for item, start in zip(held, _starts(held), strict=False):
+    for rank, rank_items in enumerate(items):
+        for item, start in zip(rank_items, _starts(rank_items), strict=False):
             name, shape, box = item.stored.name, item.stored.shape, item.stored.box
             here = chunks.setdefault(name, [])
             offsets = _size(low for low, _ in box)
@@ -176,13 +184,13 @@ def _metadata(
             about = {"properties": _properties(item.dtype), "size": _size(shape), "chunks": here}
             tensors[name] = _object(DCP, "TensorStorageMetadata", **about)
     start = _starts(items[0])[-1]
-    for name, (one, content) in objects.items():
+    for name, (value, content) in objects.items():
         at: Opaque | None = None
         tensors[name] = _object(DCP, "BytesStorageMetadata")
-        if isinstance(one, Small):
-            at = _size([0] * len(one.shape))
-            here = [_object(DCP, "ChunkStorageMetadata", offsets=at, sizes=_size(one.shape))]
-            about = {"properties": _properties(one.dtype), "size": _size(one.shape), "chunks": here}
+        if isinstance(value, Small):
+            at = _size([0] * len(value.shape))
+            here = [_object(DCP, "ChunkStorageMetadata", offsets=at, sizes=_size(value.shape))]
+            about = {"properties": _properties(value.dtype), "size": _size(value.shape), "chunks": here}
             tensors[name] = _object(DCP, "TensorStorageMetadata", **about)
         stored[_object(DCP, "MetadataIndex", fqn=name, offset=at, index=None)] = _extent(0, start, len(content))
         start += len(content)

@@ -69,9 +69,9 @@ class _Machine:
     def since_mark(self) -> list[Any]:
         """What was pushed since the last mark, which is taken off."""
         start = self.marks.pop()
-        found = self.stack[start:]
+        values = self.stack[start:]
         del self.stack[start:]
-        return found
+        return values
 
     def remember(self, number: int) -> None:
         """Put the top of the stack into the memo. Every pickler numbers from 0 on, one by one."""
@@ -84,13 +84,13 @@ class _Machine:
         """An object by its number. One in rows is made, with all of them, by running their bytes after all."""
         memo = self.memo
         if number not in memo:
-            held = next((one for one in memo.rows if one[0] <= number < one[1]), None)
-            if held is None:
+            row = next((recorded for recorded in memo.rows if recorded[0] <= number < recorded[1]), None)
+            if row is None:
                 raise SourceError(f"the pickle refers to the object {number}, which it does not have")
-            memo.rows.remove(held)
+            memo.rows.remove(row)
             before = self.stack, self.marks, self.at, memo.count, self.rows
-            self.stack, self.marks, self.rows, memo.count = [], [], None, held[0]
-            self.run(held[2], held[3])
+            self.stack, self.marks, self.rows, memo.count = [], [], None, row[0]
+            self.run(row[2], row[3])
             self.stack, self.marks, self.at, memo.count, self.rows = before
         return memo[number]
 
@@ -291,12 +291,12 @@ def _key(value: Any) -> Any:
     """A key of a map or set, if hashing it is cheap: nested tuples can be made to hash for ever."""
     rest, nodes = [value], 0
     while rest:
-        one = rest.pop()
+        node = rest.pop()
         nodes += 1
-        if nodes > 1000 or isinstance(one, list | dict | set | Namespace):
+        if nodes > 1000 or isinstance(node, list | dict | set | Namespace):
             raise SourceError("the pickle uses a key that no map can have")
-        if isinstance(one, tuple | frozenset):
-            rest.extend(one)
+        if isinstance(node, tuple | frozenset):
+            rest.extend(node)
     return value
 
 

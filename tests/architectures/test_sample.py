@@ -21,6 +21,7 @@ def test_the_list_has_every_architecture():
     assert all(said for what, said in listed().values() if what != RIGHT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_an_architecture_is_as_listed(kind):
     assert outcome(kind)[1] == listed()[kind][0]

@@ -303,6 +303,7 @@ PLACES = ["args x", "args num_layers", "args seq_length", "args window_size", "a
           "top rng_state", "top"]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs_go_off_nowhere(sound, tmp_path, name):
     """All places of one bomb in one process, which must come to its end."""
@@ -436,6 +437,7 @@ VALUES: dict[str, bytes] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop", ["", "kv_channels"])
 @pytest.mark.parametrize("value", VALUES)
 def test_args_of_any_type_are_read_or_refused(sound, convert, tmp_path, value, drop):
@@ -544,6 +546,7 @@ TENSORS: dict[str, bytes] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TENSORS)
 def test_tensors_that_cannot_be_are_refused(sound, tmp_path, name):
     root = infected(sound, tmp_path / "m", TENSORS[name], "model decoder.final_layernorm.weight")

@@ -10,6 +10,7 @@ from tokenizers import AddedToken
 from converters.assets.chat_template import TEMPLATES, apply_template, load_template
 from converters.assets.files import files
 from converters.hub.preflight import findings
+from formats.errors import RefusedError
 from tests.chat import worlds
 
 NO_BLOCKS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -41,6 +42,25 @@ def test_nothing_is_wrong_after_a_template_was_applied(tmp_path, name, style):
     assert problems(folder, None, need_template=True) == []
     too_few = problems(folder, made.length - 1, need_template=True)
     assert too_few[0] == f"the tokenizer has {made.length} entries, the embedding {made.length - 1} rows"
+
+
+def test_a_special_token_after_the_last_row_that_nothing_writes(tmp_path):
+    """As Gemma 3's text models have one. It blocks where the template writes it, and as an ordinary token."""
+    tokenizer = worlds.tokenizer(*worlds.NEEDED["chatml"], "<image>")
+    rows = worlds.length(tokenizer) - 1
+    folder = worlds.folder(tmp_path / "model", tokenizer, rows=rows)
+    made = apply_template(dict(files(folder)), load_template("chatml"), rows)
+    assert (made.added, made.rows_needed) == ((), rows)
+    for file, text in made.texts.items():
+        (folder / file).write_bytes(text)
+    (finding,) = findings(dict(files(folder)), rows, need_template=True)
+    entries = f"the tokenizer has {rows + 1} entries, the embedding {rows} rows"
+    assert finding == (f"{entries}: no text may have <image> in it", False)
+    template = load_template("chatml")
+    (folder / "chat_template.jinja").write_text(template + "{# <image> #}")
+    assert problems(folder, rows, need_template=True)[0] == entries
+    with pytest.raises(RefusedError, match="not of one model"):
+        apply_template(dict(files(folder)), template + "{{ '<image>' }}", rows)
 
 
 SETTINGS = {

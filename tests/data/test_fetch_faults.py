@@ -44,6 +44,7 @@ def peak(env, *words) -> float:
     return int(done.stdout.split("PEAK")[1]) / 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "sample", "folder"])
 def test_memory_does_not_grow_with_the_data(env, tmp_path, kind):
     """Up to 60,000 records, 33 MB: 2 MB more for a stream, 16 MB for Arrow's pool and two row groups."""
@@ -68,6 +69,7 @@ def test_memory_does_not_grow_with_the_data(env, tmp_path, kind):
     assert found[60_000] - found[small] < (16 if kind in ("parquet", "folder") else 2), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [[], ["--sample", "20000"]])
 def test_a_killed_run_leaves_no_file_that_looks_whole(env, tmp_path, extra):
     write_lines(tmp_path / "in.jsonl", records(150_000))

@@ -277,6 +277,7 @@ def test_what_does_not_exist(hub, env, tmp_path):
 # --- networks that fail ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_network(hub, env, tmp_path):
     out = tmp_path / "out.jsonl"
     hub.faults.append(Fault("GET /api/datasets/acme/x$", status=503, times=99))
@@ -303,6 +304,7 @@ time.sleep = lambda _: None
 """
 
 
+@pytest.mark.slow
 def test_a_network_that_goes_away_leaves_nothing(hub, env, tmp_path, monkeypatch):
     """In the middle of a file: the library asks again and again, for minutes, which the test shortens."""
     import tests.data.fetching as module

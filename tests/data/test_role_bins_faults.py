@@ -96,6 +96,7 @@ print(json.dumps([kills, seen, sorted(expected)]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [BINS, PLAIN, TOKENS], ids=["packed", "bins", "tokenize"])
 def test_killed_at_every_step(tmp_path, words):
     source = tmp_path / "in.jsonl"

@@ -72,6 +72,7 @@ def expected(tmp_path_factory):
     return outputs(tmp_path, "P")
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_and_run_again(tmp_path, expected):
     corpus(tmp_path / "in.jsonl")
     chosen, killed = random.Random(5), 0
@@ -114,6 +115,7 @@ def test_a_worker_that_outlives_a_killed_run_writes_into_no_other(tmp_path, expe
     assert outputs(tmp_path, "P") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("send", "number"), [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGUSR1)])
 def test_a_signal_stops_it_and_the_same_command_goes_on(tmp_path, expected, send, number):
     """To it alone, or to its workers too, as Slurm and timeout do."""

@@ -283,6 +283,20 @@ def test_a_class_of_another_type(plain, convert, tmp_path, changes, said):
     refused(convert(*words), 3, said, "take config.json from where the weights come from")
 
 
+def test_a_config_that_names_no_class_is_that_of_text(plain, convert, tmp_path):
+    """Config and weights are compared all the same; a model of images has no such class."""
+    base, state = plain("gpt_bigcode")
+    other = config_of(base, tmp_path / "base", architectures=None)
+    ran = convert("fsdp2hf", save(tmp_path / "c", {"model": state}), tmp_path / "out", "--config", other)
+    assert ran.code == 0, ran.err
+    assert "cannot be asked" not in ran.err
+    lost = {key: value for key, value in state.items() if "h.0.ln_1" not in key}
+    folder = save(tmp_path / "less", {"model": lost})
+    refused(convert("fsdp2hf", folder, tmp_path / "none", "--config", other), 3, folder, "h.0.ln_1.")
+    told = meta_model.report({"config": {"model_type": "siglip"}, "shapes": {}})
+    assert "does not know a class that generates text with siglip" in told["why"]
+
+
 @pytest.mark.parametrize(("kind", "name"), [("llama4", "Llama4ForCausalLM"), ("internlm3", "LlamaForCausalLM")])
 def test_a_class_that_belongs_to_several_types(kind, name):
     assert meta_model._is_paired(kind, name)

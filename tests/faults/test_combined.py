@@ -108,6 +108,8 @@ def merged(convert, tmp_path) -> Callable[..., Any]:
         ({"init_lora_weights": "olora"}, 4, "changed the weights of its base"),
         ({"init_lora_weights": "loftq"}, 4, "changed the weights of its base"),
         ({"init_lora_weights": "corda"}, 4, "changed the weights of its base"),
+        ({"layers_pattern": "layers"}, 3, "layers_pattern without layers_to_transform, which PEFT does not load"),
+        ({"target_modules": ".*_proj", "layers_to_transform": [0]}, 3, "beside an expression in target_modules"),
         ({"layer_replication": [[0, 2], [1, 2]]}, 4, "repeats layers"),
         ({"megatron_config": {"tp": 2}}, 4, "modules of Megatron"),
         ({"alora_invocation_tokens": [5]}, 4, "activated LoRA"),
@@ -124,7 +126,7 @@ def merged(convert, tmp_path) -> Callable[..., Any]:
         ({"target_modules": ["q_proj", "v_proj"]}, 3, "has nothing of 2 modules or tensors that its config names"),
         ({"target_modules": ["o_proj"]}, 3, "has nothing of 2 modules or tensors that its config names"),
         ({"exclude_modules": ["q_proj"]}, 3, "has a LoRA of 2 modules that its config leaves out: model.layers."),
-        ({"layers_to_transform": [0]}, 3, "has a LoRA of 3 modules that its config leaves out: model.layers.1"),
+        ({"layers_to_transform": [0]}, 3, "that its config leaves out: model.embed_tokens, model.layers.1."),
         ({"modules_to_save": ["q_proj", "lm_head"]}, 3, "that its config names"),
     ],
 )

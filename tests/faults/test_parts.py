@@ -79,6 +79,7 @@ def sources(model, tmp_path_factory) -> dict[str, tuple[Path, dict[str, bytes]]]
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_parts_at_once_one_of_them_killed_make_the_same_bytes(sources, started, convert, tmp_path, name):
     source, expected = sources[name]

@@ -32,6 +32,7 @@ def lines(out):
     return [(one.get("checkpoint", ""), one["state"]) for one in held]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(250)
 def test_two_watchers_that_are_killed_convert_each_checkpoint_once(tmp_path):
     """`make watch-storm` does it with 200."""

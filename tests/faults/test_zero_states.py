@@ -407,6 +407,18 @@ def test_states_of_an_optimizer_are_floats(convert, tmp_path, stage, command, wh
     refused(ran, 3, f"holds {which} as I32, which is no float")
 
 
+@pytest.mark.parametrize("about", [{"num_experts": [4, 4]}, {"num_experts": [2], "ds_autoep_layers": [{}]}])
+def test_experts_whose_files_are_lost_are_missed(convert, tmp_path, about):
+    """The module alone says that it had some, also where every tensor is carried under its own name."""
+    import torch
+
+    flat = torch.arange(32.0)
+    model = {"module": {EMBEDDING: flat.reshape(8, 4).bfloat16()}, "param_shapes": [{EMBEDDING: (8, 4)}]}
+    run = save(tmp_path / "run", model | about, partition(flat))
+    for words in (["zero2hf", run, tmp_path / "out", "--verbatim"], ["zero2universal", run, tmp_path / "out"]):
+        refused(convert(*words), 4, "of a model with DeepSpeed's MoE layers (num_experts = [")
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(
     "name", ["layer_1_expert_0_mp_rank_00_model_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt"]

@@ -12,12 +12,14 @@ from tests.fuzz import attacks
 SEEDS = range(6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", attacks())
 def test_no_case_ends_well_and_is_wrong(name, seed, tmp_path):
     assert attacks()[name](seed, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_runner_starts_its_processes_and_counts_what_they_say():
     run = subprocess.run(
         [sys.executable, "-m", "tests.fuzz", "flips", "--minutes", "0.01", "--jobs", "1"],

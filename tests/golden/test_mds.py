@@ -155,6 +155,7 @@ def test_masters_and_moments(convert, tmp_path, name):
     assert convert("verify", tmp_path / "fp32-master", HERE / name, *CASES[name], "--weights", "fp32-master").code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_other_frameworks_resume_from_it(convert, tmp_path, name):
     run, words = HERE / name, ["--with-optimizer", *CASES[name]]

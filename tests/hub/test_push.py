@@ -62,6 +62,7 @@ def until(true):
 # --- what arrives ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["lfs", "xet"])
 def test_pushed_then_pulled_back_by_transformers(hub, push, env, converted, tmp_path, way):
     changes = {}
@@ -182,6 +183,7 @@ def test_a_line_cut_in_an_object_costs_that_object_only(hub, push, converted):
     assert "/lfs/" not in ran.err, "addresses of objects are signed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name
 )

@@ -43,6 +43,7 @@ def test_the_page_of_the_library_is_that_of_its_docstrings():
     assert api_page.PAGE.read_text() == api_page.page(), "python -m tests.api_page"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_prints_what_it_should(model, tmp_path, name):
     words, printed = EXAMPLES[name]

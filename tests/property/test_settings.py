@@ -135,6 +135,7 @@ def in_version_5(config: Spoken, family: Family) -> Spoken:
     return {name: value for name, value in config.items() if name not in old} | {"rope_parameters": parameters}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_from_hugging_face(name):
     @BOUNDED
@@ -146,6 +147,7 @@ def test_from_hugging_face(name):
     comes_back()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "name"), [(form, name) for form in FORMATS for name in FAMILIES if FORMATS[form].may_hold(FAMILIES[name])]
 )
@@ -177,6 +179,7 @@ TAKEN = {"max_positions", "ffn"}
 """Settings that a reader takes from the config: a limit of what rotates, and the width of no MLP."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FAMILIES if FORMATS[CORE].may_hold(FAMILIES[name])])
 def test_with_the_config_of_another_model_it_is_refused_or_the_same(name):
     """What is read is never another model than the one that was written, whatever config travels along."""
@@ -227,6 +230,7 @@ def free(family: Family) -> set[str]:
     return names | {name for name, key in family.keys.items() if key and key not in family.requires}
 
 
+@pytest.mark.slow
 def test_every_setting_takes_several_values():
     """Of each family those that it leaves open, and its config keys that no other format has; in all, every one."""
     constant = [

@@ -105,7 +105,7 @@ def main() -> None:
                     assert not found or staged or complete, f"{out}: {found} is visible"
                     assert not any(one.endswith("vitruvian.json") for one in found[:-1])
                 process.wait()
-            if not visible(server, hub, out):
+            if not visible(server, hub, out) or [*place.glob("*.partial")]:  # killed while it cleaned up, too
                 told = begin(*words)
                 text = told.communicate(timeout=900)[0]
                 assert told.returncode == 0, text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,6 +121,29 @@ def test_a_killed_delivery_resumes_and_shows_nothing(bucket, model, here):
     again = sum("PUT" in method for method, path, _ in bucket.log if "model-" in path) - sent
     assert again <= files - files // 2 + 2
     assert [path.name for path in here.iterdir()] == ["local"]
+
+
+@pytest.mark.parametrize("out", ["s3://models/out", "hf://acme/new"])
+def test_one_that_was_killed_while_it_cleaned_up_is_run_again(bucket, hub, model, here, monkeypatch, out):
+    """OUT is complete and the staging folder half deleted: the same command ends well, and leaves nothing."""
+    source, removed, rmtree = model("llama", "bfloat16"), [], shutil.rmtree
+
+    def killed(path: Path, *rest: object, **named: object) -> None:
+        if path.name == "out":
+            removed.append(path)
+            raise KeyboardInterrupt
+        rmtree(path, *rest, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            vitruvian.convert(source, out)
+    assert removed
+    assert [path.suffix for path in here.iterdir()] == [".partial"]
+    assert vitruvian.convert(source, out).verified
+    assert not [*here.iterdir()]
+    with pytest.raises(vitruvian.OutputError, match="exists"):
+        vitruvian.convert(source, out)
 
 
 def test_the_hub_gets_what_a_folder_gets(hub, model, here):

@@ -8,6 +8,7 @@ from tests.faults.dcp_tools import save
 from tests.models import EXPERTS, FEW, FUSED_HERE, LINEAR, files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*EXPERTS, *FUSED_HERE])
 def test_names_in_memory_become_those_of_the_hub(model, convert, tmp_path, name):
     """What transformers holds in memory is fused; what it writes is not. Our FSDP folder loads into the model."""
@@ -37,6 +38,7 @@ def test_names_in_memory_become_those_of_the_hub(model, convert, tmp_path, name)
     assert len(digests) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FEW if name in EXPERTS])
 def test_every_line_comes_back_from_expert_ranks(model, convert, tmp_path, name):
     """Every family comes back in `test_chain.py`."""

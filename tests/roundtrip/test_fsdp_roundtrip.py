@@ -15,6 +15,7 @@ RANKS = [1, 2, 3, 8, 300]
 """300: more than any tensor has rows."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), [(name, one) for name in IN_EVERY_TYPE for one in DTYPES])
 def test_every_type_comes_back(model, convert, tmp_path, name, dtype):
     """Every family comes back in `test_chain.py`."""
@@ -33,6 +34,7 @@ def test_every_type_comes_back(model, convert, tmp_path, name, dtype):
             assert files(back) == files(source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(
     "changes",

@@ -8,6 +8,7 @@ from formats.registry import open_checkpoint
 from tests.models import FEW, files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_every_line_comes_back(model, convert, tmp_path, name):
     """Every family comes back in `test_chain.py`."""

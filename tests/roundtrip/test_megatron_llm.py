@@ -12,6 +12,7 @@ from tests.models import files
 LLM = ("--format", "megatron-llm")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "llama-mha", "llama-linear", "mistral"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_comes_back_through_megatron_core(model, convert, tmp_path, name, dtype):

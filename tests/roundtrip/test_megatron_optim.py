@@ -39,6 +39,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_states_stay_with_their_weights(model, convert, tmp_path, name):
     family, dtype, how, begun, targets = CASES[name]

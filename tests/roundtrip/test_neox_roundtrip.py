@@ -20,6 +20,7 @@ def flags(topology: str) -> list[str]:
     return [*words, "--layout", "pipeline" if "pp" in topology else "sequential"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, "float32") for name in NAMES), ("llama-tied", "bfloat16"), ("gpt_neox", "bfloat16")]
 )

@@ -34,6 +34,7 @@ def states(run: Path) -> dict[str, str]:
     return digest_of(state_jobs(source, optimizer_of(source).states), Limits())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_through_fsdp(model, convert, tmp_path, name):
     family, dtype, how, begun, wanted = CASES[name]

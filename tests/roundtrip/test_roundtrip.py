@@ -16,6 +16,7 @@ def flags(topology: str) -> list[str]:
     return [word for part in topology.split() for word in (f"--{part.rstrip('0123456789')}", part.lstrip("tpv"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, one) for name in FEW if name not in RENAMED for one in DTYPES[: 3 if name in IN_EVERY_TYPE else 1]],

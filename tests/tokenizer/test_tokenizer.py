@@ -148,6 +148,7 @@ def dialogues(converted: Converted, count: int) -> Iterator[str]:
 # --- the same ids ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_are_those_of_sentencepiece(trained, converted_from, kind):
     """BPE without exception. In Unigram two ways to cut a text may have one score, but for rounding."""

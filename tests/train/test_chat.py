@@ -50,6 +50,7 @@ def expected(folder, messages, most):
     return out[:size], out[size:]
 
 
+@pytest.mark.slow
 def test_a_prompt_gets_the_tokens_that_transformers_gives(talker, train):
     ran = train("chat", talker, "--prompt", "diena  saule\nlūdzu", "--max-new-tokens", 20, "--ids")
     assert ran.code == 0, ran.err

@@ -20,6 +20,7 @@ from train.settings.effects import check_effect
 from train.settings.schedule import check_schedule
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "told", "code"),
     [

@@ -57,6 +57,7 @@ SORTED = ("llava", "qwen2_5_vl", "gemma3", "mistral3", "qwen3_next", "phimoe", "
 rows of a tower's queries and keys in another order."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SORTED)
 def test_there_and_back(convert, tmp_path, kind, monkeypatch):
     """torch loads all of what is in memory; the names and bytes of the folder come back."""

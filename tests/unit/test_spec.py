@@ -762,6 +762,7 @@ MANY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in EXPERTS if name in FEW])
 def test_arguments_of_experts_of_any_type_are_read_or_refused(name):
     """The rows are those of Megatron, whatever the family."""
@@ -776,6 +777,7 @@ def test_arguments_of_experts_of_any_type_are_read_or_refused(name):
         to_megatron(spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*EXPERTS, *FUSED_HERE, "llama4_text"])
 def test_a_config_of_experts_of_any_type_is_read_or_refused(name):
     base = config(name)

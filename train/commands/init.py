@@ -65,8 +65,8 @@ def init(
     settings = _translated(*next(iter(given.items()))) if given else {}
     ranks = 8
     if preset_name is not None:
-        found = preset(preset_name)
-        settings, ranks = {key: value for key, (value, _) in found.settings.items()}, found.ranks
+        chosen = preset(preset_name)
+        settings, ranks = {key: value for key, (value, _) in chosen.settings.items()}, chosen.ranks
         for line in sources(preset_name):
             click.echo(line, err=True)
     if start is None and given:

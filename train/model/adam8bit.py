@@ -112,5 +112,5 @@ def _nearest(moment: torch.Tensor, largest: torch.Tensor, code: torch.Tensor) ->
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that is on this rank."""
-    found = tensor.detach()
-    return found.to_local() if isinstance(found, DTensor) else found
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached

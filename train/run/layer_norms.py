@@ -23,11 +23,11 @@ def layer_norms(model: Any, world: World) -> dict[str, float]:
     for name, tensor in model.named_parameters():
         if tensor.grad is None:
             continue
-        found = LAYER.search(name)
-        layer = found[0] if found else name.rpartition(".")[0].rpartition(".")[2]
-        held = isinstance(tensor.grad, DTensor)
-        local = tensor.grad.to_local() if held else tensor.grad
-        copies = world.ranks // (_shards(tensor.grad) if held else 1)
+        match = LAYER.search(name)
+        layer = match[0] if match else name.rpartition(".")[0].rpartition(".")[2]
+        sharded = isinstance(tensor.grad, DTensor)
+        local = tensor.grad.to_local() if sharded else tensor.grad
+        copies = world.ranks // (_shards(tensor.grad) if sharded else 1)
         square = local.double().square().sum() / copies
         squares[layer] = squares[layer] + square if layer in squares else square
     sums = world.sums(*torch.stack(list(squares.values())).tolist())

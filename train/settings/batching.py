@@ -120,10 +120,13 @@ class Order:
     def _permuted(self, rows: int, number: int, *of: int) -> int:
         """A row of a set, which is permuted anew in each epoch; the current permutation is kept."""
         epoch, place = divmod(number, rows)
-        held = self.permutations.get(of)
-        if held is None or held[0] != epoch:
-            held = self.permutations[of] = epoch, np.random.default_rng([self.seed, epoch, *of]).permutation(rows)
-        return int(held[1][place])
+        permutation = self.permutations.get(of)
+        if permutation is None or permutation[0] != epoch:
+            permutation = self.permutations[of] = (
+                epoch,
+                np.random.default_rng([self.seed, epoch, *of]).permutation(rows),
+            )
+        return int(permutation[1][place])
 
     @property
     def weights(self) -> tuple[float, ...]:

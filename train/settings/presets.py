@@ -103,6 +103,6 @@ def preset(name: str) -> Preset:
 
 def sources(name: str) -> list[str]:
     """A line for each setting of a preset, and one for what is different here."""
-    found = preset(name)
-    lines = [f"{key}: {value}  ({source})" for key, (value, source) in found.settings.items()]
-    return [f"of {found.model}, on {found.ranks} ranks", *lines, *([f"note: {found.note}"] if found.note else [])]
+    chosen = preset(name)
+    lines = [f"{key}: {value}  ({source})" for key, (value, source) in chosen.settings.items()]
+    return [f"of {chosen.model}, on {chosen.ranks} ranks", *lines, *([f"note: {chosen.note}"] if chosen.note else [])]

@@ -22,7 +22,7 @@ def translate(trainer: Trainer, path: Path) -> tuple[Settings, list[str]]:
     """
     given = _read(path)
     settings: Settings = {}
-    said: dict[str, str] = {}
+    key_of: dict[str, str] = {}
     done, idle, left = list[str](), list[str](), list[str]()
     for key, value in given.items():
         made = _made(trainer, key, value)
@@ -35,8 +35,8 @@ def translate(trainer: Trainer, path: Path) -> tuple[Settings, list[str]]:
             continue
         for name, ours in made.items():
             if settings.get(name, ours) != ours:
-                raise UsageError(f"{path}: {said[name]} and {key} both mean {name}: {settings[name]} and {ours}")
-            settings[name], said[name] = ours, key
+                raise UsageError(f"{path}: {key_of[name]} and {key} both mean {name}: {settings[name]} and {ours}")
+            settings[name], key_of[name] = ours, key
             done.append(f"{key} -> {name}: {ours}")
         if not made:
             idle.append(key)

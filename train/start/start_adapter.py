@@ -38,13 +38,13 @@ def resolved(lora: Lora) -> Lora:
     if config.get("bias", "none") != "none" or not isinstance(config.get("target_modules"), list):
         name = "bias" if config.get("bias", "none") != "none" else "target_modules"
         raise UnsupportedError(f"{where} says {name} = {config.get(name)}, which cannot be trained further here")
-    found: dict[str, Any] = {ours: config.get(key, False) for key, ours in KEYS.items()}
-    found["targets"] = sorted(found["targets"])
-    if found["alpha"] != int(found["alpha"]):
-        raise UnsupportedError(f"{where} says lora_alpha = {found['alpha']}, and lora.alpha is a whole number here")
-    found["alpha"] = int(found["alpha"])
-    for name, value in found.items():
+    settings: dict[str, Any] = {ours: config.get(key, False) for key, ours in KEYS.items()}
+    settings["targets"] = sorted(settings["targets"])
+    if settings["alpha"] != int(settings["alpha"]):
+        raise UnsupportedError(f"{where} says lora_alpha = {settings['alpha']}, and lora.alpha is a whole number here")
+    settings["alpha"] = int(settings["alpha"])
+    for name, value in settings.items():
         given = getattr(lora, name)
         if name in lora.model_fields_set and (sorted(given) if name == "targets" else given) != value:
             raise UsageError(f"lora.{name} is {given}, and {where} says {value}", f"remove lora.{name}")
-    return lora.model_copy(update=found)
+    return lora.model_copy(update=settings)

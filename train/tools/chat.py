@@ -125,7 +125,7 @@ def open_chat(folder: Path, backend: str) -> Chat:
     if template is None:
         raise UsageError(f"{folder} has no chat template", f"convert assets {folder} --chat-template chatml")
     rows, stops = embedding_rows(folder), eos_ids(vocabulary.beside)
-    if vocabulary.size > rows:
+    if vocabulary.known.lacks(rows, template):
         raise RefusedError(f"the tokenizer of {folder} has {vocabulary.size} entries, the embedding {rows} rows")
     _, ending = probed(vocabulary, template)
     never = ending is None or vocabulary.ids.get(ending) not in stops

@@ -18,28 +18,28 @@ BARS = 64
 """Bars of an axis at most: of a longer one, each stands for several places."""
 
 
-def page(found: Differences, one: Path, two: Path) -> str:
+def page(differences: Differences, one: Path, two: Path) -> str:
     """The differences of two checkpoints as HTML."""
-    return filled("diff.html", facts(found, one, two))
+    return filled("diff.html", facts(differences, one, two))
 
 
-def facts(found: Differences, one: Path, two: Path) -> dict[str, Any]:
+def facts(differences: Differences, one: Path, two: Path) -> dict[str, Any]:
     """What the page shows."""
     return {
         "one": str(one), "two": str(two),
-        "compared": found.compared, "differing": len(found.tensors), "settings": list(found.settings),
+        "compared": differences.compared, "differing": len(differences.tensors), "settings": list(differences.settings),
         "kinds": [
-            {"name": tensor, "key": named(found, kind), "what": what,
+            {"name": tensor, "key": named(differences, kind), "what": what,
              "numbers": f"{len(kind)} tensor{'s' * (len(kind) > 1)}",
-             "tensors": [_tensor(found, each) for each in kind]}
-            for what, tensor, kind in kinds(found)
+             "tensors": [_tensor(differences, each) for each in kind]}
+            for what, tensor, kind in kinds(differences)
         ],
     }  # fmt: skip
 
 
-def _tensor(found: Differences, each: Difference) -> dict[str, Any]:
-    layer = each.name.partition(".")[2] if found.keys else ""
-    text = ", ".join(filter(None, (found.key_of(each.name), each.what, numbers([each]))))
+def _tensor(differences: Differences, each: Difference) -> dict[str, Any]:
+    layer = each.name.partition(".")[2] if differences.keys else ""
+    text = ", ".join(filter(None, (differences.key_of(each.name), each.what, numbers([each]))))
     distances = _distances(each.distances) if each.distances and each.count else None
     return {"layer": layer or None, "text": text, "count": each.count, "distances": distances}
 

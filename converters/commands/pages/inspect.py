@@ -24,9 +24,9 @@ def facts(record: Mapping[str, Any]) -> dict[str, Any]:
     files: dict[str, list[int]] = {}
     kinds: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for entry in entries:
-        held = files.setdefault(entry["file"], [0, 0])
-        held[0] += entry["bytes"]
-        held[1] += 1
+        totals = files.setdefault(entry["file"], [0, 0])
+        totals[0] += entry["bytes"]
+        totals[1] += 1
         kinds.setdefault((starred(entry["key"]), entry["dtype"]), []).append(entry)
     numbers = {name: number for number, name in enumerate(files)}
     brief = len(entries) > MOST_PLACES
@@ -34,7 +34,7 @@ def facts(record: Mapping[str, Any]) -> dict[str, Any]:
         "path": record["path"], "parameters": record.get("parameters"), "tensors": record["tensors"],
         "bytes": record["bytes"], "count": record["files"],
         "rows": [[name, str(value)] for name, value in inspect_rows(record)],
-        "notes": record["notes"], "files": [[name, *held] for name, held in files.items()], "brief": brief,
+        "notes": record["notes"], "files": [[name, *totals] for name, totals in files.items()], "brief": brief,
         "kinds": [
             {"key": key, "dtype": dtype, "shapes": " ".join(dict.fromkeys(str(one["shape"]) for one in kind)),
              "holds": " ".join(dict.fromkeys(one["pattern"] for one in kind)), "count": len(kind),

@@ -35,10 +35,10 @@ def facts(plan: Plan, name: str) -> dict[str, Any]:
     sources = _where(plan.source.tensors)
     targets = _where(placed for file in plan.target.files for placed in file.tensors) if plan.target else {}
     read, written = _Names(plan.source.root), _Names(None)
-    held = dict[str, int]()
+    parts_in = dict[str, int]()
     for job in plan.jobs:
         for part in job.targets:
-            held[written.shown(part.fragment.path)] = held.get(written.shown(part.fragment.path), 0) + 1
+            parts_in[written.shown(part.fragment.path)] = parts_in.get(written.shown(part.fragment.path), 0) + 1
     for file in plan.target.files if plan.target else ():
         written.number(file.path)
     brief = sum(len(job.sources) + len(job.targets) for job in plan.jobs) > MOST_PARTS
@@ -66,7 +66,7 @@ def facts(plan: Plan, name: str) -> dict[str, Any]:
     return {
         "source": record["source"] | {"bytes": record["bytes"], "names": read.names},
         "target": {"name": name, "names": written.names, "bytes": target["bytes"], "small": target["small_files"],
-                   "files": [[name, size, held.get(name, 0)] for name, size in target["files"].items()]},
+                   "files": [[name, size, parts_in.get(name, 0)] for name, size in target["files"].items()]},
         "tensors": record["jobs"], "edges": record["edges"], "notes": record["notes"], "kinds": kinds,
         "brief": brief,
     }  # fmt: skip
@@ -98,10 +98,10 @@ def _axes(tensor: str, shape: tuple[int, ...]) -> list[str]:
 
 def _by_kind(jobs: Iterable[Job]) -> dict[tuple[str, str, tuple[int, ...], str, tuple[str, ...]], list[Job]]:
     """The jobs of each tensor that are alike but for their layer, in the order of the plan."""
-    found: dict[tuple[str, str, tuple[int, ...], str, tuple[str, ...]], list[Job]] = {}
+    by_kind: dict[tuple[str, str, tuple[int, ...], str, tuple[str, ...]], list[Job]] = {}
     for job in jobs:
-        found.setdefault((job.tensor, job.state, job.shape, job.dtype, job.edges), []).append(job)
-    return found
+        by_kind.setdefault((job.tensor, job.state, job.shape, job.dtype, job.edges), []).append(job)
+    return by_kind
 
 
 def _where(tensors: Iterable[Placed]) -> Where:
@@ -127,7 +127,5 @@ def _keys(job: Job, *sides: Where) -> Iterator[str]:
 
 def _parts(parts: Iterable[Part], where: Where, names: _Names) -> list[list[Any]]:
     """[number of the file, key, rank, elements] of each place."""
-    found = [[names.number(part.fragment.path), *_key(part.fragment, where), part.leaf.numel] for part in parts]
-    return (
-        found if len(found) <= MOST_OF_ONE else [*found[:MOST_OF_ONE], [-1, f"{len(found) - MOST_OF_ONE} more", "", 0]]
-    )
+    rows = [[names.number(part.fragment.path), *_key(part.fragment, where), part.leaf.numel] for part in parts]
+    return rows if len(rows) <= MOST_OF_ONE else [*rows[:MOST_OF_ONE], [-1, f"{len(rows) - MOST_OF_ONE} more", "", 0]]

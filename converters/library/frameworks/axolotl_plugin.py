@@ -43,7 +43,7 @@ class ExportPlugin(BasePlugin):  # type: ignore[misc]  # axolotl need not be ins
             UsageError: the config names no folder, or an option does not exist.
         """
         del trainer
-        said = dict(cfg.vitruvian_export or {})
-        if not said.get("out"):
+        settings = dict(cfg.vitruvian_export or {})
+        if not settings.get("out"):
             raise UsageError(f"the config names no folder for exports: {NAME} has no out", f"{NAME}: {{out: hub}}")
-        return [ExportCallback(**{"config": cfg.base_model, **said})]
+        return [ExportCallback(**{"config": cfg.base_model, **settings})]

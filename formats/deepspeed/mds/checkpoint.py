@@ -99,11 +99,11 @@ def detect(path: Path) -> bool:
                 value = deepspeed.value_of(file)
             except (SourceError, UnsupportedError):  # which a reader will tell
                 continue
-            held = value if isinstance(value, Mapping) else {}
-            args = held.get("args")
+            state = value if isinstance(value, Mapping) else {}
+            args = state.get("args")
             if args is not None:
                 return isinstance(args, Namespace) and {"num_layers", "padded_vocab_size"} <= vars(args).keys()
-            if any(str(key).startswith("self_attention.") for key in held):
+            if any(str(key).startswith("self_attention.") for key in state):
                 return True
     return False
 
@@ -139,17 +139,17 @@ def _open(path: Path, settings: Settings) -> _Opened:
                 f"{file.path} holds the whole model, as a training with --no-pipeline-parallel saves it",
                 "its repository has tools/convert_checkpoint/deepspeed_to_transformers.py",
             )
-    found, tp = modules.tensors(tag, models, TIES, lambda key, _: key)
+    by_file, tp = modules.tensors(tag, models, TIES, lambda key, _: key)
     args = _same_args(models)
     first = models[0]
     _require_topology(models, args, tp)
-    rows = found.get(modules.file_of(EMBEDDING, 0), {}).get(f"{EMBEDDING}.word_embeddings.weight")
+    rows = by_file.get(modules.file_of(EMBEDDING, 0), {}).get(f"{EMBEDDING}.word_embeddings.weight")
     if rows is None or not rows.shape:
         raise SourceError(f"{tag} holds no word_embeddings.weight in {modules.file_of(EMBEDDING, 0)}")
     padded = rows.shape[0] * tp
     if args.get("padded_vocab_size") != padded:
-        said = short(args.get("padded_vocab_size"))
-        raise SourceError(f"{first.path} says padded_vocab_size = {said}, its embeddings have {padded} rows")
+        rows_in_args = short(args.get("padded_vocab_size"))
+        raise SourceError(f"{first.path} says padded_vocab_size = {rows_in_args}, its embeddings have {padded} rows")
     assets = settings.config
     config = huggingface.read_config(assets) if assets else None
     known = _with_vocab(settings, first, config)
@@ -161,12 +161,12 @@ def _open(path: Path, settings: Settings) -> _Opened:
             f"{first.path}: its arguments are those of a {spec.family}, and Megatron-DeepSpeed is read of "
             f"{' and '.join(FAMILIES)}"
         )
-    order, notes = _order(found, spec, tp, settings)
-    wanted = list(slots_of(spec, tp, padded, {order}, _first_layer(found)))
+    order, notes = _order(by_file, spec, tp, settings)
+    wanted = list(slots_of(spec, tp, padded, {order}, _first_layer(by_file)))
     present = {slot.place.file for slot in wanted if "optional" not in slot.rule.conditions}
-    if lost := sorted(present - found.keys()):
+    if lost := sorted(present - by_file.keys()):
         raise SourceError(f"{tag} lacks {some(lost, 4)}", "copy the files of all ranks into one folder")
-    return _Opened(run, tag, models, found, tp, spec, padded, assets, config, wanted, settings, notes)
+    return _Opened(run, tag, models, by_file, tp, spec, padded, assets, config, wanted, settings, notes)
 
 
 def _with_vocab(settings: Settings, file: TorchFile, config: Mapping[str, Any] | None) -> Settings:
@@ -206,52 +206,54 @@ def _require_topology(models: Mapping[int, TorchFile], args: Mapping[str, Any], 
         if args.get(name) not in (None, size):
             raise SourceError(f"{models[0].path} says {name} = {short(args[name])}, the files are of {size} ranks")
     for rank, file in models.items():
-        said, world = args_of(file).get("rank"), args.get("world_size")
-        if type(said) is not int or type(world) is not int or world % pp:
+        own_rank, world = args_of(file).get("rank"), args.get("world_size")
+        if type(own_rank) is not int or type(world) is not int or world % pp:
             continue
-        if said % tp != rank % tp or said // (world // pp) != rank // tp:
+        if own_rank % tp != rank % tp or own_rank // (world // pp) != rank // tp:
             raise SourceError(
-                f"{file.path} was saved by rank {said}, which belongs elsewhere: files are mixed up",
+                f"{file.path} was saved by rank {own_rank}, which belongs elsewhere: files are mixed up",
                 "copy the files of all ranks again, each under its own name",
             )
 
 
-def _first_layer(found: Mapping[str, Mapping[str, Fragment]]) -> int:
+def _first_layer(by_file: Mapping[str, Mapping[str, Fragment]]) -> int:
     """The number of the first layer, which the trees count from 2 or from 3."""
-    numbers = {int(place[1]) for name in found if (place := saved_names.LAYER.fullmatch(name))}
+    numbers = {int(place[1]) for name in by_file if (place := saved_names.LAYER.fullmatch(name))}
     return next((number for number in sorted(FIRST_LAYERS) if number in numbers), min(FIRST_LAYERS))
 
 
 def _order(
-    found: Mapping[str, Mapping[str, Fragment]], spec: ModelSpec, tp: int, settings: Settings
+    by_file: Mapping[str, Mapping[str, Fragment]], spec: ModelSpec, tp: int, settings: Settings
 ) -> tuple[str, tuple[str, ...]]:
     """The condition that holds of the rows for query, key and value, and what to tell the user.
 
     Raises:
         OptionNeededError: they are in one matrix, and nothing says in which order.
     """
-    said = settings.gqa_layout
+    layout = settings.gqa_layout
     known = {
-        "separate": any(key.endswith(".self_attention.query.weight") for held in found.values() for key in held),
+        "separate": any(
+            key.endswith(".self_attention.query.weight") for fragments in by_file.values() for key in fragments
+        ),
         # BigScience's tree has one order, and of one group on each rank both are the same
-        "grouped": _first_layer(found) != min(FIRST_LAYERS) or spec.kv_heads == tp != spec.heads,
+        "grouped": _first_layer(by_file) != min(FIRST_LAYERS) or spec.kv_heads == tp != spec.heads,
     }
     for order, holds in known.items():
         if holds:
-            return order, () if said == "auto" else (f"--gqa-layout {said} has no effect: there is one order",)
-    if said == "auto":
+            return order, () if layout == "auto" else (f"--gqa-layout {layout} has no effect: there is one order",)
+    if layout == "auto":
         raise OptionNeededError(
             "query, key and value are in one of two orders, and the files of Megatron-DeepSpeed do not say which",
             "--gqa-layout grouped for a training with code from before 2024-12-04 (group by group: its queries, key, "
             "value), blocked for newer code of deepspeedai (all queries, all keys, all values of a rank)",
             gqa_layout="grouped",
         )
-    return said, ()
+    return layout, ()
 
 
-def _of_state(opened: _Opened, held: Mapping[int, list[Partition]], state: str) -> Checkpoint:
+def _of_state(opened: _Opened, partitions: Mapping[int, list[Partition]], state: str) -> Checkpoint:
     """What the optimizer keeps, as a checkpoint; master weights are to be compared with the module."""
-    parts = modules.masters(opened.models, opened.tp, held, state, EMBEDDING)
+    parts = modules.masters(opened.models, opened.tp, partitions, state, EMBEDDING)
     held_whole = {Place(file): {key: one.whole for (at, key), one in parts.items() if at == file} for file, _ in parts}
     placed, dropped = match(opened.wanted, held_whole, DROPS, opened.tag)
     pieces = tuple(piece for one in placed for piece in spread(one, parts[one.slot.place.file, one.key]))
@@ -270,13 +272,13 @@ def _checkpoint(
     opened: _Opened, placed: tuple[tuple[Placed, ...], tuple[str, ...]], twins: tuple[Placed, ...] = ()
 ) -> Checkpoint:
     pieces, dropped = placed
-    held, tp = opened.models[0].value, opened.tp
-    shown = {"iteration": held.get("iteration"), "folder": opened.tag.name, "padded_vocab": opened.padded}
+    state, tp = opened.models[0].value, opened.tp
+    shown = {"iteration": state.get("iteration"), "folder": opened.tag.name, "padded_vocab": opened.padded}
     files = tuple(sorted({piece.fragment.path for piece in pieces}))
     return Checkpoint(
         opened.run, opened.tag, NAME, opened.spec, pieces, dropped, files, {"tp": tp, "pp": len(opened.models) // tp},
         opened.assets, MegatronDeepSpeed(fresh="--no-load-optim", shown=shown), twins, opened.notes,
         settings=opened.settings,
         config=opened.config, padded_vocab=opened.padded,
-        state=tuple(name for name in STATE if held.get(name)), ties=TIES,
+        state=tuple(name for name in STATE if state.get(name)), ties=TIES,
     )  # fmt: skip

@@ -28,12 +28,12 @@ much. The rows of a head are alike, so that a test of significance would call ev
 Found = Mapping[str, Mapping[str, Fragment]]
 
 
-def choose(spec: ModelSpec, found: Found, tp: int, layout: str, old: bool) -> tuple[str, list[str]]:
+def choose(spec: ModelSpec, by_file: Found, tp: int, layout: str, old: bool) -> tuple[str, list[str]]:
     """The layout of a checkpoint as a layout condition, and what to tell the user about it.
 
     Args:
         spec: the model.
-        found: the tensors of each file.
+        by_file: the tensors of each file.
         tp: tensor parallel size.
         layout: what the user said: `auto`, `blocked` or `grouped`.
         old: whether the names are those of before September 2024.
@@ -41,15 +41,17 @@ def choose(spec: ModelSpec, found: Found, tp: int, layout: str, old: bool) -> tu
     Raises:
         OptionNeededError: names and weights do not tell, or contradict each other.
     """
-    said = {"blocked": "gqa", "grouped": "grouped"}
+    order_of = {"blocked": "gqa", "grouped": "grouped"}
     if spec.head_dim * spec.kv_heads % spec.heads:  # no head could have its share: the older code did not run so
-        return said["blocked" if layout == "auto" else layout], []
-    seen, why = _seen(spec, found, tp)
+        return order_of["blocked" if layout == "auto" else layout], []
+    seen, why = _seen(spec, by_file, tp)
     if layout != "auto":
         doubt = f"query, key and value are read as {layout}, as --gqa-layout says, though their rows look {seen}"
-        return said[layout], [] if seen in (None, layout) else [doubt]
+        return order_of[layout], [] if seen in (None, layout) else [doubt]
     if old and seen != "blocked":
-        return said["grouped"], ["query, key and value are read as grouped: w1, w2, w3 are from before September 2024"]
+        return order_of["grouped"], [
+            "query, key and value are read as grouped: w1, w2, w3 are from before September 2024"
+        ]
     if seen is None or old:
         looks = "the names are from before that, the rows look like after it" if old else f"the rows do not tell{why}"
         raise OptionNeededError(
@@ -58,7 +60,7 @@ def choose(spec: ModelSpec, found: Found, tp: int, layout: str, old: bool) -> tu
             "add --gqa-layout blocked for a training with newer code, or grouped with older code",
             gqa_layout="blocked",
         )
-    return said[seen], [f"query, key and value are read as {seen}, which is what their rows look like{why}"]
+    return order_of[seen], [f"query, key and value are read as {seen}, which is what their rows look like{why}"]
 
 
 def _blocks(spec: ModelSpec, tp: int) -> Iterator[tuple[str, int, int, int]]:
@@ -73,7 +75,7 @@ def _blocks(spec: ModelSpec, tp: int) -> Iterator[tuple[str, int, int, int]]:
 
 
 def split(
-    spec: ModelSpec, found: Found, parts: Mapping[tuple[str, str], Scattered], tp: int
+    spec: ModelSpec, by_file: Found, parts: Mapping[tuple[str, str], Scattered], tp: int
 ) -> tuple[dict[str, dict[str, Fragment]], dict[tuple[str, str], Scattered]]:
     """Take each fused tensor of a grouped checkpoint apart, under the keys that the table has for its thirds.
 
@@ -82,11 +84,11 @@ def split(
     """
     if spec.head_dim * spec.kv_heads % spec.heads:
         raise RefusedError(f"{spec.heads} heads of {spec.head_dim} rows cannot share {spec.kv_heads} groups in rows")
-    tensors = {file: dict(held) for file, held in found.items()}
+    tensors = {file: dict(fragments) for file, fragments in by_file.items()}
     pieces = dict(parts)
     rows = {"query": spec.heads, "key": spec.kv_heads, "value": spec.kv_heads}
-    for file, held in found.items():
-        for key in [key for key in held if key.endswith(QKV)]:
+    for file, fragments in by_file.items():
+        for key in [key for key in fragments if key.endswith(QKV)]:
             whole = tensors[file].pop(key)
             copies = (
                 pieces.pop((file, key)).copies if (file, key) in pieces else ((Piece(whole_part(whole.shape), whole),),)
@@ -94,11 +96,11 @@ def split(
             flat = [list(_flat(copy, spec.hidden)) for copy in copies]
             for tensor, heads in rows.items():
                 shape = (heads // tp * spec.head_dim, spec.hidden)
-                mine = [one[1:] for one in _blocks(spec, tp) if one[0] == tensor]
+                mine = [tensor_parts[1:] for tensor_parts in _blocks(spec, tp) if tensor_parts[0] == tensor]
                 cut = [piece for copy in flat for piece in _rows(copy, mine, spec.hidden)]
-                one = scattered(f"{key}:{tensor}", shape, whole.dtype, cut)
-                pieces[file, f"{key}:{tensor}"] = one
-                tensors[file][f"{key}:{tensor}"] = one.whole
+                tensor_parts = scattered(f"{key}:{tensor}", shape, whole.dtype, cut)
+                pieces[file, f"{key}:{tensor}"] = tensor_parts
+                tensors[file][f"{key}:{tensor}"] = tensor_parts.whole
     return tensors, pieces
 
 
@@ -129,7 +131,7 @@ def _rows(flat: list[tuple[int, int, Fragment]], blocks: list[tuple[int, int, in
 # --- which one it is -------------------------------------------------------------------------------------------------
 
 
-def _seen(spec: ModelSpec, found: Found, tp: int) -> tuple[str | None, str]:
+def _seen(spec: ModelSpec, by_file: Found, tp: int) -> tuple[str | None, str]:
     """What the weights look like, None if that is not beyond doubt, and the figures that say so.
 
     Queries, keys and values have rows of different length in a trained model. Of the two ways to sort the rows into
@@ -141,7 +143,7 @@ def _seen(spec: ModelSpec, found: Found, tp: int) -> tuple[str | None, str]:
         grouped[at : at + count] = ("query", "key", "value").index(tensor)
     sizes = [spec.heads * spec.head_dim // tp, *[spec.kv_heads * spec.head_dim // tp] * 2]
     orders = {"blocked": np.repeat(np.arange(3), sizes), "grouped": grouped}
-    fused = [fragment for held in found.values() for key, fragment in held.items() if key.endswith(QKV)]
+    fused = [fragment for fragments in by_file.values() for key, fragment in fragments.items() if key.endswith(QKV)]
     shares: dict[str, list[float]] = {order: [] for order in orders}
     ranks: dict[str, set[tuple[int, ...]]] = {order: set() for order in orders}
     for fragment in fused[:: max(1, len(fused) // PROBED)][:PROBED]:
@@ -167,12 +169,12 @@ def _lengths(fragment: Fragment) -> np.ndarray:
     """The length of each row of a matrix, read row by row."""
     rows, width = fragment.shape
     item = DTYPES[fragment.dtype]
-    row, found = bytearray(width * item), np.zeros(rows)
+    row, lengths = bytearray(width * item), np.zeros(rows)
     with opened(fragment.path) as handle:
         for index in range(rows):
             read_into(handle, memoryview(row), fragment.offset + index * width * item, fragment.path)
-            found[index] = np.linalg.norm(_float(row, fragment.dtype))
-    return found
+            lengths[index] = np.linalg.norm(_float(row, fragment.dtype))
+    return lengths
 
 
 def _float(raw: bytearray, dtype: str) -> np.ndarray:

@@ -27,9 +27,9 @@ FAMILIES = ("mistral", "mixtral")
 def _untied(key: str) -> Codec:
     """Always false, and often left out."""
 
-    def check(said: Any, context: Context) -> bool:
-        if said:
-            raise UnsupportedError(f"{context.where}: {key} = {short(said)} is not supported, only False")
+    def check(value: Any, context: Context) -> bool:
+        if value:
+            raise UnsupportedError(f"{context.where}: {key} = {short(value)} is not supported, only False")
         return False
 
     return scalar(key, check, lambda *_: False)

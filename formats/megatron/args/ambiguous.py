@@ -47,8 +47,8 @@ def require_one_pattern(args: Args, where: str) -> None:
     """
     given = {name: args[name] for name in PATTERN.split("|") if args.get(name) is not None}
     if len({*map(str, given.values())}) > 1:
-        said = " and ".join(f"{name} = {short(pattern)}" for name, pattern in given.items())
-        raise RefusedError(f"{where}: {said} contradict each other")
+        patterns = " and ".join(f"{name} = {short(pattern)}" for name, pattern in given.items())
+        raise RefusedError(f"{where}: {patterns} contradict each other")
 
 
 def rope_scaling(args: Args, read: Callable[[Args], Scaling], base: ModelSpec | None, where: str) -> Scaling:

@@ -90,8 +90,8 @@ LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
 
 def place(run: Path, folder: Path) -> Path | None:
     """The file that is instead of the args, None if there is none."""
-    found = (folder / BRIDGE, run / "context" / NEMO)
-    return next((path for path in found if path.is_file()), None)
+    candidates = (folder / BRIDGE, run / "context" / NEMO)
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def read(path: Path, *, adapter: bool = False) -> Namespace:
@@ -126,8 +126,8 @@ def _held(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         if path.stat().st_size > MOST_YAML:
             raise SourceError(f"{path} has {path.stat().st_size} bytes, too many for a configuration")
-        held = yaml.load(path.read_text(), Loader=_Loader)  # noqa: S506
-        return dict(held["model" if path.name == BRIDGE else "config"]), dict(held.get("peft") or {})
+        document = yaml.load(path.read_text(), Loader=_Loader)  # noqa: S506
+        return dict(document["model" if path.name == BRIDGE else "config"]), dict(document.get("peft") or {})
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError, TypeError, KeyError, AttributeError):
         raise SourceError(f"{path} holds no fields of a model") from None
 
@@ -183,7 +183,7 @@ def written(args: Mapping[str, Any], iteration: int, more: Mapping[str, Any] | N
         RefusedError: its GPTModelProvider does not compute the model.
     """
     shape = {name: args.get(name) for name in ("swiglu", "quick_geglu", "squared_relu") if args.get(name)}
-    kinds = [kind for kind, said in ACTIVATIONS.items() if said == shape]
+    kinds = [kind for kind, arguments in ACTIVATIONS.items() if arguments == shape]
     odd = [name for name, only in SINGLE.items() if args.get(name) not in (None, only)]
     odd += [] if args.get("position_embedding_type") in ("rope", "learned_absolute") else ["position_embedding_type"]
     odd += [] if kinds else [*shape]

@@ -218,8 +218,8 @@ def hf2mistral(src: Path, out: Path, **options: Any) -> None:
 )
 @click.option(
     "--names",
-    type=click.Choice(["huggingface", "torchtitan"]),
-    help="Names of the tensors: Hugging Face's, or those of torchtitan's own models.  [default: huggingface]",
+    type=click.Choice(["huggingface", "torchtitan", "olmo-core"]),
+    help="Names of the tensors: Hugging Face's, or those that a trainer has of its own.  [default: huggingface]",
 )
 @deepspeed_reading
 @reading

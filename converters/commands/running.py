@@ -72,8 +72,8 @@ def write_new(path: Path, text: str) -> None:
 
 BRIDGE = "bridge"
 """An adapter of Megatron-Bridge."""
-TORCHTITAN = "torchtitan"
-"""FSDP under the names of torchtitan."""
+TORCHTITAN, OLMO_CORE = "torchtitan", "olmo-core"
+"""FSDP under the names of these trainers."""
 NEXT = {
     BRIDGE: "Megatron-Bridge with checkpoint.load={out}, checkpoint.pretrained_checkpoint=BASE, load_optim=False and "
     "peft as in run_config.yaml",
@@ -81,6 +81,7 @@ NEXT = {
     MEGATRON_RUN: "--load {out}, with the flags in {out}/megatron_flags.txt",
     FSDP: 'dcp.load({{"model": state_dict}}, checkpoint_id="{out}")',
     TORCHTITAN: "torchtitan with checkpoint.initial_load_path={out}",
+    OLMO_CORE: "OLMo-core with load_path={out}, load_trainer_state=False and load_optim_state=False",
     GPT_NEOX: "GPT-NeoX with load: {out} and finetune: true",
     MISTRAL: 'Transformer.from_folder("{out}") of mistral-inference, or vllm serve {out} --load-format mistral',
     UNIVERSAL: "DeepSpeed with checkpoint: {{load_universal: true}}, load_checkpoint from {out}",
@@ -93,7 +94,8 @@ def convert_to(to: str, source: Checkpoint, out: Path, options: Mapping[str, Any
     from converters.plan.output import plan_output
 
     request = request_of(out, options, source)
-    purpose = TORCHTITAN if options.get("names") == TORCHTITAN else to
+    names = options.get("names")
+    purpose = names if names in (TORCHTITAN, OLMO_CORE) else to
     carry_out(plan_output(source, request, to, output_of(options)), request, options, purpose)
 
 

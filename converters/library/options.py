@@ -31,7 +31,7 @@ Container = Literal["torch", "torch_dist", "fsdp_dtensor", "megatron-llm"]
 Trainer = Literal["bridge"]
 Lora = Literal["canonical", "fused"]
 LayerFiles = Literal["sequential", "pipeline"]
-TensorNames = Literal["huggingface", "torchtitan"]
+TensorNames = Literal["huggingface", "torchtitan", "olmo-core"]
 OptimizerFiles = Literal["plain", "distributed"]
 Rank = int | tuple[int, int]
 """A parallel size, or a rank and the size, such as (3, 8)."""

@@ -61,7 +61,7 @@ class Output:
         iteration: the iteration that is written; None for a release of Megatron, and 0 of GPT-NeoX.
         layout: GPT-NeoX: `sequential` or `pipeline`.
         ranks: FSDP: data files.
-        names: FSDP: `huggingface`, or `torchtitan` for its native names; None for the first.
+        names: FSDP: `huggingface`, or a trainer for its own names, `torchtitan` or `olmo-core`; None for the first.
         with_optimizer: FP32 master weights, moments and step too.
         optimizer: Megatron: the optimizer that is written, `plain` or `distributed`.
         consumed_samples: Megatron: where schedule and data resume; None for what the source says.
@@ -154,17 +154,17 @@ def _huggingface(source: Checkpoint, request: Request, output: Output) -> Plan:
 
 
 def _fsdp(source: Checkpoint, request: Request, output: Output) -> Plan:
-    native = output.names == "torchtitan"
+    trainer = None if output.names == HUGGINGFACE else output.names
     if output.with_optimizer:
-        if native:
-            raise UsageError("--names torchtitan is for weights alone", "leave --with-optimizer out")
+        if trainer:
+            raise UsageError(f"--names {trainer} is for weights alone", "leave --with-optimizer out")
         _require_no_cast(request)
         from converters.plan.training_state import plan_fsdp_run
 
         return plan_fsdp_run(source, request, output.ranks)
     from converters.plan.targets import plan_fsdp
 
-    return plan_fsdp(source, request, output.ranks, native=native)
+    return plan_fsdp(source, request, output.ranks, trainer=trainer)
 
 
 def _require_no_cast(request: Request) -> None:

@@ -210,11 +210,11 @@ def plan_fsdp(
     ranks: int,
     trained: optimizer.Optimizer | None = None,
     *,
-    native: bool = False,
+    trainer: str | None = None,
 ) -> Plan:
     """A plan that writes a DCP folder, with the model's config and tokenizer in it, and what it is trained with.
 
-    `native` is for torchtitan's names.
+    Tensors get the own names of a `trainer`, if one is named.
     """
     from formats.fsdp import checkpoint as fsdp
 
@@ -226,7 +226,7 @@ def plan_fsdp(
         untold = not names.known(source, json.loads(config))
         source = names.in_memory(source, json.loads(config))
     dtypes = cast_dtypes(source, request.cast)
-    target = fsdp.write(request.root, source.spec, dtypes, ranks, trained, native=native)
+    target = fsdp.write(request.root, source.spec, dtypes, ranks, trained, trainer=trainer)
     texts = {**target.texts, "config.json": config}
     copies = {name: path for name, path in assets.carried(source).items() if name not in texts}
     copies |= assets.own_family(source.spec)

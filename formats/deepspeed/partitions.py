@@ -167,7 +167,7 @@ def _parse(file: TorchFile, optimizer: Mapping[str, Any], states: Sequence[str])
         raise ValueError
     gaps = tuple(tuple(group) for group in optimizer.get("param_alignment_paddings") or ())
     inner = [value for _, value in sorted(moments["state"].items()) if isinstance(value, Mapping)]
-    steps = tuple(number(file, value["step"]) for value in inner if "step" in value)
+    steps = tuple(steps_made(file, value["step"]) for value in inner if "step" in value)
     settings = tuple(
         {name: number(file, value) if isinstance(value, TensorRef) else value for name, value in group.items()}
         for group in moments["param_groups"]
@@ -224,22 +224,25 @@ def steps_in(file: TorchFile) -> frozenset[float]:
     )
     state = inner.get("state") if isinstance(inner, Mapping) else None
     each = [one["step"] for one in state.values() if "step" in one] if isinstance(state, Mapping) else []
-    return frozenset(number(file, value) for value in each if isinstance(value, int | float | TensorRef))
+    return frozenset(steps_made(file, value) for value in each if isinstance(value, int | float | TensorRef))
 
 
 COUNTER = "global_steps"
 """What a model file calls the steps of its engine."""
 
 
-def require_one_step(tag: Path, model: TorchFile, accept: Collection[str]) -> list[str]:
+def require_one_step(
+    model: TorchFile, path: Path | None, steps: Collection[float], accept: Collection[str]
+) -> list[str]:
     """The optimizer has made the steps that the model file counts, but for those that were skipped.
 
     The engine counts both (deepspeed/runtime/engine.py `_take_model_step`, 0.19.8). A training that began with the
     weights of another alone counts on, while its optimizer begins again.
 
     Args:
-        tag: the folder.
-        model: its first model file.
+        model: the first model file.
+        path: the file of the optimizer that was asked, None where there is none.
+        steps: those that its parameters have made, none where it does not say.
         accept: what the user names in spite of a refusal.
 
     Returns:
@@ -249,11 +252,8 @@ def require_one_step(tag: Path, model: TorchFile, accept: Collection[str]) -> li
         SourceError: the two differ.
     """
     made, skipped = model.value.get(COUNTER), model.value.get("skipped_steps") or 0
-    files = (path for path in sorted(tag.iterdir()) if saved_names.OPTIM.fullmatch(path.name))
-    path = next(files, None)
-    if path is None or type(made) is not int or type(skipped) is not int:
+    if type(made) is not int or type(skipped) is not int:
         return []
-    steps = steps_in(read_torch(path))
     if not steps or made - skipped in steps:
         return []
     counted = " and ".join(f"{step:g}" for step in sorted(steps))
@@ -296,6 +296,18 @@ def number(file: TorchFile, value: Any) -> float:
     if prod(value.shape) != 1:
         raise SourceError(f"{file.path} holds a tensor of {prod(value.shape)} elements where one number should be")
     return float(plain(file, value, "a number").number)
+
+
+def steps_made(file: TorchFile, value: Any) -> float:
+    """How many steps an optimizer has made.
+
+    Raises:
+        SourceError: it is no whole number.
+    """
+    if not isinstance(value, int | float | TensorRef) or not (made := number(file, value)) >= 0 or made % 1:
+        said = short(value if isinstance(value, str) else number(file, value))
+        raise SourceError(f"{file.path} says that its optimizer has made {said} steps", "the file is damaged")
+    return made
 
 
 def flat_fragment(file: TorchFile, ref: Any, name: str) -> Fragment:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from formats.checkpoint import Checkpoint, OutputFile
 from formats.deepspeed.folders import model_name
-from formats.deepspeed.partitions import Partition, number
+from formats.deepspeed.partitions import Partition, steps_made
 from formats.errors import SourceError, short
 from formats.layout.placed import Placed
 from formats.layout.slots import Slot
@@ -156,7 +156,7 @@ def settings(tag: Path) -> tuple[tuple[Mapping[str, Any], ...], float | None]:
     file = read_torch(tag / "zero" / "optimizer_state.pt")
     try:
         inner = file.value.get("optimizer_state_dict", {}).get("state", {})
-        step = number(file, inner[0]["step"]) if inner else None
+        step = steps_made(file, inner[0]["step"]) if inner else None
         return tuple(map(dict, file.value["param_groups"])), step
     except DAMAGE:
         raise SourceError(f"{file.path} holds no parameter groups of an optimizer in a form that is known") from None
@@ -173,9 +173,18 @@ def step(tag: Path, name: str) -> float | None:
         return None
     file = read_torch(path)
     try:
-        return number(file, file.value)
+        return steps_made(file, file.value)
     except DAMAGE:
         raise SourceError(f"{path} holds no number of steps") from None
+
+
+def first_step(tag: Path) -> tuple[Path, float | None]:
+    """The steps that Adam has made with the first parameter, and the file that says it."""
+    for folder in sorted(path for path in (tag / "zero").iterdir() if path.is_dir()):
+        if (made := step(tag, folder.name)) is not None:
+            return folder / "step.pt", made
+    path = tag / "zero" / "optimizer_state.pt"
+    return path, settings(tag)[1] if path.is_file() else None
 
 
 def unchanged(file: OutputFile) -> tuple[Placed, ...]:

@@ -73,13 +73,14 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     models = _models(tag)
     whole = universal.is_universal(tag)
     third = bool(saved_names.MODEL_OF_STAGE_3.fullmatch(models[0].path.name))
-    wanted = settings.weights or ("fp32-master" if third or whole else "module")
+    modules = model_files.module(models[0])
+    bare = third or (whole and all(fragment.shape == (0,) for fragment in modules.values()))
+    wanted = settings.weights or ("fp32-master" if bare else "module")
     notes = []
-    if wanted == "module" and (third or whole):
+    if wanted == "module" and bare:
         kind = "a universal checkpoint" if whole else "of stage 3"
         raise OptionNeededError(f"{tag} is {kind}, whose model files hold no weights", "add --weights fp32-master")
-    notes += zero_partitions.require_one_step(tag, models[0], settings.accept)
-    modules = model_files.module(models[0])
+    notes += zero_partitions.require_one_step(models[0], *_steps(tag), settings.accept)
     if wanted == "module":
         tensors = dict(_module(models[0], modules))
     elif whole:
@@ -93,19 +94,19 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     shapes, config = {key: tensors[name].shape for key, name in keys.items()}, part.config or None
     spec = huggingface.spec_of(shapes, part.config, assets, settings) if assets else adapters.spec_of(shapes)
     slots, drops = huggingface.model_slots(spec, keys), huggingface.drops(spec, keys, settings)
-    if whole:
+    if whole and wanted != "module":
         _require_trained(tag, models[0].value, slots if isinstance(spec, ModelSpec) else None, keys.keys())
     placed, dropped = match(slots, {ALONE: {key: tensors[name].whole for key, name in keys.items()}}, drops, tag)
     pieces = _spread(placed, keys, tensors)
-    twins = _twins(placed, keys, modules) if wanted == "fp32-master" and not (third or whole) else ()
-    if settings.weights is None and (third or whole) and settings.adapter is None:
+    twins = _twins(placed, keys, modules) if wanted == "fp32-master" and not bare else ()
+    if settings.weights is None and bare and settings.adapter is None:
         notes.append(_no_module({one.fragment.dtype for one in placed}))
     state = models[0].value
     topology = {"dp": state.get("dp_world_size", 1)}
     details = Details(shown={"iteration": state.get("global_steps"), "folder": tag.name})
     files = tuple(sorted(files_of(pieces)))
     proof = None
-    if WEIGHTS[wanted] in ("exp_avg", "exp_avg_sq") and not (third or whole):
+    if WEIGHTS[wanted] in ("exp_avg", "exp_avg_sq") and not bare:
         proof = read(path, replace(settings, weights="fp32-master"))
     left = tuple(dropped)
     return Checkpoint(
@@ -280,7 +281,7 @@ class Training(NamedTuple):
 
     Attributes:
         states: each of `optimizer.STATES`.
-        module: the tensors that the model computes with; none in stage 3.
+        module: the tensors that the model computes with; in stage 3 empty ones, or none.
         model: what the first model file says.
         shapes: the parameters of each flat group.
         partitions: what each rank holds; none of a universal checkpoint.
@@ -334,11 +335,11 @@ def trained(tag: Path, accept: Collection[str] = ()) -> Training:
     first = _models(tag)[0]
     if first.value.get("optimizer") is not None:
         raise UnsupportedError(f"{tag} is of stage 0, whose optimizer keeps no names", "train a step with stage 1")
-    zero_partitions.require_one_step(tag, first, accept)
+    zero_partitions.require_one_step(first, *_steps(tag), accept)
     shapes = model_files.param_shapes(first)
     if universal.is_universal(tag):
         states = {state: dict(_universal(tag, first, state)) for state in STATES}
-        return Training(states, {}, first.value, shapes, ())
+        return Training(states, model_files.module(first), first.value, shapes, ())
     partitions = zero_partitions.open_partitions(tag, 0, STATES)
     _require_same_stage(first, partitions)
     zero_partitions.require_trained(partitions)
@@ -386,6 +387,15 @@ def states_of(source: Checkpoint, training: Training) -> dict[str, Checkpoint]:
             proof=None,
         )
     return checkpoints
+
+
+def _steps(tag: Path) -> tuple[Path | None, Collection[float]]:
+    """The steps that an optimizer has made, and the file that says it."""
+    if universal.is_universal(tag):
+        path, made = universal.first_step(tag)
+        return path, () if made is None else (made,)
+    file = next((path for path in sorted(tag.iterdir()) if saved_names.OPTIM.fullmatch(path.name)), None)
+    return file, () if file is None else zero_partitions.steps_in(read_torch(file))
 
 
 def _require_same_stage(model: TorchFile, partitions: Sequence[zero_partitions.Partition]) -> None:

@@ -50,7 +50,7 @@ SIGNS = (
     # verl/trainer/ppo/ray_trainer.py `_save_checkpoint` (0.4 to 0.6)
     Sign(re.compile(r"global_step_(\d+)"), tracker=TRACKER),
     # torch/distributed/checkpoint/filesystem.py `finish` (2.13.0): renamed into its place when all ranks have written;
-    # torchtitan, accelerate; not checkpoint-N, whose model the Trainer may write twice
+    # torchtitan, accelerate, OLMo-core; not checkpoint-N, whose model the Trainer may write twice
     Sign(
         re.compile(r"(?:(?:step|epoch)[-_]?|checkpoint_)(\d+)"),
         within=tuple(f"{inside}/.metadata".lstrip("/") for inside in INSIDE),

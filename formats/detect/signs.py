@@ -2,7 +2,7 @@
 
 Facts, measured with what the named program wrote: orbax-checkpoint 0.12.8, mlx-lm 0.32.2. Read: megatron-core 0.19.2
 training/checkpointing.py (torch_dcp), NeMo 2.5 scripts/checkpoint_converters, litgpt 0.5.13 scripts, nanotron 0.4
-serialize, OLMo-core 3.0.0 train/checkpoint.py, ColossalAI applications/Colossal-LLaMA, T5X checkpoints.py, transformers
+serialize, ColossalAI applications/Colossal-LLaMA, T5X checkpoints.py, transformers
 4.57 utils/__init__.py.
 """
 
@@ -112,13 +112,6 @@ def _bridge_fsdp(path: Path) -> Path | None:
     return _says("run_config.yaml", r"\n  ckpt_format: fsdp_dtensor\n")(folder) if folder else None
 
 
-def _olmo_core(path: Path) -> Path | None:
-    """`model_and_optim/` beside the config of the experiment, from the folder of both or from itself."""
-    folder = path.parent if path.name == "model_and_optim" else path
-    has_metadata = (folder / "model_and_optim" / ".metadata").is_file()
-    return _says("config.json", r"\bolmo_core\.")(folder) if has_metadata else None
-
-
 def _iteration(path: Path) -> Path | None:
     from formats.megatron.folders import locate
 
@@ -139,11 +132,6 @@ LOOKALIKES = (
         "a checkpoint of Megatron-Bridge with ckpt_format: fsdp_dtensor",
         "load it there and save with ckpt_format: torch_dist, which is read",
         _bridge_fsdp,
-    ),
-    Sign(
-        "a checkpoint of OLMo-core",
-        "src/examples/huggingface/convert_checkpoint_to_hf.py of OLMo-core exports it",
-        _olmo_core,
     ),
     Sign(
         "a quantized model of MLX",

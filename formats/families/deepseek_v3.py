@@ -74,5 +74,5 @@ FAMILY = replace(
         "router_top_groups": 4,
     },
     router="sigmoid",
-    torchtitan=TORCHTITAN,
+    native={"torchtitan": TORCHTITAN},
 )

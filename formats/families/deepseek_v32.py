@@ -23,7 +23,7 @@ FAMILY = replace(
     table=TABLE,
     requires={**deepseek_v3.FAMILY.requires, "mlp_bias": False, "indexer_rope_interleave": False},
     mha=False,
-    torchtitan="",
+    native={},
     keys={
         **deepseek_v3.FAMILY.keys,
         "dense_layers": "mlp_layer_types",

@@ -77,7 +77,7 @@ class Family:
         switch: the config key that turns a sliding window on, false where it is absent, in a family of which only models
             without a window are supported; `window_default` and `full_until` then say which these are.
         neox: the kind of GPT-NeoX's models that compute the same: with `rms` or `layernorm`; empty where none do.
-        torchtitan: the layout under torchtitan's native names, where there is one.
+        native: the layouts under names that trainers have of their own, by trainer (`formats/fsdp/native.py`).
         file: the file of the user's that it was read from.
     """
 
@@ -110,7 +110,7 @@ class Family:
     switch: str = ""
     tokens: Mapping[str, int] = field(default_factory=dict)
     neox: str = ""
-    torchtitan: str = ""
+    native: Mapping[str, str] = field(default_factory=dict)
     file: Path | None = field(default=None, compare=False)
 
     @cached_property

@@ -69,5 +69,5 @@ FAMILY = Family(
     defaults={"experts": 128, "top_k": 4, "rope_scaling": YARN},
     own={"layer_types": None, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     router="softmax",
-    torchtitan=TORCHTITAN,
+    native={"torchtitan": TORCHTITAN},
 )

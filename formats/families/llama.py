@@ -52,6 +52,6 @@ FAMILY = Family(
     nulls=("head_dim",),
     biases={"attention_bias": ("qkv_bias output_bias", False), "mlp_bias": ("mlp_bias", False)},
     mha=True,
-    torchtitan=TORCHTITAN,
+    native={"torchtitan": TORCHTITAN},
     neox="rms",
 )

@@ -35,5 +35,5 @@ FAMILY = Family(
     window_default=4096,
     full_until=("max_window_layers", 28),
     head_dim=128,
-    torchtitan=TORCHTITAN,
+    native={"torchtitan": TORCHTITAN},
 )

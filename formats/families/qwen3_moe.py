@@ -40,5 +40,5 @@ FAMILY = Family(
     },
     defaults={"experts": 128, "top_k": 8, "expert_ffn": 768, "router_normalized": False},
     router="softmax",
-    torchtitan=TORCHTITAN,
+    native={"torchtitan": TORCHTITAN},
 )

@@ -1,10 +1,10 @@
-"""FSDP distributed checkpoints of torch, accelerate, axolotl, torchtitan and verl, and their optimizer."""
+"""FSDP distributed checkpoints of torch, accelerate, axolotl, torchtitan, OLMo-core and verl, and their optimizer."""
 
 from formats.format import Format
 
 FSDP = Format(
     "fsdp",
-    "torch DCP (.metadata, .distcp), FSDP state dicts of accelerate, torchtitan, verl and others",
+    "torch DCP (.metadata, .distcp), FSDP state dicts of accelerate, torchtitan, OLMo-core, verl and others",
     "for FSDP use `convert fsdp2hf`",
     "formats.fsdp.checkpoint",
     "formats.fsdp.optimizer",

@@ -7,7 +7,7 @@
     model_world_size_8_rank_0.pt                  the same, of verl
     pytorch_model_fsdp.bin                        a full state dict
 
-Keys are those of Hugging Face or of torchtitan, wherever in the saved dictionary the model lies.
+Keys are those of Hugging Face, of torchtitan or of OLMo-core, wherever in the saved dictionary the model lies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.disk.safetensors import Fragment, read_safetensors
 from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, some
 from formats.families.family import Family
-from formats.fsdp import FSDP, torchtitan
+from formats.fsdp import FSDP, native
 from formats.fsdp.contents import Listing, contents
 from formats.fsdp.runs import STEPS
 from formats.huggingface import folder as huggingface
@@ -43,7 +43,7 @@ from formats.torch_files.archive_writer import Small
 from formats.torch_files.wrappers import unwrapped
 
 NAME = FSDP.name
-INSIDE = ("", "pytorch_model_fsdp_0", "sharded", "actor", "policy")
+INSIDE = ("", "pytorch_model_fsdp_0", "sharded", "actor", "policy", "model_and_optim")
 """Where in the folder that a user names the weights lie."""
 SHARD = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors")
 FULL = "pytorch_model_fsdp.bin"
@@ -69,8 +69,8 @@ def detect(path: Path) -> bool:
 
 
 def tables() -> dict[str, tuple[Rule, ...]]:
-    """Torchtitan's names of each family that it has; all others are those of Hugging Face."""
-    return {f"torchtitan {name}": table for name, table in torchtitan.layouts().items()}
+    """The own names of trainers, of each family that they have; all others are those of Hugging Face."""
+    return {f"{one} {name}": table for one in native.TRAINERS for name, table in native.layouts(one).items()}
 
 
 def holders(_: Family) -> dict[str, bool]:
@@ -110,7 +110,7 @@ def _dcp(folder: Path, settings: Settings) -> Listing:
 
 def _starts(entries: Sequence[dcp.Entry]) -> list[str]:
     """What stands before a key that every model has, without the dot."""
-    known = ("model.embed_tokens.weight", torchtitan.FIRST)
+    known = ("model.embed_tokens.weight", *(names.sign for names in native.TRAINERS.values()))
     starts = (entry.name.removesuffix(key) for entry in entries for key in known if entry.name.endswith(key))
     return list(dict.fromkeys(start.rstrip(".") for start in starts))
 
@@ -204,9 +204,10 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         part = text_alone.alone(config, tensors, settings, str(assets / "config.json"))
         spec, tensors = _described(part.of(tensors), part.config, assets, settings)
         config, left = part.config, part.left
-    wanted = list(_native_slots(spec) if torchtitan.FIRST in tensors else huggingface.model_slots(spec, tensors))
-    biases = torchtitan.biases(wanted, tensors, spec, settings.accept, path)
-    drops = (*huggingface.drops(spec, tensors, settings), *torchtitan.DROPS, *map(re.escape, biases))
+    trainer = native.trainer_of(tensors)
+    wanted = list(_native_slots(spec, trainer) if trainer else huggingface.model_slots(spec, tensors))
+    biases = native.biases(wanted, tensors, spec, settings.accept, path)
+    drops = (*huggingface.drops(spec, tensors, settings), *native.DROPS, *map(re.escape, biases))
     whole = {key: tensor.whole for key, tensor in tensors.items()}
     placed, more = match(wanted, {ALONE: whole}, drops, path)
     if isinstance(spec, Verbatim):
@@ -230,15 +231,17 @@ def _config_folder(path: Path, folder: Path, settings: Settings, known: Callable
         return settings.config
     near = [path, folder, path / "huggingface", folder / "huggingface", folder.parent]
     near += [path.parent] if STEPS.fullmatch(path.name) else []
-    for place in near:
-        if (place / "config.json").is_file():
-            return place
+    lacks = "has no config.json"
+    for config in (place / "config.json" for place in near if (place / "config.json").is_file()):
+        if not native.is_own_config(config):
+            return config.parent
+        lacks = f"has no config.json of Hugging Face, {config} is OLMo-core's"
     named = _model_name(path) or _model_name(path.parent)
     if named and (Path(named) / "config.json").is_file():
         return Path(named)
     hint = f" (train_params.yaml names {named})" if named else ""
     raise OptionNeededError(
-        f"{path} has no config.json", f"add --config BASE, the model that the training began with{hint}", known
+        f"{path} {lacks}", f"add --config BASE, the model that the training began with{hint}", known
     )
 
 
@@ -279,7 +282,7 @@ def _read_flat(
 def _read_tensors(path: Path, listing: Listing, settings: Settings) -> tuple[dict[str, Scattered], list[str]]:
     """The tensors of the model by key, wrappers stripped; and the names of everything else."""
     keys = _keys(path, listing, settings)
-    wanted = [key for key in keys if not any(re.fullmatch(drop, key) for drop in torchtitan.DROPS)]
+    wanted = [key for key in keys if not any(re.fullmatch(drop, key) for drop in native.DROPS)]
     tensors = dict(zip(wanted, listing.load([keys[key] for key in wanted]), strict=True))
     dropped = [".".join(one) for number, one in enumerate(listing.paths) if number not in set(map(keys.get, wanted))]
     return tensors, dropped
@@ -289,7 +292,7 @@ def _described(
     tensors: dict[str, Scattered], config: dict[str, Any], folder: Path, settings: Settings
 ) -> tuple[Spec, dict[str, Scattered]]:
     """The spec of a model, and its tensors by the keys that it gives them."""
-    if torchtitan.FIRST in tensors:
+    if native.trainer_of(tensors):
         return huggingface.read_spec(config, folder, settings), tensors
     spec = huggingface.spec_of({key: one.shape for key, one in tensors.items()}, config, folder, settings)
     if not isinstance(spec, Verbatim):
@@ -366,16 +369,17 @@ def _names(containers: Iterable[tuple[str, ...]]) -> str:
     return some([".".join(one) or "the top level" for one in containers], 8)
 
 
-def _native_slots(spec: Spec) -> list[Slot]:
-    """The physical tensors of a model under torchtitan's keys."""
-    if not isinstance(spec, ModelSpec) or spec.family not in torchtitan.layouts():
+def _native_slots(spec: Spec, trainer: str) -> list[Slot]:
+    """The physical tensors of a model under the keys of a trainer."""
+    layouts = native.layouts(trainer)
+    if not isinstance(spec, ModelSpec) or spec.family not in layouts:
         raise UnsupportedError(
-            f"{torchtitan.FIRST} is a name of torchtitan, whose {spec.family} has no table",
-            f"there are {', '.join(torchtitan.layouts())}",
+            f"{native.TRAINERS[trainer].sign} is a name of {trainer}, whose {spec.family} has no table",
+            f"there are {', '.join(layouts)}",
         )
     return list(
         slots(
-            torchtitan.layouts()[spec.family],
+            layouts[spec.family],
             spec.sizes(),
             tensors=spec.tensors,
             layers=enumerate(range(spec.layers)),
@@ -410,7 +414,7 @@ def write(
     ranks: int,
     optimizer: Optimizer | None = None,
     *,
-    native: bool = False,
+    trainer: str | None = None,
 ) -> Target:
     """Lay out a DCP folder that `dcp.load({"model": state_dict}, checkpoint_id=root)` reads on any number of ranks.
 
@@ -423,10 +427,11 @@ def write(
         dtypes: the element type of each logical tensor.
         ranks: how many data files.
         optimizer: the moments, step and groups to write beside the weights, which are its master weights.
-        native: under torchtitan's names, with nothing before them, as the weights of its `step-N` are.
+        trainer: whose own names the tensors get, and what its checkpoints have before them; those of Hugging Face if
+            none is named.
     """
-    wanted = _native_slots(spec) if native else huggingface.model_slots(spec, memory=True)
-    container = () if native else (dcp_writer.CONTAINER,)
+    wanted = _native_slots(spec, trainer) if trainer else huggingface.model_slots(spec, memory=True)
+    container = native.TRAINERS[trainer].container if trainer else (dcp_writer.CONTAINER,)
     paths: dict[str, dcp_writer.Keys] = {
         ".".join((*container, slot.keys[0])): (*container, slot.keys[0]) for slot in wanted
     }

@@ -327,6 +327,7 @@ def state_of(shards: Sequence[Shard]) -> tuple[str, ...]:
     names |= {
         path.name for shard in shards for path in shard.file.path.parent.glob("*optim*.pt") if path != shard.file.path
     }
+    names |= {path.name for path in shards[0].file.path.parents[2].glob("layer_wise_optimizer_*.pt")}
     if any(shards[0].file.path.parent.parent.glob(f"mp_rank_*/{OPTIMIZER}")):
         names.add(OPTIMIZER)
     return tuple(sorted(names))

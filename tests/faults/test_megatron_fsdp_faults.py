@@ -18,6 +18,7 @@ from tests.faults.dcp_tools import edit, places, refused, save
 REAL = Path(__file__).parents[1] / "golden/megatron_0192/fsdp_dtensor"
 MODEL, LAYER = "model.module.", "decoder.layers.0."
 STATE, GROUP = "optimizer.state.module.module.module.", "optimizer.param_to_group_meta.module.module.module."
+HEAD = "output_layer.weight"
 FC1 = f"{LAYER}mlp.linear_fc1.weight"
 VOCAB = ("--vocab-size", 60)
 
@@ -112,13 +113,17 @@ WEIGHTS = {
     "an unknown key": (put(f"{MODEL}{LAYER}mlp.gate.weight", zeros(2)), 3, "have no place in this model"),
     "a gate in one": (put(f"{MODEL}{FC1}", zeros(96, 24)), 3, f"{FC1} in"),
     "another shape": (put(f"{MODEL}{FC1}_w", zeros(47, 24)), 3, "has shape [47, 24]"),
+    "half a head": (put(f"{MODEL}{HEAD}", zeros(32, 24)), 3, f"{HEAD} has shape [32, 24]"),
     "another model": (put("ema.embedding.weight", zeros(64, 24)), 5, "holds ema.embedding.weight beside its model"),
     "chunks": (put("model1.module.decoder.final_layernorm.weight", zeros(24)), 4, "virtual pipeline chunks"),
     "stages": (said("pipeline_model_parallel_size", 2), 4, "2 pipeline stages"),
     "an old version": (put("checkpoint_version", lambda _: 1.0), 4, "before 2.0"),
     "an iteration": (put("iteration", lambda _: "third"), 3, "its iteration is 'third'"),
 }
-"""What is changed of the weights, and how it is refused."""
+"""What is changed of the weights, and how it is refused.
+
+Megatron-LM#4888: the head came out of Megatron-Bridge#3512 with the rows of one tensor rank.
+"""
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
@@ -131,6 +136,7 @@ def test_weights(convert, run, tmp_path, kind):
 NORM = "decoder.final_layernorm.weight"
 OPTIMIZER = {
     "no moment": (gone(f"{STATE}{FC1}_w.exp_avg"), 3, "exp_avg of its optimizer", f"{FC1}_w"),
+    "half a moment": (put(f"{STATE}{HEAD}.exp_avg", zeros(32, 24)), 3, "exp_avg of its", f"{HEAD} has shape [32, 24]"),
     "no step": (gone(f"{STATE}{NORM}.step"), 3, f"no step of {NORM}"),
     "other steps": (put(f"{STATE}{NORM}.step", lambda state: state[f"{STATE}{FC1}_w.step"] + 1), 4, "numbers of steps"),
     "another state": (put(f"{STATE}{NORM}.momentum_buffer", zeros(24)), 4, "keeps momentum_buffer, and Adam does not"),

@@ -257,8 +257,8 @@ def test_a_sharding_that_megatron_gave_up(runs, convert, tmp_path):
 
 
 def test_muon_in_files_beside_those_of_the_ranks(runs, convert, tmp_path):
-    """`layer_wise_optimizer_*.pt` is in the run, and overwritten by each save (Megatron-Bridge#2307): the states
-    of one iteration are found with the weights of another, so none are taken."""
+    """`layer_wise_optimizer_*.pt` of Megatron-Bridge#2307 is in the run, and overwritten by each save: the states of
+    one iteration are found with the weights of another, so none are taken. Megatron-LM 0.19.2 has it beside a rank."""
     import torch
 
     run = tmp_path / "run"
@@ -271,9 +271,12 @@ def test_muon_in_files_beside_those_of_the_ranks(runs, convert, tmp_path):
     for rank in range(2):
         spoil(run, muon, rank=rank)
         torch.save([{}], run / f"layer_wise_optimizer_{rank}.pt")
+    torch.save([{}], run / FOLDER.format(0) / "layer_wise_optimizer_2.pt")
     ran = convert("reshard", run, tmp_path / "out", "--with-optimizer")
     assert (ran.code, "its optimizer is 'muon'" in ran.err) == (4, True), ran.err
-    assert convert("reshard", run, tmp_path / "out", "-n").code == 0
+    ran = convert("reshard", run, tmp_path / "out", "-n")
+    left = ", ".join(f"layer_wise_optimizer_{rank}.pt" for rank in range(3))
+    assert (ran.code, f"only the weights are converted, not {left}, opt_param" in ran.out) == (0, True), ran.out
 
 
 def test_an_optimizer_of_another_kind_asks_for_one(runs, convert, tmp_path):

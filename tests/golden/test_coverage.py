@@ -11,7 +11,7 @@ from converters.plan.request import Request
 from converters.plan.targets import plan_megatron
 from formats.checkpoint import Settings
 from formats.families import FAMILIES, find_family
-from formats.fsdp import torchtitan
+from formats.fsdp import native
 from formats.layout.table import MTP
 from formats.megatron import classic as megatron
 from formats.megatron import mtp
@@ -20,6 +20,7 @@ from formats.registry import open_checkpoint
 from tests.faults.dcp_tools import save
 from tests.golden.cases import TOPOLOGIES
 from tests.golden.test_megatron_lm import FOLDERS
+from tests.golden.test_olmo_core import CASES as OLMO_CORE
 from tests.golden.test_torchtitan import CASES
 from tests.golden.test_torchtitan import family as family_of
 from tests.models import FEW, MODELS, settings_of
@@ -84,17 +85,26 @@ def test_every_line_of_the_older_names_was_written_by_megatron_lm():
     assert lines(megatron.LEGACY) - seen == set()
 
 
-@pytest.mark.parametrize("family", torchtitan.layouts())
-def test_every_line_of_torchtitan_was_written_by_it(family):
-    """Each spelling, tied and untied."""
-    cases = [case for case in CASES if family_of(case) == family]
-    seen = set().union(*(used(case / "step-1", case / "hf") for case in cases))
-    assert lines(torchtitan.layouts()[family]) - seen == set()
+STEPS = {
+    "torchtitan": [case / "step-1" for case in CASES],
+    "olmo-core": [case / "step3" for case in OLMO_CORE],
+}
+
+
+@pytest.mark.parametrize("trainer", native.TRAINERS)
+def test_every_line_of_a_trainer_s_own_names_was_written_by_it(trainer):
+    """Each spelling, tied and untied; families that share a table share its cases."""
+    seen = {}
+    for step in STEPS[trainer]:
+        of = native.layouts(trainer)[family_of(step.parent)]
+        seen.setdefault(of, set()).update(used(step, step.parent / "hf"))
+    for table in native.layouts(trainer).values():
+        assert lines(table) - seen[table] == set()
 
 
 def test_every_key_that_torchtitan_drops_was_written_by_it():
     dropped = [key for case in CASES for key in open_checkpoint(case / "step-1", Settings(config=case / "hf")).dropped]
-    for drop in torchtitan.DROPS:
+    for drop in native.DROPS:
         assert any(re.fullmatch(rf"(?:.*\.)?{drop}", key) for key in dropped), drop
 
 

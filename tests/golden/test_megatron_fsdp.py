@@ -46,7 +46,10 @@ def tensors(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_its_optimizer_in_torch_dist_and_back(convert, tmp_path, dtype):
-    """The weights are the master weights, and what is rounded has them beside it."""
+    """The weights are the master weights, and what is rounded has them beside it.
+
+    Megatron-LM#2805 asks for this conversion, #5895 (open) proposes one: what two ranks saved is whole here.
+    """
     import torch
 
     there, back = tmp_path / "there", tmp_path / "back"

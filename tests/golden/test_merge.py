@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.golden.test_mtp import with_second
 from tests.models import nearest_bfloat16
 
 HERE = Path(__file__).parent / "peft"
@@ -167,6 +168,33 @@ def test_a_base_of_any_format_gives_the_same_bytes(model, convert, tmp_path, to)
         )
     first, second = ((tmp_path / f"out{number}/model.safetensors").read_bytes() for number in range(2))
     assert first == second
+
+
+def test_the_layer_that_predicts_a_second_token_is_kept(model, convert, tmp_path):
+    """ms-swift#6447 merged GLM-4.5 in transformers, which loads no such layer: the merged model came out without it.
+
+    Its attention has LoRA of its own here, as a training in Megatron gives it.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    base = with_second(model("glm4_moe"), tmp_path / "base")
+    layers, second = "model.layers.3.self_attn.q_proj", "model.layers.4.self_attn.q_proj"
+    adapter = adapter_of(base, tmp_path / "adapter", target_modules=["q_proj"])
+    path = adapter / "adapter_model.safetensors"
+    factors = load_file(path)
+    factors |= {name.replace("layers.3.", "layers.4."): -one for name, one in factors.items() if "layers.3." in name}
+    save_file(factors, path, {"format": "pt"})
+    before, kept = load_file(base / "model.safetensors"), judged(base, adapter, "float32")
+    assert not any(name.startswith("model.layers.4.") for name in kept)
+    ran = convert("merge", base, adapter, tmp_path / "out")
+    assert ran.code == 0, ran.err
+    after = load_file(tmp_path / "out/model.safetensors")
+    assert after.keys() == before.keys()
+    changed = {name for name, one in after.items() if not torch.equal(one, before[name])}
+    assert changed == {f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(5)}
+    deltas = [after[f"{name}.weight"].double() - before[f"{name}.weight"].double() for name in (layers, second)]
+    assert apart(*deltas) < 1e-6 < deltas[0].abs().max().item()
 
 
 def test_a_matrix_larger_than_the_memory(model, convert, tmp_path):

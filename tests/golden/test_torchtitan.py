@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from formats.fsdp import torchtitan
+from formats.fsdp import native
 from formats.layout.table import Rule, rules
 from tests.faults.dcp_tools import refused, with_config
 
@@ -188,8 +188,10 @@ WRONG += [("qwen3_moe_v030", "gate and up of experts"), *(("deepseek_v3_v030", w
 @pytest.mark.parametrize(("name", "mistake"), WRONG)
 def test_logits_show_a_wrong_table(convert, tmp_path, monkeypatch, name, mistake):
     case, changes = HERE / name, (MISTAKES | OF_MIXTURES)[mistake]
-    table = torchtitan.layouts()[family(case)]
-    monkeypatch.setitem(torchtitan.layouts(), family(case), mistaken(table, changes, ROWS.get(family(case), ())))
+    table = native.layouts("torchtitan")[family(case)]
+    monkeypatch.setitem(
+        native.layouts("torchtitan"), family(case), mistaken(table, changes, ROWS.get(family(case), ()))
+    )
     ran = convert("fsdp2hf", case / "step-1", tmp_path / "out", "--config", case / "hf")
     assert ran.code == 0, ran.err
     assert difference(tmp_path / "out", case) > 1e-3
@@ -200,7 +202,9 @@ def test_the_same_table_spelled_out_is_right(convert, tmp_path, monkeypatch, nam
     """So what the mistakes show is their mistakes."""
     case = HERE / name
     monkeypatch.setitem(
-        torchtitan.layouts(), family(case), mistaken(torchtitan.layouts()[family(case)], {}, ROWS[family(case)])
+        native.layouts("torchtitan"),
+        family(case),
+        mistaken(native.layouts("torchtitan")[family(case)], {}, ROWS[family(case)]),
     )
     assert convert("fsdp2hf", case / "step-1", tmp_path / "out", "--config", case / "hf").code == 0
     assert difference(tmp_path / "out", case) < 1e-5

@@ -72,8 +72,20 @@ def test_what_deepspeed_makes_is_read(made, zero, convert, tmp_path, monkeypatch
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     code, told = zero(*words, script=DEEPSPEED / "checkpoint" / "ds_to_universal.py")
     assert code == 0, told[-2000:]
-    assert convert("zero2hf", tmp_path / "theirs", tmp_path / "out", "--config", made(TWO) / "hf").code == 0
+    words = ["zero2hf", tmp_path / "theirs", "--config", made(TWO) / "hf"]
+    assert convert(*words, tmp_path / "out", "--weights", "fp32-master").code == 0
     assert differences(tmp_path / "out", made(TWO) / f"{kind}.truth.safetensors", "fp32") == []
+    if kind != "zero3":  # whose model files hold no weights; of the others they are copied into it, and compared
+        assert convert(*words, tmp_path / "module").code == 0
+        assert differences(tmp_path / "module", made(TWO) / f"{kind}.truth.safetensors", "module") == []
+        folders = [tmp_path / "theirs/u/zero" / f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)]
+        contents = [(folder / "fp32.pt").read_bytes() for folder in folders]
+        for folder, content in zip(folders, reversed(contents), strict=True):
+            (folder / "fp32.pt").write_bytes(content)
+        ran = convert(*words, tmp_path / "exchanged", "--weights", "fp32-master")
+        refused(ran, 6, "are not the rounded FP32 master weights")
+        for folder, content in zip(folders, contents, strict=True):
+            (folder / "fp32.pt").write_bytes(content)
     ran = convert("zero2universal", tmp_path / "theirs", tmp_path / "ours", "--config", made(TWO) / "hf")
     assert ran.code == 0, ran.err
     assert convert("zero2hf", tmp_path / "ours", tmp_path / "moments", "--weights", "exp_avg").code == 0

@@ -273,7 +273,10 @@ def test_what_is_wrong_with_a_universal_checkpoint(made, convert, tmp_path):
     torch.save(torch.tensor(5.0), folder / "step.pt")
     says(4, "different numbers of steps", "model.norm.weight 5")
     torch.save("five", folder / "step.pt")
-    says(3, f"{folder / 'step.pt'} holds no number of steps")
+    says(3, f"{folder / 'step.pt'} says that its optimizer has made 'five' steps")
+    for made_steps in (float("nan"), 2.5, -1.0):
+        torch.save(torch.tensor(made_steps), folder / "step.pt")
+        says(3, f"{folder / 'step.pt'} says that its optimizer has made {made_steps} steps")
     (folder / "step.pt").write_bytes(step)
     torch.save(torch.zeros(64), folder / "max_exp_avg_sq.pt")
     says(4, f"{folder}: its optimizer (Adam with amsgrad) keeps max_exp_avg_sq")

@@ -107,7 +107,7 @@ def test_any_formats_mixed_give_the_same_bytes(three, convert, tmp_path):
 
 @pytest.mark.parametrize("how", ["plain", "distributed"])
 def test_masters_are_averaged(model, convert, tmp_path, how):
-    """Each is 1 + 2**-12 times its bfloat16 weight, to which it rounds."""
+    """Each is 1 + 2**-12 times its bfloat16 weight, to which it rounds. Megatron-LM#5114 averages the latter."""
     sources, runs = [model("llama", "bfloat16"), tmp_path / "other"], []
     shutil.copytree(sources[0], sources[1])
     flipped = {name: -one for name, one in load_file(sources[0] / "model.safetensors").items()}

@@ -1,0 +1,73 @@
+"""The names that trainers have of their own: torchtitan's, which are those of Meta's Llama files too, and OLMo-core's.
+
+Facts of torchtitan: pytorch/torchtitan at v0.1.0, v0.2.0, v0.2.2 and b5bcd76c, `state_dict_adapter.py` and `model.py`
+of models/llama3 and models/qwen3; of mixtures torchtitan 0.3.0 (PyPI), the same files of models/deepseek_v3, gpt_oss
+and qwen3, and moe.py. w1 is the gate, w3 is up, w2 is down. Llama rotates neighbouring rows of a head (`pair half`),
+Qwen3 rotates halves as Hugging Face does.
+
+Facts of OLMo-core: ai2-olmo-core 3.0.0 (PyPI), nn/hf/convert.py, nn/transformer and train/checkpoint.py; what it wrote,
+and its logits, are in tests/golden/olmo_core.
+"""
+
+from collections.abc import Collection, Iterable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from formats.disk.json_file import read_json
+from formats.errors import RefusedError
+from formats.families import FAMILIES
+from formats.layout.slots import Slot
+from formats.layout.table import Rule, rules
+from formats.model.spec import Spec
+
+
+class Names(NamedTuple):
+    """The names of a trainer: a key that gives them away, and what its checkpoints have before each."""
+
+    sign: str
+    container: tuple[str, ...]
+
+
+TRAINERS = {
+    "torchtitan": Names("tok_embeddings.weight", ()),
+    "olmo-core": Names("lm_head.norm.weight", ("model",)),
+}
+DROPS = (r"freqs_cis",)
+BIAS = "expert_bias_E"
+"""Last part of the key of what a router adds to its scores to choose experts. torchtitan trains it in every mixture
+unless `load_balance_coeff` is None (moe.py); of these families transformers has a place for it in DeepSeek-V3 alone."""
+
+
+def biases(slots: Iterable[Slot], keys: Iterable[str], spec: Spec, accept: Collection[str], where: Path) -> list[str]:
+    """The keys of biases of routers that the model of the slots has none of.
+
+    Raises:
+        RefusedError: there are some, and `accept` does not name them.
+    """
+    placed = {key for slot in slots for key in slot.keys}
+    expert_biases = [key for key in keys if key.rpartition(".")[2] == BIAS and key not in placed]
+    if expert_biases and BIAS not in accept:
+        raise RefusedError(
+            f"{where}: {len(expert_biases)} routers have a bias by which the training chose experts, such as "
+            f"{expert_biases[0]}, and a {spec.family} has none",
+            f"--accept {BIAS} leaves it out, as torchtitan's export does: experts are chosen by their scores alone",
+        )
+    return expert_biases
+
+
+def trainer_of(keys: Collection[str]) -> str | None:
+    """The trainer whose own names these are, if they are one's."""
+    return next((trainer for trainer, names in TRAINERS.items() if names.sign in keys), None)
+
+
+@cache
+def layouts(trainer: str) -> dict[str, tuple[Rule, ...]]:
+    """The layout of each family that a trainer has. Asks for every family, so not before somebody wants to know."""
+    return {name: rules(family.native[trainer]) for name, family in FAMILIES.items() if trainer in family.native}
+
+
+def is_own_config(path: Path) -> bool:
+    """Whether a config.json is of OLMo-core, which has its own beside the folder of the weights (`step1000`)."""
+    model = read_json(path).get("model")
+    return isinstance(model, dict) and "_CLASS_" in model

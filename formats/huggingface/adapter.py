@@ -44,6 +44,11 @@ FREE = {
     "velora_config", "inject_method", "loftq_config", "corda_config", "lora_ga_config",
 }  # fmt: skip
 """Settings that say how it was trained or begun, or what the names of its tensors say too."""
+NAMING = (
+    "target_modules", "exclude_modules", "target_parameters", "modules_to_save", "layers_pattern",
+    "layers_to_transform",
+)  # fmt: skip
+"""Settings that name modules or layers: a text, a list, or null."""
 UNCHANGED = (True, False, "gaussian", "eva", "orthogonal", "mica", None)
 """Values of `init_lora_weights` that leave the base as it is."""
 ONLY = {
@@ -173,6 +178,13 @@ def require_lora(config: Mapping[str, Any], where: Path) -> None:
         raise UnsupportedError(
             f"{where} says {odd[0]} = {short(config[odd[0]])}, which no PEFT up to 0.21 has", PEFT_MERGES
         )
+    for name, value in ((name, config.get(name)) for name in NAMING):
+        alone = isinstance(value, str | None) or (name == "layers_to_transform" and type(value) is int)
+        kind = int if name == "layers_to_transform" else str
+        if not alone and not (isinstance(value, list) and all(type(entry) is kind for entry in value)):
+            raise SourceError(
+                f"{where} says {name} = {short(value)}, which names nothing", "copy the one that PEFT wrote"
+            )
     layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern")
     by_expression = isinstance(config.get("target_modules"), str) and (layers is not None or pattern is not None)
     if by_expression or (pattern and layers is None):  # tuners/lora/config.py `__post_init__`, peft 0.21
@@ -218,9 +230,23 @@ def parse(saved: Saved, parameters: Sequence[str]) -> Adapter:
             lacking = "B" if "right" in parts else "A"
             raise SourceError(f"{root} holds no lora_{lacking} of {place}", "the file is not complete: copy it again")
         added[module] = _lora(module, parts, config, root)._replace(embedding=place in embeddings)
+    wrapped = {_bare(place) for place in places}
+    for key in tensors.keys() - {f"{ROOT}{place}.{end}" for place in places for end in ENDS}:
+        module = key.removeprefix(ROOT).rpartition(".")[0]
+        if (_bare(module) in wrapped) != (_bare(module) != module):
+            has = "has a LoRA" if _bare(module) in wrapped else "has no LoRA"
+            raise SourceError(
+                f"{root} holds {key}, and {_bare(module)} {has}: under this name PEFT does not load it",
+                "copy the files of one save again",
+            )
     if not added and not whole:
         raise SourceError(f"{root} holds no tensor of an adapter")
     return Adapter(root, config, added, whole)
+
+
+def _bare(place: str) -> str:
+    """A module without the wrappers of LoRA around it."""
+    return re.sub(rf"(?:\.{INNER})+$", "", place)
 
 
 def _target(place: str, config: Mapping[str, Any], parameters: Sequence[str]) -> str:
@@ -228,7 +254,7 @@ def _target(place: str, config: Mapping[str, Any], parameters: Sequence[str]) ->
 
     Wrappers of several parameters of a module are around each other: that of its first parameter is the innermost.
     """
-    module = re.sub(rf"(?:\.{INNER})+$", "", place)
+    module = _bare(place)
     named = config.get("target_parameters") or ()
     own = [key for key in parameters if key.rpartition(".")[0] == module]
     wrapped = [key for key in own if any(f".{key}".endswith(f".{name}") for name in named)]
@@ -240,15 +266,16 @@ def _lora(module: str, parts: Mapping[str, Fragment], config: Mapping[str, Any],
     """The matrices of a module, with their scale."""
     left, right = parts["left"], parts["right"]
     if len(left.shape) != 2 or len(right.shape) != 2 or left.shape[1] != right.shape[0]:
-        raise UnsupportedError(
+        raise SourceError(
             f"{root}: lora_A and lora_B of {module} are {list(right.shape)} and {list(left.shape)}: of no matrix",
-            PEFT_MERGES,
+            "the file is damaged: copy it again",
         )
     rank = _said(config.get("rank_pattern"), module, config.get("r"))
     alpha = _said(config.get("alpha_pattern"), module, config.get("lora_alpha"))
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
         raise SourceError(
-            f"{root / CONFIG} says r = {short(rank)} and lora_alpha = {short(alpha)} of {module}, and both are numbers",
+            f"{root / CONFIG} says r = {short(rank)} and lora_alpha = {short(alpha)} of {module}: they are to be "
+            "a whole number from 1 on, and a number",
             "take adapter_config.json from where the file comes from",
         )
     if bool(config.get("use_dora")) != ("magnitude" in parts):

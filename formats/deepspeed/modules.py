@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from formats.checkpoint import Checkpoint
+from formats.checkpoint import Checkpoint, Settings
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import model_files, universal
 from formats.deepspeed import partitions as zero_partitions
@@ -104,31 +104,35 @@ OfState = Callable[[Partitions, str], Checkpoint]
 """What the optimizer keeps under one of `optimizer.STATES`, as a checkpoint."""
 
 
-def kept(tag: Path, models: Mapping[int, TorchFile], weights: str, of_state: OfState) -> Checkpoint:
+def kept(tag: Path, models: Mapping[int, TorchFile], settings: Settings, of_state: OfState) -> Checkpoint:
     """What `--weights` asks for of an optimizer; moments with the master weights that prove whose they are."""
-    state = weights.replace("fp32-master", "fp32")
-    partitions = _partitions(tag, models, sorted({"fp32", state}))
+    state = str(settings.weights).replace("fp32-master", "fp32")
+    partitions, notes = _partitions(tag, models, sorted({"fp32", state}), settings)
     proof = None if state == "fp32" else of_state(partitions, "fp32")
-    return replace(of_state(partitions, state), proof=proof)
+    source = of_state(partitions, state)
+    return replace(source, proof=proof, notes=(*source.notes, *notes))
 
 
-def states_of(tag: Path, models: Mapping[int, TorchFile], of_state: OfState) -> universal.States:
+def states_of(tag: Path, models: Mapping[int, TorchFile], settings: Settings, of_state: OfState) -> universal.States:
     """Every state of an optimizer; each file is read once.
 
     Raises:
         SourceError: a parameter was never trained.
     """
-    partitions = _partitions(tag, models, STATES)
+    partitions, _ = _partitions(tag, models, STATES, settings)
     every = [partition for of_rank in partitions.values() for partition in of_rank]
     zero_partitions.require_trained(every)
     return universal.States([of_state(partitions, state) for state in STATES], models[0].value, every)
 
 
-def _partitions(tag: Path, ranks: Iterable[int], states: Sequence[str]) -> dict[int, list[Partition]]:
-    """The partitions of each model parallel rank."""
-    by_rank = {rank: zero_partitions.open_partitions(tag, rank, states) for rank in ranks}
+def _partitions(
+    tag: Path, models: Mapping[int, TorchFile], states: Sequence[str], settings: Settings
+) -> tuple[dict[int, list[Partition]], list[str]]:
+    """The partitions of each model parallel rank, and what the user should know of their steps."""
+    by_rank = {rank: zero_partitions.open_partitions(tag, rank, states) for rank in models}
     zero_partitions.require_same_save([partition for of_rank in by_rank.values() for partition in of_rank])
-    return by_rank
+    first = by_rank[0][0]
+    return by_rank, zero_partitions.require_one_step(models[0], first.path, {*first.steps}, settings.accept)
 
 
 def masters(

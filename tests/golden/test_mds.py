@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +184,38 @@ def test_every_command_reads_it(convert, tmp_path):
     assert len({convert("digest", place).out.split()[0] for place in places}) == 1
     assert convert("verify", run).code == 0, "its own checksums"
     refused(convert("neox2hf", run, tmp_path / "out"), 2, "megatron_deepspeed", "convert zero2hf")
+
+
+@pytest.mark.parametrize("name", ["rope_theta", "layernorm_epsilon", "swiglu"])
+def test_ranks_agree_in_every_argument_that_changes_the_model(convert, tmp_path, name):
+    run = resaved(tmp_path / "run", lambda value: setattr(value["args"], name, 777), "mp_rank_01_model_states.pt")
+    refused(convert("zero2hf", run, tmp_path / "out"), 3, f"mp_rank_01_model_states.pt says {name} = 777")
+
+
+def test_positions_that_are_not_known(convert, tmp_path):
+    """Also beside `use_rotary_position_embeddings`."""
+    run = resaved(
+        tmp_path / "run", lambda value: setattr(value["args"], "position_embedding_type", "alibi"), "mp_rank*"
+    )
+    refused(convert("zero2hf", run, tmp_path / "out"), 4, "position_embedding_type = 'alibi' is not supported")
+
+
+def test_the_optimizer_has_made_the_steps_that_the_engine_counts(convert, tmp_path):
+    run = resaved(tmp_path / "run", lambda value: value.update(global_steps=4), "mp_rank*")
+    words = ["zero2hf", run, tmp_path / "out", "--weights", "fp32-master"]
+    refused(convert(*words), 3, "has made 3 steps", "counts 4: files of different saves", "--accept global_steps")
+    ran = convert(*words, "--accept", "global_steps")
+    assert ran.code == 0, ran.err
+    assert "counts 4: accepted" in ran.err
+
+
+def resaved(run: Path, change: Callable[[dict[str, Any]], object], pattern: str) -> Path:
+    """A run of which some files were changed."""
+    import torch
+
+    shutil.copytree(HERE / "llama_gqa_separate_tp2", run)
+    for file in (run / "global_step3").glob(pattern):
+        value = torch.load(file, weights_only=False)
+        change(value)
+        torch.save(value, file)
+    return run

@@ -33,6 +33,7 @@ from formats.layout.pieces import spread
 from formats.layout.placed import Placed, match
 from formats.layout.slots import Place, Slot
 from formats.layout.table import Rule
+from formats.megatron.args.fields import FIELDS
 from formats.megatron.args.options import CORE
 from formats.megatron.classic import spec_of
 from formats.megatron.shards import args_of
@@ -45,10 +46,11 @@ from formats.torch_files.pickle_values import Namespace
 NAME = MDS.name
 TIES = ("iteration", "global_steps", "global_samples", "skipped_steps", "tokens")
 """What each model file says of the save that it is of."""
-SHARED = (
+SHARED = tuple(dict.fromkeys([
     "num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "ffn_hidden_size", "padded_vocab_size",
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "world_size", "seed",
-)  # fmt: skip
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "world_size", "seed", "rope_theta", "mlp_type",
+    "embed_layernorm", "normalization", "layernorm_epsilon", *FIELDS,
+]))  # fmt: skip
 """Arguments that all files must agree on."""
 STATE = ("optimizer", "lr_scheduler", "rng_state", "random_rng_state")
 FAMILIES = ("gpt2", "llama")
@@ -118,13 +120,13 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     opened = _open(path, settings)
     if settings.weights in (None, "module"):
         return _checkpoint(opened, _placed(opened))
-    return modules.kept(opened.tag, opened.models, settings.weights, partial(_of_state, opened))
+    return modules.kept(opened.tag, opened.models, settings, partial(_of_state, opened))
 
 
 def read_states(path: Path, settings: Settings) -> universal.States:
     """Open the optimizer states; every file is read once."""
     opened = _open(path, settings)
-    return modules.states_of(opened.tag, opened.models, partial(_of_state, opened))
+    return modules.states_of(opened.tag, opened.models, settings, partial(_of_state, opened))
 
 
 def _open(path: Path, settings: Settings) -> _Opened:

@@ -138,13 +138,13 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if settings.weights in (None, "module"):
         pieces, dropped = _place(opened, opened.found, {})
         return _checkpoint(opened, pieces, dropped)
-    return modules.kept(opened.tag, opened.models, settings.weights, partial(_of_state, opened))
+    return modules.kept(opened.tag, opened.models, settings, partial(_of_state, opened))
 
 
 def read_states(path: Path, settings: Settings) -> universal.States:
     """Open the optimizer states; every file is read once."""
     opened = _open(path, settings)
-    return modules.states_of(opened.tag, opened.models, partial(_of_state, opened))
+    return modules.states_of(opened.tag, opened.models, settings, partial(_of_state, opened))
 
 
 def _open(path: Path, settings: Settings) -> _Opened:

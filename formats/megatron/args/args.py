@@ -53,7 +53,8 @@ def from_megatron(
     ambiguous.require_one_pattern(args, where)
     args = args if settled else ambiguous.named(args, settings, where)
     rotary = bool(args.get("use_rotary_position_embeddings"))  # which older trees have beside another embedding type
-    args = {**args, "position_embedding_type": "rope"} if rotary else args
+    if rotary and args.get("position_embedding_type") in (None, "learned_absolute"):
+        args = {**args, "position_embedding_type": "rope"}
     traits = marks(args)
     holding = conditions(traits)
     judged = [row.keys for row in TABLE if row.condition in holding.intersection(MARKS)]

@@ -110,6 +110,8 @@ def require_of_module(
     by_name = [file.value.get(key) for key in ("frozen_param_shapes", "buffer_names", "shared_params")]
     if not isinstance(by_name[0], Mapping):
         return  # older versions, and those that leave frozen parameters out, do not say which are frozen
+    if twice := [name for name in by_name[0] if name in shapes]:
+        raise SourceError(f"{file.path} calls {short(twice[0])} both trained and frozen", MIXED)
     known = {name for names in (shapes, *by_name) for name in names or ()}
     if odd := [name for name in modules if name not in known]:
         raise SourceError(

@@ -367,6 +367,7 @@ def test_numbers_and_groups_of_an_optimizer_are_some(convert, tmp_path, change, 
     [
         ({"param_shapes": [{"other.weight": (8, 4)}]}, "lays out 'other.weight' [8, 4], which its module lacks"),
         ({"param_shapes": [{EMBEDDING: (4, 8)}]}, f"lays out {EMBEDDING!r} [4, 8], which is [8, 4] in its module"),
+        ({"frozen_param_shapes": {EMBEDDING: (8, 4)}}, f"calls {EMBEDDING!r} both trained and frozen"),
         ({"frozen_param_shapes": {}}, "holds 'f.weight', which it calls neither trained nor frozen nor a buffer"),
     ],
 )

@@ -147,18 +147,37 @@ def _watch_of(run: Path, options: Mapping[str, Any]) -> Watch:
 
 
 def _show(watched: Watch, as_json: bool) -> None:
-    """Print the checkpoints that are due, or their plans."""
+    """Print the checkpoints that are due, or the plans of those that can be converted.
+
+    Raises:
+        VitruvianError: none of them can.
+    """
     from converters.library import conversion, watching
     from converters.library.options import Planning
     from formats.detect import commits
+    from formats.errors import VitruvianError
 
     states = watching.last(watching.records(watched))
     todo = watching.due(watched, states)
     if as_json:
         names = Planning.__optional_keys__
         asked = {name: value for name, value in watched.options.items() if name in names}
-        for checkpoint in todo:
-            click.echo(json.dumps(conversion.plan(checkpoint.folder, **asked).record))
+
+        def planned(folder: Path) -> Mapping[str, Any] | VitruvianError:
+            try:
+                return conversion.plan(folder, **asked).record
+            except VitruvianError as error:
+                return error
+
+        plans = {checkpoint.folder.name: planned(checkpoint.folder) for checkpoint in todo}
+        refused = [plan for plan in plans.values() if isinstance(plan, VitruvianError)]
+        if refused and len(refused) == len(plans):
+            raise refused[-1]
+        for name, plan in plans.items():
+            if isinstance(plan, VitruvianError):
+                click.echo(printable(f"note: {name}: {plan}"), err=True)
+            else:
+                click.echo(json.dumps(plan))
         return
     waiting = {checkpoint.folder.name for checkpoint in todo}
     overwritten = commits.overwritten(watched.run)

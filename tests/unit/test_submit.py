@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -342,6 +343,21 @@ def test_a_job_without_internet_is_not_given_what_needs_it(convert, folder, mode
         assert convert("submit", "--site", site, "watch", "run2", "--out", "m", "--push", "acme/m", "-n").code == 0
     ran = convert("submit", "--site", "marenostrum5", "hf2megatron", str(model()), "out", "-n")
     assert re.search(r"^out needs [\d.]+ [kM]B in \d+ files and folders$", ran.err, re.MULTILINE), ran.err
+
+
+def test_a_watch_is_submitted_beside_a_checkpoint_that_is_cut_off(convert, folder, model):
+    """As the watch itself goes past it; where none can be converted, nothing is submitted."""
+    for step in (10, 20):
+        assert convert("hf2hf", model(), folder / f"run3/checkpoint-{step}").code == 0
+        (folder / f"run3/checkpoint-{step}/trainer_state.json").write_text(f'{{"global_step": {step}}}')
+    (weights,) = (folder / "run3/checkpoint-10").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-100])
+    words = ["submit", "--site", "local", "watch", folder / "run3", "--out", folder / "models", "-n"]
+    ran = convert(*words)
+    assert ran.code == 0, ran.err
+    assert "note: checkpoint-10: " in ran.err
+    shutil.rmtree(folder / "run3/checkpoint-20")
+    assert convert(*words).code == 3
 
 
 def test_what_a_site_binds_is_in_the_image():

@@ -306,7 +306,7 @@ def _record(request: Request, mark: str) -> Iterator[Sent]:
 def _clear(staging: Path) -> None:
     """Delete the staging folder, its record last: whoever is killed meanwhile runs the same command again."""
     for path in staging.iterdir():
-        if path.name != RECORD:
+        if path.is_dir():
             shutil.rmtree(path)
     shutil.rmtree(staging)
 

@@ -1,6 +1,6 @@
 """Helium 1: Llama whose rotary embedding turns neighbours (transformers models/helium/modeling_helium.py, 5.23.0).
 
-So here the two halves of a head lie pair by pair (`rotate_half`). Its output projection has no bias, and is `hidden` by
+So here a head is stored pair by pair (`rotate_half`). Its output projection has no bias, and is `hidden` by
 `hidden` (`HeliumAttention`), so that no model computes whose heads are of another width.
 """
 

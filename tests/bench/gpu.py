@@ -3,8 +3,8 @@
 All train a Llama of random weights in bf16, stepped in float32, on the same documents packed to 8192 tokens, with
 activation checkpointing and fused AdamW, interleaved, each in a process of its own. The documents of a row do not see
 each other; labels that are trained are what counts. TRL (`packing_strategy="bfd"`, padding-free) and torchtitan (its
-dataset puts documents one after the other) pack themselves: rows differ, their sizes do not. What is not installed is
-left out.
+dataset puts documents one after the other) pack themselves: rows differ, their sizes do not. torchtitan is compiled, as
+its own settings are; `train run` is with `--compile` only. What is not installed is left out.
 """
 
 from __future__ import annotations
@@ -42,8 +42,14 @@ def make_model(folder: Path, size: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    made: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES[size]), dtype=torch.bfloat16)
-    made.save_pretrained(folder)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("llama", **SIZES[size]), dtype=torch.bfloat16
+        )
+    model.to_empty(device="cpu")
+    for tensor in model.parameters():
+        torch.nn.init.ones_(tensor) if tensor.dim() == 1 else torch.nn.init.uniform_(tensor, -0.03, 0.03)
+    model.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({"a": 0, "</s>": END}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="</s>").save_pretrained(folder)
 
@@ -69,13 +75,13 @@ def write_documents(folder: Path, documents: list[list[int]]) -> None:
     (folder / "documents.json").write_text(json.dumps(documents))
 
 
-def ours(folder: Path, attention: str) -> dict[str, float]:
-    """Train with `train run` and read its log."""
+def ours(folder: Path, micro: int, model: dict[str, Any]) -> dict[str, float]:
+    """Train with `train run`, with settings of its model, and read its log."""
     save = folder / f"save{time.monotonic_ns()}"
     settings = {
-        "model": {"path": str(folder / "model"), "attention": attention},
+        "model": {"path": str(folder / "model"), **model},
         "data": {"train": [str(folder / "P")], "seq_length": LENGTH, "loss": "all"},
-        "batch": {"size": ROWS, "micro": 1}, "optim": {"lr": 1e-5}, "steps": {"train_iters": STEPS},
+        "batch": {"size": ROWS, "micro": micro}, "optim": {"lr": 1e-5}, "steps": {"train_iters": STEPS},
         "save": {"path": str(save), "every": 1000},
     }  # fmt: skip
     (folder / "config.yml").write_text(json.dumps(settings))
@@ -90,9 +96,9 @@ def ours(folder: Path, attention: str) -> dict[str, float]:
     }  # fmt: skip
 
 
-def another(name: str, folder: Path, size: str) -> dict[str, float]:
+def another(name: str, folder: Path, size: str, micro: int) -> dict[str, float]:
     """Train with TRL or torchtitan, in a process of its own."""
-    command = [sys.executable, "-m", "tests.bench.gpu_peers", name, size, str(folder)]
+    command = [sys.executable, "-m", "tests.bench.gpu_peers", name, size, str(micro), str(folder)]
     ran = subprocess.run(command, timeout=400, stdout=subprocess.PIPE, text=True, check=True)
     figures: dict[str, float] = json.loads(ran.stdout.splitlines()[-1])
     return figures
@@ -106,7 +112,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sizes", nargs="*", choices=SIZES, default=list(SIZES))
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--micro", type=int, choices=[1, 2, 4], default=1, help="rows of a micro-batch")
     parser.add_argument("--attention", default="auto", help="of train run")
+    parser.add_argument("--compile", action="store_true", help="train run")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit(f"torch {torch.__version__} sees no GPU here: is it a CUDA build?")
@@ -123,8 +131,11 @@ def main() -> None:
                 for contender in options.only:
                     if contender in absent:
                         continue
-                    own = contender == "train run"
-                    figures = ours(folder, options.attention) if own else another(contender, folder, size)
+                    if contender == "train run":
+                        settings = {"attention": options.attention, "compile": options.compile}
+                        figures = ours(folder, options.micro, settings)
+                    else:
+                        figures = another(contender, folder, size, options.micro)
                     print(f"{size} {contender}:", json.dumps(figures), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What `gpu.py` compares with, one training a process: python -m tests.bench.gpu_peers {TRL,torchtitan} SIZE FOLDER."""
+"""What `gpu.py` compares with, one training a process: python -m tests.bench.gpu_peers NAME SIZE MICRO FOLDER."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import torch
 from tests.bench.gpu import END, LENGTH, ROWS, SIZES, SKIPPED, STEPS
 
 
-def trl(folder: Path, _: str) -> tuple[list[float], list[int]]:
+def trl(folder: Path, _: str, micro: int) -> tuple[list[float], list[int]]:
     """TRL's SFTTrainer, padding-free, with flash-attn where it is installed.
 
     Returns:
-        When each step ended, and the trained labels of each row.
+        When each step ended, and the trained labels of each micro-batch.
     """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, TrainerCallback
@@ -37,7 +37,8 @@ def trl(folder: Path, _: str) -> tuple[list[float], list[int]]:
     attention = "flash_attention_2" if find_spec("flash_attn") else "sdpa"
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation=attention)
     settings = SFTConfig(
-        str(folder / "trl"), per_device_train_batch_size=1, gradient_accumulation_steps=ROWS, max_steps=STEPS,
+        str(folder / "trl"), per_device_train_batch_size=micro, gradient_accumulation_steps=ROWS // micro,
+        max_steps=STEPS,
         bf16=True, gradient_checkpointing=True, packing=True, packing_strategy="bfd", max_length=LENGTH, report_to=[],
         save_strategy="no", optim="adamw_torch_fused", logging_steps=1000, disable_tqdm=True,
         use_liger_kernel=find_spec("liger_kernel") is not None,
@@ -60,13 +61,13 @@ def trl(folder: Path, _: str) -> tuple[list[float], list[int]]:
 class Batches:
     """Rows of documents one after the other, as torchtitan's own text data set makes them."""
 
-    def __init__(self, documents: list[list[int]]) -> None:
+    def __init__(self, documents: list[list[int]], micro: int) -> None:
         tokens = torch.tensor([token for document in documents for token in document])
-        self.rows = tokens[: len(tokens) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
+        self.rows = tokens[: len(tokens) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1).split(micro)
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        for row in self.rows:
-            yield {"input": row[None, :-1]}, row[None, 1:]
+        for rows in self.rows:
+            yield {"input": rows[:, :-1]}, rows[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -81,7 +82,7 @@ class Ends:
     eos_id = END
 
 
-def torchtitan(folder: Path, size: str) -> tuple[list[float], list[int]]:
+def torchtitan(folder: Path, size: str, micro: int) -> tuple[list[float], list[int]]:
     """torchtitan's Trainer, compiled, with torch's varlen kernel. Returns as `trl`."""
     from dataclasses import replace
 
@@ -102,7 +103,7 @@ def torchtitan(folder: Path, size: str) -> tuple[list[float], list[int]]:
         get_train_spec(),
         model_args={"this": args},
         build_tokenizer_fn=lambda *_: Ends(),
-        build_dataloader_fn=lambda **_: Batches(json.loads((folder / "documents.json").read_text())),
+        build_dataloader_fn=lambda **_: Batches(json.loads((folder / "documents.json").read_text()), micro),
         state_dict_adapter=None,
     )
     register_train_spec("of_the_bench", spec)
@@ -110,7 +111,7 @@ def torchtitan(folder: Path, size: str) -> tuple[list[float], list[int]]:
     os.environ.update(alone)
     config = ConfigManager().parse_args([
         "--model.name", "of_the_bench", "--model.flavor", "this", "--job.dump_folder", str(folder / "titan"),
-        "--training.local_batch_size", "1", "--training.global_batch_size", str(ROWS),
+        "--training.local_batch_size", str(micro), "--training.global_batch_size", str(ROWS),
         "--training.seq_len", str(LENGTH), "--training.steps", str(STEPS), "--optimizer.lr", "1e-5",
         "--optimizer.implementation", "fused", "--activation_checkpoint.mode", "full", "--compile.enable",
         "--metrics.log_freq", "1000",
@@ -124,18 +125,19 @@ def torchtitan(folder: Path, size: str) -> tuple[list[float], list[int]]:
             ends.append(time.monotonic())
 
     Timed(config).train()
-    return ends, [LENGTH] * (ROWS * STEPS)
+    return ends, [micro * LENGTH] * (ROWS // micro * STEPS)
 
 
-PEERS: dict[str, Callable[[Path, str], tuple[list[float], list[int]]]] = {"TRL": trl, "torchtitan": torchtitan}
+PEERS: dict[str, Callable[[Path, str, int], tuple[list[float], list[int]]]] = {"TRL": trl, "torchtitan": torchtitan}
 
 
 def main() -> None:
     """Train, and print figures as JSON, last."""
-    name, size, folder = sys.argv[1:]
-    ends, labels = PEERS[name](Path(folder), size)
+    name, size, micro, folder = sys.argv[1:]
+    ends, labels = PEERS[name](Path(folder), size, int(micro))
+    each = len(labels) // STEPS
     figures = {
-        "tokens_per_second": sum(labels[SKIPPED * ROWS : STEPS * ROWS]) / (ends[-1] - ends[SKIPPED - 1]),
+        "tokens_per_second": sum(labels[SKIPPED * each : STEPS * each]) / (ends[-1] - ends[SKIPPED - 1]),
         "gigabytes": torch.cuda.max_memory_allocated() / 1e9,
     }
     print(json.dumps(figures), flush=True)

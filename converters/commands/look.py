@@ -127,7 +127,7 @@ def plan(src: Path, to: str, blocks: bool, html: Path | None, as_json: bool, **o
     if as_json:
         click.echo(json.dumps(plan_record(planned) | ({"list": listed} if blocks else {}), indent=1))
         return
-    click.echo("\n".join([*plan_lines(planned), *listed]))
+    click.echo("\n".join([*plan_lines(plan_record(planned)), *listed]))
 
 
 @command()

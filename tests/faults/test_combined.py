@@ -126,7 +126,11 @@ def merged(convert, tmp_path) -> Callable[..., Any]:
         ({"rank_pattern": {"(": 3}}, 3, "is none"),
         ({"use_dora": False}, 3, "does not say use_dora"),
         ({"target_modules": ["q_proj", "v_proj"]}, 3, "has nothing of 2 modules or tensors that its config names"),
-        ({"target_modules": "all-linear"}, 3, "has nothing of 10 modules or tensors that its config names: model.layers"),
+        (
+            {"target_modules": "all-linear"},
+            3,
+            "has nothing of 10 modules or tensors that its config names: model.layers",
+        ),
         ({"target_modules": ["o_proj"]}, 3, "has nothing of 2 modules or tensors that its config names"),
         ({"exclude_modules": ["q_proj"]}, 3, "has a LoRA of 2 modules that its config leaves out: model.layers."),
         ({"layers_to_transform": [0]}, 3, "that its config leaves out: model.embed_tokens, model.layers.1."),

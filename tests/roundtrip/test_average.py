@@ -154,6 +154,13 @@ def test_other_tokenizers_and_other_tokens_are_told(three, convert, tmp_path):
     ran = convert("diff", three[0], ends)
     assert ran.code == 0
     assert "differs in keys that no tensor depends on: eos_token_id: " in ran.out
+    assert "all settings" not in ran.out
+    told = "differs in keys that no tensor depends on (here | there): eos_token_id: "
+    ran = convert("verify", three[0], ends)
+    assert (ran.code, told in ran.err) == (0, True), ran.err
+    ran = convert("average", three[0], ends, tmp_path / "none")
+    assert (ran.code, told in ran.err, "different models" in ran.err) == (5, True, False), ran.err
+    assert "all settings" in convert("diff", three[0], three[0]).out
     assert json.loads(convert("diff", three[0], ends, "--json").out)["config"][0].startswith("eos_token_id: ")
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from converters.commands.options import FOLDER
-from converters.common.cli_help import command
+from converters.common.cli_help import Finite, command
 from formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--system", metavar="TEXT", help="A system turn before all others.")
 @click.option("--max-new-tokens", "most", type=click.IntRange(1), default=256, show_default=True, metavar="N",
               help="Longest answer.")  # fmt: skip
-@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True,
+@click.option("--temperature", type=Finite(0), default=0.0, show_default=True,
               help="0 is greedy: the most likely token each time.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), default=1234, show_default=True, help="With a temperature.")
 @click.option("--ids", is_flag=True, help="Show pieces and ids of prompt and answer, and what ended it.")

@@ -120,8 +120,8 @@ def _watch_of(run: Path, options: Mapping[str, Any]) -> Watch:
         raise UsageError(f"--out {run} is the folder of the training itself", "--out models, for instance")
     if not run.is_dir():
         raise SourceError(f"{run} is not a folder", "name that of the training, before its first checkpoint too")
-    places = [options["out"].resolve(), *options["out"].resolve().parents]
-    if inside := [run / name for name in commits.folders(run) if (run / name).resolve() in places]:
+    above = [options["out"].resolve(), *options["out"].resolve().parents]
+    if inside := [run / name for name in commits.folders(run) if (run / name).resolve() in above]:
         raise UsageError(f"--out {options['out']} is in {inside[0]}, a checkpoint of the training", "--out models")
     if options["push"]:
         check_names(options["push"], None)

@@ -228,18 +228,25 @@ def _product(key: str, lora: peft.Lora, slot: Slot, adapter: peft.Adapter, base:
     (out, rank), wide = lora.left.shape, lora.right.shape[1]
     matrices = slot.shape[0] if len(slot.shape) == 3 else 1
     fits = [slot.shape[-2:] == (out, wide) and not lora.embedding, slot.shape[-2:] == (wide, out)]
-    if len(slot.shape) not in (2, 3) or not any(fits) or rank != lora.rank * matrices:
+    if rank != lora.rank * matrices:
+        each = f" of each of {matrices} matrices" if matrices > 1 else ""
+        raise SourceError(
+            f"{adapter.root}: lora_B and lora_A of {key} are {[out, rank]} and {[rank, wide]}, and {peft.CONFIG} says "
+            f"r = {lora.rank}{each}",
+            f"take {peft.CONFIG} and {peft.WEIGHTS} from one save",
+        )
+    if len(slot.shape) not in (2, 3) or not any(fits):
         raise SourceError(
             f"{adapter.root}: lora_B and lora_A of {key} are {[out, rank]} and {[rank, wide]}, which fit no tensor of "
             f"{list(slot.shape)}, as in {base.root}",
-            f"its rank is {lora.rank}, and its base {short(adapter.config.get('base_model_name_or_path'))}",
+            f"it was trained on {short(adapter.config.get('base_model_name_or_path'))}: is that the base?",
         )
     transposed = fits[1] if fits[0] != fits[1] else _input_major(slot, adapter, base)
     if lora.magnitude is not None and lora.magnitude.shape != (out,):
         raise SourceError(
             f"{adapter.root}: lora_magnitude_vector of {key} is {list(lora.magnitude.shape)}, and lora_B {[out, rank]}"
         )
-    return Product(lora.left, lora.right, lora.scale, transposed, matrices)
+    return Product(lora.left, lora.right, lora.scale, transposed, key, matrices)
 
 
 def _computed(product: Product, slot: Slot) -> Fragment:

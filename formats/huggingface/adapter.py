@@ -270,8 +270,11 @@ def _lora(module: str, parts: Mapping[str, Fragment], config: Mapping[str, Any],
             f"{root}: lora_A and lora_B of {module} are {list(right.shape)} and {list(left.shape)}: of no matrix",
             "the file is damaged: copy it again",
         )
-    rank = _said(config.get("rank_pattern"), module, config.get("r"))
-    alpha = _said(config.get("alpha_pattern"), module, config.get("lora_alpha"))
+    try:
+        rank = _said(config.get("rank_pattern"), module, config.get("r"))
+        alpha = _said(config.get("alpha_pattern"), module, config.get("lora_alpha"))
+    except re.error as error:
+        raise _no_pattern(root, "ranks or alphas", error) from None
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
         raise SourceError(
             f"{root / CONFIG} says r = {short(rank)} and lora_alpha = {short(alpha)} of {module}: they are to be "
@@ -290,10 +293,15 @@ def _lora(module: str, parts: Mapping[str, Fragment], config: Mapping[str, Any],
 
 def _said(pattern: Any, module: str, usual: Any) -> Any:
     """What a pattern says of a module: the first that matches the end of its name, as PEFT's `get_pattern_key`."""
-    try:
-        return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module)), usual)
-    except re.error as error:
-        raise SourceError(f"{CONFIG} has a pattern of ranks or alphas that is none: {error}") from None
+    return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module)), usual)
+
+
+def _no_pattern(root: Path, what: str, error: re.error) -> SourceError:
+    """What is wrong with a pattern."""
+    return SourceError(
+        f"{root / CONFIG} has a pattern of {what} that is no regular expression: {error}",
+        "take it from where the file comes from",
+    )
 
 
 def is_all_linear(config: Mapping[str, Any]) -> bool:
@@ -328,7 +336,7 @@ def missing(
             and adapter.added.keys().isdisjoint(names)
         ]
     except re.error as error:
-        raise SourceError(f"{CONFIG} has a pattern of modules that is none: {error}") from None
+        raise _no_pattern(adapter.root, "modules", error) from None
     for names in tensors:
         is_kept = any(_is_inside(names[0], module) for module in kept)
         if is_kept and adapter.whole.keys().isdisjoint(names):

@@ -276,6 +276,10 @@ def test_a_value_that_is_not_finite_stays_one_and_one_too_large_is_refused(three
     assert got[2] == np.float32(1.5e38)
     ran = convert("average", folder, three[1], tmp_path / "half", "--dtype", "fp16")
     assert (ran.code, "too large for F16" in ran.err) == (5, True)
+    ran = convert("average", *three, tmp_path / "much", "--weights", "1e300,-1e300,1")
+    assert (ran.code, "too large for F32 (" in ran.err, "hint: smaller --weights" in ran.err) == (5, True, True), (
+        ran.err
+    )
 
 
 def test_round_once_is_the_nearest():

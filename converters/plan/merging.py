@@ -123,11 +123,11 @@ def opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[s
     modules = [[key.removesuffix(".weight") for key in keys] for keys in matrices if keys[0].endswith(".weight")]
     linear = {slot.keys[0].removesuffix(".weight") for slot in slots.values() if _is_linear(slot, base)}
     if lacking := peft.missing(adapter, modules, {slot.keys for slot in slots.values()}, linear):
+        some_trained = ", or not all linear layers were trained: then name those that were in target_modules"
         raise SourceError(
             f"{saved.root} has nothing of {len(lacking)} modules or tensors that its config names: {some(lacking, 3)}",
             "the file is not complete, or the base is another model"
-            + peft.is_all_linear(adapter.config)
-            * ", or not all linear layers were trained: then name those that were in target_modules",
+            + (some_trained if peft.is_all_linear(adapter.config) else ""),
         )
     if beyond := peft.surplus(adapter, modules):
         raise SourceError(

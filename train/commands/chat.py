@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ import click
 
 from converters.commands.options import FOLDER
 from converters.common.cli_help import Finite, command
-from formats.errors import UsageError
 
 if TYPE_CHECKING:
     from train.data.tokens.tokenizers import Fast
@@ -41,8 +39,6 @@ def chat(
     """
     from train.tools.chat import Sampling, open_chat
 
-    if not math.isfinite(temperature):
-        raise UsageError(f"--temperature {temperature} is not a temperature")
     talk = open_chat(model, backend)
     for note in talk.notes:
         click.echo(f"note: {note}", err=True)

@@ -63,6 +63,8 @@ def load_template(name_or_path: str) -> str:
     """
     shipped = TEMPLATES.get(name_or_path)
     path = Path(__file__).parent / "templates" / shipped.file if shipped else Path(name_or_path)
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder, and a chat template is a file", f"{path / TEMPLATE}, for instance")
     if not path.is_file():
         raise UsageError(
             f"{name_or_path} is neither a shipped chat template nor a file", f"shipped are {', '.join(TEMPLATES)}"

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from converters.assets import token_files, tokenizer_json
 from converters.assets.custom_code import missing_code
 from converters.assets.trusted import UNKNOWN, require_inside, require_there, why_not
 from converters.common.atomic import named, synced
@@ -151,7 +152,7 @@ def remembered_index(folder: Path | None) -> dict[str, Any] | None:
 
 
 def checks(folder: Path, config: Mapping[str, Any] | None, spec: Spec) -> list[str]:
-    """Where config, generation config, tokenizer and code of the model's own do not fit each other.
+    """Where config, generation config, tokenizer and code of the model's own do not fit each other, or are damaged.
 
     Args:
         folder: where they are.
@@ -177,7 +178,15 @@ def checks(folder: Path, config: Mapping[str, Any] | None, spec: Spec) -> list[s
         beyond = sorted(token for token in ids if spec.vocab is not None and token >= spec.vocab)
         if beyond:
             notes.append(f"{name} names token {beyond[-1]}, the vocabulary has {spec.vocab}")
-    notes += missing_code(dict(files(folder)))
+    held = dict(files(folder))
+    notes += missing_code(held)
+    if path := held.get(tokenizer_json.NAME):
+        try:
+            known = tokenizer_json.read_vocabulary(token_files.content(held, tokenizer_json.NAME), str(path))
+        except SourceError as error:
+            notes.append(str(error))
+        else:
+            notes += () if spec.vocab is None else known.excess(spec.vocab)
     if not has_tokenizer(folder):
         notes.append(f"no tokenizer is in {folder}")
     return notes

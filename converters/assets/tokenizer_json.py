@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.assets.json_edit import decoded, members, replaced
-from formats.errors import RefusedError, SourceError
+from formats.errors import RefusedError, SourceError, some
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -45,6 +45,12 @@ class Vocabulary:
     def beyond(self, rows: int) -> list[str]:
         """Tokens for which an embedding of so many rows has none."""
         return [token for token, number in self.ids.items() if number >= rows]
+
+    def excess(self, rows: int) -> Iterator[str]:
+        """What to tell of tokens for which an embedding of so many rows has none; nothing where it has all rows."""
+        if beyond := self.beyond(rows):
+            entries = f"the tokenizer has {self.length} entries, the embedding {rows} rows"
+            yield f"{entries}: no text may have {some(beyond, 3)} in it"
 
     def lacks(self, rows: int, used: str) -> bool:
         """Whether an embedding of so many rows is too small.

@@ -178,6 +178,7 @@ def diff(one: Path, two: Path, tensors: bool, html: Path | None, memory: int, as
     """Compare two checkpoints in any formats; exit 6 when they differ."""
     from converters.commands.diff_text import lines
     from converters.library.proving import diff_with
+    from converters.plan.agreement import APART
 
     if html:
         require_new(html)
@@ -193,7 +194,7 @@ def diff(one: Path, two: Path, tensors: bool, html: Path | None, memory: int, as
         for line in lines(result, tensors):
             click.echo(line)
     if result.config and not as_json:
-        click.echo(f"config.json differs in keys that no tensor depends on: {some(result.config, 6)}")
+        click.echo(f"{APART}: {some(result.config, 6)}")
     if not result.equal:
         counts = {"setting": len(result.settings), "tensor": len(result.tensors)}
         counted = " and ".join(f"{count} {noun}{'s' * (count > 1)}" for noun, count in counts.items() if count)
@@ -201,7 +202,8 @@ def diff(one: Path, two: Path, tensors: bool, html: Path | None, memory: int, as
             f"{one} and {two} differ in {counted}", "" if tensors else "--tensors lists each tensor"
         )
     if not as_json:
-        click.echo(f"{one} and {two} are equal: {result.compared} tensors, all settings")
+        settings = "and the settings that they depend on" if result.config else "all settings"
+        click.echo(f"{one} and {two} are equal: {result.compared} tensors, {settings}")
 
 
 def _effects(options: Mapping[str, Any], quiet: bool) -> Effects:

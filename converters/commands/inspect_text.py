@@ -7,7 +7,6 @@ from textwrap import fill
 from typing import Any
 
 from converters.common.progress import size, table
-from converters.library.records import plan_record
 from converters.plan.plan import Plan
 from formats.errors import some
 from formats.model.settings import shown
@@ -68,9 +67,8 @@ def _optimizer_line(about: Mapping[str, Any]) -> str:
     return f"{', '.join(about['states'])} ({kind}); `convert reshard --with-optimizer` converts it too"
 
 
-def plan_lines(plan: Plan) -> Iterator[str]:
-    """A plan for people."""
-    record = plan_record(plan)
+def plan_lines(record: Mapping[str, Any]) -> Iterator[str]:
+    """What `plan_record` says of a plan, for people."""
     source, target = record["source"], record["target"]
     topology = "".join(f", {name} {n}" for name, n in source["topology"].items())
     yield f"read   {source['path']}: {source['format']}{topology}, {source['files']} files"

@@ -46,6 +46,14 @@ TARGETS: dict[str, dict[str, str]] = {
 """What `plan` plans for: targets, and files of one."""
 
 
+class Planned(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2
+    """A format to plan for: that of Hugging Face also as `hf`, as commands call it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read its name."""
+        return super().convert("huggingface" if value == "hf" else value, param, ctx)
+
+
 @command()
 @click.argument("src", type=FOLDER)
 @click.option("--tensors", is_flag=True, help="List every physical tensor.")
@@ -94,7 +102,7 @@ def _inspected(src: Path, options: Mapping[str, Any], tensors: bool) -> dict[str
 @click.argument("src", type=FOLDER)
 @click.option(
     "--to",
-    type=click.Choice([*TARGETS]),
+    type=Planned([*TARGETS]),
     required=True,
     metavar="FORMAT",
     help=f"The format to plan for: {', '.join(TARGETS)}.",
@@ -127,7 +135,7 @@ def plan(src: Path, to: str, blocks: bool, html: Path | None, as_json: bool, **o
     if as_json:
         click.echo(json.dumps(plan_record(planned) | ({"list": listed} if blocks else {}), indent=1))
         return
-    click.echo("\n".join([*plan_lines(planned), *listed]))
+    click.echo("\n".join([*plan_lines(plan_record(planned)), *listed]))
 
 
 @command()

@@ -122,7 +122,7 @@ def carry_out(plan: Plan, request: Request, options: Mapping[str, Any], to: str)
 
     record = plan_record(plan)
     if options["dry_run"]:
-        click.echo(json.dumps(record, indent=1) if options["as_json"] else "\n".join(plan_lines(plan)))
+        click.echo(json.dumps(record, indent=1) if options["as_json"] else "\n".join(plan_lines(record)))
         conversion.check(plan, request)
         return
     for note in record["notes"]:

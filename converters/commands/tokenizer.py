@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import FOLDER, as_json
-from converters.common.cli_help import command
+from converters.common.cli_help import Finite, command
 from formats.errors import OutputError, VerificationError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ OURS = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_t
 @click.option(
     "--allow-mismatches",
     "allowed",
-    type=click.FloatRange(0, 1),
+    type=Finite(0, 1),
     default=0.0,
     metavar="SHARE",
     help="Share of the texts that may differ, such as 0.002.",

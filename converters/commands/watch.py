@@ -22,7 +22,7 @@ from converters.commands.options import (
     shard_size,
     weights,
 )
-from converters.common.cli_help import command
+from converters.common.cli_help import Finite, command
 from converters.common.cli_main import printable
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ IDLE = 48
 @click.option("--push", metavar="ORG/NAME", help="Then send it to the Hub, into a branch of its name.")
 @click.option(
     "--every",
-    type=click.FloatRange(min=0.01),
+    type=Finite(min=0.01),
     default=5,
     show_default=True,
     metavar="MIN",
@@ -49,7 +49,7 @@ IDLE = 48
 )
 @click.option(
     "--idle",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=IDLE,
     show_default=True,
     metavar="HOURS",
@@ -110,6 +110,7 @@ def _watch_of(run: Path, options: Mapping[str, Any]) -> Watch:
     from converters.hub.upload import require_token
     from converters.library.options import Conversion, checked
     from converters.library.watching import Watch
+    from formats.detect import commits
     from formats.errors import SourceError, UsageError
     from formats.model.settings import parse_settings
 
@@ -119,6 +120,9 @@ def _watch_of(run: Path, options: Mapping[str, Any]) -> Watch:
         raise UsageError(f"--out {run} is the folder of the training itself", "--out models, for instance")
     if not run.is_dir():
         raise SourceError(f"{run} is not a folder", "name that of the training, before its first checkpoint too")
+    above = [options["out"].resolve(), *options["out"].resolve().parents]
+    if inside := [run / name for name in commits.folders(run) if (run / name).resolve() in above]:
+        raise UsageError(f"--out {options['out']} is in {inside[0]}, a checkpoint of the training", "--out models")
     if options["push"]:
         check_names(options["push"], None)
         if not options["dry_run"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -29,6 +30,17 @@ TITLES: Mapping[str, str] = {
         tensors blocks quiet as_json _click_default_help""",
 }
 """Title: the options below it, by the names of their parameters, in its order of titles."""
+
+
+class Finite(click.FloatRange):
+    """A number in a range. NaN is in each range of click's own, and so is infinity in one that has no end."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Read a number."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a finite number.", param, ctx)
+        return number
 
 
 class Helped(click.Command):

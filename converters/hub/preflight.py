@@ -28,7 +28,7 @@ from converters.assets.token_files import (
 from converters.assets.tokenizer_json import NAME, Vocabulary, read_vocabulary
 from formats.disk.json_file import read_json
 from formats.disk.safetensors import read_safetensors
-from formats.errors import RefusedError, SourceError, UsageError, short, some
+from formats.errors import RefusedError, SourceError, UsageError, short
 from formats.huggingface.folder import INDEX, SINGLE, read_weight_map
 from formats.model.vocab_rows import EMBEDDING
 
@@ -107,12 +107,10 @@ def _config(assets: Assets) -> Iterator[Finding]:
 
 
 def _tokenizer(assets: Assets, known: Vocabulary | None, rows: int | None, need_template: bool) -> Iterator[Finding]:
-    if known is not None and rows is not None and known.length > rows:
-        text = f"the tokenizer has {known.length} entries, the embedding {rows} rows"
-        if known.lacks(rows, f"{held_template(assets)} {[*named_tokens(assets).values()]}"):
-            yield Finding(text)
-        else:
-            yield Finding(f"{text}: no text may have {some(known.beyond(rows), 3)} in it", blocks=False)
+    if known is not None and rows is not None:
+        for text in known.excess(rows):
+            used = f"{held_template(assets)} {[*named_tokens(assets).values()]}"
+            yield Finding(text, blocks=known.lacks(rows, used))
     if NAME in assets:
         return
     slow = next((name for name in SLOW if name in assets), None)

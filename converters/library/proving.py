@@ -21,7 +21,7 @@ from converters.common.progress import Progress, Tell
 from converters.library.options import Effort, Place, Reading, checked, known_family, limits_of, path_of, settings_of
 from converters.move.engine import digest_of
 from converters.move.journal import Share
-from converters.plan.agreement import file_differences, setting_differences
+from converters.plan.agreement import APART, file_differences, setting_differences
 from converters.plan.names import alike
 from converters.plan.opening import open_source, require_effect, require_family
 from converters.plan.plan import Job, Plan
@@ -75,7 +75,7 @@ class Verified:
         against: that of the other side.
         settings: settings that differ, as `name: here | there`.
         differing: names of the logical tensors that differ, or that one side lacks.
-        notes: what was not compared.
+        notes: what was not compared, or does not count.
         files: small files of a model that are not what its manifest says, such as its tokenizer.
     """
 
@@ -258,9 +258,10 @@ def _verify_with_source(out: Path, src: Path, effects: Effects) -> Verified:
         f"{out} is {', '.join(here)} and {src} {', '.join(there)}: what was cast differs; `convert verify {out}` "
         "compares it with what was written"
     )
-    return _verified(
-        checkpoint, out, str(src), _hashed(jobs, effects), {}, differing, [cast] * (here != there), effects
-    )
+    notes = [cast] * (here != there)
+    if others := file_differences(checkpoint, source):
+        notes.append(f"{APART} (here | there): {some(others, 6)}")
+    return _verified(checkpoint, out, str(src), _hashed(jobs, effects), {}, differing, notes, effects)
 
 
 def _verified(

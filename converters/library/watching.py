@@ -32,6 +32,8 @@ from formats.detect import commits
 from formats.errors import Interrupted, OptionNeededError, OutputError, SourceError, UsageError
 
 PLACE, LOG = ".watch", "log.jsonl"
+BEGIN = b'{"time": '
+"""How each line of the log begins."""
 ENDED = ("converted", "failed", "gone", "removed")
 """What a line says of a checkpoint that nobody is to do, as long as its files are the same."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -129,20 +131,27 @@ def _require_same(watch: Watch, history: Sequence[Record]) -> None:
 
 @contextmanager
 def _appending(watch: Watch) -> Iterator[tuple[list[Record], Callable[[Record], None]]]:
-    """What the log says, and what adds a line; alone. A line that was cut short counts for nothing, and is cut off."""
+    """What the log says, and what adds a line; alone. A line that was cut short counts for nothing, and is cut off.
+
+    Raises:
+        OutputError: a line is none of ours, or the end of the file is not the begin of one.
+    """
     handle = os.open(watch.place / LOG, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         if not lock(handle, watch.place / LOG, wait=True):
             raise OutputError(f"{watch.out} lies on a file system without locks, which a watch needs")
         content = os.pread(handle, os.fstat(handle).st_size, 0)
         whole = content[: content.rfind(b"\n") + 1]
+        lines = whole.splitlines()
+        if (rest := content[len(whole) :])[: len(BEGIN)] != BEGIN[: len(rest)]:
+            raise _damaged(watch, len(lines) + 1)
         os.ftruncate(handle, len(whole))
 
         def append(record: Record) -> None:
             write_all(handle, (json.dumps({"time": round(time.time(), 3), **record}) + "\n").encode())
             os.fsync(handle)
 
-        yield [_record(watch, number, line) for number, line in enumerate(whole.splitlines(), 1)], append
+        yield [_record(watch, number, line) for number, line in enumerate(lines, 1)], append
     finally:
         os.close(handle)
 
@@ -159,9 +168,13 @@ def _record(watch: Watch, number: int, line: bytes) -> Record:
         record = None
     needed = {"time", "state", *(("step", "mark") if isinstance(record, dict) and "checkpoint" in record else ())}
     if not isinstance(record, dict) or not needed <= record.keys():
-        hint = "remove it; a model that no line tells of is left alone until it is moved away"
-        raise OutputError(f"line {number} of {watch.place / LOG} is damaged", hint)
+        raise _damaged(watch, number)
     return record
+
+
+def _damaged(watch: Watch, number: int) -> OutputError:
+    hint = "remove it; a model that no line tells of is left alone until it is moved away"
+    return OutputError(f"line {number} of {watch.place / LOG} is damaged", hint)
 
 
 def records(watch: Watch) -> list[Record]:
@@ -350,7 +363,9 @@ def _convert(watch: Watch, saved: commits.Saved, stop: Stop) -> Export | None:
         began = record if record is not None and record["state"] in ("began", "again") else None
         facts: dict[str, Any] = {"step": saved.step, "mark": mark}
         if out.exists() and began is None:
-            error = f"{out} exists, and is not of this watch: it is converted when that was moved away"
+            error = (
+                f"{out} exists, and {watch.place / LOG} has no line of it: move it away, and {name} is converted anew"
+            )
             export = Export(folder, out, error=error, exit_code=OutputError.exit_code)
             _note(watch, name, "failed", **facts | {"mark": ""}, error=error, exit_code=export.exit_code)
             return export

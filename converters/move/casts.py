@@ -48,10 +48,11 @@ def _cast(words: Array, source: str, target: str, name: str) -> Array:
     with np.errstate(over="ignore", invalid="ignore"):  # overflow is refused below, a NaN is a value like any other
         if source == "F64" and target != "F64":
             values = values.astype(np.float32)  # in two steps, as torch does
-    return _narrowed(values, original, target, name)
+    hint = "choose --dtype bf16, fp32 or keep" if target == "F16" else "leave --dtype out"
+    return _narrowed(values, original, target, name, hint)
 
 
-def _narrowed(values: Array, original: Array, target: str, name: str) -> Array:
+def _narrowed(values: Array, original: Array, target: str, name: str, hint: str) -> Array:
     """Floats as words of an element type.
 
     Raises:
@@ -69,8 +70,7 @@ def _narrowed(values: Array, original: Array, target: str, name: str) -> Array:
         lost = original[~finite & np.isfinite(original)]
         if len(lost):
             raise RefusedError(
-                f"{name} holds {lost[0]:g}, which is too large for {target} ({len(lost)} or more such values)",
-                "choose --dtype bf16, fp32 or keep" if target == "F16" else "leave --dtype out",
+                f"{name} holds {lost[0]:g}, which is too large for {target} ({len(lost)} or more such values)", hint
             )
     return result
 
@@ -87,10 +87,11 @@ def round_once(values: Array, target: str, name: str, out: Array) -> Array:
     Raises:
         RefusedError: a finite value has no finite counterpart.
     """
+    hint = "choose --dtype bf16 or fp32" if target == "F16" else "smaller --weights, or another lora_alpha"
     for start in range(0, len(values), PIECE):
         piece = values[start : start + PIECE]
         floats = _to_odd(piece) if target == "BF16" else piece
-        out[start : start + PIECE] = _narrowed(floats, piece, target, name)
+        out[start : start + PIECE] = _narrowed(floats, piece, target, name, hint)
     return out
 
 

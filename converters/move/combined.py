@@ -37,9 +37,15 @@ def combination(job: Job, readings: Sequence[Reading]) -> Combined:
         total = _total(job, readings, start, shape)
         if scaled:
             total *= scaled(start, shape)
-        return casts.round_once(total, job.dtype, job.name, room)
+        return casts.round_once(total, job.dtype, _called(job), room)
 
     return summed
+
+
+def _called(job: Job) -> str:
+    """What to call a tensor in an error: by the key of its base, where a LoRA is added to it."""
+    products = (term.job.sources[0].fragment.product for term in job.terms)
+    return next((product.name for product in products if product), job.name)
 
 
 def _total(job: Job, readings: Sequence[Reading], start: Start, shape: tuple[int, ...]) -> Array:
@@ -50,7 +56,7 @@ def _total(job: Job, readings: Sequence[Reading], start: Start, shape: tuple[int
             words = reading(start, shape)
             if term.finite and not casts.finite(words, term.job.source_dtype):
                 path = term.job.sources[0].fragment.path
-                raise RefusedError(f"{path} holds NaN or infinity in {job.name}", "the training has diverged")
+                raise RefusedError(f"{path} holds NaN or infinity in {_called(job)}", "the training has diverged")
             for low in range(0, len(words), PIECE):
                 piece = slice(low, low + PIECE)
                 values = casts.to_float(words[piece], term.job.source_dtype).astype(np.float64)

@@ -48,6 +48,12 @@ def read_product(read: Read, fragment: Fragment, factors: Product, at: int, buff
         ranks = factors.right.shape[0] // factors.matrices
         left = _block(read, factors.left, range(high, high + tall), slice(number, None, factors.matrices))
         right = _block(read, factors.right, range(number * ranks, (number + 1) * ranks), slice(wide, wide + broad))
+        for side, values in zip("BA", (left, right), strict=True):
+            if not np.isfinite(values).all():
+                raise RefusedError(
+                    f"{factors.left.path} holds NaN or infinity in lora_{side} of {factors.name}",
+                    "the training of the adapter has diverged",
+                )
         made = multiplied(left, right) * factors.scale
         into = np.lib.stride_tricks.as_strided(out[begin:], (rows, columns), (8 * width, 8))
         into[...] = made.T if factors.transposed else made
@@ -78,8 +84,6 @@ def _block(read: Read, fragment: Fragment, rows: range, columns: slice) -> Matri
         for row, into in zip(rows, words, strict=True):
             read(fragment, (row * fragment.shape[1] + first) * size, into.view(np.uint8).data)
     values: Matrix = casts.to_float(words[:, ::step].ravel(), fragment.dtype).astype(np.float64)
-    if not np.isfinite(values).all():
-        raise RefusedError(f"{fragment.path} holds NaN or infinity", "the training of the adapter has diverged")
     return values.reshape(len(rows), -1)
 
 

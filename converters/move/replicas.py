@@ -123,15 +123,16 @@ class Copies:
                 "--replicas mean averages them all the same, --replicas first takes the first",
             )
         paths = (str(parts[0].fragment.path) for parts in (job.sources, job.replicas[name]))
-        where = " and ".join(dict.fromkeys(paths))
+        files = [*dict.fromkeys(paths)]
+        where = f"between {' and '.join(files)}" if len(files) > 1 else f"in {files[0]}"
         if name == SHARED:
             raise VerificationError(
-                f"the output head should share {job.name} and differs from it by up to {distance:g} between {where}",
+                f"the output head should share {job.name} and differs from it by up to {distance:g} {where}",
                 "--set tied=false keeps both",
             )
         raise VerificationError(
             f"{job.name} differs between its copies in {len(self.worst)} of {len(self.replicas)} places, most in "
-            f"{name}: by up to {distance:g} between {where}",
+            f"{name}: by up to {distance:g} {where}",
             "--replicas first takes the first copy, --replicas mean their mean in float32",
         )
 

@@ -203,6 +203,10 @@ def setting_differences(first: Checkpoint, other: Checkpoint) -> list[str]:
     return untold(first.config, other.config)
 
 
+APART = "config.json differs in keys that no tensor depends on"
+"""How the differences of two files are told that are none of the weights."""
+
+
 def file_differences(first: Checkpoint, other: Checkpoint) -> list[str]:
     """The keys that no tensor depends on in which two config.json differ, such as tokens that end a reply."""
     if isinstance(first.spec, Verbatim) or first.config is None or other.config is None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from converters.assets.files import TOKENIZER, carried
-from converters.plan.agreement import file_differences, setting_differences
+from converters.plan.agreement import APART, file_differences, setting_differences
 from converters.plan.opening import replicas_of
 from converters.plan.output import Output, plan_output
 from converters.plan.plan import Input, Job, Plan, Term, make_plan, require_castable
@@ -158,8 +158,13 @@ def _require_same(first: Checkpoint, other: Checkpoint) -> None:
         RefusedError: they differ in settings, or in what they hold.
     """
     where = f"{first.root} and {other.root} are different models"
-    if changed := setting_differences(first, other) or file_differences(first, other):
+    if changed := setting_differences(first, other):
         raise RefusedError(f"{where}, their settings differ (here | there): {some(changed, 4)}")
+    if changed := file_differences(first, other):
+        raise RefusedError(
+            f"{first.root} and {other.root}: {APART} (here | there): {some(changed, 4)}",
+            "a mean has the config of the first: if that is meant, copy it into the others",
+        )
     if isinstance(first.spec, Verbatim) and isinstance(other.spec, Verbatim):
         ours, theirs = first.spec.shapes, other.spec.shapes
         odd = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]

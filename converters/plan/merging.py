@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,11 @@ ROW_AXES = ("expert",)
 """Axes of a logical tensor that count matrices."""
 CONV1D = {"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"}
 """Models of transformers 5.23 with `Conv1D`, whose weights are [in, out], beside `Linear`."""
+NOT_LINEAR = {"embedding", "head", "positions", "layer_embedding", "router"}
+"""Logical tensors in matrices that PEFT's `all-linear` is not: embeddings, parameters of a router, the output head."""
+AS_EXPERTS = {"gate", "up", "down", "shared_gate", "shared_up", "shared_down"}
+"""What it takes for the experts by its name where a model has them, and leaves out (peft 0.21.2
+utils/transformers_weight_conversion.py)."""
 
 
 @dataclass
@@ -115,10 +121,13 @@ def opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[s
     peft.require_consumed(adapter, slots, base.root)
     matrices = dict.fromkeys(slot.keys for slot in slots.values() if len(slot.shape) == 2)
     modules = [[key.removesuffix(".weight") for key in keys] for keys in matrices if keys[0].endswith(".weight")]
-    if lacking := peft.missing(adapter, modules, {slot.keys for slot in slots.values()}):
+    linear = {slot.keys[0].removesuffix(".weight") for slot in slots.values() if _is_linear(slot, base)}
+    if lacking := peft.missing(adapter, modules, {slot.keys for slot in slots.values()}, linear):
+        some_trained = ", or not all linear layers were trained: then name those that were in target_modules"
         raise SourceError(
             f"{saved.root} has nothing of {len(lacking)} modules or tensors that its config names: {some(lacking, 3)}",
-            "the file is not complete, or the base is another model",
+            "the file is not complete, or the base is another model"
+            + (some_trained if peft.is_all_linear(adapter.config) else ""),
         )
     if beyond := peft.surplus(adapter, modules):
         raise SourceError(
@@ -126,6 +135,18 @@ def opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[s
             "PEFT would not load them: take adapter_config.json from where the file comes from",
         )
     return adapter, slots
+
+
+def _is_linear(slot: Slot, base: Checkpoint) -> bool:
+    """Whether a matrix is a layer of PEFT's `all-linear`. Without a table each one in a layer of the model is.
+
+    Transformers knows no layer that predicts a second token.
+    """
+    spec = base.spec
+    if isinstance(spec, Verbatim):
+        return re.search(r"\.\d+\.", slot.keys[0]) is not None
+    apart = NOT_LINEAR | (AS_EXPERTS if spec.experts else set())
+    return apart.isdisjoint(slot.rule.pattern.tensors) and "mtp" not in slot.rule.conditions
 
 
 def _changes(
@@ -207,18 +228,25 @@ def _product(key: str, lora: peft.Lora, slot: Slot, adapter: peft.Adapter, base:
     (out, rank), wide = lora.left.shape, lora.right.shape[1]
     matrices = slot.shape[0] if len(slot.shape) == 3 else 1
     fits = [slot.shape[-2:] == (out, wide) and not lora.embedding, slot.shape[-2:] == (wide, out)]
-    if len(slot.shape) not in (2, 3) or not any(fits) or rank != lora.rank * matrices:
+    if rank != lora.rank * matrices:
+        each = f" of each of {matrices} matrices" if matrices > 1 else ""
+        raise SourceError(
+            f"{adapter.root}: lora_B and lora_A of {key} are {[out, rank]} and {[rank, wide]}, and {peft.CONFIG} says "
+            f"r = {lora.rank}{each}",
+            f"take {peft.CONFIG} and {peft.WEIGHTS} from one save",
+        )
+    if len(slot.shape) not in (2, 3) or not any(fits):
         raise SourceError(
             f"{adapter.root}: lora_B and lora_A of {key} are {[out, rank]} and {[rank, wide]}, which fit no tensor of "
             f"{list(slot.shape)}, as in {base.root}",
-            f"its rank is {lora.rank}, and its base {short(adapter.config.get('base_model_name_or_path'))}",
+            f"it was trained on {short(adapter.config.get('base_model_name_or_path'))}: is that the base?",
         )
     transposed = fits[1] if fits[0] != fits[1] else _input_major(slot, adapter, base)
     if lora.magnitude is not None and lora.magnitude.shape != (out,):
         raise SourceError(
             f"{adapter.root}: lora_magnitude_vector of {key} is {list(lora.magnitude.shape)}, and lora_B {[out, rank]}"
         )
-    return Product(lora.left, lora.right, lora.scale, transposed, matrices)
+    return Product(lora.left, lora.right, lora.scale, transposed, key, matrices)
 
 
 def _computed(product: Product, slot: Slot) -> Fragment:

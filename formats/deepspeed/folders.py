@@ -28,6 +28,8 @@ EXPERT = re.compile(
 )
 """Files of DeepSpeed's MoE (`_get_expert_ckpt_name`, `_get_optimizer_ckpt_name` in runtime/engine.py, 0.19.8)."""
 
+WITH_EXPERTS = "where it was trained, save the whole model with its experts in Hugging Face's files"
+
 
 def model_name(rank: int) -> str:
     """The file of a model parallel rank."""
@@ -126,7 +128,9 @@ def require_no_experts(tag: Path) -> None:
     """
     experts = next((name for name in sorted(path.name for path in tag.iterdir()) if EXPERT.fullmatch(name)), None)
     if experts:
-        raise UnsupportedError(f"{tag} holds experts in files of their own ({experts}), which are not supported")
+        raise UnsupportedError(
+            f"{tag} holds experts in files of their own ({experts}), which are not supported", WITH_EXPERTS
+        )
 
 
 def model_files(tag: Path) -> dict[int, Path]:

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 from formats.deepspeed.partitions import flat_fragment, flat_piece, whole_of
-from formats.disk.safetensors import Fragment
+from formats.disk.safetensors import FLOATS, Fragment
 from formats.errors import SourceError, UnsupportedError, short
 from formats.layout.columns import Piece
 from formats.layout.pieces import Scattered, in_one, whole_part
@@ -18,6 +18,8 @@ from formats.torch_files.archive import TorchFile
 from formats.torch_files.pickle_values import Opaque, TensorRef
 from formats.torch_files.unpickle import DAMAGE
 
+OWN = {"module", "optimizer", "frozen_param_fragments", "random_ltd", "data_sampler", "lr_scheduler"}
+"""What a model file holds tensors in besides what a training itself puts there (`client_state`)."""
 MIXED = "the file was changed, or put together of two: copy those of one save again"
 
 
@@ -86,6 +88,22 @@ def module(file: TorchFile) -> dict[str, Fragment]:
         elif not isinstance(ref, Opaque | None):
             raise UnsupportedError(f"{file.path}: {short(name)} holds {short(ref)}, which is not a tensor")
     return fragments
+
+
+def left_out(file: TorchFile) -> Iterator[str]:
+    """What to tell of weights that a training keeps beside its module, such as their moving average."""
+    for name, value in file.value.items():
+        if name not in OWN and (count := _floats(value)):
+            tensors = "1 tensor" if count == 1 else f"{count} tensors"
+            yield f"{short(name)} in {file.path}, {tensors} beside the module, is not carried"
+
+
+def _floats(value: Any) -> int:
+    """How many tensors of floating point numbers are in a value; a scalar is no weight."""
+    if isinstance(value, TensorRef):
+        return int(value.dtype in FLOATS and value.shape != ())
+    within = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return sum(map(_floats, within))
 
 
 def require_of_module(

@@ -81,6 +81,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         kind = "a universal checkpoint" if whole else "of stage 3"
         raise OptionNeededError(f"{tag} is {kind}, whose model files hold no weights", "add --weights fp32-master")
     notes += zero_partitions.require_one_step(models[0], *_steps(tag), settings.accept)
+    notes += model_files.left_out(models[0])
     if wanted == "module":
         tensors = dict(_module(models[0], modules))
     elif whole:
@@ -191,8 +192,9 @@ def _file(path: Path) -> TorchFile:
         raise SourceError(f"{path} holds no model states of DeepSpeed")
     experts = file.value.get("num_experts")  # of each MoE layer: engine.py `_save_moe_checkpoint`, 0.19.8
     if experts or "ds_autoep_layers" in file.value:
+        said = f"num_experts = {short(experts)}" if experts else "ds_autoep_layers"
         raise UnsupportedError(
-            f"{path} is of a model with DeepSpeed's MoE layers (num_experts = {short(experts)}): not supported"
+            f"{path} is of a model with DeepSpeed's MoE layers (it has {said}): not supported", deepspeed.WITH_EXPERTS
         )
     return file
 

@@ -127,6 +127,7 @@ class Product(NamedTuple):
         right: [rank, in]; of several matrices [matrices * rank, in].
         scale: what the product is multiplied by.
         transposed: whether the tensor is [in, out].
+        name: what to call the tensor in an error.
         matrices: how many there are.
     """
 
@@ -134,6 +135,7 @@ class Product(NamedTuple):
     right: Fragment
     scale: float
     transposed: bool
+    name: str
     matrices: int = 1
 
 

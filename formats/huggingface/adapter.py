@@ -270,8 +270,11 @@ def _lora(module: str, parts: Mapping[str, Fragment], config: Mapping[str, Any],
             f"{root}: lora_A and lora_B of {module} are {list(right.shape)} and {list(left.shape)}: of no matrix",
             "the file is damaged: copy it again",
         )
-    rank = _said(config.get("rank_pattern"), module, config.get("r"))
-    alpha = _said(config.get("alpha_pattern"), module, config.get("lora_alpha"))
+    try:
+        rank = _said(config.get("rank_pattern"), module, config.get("r"))
+        alpha = _said(config.get("alpha_pattern"), module, config.get("lora_alpha"))
+    except re.error as error:
+        raise _no_pattern(root, "ranks or alphas", error) from None
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
         raise SourceError(
             f"{root / CONFIG} says r = {short(rank)} and lora_alpha = {short(alpha)} of {module}: they are to be "
@@ -290,31 +293,50 @@ def _lora(module: str, parts: Mapping[str, Fragment], config: Mapping[str, Any],
 
 def _said(pattern: Any, module: str, usual: Any) -> Any:
     """What a pattern says of a module: the first that matches the end of its name, as PEFT's `get_pattern_key`."""
-    try:
-        return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module)), usual)
-    except re.error as error:
-        raise SourceError(f"{CONFIG} has a pattern of ranks or alphas that is none: {error}") from None
+    return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module)), usual)
 
 
-def missing(adapter: Adapter, modules: Iterable[Sequence[str]], tensors: Iterable[Sequence[str]]) -> list[str]:
+def _no_pattern(root: Path, what: str, error: re.error) -> SourceError:
+    """What is wrong with a pattern."""
+    return SourceError(
+        f"{root / CONFIG} has a pattern of {what} that is no regular expression: {error}",
+        "take it from where the file comes from",
+    )
+
+
+def is_all_linear(config: Mapping[str, Any]) -> bool:
+    """Whether `target_modules` is PEFT's word for every linear layer but the output head.
+
+    PEFT itself writes a list (peft 0.21.2 tuners/tuners_utils.py `_maybe_include_all_linear_layers`).
+    """
+    return str(config.get("target_modules")).lower() == "all-linear"
+
+
+def missing(
+    adapter: Adapter, modules: Iterable[Sequence[str]], tensors: Iterable[Sequence[str]], linear: Collection[str]
+) -> list[str]:
     """What the config says that the adapter has of the base, and what it has not.
 
     Args:
         adapter: with its config.
         modules: those of the base that hold a matrix, each by all names that it may have.
         tensors: all of the base, each by all names that it may have.
+        linear: the first names of the modules that are linear layers, without the output head.
 
     Raises:
         SourceError: the config has a pattern of names that is none.
     """
     config, kept = adapter.config, adapter.config.get("modules_to_save") or ()
-    parameters = config.get("target_parameters") or ()
+    parameters, all_linear = config.get("target_parameters") or (), is_all_linear(config)
     try:
         lacking = [
-            names[0] for names in modules if _is_target(names[0], config) and adapter.added.keys().isdisjoint(names)
+            names[0]
+            for names in modules
+            if _is_target(names[0], config, all_linear and names[0] in linear)
+            and adapter.added.keys().isdisjoint(names)
         ]
     except re.error as error:
-        raise SourceError(f"{CONFIG} has a pattern of modules that is none: {error}") from None
+        raise _no_pattern(adapter.root, "modules", error) from None
     for names in tensors:
         is_kept = any(_is_inside(names[0], module) for module in kept)
         if is_kept and adapter.whole.keys().isdisjoint(names):
@@ -347,14 +369,14 @@ def surplus(adapter: Adapter, modules: Iterable[Sequence[str]]) -> list[str]:
 def _is_target(module: str, config: Mapping[str, Any], untold: bool = False) -> bool:
     """Whether a module has a LoRA (peft 0.21.2 tuners/tuners_utils.py `check_target_module_exists`).
 
-    Of `all-linear`, which PEFT writes as a list, and of nothing only the types of modules tell: then it is `untold`.
+    Of `all-linear` and of nothing its name does not tell: then it is `untold`.
     """
     named, excluded = config.get("target_modules"), config.get("exclude_modules") or []
     if _is_named(module, excluded):
         return False
     if any(re.match(rf"(^|.*\.){kept}($|\..*)", module) for kept in config.get("modules_to_save") or ()):
         return False
-    if named is None or named == "all-linear":
+    if named is None or is_all_linear(config):
         return untold
     layers = config.get("layers_to_transform")
     if isinstance(named, str) or layers in (None, []) or not _is_named(module, named):

@@ -214,6 +214,7 @@ def test_rows_of_sharded_weights_and_without_weights(world, tmp_path):
         (["OUT"], "nothing to do"),
         (["OUT", "--from", "OUT/nowhere"], "is not a folder"),
         (["OUT", "--chat-template", "chatlm"], "neither a shipped chat template nor a file"),
+        (["OUT", "--chat-template", "OUT/"], "is a folder, and a chat template is a file"),
         (["OUT/nowhere", "--chat-template", "chatml"], "is no Hugging Face model"),
         (["OUT", "--chat-template", "chatml"], "no tokenizer at all"),
     ],

@@ -18,6 +18,7 @@ from converters.convert import check_paths
 from converters.plan.request import Request, named_of
 from formats.errors import OutputError
 from formats.registry import open_checkpoint
+from tests.chat import worlds
 from tests.models import files
 from tests.optimizers import add_optimizer
 
@@ -232,6 +233,34 @@ def test_an_end_of_text_that_no_model_generates_is_told(model, convert, tmp_path
     assert (ran.code, f"note: {name} names token {last}, the vocabulary has 211" in ran.err) == (0, True), ran.err
     ran = convert("push", tmp_path / "out", "org/name", "-n")
     assert (ran.code, f"eos_token_id of {name} is {last}, the embedding has 211 rows" in ran.err) == (5, True), ran.err
+
+
+def test_a_tokenizer_of_another_model_or_none_is_told(model, convert, tmp_path):
+    run = Path(shutil.copytree(model(), tmp_path / "hf"))
+    path, made = run / "tokenizer.json", worlds.tokenizer("<image>")
+    made.save(str(path))
+    many, whole = worlds.length(made), path.read_bytes()
+    told = {
+        whole: f"note: the tokenizer has {many} entries, the embedding 211 rows: no text may have ",
+        whole[: len(whole) // 2]: f"note: {path} is no tokenizer that can be loaded: ",
+        b"": f"note: {path} is no tokenizer: it has no model",
+        b"{}": f"note: {path} is no tokenizer: it has no model",
+    }
+    for number, (content, note) in enumerate(told.items()):
+        path.write_bytes(content)
+        ran = convert("hf2hf", run, tmp_path / f"out{number}")
+        assert (ran.code, note in ran.err) == (0, True), ran.err
+
+
+def test_a_special_token_after_the_last_row_is_told(model, convert, tmp_path):
+    """As Gemma 3's text models have one."""
+    made = worlds.tokenizer("<image>")
+    rows = worlds.length(made) - 1
+    run = Path(shutil.copytree(model(vocab_size=rows), tmp_path / "hf"))
+    made.save(str(run / "tokenizer.json"))
+    ran = convert("hf2hf", run, tmp_path / "out")
+    told = f"note: the tokenizer has {rows + 1} entries, the embedding {rows} rows: no text may have <image> in it"
+    assert (ran.code, ran.err.count(told)) == (0, 1), ran.err
 
 
 @pytest.mark.parametrize(("name", "there"), [("config.json", False), ("tokenizer_config.json", False), ("x", True)])

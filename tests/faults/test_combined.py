@@ -98,6 +98,18 @@ def merged(convert, tmp_path) -> Callable[..., Any]:
     return run
 
 
+def test_a_sum_that_is_too_large_is_told_by_its_key(merged, tmp_path):
+    def plain(held: dict[str, Any]) -> None:
+        for key in [key for key in held if key.endswith("lora_magnitude_vector")]:
+            del held[key]
+
+    ran = merged(plain, use_dora=False, lora_alpha=1e300)
+    assert (ran.code, "too large for F32 (" in ran.err, "or another lora_alpha" in ran.err) == (5, True, True), ran.err
+    assert "error: model." in ran.err
+    assert ".weight holds " in ran.err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("keys", "code", "text"),
     [
@@ -121,11 +133,17 @@ def merged(convert, tmp_path) -> Callable[..., Any]:
         ({"target_modules": 5}, 3, "says target_modules = 5, which names nothing"),
         ({"layers_to_transform": ["0"]}, 3, "says layers_to_transform = ['0'], which names nothing"),
         ({"something_new": True}, 4, "something_new = True"),
-        ({"r": 8}, 3, "its rank is 8"),
+        ({"r": 8}, 3, "and [4, 64], and adapter_config.json says r = 8\n"),
         ({"lora_alpha": "x"}, 3, "says r = 4 and lora_alpha = 'x'"),
-        ({"rank_pattern": {"(": 3}}, 3, "is none"),
+        ({"rank_pattern": {"(": 3}}, 3, "has a pattern of ranks or alphas that is no regular expression: "),
+        ({"target_modules": "("}, 3, "adapter/adapter_config.json has a pattern of modules that is no regular"),
         ({"use_dora": False}, 3, "does not say use_dora"),
         ({"target_modules": ["q_proj", "v_proj"]}, 3, "has nothing of 2 modules or tensors that its config names"),
+        (
+            {"target_modules": "all-linear"},
+            3,
+            "has nothing of 10 modules or tensors that its config names: model.layers",
+        ),
         ({"target_modules": ["o_proj"]}, 3, "has nothing of 2 modules or tensors that its config names"),
         ({"exclude_modules": ["q_proj"]}, 3, "has a LoRA of 2 modules that its config leaves out: model.layers."),
         ({"layers_to_transform": [0]}, 3, "that its config leaves out: model.embed_tokens, model.layers.1."),
@@ -152,7 +170,10 @@ HEAD = "base_model.model.lm_head.weight"
         (lambda held: held.update({f"{Q}.lora_A.weight": held[f"{Q}.lora_A.weight"][:3]}), 3, "of no matrix"),
         (lambda held: held.update({f"{Q}.lora_B.weight": np.ones((7, 4), "f4")}), 3, "fit no tensor of [32, 32]"),
         (lambda held: held.update({f"{Q}.lora_magnitude_vector": np.ones(5, "f4")}), 3, "lora_magnitude_vector of"),
-        (lambda held: held[f"{Q}.lora_B.weight"].__setitem__((3, 1), np.nan), 5, "holds NaN or infinity"),
+        (
+            lambda held: held[f"{Q}.lora_B.weight"].__setitem__((3, 1), np.nan),
+            5, f"NaN or infinity in lora_B of {Q[17:]}.weight",
+        ),
         (lambda held: held[f"{Q}.lora_magnitude_vector"].__setitem__(3, np.inf), 5, "is NaN, infinite, or that of"),
         (lambda held: held[HEAD].__setitem__((3, 1), np.inf), 5, "NaN or infinity"),
         (lambda held: held.update({HEAD: np.ones((66, 32), "f4")}), 3, "is [66, 32], and [64"),

@@ -50,6 +50,15 @@ def test_a_file_that_is_missing(convert, run, tmp_path, name, words, told):
     refused(convert("zero2hf", run, tmp_path / "out", *words), 3, told)
 
 
+@pytest.mark.parametrize("layer", [2, 3, 4])
+def test_a_layer_that_is_missing_is_named(convert, run, tmp_path, layer):
+    """Also the first, whose number is the tree's own: with two layers those are 2 and 3 here, then norm and head."""
+    for file in (run / STEP).glob(f"layer_{layer:02d}-*"):
+        file.unlink()
+    names = ", ".join(f"layer_{layer:02d}-model_{rank:02d}-model_states.pt" for rank in range(2))
+    refused(convert("zero2hf", run, tmp_path / "out"), 3, f"lacks {names}\n")
+
+
 def test_arguments_of_a_run(convert, run, tmp_path):
     """What every run says that was started with a DeepSpeed config; and norms of queries, which its tables have not."""
 

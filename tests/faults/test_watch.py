@@ -114,7 +114,7 @@ def test_what_fails_is_told_and_does_not_stop_the_others(convert, run, tmp_path)
     ran = convert(*words)
     assert (ran.code, ran.out.count("digest")) == (75, 1)
     assert "note: step-1: " in ran.err
-    assert f"note: step-2: {out}/step-2 exists, and is not of this watch: it" in ran.err
+    assert f"note: step-2: {out}/step-2 exists, and {out}/.watch/log.jsonl has no line of it: move it" in ran.err
     ran = convert(*words, "--idle", "0")  # what cannot be read is looked at twice, as it may be half deleted
     assert (ran.code, ran.err.count("note: ")) == (3, 1)
     assert "2 checkpoints were not converted: step-1" in ran.err
@@ -138,8 +138,34 @@ def test_a_line_of_the_log_that_is_damaged_is_named(convert, tmp_path):
         for more in ([], ["-n"]):
             ran = convert(*words, *more)
             assert (ran.code, f"line 2 of {log} is damaged" in ran.err) == (7, True), (line, ran.err)
-    log.write_bytes(first + first[:-10])
-    assert convert(*words).code == 75
+    for rest in (b"\0\0\0\0", b"garbage", b'{"state": "beg'):  # without an end
+        for whole, number in ((first, 2), (b"", 1)):
+            log.write_bytes(whole + rest)
+            ran = convert(*words)
+            assert (ran.code, f"line {number} of {log} is damaged" in ran.err) == (7, True), (rest, ran.err)
+            assert log.read_bytes() == whole + rest
+    for size in (len(first) - 10, 3):
+        log.write_bytes(first + first[:size])
+        assert convert(*words).code == 75
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--idle", "nan"], "nan is not a finite number"),
+        (["--every", "nan"], "nan is not a finite number"),
+        (["--every", "inf"], "inf is not a finite number"),
+        (["--out", "RUN/step-1"], "is in RUN/step-1, a checkpoint of the training"),
+        (["--out", "RUN/step-1/models"], "is in RUN/step-1, a checkpoint of the training"),
+    ],
+)
+@pytest.mark.parametrize("submitted", [False, True])
+def test_what_no_watch_can_be_asked_for(convert, run, tmp_path, words, told, submitted):
+    words = [word.replace("RUN", str(run)) for word in words]
+    before = ["submit", "--site", "local", "-n"] * submitted
+    ran = convert(*before, "watch", run, "--out", tmp_path / "out", *words, *["-n"] * (not submitted))
+    assert (ran.code, told.replace("RUN", str(run)) in ran.err) == (2, True), ran.err
+    assert convert("watch", run, "--out", run / "models", "-n").code == 0
 
 
 def test_a_model_whose_lines_are_lost_is_left_alone_until_it_is_moved_away(convert, run, tmp_path):
@@ -150,7 +176,7 @@ def test_a_model_whose_lines_are_lost_is_left_alone_until_it_is_moved_away(conve
     log, place = out / ".watch/log.jsonl", (out / "step-1").stat().st_ino
     log.write_text(log.read_text().splitlines(keepends=True)[0])
     ran = convert(*words)
-    assert (ran.code, ran.out, ran.err.count("it is converted when that was moved away")) == (75, "", 2)
+    assert (ran.code, ran.out, ran.err.count("has no line of it: move it away")) == (75, "", 2)
     assert (convert(*words).err, (out / "step-1").stat().st_ino) == ("", place)
     (out / "step-1").rename(tmp_path / "old")
     assert convert(*words).out.count("digest") == 1

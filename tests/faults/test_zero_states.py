@@ -408,7 +408,24 @@ def test_states_of_an_optimizer_are_floats(convert, tmp_path, stage, command, wh
     refused(ran, 3, f"holds {which} as I32, which is no float")
 
 
-@pytest.mark.parametrize("about", [{"num_experts": [4, 4]}, {"num_experts": [2], "ds_autoep_layers": [{}]}])
+@pytest.mark.parametrize("weights", ["module", "fp32-master"])
+def test_weights_beside_the_module_are_told(convert, tmp_path, weights):
+    """In `client_state` of save_checkpoint trainings keep a moving average; a loss or a random state is no weight."""
+    import torch
+
+    flat = torch.arange(32.0)
+    average = {"shadow": {EMBEDDING: flat.reshape(8, 4)}, "more": [flat]}
+    beside = {"ema": average, "loss": torch.tensor(1.5), "rng": flat.byte(), "step": 3}
+    model = {"module": {EMBEDDING: flat.reshape(8, 4).bfloat16()}, "param_shapes": [{EMBEDDING: (8, 4)}]}
+    run = save(tmp_path / "run", model | beside, partition(flat))
+    ran = convert("zero2hf", run, tmp_path / "out", "--weights", weights, "--verbatim", "-q")
+    told = f"note: 'ema' in {run}/global_step1/mp_rank_00_model_states.pt, 2 tensors beside the module, is not carried"
+    assert (ran.code, ran.err.count("not carried"), told in ran.err) == (0, 1, True), ran.err
+
+
+@pytest.mark.parametrize(
+    "about", [{"num_experts": [4, 4]}, {"num_experts": [2], "ds_autoep_layers": [{}]}, {"ds_autoep_layers": [{}]}]
+)
 def test_experts_whose_files_are_lost_are_missed(convert, tmp_path, about):
     """The module alone says that it had some, also where every tensor is carried under its own name."""
     import torch
@@ -416,8 +433,9 @@ def test_experts_whose_files_are_lost_are_missed(convert, tmp_path, about):
     flat = torch.arange(32.0)
     model = {"module": {EMBEDDING: flat.reshape(8, 4).bfloat16()}, "param_shapes": [{EMBEDDING: (8, 4)}]}
     run = save(tmp_path / "run", model | about, partition(flat))
+    said = "num_experts = [" if "num_experts" in about else "ds_autoep_layers)"
     for words in (["zero2hf", run, tmp_path / "out", "--verbatim"], ["zero2universal", run, tmp_path / "out"]):
-        refused(convert(*words), 4, "of a model with DeepSpeed's MoE layers (num_experts = [")
+        refused(convert(*words), 4, f"of a model with DeepSpeed's MoE layers (it has {said}", "save the whole model")
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -435,4 +453,4 @@ def test_experts_in_files_of_their_own_are_refused(convert, tmp_path, stage, nam
     run = save(tmp_path / "run", model, partition(flat, stage), stage)
     torch.save({"expert.weight": flat}, run / "global_step1" / name)
     out, options = ([], []) if command == "digest" else ([tmp_path / "out"], list(MASTERS[:3]) * (command == "zero2hf"))
-    refused(convert(command, run, *out, *options), 4, f"holds experts in files of their own ({name})")
+    refused(convert(command, run, *out, *options), 4, f"experts in files of their own ({name})", "save the whole model")

@@ -106,6 +106,28 @@ def test_peft_in_float64_rounded_once(model, convert, tmp_path, name):
     assert convert("verify", tmp_path / "out").code == 0
 
 
+@pytest.mark.parametrize("family", ["llama", "dots1", "qwen3_next"])
+def test_all_linear_is_what_peft_takes_it_for(model, convert, tmp_path, family):
+    """PEFT writes the list that it makes of the word; what it is not, such as `mlp` beside experts, may be missing."""
+    from safetensors.numpy import load_file, save_file
+
+    base = model(family)
+    adapter = adapter_of(base, tmp_path / "adapter", target_modules="all-linear")
+    assert convert("merge", base, adapter, tmp_path / "listed").code == 0
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"target_modules": "all-linear"}))
+    ran = convert("merge", base, adapter, tmp_path / "out")
+    assert ran.code == 0, ran.err
+    one, other = (tmp_path / name / "model.safetensors" for name in ("listed", "out"))
+    assert one.read_bytes() == other.read_bytes()
+    file = adapter / "adapter_model.safetensors"
+    save_file({name: one for name, one in load_file(file).items() if "v_proj" not in name}, file)
+    for more in ([], ["--verbatim"]) if family == "llama" else ([],):
+        ran = convert("merge", base, adapter, tmp_path / "some", *more)
+        assert (ran.code, "self_attn.v_proj" in ran.err) == (3, True), ran.err
+        assert "then name those that were in target_modules" in ran.err
+
+
 @pytest.mark.parametrize("words", [{}, {"use_dora": True}])
 def test_an_embedding_that_is_square(model, convert, tmp_path, words):
     """Its shape tells no longer that LoRA of an embedding is added transposed, table or none."""

@@ -154,6 +154,13 @@ def test_other_tokenizers_and_other_tokens_are_told(three, convert, tmp_path):
     ran = convert("diff", three[0], ends)
     assert ran.code == 0
     assert "differs in keys that no tensor depends on: eos_token_id: " in ran.out
+    assert "all settings" not in ran.out
+    told = "differs in keys that no tensor depends on (here | there): eos_token_id: "
+    ran = convert("verify", three[0], ends)
+    assert (ran.code, told in ran.err) == (0, True), ran.err
+    ran = convert("average", three[0], ends, tmp_path / "none")
+    assert (ran.code, told in ran.err, "different models" in ran.err) == (5, True, False), ran.err
+    assert "all settings" in convert("diff", three[0], three[0]).out
     assert json.loads(convert("diff", three[0], ends, "--json").out)["config"][0].startswith("eos_token_id: ")
 
 
@@ -269,6 +276,10 @@ def test_a_value_that_is_not_finite_stays_one_and_one_too_large_is_refused(three
     assert got[2] == np.float32(1.5e38)
     ran = convert("average", folder, three[1], tmp_path / "half", "--dtype", "fp16")
     assert (ran.code, "too large for F16" in ran.err) == (5, True)
+    ran = convert("average", *three, tmp_path / "much", "--weights", "1e300,-1e300,1")
+    assert (ran.code, "too large for F32 (" in ran.err, "hint: smaller --weights" in ran.err) == (5, True, True), (
+        ran.err
+    )
 
 
 def test_round_once_is_the_nearest():

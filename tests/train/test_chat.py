@@ -201,7 +201,7 @@ def test_every_format_has_a_command_that_makes_a_folder_of_it():
         (template("<|im_start|>{{ messages }}"), [], 5, "which", "convert assets"),
         (lambda folder, _: folder, ["--system", "x"], 5, "knows the roles user and assistant only", ""),
         (lambda folder, _: folder, ["--prompt", "\udcff"], 2, "not UTF-8", ""),
-        (lambda folder, _: folder, ["--temperature", "nan"], 2, "is not a temperature", ""),
+        (lambda folder, _: folder, ["--temperature", "nan"], 2, "nan is not a finite number", ""),
         (lambda folder, _: folder, ["--backend", "vllm"], 4, "vLLM is not installed", "pip install vllm"),
     ],
 )

@@ -272,8 +272,13 @@ def test_an_explicit_tied_head_is_compared_and_comes_back(model, convert, tmp_pa
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     ran = convert("hf2megatron", source, tmp_path / "other")
     assert ran.code == 6
-    assert "the output head should share embedding" in ran.err
+    assert f"should share embedding and differs from it by up to 1 in {source}/model.safetensors\n" in ran.err
     assert "by up to 1 " in ran.err
+
+
+def test_a_plan_for_hf_is_one_for_huggingface(model, convert):
+    ran, other = (convert("plan", model(), "--to", to) for to in ("hf", "huggingface"))
+    assert (ran.code, ran.out) == (0, other.out), ran.err
 
 
 @pytest.mark.parametrize(("text", "value"), [("5GB", 5 * 10**9), ("64MiB", 64 << 20), ("1.5 kB", 1500), ("7000", 7000)])

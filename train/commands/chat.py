@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from converters.commands.options import FOLDER
-from converters.common.cli_help import command
-from formats.errors import UsageError
+from converters.common.cli_help import Finite, command
 
 if TYPE_CHECKING:
     from train.data.tokens.tokenizers import Fast
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 @click.option("--system", metavar="TEXT", help="A system turn before all others.")
 @click.option("--max-new-tokens", "most", type=click.IntRange(1), default=256, show_default=True, metavar="N",
               help="Longest answer.")  # fmt: skip
-@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True,
+@click.option("--temperature", type=Finite(0), default=0.0, show_default=True,
               help="0 is greedy: the most likely token each time.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), default=1234, show_default=True, help="With a temperature.")
 @click.option("--ids", is_flag=True, help="Show pieces and ids of prompt and answer, and what ended it.")
@@ -41,8 +39,6 @@ def chat(
     """
     from train.tools.chat import Sampling, open_chat
 
-    if not math.isfinite(temperature):
-        raise UsageError(f"--temperature {temperature} is not a temperature")
     talk = open_chat(model, backend)
     for note in talk.notes:
         click.echo(f"note: {note}", err=True)

@@ -8,13 +8,13 @@ from pathlib import Path
 import click
 
 from converters.commands.options import FOLDER, as_json
-from converters.common.cli_help import command
+from converters.common.cli_help import Finite, command
 from formats.errors import VerificationError
 
 
 @command()
 @click.argument("model", type=FOLDER, required=False)
-@click.option("--slower", type=click.FloatRange(1, min_open=True), default=1.2, show_default=True,
+@click.option("--slower", type=Finite(1, min_open=True), default=1.2, show_default=True,
               help="A node is slow if it takes so many times the median of all nodes.")  # fmt: skip
 @as_json
 def doctor(model: Path | None, slower: float, as_json: bool) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from converters.commands.options import FILE, as_json
-from converters.common.cli_help import command
+from converters.common.cli_help import Finite, command
 from formats.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _hints(settings: Config) -> list[str]:
 @click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="Number of GPUs it will run on.")
 @click.option("--device", metavar="A100|H100|…", help="Estimate the time on GPUs of this kind.")
 @click.option("--gpus-per-node", type=click.IntRange(1), help="With --device: node hours too.")
-@click.option("--mfu", type=click.FloatRange(0, 1, min_open=True), default=0.4, show_default=True,
+@click.option("--mfu", type=Finite(0, 1, min_open=True), default=0.4, show_default=True,
               help="Expected MFU, the share of their peak; the log of a run has it.")  # fmt: skip
 @as_json
 def plan(

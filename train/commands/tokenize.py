@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from converters.commands.options import FILE, as_json, together
-from converters.common.cli_help import command
+from converters.common.cli_help import Finite, command
 from formats.errors import UnsupportedError, UsageError, short
 from train.commands.record_options import chat_template, parse_control_tokens, record_format
 
@@ -41,7 +41,7 @@ running = together(
     click.option("--strict", is_flag=True, help="One malformed record is an error."),
     click.option(
         "--max-drop-rate",
-        type=click.FloatRange(0, 1),
+        type=Finite(0, 1),
         default=0.1,
         show_default=True,
         help="Share of records that may be malformed.",

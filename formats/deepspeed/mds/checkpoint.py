@@ -23,7 +23,7 @@ from formats.checkpoint import Checkpoint, Details, Settings
 from formats.deepspeed import MDS, modules, universal
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed.mds.args import translated
-from formats.deepspeed.mds.tables import EMBEDDING, FIRST_LAYERS, TABLE, slots_of
+from formats.deepspeed.mds.tables import EMBEDDING, FIRST_LAYERS, TABLE, norm_number, slots_of
 from formats.deepspeed.partitions import Partition
 from formats.disk.safetensors import Fragment
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, short, some
@@ -166,7 +166,7 @@ def _open(path: Path, settings: Settings) -> _Opened:
             f"{' and '.join(FAMILIES)}"
         )
     order, notes = _order(by_file, spec, tp, settings)
-    wanted = list(slots_of(spec, tp, padded, {order}, _first_layer(by_file)))
+    wanted = list(slots_of(spec, tp, padded, {order}, _first_layer(by_file, spec.layers)))
     present = {slot.place.file for slot in wanted if "optional" not in slot.rule.conditions}
     if lost := sorted(present - by_file.keys()):
         raise SourceError(f"{tag} lacks {some(lost, 4)}", "copy the files of all ranks into one folder")
@@ -220,10 +220,15 @@ def _require_topology(models: Mapping[int, TorchFile], args: Mapping[str, Any], 
             )
 
 
-def _first_layer(by_file: Mapping[str, Mapping[str, Fragment]]) -> int:
-    """The number of the first layer, which the trees count from 2 or from 3."""
+def _first_layer(by_file: Mapping[str, Mapping[str, Fragment]], layers: int) -> int:
+    """The number of the first layer, which the trees count from 2 or from 3: that which the files there fit best."""
     numbers = {int(place[1]) for name in by_file if (place := saved_names.LAYER.fullmatch(name))}
-    return next((number for number in sorted(FIRST_LAYERS) if number in numbers), min(FIRST_LAYERS))
+
+    def odd(first: int) -> int:
+        norm = norm_number(first, layers)
+        return len(numbers ^ {EMBEDDING, *range(first, first + layers), norm, norm + 1})
+
+    return min(FIRST_LAYERS, key=odd)
 
 
 def _order(
@@ -240,7 +245,7 @@ def _order(
             key.endswith(".self_attention.query.weight") for fragments in by_file.values() for key in fragments
         ),
         # BigScience's tree has one order, and of one group on each rank both are the same
-        "grouped": _first_layer(by_file) != min(FIRST_LAYERS) or spec.kv_heads == tp != spec.heads,
+        "grouped": _first_layer(by_file, spec.layers) != min(FIRST_LAYERS) or spec.kv_heads == tp != spec.heads,
     }
     for order, holds in known.items():
         if holds:

@@ -55,6 +55,11 @@ TABLE = rules("""
 """GPTModelPipe. The second embedding is there where the first and the last stage are on different ranks."""
 
 
+def norm_number(first: int, layers: int) -> int:
+    """The number of the last norm, where `layers` layers begin with the number `first`. The head has the next one."""
+    return first + layers + FIRST_LAYERS[first]
+
+
 def slots_of(spec: ModelSpec, tp: int, padded: int, order: Iterable[str], first: int) -> Iterator[Slot]:
     """Every physical tensor of a pipeline.
 
@@ -67,7 +72,7 @@ def slots_of(spec: ModelSpec, tp: int, padded: int, order: Iterable[str], first:
     """
     if spec.heads % tp or spec.kv_heads % tp:
         raise RefusedError(f"{spec.heads} heads in {spec.kv_heads} key/value groups do not divide over tp = {tp}")
-    norm = first + spec.layers + FIRST_LAYERS[first]
+    norm = norm_number(first, spec.layers)
     names = {"{norm}": str(norm), "{head}": str(norm + 1)}
     table = [replace(rule, key=re.sub(r"\{(?:norm|head)\}", lambda match: names[match[0]], rule.key)) for rule in TABLE]
     for rank in range(tp):

@@ -22,7 +22,7 @@ from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.disk.safetensors import Fragment, read_safetensors
 from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, some
 from formats.families.family import Family
-from formats.fsdp import FSDP, native
+from formats.fsdp import FSDP, native, olmo_core
 from formats.fsdp.contents import Listing, contents
 from formats.fsdp.runs import STEPS
 from formats.huggingface import folder as huggingface
@@ -195,10 +195,19 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     listing = list_folder(folder, settings)
     if settings.adapter == "only":
         return _read_adapter(path, folder, listing, settings)
-    assets = _config_folder(path, folder, settings, lambda: contents(path, listing))
-    config = huggingface.read_config(assets)
-    if listing.flat is not None:
-        spec, tensors, dropped, left = *_read_flat(listing.flat, config, assets, settings), None
+    near = _configs(path, folder)
+
+    def known() -> Mapping[str, Any]:
+        return contents(path, listing)
+
+    assets = _config_folder(path, near, settings, known)
+    config, left = huggingface.read_config(assets) if assets else None, None
+    spec: Spec
+    if assets is None or config is None:
+        spec = olmo_core.spec_of(near[0], settings, known)
+        tensors, dropped = _read_tensors(path, listing, settings)
+    elif listing.flat is not None:
+        spec, tensors, dropped = _read_flat(listing.flat, config, assets, settings)
     else:
         tensors, dropped = _read_tensors(path, listing, settings)
         part = text_alone.alone(config, tensors, settings, str(assets / "config.json"))
@@ -206,6 +215,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         config, left = part.config, part.left
     trainer = native.trainer_of(tensors)
     wanted = list(_native_slots(spec, trainer) if trainer else huggingface.model_slots(spec, tensors))
+    if trainer == native.OLMO_CORE and assets and isinstance(spec, ModelSpec) and (own := olmo_core.own(near)):
+        olmo_core.require_same(own, settings, spec)
     biases = native.biases(wanted, tensors, spec, settings.accept, path)
     drops = (*huggingface.drops(spec, tensors, settings), *native.DROPS, *map(re.escape, biases))
     whole = {key: tensor.whole for key, tensor in tensors.items()}
@@ -221,27 +232,35 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     )  # fmt: skip
 
 
-def _config_folder(path: Path, folder: Path, settings: Settings, known: Callable[[], Mapping[str, Any]]) -> Path:
+def _configs(path: Path, folder: Path) -> list[Path]:
+    """The config.json files that trainers leave beside the weights, Hugging Face's or their own."""
+    near = [path, folder, path / "huggingface", folder / "huggingface", folder.parent]
+    near += [path.parent] if STEPS.fullmatch(path.name) else []
+    return [place / "config.json" for place in near if (place / "config.json").is_file()]
+
+
+def _config_folder(
+    path: Path, near: Sequence[Path], settings: Settings, known: Callable[[], Mapping[str, Any]]
+) -> Path | None:
     """The folder with the config.json that belongs to the weights: the user's, or one that trainers leave beside them.
+
+    None where only OLMo-core's is there, which describes the model too.
 
     Raises:
         OptionNeededError: there is none.
     """
     if settings.config is not None:
         return settings.config
-    near = [path, folder, path / "huggingface", folder / "huggingface", folder.parent]
-    near += [path.parent] if STEPS.fullmatch(path.name) else []
-    lacks = "has no config.json"
-    for config in (place / "config.json" for place in near if (place / "config.json").is_file()):
-        if not native.is_own_config(config):
-            return config.parent
-        lacks = f"has no config.json of Hugging Face, {config} is OLMo-core's"
+    if of_hub := [config.parent for config in near if not olmo_core.is_own(config)]:
+        return of_hub[0]
     named = _model_name(path) or _model_name(path.parent)
     if named and (Path(named) / "config.json").is_file():
         return Path(named)
+    if near:
+        return None
     hint = f" (train_params.yaml names {named})" if named else ""
     raise OptionNeededError(
-        f"{path} {lacks}", f"add --config BASE, the model that the training began with{hint}", known
+        f"{path} has no config.json", f"add --config BASE, the model that the training began with{hint}", known
     )
 
 

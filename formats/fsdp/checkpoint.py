@@ -53,6 +53,7 @@ CONTAINERS = ("model", "state_dict", "module", "model_state_dict")
 MOST_YAML = 1 << 20
 OPTIMIZER = "optim"
 """What the optimizer is called that we write, and how the names of others begin."""
+GROUPS = "param_groups"
 ADAMW = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
     "decoupled_weight_decay": True,
@@ -461,29 +462,46 @@ def write(
         trained = [one for one in wanted if not (one.replica or fixed.intersection(one.rule.pattern.tensors))]
         for slot in trained:
             for state, of in optimizer.dtypes.items():
-                path = (OPTIMIZER, "state", slot.keys[0], state)
+                path = _states(slot, state, flat=bool(trainer))
                 paths[".".join(path)] = path
                 stored.append(dcp_writer.whole(slot, ".".join(path), state, slot_dtype(slot, of)))
-        settings = _settings(optimizer, trained)
+        settings = _settings(optimizer, trained, flat=bool(trainer))
         paths |= {".".join(map(str, path)): path for path in settings}
     objects = {".".join(map(str, path)): one for path, one in settings.items()}
     files, metadata = dcp_writer.layout(root, dcp_writer.by_rows(stored, ranks), dtypes, paths, objects)
     return Target(tuple(files), {dcp.METADATA: metadata}, {})
 
 
-def _settings(optimizer: Optimizer, trained: Iterable[Slot]) -> dict[dcp_writer.Keys, bytes | Small]:
-    """Steps, and parameter groups if they are known, by where torch's `get_optimizer_state_dict` has them."""
+def _states(slot: Slot, state: str, *, flat: bool) -> tuple[str, ...]:
+    """Where torch's `get_optimizer_state_dict` has a state of a parameter, flattened or not."""
+    path = ("state", slot.keys[0], state)
+    return (OPTIMIZER, ".".join(path)) if flat else (OPTIMIZER, *path)
+
+
+def _settings(optimizer: Optimizer, trained: Iterable[Slot], *, flat: bool) -> dict[dcp_writer.Keys, bytes | Small]:
+    """Steps, and parameter groups if they are known, by where torch's `get_optimizer_state_dict` has them.
+
+    Flattened, each parameter is a group of its own, with the rate that a schedule begins with (OLMo-core 3.0.0
+    optim/config.py, which puts that of the training in its place).
+    """
     step = step_tensor(optimizer.step)
     members: dict[Group, list[str]] = {group: [] for group in optimizer.groups.values()}
     by_keys: dict[dcp_writer.Keys, bytes | Small] = {}
     for slot in trained:
-        by_keys[OPTIMIZER, "state", slot.keys[0], "step"] = step
+        by_keys[_states(slot, "step", flat=flat)] = step
         groups = {optimizer.groups[name, slot.layer] for name in slot.rule.pattern.tensors if optimizer.groups}
         if len(groups) > 1:
             raise UnsupportedError(f"{slot.keys[0]} would have to be in {len(groups)} groups of the optimizer")
         for group in groups:
             members[group].append(slot.keys[0])
     for number, (group, keys) in enumerate(members.items()):
-        settings = {**group._asdict(), **ADAMW, "params": keys}
-        by_keys |= {(OPTIMIZER, "param_groups", number, name): packed(value) for name, value in settings.items()}
+        settings = {name: packed(value) for name, value in {**group._asdict(), **ADAMW}.items()}
+        if flat:
+            settings["initial_lr"] = packed(group.lr)
+            by_keys |= {
+                (OPTIMIZER, f"{GROUPS}.{key}.{name}"): value for key in keys for name, value in settings.items()
+            }
+        else:
+            settings["params"] = packed(keys)
+            by_keys |= {(OPTIMIZER, GROUPS, number, name): value for name, value in settings.items()}
     return by_keys

@@ -22,16 +22,20 @@ from formats.model.spec import Spec
 
 
 class Names(NamedTuple):
-    """The names of a trainer: a key that gives them away, and what its checkpoints have before each."""
+    """The names of a trainer: a key that gives them away, and what its checkpoints have before each.
+
+    Where an `optimizer` is written too, the settings of each parameter are under its key, as torch flattens them.
+    """
 
     sign: str
     container: tuple[str, ...]
+    optimizer: bool = False
 
 
 OLMO_CORE = "olmo-core"
 TRAINERS = {
     "torchtitan": Names("tok_embeddings.weight", ()),
-    OLMO_CORE: Names("lm_head.norm.weight", ("model",)),
+    OLMO_CORE: Names("lm_head.norm.weight", ("model",), optimizer=True),
 }
 DROPS = (r"freqs_cis",)
 BIAS = "expert_bias_E"

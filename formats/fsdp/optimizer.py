@@ -39,7 +39,6 @@ from formats.torch_files.wrappers import unwrapped
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE = re.compile(r"(?:(?P<container>.*?)\.)?state\.(?P<key>.+)\.(?P<state>\w+)")
 OWN = re.compile(r"(?P<container>optim)\.(?P<key>.+)\.(?P<state>step|exp_avg|exp_avg_sq)")
-GROUPS = "param_groups"
 FOLDER, FULL = "optimizer_0", "optimizer.bin"
 FROZEN = "is it frozen, or has it made no step yet? an optimizer moves with a model that is trained as a whole"
 
@@ -251,7 +250,7 @@ def _groups(optimizer: Held, keys: Mapping[str, Placed], model: Collection[str])
     Raises:
         SourceError: a parameter is in no group or in two, or a group has one that the model lacks.
     """
-    listing, prefix = optimizer.listing, optimizer.container + GROUPS
+    listing, prefix = optimizer.listing, optimizer.container + fsdp.GROUPS
     numbers = [number for number, name in enumerate(listing.names) if name.startswith(f"{prefix}.")]
     tensors = zip(numbers, map(small_of, listing.load(numbers)), strict=True)
     values = {**listing.objects(prefix), **{listing.names[number]: value for number, value in tensors}}

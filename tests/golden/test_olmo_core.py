@@ -15,6 +15,8 @@ import pytest
 from formats.checkpoint import Settings
 from formats.model.spec import Spec, differences
 from formats.registry import open_checkpoint
+from formats.torch_files import dcp
+from formats.torch_files.archive_writer import plain
 from tests.faults.dcp_tools import refused
 from tests.golden.test_megatron_fsdp import tensors
 from tests.golden.test_torchtitan import difference, same
@@ -174,7 +176,7 @@ def test_what_is_written_is_what_it_wrote(convert, tmp_path, torch_reads_it, cas
 
 
 def test_its_optimizer_goes_along(convert, tmp_path, torch_reads_it):
-    """Under Hugging Face's names; under its own there are weights alone."""
+    """Under Hugging Face's names; and back under its own, where all is as it wrote it (olmo_core/README.md)."""
     config = ("--config", TRAINED / "hf")
     ran = convert("hf2fsdp", TRAINED / "step3", tmp_path / "out", "--with-optimizer", *config)
     assert ran.code == 0, ran.err
@@ -182,8 +184,21 @@ def test_its_optimizer_goes_along(convert, tmp_path, torch_reads_it):
     hub = "model.layers.0.mlp.up_proj.weight"
     for state in ("exp_avg", "exp_avg_sq", "step"):
         assert ours[f"optim.state.{hub}.{state}"].equal(theirs[f"optim.state.blocks.0.feed_forward.w3.weight.{state}"])
-    words = ("hf2fsdp", tmp_path / "out", tmp_path / "own", "--names", "olmo-core", "--with-optimizer")
-    refused(convert(*words), 2, "--names olmo-core is for weights alone")
+    ran = convert("hf2fsdp", tmp_path / "out", tmp_path / "own", "--names", "olmo-core", "--with-optimizer")
+    assert ran.code == 0, ran.err
+    ours = tensors(tmp_path / "own")
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].equal(one) and ours[name].dtype == one.dtype for name, one in theirs.items())
+    assert settings_of(tmp_path / "own") == settings_of(TRAINED / "step3/model_and_optim")
+    words = ("hf2fsdp", tmp_path / "out", tmp_path / "other", "--names", "torchtitan", "--with-optimizer")
+    refused(convert(*words), 2, "--names torchtitan is for weights alone")
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """What is no tensor, by name."""
+    _, names = dcp.contents(folder)
+    assert len(names) == 14 * 12
+    return {name: plain(file, file.value, name) for name, file in dcp.read_objects(folder, names).items()}
 
 
 def test_its_own_config_says_all_but_how_long_a_sequence_may_be(convert, tmp_path):

@@ -200,7 +200,11 @@ def read(source: Checkpoint) -> Optimizer:
 def _require_adam(optimizer: Held) -> None:
     where = optimizer.listing.where
     if all(key.isdecimal() for keys in optimizer.states.values() for key in keys):
-        raise UnsupportedError(f"{where}: its optimizer numbers its parameters, and does not say which is which")
+        raise UnsupportedError(
+            f"{where}: its optimizer numbers its parameters, as torch's own state_dict() does, and does not say which "
+            "is which",
+            "convert the weights without --with-optimizer; only the training that saved it can resume with it",
+        )
     others, name = sorted(set(optimizer.states) - {*MOMENTS, "step"}), whose(optimizer.states)
     if others or name:
         keeps = ", ".join(others) or "exp_avg alone"

@@ -196,7 +196,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     listing = list_folder(folder, settings)
     if settings.adapter == "only":
         return _read_adapter(path, folder, listing, settings)
-    near = _configs(path, folder)
+    near = configs(path, folder)
 
     def known() -> Mapping[str, Any]:
         return contents(path, listing)
@@ -233,7 +233,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     )  # fmt: skip
 
 
-def _configs(path: Path, folder: Path) -> list[Path]:
+def configs(path: Path, folder: Path) -> list[Path]:
     """The config.json files that trainers leave beside the weights, Hugging Face's or their own."""
     near = [path, folder, path / "huggingface", folder / "huggingface", folder.parent]
     near += [path.parent] if STEPS.fullmatch(path.name) else []

@@ -172,6 +172,11 @@ OF_A_RUN = {
 CONFIG = "--config BASE, a model whose config.json says it"
 
 
+ADAMW = ("SkipStepAdamWConfig",)
+"""Optimizers that make AdamW's step, with fewer settings than torch's: from the same moments, but for a step that is
+left out, which is not counted then (optim/adamw.py)."""
+
+
 def is_own(path: Path) -> bool:
     """Whether a config.json is OLMo-core's."""
     model = read_json(path).get("model")
@@ -181,6 +186,12 @@ def is_own(path: Path) -> bool:
 def own(configs: Iterable[Path]) -> Path | None:
     """The first of some config.json files that is OLMo-core's."""
     return next(filter(is_own, configs), None)
+
+
+def makes_steps_of_adamw(path: Path) -> bool:
+    """Whether a config.json of OLMo-core names an optimizer that does, and whose groups do not tell."""
+    config = dict(_flat(read_json(path)))
+    return str(config.get(f"train_module.optim.{CLASS}")).rpartition(".")[2] in ADAMW
 
 
 def spec_of(path: Path, settings: Settings, known: Callable[[], Mapping[str, Any]]) -> ModelSpec:

@@ -189,7 +189,8 @@ def test_its_optimizer_goes_along(convert, tmp_path, torch_reads_it):
     ours = tensors(tmp_path / "own")
     assert ours.keys() == theirs.keys()
     assert all(ours[name].equal(one) and ours[name].dtype == one.dtype for name, one in theirs.items())
-    assert settings_of(tmp_path / "own") == settings_of(TRAINED / "step3/model_and_optim")
+    settings = settings_of(TRAINED / "step3/model_and_optim")
+    assert (settings_of(tmp_path / "own"), len(settings)) == (settings, 14 * 12)
     words = ("hf2fsdp", tmp_path / "out", tmp_path / "other", "--names", "torchtitan", "--with-optimizer")
     refused(convert(*words), 2, "--names torchtitan is for weights alone")
 
@@ -197,8 +198,23 @@ def test_its_optimizer_goes_along(convert, tmp_path, torch_reads_it):
 def settings_of(folder: Path) -> dict[str, Any]:
     """What is no tensor, by name."""
     _, names = dcp.contents(folder)
-    assert len(names) == 14 * 12
     return {name: plain(file, file.value, name) for name, file in dcp.read_objects(folder, names).items()}
+
+
+def test_its_adamw_that_leaves_steps_out_is_known_by_its_config(convert, tmp_path, torch_reads_it):
+    """Its groups have less than those of torch's, and could be another optimizer's."""
+    skip, words = HERE / "skip_step_v300", ("--names", "olmo-core", "--with-optimizer")
+    ran = convert("hf2fsdp", skip, tmp_path / "out", *words)
+    assert ran.code == 0, ran.err
+    ours, theirs = tensors(tmp_path / "out"), tensors(skip / "model_and_optim")
+    assert (ours.keys(), len(ours)) == (theirs.keys(), 14 * 4)
+    assert all(ours[name].equal(one) for name, one in theirs.items())
+    settings = settings_of(skip / "model_and_optim")
+    assert (len(settings), settings.items() <= settings_of(tmp_path / "out").items()) == (14 * 5, True)
+    for name in ("Lion", None):
+        changes = {"train_module.optim._CLASS_": name and f"olmo_core.optim.{name}Config"}
+        changed = edited(skip, tmp_path / str(name), "config.json", changes)
+        refused(convert("hf2fsdp", changed, tmp_path / "none", *words), 4, "its optimizer is of an unknown kind")
 
 
 def test_its_own_config_says_all_but_how_long_a_sequence_may_be(convert, tmp_path):

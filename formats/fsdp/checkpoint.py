@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -196,16 +196,15 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     listing = list_folder(folder, settings)
     if settings.adapter == "only":
         return _read_adapter(path, folder, listing, settings)
-    near = configs(path, folder)
 
     def known() -> Mapping[str, Any]:
         return contents(path, listing)
 
-    assets = _config_folder(path, near, settings, known)
+    assets = _config_folder(path, folder, settings, known)
     config, left = huggingface.read_config(assets) if assets else None, None
     spec: Spec
     if assets is None or config is None:
-        spec = olmo_core.spec_of(near[0], settings, known)
+        spec = olmo_core.spec_of(next(configs(path, folder)), settings, known)
         tensors, dropped = _read_tensors(path, listing, settings)
     elif listing.flat is not None:
         spec, tensors, dropped = _read_flat(listing.flat, config, assets, settings)
@@ -216,7 +215,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         config, left = part.config, part.left
     trainer = native.trainer_of(tensors)
     wanted = list(_native_slots(spec, trainer) if trainer else huggingface.model_slots(spec, tensors))
-    if trainer == native.OLMO_CORE and assets and isinstance(spec, ModelSpec) and (own := olmo_core.own(near)):
+    own = olmo_core.own(configs(path, folder)) if trainer == native.OLMO_CORE and assets else None
+    if own and isinstance(spec, ModelSpec):
         olmo_core.require_same(own, settings, spec)
     biases = native.biases(wanted, tensors, spec, settings.accept, path)
     drops = (*huggingface.drops(spec, tensors, settings), *native.DROPS, *map(re.escape, biases))
@@ -233,16 +233,14 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     )  # fmt: skip
 
 
-def configs(path: Path, folder: Path) -> list[Path]:
+def configs(path: Path, folder: Path) -> Iterator[Path]:
     """The config.json files that trainers leave beside the weights, Hugging Face's or their own."""
     near = [path, folder, path / "huggingface", folder / "huggingface", folder.parent]
     near += [path.parent] if STEPS.fullmatch(path.name) else []
-    return [place / "config.json" for place in near if (place / "config.json").is_file()]
+    yield from (config for config in (place / "config.json" for place in near) if config.is_file())
 
 
-def _config_folder(
-    path: Path, near: Sequence[Path], settings: Settings, known: Callable[[], Mapping[str, Any]]
-) -> Path | None:
+def _config_folder(path: Path, folder: Path, settings: Settings, known: Callable[[], Mapping[str, Any]]) -> Path | None:
     """The folder with the config.json that belongs to the weights: the user's, or one that trainers leave beside them.
 
     None where only OLMo-core's is there, which describes the model too.
@@ -252,12 +250,15 @@ def _config_folder(
     """
     if settings.config is not None:
         return settings.config
-    if of_hub := [config.parent for config in near if not olmo_core.is_own(config)]:
-        return of_hub[0]
+    described = False
+    for config in configs(path, folder):
+        if not olmo_core.is_own(config):
+            return config.parent
+        described = True
     named = _model_name(path) or _model_name(path.parent)
     if named and (Path(named) / "config.json").is_file():
         return Path(named)
-    if near:
+    if described:
         return None
     hint = f" (train_params.yaml names {named})" if named else ""
     raise OptionNeededError(

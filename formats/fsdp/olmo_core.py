@@ -22,7 +22,7 @@ from formats.huggingface.rope import LOCAL
 from formats.model.checks import checked
 from formats.model.codec import Codec, Context, Spelled, read, rows
 from formats.model.spec import ModelSpec, differences
-from formats.model.values import some_layers, whole
+from formats.model.values import real, some_layers, whole
 
 FAMILIES = ("olmo2", "olmo3")
 """The families that it trains under its own names; the second has windows."""
@@ -256,7 +256,7 @@ def _spelled_out(base: ModelSpec) -> ModelSpec:
     if own.get("layer_types", ...) is None:
         own["layer_types"] = [FULL if layer % 4 == 3 else SLIDING for layer in range(base.layers)]
     if scaling and scaling["rope_type"] == "yarn":
-        attention = 0.1 * math.log(scaling["factor"]) + 1
+        attention = 0.1 * math.log(real(scaling.get("factor"), "the factor of YaRN", "the config")) + 1
         scaling = {"attention_factor": attention, "beta_fast": 32, "beta_slow": 1, **scaling}
     return replace(base, own=own, rope_scaling=scaling)
 
@@ -265,6 +265,8 @@ def _resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The keys, each with those of the maps around it; those of the block hold in all layers."""
     model = dict(config["model"])
     block, others = model.pop("block", {}), model.pop("block_overrides", None) or {}
+    if not isinstance(others, dict):
+        raise UnsupportedError(f"{where}: model.block_overrides = {short(others)} is not supported")
     every = _block(block)
     each = [_block(others.get(str(layer), block)) for layer in some_layers(model.get("n_layers"))]
     for layer, found in enumerate(each):

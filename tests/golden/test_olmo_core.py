@@ -88,6 +88,7 @@ YARN = "rope_parameters.full_attention"
         (OLMO3, "layer_types", ["full_attention"] + 3 * ["sliding_attention"], "own: {'layer_types': ['sliding_att"),
         (OLMO3, "rope_parameters.sliding_attention.rope_theta", 10000, "'rope_local_base_freq': 10000}"),
         (OLMO3, f"{YARN}.factor", 4.0, "rope_scaling: {'rope_type': 'yarn', 'factor': 8.0"),
+        (OLMO2, "tie_word_embeddings", True, "tied: False | True"),
     ],
 )
 def test_a_config_that_contradicts_its_own_is_refused(convert, tmp_path, case, key, value, words):
@@ -96,7 +97,7 @@ def test_a_config_that_contradicts_its_own_is_refused(convert, tmp_path, case, k
     refused(convert("fsdp2hf", case / "step3", tmp_path / "out", "--config", changed / "hf"), 5, words)
 
 
-def test_other_heads_and_a_tied_head_are_refused(convert, tmp_path):
+def test_other_heads_are_refused(convert, tmp_path):
     """Eight heads of two have the shapes of four of four."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     changed = edited(OLMO2, tmp_path / "c", "hf/config.json", heads)
@@ -119,6 +120,7 @@ def test_what_transformers_assumes_counts_as_said(tmp_path):
         ({f"{MIXER}.clip_qkv": 8.0}, "sequence_mixer.clip_qkv = 8.0 is not supported"),
         ({f"{MIXER}.qk_norm.eps": 1e-5}, "norm.eps = 1e-06 and model.block.sequence_mixer.qk_norm.eps = 1e-05"),
         ({"model.embed_scale": 4.0}, "model.embed_scale = 4.0 is not supported"),
+        ({"model.block_overrides": [1]}, "model.block_overrides = [1] is not supported"),
         ({"model.block_overrides": {"0": {"name": "default"}}}, "in layer 0 and"),
         ({f"{MIXER}.rope.scaling": {"_CLASS_": "olmo_core.nn.rope.ABFRoPEScalingConfig"}}, "ABFRoPEScalingConfig"),
     ],

@@ -162,6 +162,8 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     **{f"{norm}.name": ("rms", "fused_rms", "cute_rms") for norm in NORMS},
 }
 """Keys that no setting has: the values that these families compute. All others may be false."""
+LEFT_OUT = dict.fromkeys(("model.block.name", *(f"{norm}.name" for norm in NORMS)), "default")
+"""What some of them are where they are left out: a block with its norms first, and norms that subtract the mean."""
 OF_A_RUN = {
     CLASS, "dtype", "full_precision", "elementwise_affine", "backend", "use_flash", "dropout", "init_method",
     "init_seed", "init_std", "embedding_init_std", "freeze_params", "loss_implementation", "use_recompute_qkv_prep",
@@ -278,7 +280,7 @@ def _resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
                 )
     alike = {key: value for key, value in every.items() if not key.startswith((SCALING, WINDOW))}
     outer = {key: value for key, value in config.items() if key != "model"}
-    return dict(_flat({**outer, "model": model})) | {"model.block.name": "default"} | alike | {EACH: each}
+    return LEFT_OUT | dict(_flat({**outer, "model": model})) | alike | {EACH: each}
 
 
 def _block(block: Any) -> dict[str, Any]:

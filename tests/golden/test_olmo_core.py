@@ -115,6 +115,7 @@ def test_what_transformers_assumes_counts_as_said(tmp_path):
     ("changes", "words"),
     [
         ({"model.block.name": "default"}, "model.block.name = 'default' is not supported"),
+        ({"model.lm_head.layer_norm.name": None}, "model.lm_head.layer_norm.name = 'default' is not supported"),
         ({f"{MIXER}.rope.name": "complex"}, "rope.name = 'complex' is not supported"),
         ({f"{MIXER}.rope": None}, "attention without rotary embeddings"),
         ({f"{MIXER}.clip_qkv": 8.0}, "sequence_mixer.clip_qkv = 8.0 is not supported"),

@@ -2,6 +2,7 @@
 
 Each round runs every way once, in a process of its own, one after the other; a way's figure is the median of its
 rounds. Everything is read once before, so that all find the files in the page cache.
+`--device cuda` puts all there.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from pathlib import Path
 from statistics import median
 
 WAYS = {
-    "safetensors.torch.load_file, copied": "sum(t.clone().nbytes for f in files for t in load_file(f).values())",
-    "iterate, Hugging Face": "sum(t.nbytes for _, t in iterate(hf))",
-    "iterate, Megatron TP4 PP2": "sum(t.nbytes for _, t in iterate(run))",
+    "safetensors.torch.load_file, copied": "sum(ours(t).nbytes for f in files for t in load_file(f, device).values())",
+    "iterate, Hugging Face": "sum(t.nbytes for _, t in iterate(hf, device=device))",
+    "iterate, Megatron TP4 PP2": "sum(t.nbytes for _, t in iterate(run, device=device))",
     "AutoModel.from_pretrained": "pretrained(hf)",
-    "load into a meta model": "loaded(hf)",
-    "load into a meta model, Megatron TP4 PP2": "loaded(run)",
+    "load into a model without values": "loaded(hf)",
+    "load into a model without values, Megatron TP4 PP2": "loaded(run)",
 }
 """Way: what is timed, and gives the bytes that it read."""
 PROGRAM = """
@@ -31,21 +32,29 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from vitruvian.torch import iterate, load
 torch.set_num_threads(2)
-hf, run = sys.argv[1:3]
+hf, run, device = sys.argv[1:4]
+
+def ours(tensor):
+    return tensor.clone() if device == "cpu" else tensor  # else it is a view of the file
+
 files = sorted(map(str, Path(hf).glob("*.safetensors")))
 
 def loaded(folder):
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(hf), dtype=torch.bfloat16)
+    if device != "cpu":
+        model.to_empty(device=device)
     load(model, folder)
     return sum(p.nbytes for p in model.parameters())
 
 def pretrained(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    return sum(p.clone().nbytes for p in model.parameters())
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map=device)
+    return sum(ours(p).nbytes for p in model.parameters())
 
 began = time.monotonic()
 count = {expression}
+if device != "cpu":
+    torch.cuda.synchronize()
 print(count, time.monotonic() - began)
 """
 
@@ -71,6 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     rates: dict[str, list[float]] = {name: [] for name in WAYS}
     with tempfile.TemporaryDirectory() as folder:
@@ -78,14 +88,14 @@ def main() -> None:
         for number in range(options.rounds + 1):
             for name, expression in WAYS.items():
                 code = PROGRAM.replace("{expression}", expression)
-                words = [sys.executable, "-c", code, str(hf), str(run)]
+                words = [sys.executable, "-c", code, str(hf), str(run), options.device]
                 ran = subprocess.run(words, capture_output=True, text=True, timeout=600, check=True)
                 count, seconds = ran.stdout.split()[-2:]
                 rates[name] += [int(count) / float(seconds) / 1e9] if number else []
     first = median(next(iter(rates.values())))
     for name, held in rates.items():
         rate, spread = median(held), f"({min(held):.2f} to {max(held):.2f})"
-        print(f"{name:42} {rate:5.2f} GB/s  {rate / first:5.2f} of the first  {spread}")
+        print(f"{name:50} {rate:5.2f} GB/s  {rate / first:5.2f} of the first  {spread}")
 
 
 if __name__ == "__main__":

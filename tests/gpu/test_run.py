@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.gpu.test_attention import WIDE
-from tests.train.conftest import data, forks, run, settings  # noqa: F401
+from tests.train.conftest import data, forks, run, settings, talker  # noqa: F401
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -95,3 +95,31 @@ def test_an_interrupted_training_goes_on(config, run):  # noqa: F811
     assert again.code == 0, again.out
     assert again.series("loss") == pytest.approx(whole.series("loss"), abs=NEAR)
     assert again.series("trained_tokens") == whole.series("trained_tokens")
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "transformers"])
+def test_recomputing_layers_takes_less_memory_and_changes_nothing(settings, model, run, engine):  # noqa: F811
+    """Rows long enough that what layers keep is more than the weights."""
+    path = str(model("llama", vocab_size=253, **WIDE | {"num_hidden_layers": 8, "max_position_embeddings": 8192}))
+    config = settings(
+        engine=engine, model={"dtype": "bf16", "path": path}, data={"seq_length": 8192}, steps={"train_iters": 2},
+        batch={"size": 2, "micro": 1},
+    )  # fmt: skip
+    kept, again = (run(config, "--model.activation_checkpointing", word, save=word) for word in ("false", "true"))
+    assert (kept.code, again.code) == (0, 0), kept.out + again.out
+    assert again.series("loss") == pytest.approx(kept.series("loss"), abs=NEAR)
+    assert max(again.series("memory")) < 0.6 * max(kept.series("memory"))
+
+
+@pytest.mark.parametrize("more", [{"lora": {}}, {}], ids=["lora", "full"])
+def test_what_a_gpu_trained_is_evaluated_exported_and_talks(settings, run, data, talker, tmp_path, forks, more):  # noqa: F811
+    path = {"model": {"dtype": "bf16", "path": str(talker)}}
+    config = settings(data={"validation": {"one": str(data)}}, **path, **more)
+    ran = run(config, "--export", tmp_path / "out")
+    assert ran.code == 0, ran.out
+    assert ran.series("loss")[-1] < ran.series("loss")[0]
+    scores = [json.loads(line) for line in (ran.save / "evaluations.jsonl").open()]
+    assert scores, ran.out
+    code, out = forks(["chat", str(tmp_path / "out"), "--prompt", "diena saule", "--max-new-tokens", "8", "--ids"], 1)
+    assert code == 0, out
+    assert "  ids " in out

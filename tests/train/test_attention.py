@@ -89,6 +89,13 @@ def test_a_flash_attn_that_cannot_be_imported_is_not_there(model, monkeypatch, t
         resolve("flash", config, CUDA, torch.bfloat16)
 
 
+def test_a_kernel_that_does_not_ask_for_groups_is_taken(model, monkeypatch):
+    """That of torch 2.11."""
+    monkeypatch.setattr("train.model.attention._has_flash", lambda: False)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *, window_size, scale: q)
+    assert resolve("auto", config_of(model("llama", vocab_size=253)), CUDA, torch.bfloat16) == "varlen"
+
+
 def test_a_kernel_without_windows_is_not_taken(model, monkeypatch):
     """That of torch 2.10."""
     monkeypatch.setattr("train.model.attention._has_flash", lambda: False)
@@ -114,7 +121,8 @@ def kernel(monkeypatch):
         ends, (left, right) = given["cu_seq_q"].tolist(), given["window_size"]
         assert given["cu_seq_q"].dtype == torch.int32
         assert (given["max_q"], right, ends[-1]) == (int(np.diff(ends).max()), 0, len(q))
-        assert given["enable_gqa"] == (q.shape[1] != k.shape[1])
+        grouped = q.shape[1] != k.shape[1]
+        assert given.get("enable_gqa", grouped) == grouped  # torch 2.11 does not ask
         assert q.shape[2] == k.shape[2] == v.shape[2]  # aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp
         calls.append(left)
         parts = []
@@ -125,11 +133,12 @@ def kernel(monkeypatch):
             heads = [one[low:high].transpose(0, 1)[None] for one in (q, k, v)]
             parts.append(
                 torch.nn.functional.scaled_dot_product_attention(
-                    *heads, attn_mask=mask, scale=given["scale"], enable_gqa=given["enable_gqa"]
+                    *heads, attn_mask=mask, scale=given["scale"], enable_gqa=grouped
                 )[0].transpose(0, 1)
             )
         return torch.cat(parts)
 
+    computed.__signature__ = signature
     monkeypatch.setattr(varlen, "varlen_attn", computed)
     return calls
 

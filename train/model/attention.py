@@ -102,10 +102,15 @@ def _has_flash() -> bool:
 
 
 def _has_varlen() -> bool:
-    """Whether torch's kernel takes windows, scales and grouped heads: torch 2.10 takes none of them, 2.13 all."""
-    from torch.nn.attention import varlen as kernel
+    """Whether torch's kernel takes windows and scales: those of torch 2.11 to 2.13 do, that of 2.10 does not."""
+    return {"window_size", "scale"} <= _kernel_arguments()
 
-    return {"window_size", "scale", "enable_gqa"} <= signature(kernel.varlen_attn).parameters.keys()
+
+def _kernel_arguments() -> set[str]:
+    """The arguments of torch's varlen kernel."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return set(signature(varlen_attn).parameters)
 
 
 def varlen(module: Any, query: Any, key: Any, value: Any, _: Any, **kwargs: Any) -> tuple[Any, None]:
@@ -131,9 +136,11 @@ def varlen(module: Any, query: Any, key: Any, value: Any, _: Any, **kwargs: Any)
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     size, width = (-1 if window is None else window - 1, 0), v.shape[-1]
     v = torch.nn.functional.pad(v, (0, q.shape[-1] - width))  # the kernel requires one width for all three
+    # torch 2.11 has grouped heads without an argument for them
+    grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in _kernel_arguments() else {}
     out: Any = varlen_attn(
         q, k, v, *ends, kwargs["max_length_q"], kwargs["max_length_k"], scale=kwargs.get("scaling"), window_size=size,
-        enable_gqa=q.shape[1] != k.shape[1],
+        **grouped,
     )  # fmt: skip
     return out[None, ..., :width], None
 

@@ -1,7 +1,7 @@
 """The config.json that OLMo-core writes beside a checkpoint: the settings of its model, which are read and not written.
 
 Facts: ai2-olmo-core 3.0.0 (PyPI), nn/transformer/config.py, nn/attention/__init__.py, nn/rope.py, nn/layer_norm.py,
-train/callbacks/config_saver.py (what is None is left out); before 3 `sequence_mixer` was `attention`. What its own
+train/callbacks/config_saver.py (what is None is left out); once `sequence_mixer` was `attention`. What its own
 export (nn/hf/config.py) and its model make of it is in tests/golden/olmo_core.
 """
 
@@ -39,7 +39,7 @@ def _read(function: Callable[[Spelled, Context], Any]) -> Codec:
 
 
 def _else(usual: Callable[[Context], Any]) -> Callable[[str], Codec]:
-    """A key that is left out where its value is this."""
+    """The value of a key, or this where it is left out."""
     return lambda key: _read(lambda spelled, context: spelled[key] if key in spelled else usual(context))
 
 

@@ -81,7 +81,7 @@ NEXT = {
     MEGATRON_RUN: "--load {out}, with the flags in {out}/megatron_flags.txt",
     FSDP: 'dcp.load({{"model": state_dict}}, checkpoint_id="{out}")',
     TORCHTITAN: "torchtitan with checkpoint.initial_load_path={out}",
-    OLMO_CORE: "OLMo-core with load_path={out}, load_trainer_state=False and load_optim_state=False",
+    OLMO_CORE: "OLMo-core with load_path={out} and load_trainer_state=False",
     GPT_NEOX: "GPT-NeoX with load: {out} and finetune: true",
     MISTRAL: 'Transformer.from_folder("{out}") of mistral-inference, or vllm serve {out} --load-format mistral',
     UNIVERSAL: "DeepSpeed with checkpoint: {{load_universal: true}}, load_checkpoint from {out}",

@@ -156,12 +156,14 @@ def _huggingface(source: Checkpoint, request: Request, output: Output) -> Plan:
 def _fsdp(source: Checkpoint, request: Request, output: Output) -> Plan:
     trainer = None if output.names == HUGGINGFACE else output.names
     if output.with_optimizer:
-        if trainer:
+        from formats.fsdp.native import TRAINERS
+
+        if trainer and not TRAINERS[trainer].optimizer:
             raise UsageError(f"--names {trainer} is for weights alone", "leave --with-optimizer out")
         _require_no_cast(request)
         from converters.plan.training_state import plan_fsdp_run
 
-        return plan_fsdp_run(source, request, output.ranks)
+        return plan_fsdp_run(source, request, output.ranks, trainer)
     from converters.plan.targets import plan_fsdp
 
     return plan_fsdp(source, request, output.ranks, trainer=trainer)

@@ -61,13 +61,14 @@ def optimizer_of(source: Checkpoint) -> Optimizer:
     return training_of(source).read(source)
 
 
-def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int) -> Plan:
+def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int, trainer: str | None = None) -> Plan:
     """A plan that writes a DCP folder with the optimizer of the source. FP32 master weights become the weights.
 
     Args:
         source: the opened checkpoint.
         request: what the user asked for.
         ranks: how many data files.
+        trainer: whose own names the tensors get; those of Hugging Face if none is named.
 
     Raises:
         SourceError: the source holds no optimizer, or an incomplete one.
@@ -83,7 +84,7 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int) -> Plan:
     files = tuple(dict.fromkeys([*source.files, *of_states]))
     weights = replace(weights, files=files, dropped=(), state=())
     asked = request if masters is None else replace(request, cast="fp32")
-    plan = plan_fsdp(weights, asked, ranks, moments)
+    plan = plan_fsdp(weights, asked, ranks, moments, trainer=trainer)
     jobs = (*plan.jobs, *state_jobs(source, moments.states, target=plan.target))
     notes = [UNTAKEN]
     if masters:

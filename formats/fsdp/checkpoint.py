@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.disk.safetensors import Fragment, read_safetensors
 from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, some
 from formats.families.family import Family
-from formats.fsdp import FSDP, native
+from formats.fsdp import FSDP, native, olmo_core
 from formats.fsdp.contents import Listing, contents
 from formats.fsdp.runs import STEPS
 from formats.huggingface import folder as huggingface
@@ -53,6 +53,7 @@ CONTAINERS = ("model", "state_dict", "module", "model_state_dict")
 MOST_YAML = 1 << 20
 OPTIMIZER = "optim"
 """What the optimizer is called that we write, and how the names of others begin."""
+GROUPS = "param_groups"
 ADAMW = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
     "decoupled_weight_decay": True,
@@ -195,10 +196,18 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     listing = list_folder(folder, settings)
     if settings.adapter == "only":
         return _read_adapter(path, folder, listing, settings)
-    assets = _config_folder(path, folder, settings, lambda: contents(path, listing))
-    config = huggingface.read_config(assets)
-    if listing.flat is not None:
-        spec, tensors, dropped, left = *_read_flat(listing.flat, config, assets, settings), None
+
+    def known() -> Mapping[str, Any]:
+        return contents(path, listing)
+
+    assets = _config_folder(path, folder, settings, known)
+    config, left = huggingface.read_config(assets) if assets else None, None
+    spec: Spec
+    if assets is None or config is None:
+        spec = olmo_core.spec_of(next(configs(path, folder)), settings, known)
+        tensors, dropped = _read_tensors(path, listing, settings)
+    elif listing.flat is not None:
+        spec, tensors, dropped = _read_flat(listing.flat, config, assets, settings)
     else:
         tensors, dropped = _read_tensors(path, listing, settings)
         part = text_alone.alone(config, tensors, settings, str(assets / "config.json"))
@@ -206,6 +215,9 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         config, left = part.config, part.left
     trainer = native.trainer_of(tensors)
     wanted = list(_native_slots(spec, trainer) if trainer else huggingface.model_slots(spec, tensors))
+    own = olmo_core.own(configs(path, folder)) if trainer == native.OLMO_CORE and assets else None
+    if own and isinstance(spec, ModelSpec):
+        olmo_core.require_same(own, settings, spec)
     biases = native.biases(wanted, tensors, spec, settings.accept, path)
     drops = (*huggingface.drops(spec, tensors, settings), *native.DROPS, *map(re.escape, biases))
     whole = {key: tensor.whole for key, tensor in tensors.items()}
@@ -221,27 +233,36 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     )  # fmt: skip
 
 
-def _config_folder(path: Path, folder: Path, settings: Settings, known: Callable[[], Mapping[str, Any]]) -> Path:
+def configs(path: Path, folder: Path) -> Iterator[Path]:
+    """The config.json files that trainers leave beside the weights, Hugging Face's or their own."""
+    near = [path, folder, path / "huggingface", folder / "huggingface", folder.parent]
+    near += [path.parent] if STEPS.fullmatch(path.name) else []
+    yield from (config for config in (place / "config.json" for place in near) if config.is_file())
+
+
+def _config_folder(path: Path, folder: Path, settings: Settings, known: Callable[[], Mapping[str, Any]]) -> Path | None:
     """The folder with the config.json that belongs to the weights: the user's, or one that trainers leave beside them.
+
+    None where only OLMo-core's is there, which describes the model too.
 
     Raises:
         OptionNeededError: there is none.
     """
     if settings.config is not None:
         return settings.config
-    near = [path, folder, path / "huggingface", folder / "huggingface", folder.parent]
-    near += [path.parent] if STEPS.fullmatch(path.name) else []
-    lacks = "has no config.json"
-    for config in (place / "config.json" for place in near if (place / "config.json").is_file()):
-        if not native.is_own_config(config):
+    described = False
+    for config in configs(path, folder):
+        if not olmo_core.is_own(config):
             return config.parent
-        lacks = f"has no config.json of Hugging Face, {config} is OLMo-core's"
+        described = True
     named = _model_name(path) or _model_name(path.parent)
     if named and (Path(named) / "config.json").is_file():
         return Path(named)
+    if described:
+        return None
     hint = f" (train_params.yaml names {named})" if named else ""
     raise OptionNeededError(
-        f"{path} {lacks}", f"add --config BASE, the model that the training began with{hint}", known
+        f"{path} has no config.json", f"add --config BASE, the model that the training began with{hint}", known
     )
 
 
@@ -442,29 +463,46 @@ def write(
         trained = [one for one in wanted if not (one.replica or fixed.intersection(one.rule.pattern.tensors))]
         for slot in trained:
             for state, of in optimizer.dtypes.items():
-                path = (OPTIMIZER, "state", slot.keys[0], state)
+                path = _states(slot, state, flat=bool(trainer))
                 paths[".".join(path)] = path
                 stored.append(dcp_writer.whole(slot, ".".join(path), state, slot_dtype(slot, of)))
-        settings = _settings(optimizer, trained)
+        settings = _settings(optimizer, trained, flat=bool(trainer))
         paths |= {".".join(map(str, path)): path for path in settings}
     objects = {".".join(map(str, path)): one for path, one in settings.items()}
     files, metadata = dcp_writer.layout(root, dcp_writer.by_rows(stored, ranks), dtypes, paths, objects)
     return Target(tuple(files), {dcp.METADATA: metadata}, {})
 
 
-def _settings(optimizer: Optimizer, trained: Iterable[Slot]) -> dict[dcp_writer.Keys, bytes | Small]:
-    """Steps, and parameter groups if they are known, by where torch's `get_optimizer_state_dict` has them."""
+def _states(slot: Slot, state: str, *, flat: bool) -> tuple[str, ...]:
+    """Where torch's `get_optimizer_state_dict` has a state of a parameter, flattened or not."""
+    path = ("state", slot.keys[0], state)
+    return (OPTIMIZER, ".".join(path)) if flat else (OPTIMIZER, *path)
+
+
+def _settings(optimizer: Optimizer, trained: Iterable[Slot], *, flat: bool) -> dict[dcp_writer.Keys, bytes | Small]:
+    """Steps, and parameter groups if they are known, by where torch's `get_optimizer_state_dict` has them.
+
+    Flattened, each parameter is a group of its own, with the rate that a schedule begins with (OLMo-core 3.0.0
+    optim/config.py, which puts that of the training in its place).
+    """
     step = step_tensor(optimizer.step)
     members: dict[Group, list[str]] = {group: [] for group in optimizer.groups.values()}
     by_keys: dict[dcp_writer.Keys, bytes | Small] = {}
     for slot in trained:
-        by_keys[OPTIMIZER, "state", slot.keys[0], "step"] = step
+        by_keys[_states(slot, "step", flat=flat)] = step
         groups = {optimizer.groups[name, slot.layer] for name in slot.rule.pattern.tensors if optimizer.groups}
         if len(groups) > 1:
             raise UnsupportedError(f"{slot.keys[0]} would have to be in {len(groups)} groups of the optimizer")
         for group in groups:
             members[group].append(slot.keys[0])
     for number, (group, keys) in enumerate(members.items()):
-        settings = {**group._asdict(), **ADAMW, "params": keys}
-        by_keys |= {(OPTIMIZER, "param_groups", number, name): packed(value) for name, value in settings.items()}
+        settings = {name: packed(value) for name, value in {**group._asdict(), **ADAMW}.items()}
+        if flat:
+            settings["initial_lr"] = packed(group.lr)
+            by_keys |= {
+                (OPTIMIZER, f"{GROUPS}.{key}.{name}"): value for key in keys for name, value in settings.items()
+            }
+        else:
+            settings["params"] = packed(keys)
+            by_keys |= {(OPTIMIZER, GROUPS, number, name): value for name, value in settings.items()}
     return by_keys

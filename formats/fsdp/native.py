@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from formats.disk.json_file import read_json
 from formats.errors import RefusedError
 from formats.families import FAMILIES
 from formats.layout.slots import Slot
@@ -23,15 +22,20 @@ from formats.model.spec import Spec
 
 
 class Names(NamedTuple):
-    """The names of a trainer: a key that gives them away, and what its checkpoints have before each."""
+    """The names of a trainer: a key that gives them away, and what its checkpoints have before each.
+
+    Where an `optimizer` is written too, the settings of each parameter are under its key, as torch flattens them.
+    """
 
     sign: str
     container: tuple[str, ...]
+    optimizer: bool = False
 
 
+OLMO_CORE = "olmo-core"
 TRAINERS = {
     "torchtitan": Names("tok_embeddings.weight", ()),
-    "olmo-core": Names("lm_head.norm.weight", ("model",)),
+    OLMO_CORE: Names("lm_head.norm.weight", ("model",), optimizer=True),
 }
 DROPS = (r"freqs_cis",)
 BIAS = "expert_bias_E"
@@ -65,9 +69,3 @@ def trainer_of(keys: Collection[str]) -> str | None:
 def layouts(trainer: str) -> dict[str, tuple[Rule, ...]]:
     """The layout of each family that a trainer has. Asks for every family, so not before somebody wants to know."""
     return {name: rules(family.native[trainer]) for name, family in FAMILIES.items() if trainer in family.native}
-
-
-def is_own_config(path: Path) -> bool:
-    """Whether a config.json is of OLMo-core, which has its own beside the folder of the weights (`step1000`)."""
-    model = read_json(path).get("model")
-    return isinstance(model, dict) and "_CLASS_" in model

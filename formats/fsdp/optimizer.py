@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, some
 from formats.fsdp import checkpoint as fsdp
+from formats.fsdp import native, olmo_core
 from formats.layout.pieces import Scattered, spread
 from formats.layout.placed import Placed, match
 from formats.layout.slots import ALONE
@@ -39,7 +40,6 @@ from formats.torch_files.wrappers import unwrapped
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE = re.compile(r"(?:(?P<container>.*?)\.)?state\.(?P<key>.+)\.(?P<state>\w+)")
 OWN = re.compile(r"(?P<container>optim)\.(?P<key>.+)\.(?P<state>step|exp_avg|exp_avg_sq)")
-GROUPS = "param_groups"
 FOLDER, FULL = "optimizer_0", "optimizer.bin"
 FROZEN = "is it frozen, or has it made no step yet? an optimizer moves with a model that is trained as a whole"
 
@@ -188,7 +188,7 @@ def read(source: Checkpoint) -> Optimizer:
         states[state] = replace(source, tensors=pieces, dropped=(), without=UNTRAINED)
     groups: dict[tuple[str, int | None], Group] = {}
     model = {unwrapped(name) for item in source.tensors for name in item.slot.keys}
-    for key, group in _groups(optimizer, keys, model).items():
+    for key, group in _groups(optimizer, keys, model, _unsaid(source)).items():
         slot = keys[key].slot
         for name in slot.rule.pattern.tensors:
             if groups.setdefault((name, slot.layer), group) != group:
@@ -201,7 +201,11 @@ def read(source: Checkpoint) -> Optimizer:
 def _require_adam(optimizer: Held) -> None:
     where = optimizer.listing.where
     if all(key.isdecimal() for keys in optimizer.states.values() for key in keys):
-        raise UnsupportedError(f"{where}: its optimizer numbers its parameters, and does not say which is which")
+        raise UnsupportedError(
+            f"{where}: its optimizer numbers its parameters, as torch's own state_dict() does, and does not say which "
+            "is which",
+            "convert the weights without --with-optimizer; only the training that saved it can resume with it",
+        )
     others, name = sorted(set(optimizer.states) - {*MOMENTS, "step"}), whose(optimizer.states)
     if others or name:
         keeps = ", ".join(others) or "exp_avg alone"
@@ -240,18 +244,29 @@ def _step(optimizer: Held, keys: Iterable[str]) -> int:
     return next(iter(steps))
 
 
-def _groups(optimizer: Held, keys: Mapping[str, Placed], model: Collection[str]) -> dict[str, Group]:
+def _unsaid(source: Checkpoint) -> Mapping[str, Any]:
+    """Settings that are in no group, by which an AdamW is known: where OLMo-core's own config names one."""
+    if native.trainer_of({item.key for item in source.tensors}) != native.OLMO_CORE:
+        return {}
+    own = olmo_core.own(fsdp.configs(source.root, source.home))
+    return {"amsgrad": False} if own and olmo_core.makes_steps_of_adamw(own) else {}
+
+
+def _groups(
+    optimizer: Held, keys: Mapping[str, Placed], model: Collection[str], unsaid: Mapping[str, Any]
+) -> dict[str, Group]:
     """The group of each parameter, by its key, in the order of the groups; none where no settings are kept.
 
     Args:
         optimizer: the optimizer.
         keys: what it has moments of.
         model: all names that the model has.
+        unsaid: settings of all groups that are in none.
 
     Raises:
         SourceError: a parameter is in no group or in two, or a group has one that the model lacks.
     """
-    listing, prefix = optimizer.listing, optimizer.container + GROUPS
+    listing, prefix = optimizer.listing, optimizer.container + fsdp.GROUPS
     numbers = [number for number, name in enumerate(listing.names) if name.startswith(f"{prefix}.")]
     tensors = zip(numbers, map(small_of, listing.load(numbers)), strict=True)
     values = {**listing.objects(prefix), **{listing.names[number]: value for number, value in tensors}}
@@ -268,7 +283,7 @@ def _groups(optimizer: Held, keys: Mapping[str, Placed], model: Collection[str])
     for name in sorted(
         settings, key=lambda member: int(member) if member.isdecimal() else order.get(unwrapped(member), -1)
     ):
-        about, where = settings[name], f"{listing.where}: group {name} of its optimizer"
+        about, where = {**unsaid, **settings[name]}, f"{listing.where}: group {name} of its optimizer"
         group = group_of(about, where)
         members = about["params"] if isinstance(about.get("params"), list) else [name]
         for key in (unwrapped(str(member)) for member in members):

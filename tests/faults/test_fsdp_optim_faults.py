@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Callable[[State], object], int, tuple[str, ...]]] = {
     ),
     "numbered": (
         lambda s: s["optim"].update(state=dict(enumerate(s["optim"]["state"].values()))), 4,
-        ("numbers its parameters",),
+        ("numbers its parameters", "hint: convert the weights without --with-optimizer"),
     ),
     "two optimizers": (lambda s: s.update(critic=s["optim"]), 4, ("several optimizers: critic, optim",)),
     "in no group": (lambda s: s["optim"]["param_groups"][1]["params"].pop(), 3, (f"{NORM} is in no group",)),
@@ -322,3 +322,23 @@ def test_a_moment_that_is_damaged_is_noticed(trained, convert, tmp_path):
             file.seek(-1, 1)
             file.write(bytes([byte]))
     assert convert("verify", out).code == 0
+
+
+def test_what_verl_saves_beside_its_model_is_told(model, convert, tmp_path):
+    """Its `optim_world_size_*` is what torch's own AdamW gives (verl utils/checkpoint/fsdp_checkpoint_manager.py)."""
+    import torch
+
+    source, actor = model("llama", num_hidden_layers=1), tmp_path / "actor"
+    module = torch.nn.ParameterDict({key.replace(".", "/"): one for key, one in weights(source).items()})
+    optimizer = torch.optim.AdamW(module.parameters())
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    actor.mkdir()
+    held = {key.replace("/", "."): one.detach() for key, one in module.items()}
+    torch.save(held, actor / "model_world_size_1_rank_0.pt")
+    torch.save(optimizer.state_dict(), actor / "optim_world_size_1_rank_0.pt")
+    config = ("--config", source)
+    refused(convert("hf2fsdp", actor, tmp_path / "out", "--with-optimizer", *config), 4, "numbers its parameters")
+    assert "optimizer       cannot be converted" in convert("inspect", actor, *config).out
+    assert convert("fsdp2hf", actor, tmp_path / "hf", *config).code == 0

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from formats.checkpoint import Settings
+from formats.model.spec import Spec, differences
+from formats.registry import open_checkpoint
+from formats.torch_files import dcp
+from formats.torch_files.archive_writer import plain
 from tests.faults.dcp_tools import refused
 from tests.golden.test_megatron_fsdp import tensors
 from tests.golden.test_torchtitan import difference, same
@@ -34,10 +43,126 @@ def test_there_are_cases():
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_it_becomes_what_its_own_export_and_model_say(convert, tmp_path, case):
+    """Under a config of Hugging Face; and under one made of its own, whose settings are those of its export."""
     ran = convert("fsdp2hf", case / "step3", tmp_path / "out", "--config", case / "hf")
     assert ran.code == 0, ran.err
     same(tmp_path / "out/model.safetensors", case / "hf/model.safetensors")
-    assert difference(tmp_path / "out", case) < 1e-6
+    ran = convert("fsdp2hf", case / "step3", tmp_path / "alone", "--set", "max_positions=256")
+    assert ran.code == 0, ran.err
+    same(tmp_path / "alone/model.safetensors", case / "hf/model.safetensors")
+    assert difference(tmp_path / "alone", case) < 1e-6
+    before = opened(case / "hf", max_positions=256)
+    assert differences(opened(tmp_path / "alone"), before) == []
+
+
+def opened(folder: Path, **settings: Any) -> Spec:
+    return open_checkpoint(folder, Settings(values=settings)).spec
+
+
+def edited(case: Path, to: Path, file: str, changes: dict[str, Any]) -> Path:
+    """A copy of a case with other values under some keys of a file, joined by dots; None takes one out."""
+    shutil.copytree(case, to)
+    config = json.loads((to / file).read_text())
+    for key, value in changes.items():
+        *outer, last = key.split(".")
+        place = reduce(lambda inner, name: inner.setdefault(name, {}), outer, config)
+        place[last] = value
+        if value is None:
+            del place[last]
+    (to / file).write_text(json.dumps(config))
+    return to
+
+
+OLMO2, OLMO3 = HERE / "olmo2_v300", HERE / "olmo3_v300"
+MIXER = "model.block.sequence_mixer"
+YARN = "rope_parameters.full_attention"
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value", "words"),
+    [
+        (OLMO2, "rope_parameters.rope_theta", 10000, "rope_theta: 500000.0 | 10000.0"),
+        (OLMO2, "rms_norm_eps", 1e-5, "norm_epsilon: 1e-06 | 1e-05"),
+        (OLMO2, "model_type", "olmo3", "family: olmo2 | olmo3"),
+        (OLMO3, "sliding_window", 6, "sliding_window: 5 | 6"),
+        (OLMO3, "layer_types", ["full_attention"] + 3 * ["sliding_attention"], "own: {'layer_types': ['sliding_att"),
+        (OLMO3, "rope_parameters.sliding_attention.rope_theta", 10000, "'rope_local_base_freq': 10000}"),
+        (OLMO3, f"{YARN}.factor", 4.0, "rope_scaling: {'rope_type': 'yarn', 'factor': 8.0"),
+        (OLMO2, "tie_word_embeddings", True, "tied: False | True"),
+    ],
+)
+def test_a_config_that_contradicts_its_own_is_refused(convert, tmp_path, case, key, value, words):
+    """None of these moves a byte of the weights."""
+    changed = edited(case, tmp_path / "c", "hf/config.json", {key: value})
+    refused(convert("fsdp2hf", case / "step3", tmp_path / "out", "--config", changed / "hf"), 5, words)
+
+
+def test_other_heads_are_refused(convert, tmp_path):
+    """Eight heads of two have the shapes of four of four."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    changed = edited(OLMO2, tmp_path / "c", "hf/config.json", heads)
+    ran = convert("fsdp2hf", OLMO2 / "step3", tmp_path / "out", "--config", changed / "hf")
+    refused(ran, 5, "heads: 4 | 8; kv_heads: 2 | 4; head_dim: 4 | 2")
+
+
+def test_what_transformers_assumes_counts_as_said(tmp_path):
+    left_out = dict.fromkeys(["layer_types", f"{YARN}.beta_fast", f"{YARN}.beta_slow", f"{YARN}.attention_factor"])
+    changed = edited(OLMO3, tmp_path / "c", "hf/config.json", left_out)
+    assert open_checkpoint(OLMO3 / "step3", Settings(config=changed / "hf")).spec.own["layer_types"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model.block.name": "default"}, "model.block.name = 'default' is not supported"),
+        ({"model.lm_head.layer_norm.name": None}, "model.lm_head.layer_norm.name = 'default' is not supported"),
+        ({f"{MIXER}.rope.name": "complex"}, "rope.name = 'complex' is not supported"),
+        ({f"{MIXER}.rope": None}, "attention without rotary embeddings"),
+        ({f"{MIXER}.clip_qkv": 8.0}, "sequence_mixer.clip_qkv = 8.0 is not supported"),
+        ({f"{MIXER}.qk_norm.eps": 1e-5}, "norm.eps = 1e-06 and model.block.sequence_mixer.qk_norm.eps = 1e-05"),
+        ({"model.embed_scale": 4.0}, "model.embed_scale = 4.0 is not supported"),
+        ({"model.block_overrides": [1]}, "model.block_overrides = [1] is not supported"),
+        ({"model.block_overrides": {"0": {"name": "default"}}}, "in layer 0 and"),
+        ({f"{MIXER}.rope.scaling": {"_CLASS_": "olmo_core.nn.rope.ABFRoPEScalingConfig"}}, "ABFRoPEScalingConfig"),
+    ],
+)
+def test_what_its_tensors_do_not_tell_is_refused(convert, tmp_path, changes, words):
+    """With or without a config of Hugging Face, which has no key for it."""
+    changed = edited(OLMO2, tmp_path / "c", "step3/config.json", changes)
+    for options in (("--config", OLMO2 / "hf"), ()):
+        refused(convert("fsdp2hf", changed / "step3", tmp_path / "out", *options), 4, words)
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        (
+            {"_CLASS_": "olmo_core.nn.rope.PIRoPEScalingConfig", "attention_rescale_factor": 1.0, "factor": 2.0},
+            {"rope_type": "linear", "factor": 2.0},
+        ),
+        (
+            {
+                "_CLASS_": "olmo_core.nn.rope.StepwiseRoPEScalingConfig", "attention_rescale_factor": 1.0,
+                "factor": 32.0, "low_freq_proportion": 0.0, "high_freq_proportion": 0.25, "old_context_len": 8192,
+            },
+            {
+                "rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_scaled_rotary_embeddings_are_those_of_its_export(tmp_path, own, expected):
+    """As its `to_hf_config` gives them."""
+    changed = edited(OLMO2, tmp_path / "c", "step3/config.json", {f"{MIXER}.rope.scaling": own})
+    assert opened(changed / "step3", max_positions=32).rope_scaling == expected
+
+
+def test_a_run_says_how_long_a_sequence_is_and_older_versions_say_attention(tmp_path):
+    block = json.loads((OLMO2 / "step3/config.json").read_text())["model"]["block"]
+    changes = {"train_module.max_sequence_length": 32, "model.block.attention": block["sequence_mixer"], MIXER: None}
+    changed = edited(OLMO2, tmp_path / "c", "step3/config.json", changes)
+    assert differences(opened(changed / "step3/model_and_optim"), opened(OLMO2 / "hf")) == []
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -54,7 +179,7 @@ def test_what_is_written_is_what_it_wrote(convert, tmp_path, torch_reads_it, cas
 
 
 def test_its_optimizer_goes_along(convert, tmp_path, torch_reads_it):
-    """Under Hugging Face's names; under its own there are weights alone."""
+    """Under Hugging Face's names; and back under its own, where all is as it wrote it (olmo_core/README.md)."""
     config = ("--config", TRAINED / "hf")
     ran = convert("hf2fsdp", TRAINED / "step3", tmp_path / "out", "--with-optimizer", *config)
     assert ran.code == 0, ran.err
@@ -62,13 +187,44 @@ def test_its_optimizer_goes_along(convert, tmp_path, torch_reads_it):
     hub = "model.layers.0.mlp.up_proj.weight"
     for state in ("exp_avg", "exp_avg_sq", "step"):
         assert ours[f"optim.state.{hub}.{state}"].equal(theirs[f"optim.state.blocks.0.feed_forward.w3.weight.{state}"])
-    words = ("hf2fsdp", tmp_path / "out", tmp_path / "own", "--names", "olmo-core", "--with-optimizer")
-    refused(convert(*words), 2, "--names olmo-core is for weights alone")
+    ran = convert("hf2fsdp", tmp_path / "out", tmp_path / "own", "--names", "olmo-core", "--with-optimizer")
+    assert ran.code == 0, ran.err
+    ours = tensors(tmp_path / "own")
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].equal(one) and ours[name].dtype == one.dtype for name, one in theirs.items())
+    settings = settings_of(TRAINED / "step3/model_and_optim")
+    assert (settings_of(tmp_path / "own"), len(settings)) == (settings, 14 * 12)
+    words = ("hf2fsdp", tmp_path / "out", tmp_path / "other", "--names", "torchtitan", "--with-optimizer")
+    refused(convert(*words), 2, "--names torchtitan is for weights alone")
 
 
-def test_its_own_config_is_none_of_hugging_face(convert, tmp_path):
+def settings_of(folder: Path) -> dict[str, Any]:
+    """What is no tensor, by name."""
+    _, names = dcp.contents(folder)
+    return {name: plain(file, file.value, name) for name, file in dcp.read_objects(folder, names).items()}
+
+
+def test_its_adamw_that_leaves_steps_out_is_known_by_its_config(convert, tmp_path, torch_reads_it):
+    """Its groups have less than those of torch's, and could be another optimizer's."""
+    skip, words = HERE / "skip_step_v300", ("--names", "olmo-core", "--with-optimizer")
+    ran = convert("hf2fsdp", skip, tmp_path / "out", *words)
+    assert ran.code == 0, ran.err
+    ours, theirs = tensors(tmp_path / "out"), tensors(skip / "model_and_optim")
+    assert (ours.keys(), len(ours)) == (theirs.keys(), 14 * 4)
+    assert all(ours[name].equal(one) for name, one in theirs.items())
+    settings = settings_of(skip / "model_and_optim")
+    assert (len(settings), settings.items() <= settings_of(tmp_path / "out").items()) == (14 * 5, True)
+    for name in ("Lion", None):
+        changes = {"train_module.optim._CLASS_": name and f"olmo_core.optim.{name}Config"}
+        changed = edited(skip, tmp_path / str(name), "config.json", changes)
+        refused(convert("hf2fsdp", changed, tmp_path / "none", *words), 4, "its optimizer is of an unknown kind")
+
+
+def test_its_own_config_says_all_but_how_long_a_sequence_may_be(convert, tmp_path):
     for place in (TRAINED / "step3", TRAINED / "step3/model_and_optim"):
-        refused(convert("fsdp2hf", place, tmp_path / "out"), 3, "config.json is OLMo-core's", "add --config BASE")
+        refused(
+            convert("fsdp2hf", place, tmp_path / "out"), 3, "how long a sequence may be", "add --set max_positions=N"
+        )
         ran = convert("inspect", place)
         assert (ran.code, "containers   model 14, optim 42" in ran.out) == (0, True), ran.out
 

@@ -1,0 +1,321 @@
+"""The config.json that OLMo-core writes beside a checkpoint: the settings of its model, which are read and not written.
+
+Facts: ai2-olmo-core 3.0.0 (PyPI), nn/transformer/config.py, nn/attention/__init__.py, nn/rope.py, nn/layer_norm.py,
+train/callbacks/config_saver.py (what is None is left out); once `sequence_mixer` was `attention`. What its own
+export (nn/hf/config.py) and its model make of it is in tests/golden/olmo_core.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from formats.checkpoint import Settings
+from formats.disk.json_file import read_json
+from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, short
+from formats.families import family_named
+from formats.huggingface.layers import FULL, SLIDING
+from formats.huggingface.rope import LOCAL
+from formats.model.checks import checked
+from formats.model.codec import Codec, Context, Spelled, read, rows
+from formats.model.spec import ModelSpec, differences
+from formats.model.values import real, some_layers, whole
+
+FAMILIES = ("olmo2", "olmo3")
+"""The families that it trains under its own names; the second has windows."""
+CLASS = "_CLASS_"
+MIXER = "model.block.sequence_mixer"
+SCALING, WINDOW = f"{MIXER}.rope.scaling", f"{MIXER}.sliding_window"
+EACH = "each layer"
+"""Where the keys of every layer's block are, resolved."""
+
+
+def _read(function: Callable[[Spelled, Context], Any]) -> Codec:
+    """A codec that only reads."""
+    return Codec(function, lambda *_: {})
+
+
+def _else(usual: Callable[[Context], Any]) -> Callable[[str], Codec]:
+    """The value of a key, or this where it is left out."""
+    return lambda key: _read(lambda spelled, context: spelled[key] if key in spelled else usual(context))
+
+
+def _alike(*keys: str) -> Codec:
+    """One value under several keys; where one is left out, that of its class (layer_norm.py `LayerNorm`)."""
+
+    def value(spelled: Spelled, context: Context) -> Any:
+        first, *others = ((key, spelled.get(key, 1e-5)) for key in keys)
+        for key, other in others:
+            if other != first[1]:
+                raise UnsupportedError(
+                    f"{context.where}: {first[0]} = {short(first[1])} and {key} = {short(other)}: norms of several "
+                    "kinds are not supported"
+                )
+        return first[1]
+
+    return _read(value)
+
+
+def _rotating(key: str) -> Codec:
+    def value(spelled: Spelled, context: Context) -> Any:
+        if key not in spelled:
+            raise UnsupportedError(
+                f"{context.where} has no {key}: attention without rotary embeddings is not supported"
+            )
+        return spelled[key]
+
+    return _read(value)
+
+
+def _window(_: Spelled, context: Context) -> int | None:
+    """The one width of all windows."""
+    widths = sorted({width for width in _windows(context) if width})
+    if len(widths) > 1:
+        raise UnsupportedError(f"{context.where}: windows of {widths[0]} and {widths[1]} tokens are not supported")
+    return widths[0] if widths else None
+
+
+def _scaling(_: Spelled, context: Context) -> dict[str, Any] | None:
+    """The scaled rotary embeddings of all layers without a window; those with one may have none."""
+    windows, found = _windows(context), []
+    for layer, (block, window) in enumerate(zip(context.file[EACH], windows, strict=True)):
+        given = {key.removeprefix(f"{SCALING}."): value for key, value in block.items() if key.startswith(SCALING)}
+        if window and given:
+            raise UnsupportedError(f"{context.where}: {SCALING} in layer {layer}, which has a window, is not supported")
+        found += [] if window else [given]
+    if any(scaling != found[0] for scaling in found):
+        raise UnsupportedError(f"{context.where}: {SCALING} differs between layers")
+    if not found or not found[0]:
+        return None
+    kind, rescale = str(found[0].get(CLASS)).rpartition(".")[2], found[0].get("attention_rescale_factor", 1.0)
+    if kind not in SCALINGS or rescale != 1.0:
+        rescaled = "" if kind not in SCALINGS else f" with attention_rescale_factor = {short(rescale)}"
+        raise UnsupportedError(f"{context.where}: {SCALING} by {kind}{rescaled} is not supported")
+    try:
+        return SCALINGS[kind](found[0])
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        values = ", ".join(f"{key} = {short(value)}" for key, value in found[0].items())
+        raise SourceError(f"{context.where} says {SCALING} with {values}, which is no {kind}") from None
+
+
+SCALINGS: Mapping[str, Callable[[Spelled], dict[str, Any]]] = {
+    "PIRoPEScalingConfig": lambda own: {"rope_type": "linear", "factor": own["factor"]},
+    "StepwiseRoPEScalingConfig": lambda own: {
+        "rope_type": "llama3",
+        "factor": own["factor"],
+        "original_max_position_embeddings": own["old_context_len"],
+        "low_freq_factor": 1 / (1 - own["low_freq_proportion"]),
+        "high_freq_factor": 1 / own["high_freq_proportion"],
+    },
+    "YaRNRoPEScalingConfig": lambda own: {
+        "rope_type": "yarn",
+        "factor": own["factor"],
+        "original_max_position_embeddings": own["old_context_len"],
+        "attention_factor": 0.1 * math.log(own["factor"]) + 1,
+        "beta_fast": own["beta_fast"],
+        "beta_slow": own["beta_slow"],
+    },
+}
+"""Class: its settings in the terms of Hugging Face (rope.py `to_hf_config`)."""
+
+TABLE = rows(
+    f"""
+layers          model.n_layers
+hidden          model.d_model
+vocab           model.vocab_size
+tied            model.tie_word_embeddings    or false
+heads           {MIXER}.n_heads
+kv_heads        {MIXER}.n_kv_heads           or heads
+head_dim        {MIXER}.head_dim             or width
+ffn             model.block.feed_forward.hidden_size
+norm_epsilon    model.block.layer_norm.eps {MIXER}.qk_norm.eps model.lm_head.layer_norm.eps    alike
+rope_theta      {MIXER}.rope.theta           rotating
+rope_scaling    -                            scaling
+sliding_window  -                            window
+max_positions   train_module.max_sequence_length
+""",
+    {
+        "or false": _else(lambda _: False),
+        "or heads": _else(lambda context: context.values["heads"]),
+        "or width": _else(lambda context: _width(context.values)),
+        "alike": _alike,
+        "rotating": _rotating,
+        "scaling": lambda: _read(_scaling),
+        "window": lambda: _read(_window),
+    },
+)
+NORMS = ("model.block.layer_norm", f"{MIXER}.qk_norm", "model.lm_head.layer_norm")
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "model.name": ("default",),
+    "model.block.name": ("reordered_norm",),
+    f"{MIXER}.type": ("attention",),
+    f"{MIXER}.name": ("default",),
+    f"{MIXER}.rope.name": ("default",),  # `complex` turns neighbours, with tensors of the same names and shapes
+    f"{MIXER}.rope.no_global_rope": (False,),
+    f"{MIXER}.rope.partial_rotary_factor": (1.0,),
+    "model.block.feed_forward.name": ("default",),
+    "model.block.feed_forward.activation": ("silu",),
+    "model.lm_head.name": ("default",),
+    **{f"{norm}.name": ("rms", "fused_rms", "cute_rms") for norm in NORMS},
+}
+"""Keys that no setting has: the values that these families compute. All others may be false."""
+LEFT_OUT = dict.fromkeys(("model.block.name", *(f"{norm}.name" for norm in NORMS)), "default")
+"""What some of them are where they are left out: a block with its norms first, and norms that subtract the mean."""
+OF_A_RUN = {
+    CLASS, "dtype", "full_precision", "elementwise_affine", "backend", "use_flash", "dropout", "init_method",
+    "init_seed", "init_std", "embedding_init_std", "freeze_params", "loss_implementation", "use_recompute_qkv_prep",
+    "mxfp8_projections", "mxfp8_qkv_projection", "mxfp8_out_projection", "mxfp8_save_qkv_for_backward", "compile",
+    "dp_config", "tp_config", "ac_config", "float8_config",
+}  # fmt: skip
+"""Parts of keys that say nothing of the model, or what its tensors tell."""
+CONFIG = "--config BASE, a model whose config.json says it"
+
+
+ADAMW = ("SkipStepAdamWConfig",)
+"""Optimizers that make AdamW's step, with fewer settings than torch's: from the same moments, but for a step that is
+left out, which is not counted then (optim/adamw.py)."""
+
+
+def is_own(path: Path) -> bool:
+    """Whether a config.json is OLMo-core's."""
+    model = read_json(path).get("model")
+    return isinstance(model, dict) and CLASS in model
+
+
+def own(configs: Iterable[Path]) -> Path | None:
+    """The first of some config.json files that is OLMo-core's."""
+    return next(filter(is_own, configs), None)
+
+
+def makes_steps_of_adamw(path: Path) -> bool:
+    """Whether a config.json of OLMo-core names an optimizer that does, and whose groups do not tell."""
+    config = dict(_flat(read_json(path)))
+    return str(config.get(f"train_module.optim.{CLASS}")).rpartition(".")[2] in ADAMW
+
+
+def spec_of(path: Path, settings: Settings, known: Callable[[], Mapping[str, Any]]) -> ModelSpec:
+    """The settings of the model that a config.json of OLMo-core describes.
+
+    Args:
+        path: the file.
+        settings: what the user said.
+        known: what the weights tell without it, for an error.
+
+    Raises:
+        OptionNeededError: only a config of Hugging Face can tell the rest.
+        SourceError: a setting is missing or damaged.
+        UnsupportedError: the model computes something that has no layout here.
+    """
+    values = _values(path, settings)
+    if values["max_positions"] is None:
+        how = f"add --set max_positions=N, or {CONFIG}"
+        raise OptionNeededError(f"{path} does not say how long a sequence may be", how, known)
+    usual, theta = family_named(FAMILIES[1]).own[LOCAL], values["rope_theta"]
+    if values["own"] and theta != usual:  # no key of a config that is made here says that of a window
+        windowed = f"{path}: rope_theta = {short(theta)} in layers with a window, where transformers assumes {usual}"
+        raise OptionNeededError(windowed, f"add {CONFIG}", known)
+    return checked(values, str(path))
+
+
+def require_same(path: Path, settings: Settings, base: ModelSpec) -> None:
+    """The config of Hugging Face describes the same model as OLMo-core's own.
+
+    Raises:
+        SourceError: a setting is missing or damaged.
+        UnsupportedError: the model computes something that has no layout here.
+        RefusedError: the two contradict each other.
+    """
+    spec = checked(_values(path, settings) | {"max_positions": base.max_positions}, str(path))
+    if apart := differences(spec, _spelled_out(base)):
+        raise RefusedError(
+            f"{path} and the config contradict each other (OLMo-core | config): {'; '.join(apart)}",
+            "decide with --set NAME=VALUE, or give the right config with --config",
+        )
+
+
+def _values(path: Path, settings: Settings) -> dict[str, Any]:
+    where = str(path)
+    file = _resolved(read_json(path), where)
+    named = {name for row in TABLE for names in row.keys for name in names}
+    for key, value in file.items():
+        judged = key.startswith("model.") and key not in named and OF_A_RUN.isdisjoint(key.split("."))
+        if judged and value not in ONLY.get(key, (False,)):
+            raise UnsupportedError(f"{where}: {key} = {short(value)} is not supported")
+    values = read(TABLE, file, (), where) | dict(settings.values)
+    values |= {} if settings.vocab_size is None else {"vocab": settings.vocab_size}
+    windows = _windows(Context(values, where, file, []))
+    kinds = [SLIDING if window else FULL for window in windows]
+    own = {"layer_types": kinds, LOCAL: values["rope_theta"]} if any(windows) else {}
+    return values | {"family": FAMILIES[any(windows)], "own": own}
+
+
+def _spelled_out(base: ModelSpec) -> ModelSpec:
+    """A config with what transformers assumes in it (5.23.0, configuration_olmo3.py, modeling_rope_utils.py)."""
+    own, scaling = {**base.own}, base.rope_scaling
+    if own.get("layer_types", ...) is None:
+        own["layer_types"] = [FULL if layer % 4 == 3 else SLIDING for layer in range(base.layers)]
+    if scaling and scaling["rope_type"] == "yarn":
+        attention = 0.1 * math.log(real(scaling.get("factor"), "the factor of YaRN", "the config")) + 1
+        scaling = {"attention_factor": attention, "beta_fast": 32, "beta_slow": 1, **scaling}
+    return replace(base, own=own, rope_scaling=scaling)
+
+
+def _resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The keys, each with those of the maps around it; those of the block hold in all layers."""
+    model = dict(config["model"])
+    block, others = model.pop("block", {}), model.pop("block_overrides", None) or {}
+    if not isinstance(others, dict):
+        raise UnsupportedError(f"{where}: model.block_overrides = {short(others)} is not supported")
+    every = _block(block)
+    each = [_block(others.get(str(layer), block)) for layer in some_layers(model.get("n_layers"))]
+    for layer, found in enumerate(each):
+        for key in dict.fromkeys([*every, *found]):
+            if not key.startswith((SCALING, WINDOW)) and found.get(key) != every.get(key):
+                raise UnsupportedError(
+                    f"{where}: {key} = {short(found.get(key))} in layer {layer} and {short(every.get(key))} in others: "
+                    "layers that differ are not supported"
+                )
+    alike = {key: value for key, value in every.items() if not key.startswith((SCALING, WINDOW))}
+    outer = {key: value for key, value in config.items() if key != "model"}
+    return LEFT_OUT | dict(_flat({**outer, "model": model})) | alike | {EACH: each}
+
+
+def _block(block: Any) -> dict[str, Any]:
+    """The keys of the block of a layer, by the names of version 3."""
+    block = dict(block) if isinstance(block, dict) else {}
+    mixer = block.pop("attention", None)
+    return dict(_flat({"model": {"block": block if mixer is None else {**block, "sequence_mixer": mixer}}}))
+
+
+def _flat(value: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        if isinstance(inner, dict):
+            yield from _flat(inner, f"{outer}{key}.")
+        elif inner is not None:
+            yield f"{outer}{key}", inner
+
+
+def _width(values: Mapping[str, Any]) -> Any:
+    """Elements of a head; none where these are no sizes, which is told of them."""
+    hidden, heads = values["hidden"], values["heads"]
+    return hidden // heads if type(hidden) is int and type(heads) is int and heads else None
+
+
+def _windows(context: Context) -> list[int | None]:
+    """The window of each layer; None where it has none (nn/attention/__init__.py `SlidingWindowAttentionConfig`)."""
+    each, where = context.file[EACH], context.where
+
+    def of(layer: int, block: Mapping[str, Any]) -> int | None:
+        pattern = block.get(f"{WINDOW}.pattern")
+        first, last = (block.get(f"{WINDOW}.force_full_attention_on_{end}_layer", True) for end in ("first", "last"))
+        if pattern is None or (first and layer == 0) or (last and layer == len(each) - 1):
+            return None
+        if not isinstance(pattern, list) or not pattern:
+            raise SourceError(f"{where} says {WINDOW}.pattern = {short(pattern)}, it should be a list of windows")
+        width = pattern[(layer - bool(first)) % len(pattern)]
+        return None if width == -1 else whole(width, f"{WINDOW}.pattern", where)
+
+    return [of(layer, block) for layer, block in enumerate(each)]

@@ -320,11 +320,19 @@ def test_no_yml(neox, told):
     told(run, 3, "elsewhere.yml is not there", "--config", flags=("--config", "elsewhere.yml"))
 
 
-@pytest.mark.parametrize("name", ["num_layers", "hidden_size", "num_attention_heads"])
+@pytest.mark.parametrize("name", ["num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"])
 def test_the_yml_of_another_model(neox, told, name):
     run, tag = neox("llama-mha-tp2")
     changed(tag, **{name: 8})
     told(run, 3, f"says {name} = 8", "another model")
+
+
+def test_a_longest_text_that_is_decided(neox, convert, tmp_path):
+    run, tag = neox("llama-mha-tp2")
+    changed(tag, max_position_embeddings=2048)
+    ran = convert("neox2hf", run, tmp_path / "out", "--vocab-size", 101, "--set", "max_positions=2048")
+    assert ran.code == 0, ran.err
+    assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 2048
 
 
 YARN = {"yarn": True, "yarn_original_max_position_embeddings": 8, "yarn_factor": 2}

@@ -228,7 +228,7 @@ def _describe(
         SourceError: they do not belong together.
     """
     yml, where = config_of(tag, settings.config)
-    neox_checks.require_same_model(models, yml, where, tp)
+    neox_checks.require_same_model(models, yml, settings, where, tp)
     accepted = require_known(yml, where, settings.accept)
     assets = next(
         (folder for folder in (settings.config, run / ASSETS) if folder and (folder / "config.json").is_file()), None

@@ -12,6 +12,12 @@ from formats.model.spec import ModelSpec, differences
 from formats.torch_files.archive import TorchFile
 from formats.torch_files.pickle_values import TensorRef
 
+NOTED = {
+    "num_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads",
+    "max_position_embeddings": "max_positions",
+}  # fmt: skip
+"""Keys of the yml that NeoX notes in the weights too (checkpointing.py `check_checkpoint_args`), and their settings."""
+
 
 def require_own_seeds(models: Mapping[int, TorchFile], tp: int) -> None:
     """Each rank's random state begins with its seed, a common number plus its tensor parallel rank (mpu/random.py).
@@ -36,16 +42,23 @@ def require_own_seeds(models: Mapping[int, TorchFile], tp: int) -> None:
         )
 
 
-def require_same_model(models: Mapping[int, TorchFile], config: Mapping[str, Any], where: str, tp: int) -> None:
-    """What NeoX noted in the weights is what the yml says."""
+def require_same_model(
+    models: Mapping[int, TorchFile], config: Mapping[str, Any], settings: Settings, where: str, tp: int
+) -> None:
+    """What NeoX noted in the weights is what the yml says, where the user has not decided it.
+
+    Raises:
+        SourceError: it is not.
+    """
     for file in models.values():
         args = file.value.get("args")
         saved_args = dict(args) if isinstance(args, Mapping) else {}
-        for name in ("num_layers", "hidden_size", "num_attention_heads"):
-            if name in saved_args and name in config and saved_args[name] != config[name]:
+        for name, setting in NOTED.items():
+            decided = setting in settings.values
+            if not decided and name in saved_args and name in config and saved_args[name] != config[name]:
                 raise SourceError(
                     f"{where} says {name} = {short(config[name])}, {file.path} {short(saved_args[name])}",
-                    "it is the yml of another model",
+                    f"it is the yml of another model, or decide with --set {setting}=VALUE",
                 )
         ranks = saved_args.get("model_parallel_size", tp)
         if ranks != tp:

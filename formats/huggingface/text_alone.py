@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from formats.checkpoint import Settings
 from formats.disk.safetensors import Fragment
-from formats.errors import SourceError, UnsupportedError, short
+from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import find_family
 
 TEXT = "text"
@@ -131,6 +131,7 @@ def alone(config: dict[str, Any], keys: Iterable[str], settings: Settings, where
     Raises:
         UnsupportedError: its language model has no class of its own.
         SourceError: it holds a tensor of it twice.
+        RefusedError: it holds no head, and its config says in two ways whether it has one.
     """
     every = list(keys)
     if settings.only is None or not _inner(config):
@@ -146,6 +147,8 @@ def alone(config: dict[str, Any], keys: Iterable[str], settings: Settings, where
         names[new] = key
     kept = set(names.values())
     headless = "lm_head.weight" not in names
+    if headless and "tied" not in settings.values:
+        _require_one_word(config, where)
     return Alone(_config(config, headless, where), names, tuple(key for key in every if key not in kept))
 
 
@@ -219,10 +222,22 @@ def _config(config: Mapping[str, Any], headless: bool, where: str) -> dict[str, 
 
 
 def _tied(config: Mapping[str, Any], inner: Mapping[str, Any], headless: bool) -> bool:
-    """Whether it has no head of its own: the whole says so, and of files without a head its text may."""
-    if headless:
-        return TIED not in config or config[TIED] is True or inner.get(TIED) is True
-    return config.get(TIED, inner.get(TIED, False)) is True
+    """Whether it has no head of its own: the whole says so, as transformers 5.23 reads it of all of them."""
+    return config.get(TIED, headless or inner.get(TIED, False)) is True
+
+
+def _require_one_word(config: Mapping[str, Any], where: str) -> None:
+    """The text of files without a head does not say that it is tied where the whole says that it is not.
+
+    Raises:
+        RefusedError: it does: transformers 4 made a tied model of them, and 5 fills a head with random numbers.
+    """
+    if TIED in config and config[TIED] is not True and _inner(config).get(TIED) is True:
+        raise RefusedError(
+            f"{where} says {TIED} = {short(config[TIED])} and true in its text_config, and the files hold no "
+            "lm_head.weight: transformers 5 goes by the first and fills a head with random numbers",
+            "if the head was trained tied to the embedding: --set tied=true",
+        )
 
 
 def _of_text(rope: Mapping[str, Any]) -> dict[str, Any]:

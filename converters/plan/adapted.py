@@ -177,7 +177,14 @@ def plan_bridge(base: Checkpoint, saved: peft.Saved, request: Request, kind: str
         shared=kind == "fused",
         shards=tp if kind == "canonical" else 0,
     )
-    placed, _ = match(lora.slots(spec), {ALONE: saved.tensors}, (), saved.root)
+    expected = lora.slots(spec)
+    if absent := [slot.keys[0] for slot in expected if saved.tensors.keys().isdisjoint(slot.keys)]:
+        modules = dict.fromkeys(key.removeprefix(peft.ROOT).rpartition(".lora_")[0] for key in absent)
+        raise UnsupportedError(
+            f"{saved.root} has no LoRA of {some([*modules], 3)}: for Megatron-Bridge a matrix has one in every layer",
+            "convert merge puts it into the base",
+        )
+    placed, _ = match(expected, {ALONE: saved.tensors}, (), saved.root)
     source = Checkpoint(saved.root, saved.root, NAME, spec, tuple(placed), (), saved.files, settings=base.settings)
     dtypes = {*cast_dtypes(source, request.cast).values()}
     if len(dtypes) > 1:

@@ -132,7 +132,8 @@ def read(
     base = huggingface.read_spec(config, settings.config, settings) if settings.config and config else None
     model = from_megatron(args, settings.values, base, str(common.path), accept=settings.accept, settled=True)
     peft = run_config.adapter(common.path)
-    kind = "canonical" if any(f"{ADAPTER}adapter_" in key for key in tensors) else "fused"
+    named = next((kind for kind, name in CLASSES.items() if peft and peft.get("_target_") == name), "fused")
+    kind = "canonical" if any(f"{ADAPTER}adapter_" in key for key in tensors) else named  # some names are of both
     if peft and peft.get("_target_") != CLASSES[kind]:
         raise UnsupportedError(f"{common.path}: the adapter is of the class {short(peft.get('_target_'))}", EXPORT)
     ranks = {tensor.shape[0] for key, tensor in tensors.items() if key.endswith(".linear_in.weight") and tensor.shape}

@@ -108,15 +108,16 @@ CASES = {
     "ernie4_5": (LLAMA, "canonical", 2),
     "phi3": (["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], "fused", 2),
     "starcoder2": (["q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"], "fused", 1),
+    "phi3 without fused matrices": (["o_proj", "down_proj"], "canonical", 2),
 }
-"""Model: the modules that are changed, how they are written, and for how many ranks."""
+"""Model, first: the modules that are changed, how they are written, and for how many ranks."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_families(model, convert, tmp_path, name):
     """Heads in groups, rows that turn by neighbours, fused and ungated matrices: the factors come back bit for bit."""
     modules, kind, tp = CASES[name]
-    folder, run, back = model(name), tmp_path / "run", tmp_path / "back"
+    folder, run, back = model(name.split()[0]), tmp_path / "run", tmp_path / "back"
     adapter = adapter_of(folder, tmp_path / "adapter", modules, kind == "fused")
     ran = convert("peft2megatron", folder, adapter, run, "--lora", kind, "--tp", tp)
     assert ran.code == 0, ran.err
@@ -156,6 +157,11 @@ def test_what_bridge_has_not(model, convert, tmp_path):
     refused(convert("peft2megatron", folder, some, tmp_path / "no", *fused), 4, "none of key", "--lora canonical")
     ranks = adapter_of(folder, tmp_path / "ranks", ["o_proj"], alpha_pattern={"layers.1.self_attn.o_proj": 3})
     refused(convert("peft2megatron", folder, ranks, tmp_path / "no"), 4, "2 ranks and scales")
+    one = adapter_of(folder, tmp_path / "one", ["layers.1.self_attn.o_proj"])
+    told = "has no LoRA of model.layers.0.self_attn.o_proj"
+    refused(convert("peft2megatron", folder, one, tmp_path / "no"), 4, told, "in every layer", "convert merge")
+    fused_matrix = adapter_of(model("phi3"), tmp_path / "qkv", ["qkv_proj"])
+    refused(convert("peft2megatron", model("phi3"), fused_matrix, tmp_path / "no"), 4, "--lora fused")
     head = adapter_of(folder, tmp_path / "head", ["lm_head", "o_proj"])
     refused(convert("peft2megatron", folder, head, tmp_path / "no"), 4, "lm_head", "convert merge")
     plain = model("starcoder2")

@@ -95,7 +95,7 @@ def plan_push(
     if not any(fnmatchcase(name, WEIGHTS[0]) for name in paths):
         raise SourceError(f"{folder} holds no *.safetensors file")
     paths.pop(model_card.NAME, None)
-    left_out += [(name, "no tensor of the model is in it") for name in strays(folder) if paths.pop(name, None)]
+    left_out += [(name, "the model is in other files") for name in strays(folder) if paths.pop(name, None)]
     files = _hashed(paths, quiet)
     text, notes = model_card.write_card(folder, repo, files, base_model)
     content = text.encode()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from converters.plan import names
 from converters.plan.parts import Part, parts_of
 from converters.plan.plan import Input, Job, Norms, Plan, Term
 from converters.plan.request import Request
@@ -107,7 +108,7 @@ def _notes(adapter: peft.Adapter, base: Checkpoint) -> Iterator[str]:
 
 
 def opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[str, Slot]]:
-    """The adapter, and the base's tensors by the names that it knows: those in memory, or the Hub's of experts.
+    """The adapter, and the base's tensors by the names that it knows: those in memory, or in files.
 
     Raises:
         SourceError: it has tensors that the base lacks, or lacks some that its config names.
@@ -116,9 +117,12 @@ def opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[s
         {key: slot for slot in model_slots(base.spec, memory=memory) for key in slot.keys} for memory in (True, False)
     )
     adapter = peft.parse(saved, [*in_memory])
+    if isinstance(base.spec, Verbatim) and not adapter.keys(in_memory) <= in_memory.keys():
+        in_memory = names.by_memory(base, in_memory)
+        adapter = peft.parse(saved, [*in_memory])
     separate = any(key in on_hub and key not in in_memory for key in adapter.keys({*on_hub, *in_memory}))
     slots = on_hub if separate else in_memory
-    peft.require_consumed(adapter, slots, base.root)
+    peft.require_consumed(adapter, slots, base.root, only=base.settings.only)
     matrices = dict.fromkeys(slot.keys for slot in slots.values() if len(slot.shape) == 2)
     modules = [[key.removesuffix(".weight") for key in keys] for keys in matrices if keys[0].endswith(".weight")]
     linear = {slot.keys[0].removesuffix(".weight") for slot in slots.values() if _is_linear(slot, base)}
@@ -191,8 +195,10 @@ def _trained_apart(adapter: peft.Adapter, slots: Mapping[str, Slot], base: Check
         RefusedError: no table tells what else the shared tensor is.
     """
     spec = base.spec
-    shared = {*spec.copies.values()} if isinstance(spec, Verbatim) else {"embedding"}
-    changed = sorted(adapter.keys(slots)) if spec.tied else []
+    shared = {"embedding"} if spec.tied else set()
+    if isinstance(spec, Verbatim):
+        shared = {*spec.copies.values(), *names.shared(base)}
+    changed = sorted(adapter.keys(slots)) if shared else []
     shared_keys = (key for key in changed if slots[key].replica or shared.intersection(slots[key].rule.pattern.tensors))
     key = next(shared_keys, "")
     if key and isinstance(spec, Verbatim):

@@ -19,6 +19,7 @@ from formats.errors import UnsupportedError
 from formats.huggingface import HUGGINGFACE
 from formats.layout.columns import Cut
 from formats.layout.placed import Placed
+from formats.layout.slots import Slot
 from formats.model import untabled
 from formats.model.spec import Verbatim
 
@@ -116,6 +117,33 @@ def in_files(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     rest = {name: shape for name, shape in spec.shapes.items() if name not in moves}
     names = Names(shapes | rest, moves, tuple(copy for copy in tied if copy in moves))
     return _renamed(source, spec, config, names, "the name that transformers saves it under")
+
+
+def by_memory(source: Checkpoint, slots: Mapping[str, Slot]) -> dict[str, Slot]:
+    """The tensors of files by the names that they have in memory.
+
+    Args:
+        source: the opened checkpoint.
+        slots: its tensors by the names of its files.
+
+    Returns:
+        Those that have another name in memory, and are the same tensor there, under that; all others as they are.
+    """
+    answer = _asked(source, json.loads(config_text(source, None)))
+    told = {name: entry for name, entry in answer.hub.items() if name in slots and entry["pieces"]} if answer else {}
+    moves = ((name, move) for name, entry in told.items() for move in _pieces(source, name, entry))
+    renamed = {name: move.name for name, move in moves if move == _whole(move.name, slots[name].shape)}
+    return {new: slot._replace(keys=(new,)) for key, slot in slots.items() for new in [renamed.get(key, key)]}
+
+
+def shared(source: Checkpoint) -> set[str]:
+    """The tensors that transformers ties others to, by all names that they have: an embedding with its head."""
+    answer = _asked(source, json.loads(config_text(source, None)))
+    if answer is None:
+        return set()
+    originals = {*answer.tied.values()}
+    hub = {name for name, entry in answer.hub.items() if originals & {piece[0] for piece in entry["pieces"] or ()}}
+    return originals | hub
 
 
 def alike(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkpoint]:

@@ -395,15 +395,26 @@ def _is_named(module: str, named: str | Sequence[str]) -> bool:
     return any(f".{module}".endswith(f".{name}") for name in named)
 
 
-def require_consumed(adapter: Adapter, keys: Iterable[str], base: Path) -> None:
+def require_consumed(adapter: Adapter, keys: Iterable[str], base: Path, *, only: str | None = None) -> None:
     """Everything in an adapter is for a tensor of the base.
+
+    Args:
+        adapter: with its config.
+        keys: the tensors of the base.
+        base: its folder.
+        only: the part of it that is read, if not all of it is.
 
     Raises:
         SourceError: something is for none.
     """
-    known = {*keys}
+    known, named = {*keys}, str(adapter.config.get("base_model_name_or_path") or "")
     if odd := sorted(adapter.keys(known) - known):
-        raise SourceError(
-            f"{adapter.root} has {len(odd)} tensors that {base} has not: {some(odd, 3)}",
-            f"it was trained on {short(adapter.config.get('base_model_name_or_path'))}: is that the base?",
-        )
+        hint = f"it was trained on {short(named)}: is that the base?"
+        if only:
+            hint = (
+                f"an adapter of the whole model is merged into the whole: `convert merge` without --only {only}, then "
+                f"`convert hf2hf` with it"
+            )
+        elif named and Path(named).resolve() == base.resolve():
+            hint = f"it was trained on that base under names that are not known here: {PEFT_MERGES}"
+        raise SourceError(f"{adapter.root} has {len(odd)} tensors that {base} has not: {some(odd, 3)}", hint)

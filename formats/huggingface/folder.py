@@ -138,8 +138,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         fragments, note = dequantized(fragments, config)
     placed, dropped = match(model_slots(spec, fragments), {ALONE: fragments}, drops(spec, fragments, settings), path)
     other = strays(path)
-    besides = f"{some(other, 4)} in {path} are not read: no tensor of the model is in them" if other else ""
-    notes = tuple(filter(None, [note, unread(path), besides]))
+    unread_files = f"{some(other, 4)} in {path} are not read, nor does transformers: the model is in other files"
+    notes = tuple(filter(None, [note, unread(path), unread_files if other else ""]))
     own_config = config if settings.only is None else part.config
     return Checkpoint(
         path,

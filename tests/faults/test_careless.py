@@ -529,3 +529,12 @@ def test_a_manifest_that_contradicts_itself(model, convert, tmp_path, what):
     for words in (["verify", out], ["fsdp2hf", out, tmp_path / "hf"]):
         ran = convert(*words)
         assert (ran.code, "vitruvian.json contradicts itself: its digest '" in ran.err) == (3, True), ran.err
+
+
+def test_weights_in_files_that_are_not_read_are_told(model, convert, tmp_path):
+    """They may be tensors of the model, with other values."""
+    source = shutil.copytree(model("llama"), tmp_path / "source")
+    shutil.copy(source / "model.safetensors", source / "model-00001-of-00002.safetensors")
+    ran = convert("hf2hf", source, tmp_path / "out", "-n")
+    told = f"in {source} are not read, nor does transformers: the model is in other files"
+    assert (ran.code, f"model-00001-of-00002.safetensors {told}" in ran.out + ran.err) == (0, True), ran

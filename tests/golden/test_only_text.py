@@ -104,6 +104,77 @@ def test_it_computes_what_the_whole_computes_of_text(convert, tmp_path, kind):
     assert convert("verify", tmp_path / "text", source, "--only", "text").code == 0
 
 
+def test_a_head_of_which_the_config_says_two_things(convert, tmp_path):
+    """The whole says that it has one, its text that it has none, and no file holds one."""
+    source = save(build("gemma3", tied=True), tmp_path / "whole")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    ran = convert("hf2hf", source, tmp_path / "out")
+    assert (ran.code, "lm_head.weight is missing" in ran.err) == (3, True), ran.err
+    ran = convert("hf2hf", source, tmp_path / "text", "--only", "text")
+    assert (ran.code, "fills a head with random numbers" in ran.err) == (5, True), ran.err
+    assert "--set tied=true" in ran.err
+    ran = convert("hf2hf", source, tmp_path / "text", "--only", "text", "--set", "tied=true")
+    assert ran.code == 0, ran.err
+    assert json.loads((tmp_path / "text/config.json").read_text())["tie_word_embeddings"] is True
+
+
+def adapter_of(source: Path, out: Path, **words: Any) -> Any:
+    """An adapter of the whole model, as PEFT saves it, and what PEFT merges it to."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32)
+    wrapped = get_peft_model(model, LoraConfig(r=2, lora_alpha=3, **words))
+    dice = torch.Generator().manual_seed(7)
+    for name, tensor in sorted(wrapped.named_parameters()):
+        if "lora_" in name:
+            tensor.data.normal_(0, 0.1, generator=dice)
+    wrapped.save_pretrained(out)
+    return wrapped.merge_and_unload()
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
+def test_an_adapter_that_knows_the_names_in_memory(convert, tmp_path, kind):
+    """They are not those of the files; and the patterns of its config are of them."""
+    from safetensors.numpy import load_file
+
+    source = save(build(kind, tied=kind == "gemma3"), tmp_path / "whole")
+    pattern = {"model.language_model.layers.0.self_attn.q_proj": 3}
+    words = {"target_modules": r"model\.language_model\..*\.(q|up)_proj", "rank_pattern": pattern}
+    adapter_of(source, tmp_path / "adapter", **words).save_pretrained(tmp_path / "judge")
+    ran = convert("merge", source, tmp_path / "adapter", tmp_path / "out")
+    assert ran.code == 0, ran.err
+    ours, theirs, base = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "judge", "whole"))
+    assert ours.keys() == theirs.keys() == base.keys()
+    assert all(abs(tensor - theirs[key]).max() < 1e-6 for key, tensor in ours.items())
+    assert {key.rpartition(".layers.")[2] for key, tensor in ours.items() if (tensor != base[key]).any()} == {
+        f"{layer}.{module}.weight"
+        for layer in range(build(kind, tied=False).config.text_config.num_hidden_layers)
+        for module in ("self_attn.q_proj", "mlp.up_proj")
+    }
+    for command in ("merge", "peft2megatron"):
+        ran = convert(command, source, tmp_path / "adapter", tmp_path / "text", "--only", "text")
+        assert (ran.code, "without --only text" in ran.err) == (3, True), ran.err
+
+
+def test_an_adapter_of_an_embedding_that_the_head_shares(convert, tmp_path):
+    """PEFT trains one of both; no table tells that they are one tensor, transformers does."""
+    from safetensors.numpy import load_file, save_file
+
+    source, file = save(build("gemma3", tied=True), tmp_path / "whole"), tmp_path / "adapter/adapter_model.safetensors"
+    adapter_of(source, tmp_path / "adapter", target_modules=["embed_tokens"])
+    for turned in ("model.language_model.", "language_model.model."):  # as transformers 5 and 4 call it in memory
+        tensors = load_file(file)
+        save_file({key.replace("model.language_model.", turned): tensor for key, tensor in tensors.items()}, file)
+        ran = convert("merge", source, tmp_path / "adapter", tmp_path / "out")
+        assert (ran.code, "which embedding and output head" in ran.err) == (5, True), ran.err
+    save_file({key.replace(".language_model.", ".words."): tensor for key, tensor in load_file(file).items()}, file)
+    ran = convert("merge", source, tmp_path / "adapter", tmp_path / "out")
+    assert (ran.code, "names that are not known here: merge it with PEFT" in ran.err) == (3, True), ran.err
+
+
 def test_it_comes_out_of_trainings_and_goes_into_megatron(convert, tmp_path):
     """Names and experts as memory has them; and Megatron holds what it has no tower for."""
     import torch

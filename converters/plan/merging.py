@@ -197,7 +197,7 @@ def _trained_apart(adapter: peft.Adapter, slots: Mapping[str, Slot], base: Check
     spec = base.spec
     shared = {"embedding"} if spec.tied else set()
     if isinstance(spec, Verbatim):
-        shared = {*spec.copies.values(), *names.shared(base)}
+        shared = {*spec.copies.values(), *names.shared(base, spec)}
     changed = sorted(adapter.keys(slots)) if shared else []
     shared_keys = (key for key in changed if slots[key].replica or shared.intersection(slots[key].rule.pattern.tensors))
     key = next(shared_keys, "")

@@ -136,14 +136,12 @@ def by_memory(source: Checkpoint, slots: Mapping[str, Slot]) -> dict[str, Slot]:
     return {new: slot._replace(keys=(new,)) for key, slot in slots.items() for new in [renamed.get(key, key)]}
 
 
-def shared(source: Checkpoint) -> set[str]:
+def shared(source: Checkpoint, spec: Verbatim) -> set[str]:
     """The tensors that transformers ties others to, by all names that they have: an embedding with its head."""
-    answer = _asked(source, json.loads(config_text(source, None)))
-    if answer is None:
-        return set()
-    originals = {*answer.tied.values()}
-    hub = {name for name, entry in answer.hub.items() if originals & {piece[0] for piece in entry["pieces"] or ()}}
-    return originals | hub
+    answer = agreement.ask(json.loads(config_text(source, None)), spec.shapes)
+    originals = {*answer.get("tied", {}).values()}
+    hub = answer.get("hub", {}).items()
+    return originals | {name for name, entry in hub if originals & {piece[0] for piece in entry["pieces"] or ()}}
 
 
 def alike(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkpoint]:

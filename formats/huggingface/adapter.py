@@ -413,7 +413,7 @@ def require_consumed(adapter: Adapter, keys: Iterable[str], base: Path, *, only:
         if only:
             hint = (
                 f"an adapter of the whole model is merged into the whole: `convert merge` without --only {only}, then "
-                f"`convert hf2hf` with it"
+                f"`convert hf2hf MERGED OUT --only {only}`"
             )
         elif named and Path(named).resolve() == base.resolve():
             hint = f"it was trained on that base under names that are not known here: {PEFT_MERGES}"

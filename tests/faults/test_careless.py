@@ -422,7 +422,7 @@ def test_names_without_the_prefix_of_the_model(model, convert, tmp_path):
     assert convert("hf2hf", hf, tmp_path / "out", "--verbatim").code == 0
     weights.popitem()
     save_file(weights, hf / "model.safetensors")
-    assert "hint" not in convert("inspect", hf).err
+    assert "hint:" not in convert("inspect", hf).err
 
 
 def test_a_config_that_gives_a_key_twice_is_refused(model, convert, tmp_path):

@@ -170,6 +170,8 @@ def test_an_adapter_of_an_embedding_that_the_head_shares(convert, tmp_path):
         save_file({key.replace("model.language_model.", turned): tensor for key, tensor in tensors.items()}, file)
         ran = convert("merge", source, tmp_path / "adapter", tmp_path / "out")
         assert (ran.code, "which embedding and output head" in ran.err) == (5, True), ran.err
+    ran = convert("merge", source, tmp_path / "adapter", tmp_path / "out", "--verbatim")
+    assert (ran.code, "which embedding and output head" in ran.err) == (5, True), ran.err
     save_file({key.replace(".language_model.", ".words."): tensor for key, tensor in load_file(file).items()}, file)
     ran = convert("merge", source, tmp_path / "adapter", tmp_path / "out")
     assert (ran.code, "names that are not known here: merge it with PEFT" in ran.err) == (3, True), ran.err

@@ -127,6 +127,8 @@ def _mxfp4(fragments: Mapping[str, Fragment]) -> dict[str, Fragment]:
         if suffix != "_blocks":
             weights[key] = blocks
             continue
+        if name in fragments:
+            raise SourceError(f"{blocks.path} holds {key}, and {name} is there too")
         scales = scales_of(fragments, f"{name}_scales", blocks, key)
         if blocks.dtype != "U8" or blocks.shape[3:] != (GROUP // 2,):
             raise SourceError(f"{blocks.path}: {key} is {blocks.dtype}{list(blocks.shape)}, not MXFP4")

@@ -257,6 +257,14 @@ def without(ending: str):
     return lambda name, tensor: {} if name.endswith(ending) else {name: tensor}
 
 
+def also(ending: str):
+    """Changes that keep the weights of a kind beside their blocks."""
+    blocks = f"{ending}_blocks"
+    return lambda name, tensor: (
+        {name: tensor} | ({name.removesuffix("_blocks"): torch.zeros(2, 2)} if name.endswith(blocks) else {})
+    )
+
+
 def cut(ending: str):
     """Changes that leave the last column of a kind of tensors out."""
     return lambda name, tensor: {name: tensor[..., :-1].contiguous() if name.endswith(ending) else tensor}
@@ -338,6 +346,7 @@ def test_a_block_larger_than_its_matrix(model, convert, tmp_path):
     ("kind", "change", "said", "code", "words"),
     [
         ("oss", without("down_proj_scales"), {}, 3, ["experts.down_proj_blocks, and no file its", "down_proj_scales"]),
+        ("oss", also("down_proj"), {}, 3, ["down_proj_blocks, and model.layers.0.mlp.experts.down_proj is there too"]),
         ("oss", cut("down_proj_scales"), {}, 3, ["down_proj_scales is U8[4, 64, 2]", "imply U8[4, 64, 3]"]),
         ("oss", cut("down_proj_blocks"), {}, 3, ["down_proj_blocks is U8[4, 64, 3, 15], not MXFP4"]),
         ("deepseek", without("o_proj.weight_scale_inv"), {}, 3, ["o_proj.weight, and no file its"]),

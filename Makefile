@@ -66,9 +66,10 @@ test-stock: $(VENV)/.test $(STOCK)/.made  ## stock Megatron-LM, fed with our fla
 test-hpc: $(VENV)/.test  ## jobs on a real Slurm, an image by a real Apptainer, on this machine (root; apt-get install slurm-wlm munge)
 	$(BIN)/python -m pytest --verbose -rs tests/hpc
 
-test-gpu: $(VENV)/.test  ## on a machine with a GPU: attention, trainings, speed beside TRL
+test-gpu: $(VENV)/.test  ## on a machine with a GPU: attention, trainings, speed beside TRL and torchtitan
 	$(PIP) --editable '.[liger]'
-	$(PIP) --no-deps trl==1.16.0
+	$(PIP) tyro tensorboard
+	$(PIP) --no-deps trl==1.16.0 torchtitan==0.2.2 torchdata==0.11.0
 	env -u DS_ACCELERATOR $(BIN)/python -m pytest --verbose -rs -m gpu tests/gpu
 	$(BIN)/python -m tests.bench.gpu
 

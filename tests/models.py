@@ -421,6 +421,13 @@ WITHOUT_TABLE = next(kind for kind in ("glm", "stablelm", "olmo") if not find_fa
 """A model type that no table describes yet: some tests need one."""
 
 
+def variants_slow(names: Any) -> list[Any]:
+    """Names for `parametrize`: the variants of a family, such as `llama-tied`, are slow."""
+    import pytest
+
+    return [pytest.param(name, marks=pytest.mark.slow if "-" in name else ()) for name in names]
+
+
 def settings_of(name: str, **changes: Any) -> dict[str, Any]:
     """What `AutoConfig.for_model` makes a tiny model of."""
     settings = SMALL | MODELS[name]

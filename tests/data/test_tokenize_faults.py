@@ -94,6 +94,7 @@ def test_killed_at_any_moment_and_run_again(tmp_path, expected):
     assert outputs(tmp_path, "P") == expected
 
 
+@pytest.mark.slow
 def test_a_worker_that_outlives_a_killed_run_writes_into_no_other(tmp_path, expected):
     """It has taken a range from the pipe and opens its files only while the next run has the same range ready."""
     corpus(tmp_path / "in.jsonl")

@@ -53,6 +53,7 @@ def planned(source, topology) -> set[tuple[str, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_line_of_megatron_core_is_judged(model):
     """The folders are those that `test_megatron_core.py` has real megatron-core load."""
     seen, few = set(), set()
@@ -109,6 +110,7 @@ def test_every_key_that_torchtitan_drops_was_written_by_it():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_every_line_of_a_family_was_written_by_transformers(model, tmp_path, family):
     """The tiny models are saved by transformers: megatron-core judges those that it can hold by their logits, real
     GPT-NeoX the other one that goes elsewhere (test_neox.py). Experts are fused in what transformers has in memory."""

@@ -87,6 +87,7 @@ def apart(one: Any, other: Any) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_peft_in_float64_rounded_once(model, convert, tmp_path, name):
     import torch
 

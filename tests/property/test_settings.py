@@ -247,6 +247,7 @@ def test_every_setting_takes_several_values():
     assert sorted(constant) == []
 
 
+@pytest.mark.slow
 def test_every_format_writes_some_models_of_the_families_that_it_may_hold_and_no_others():
     for form, name in product(FORMATS, FAMILIES):
         count = sum(written(FORMATS[form], spec) is not None for spec in sample(name))

@@ -23,7 +23,7 @@ from formats.families import family_of, find_family
 from formats.megatron import megatron_llm
 from formats.megatron.args.options import CORE, DIST, FSDP_DTENSOR, Options
 from formats.registry import open_checkpoint
-from tests.models import MODELS, RENAMED, files, settings_of
+from tests.models import MODELS, RENAMED, files, settings_of, variants_slow
 
 LLM = megatron_llm.NAME
 
@@ -180,7 +180,7 @@ def held_by_safetensors(folder: Path) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", variants_slow(CASES))
 def test_through_every_format_and_back(model, tmp_path, name):
     """Each format is read back through the library too, tensor by tensor. The files are cut as transformers cuts."""
     base, changes = CASES[name]

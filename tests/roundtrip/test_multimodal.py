@@ -54,6 +54,7 @@ def states(folder: Path, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.slow
 def test_it_comes_back_from_fsdp_and_deepspeed(convert, tmp_path, name, tied):
     import torch
     from safetensors.torch import load_file

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from formats.errors import VitruvianError
-from tests.models import INDEXED, LINEAR, MODELS
+from tests.models import INDEXED, LINEAR, MODELS, variants_slow
 from tests.train.test_model import flat_of
 from train.model.attention import resolve
 from train.model.selfcheck import require_masks, self_check
@@ -56,7 +56,7 @@ def check(config):
     return self_check(config, CPU, resolve("auto", config, CPU, torch.float32), torch.float32)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", variants_slow(MODELS))
 def test_it_is_trained_as_transformers_would(model, name):
     folder = model(name)
     config = open_config(folder)

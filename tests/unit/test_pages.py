@@ -29,6 +29,7 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize("path", RUN, ids=NAMES.get)
+@pytest.mark.slow
 def test_a_page_shows_what_its_commands_print(path, made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _, command, said, printed in pages.played(path.read_text(), made, tmp_path):

@@ -134,6 +134,19 @@ class Model:
             }
         return any(shape == (sizes["hidden"],) * 2 and ("output",) in roles_of(name) for name, shape in shapes.items())
 
+    @cached_property
+    def linear(self) -> str:
+        """The class of its linear layers where it is not torch's `nn.Linear`; empty where it is."""
+        import torch
+        import transformers
+        from transformers.pytorch_utils import Conv1D
+
+        config, _ = self.tiny()
+        with torch.device("meta"):
+            modules = getattr(transformers, self.architecture)(config).modules()
+        kinds = {type(module) for module in modules if isinstance(module, torch.nn.Linear | Conv1D)}
+        return " and ".join(sorted(kind.__name__ for kind in kinds - {torch.nn.Linear}))
+
     def tiny(self, number: int = 0, **changes: Any) -> tuple[Any, dict[str, int]]:
         """A config in which each size is its own, but for one that heads have to fill, and the size of each axis.
 

@@ -120,6 +120,7 @@ def _values(model: Model, table: Drafted) -> dict[str, Any]:
         "rope_theta": float(rope["rope_theta"]) if rope else "none",
         "head_dim": usual_values.get("head_dim") if keys["head_dim"] == "head_dim" else None,
         "mha": keys["kv_heads"] == "" or raw.get(keys["kv_heads"], 0) is None,
+        "linear": model.linear,
         "square": model.square,
         "nulls": sorted(key for key in keys.values() if key in raw and raw[key] is None and key not in NULLABLE),
         "router": ("sigmoid" if "router_bias" in tensors else "softmax") if "router" in tensors else "",

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from converters.move import casts
 from formats.disk.handle import Handle
 from formats.disk.safetensors import DTYPES, Fragment, Scales, read_into
-from formats.errors import RefusedError
+from formats.errors import RefusedError, SourceError
 
 PIECE = 1 << 16
 """Elements at a time: few enough to stay in the cache, and in little memory."""
@@ -74,9 +74,11 @@ def read_bf16(opened: Open, fragment: Fragment, scales: Scales, at: int, buffer:
     """Fill a buffer with the BF16 elements of a quantized tensor, from `at` bytes after the first on.
 
     Raises:
-        SourceError: a file ends before its elements or scales do.
+        SourceError: a file ends before its elements or scales do, or says another shape than its header.
         RefusedError: a scale is no finite positive number, or a product is NaN or too large for BF16.
     """
+    if scales.stated and at == 0:  # each conversion reads the first element
+        _require_shape(opened, scales.name, *scales.stated)
     out = np.frombuffer(buffer, np.uint16)
     for start, rows, columns in _pieces(at // 2, len(out), scales):
         count, begin = rows * columns, start - at // 2
@@ -90,6 +92,20 @@ def read_bf16(opened: Open, fragment: Fragment, scales: Scales, at: int, buffer:
             wrong = f"are NaN in {scales.method}" if nan else "are too large for BF16"
             reason = f"{scales.factors.path}: elements times {scales.name} {wrong}"
             raise RefusedError(reason, "--verbatim carries every tensor as it is")
+
+
+def _require_shape(opened: Open, name: str, stated: Fragment, shape: tuple[int, ...]) -> None:
+    """The shape that a file says in integers is that of its elements.
+
+    Raises:
+        SourceError: it is another one.
+    """
+    said = _read(opened, stated, 0, len(shape)).view(f"<i{DTYPES[stated.dtype]}").tolist()
+    if said != [*shape]:
+        raise SourceError(
+            f"{stated.path}: the elements of {name} are {[*shape]}, and the weight_shape beside it says {said}",
+            "take the file from where it comes from; --verbatim carries every tensor as it is",
+        )
 
 
 def _pieces(start: int, count: int, scales: Scales) -> Iterator[tuple[int, int, int]]:

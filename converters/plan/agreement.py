@@ -42,7 +42,8 @@ HINT = (
 OTHER = "take config.json from where the weights come from"
 CHECKED = "names and shapes checked against:"
 UNPROVEN = "a kind of tensor that is missing from every layer would not be seen"
-JUDGES = "name its base with the weights (--config BASE), or take the tensors as they are with --verbatim"
+AS_THEY_ARE = "take the tensors as they are with --verbatim"
+BASE = "name its base with the weights (--config BASE), or "
 INSTALL = "install a transformers that knows the model (pip install 'vitruvian[transformers]'), or "
 COMPARED_BY_NAMES = ("vocab", "tied", "mtp_layers")
 """Settings of a model in memory that its names and shapes tell."""
@@ -93,10 +94,11 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
     if not source.settings.verbatim:
         quantized = parsed.get("quantization_config")  # by which transformers does not tell its tensors
         untabled = spec.why if quantized else f"no table describes {spec.family}"
+        judged = not _brings_config(source)  # what has a config of its own is not compared with a base
         raise UnsupportedError(
-            f"nothing here tells whether {source.root} is complete: {untabled}, {answer['why']}, "
-            "and no base with weights is named",
-            JUDGES if quantized else INSTALL + JUDGES,
+            f"nothing here tells whether {source.root} is complete: {untabled}, {answer['why']}"
+            + ", and no base with weights is named" * judged,
+            INSTALL * (not quantized) + BASE * judged + AS_THEY_ARE,
         )
     return [f"{CHECKED} config only ({answer['why']}): {UNPROVEN}"]
 
@@ -145,10 +147,15 @@ def _refuse(source: Checkpoint, findings: Iterable[Finding]) -> None:
         )
 
 
+def _brings_config(source: Checkpoint) -> bool:
+    """Whether its config.json is in its own folder."""
+    return source.assets is not None and source.assets.resolve() in (source.root.resolve(), source.home.resolve())
+
+
 def _against_base(source: Checkpoint, spec: Verbatim) -> list[Finding] | None:
     """In what a model differs from the one that its training began with; None where there are no such weights."""
     folder = source.assets
-    if folder is None or not has_weights(folder) or folder.resolve() in (source.root.resolve(), source.home.resolve()):
+    if folder is None or not has_weights(folder) or _brings_config(source):
         return None
     base = {key: fragment.shape for key, fragment in read_files(folder).items()}
     embeddings = [shape for key, shape in base.items() if EMBEDDING.fullmatch(key)] if spec.tied else []

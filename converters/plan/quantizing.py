@@ -10,6 +10,7 @@ from typing import Any
 from formats.checkpoint import Checkpoint
 from formats.disk.safetensors import FLOATS, Coded, Fragment, row_major
 from formats.errors import RefusedError, UnsupportedError
+from formats.families import family_named
 from formats.huggingface import HUGGINGFACE
 from formats.layout.placed import Placed, match
 from formats.layout.slots import ALONE
@@ -33,13 +34,21 @@ def quantized(source: Checkpoint) -> tuple[Checkpoint, dict[str, Any]]:
     What has not whole blocks stays as it is, as transformers leaves it (`Fp8Quantize`, 5.23.0).
 
     Raises:
-        UnsupportedError: the source is not a Hugging Face folder of a family with a table, or its experts are fused.
+        UnsupportedError: the source is not a Hugging Face folder of a family with a table, its linear layers are of a
+            class that transformers does not replace, or its experts are fused.
         RefusedError: nothing of it can be quantized.
     """
     if source.format != HUGGINGFACE.name:
         raise UnsupportedError(f"{source.root} is not a Hugging Face folder", "convert it first, then hf2hf --quantize")
     if not isinstance(source.spec, ModelSpec):
         raise UnsupportedError(f"{source.root} cannot be quantized: {source.spec.why}")
+    family = family_named(source.spec.family)
+    if family.linear:
+        raise UnsupportedError(
+            f"{source.root} cannot be quantized: the linear layers of {family.name} are {family.linear}, and "
+            "transformers replaces nn.Linear alone: it would compute with FP8 without the scales",
+            "leave --quantize out",
+        )
     fragments: dict[str, Fragment] = {}
     kept = []
     for placed in source.tensors:
@@ -51,7 +60,9 @@ def quantized(source: Checkpoint) -> tuple[Checkpoint, dict[str, Any]]:
             fragments[f"{placed.key}_scale_inv"] = _coded(matrix, "F32", grid, scales=True)
         else:
             fragments[placed.key] = placed.fragment
-            kept += [placed.key.removesuffix(".weight")] if len(placed.fragment.shape) == 2 else []
+            kept += [_module(placed)] if len(placed.fragment.shape) == 2 else []
+    heads = [rule.spellings[0] for rule in family.tensors if rule.pattern.tensors == ("head",)]
+    kept += [head.removesuffix(".weight") for head in heads if source.spec.tied]
     if len(fragments) == len(source.tensors):
         raise RefusedError(f"{source.root} has no linear layer of whole blocks of {BLOCK[0]} x {BLOCK[1]}")
     shapes = {key: fragment.shape for key, fragment in fragments.items()}
@@ -59,9 +70,15 @@ def quantized(source: Checkpoint) -> tuple[Checkpoint, dict[str, Any]]:
     tensors, _ = match(untabled.slots(spec), {ALONE: fragments}, (), source.root)
     config = {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK),
-        "modules_to_not_convert": kept,
+        "modules_to_not_convert": [*dict.fromkeys(kept)],
     }  # fmt: skip
     return replace(source, spec=spec, tensors=tuple(tensors)), config
+
+
+def _module(placed: Placed) -> str:
+    """The module of transformers that computes with a matrix: one for all experts of a layer."""
+    expert = placed.slot.expert
+    return placed.key.removesuffix(".weight") if expert is None else placed.key.rpartition(f".{expert}.")[0]
 
 
 def _has_blocks(placed: Placed) -> bool:

@@ -77,6 +77,7 @@ class Fragment(NamedTuple):
     def inputs(self) -> tuple[Fragment, ...]:
         """What else is read with it, or instead of it."""
         fragments = [each for each in (self.scales.factors, self.scales.whole) if each] if self.scales else []
+        fragments += [self.scales.stated[0]] if self.scales and self.scales.stated else []
         fragments += [self.product.left, self.product.right] if self.product else []
         fragments += [piece for _, piece in self.pieces]
         fragments += [self.coded.matrix] if self.coded else []
@@ -94,6 +95,7 @@ class Scales(NamedTuple):
         columns: of a matrix.
         name: the key of the factors, for a message.
         whole: a number that all factors are divided by; None for none.
+        stated: integers in a file that say rows and columns, and what they have to be; None for none.
     """
 
     method: str
@@ -103,6 +105,7 @@ class Scales(NamedTuple):
     columns: int
     name: str
     whole: Fragment | None = None
+    stated: tuple[Fragment, tuple[int, ...]] | None = None
 
 
 class Coded(NamedTuple):

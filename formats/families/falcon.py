@@ -32,6 +32,7 @@ FAMILY = Family(
         "new_decoder_architecture": False,
         "apply_residual_connection_post_layernorm": False,
     },
+    linear="FalconLinear",
     ffn_ratio=4,
     keys={
         "kv_heads": "",

@@ -58,6 +58,8 @@ class Family:
         head_dim: the same for the head dimension; None for hidden size / heads.
         ffn_ratio: the same for the size of the MLP, in hidden sizes; 0 where the config has to name it.
         mha: whether `__post_init__` of its config takes as many key/value heads as heads; a fixed number is in `defaults`.
+        linear: the class of its linear layers where it is not torch's `nn.Linear`, the only one that transformers replaces
+            where weights are quantized (5.23.0, integrations/finegrained_fp8.py `replace_with_fp8_linear`).
         square: whether its output projection is `hidden` by `hidden` whatever `head_dim` says: heads have to fill that.
         nulls: config keys in which null means something for it and not for every family (`huggingface/nulls.py`).
         centred: whether the weights of its norms are stored minus 1; Megatron has such LayerNorms.
@@ -94,6 +96,7 @@ class Family:
     head_dim: int | None = None
     ffn_ratio: int = 0
     mha: bool = False
+    linear: str = ""
     square: bool = False
     nulls: tuple[str, ...] = ()
     centred: bool = False

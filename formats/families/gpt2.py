@@ -33,6 +33,7 @@ FAMILY = Family(
     table=TABLE,
     drops=(r"(?:transformer\.)?h\.\d+\.attn\.(?:masked_)?bias",),
     requires={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    linear="Conv1D",
     rope_theta=None,
     ffn_ratio=4,
     keys={

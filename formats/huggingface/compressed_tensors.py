@@ -54,6 +54,7 @@ FORMATS = {
     ("mxfp4-pack-quantized", "float", 4): Stored("MXFP4", "weight_packed", "U8", 2, "U8"),
 }
 """By format, type and bits."""
+INTEGERS = ("I64", "I32")
 SCALE, GLOBAL, SHAPE = "weight_scale", "weight_global_scale", "weight_shape"
 ACTIVATIONS = tuple(
     f".{name}" for name in ("input_scale", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale")
@@ -64,6 +65,9 @@ FREE = {
     "global_compression_ratio", "dequantize", "run_compressed", "use_optimized_inference",
 }  # fmt: skip
 """Keys of a quantization_config that are read here, or are of no weight. Others may rotate weights."""
+SPARSITY = "sparsity_config"
+"""Says how the zeros of pruned weights are stored; `dense` stores each, whatever else it says of them (its library,
+`config/dense.py`; `ModelCompressor.from_compression_config` does not read it)."""
 ARGUMENTS = {
     "num_bits", "type", "strategy", "group_size", "block_structure", "symmetric", "dynamic", "actorder",
     "observer", "observer_kwargs", "scale_dtype", "zp_dtype",
@@ -90,7 +94,8 @@ def scheme_of(quantization: Mapping[Any, Any]) -> Scheme:
         UnsupportedError: in several ways, or in one that is not understood; the sentence begins after a file's name.
     """
     for key in quantization.keys() - FREE:
-        if quantization[key] and quantization[key] != {"format": "dense"}:
+        dense = key == SPARSITY and isinstance(quantization[key], dict) and quantization[key].get("format") == "dense"
+        if quantization[key] and not dense:
             raise UnsupportedError(f"a {METHOD} model with {key} = {short(quantization[key])} is not supported", KEEP)
     match quantization:
         case {"config_groups": {**groups}, "format": str(form)} if groups:
@@ -181,8 +186,13 @@ def _weight(fragments: Mapping[str, Fragment], module: str, elements: Fragment, 
     if stored.method == "NVFP4":
         whole = scales_of(fragments, f"{module}.{GLOBAL}", elements, key)
         require_grid(whole, f"{module}.{GLOBAL}", "F32", (1,))
+    stated = fragments.get(f"{module}.{SHAPE}")
+    if stated is not None and (stated.dtype not in INTEGERS or stated.shape != (2,)):
+        raise SourceError(
+            f"{stated.path}: {module}.{SHAPE} is {stated.dtype}{list(stated.shape)}, no number of rows and of columns"
+        )
     shape, block = (rows, columns), (min(high, max(rows, 1)), min(wide, max(columns, 1)))
     if high == 1 and columns % wide == 0:  # one row of scales, as long as all: read with fewer calls
         rows, columns = 1, rows * columns
-    scales = Scales(stored.method, factors, block, rows, columns, name, whole)
+    scales = Scales(stored.method, factors, block, rows, columns, name, whole, stated and (stated, shape))
     return elements._replace(dtype="BF16", shape=shape, strides=row_major(shape), scales=scales)

@@ -53,6 +53,7 @@ FIELDS: Mapping[str, tuple[type, ...]] = {
     "head_dim": (int,),
     "ffn_ratio": (int,),
     "mha": (bool,),
+    "linear": (str,),
     "square": (bool,),
     "centred": (bool,),
     "general": (bool,),

@@ -58,7 +58,7 @@ def require_method(config: Mapping[str, Any], where: str) -> str | None:
             except UnsupportedError as error:
                 raise UnsupportedError(f"{where}: {error}", error.hint) from None
     known = f"only MXFP4, FP8 with {INVERSE} and {compressed_tensors.METHOD}"
-    raise UnsupportedError(f"{where}: models with a quantization_config are not supported, {known}")
+    raise UnsupportedError(f"{where}: models with a quantization_config are not supported, {known}", KEEP)
 
 
 def stale(config: Mapping[str, Any], dtypes: Iterable[str]) -> bool:
@@ -81,8 +81,9 @@ def dequantized(fragments: Mapping[str, Fragment], config: Mapping[str, Any]) ->
 
     Raises:
         SourceError: scales are missing, of another shape than the elements that they belong to, or unexplained.
-        UnsupportedError: its blocks are of another kind.
+        UnsupportedError: its blocks are of another kind, or the config names a quantization that is not known here.
     """
+    config = _telling(config)
     method, exact = method_of(config), "times their scales, rounded once"
     quantization = config.get("quantization_config") or {}
     match method and quantization["quant_method"]:
@@ -93,7 +94,7 @@ def dequantized(fragments: Mapping[str, Fragment], config: Mapping[str, Any]) ->
         case compressed_tensors.METHOD:
             weights = compressed_tensors.dequantized(fragments, compressed_tensors.scheme_of(quantization))
         case _:
-            _require_no_scales(fragments)
+            _require_no_scales(fragments, config)
             return dict(fragments), ""
     count = sum(fragment.scales is not None for fragment in weights.values())
     left = sum(
@@ -104,16 +105,29 @@ def dequantized(fragments: Mapping[str, Fragment], config: Mapping[str, Any]) ->
     return weights, note if count else ""
 
 
-def _require_no_scales(fragments: Mapping[str, Fragment]) -> None:
-    """The tensors of a model whose config names no quantization have no scales.
+def _telling(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config, or the part of it that says how weights are quantized (transformers 5.23.0, `get_hf_quantizer`)."""
+    text = config.get("text_config")
+    if config.get("quantization_config") is None and isinstance(text, Mapping) and "quantization_config" in text:
+        return text
+    return config
+
+
+def _require_no_scales(fragments: Mapping[str, Fragment], config: Mapping[str, Any]) -> None:
+    """The tensors of a model whose config names no quantization that is known have no scales.
 
     Raises:
         SourceError: one has.
+        UnsupportedError: one has, or is not in floats, and the config names another quantization.
     """
+    odd = next((fragment for fragment in fragments.values() if fragment.dtype not in FLOATS), None)
+    if odd is not None:
+        require_method(config, f"{odd.path.parent / 'config.json'}")
     pairs = ((INVERSE, ""), ("_scales", "_blocks"), (".weight_scale", ".weight"), (".weight_scale", ".weight_packed"))
     for suffix, elements in pairs:
         for key in fragments:
             if key.endswith(suffix) and key.removesuffix(suffix) + elements in fragments:
+                require_method(config, f"{fragments[key].path.parent / 'config.json'}")
                 reason = f"{fragments[key].path} holds {key}, and config.json beside it no quantization_config"
                 raise SourceError(reason, "take config.json from where the files come from")
 
@@ -127,6 +141,8 @@ def _mxfp4(fragments: Mapping[str, Fragment]) -> dict[str, Fragment]:
         if suffix != "_blocks":
             weights[key] = blocks
             continue
+        if name in fragments:
+            raise SourceError(f"{blocks.path} holds {key}, and {name} is there too")
         scales = scales_of(fragments, f"{name}_scales", blocks, key)
         if blocks.dtype != "U8" or blocks.shape[3:] != (GROUP // 2,):
             raise SourceError(f"{blocks.path}: {key} is {blocks.dtype}{list(blocks.shape)}, not MXFP4")

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config
-from transformers.integrations.finegrained_fp8 import Fp8Quantize
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear, Fp8Quantize
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from converters.move.quantize import to_e4m3
+from converters.plan import quantizing
+from formats.checkpoint import Checkpoint
+from formats.disk.safetensors import Fragment, row_major
+from formats.errors import RefusedError, UnsupportedError
+from formats.huggingface import HUGGINGFACE
+from formats.huggingface.config import from_huggingface
+from formats.huggingface.folder import model_slots
+from formats.layout.placed import match
+from formats.layout.slots import ALONE
 from tests.faults.dcp_tools import refused
+from tests.models import MODELS as TINY
+from tests.models import family_of, settings_of
 
 SIZES = {"hidden_size": 256, "head_dim": 64, "vocab_size": 300}
 MODELS = {
@@ -22,6 +35,13 @@ MODELS = {
     "qwen3_moe": SIZES | {"moe_intermediate_size": 128, "intermediate_size": 200},
 }
 """Some of whose matrices have whole blocks of 128 x 128, and some not."""
+
+IN_ONE_TENSOR = ("gemma4_text_moe", "gpt_oss", "granitemoe", "granitemoehybrid", "llama4_text", "minimax_m3_vl_text")
+REFUSED = {
+    **dict.fromkeys(IN_ONE_TENSOR, "experts in one tensor"),
+    **dict.fromkeys(("falcon", "falcon_11b", "falcon_40b"), "are FalconLinear"),
+    "gpt2": "are Conv1D", "mamba2": "no linear layer of whole blocks",
+}  # fmt: skip
 
 
 def theirs(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -75,6 +95,43 @@ def test_transformers_loads_it(name, model, convert, tmp_path):
         assert torch.equal(loaded(tokens).logits, back(tokens).logits)
 
 
+@pytest.mark.parametrize("name", {family_of(name).name: name for name in TINY}.values())
+def test_transformers_replaces_what_is_quantized_and_nothing_else(name, monkeypatch):
+    """Of each family, tied where it can be, on the meta device: what it replaces it computes with scales on a GPU."""
+    monkeypatch.setattr(quantizing, "BLOCK", (8, 8))
+    settings = settings_of(name)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    spec = from_huggingface(config.to_dict() | settings, {}, "config.json")
+    shapes = {slot.keys[0]: slot.shape for slot in model_slots(spec) if "optional" not in slot.rule.conditions}
+    held = {key: Fragment(Path("hf"), 0, "BF16", shape, row_major(shape)) for key, shape in shapes.items()}
+    tensors, _ = match(model_slots(spec), {ALONE: held}, (), Path("hf"))
+    source = Checkpoint(Path("hf"), Path("hf"), HUGGINGFACE.name, spec, tuple(tensors), (), (), config=config.to_dict())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    linear = {type(module).__name__ for module in model.modules()} & {"Conv1D", "FalconLinear"}
+    assert linear == {family_of(name).linear} - {""}
+    if words := REFUSED.get(family_of(name).name):
+        with pytest.raises((RefusedError, UnsupportedError), match=words):
+            quantizing.quantized(source)
+        return
+    assert not linear
+    made, quantization = quantizing.quantized(source)
+    written = {placed.key for placed in made.tensors}
+    coded = {
+        (tensor, placed.slot.layer)
+        for placed in tensors if f"{placed.key}_scale_inv" in written for tensor in placed.slot.rule.pattern.tensors
+    }  # fmt: skip
+    modules = {
+        slot.keys[0].rpartition(".")[0]
+        for slot in model_slots(spec, memory=True)
+        if len(slot.shape) > 1 and not coded.isdisjoint((tensor, slot.layer) for tensor in slot.rule.pattern.tensors)
+    }
+    quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config.from_dict(quantization))
+    quantizer._process_model_before_weight_loading(model)
+    replaced = {key for key, module in model.named_modules() if isinstance(module, (FP8Linear, FP8Experts))}
+    assert replaced == modules
+
+
 def test_every_float_becomes_the_byte_that_torch_gives():
     random = np.random.default_rng(0)
     words = random.integers(0, 1 << 32, 1 << 18, np.uint32)
@@ -94,6 +151,7 @@ def test_every_float_becomes_the_byte_that_torch_gives():
         ("llama", ["--dtype", "fp32"], 2, "--quantize fp8-block and --dtype contradict each other"),
         ("llama", ["--verbatim"], 4, "cannot be quantized: --verbatim"),
         ("gpt_oss", [], 4, "experts in one tensor"),
+        ("gpt2", [], 4, "the linear layers of gpt2 are Conv1D, and transformers replaces nn.Linear alone"),
     ],
 )
 def test_what_cannot_be_quantized_is_refused(name, options, code, words, model, convert, tmp_path):

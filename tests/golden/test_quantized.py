@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM
 from converters.move.dequantize import read_bf16
 from formats.disk.safetensors import Fragment, Scales, row_major
 from formats.errors import UnsupportedError
+from formats.huggingface.folder import read_files
+from formats.huggingface.quantized import dequantized
 from tests.faults.dcp_tools import refused
 from train.settings.config import load_config
 from train.start.start_weights import folder_of
@@ -257,6 +259,14 @@ def without(ending: str):
     return lambda name, tensor: {} if name.endswith(ending) else {name: tensor}
 
 
+def also(ending: str):
+    """Changes that keep the weights of a kind beside their blocks."""
+    blocks = f"{ending}_blocks"
+    return lambda name, tensor: (
+        {name: tensor} | ({name.removesuffix("_blocks"): torch.zeros(2, 2)} if name.endswith(blocks) else {})
+    )
+
+
 def cut(ending: str):
     """Changes that leave the last column of a kind of tensors out."""
     return lambda name, tensor: {name: tensor[..., :-1].contiguous() if name.endswith(ending) else tensor}
@@ -338,6 +348,7 @@ def test_a_block_larger_than_its_matrix(model, convert, tmp_path):
     ("kind", "change", "said", "code", "words"),
     [
         ("oss", without("down_proj_scales"), {}, 3, ["experts.down_proj_blocks, and no file its", "down_proj_scales"]),
+        ("oss", also("down_proj"), {}, 3, ["down_proj_blocks, and model.layers.0.mlp.experts.down_proj is there too"]),
         ("oss", cut("down_proj_scales"), {}, 3, ["down_proj_scales is U8[4, 64, 2]", "imply U8[4, 64, 3]"]),
         ("oss", cut("down_proj_blocks"), {}, 3, ["down_proj_blocks is U8[4, 64, 3, 15], not MXFP4"]),
         ("deepseek", without("o_proj.weight_scale_inv"), {}, 3, ["o_proj.weight, and no file its"]),
@@ -371,6 +382,33 @@ def test_a_config_that_names_no_quantization(kind, convert, tmp_path, request):
     (folder / "config.json").write_text(json.dumps(config))
     words = ["holds model.layers.0.", "and config.json beside it no quantization_config"]
     refused(convert("inspect", folder), 3, *words)
+
+
+@pytest.mark.parametrize("kind", ["oss", "deepseek"])
+def test_a_quantization_that_is_not_known_and_a_base(kind, convert, tmp_path, request, model):
+    """A base in floats does not tell what the elements stand for, so that no hint names it."""
+    unknown = rewritten(request.getfixturevalue(kind), tmp_path / "hf", without("-"), {"quant_method": "theirs"})
+    base = model({"oss": "gpt_oss", "deepseek": "deepseek_v3"}[kind], "bfloat16")
+    words = [unknown / "config.json", "a quantization_config are not supported", "hint: ", "--verbatim"]
+    for named in ([], ["--config", base]):
+        ran = convert("hf2hf", unknown, tmp_path / "out", *named)
+        refused(ran, 4, *words)
+        assert "BASE" not in ran.err
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_quantization_in_text_config(known, deepseek, convert, tmp_path):
+    """transformers reads it there, too."""
+    folder = shutil.copytree(deepseek, tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
+    said = config.pop("quantization_config") | ({} if known else {"quant_method": "theirs"})
+    fragments = read_files(folder)
+    if known:
+        expected = dequantized(fragments, {"quantization_config": said})
+        assert dequantized(fragments, {"text_config": config | {"quantization_config": said}}) == expected
+    else:
+        with pytest.raises(UnsupportedError, match="models with a quantization_config are not supported"):
+            dequantized(fragments, {"text_config": config | {"quantization_config": said}})
 
 
 @pytest.mark.parametrize("known", [True, False])

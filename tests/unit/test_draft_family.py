@@ -34,6 +34,11 @@ def test_so_many_lines_are_those_of_the_table(name):
     assert (made.faults, made.doubtful) == ("", [])
 
 
+@pytest.mark.parametrize("name", ["gpt2", "falcon", "llama"])
+def test_the_class_of_linear_layers(name):
+    assert model_of(name).linear == FAMILIES[name].linear
+
+
 @pytest.fixture(scope="module")
 def glm(tmp_path_factory):
     """A family without a table, drafted."""

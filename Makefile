@@ -38,7 +38,7 @@ demo: $(VENV)/.demo  ## on tiny real models: HF -> Megatron TP2xPP2 -> TP4 -> HF
 	$(BIN)/python -m tests.demo
 	$(BIN)/python -m tests.demo_train
 
-test: $(VENV)/.test  ## the tests that start no other framework (17 minutes on 2 cores)
+test: $(VENV)/.test  ## the tests that start no other framework (13 minutes on 2 cores)
 	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS) --dist worksteal \
 		-m "not slow and not megatron and not distributed and not hpc and not stock"
 

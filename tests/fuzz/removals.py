@@ -107,13 +107,13 @@ def other_sizes(config: dict[str, Any], rng: random.Random) -> str:
     return f"with {key} {place[key]}"
 
 
-def fits(folder: Path, like: Any) -> bool:
-    """Whether transformers loads a folder, and every tensor of it is one of the model."""
+def loads(folder: Path, like: Any) -> bool:
+    """Whether transformers loads a folder at all."""
     try:
-        _, report = loaded(folder, like)
+        loaded(folder, like)
     except Exception:  # noqa: BLE001  # whatever its code raises
         return False
-    return not report["unexpected_keys"]
+    return True
 
 
 def attack(seed: int, folder: Path) -> str:
@@ -146,11 +146,13 @@ def attack(seed: int, folder: Path) -> str:
     about = f"seed {seed}: {kind} as {container} {what}: exit {code}\n{said}"
     if code:
         return "refused"
-    if not judged and not fits(base, original):  # with transformers out of reach its weights are the only judge
-        return "as broken as the base"
     try:
         again, report = loaded(folder / "out", original)
     except Exception as error:  # noqa: BLE001  # whatever transformers cannot load is no right result
+        if not judged and not loads(
+            base, original
+        ):  # with transformers out of reach the base's weights are the only judge
+            return "as broken as the base"
         raise AssertionError(f"{about}{type(error).__name__}: {error}") from None
     assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), f"{about}{report}"
     assert equal(again, original), f"{about}the tensors differ"

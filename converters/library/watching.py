@@ -363,9 +363,8 @@ def _convert(watch: Watch, saved: commits.Saved, stop: Stop) -> Export | None:
         began = record if record is not None and record["state"] in ("began", "again") else None
         facts: dict[str, Any] = {"step": saved.step, "mark": mark}
         if out.exists() and began is None:
-            error = (
-                f"{out} exists, and {watch.place / LOG} has no line of it: move it away, and {name} is converted anew"
-            )
+            log = watch.place / LOG
+            error = f"{out} exists, and {log} has no line of it: move it away, and {name} is converted anew"
             export = Export(folder, out, error=error, exit_code=OutputError.exit_code)
             _note(watch, name, "failed", **facts | {"mark": ""}, error=error, exit_code=export.exit_code)
             return export

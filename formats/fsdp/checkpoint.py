@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.disk.safetensors import Fragment, read_safetensors
-from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, some
+from formats.errors import RefusedError, SourceError, UnsupportedError, some
 from formats.families.family import Family
-from formats.fsdp import FSDP, native, olmo_core
+from formats.fsdp import FSDP, beside, native, olmo_core
 from formats.fsdp.contents import Listing, contents
-from formats.fsdp.runs import STEPS
 from formats.huggingface import folder as huggingface
 from formats.huggingface import text_alone
 from formats.layout.columns import Cut, Piece
@@ -50,7 +49,6 @@ FULL = "pytorch_model_fsdp.bin"
 CONTAINERS = ("model", "state_dict", "module", "model_state_dict")
 """What the model is called in the saved dictionary, when its keys do not tell."""
 
-MOST_YAML = 1 << 20
 OPTIMIZER = "optim"
 """What the optimizer is called that we write, and how the names of others begin."""
 GROUPS = "param_groups"
@@ -200,11 +198,11 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     def known() -> Mapping[str, Any]:
         return contents(path, listing)
 
-    assets = _config_folder(path, folder, settings, known)
+    assets = beside.config_folder(path, folder, settings, known)
     config, left = huggingface.read_config(assets) if assets else None, None
     spec: Spec
     if assets is None or config is None:
-        spec = olmo_core.spec_of(next(configs(path, folder)), settings, known)
+        spec = olmo_core.spec_of(next(beside.configs(path, folder)), settings, known)
         tensors, dropped = _read_tensors(path, listing, settings)
     elif listing.flat is not None:
         spec, tensors, dropped = _read_flat(listing.flat, config, assets, settings)
@@ -215,7 +213,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         config, left = part.config, part.left
     trainer = native.trainer_of(tensors)
     wanted = list(_native_slots(spec, trainer) if trainer else huggingface.model_slots(spec, tensors))
-    own = olmo_core.own(configs(path, folder)) if trainer == native.OLMO_CORE and assets else None
+    own = olmo_core.own(beside.configs(path, folder)) if trainer == native.OLMO_CORE and assets else None
     if own and isinstance(spec, ModelSpec):
         olmo_core.require_same(own, settings, spec)
     biases = native.biases(wanted, tensors, spec, settings.accept, path)
@@ -231,48 +229,6 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         path, folder, NAME, spec, pieces, (*dropped, *more), listing.files, ranks, assets, config=config,
         unbounded=unbounded, left=left,
     )  # fmt: skip
-
-
-def configs(path: Path, folder: Path) -> Iterator[Path]:
-    """The config.json files that trainers leave beside the weights, Hugging Face's or their own."""
-    near = [path, folder, path / "huggingface", folder / "huggingface", folder.parent]
-    near += [path.parent] if STEPS.fullmatch(path.name) else []
-    yield from (config for config in (place / "config.json" for place in near) if config.is_file())
-
-
-def _config_folder(path: Path, folder: Path, settings: Settings, known: Callable[[], Mapping[str, Any]]) -> Path | None:
-    """The folder with the config.json that belongs to the weights: the user's, or one that trainers leave beside them.
-
-    None where only OLMo-core's is there, which describes the model too.
-
-    Raises:
-        OptionNeededError: there is none.
-    """
-    if settings.config is not None:
-        return settings.config
-    described = False
-    for config in configs(path, folder):
-        if not olmo_core.is_own(config):
-            return config.parent
-        described = True
-    named = _model_name(path) or _model_name(path.parent)
-    if named and (Path(named) / "config.json").is_file():
-        return Path(named)
-    if described:
-        return None
-    hint = f" (train_params.yaml names {named})" if named else ""
-    raise OptionNeededError(
-        f"{path} has no config.json", f"add --config BASE, the model that the training began with{hint}", known
-    )
-
-
-def _model_name(folder: Path) -> str | None:
-    """The model that llama-cookbook's `train_params.yaml` names."""
-    path = folder / "train_params.yaml"
-    if not path.is_file() or path.stat().st_size > MOST_YAML:
-        return None
-    name = re.search(r"^model_name:\s*['\"]?([^'\"\n]+?)['\"]?\s*$", path.read_text(errors="replace"), re.MULTILINE)
-    return name[1] if name else None
 
 
 def _read_flat(

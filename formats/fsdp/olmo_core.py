@@ -299,7 +299,7 @@ def _flat(value: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, Any]
 
 
 def _width(values: Mapping[str, Any]) -> Any:
-    """Elements of a head; none where these are no sizes, which is told of them."""
+    """Elements of a head; None where hidden and heads are no sizes, which their own check reports."""
     hidden, heads = values["hidden"], values["heads"]
     return hidden // heads if type(hidden) is int and type(heads) is int and heads else None
 

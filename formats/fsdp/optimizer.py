@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, some
+from formats.fsdp import beside, native, olmo_core
 from formats.fsdp import checkpoint as fsdp
-from formats.fsdp import native, olmo_core
 from formats.layout.pieces import Scattered, spread
 from formats.layout.placed import Placed, match
 from formats.layout.slots import ALONE
@@ -248,7 +248,7 @@ def _unsaid(source: Checkpoint) -> Mapping[str, Any]:
     """Settings that are in no group, by which an AdamW is known: where OLMo-core's own config names one."""
     if native.trainer_of({item.key for item in source.tensors}) != native.OLMO_CORE:
         return {}
-    own = olmo_core.own(fsdp.configs(source.root, source.home))
+    own = olmo_core.own(beside.configs(source.root, source.home))
     return {"amsgrad": False} if own and olmo_core.makes_steps_of_adamw(own) else {}
 
 

@@ -4,8 +4,8 @@ All train a Llama of random weights in bf16, stepped in float32, on the same doc
 activation checkpointing and fused AdamW, interleaved, each in a process of its own. The documents of a row do not see
 each other; labels that are trained are what counts. TRL (`packing_strategy="bfd"`, padding-free) and torchtitan (its
 dataset puts documents one after the other) pack themselves: rows differ, their sizes do not. torchtitan is compiled, as
-its own settings are; `train run, compiled` is with `model.compile` and without `parallel.reshard`. What is not installed
-is left out.
+its own settings are; `train run, compiled` is with `model.compile` and without `parallel.reshard`. What is not
+installed is left out.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def ours(folder: Path, micro: int, model: dict[str, Any], reshard: bool) -> dict
     settings = {
         "model": {"path": str(folder / "model"), **model},
         "data": {"train": [str(folder / "P")], "seq_length": LENGTH, "loss": "all"},
-        "batch": {"size": ROWS, "micro": micro}, "parallel": {"reshard": reshard}, "optim": {"lr": 1e-5}, "steps": {"train_iters": STEPS},
+        "batch": {"size": ROWS, "micro": micro}, "parallel": {"reshard": reshard},
+        "optim": {"lr": 1e-5}, "steps": {"train_iters": STEPS},
         "save": {"path": str(save), "every": 1000},
     }  # fmt: skip
     (folder / "config.yml").write_text(json.dumps(settings))

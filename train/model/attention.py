@@ -98,7 +98,7 @@ def _has_flash() -> bool:
         import_module("flash_attn")
     except ImportError:
         return False
-    from transformers.utils import is_flash_attn_2_available
+    from transformers.utils.import_utils import is_flash_attn_2_available
 
     return bool(is_flash_attn_2_available())
 

@@ -161,7 +161,14 @@ def test_copies_in_a_layer_that_predicts_a_second_token_are_written_where_they_w
         assert convert("hf2hf", source, out, *words).code == 0
         keys = {key for file in out.glob("*.safetensors") for key in load_file(file)}
         assert keys & copies.keys() == (set() if words[:1] == ["--drop"] else copies.keys()), words
+    for command in ("verify", "diff"):  # what only one of the two has is left out
+        assert convert(command, tmp_path / "out3", source).code == 6
+        for two in ((tmp_path / "out3", source), (source, tmp_path / "out3")):
+            assert convert(command, *two, "--drop", "mtp").code == 0
+        ran = convert(command, tmp_path / "out3", tmp_path / "out3", "--drop", "mtp")
+        assert (ran.code, "the model has no layer that predicts further tokens" in ran.err) == (2, True), ran.err
     assert convert("hf2fsdp", source, tmp_path / "fsdp").code == 0
+    assert convert("verify", tmp_path / "fsdp", tmp_path / "out3", "--drop", "mtp").code == 0
     assert convert("fsdp2hf", tmp_path / "fsdp", tmp_path / "back").code == 0
     assert load_file(tmp_path / "back/model.safetensors").keys() == (tensors | copies).keys()
 

@@ -42,7 +42,7 @@ def manifest(plan: Plan, digests: Mapping[str, str], files: Mapping[str, str]) -
     weights = total(of_weights(plan, digests))
     facts = {"vitruvian": 1, "digest": weights, "source": source, "settings": plan.spec.settings()}
     if plan.inputs:
-        facts["sources"] = [one.record for one in plan.inputs]
+        facts["sources"] = [entry.record for entry in plan.inputs]
     return dumped({**facts, "files": dict(files), **sections})
 
 

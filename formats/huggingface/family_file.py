@@ -330,16 +330,16 @@ def _check_table(family: Family, path: Path) -> None:
     for residual, head, part, *rest in product(residuals, heads, parts, named, layers_of, experts, queries, biases):
         kind = set[str]().union(*rest, part)
         layers = [rule for rule in family.tensors if (MTP in rule.conditions) == bool(part)]
-        here = [rule for rule in layers if rule.conditions <= {*residual, *head, *kind, "optional"}]
-        keys = [key for rule in here for key in rule.spellings]
+        kind_rules = [rule for rule in layers if rule.conditions <= {*residual, *head, *kind, "optional"}]
+        keys = [key for rule in kind_rules for key in rule.spellings]
         twice = [key for key in keys if keys.count(key) > 1]
         if twice:
             raise UsageError(f"{path}: its table has the key {twice[0]} twice ({', '.join({*residual, *head, *kind})})")
-        names = [name for rule in here if "optional" not in rule.conditions for name in rule.pattern.tensors]
+        names = [name for rule in kind_rules if "optional" not in rule.conditions for name in rule.pattern.tensors]
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise UsageError(f"{path}: its table has {twice[0]} twice ({', '.join({*residual, *head, *kind})})")
-        first = {JOIN} if part else {"embedding", *model_tensors(here, {*residual, *head, *kind})}
+        first = {JOIN} if part else {"embedding", *model_tensors(kind_rules, {*residual, *head, *kind})}
         lost = first - set(names)
         if lost:
             raise UsageError(f"{path}: its table has no {min(lost)}, or an optional one alone")

@@ -125,10 +125,10 @@ def require_table(config: Mapping[str, Any], family: Family, where: str) -> None
         )
     _require_full(config, family, where)
     for key in family.keys.values():
-        said = [f"{one} = {short(config[one])}" for one in key.split() if one in config]
-        if len({one.partition(" = ")[2] for one in said}) > 1:
+        stated = [f"{one} = {short(config[one])}" for one in key.split() if one in config]
+        if len({one.partition(" = ")[2] for one in stated}) > 1:
             raise SourceError(
-                f"{where} contradicts itself: {' and '.join(said)}",
+                f"{where} contradicts itself: {' and '.join(stated)}",
                 "remove the one that the model was not trained with",
             )
 
@@ -148,5 +148,5 @@ def _require_full(config: Mapping[str, Any], family: Family, where: str) -> None
         return
     layers, full = config.get("num_hidden_layers"), config.get(key, assumed)
     if type(layers) is int and not (type(full) is int and full >= layers):
-        told = f"{key} = {short(full)} of {layers} layers" if key else f"{family.switch} = {config.get(family.switch)}"
-        raise UnsupportedError(f"{where}: {told}: a sliding window is not supported for {family.name}")
+        why = f"{key} = {short(full)} of {layers} layers" if key else f"{family.switch} = {config.get(family.switch)}"
+        raise UnsupportedError(f"{where}: {why}: a sliding window is not supported for {family.name}")

@@ -163,9 +163,9 @@ def slots(
         expert_mesh: the mesh of the tensors that are split over experts, where theirs is another one.
         layer_sizes: the sizes that each layer of the model has otherwise; none where all have the same.
     """
-    known, here = set(tensors), set(conditions) | ALWAYS | KINDS
+    known, conditions_met = set(tensors), set(conditions) | ALWAYS | KINDS
     numbers = list(layers)
-    holding = [rule for rule in table if set(rule.pattern.tensors) <= known and rule.conditions <= here]
+    holding = [rule for rule in table if set(rule.pattern.tensors) <= known and rule.conditions <= conditions_met]
     frozen_sizes = tuple(sizes.items())
     frozen_by_layer = [tuple({**sizes, **own}.items()) for own in layer_sizes]
     meshes = {False: tuple(mesh.items()), True: tuple((mesh if expert_mesh is None else expert_mesh).items())}

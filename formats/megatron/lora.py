@@ -41,7 +41,8 @@ from formats.megatron.folders import TRACKER, name_of
 from formats.model.lora import TOGETHER, LoraSpec, spec_of
 from formats.model.spec import ModelSpec
 from formats.torch_files import dcp, dcp_writer
-from formats.torch_files.archive import TorchFile, packed
+from formats.torch_files.archive import TorchFile
+from formats.torch_files.archive_plan import packed
 from formats.torch_files.archive_writer import packed_plain
 
 ADAPTER = ".adapter."
@@ -202,8 +203,8 @@ def require_orders(spec: LoraSpec, tp: int) -> None:
     Raises:
         UnsupportedError: they are not, or do not divide.
     """
-    plain, inside = "plain" in spec.base.conditions, {"gate", "up"} & {*spec.matrices}
-    if inside and plain and (tp > 1 or not spec.shared):
+    ungated, inside = "plain" in spec.base.conditions, {"gate", "up"} & {*spec.matrices}
+    if inside and ungated and (tp > 1 or not spec.shared):
         raise UnsupportedError(
             f"linear_fc1 of a {spec.base.family} has no gate: versions of Megatron-Bridge differ in how they store its "
             f"LoRA at a tensor parallel size of {tp}, and CanonicalLoRA has none",

@@ -17,6 +17,7 @@ from formats.megatron import megatron_llm
 from formats.megatron.args.fields import FIELDS
 from formats.megatron.args.moe import interleaves_of
 from formats.megatron.mesh import Mesh
+from formats.megatron.tables import GROUPED
 from formats.model.values import whole
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.pickle_values import Namespace, TensorRef
@@ -54,8 +55,6 @@ COMPARED = 1 << 16
 
 DROPS = (r".*\._extra_state", r".*\.inv_freq")
 """Transformer Engine's FP8 state, and rotary tables that some versions saved."""
-GROUPED = re.compile(r".*\.mlp\.experts\.weight[12]")
-"""All experts of a layer in one matrix."""
 LOCAL = re.compile(r"decoder\.layers\.\d+\.input_layernorm\.weight")
 FUSED = re.compile(r"decoder\.layers\.\d+\..*\.layer_norm_weight")
 """What tells the names of the local layers from those of Transformer Engine, which has the first too with latents."""

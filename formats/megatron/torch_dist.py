@@ -45,7 +45,7 @@ from formats.megatron.args import flags, indexer, linear_attention, mla, run_con
 from formats.megatron.args.moe import INTERLEAVE, interleaves_of
 from formats.megatron.args.options import DIST, Options, namespace
 from formats.megatron.chained_optimizer import BUFFER, CHAINED, spread
-from formats.megatron.classic import DECODER, FLAGS, HEAD, MCORE, assets_of, spec_of, topology_of
+from formats.megatron.classic import FLAGS, assets_of, spec_of, topology_of
 from formats.megatron.common_state import ABOUT, BACKEND
 from formats.megatron.details import details
 from formats.megatron.folders import TRACKER, locate, name_of
@@ -53,10 +53,11 @@ from formats.megatron.mesh import Mesh
 from formats.megatron.optimizer import PREFIX, Optimizer
 from formats.megatron.pipeline import Chunk, chunks
 from formats.megatron.shards import DROPS, STATE, args_of, require_alone
+from formats.megatron.tables import DECODER, HEAD, MCORE
 from formats.model.spec import ModelSpec
 from formats.model.values import MOST_LAYERS
 from formats.torch_files import dcp, dcp_writer
-from formats.torch_files.archive import packed
+from formats.torch_files.archive_plan import packed
 from formats.torch_files.archive_writer import packed_plain
 from formats.torch_files.dcp_metadata import DATA
 from formats.torch_files.pickle_values import Namespace
@@ -239,7 +240,7 @@ def _layers(folder: Path, name: str, tensor: Scattered) -> Iterator[tuple[str, S
     elif not tensor.shape or not 0 < tensor.shape[0] < MOST_LAYERS:
         raise SourceError(f"{folder}: {short(name)} {list(tensor.shape)} is no stack of layers")
     else:
-        yield from ((f"{LAYERS}{layer}.{rest}", one) for layer, one in enumerate(unstacked(tensor)))
+        yield from ((f"{LAYERS}{layer}.{rest}", part) for layer, part in enumerate(unstacked(tensor)))
 
 
 def _table(keys: Mapping[str, Any]) -> tuple[Rule, ...]:
@@ -302,7 +303,7 @@ def write(
 
     It loads in any topology; with an optimizer at ep = 1, or at any other, for there experts have their own. It is cut
     for the one that was asked for, whose ranks read nothing but their own parts.
-    The arguments are those of `megatron.write`.
+    The arguments are those of `classic.write`.
     """
     pipeline, padded = topology_of(spec, options)
     folder = name_of(iteration)

@@ -83,14 +83,14 @@ class ModelSpec(Parts):
         A layer that predicts a token after the next has attention, and experts where the last one has them.
         """
         mixers = {name: set(getattr(self, name) or ()) for name in MIXERS}
-        told = TOLD_APART & family_named(self.family).kinds
+        distinguished = TOLD_APART & family_named(self.family).kinds
         sparse, mlps = self.sparse_layers, self.mlp_layers
 
         def of(layer: int) -> frozenset[str]:
             mixer = next((MIXERS[name] for name, layers in mixers.items() if layer in layers), "attention")
             mlp = "sparse" if layer in sparse else "dense"
             indexing = {"indexing"} if self.index_heads and layer not in (self.shared_index_layers or ()) else set()
-            apart = self._apart(layer) & told if told else set()
+            apart = self._apart(layer) & distinguished if distinguished else set()
             return frozenset({mixer, mlp, *indexing, *apart} if mlps is None else {mlp if layer in mlps else mixer})
 
         kinds = [of(layer) for layer in range(self.layers)]

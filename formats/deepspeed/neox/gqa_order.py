@@ -156,8 +156,8 @@ def _seen(spec: ModelSpec, by_file: Found, tp: int) -> tuple[str | None, str]:
             shares[order].append(float(np.var(means[classes]) / max(np.var(lengths), 1e-30)))
     if not fused:
         return None, ""
-    told = ", ".join(f"{order} explains {min(one):.0%} to {max(one):.0%}" for order, one in shares.items())
-    why = f" (of the variance of their lengths {told})"
+    explained = ", ".join(f"{order} explains {min(one):.0%} to {max(one):.0%}" for order, one in shares.items())
+    why = f" (of the variance of their lengths {explained})"
     for order, other in (("blocked", "grouped"), ("grouped", "blocked")):
         decisive = min(shares[order]) >= MOST and max(shares[other]) <= LEAST
         if decisive and len(ranks[order]) == 1:

@@ -139,8 +139,8 @@ def _require_kind(config: Mapping[str, Any], kind: str, biases: bool, grouped: b
     if kind == "rms" and is_gated(config) and not biases and not parallel and fraction == 1.0:
         return
     real(fraction, "rotary_fraction", where)
-    plain = activation == "gelu" and config.get("mlp_type", "regular") == "regular"
-    if kind == "layernorm" and plain and fraction <= 1 and biases and not grouped:
+    plain_mlp = activation == "gelu" and config.get("mlp_type", "regular") == "regular"
+    if kind == "layernorm" and plain_mlp and fraction <= 1 and biases and not grouped:
         return
     facts = f"activation {short(activation)}, rotary_pct {short(fraction)}, gpt_j_residual {short(parallel)}"
     *classes, last = (family.architecture for family in FAMILIES.values() if family.neox)

@@ -26,7 +26,7 @@ from formats.huggingface import folder as huggingface
 from formats.huggingface import text_alone
 from formats.layout.pieces import Scattered, match_pieces
 from formats.layout.placed import files_of
-from formats.layout.slots import Slot, slots
+from formats.layout.slots import Slot
 from formats.layout.table import Rule
 from formats.layout.tensors import UNTRAINED
 from formats.model import adapters
@@ -233,17 +233,7 @@ def _native_slots(spec: Spec, trainer: str) -> list[Slot]:
             f"{native.TRAINERS[trainer].sign} is a name of {trainer}, whose {spec.family} has no table",
             f"there are {', '.join(layouts)}",
         )
-    return list(
-        slots(
-            layouts[spec.family],
-            spec.sizes(),
-            tensors=spec.tensors,
-            layers=enumerate(range(spec.layers)),
-            mesh={},
-            conditions=spec.conditions,
-            kinds=spec.layer_kinds,
-        )
-    )
+    return spec.slots_in(layouts[spec.family], spec.sizes())
 
 
 def _require_rows(tensors: Mapping[str, Scattered], spec: Verbatim, where: Path) -> None:

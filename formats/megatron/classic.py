@@ -25,7 +25,7 @@ from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.placed import match
 from formats.layout.ranks import Files
-from formats.layout.slots import Place, Slot, slots
+from formats.layout.slots import Place, Slot
 from formats.layout.table import Rule
 from formats.megatron import MEGATRON, megatron_llm, mtp, names
 from formats.megatron import optimizer as megatron_optim
@@ -123,8 +123,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     topology |= {"ep": mesh.ep} if mesh.ep > 1 else {}
     topology |= {"etp": mesh.etp} if mesh.etp != mesh.tp else {}
     files = tuple(shard.file.path for shard in shards)
-    experts = "local" if any(".local_experts." in key for key in keys) else "te"
-    saved = details(first.file, args, dialect, iteration, padded, names_of(keys), experts, mesh.interleaves)
+    saved = details(first.file, args, dialect, iteration, padded, *names_of(keys), mesh.interleaves)
     return Checkpoint(
         run, iteration, NAME, spec, tuple(placed), tuple(dropped), files, topology, assets, saved, config=config,
         padded_vocab=padded, added_tokens=megatron_llm.added_tokens(args), state=state_of(shards), ties=TIES,
@@ -246,19 +245,17 @@ def slots_of(
     placed, parts = list[Slot](), chunks(pipeline, spec.layers)
     mtp.require_pipeline(spec, pipeline, parts)
     for chunk in parts:
-        conditions = {*spec.conditions, "fused" if fused else "separate"}
+        conditions = {"fused" if fused else "separate"}
         conditions |= {"first"} if chunk.first else set()
         conditions |= {"last"} if chunk.last else set()
         chunk_rules = [rule for rule in table if not (chunk.first and "copy" in rule.conditions)]
         for rank, tp, ep in islice(mesh.files(), 1 if first else None):
-            placed += slots(
+            placed += spec.slots_in(
                 chunk_rules,
                 spec.sizes(padded_vocab) | mesh.interleaves,
-                tensors=spec.tensors,
+                conditions,
                 place=Place(folder_of(tp, chunk.stage, ep, pipeline.stages, mesh), _chunk_key(chunk.virtual, pipeline)),
                 layers=mtp.layers_of(spec, chunk.layers, last=chunk.last),
-                conditions=conditions,
-                kinds=spec.layer_kinds,
                 **mesh.of(rank, spec.experts or 0),
             )
     return placed

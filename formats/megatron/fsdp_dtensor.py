@@ -126,7 +126,6 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     others = [entry.name for entry in entries if not KEY.match(entry.name)]
     files = {path for entry in entries for path in entry.items.files}
     writers = {rank[1] for file in files if (rank := DATA.fullmatch(file.name))}
-    experts = "local" if any(".local_experts." in key for key in tensors) else "te"
     sections = {name.partition(".")[0] for name in (*others, *objects)}
     return Checkpoint(
         run,
@@ -138,7 +137,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         tuple(dict.fromkeys([*dcp.metadata_files(folder), *sorted(files)])),
         {"ranks": len(writers)},
         assets,
-        details(common, args, FSDP_DTENSOR, folder, padded, names_of(tensors), experts, interleaves),
+        details(common, args, FSDP_DTENSOR, folder, padded, *names_of(tensors), interleaves),
         config=config,
         padded_vocab=padded,
         state=tuple(name for name in STATE if name in sections),

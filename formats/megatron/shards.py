@@ -147,9 +147,10 @@ def _one_stage_of_experts(file: TorchFile) -> bool:
     return stages in (None, 1) and type(spread) is int and spread > 1
 
 
-def names_of(keys: Collection[str]) -> str:
-    """Whether norms have the names of the local layers or those of Transformer Engine, where some are fused."""
-    return "local" if any(map(LOCAL.fullmatch, keys)) and not any(map(FUSED.fullmatch, keys)) else "te"
+def names_of(keys: Collection[str]) -> tuple[str, str]:
+    """Whether norms, and experts, have the names of the local layers or of Transformer Engine, where some are fused."""
+    norm = "local" if any(map(LOCAL.fullmatch, keys)) and not any(map(FUSED.fullmatch, keys)) else "te"
+    return norm, "local" if any(".local_experts." in key for key in keys) else "te"
 
 
 def vocab_multiple(args: Mapping[str, Any], path: Path) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from formats.families import family_named
-from formats.layout.table import MTP, TOLD_APART, model_tensors
+from formats.layout.slots import Slot, slots
+from formats.layout.table import MTP, TOLD_APART, Rule, model_tensors
 from formats.layout.tensors import TENSORS
 from formats.model.settings import CHOICES, EVERY, LISTS, Parts
 
@@ -136,6 +137,19 @@ class ModelSpec(Parts):
         """The logical tensors of the model, in the order of its family's table."""
         kinds = frozenset[str]().union(*self.layer_kinds)
         return model_tensors(family_named(self.family).tensors, {*self.conditions, *kinds})
+
+    def slots_in(
+        self, table: Sequence[Rule], sizes: Mapping[str, int], conditions: Iterable[str] = (), **file: Any
+    ) -> list[Slot]:
+        """The physical tensors in a table: whole, of all layers and experts, unless arguments of `slots` say else."""
+        experts = list(enumerate(range(self.experts or 0)))
+        whole = {"layers": enumerate(range(len(self.layer_kinds))), "mesh": {}, "experts": experts}
+        return list(
+            slots(
+                table, sizes, tensors=self.tensors, conditions={*self.conditions, *conditions}, kinds=self.layer_kinds,
+                layer_sizes=self.layer_sizes, **{**whole, **file},
+            )
+        )  # fmt: skip
 
     def sizes(self, padded_vocab: int | None = None) -> dict[str, int]:
         """The size of each axis; `padding` is what a padded vocabulary adds."""

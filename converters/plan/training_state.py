@@ -6,16 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from converters.plan.parts import Part, prove_tiling
-from converters.plan.plan import (
-    MASTERS,
-    PADDING,
-    Job,
-    Plan,
-    cast_dtype,
-    cast_dtypes,
-    make_plan,
-    padding_leaves,
-)
+from converters.plan.plan import MASTERS, PADDING, Job, Plan, cast_dtype, cast_dtypes, make_plan, padding_leaves
 from converters.plan.request import Request
 from converters.plan.targets import plan_fsdp, plan_megatron
 from converters.plan.universal import UNTAKEN

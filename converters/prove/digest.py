@@ -10,12 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from converters.common.manifest import (
-    dumped,
-    read_manifest,
-    remembered_states,
-    total,
-)
+from converters.common.manifest import dumped, read_manifest, remembered_states, total
 from converters.plan.plan import Plan
 from formats.checkpoint import MANIFEST
 from formats.errors import VerificationError

@@ -284,8 +284,7 @@ def write(
     stored = [dcp_writer.whole(slot, name) for slot, name in zip(wanted, paths, strict=True)]
     settings: dict[dcp_writer.Keys, bytes | Small] = {}
     if optimizer is not None:
-        fixed = UNTRAINED
-        trained = [one for one in wanted if not (one.replica or fixed.intersection(one.rule.pattern.tensors))]
+        trained = [slot for slot in wanted if not (slot.replica or UNTRAINED.intersection(slot.rule.pattern.tensors))]
         for slot in trained:
             for state, of in optimizer.dtypes.items():
                 path = _states(slot, state, flat=bool(trainer))
@@ -293,7 +292,7 @@ def write(
                 stored.append(dcp_writer.whole(slot, ".".join(path), state, slot_dtype(slot, of)))
         settings = _settings(optimizer, trained, flat=bool(trainer))
         paths |= {".".join(map(str, path)): path for path in settings}
-    objects = {".".join(map(str, path)): one for path, one in settings.items()}
+    objects = {".".join(map(str, path)): value for path, value in settings.items()}
     files, metadata = dcp_writer.layout(root, dcp_writer.by_rows(stored, ranks), dtypes, paths, objects)
     return Target(tuple(files), {dcp.METADATA: metadata}, {})
 

@@ -142,14 +142,13 @@ class ModelSpec(Parts):
         self, table: Sequence[Rule], sizes: Mapping[str, int], conditions: Iterable[str] = (), **file: Any
     ) -> list[Slot]:
         """The physical tensors in a table: whole, of all layers and experts, unless arguments of `slots` say else."""
-        experts = list(enumerate(range(self.experts or 0)))
-        whole = {"layers": enumerate(range(len(self.layer_kinds))), "mesh": {}, "experts": experts}
-        return list(
-            slots(
-                table, sizes, tensors=self.tensors, conditions={*self.conditions, *conditions}, kinds=self.layer_kinds,
-                layer_sizes=self.layer_sizes, **{**whole, **file},
-            )
-        )  # fmt: skip
+        kinds, experts = self.layer_kinds, list(enumerate(range(self.experts or 0)))
+        whole = {"layers": enumerate(range(len(kinds))), "mesh": {}, "experts": experts, **file}
+        holding = {*self.conditions, *conditions}
+        made = slots(
+            table, sizes, tensors=self.tensors, conditions=holding, kinds=kinds, layer_sizes=self.layer_sizes, **whole
+        )
+        return list(made)
 
     def sizes(self, padded_vocab: int | None = None) -> dict[str, int]:
         """The size of each axis; `padding` is what a padded vocabulary adds."""

@@ -7,7 +7,7 @@ neox_arguments/neox_args.py, megatron/model/transformer.py, activations.py and n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from formats.deepspeed.neox.settings_table import FUSED, ROWS, WINDOW, number, yarn_of
@@ -200,8 +200,7 @@ def to_neox(spec: ModelSpec, tp: int, pp: int, multiple: int, base: Mapping[str,
         raise UnsupportedError(f"GPT-NeoX has no {lost}")
     kept = {key: value for key, value in base.items() if key not in ("mlp_type", "expansion_factor")}
     topology = {"pipe_parallel_size": pp, "model_parallel_size": tp, "make_vocab_size_divisible_by": multiple}
-    values = {setting.name: getattr(spec, setting.name) for setting in fields(spec)}
-    return {**kept, **topology, **write(ROWS, values, {kind}, "the yml", base)}
+    return {**kept, **topology, **write(ROWS, vars(spec), {kind}, "the yml", base)}
 
 
 def _kind(spec: ModelSpec) -> str:

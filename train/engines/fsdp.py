@@ -30,7 +30,18 @@ from train.model.adam8bit import Adam8bit
 from train.model.optimizer import adamw
 from train.model.parts import layers
 from train.model.quantized import packed, quantize
-from train.model.trainee import DTYPES, Trainee, fill, fill_buffers, freeze, make, place, save_memory, weights
+from train.model.trainee import (
+    DTYPES,
+    Trainee,
+    compile_layers,
+    fill,
+    fill_buffers,
+    freeze,
+    make,
+    place,
+    save_memory,
+    weights,
+)
 from train.settings.config import Config
 
 Adam = torch.optim.Optimizer | Adam8bit
@@ -47,7 +58,7 @@ def sharded(config: Config, model_config: Any, world: World, backend: str) -> An
     """
     dtype = DTYPES[config.model.dtype]
     model = make(model_config, backend, dtype if config.lora else torch.float32, world.context)
-    kernel = kernels.resolve(config.model.kernels, model_config, world.device)
+    kernel = kernels.resolve(config.model.kernels, model_config, world.device, config.model.compile)
     if kernel == "liger":
         kernels.replace(model)
     if config.lora is not None:
@@ -58,10 +69,9 @@ def sharded(config: Config, model_config: Any, world: World, backend: str) -> An
     decoder_layers = layers(model)
     if world.tensor > 1:
         tensor_parallel.split(decoder_layers, model_config, world.mesh["tensor"])
-    save_memory(decoder_layers, config.model, world.device)
     if config.model.compile:
-        for layer in decoder_layers:
-            layer.compile()
+        compile_layers(decoder_layers)
+    save_memory(decoder_layers, config.model, world.device)
     trainee = Trainee(model, backend, kernel, world.sharing)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     whole = packed(model)

@@ -68,9 +68,10 @@ class Model(_Part):
     activation_offload: bool = Field(
         False, description="Keep the inputs of layers in CPU memory until the backward pass."
     )
-    compile: bool = Field(False, description="torch.compile for each layer.")
+    compile: bool = Field(False, description="torch.compile for each layer, once for all sizes of rows.")
     kernels: Literal["auto", "torch", "liger"] = Field(
-        "auto", description="Of norms, MLPs and RoPE; auto takes liger on a GPU where it supports the model."
+        "auto",
+        description="Of norms, MLPs and RoPE; auto takes liger on a GPU where it supports the model, not with compile.",
     )
 
 

@@ -57,25 +57,25 @@ def holders(_: Family) -> dict[str, bool]:
 def read(path: Path, settings: Settings) -> Checkpoint:
     """Open a checkpoint: the pickles of its files, none of the weights."""
     run, tag = deepspeed.locate(path, settings.tag)
-    models = model_files.of_ranks(tag)
-    whole = universal.is_universal(tag)
-    third = bool(saved_names.MODEL_OF_STAGE_3.fullmatch(models[0].path.name))
-    modules = model_files.module(models[0])
+    models, whole = model_files.of_ranks(tag), universal.is_universal(tag)
+    first = models[0]
+    modules = model_files.module(first)
+    third = bool(saved_names.MODEL_OF_STAGE_3.fullmatch(first.path.name))
     bare = third or (whole and all(fragment.shape == (0,) for fragment in modules.values()))
     wanted = settings.weights or ("fp32-master" if bare else "module")
-    notes = []
+    state = WEIGHTS[wanted]
     if wanted == "module" and bare:
         kind = "a universal checkpoint" if whole else "of stage 3"
         raise OptionNeededError(f"{tag} is {kind}, whose model files hold no weights", "add --weights fp32-master")
-    notes += zero_partitions.require_one_step(models[0], *_steps(tag), settings.accept)
-    notes += model_files.left_out(models[0])
+    notes = zero_partitions.require_one_step(first, *_steps(tag), settings.accept)
+    notes += model_files.left_out(first)
     if wanted == "module":
-        tensors = dict(_module(models[0], modules))
+        tensors = dict(_module(first, modules))
     elif whole:
-        tensors = dict(universal.tensors(tag, _shapes(models[0]), WEIGHTS[wanted]))
+        tensors = dict(universal.tensors(tag, _shapes(first), state))
     else:
-        tensors = dict(_states(tag, models, modules, WEIGHTS[wanted]))
-    tensors |= _aliases(models[0].value, tensors)
+        tensors = dict(_states(tag, models, modules, state))
+    tensors |= _aliases(first.value, tensors)
     keys = _keys(tensors, tag, settings.adapter)
     assets, part = _part(path, run, tag, settings, keys)
     keys = part.of(keys)
@@ -83,18 +83,16 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     spec = huggingface.spec_of(shapes, part.config, assets, settings) if assets else adapters.spec_of(shapes)
     slots, drops = huggingface.model_slots(spec, keys), huggingface.drops(spec, keys, settings)
     if whole and wanted != "module":
-        universal.require_trained(tag, models[0].value, slots if isinstance(spec, ModelSpec) else None, keys)
+        universal.require_trained(tag, first.value, slots if isinstance(spec, ModelSpec) else None, keys)
     placed, pieces, dropped = match_pieces(slots, {key: tensors[name] for key, name in keys.items()}, drops, tag)
     twins = _twins(placed, keys, modules) if wanted == "fp32-master" and not bare else ()
     if settings.weights is None and bare and settings.adapter is None:
         notes.append(_no_module({tensor.fragment.dtype for tensor in placed}))
-    state = models[0].value
-    topology = {"dp": state.get("dp_world_size", 1)}
-    details = Details(shown={"iteration": state.get("global_steps"), "folder": tag.name})
+    topology = {"dp": first.value.get("dp_world_size", 1)}
+    details = Details(shown={"iteration": first.value.get("global_steps"), "folder": tag.name})
     files = tuple(sorted(files_of(pieces)))
-    proof = None
-    if WEIGHTS[wanted] in ("exp_avg", "exp_avg_sq") and not bare:
-        proof = read(path, replace(settings, weights="fp32-master"))
+    moments = state in STATES[1:]
+    proof = read(path, replace(settings, weights="fp32-master")) if moments and not bare else None
     return Checkpoint(
         run, tag, NAME, spec, pieces, tuple(dropped), files, topology, assets, details, twins, tuple(notes), proof,
         settings=settings, config=config, ties=model_files.TIES, left=part.left,

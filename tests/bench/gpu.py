@@ -4,7 +4,8 @@ All train a Llama of random weights in bf16, stepped in float32, on the same doc
 activation checkpointing and fused AdamW, interleaved, each in a process of its own. The documents of a row do not see
 each other; labels that are trained are what counts. TRL (`packing_strategy="bfd"`, padding-free) and torchtitan (its
 dataset puts documents one after the other) pack themselves: rows differ, their sizes do not. torchtitan is compiled, as
-its own settings are; `train run` is with `--compile` only. What is not installed is left out.
+its own settings are; `train run, compiled` is with `model.compile` and without `parallel.reshard`. What is not
+installed is left out.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-LENGTH, ROWS, STEPS, SKIPPED = 8192, 4, 12, 4
+LENGTH, ROWS, STEPS, SKIPPED = 8192, 4, 20, 8
 END = 1
 """The token that ends a document, and is nowhere else."""
 IN_MEMORY = Path("/dev/shm")
@@ -80,13 +81,14 @@ def _lines(path: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def ours(folder: Path, micro: int, model: dict[str, Any]) -> dict[str, float]:
-    """Train with `train run`, with settings of its model, and read its log."""
+def ours(folder: Path, micro: int, model: dict[str, Any], reshard: bool) -> dict[str, float]:
+    """Train with `train run`, and read its log."""
     save = folder / f"save{time.monotonic_ns()}"
     settings = {
         "model": {"path": str(folder / "model"), **model},
         "data": {"train": [str(folder / "P")], "seq_length": LENGTH, "loss": "all"},
-        "batch": {"size": ROWS, "micro": micro}, "optim": {"lr": 1e-5}, "steps": {"train_iters": STEPS},
+        "batch": {"size": ROWS, "micro": micro}, "parallel": {"reshard": reshard},
+        "optim": {"lr": 1e-5}, "steps": {"train_iters": STEPS},
         "save": {"path": str(save), "every": 1000},
     }  # fmt: skip
     (folder / "config.yml").write_text(json.dumps(settings))
@@ -145,7 +147,7 @@ def main() -> None:
                         continue
                     if CONTENDERS[contender] == "train":
                         settings = {"attention": options.attention, "compile": contender == COMPILED}
-                        figures = ours(folder, options.micro, settings)
+                        figures = ours(folder, options.micro, settings, reshard=contender != COMPILED)
                     else:
                         figures = another(contender, folder, size, options.micro)
                     print(f"{size} {contender}, micro {options.micro}:", json.dumps(figures), flush=True)

@@ -78,10 +78,11 @@ def sharded(config: Config, model_config: Any, world: World, backend: str) -> An
     pinned = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     offload = pinned if config.parallel.offload else OffloadPolicy()
     mesh = world.mesh if world.mesh.shape[0] > 1 else world.mesh["shard"]
+    shared: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload, "ignored_params": whole}
     for layer in decoder_layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=whole)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=config.parallel.reshard, **shared)
     around = world.every if world.tensor > 1 else mesh  # what is in no layer is computed by each rank as a whole
-    fully_shard(trainee, mesh=around, mp_policy=policy, offload_policy=offload, ignored_params=whole)
+    fully_shard(trainee, mesh=around, **shared)
     trainee.to_empty(device="cpu" if config.parallel.offload else world.device)
     for module in model.modules():  # FSDP keeps parameters only in the memory of the CPU
         for name, buffer in module.named_buffers(recurse=False):
@@ -100,7 +101,7 @@ class FsdpEngine:
     """A model whose weights, gradients and moments are sharded over the ranks of a replica."""
 
     def __init__(self, config: Config, model_config: Any, world: World, backend: str) -> None:
-        self.clip, self.world = config.optim.clip, world
+        self.clip, self.world, self.reshard = config.optim.clip, world, config.parallel.reshard
         self.trainee = sharded(config, model_config, world, backend)
         self.model = self.trainee.model
         self.kernels = self.trainee.kernels
@@ -117,6 +118,9 @@ class FsdpEngine:
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         """See `Engine`. Gradients are reduce-scattered after each micro-batch: else each rank keeps all of them."""
         self.trainee.set_requires_all_reduce(last)
+        if not self.reshard:
+            self.trainee.set_reshard_after_backward(last)
+            self.trainee.set_requires_gradient_sync(last or self.world.ranks > 1)
         loss.backward()  # type: ignore[no-untyped-call]
         if last and self.world.tensor > 1:
             tensor_parallel.sum_partial(layers(self.model), self.model.config, self.world.mesh["tensor"])

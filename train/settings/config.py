@@ -186,6 +186,10 @@ class Parallel(_Part):
 
     replicas: Count = Field(1, description="HSDP: copies of the sharded model; the world is replicas times shards.")
     offload: bool = Field(False, description="FSDP: shards, gradients and moments in CPU memory, where AdamW runs.")
+    reshard: bool = Field(
+        True,
+        description="FSDP: free gathered weights after each layer; false: after each step, for 2 bytes a weight.",
+    )
     context: Count = Field(1, description="Context parallelism: ranks that share each row, for long documents.")
     tensor: Count = Field(1, description="Tensor parallelism: ranks that each compute a part of every layer.")
     zero_stage: Literal[1, 2, 3] = Field(

@@ -124,6 +124,7 @@ def _check_engine(config: Config) -> None:
         "optim.moments": config.optim.moments == "8bit",
         "lora.quantize": config.lora is not None and config.lora.quantize != "none",
         "parallel.offload": config.parallel.offload,
+        "parallel.reshard": not config.parallel.reshard,
         "parallel.context": config.parallel.context > 1,
         "parallel.tensor": config.parallel.tensor > 1,
         "model.compile": config.model.compile,

@@ -49,8 +49,10 @@ class Finding(NamedTuple):
 def contradictions(config: dict[str, Any], spec: Verbatim) -> Iterator[Finding]:
     """Numbers of the config that are not those of the tensors: layers, hidden size, vocabulary."""
     embedding, outer = _embedding(spec.shapes)
-    for prefix, layers in _lists(spec.shapes).items():
-        yield from _depth(config, prefix, len(layers), main=outer is not None and _parent(prefix) == outer)
+    lists = _lists(spec.shapes)
+    for prefix, layers in lists.items():
+        main = _parent(prefix) == outer if embedding is not None else len(lists) == 1
+        yield from _depth(config, prefix, len(layers), main=main)
     if embedding is not None:
         yield from _sizes(config, spec, embedding)
 

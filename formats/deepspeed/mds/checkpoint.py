@@ -23,7 +23,16 @@ from formats.checkpoint import Checkpoint, Details, Settings
 from formats.deepspeed import MDS, modules, universal
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed.mds.args import translated
-from formats.deepspeed.mds.tables import EMBEDDING, FAMILIES, FIRST_LAYER, FIRST_LAYERS, TABLE, norm_number, slots_of
+from formats.deepspeed.mds.tables import (
+    EMBEDDING,
+    FAMILIES,
+    FIRST_LAYER,
+    FIRST_LAYERS,
+    ORDERS,
+    TABLE,
+    norm_number,
+    slots_of,
+)
 from formats.deepspeed.partitions import Partition
 from formats.disk.safetensors import Fragment
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, short, some
@@ -66,12 +75,12 @@ class MegatronDeepSpeed(Details):
     Attributes:
         iteration: that of the files.
         vocab_multiple: what the vocabulary was padded to a multiple of, for each tensor rank.
-        qkv: the condition that holds of the rows for query, key and value.
+        qkv: the order of query, key and value in the tree that wrote it; None where several have what is in the files.
     """
 
     iteration: int
     vocab_multiple: int
-    qkv: str
+    qkv: str | None
 
 
 class _Opened(NamedTuple):
@@ -195,10 +204,10 @@ def _ours(file: TorchFile) -> Mapping[str, Any]:
 def _with_vocab(settings: Settings, file: TorchFile, config: Mapping[str, Any] | None) -> Settings:
     """The settings, with the vocabulary that the files know unless the user or a config says it."""
     info = file.value.get(INFO)
-    known = {"original_vocab_size": _ours(file).get("vocab"), **(info if isinstance(info, Mapping) else {})}
-    if settings.vocab_size is not None or config is not None or known["original_vocab_size"] is None:
+    vocab = info.get("original_vocab_size") if isinstance(info, Mapping) else _ours(file).get("vocab")
+    if settings.vocab_size is not None or config is not None or vocab is None:
         return settings
-    return replace(settings, vocab_size=whole(known["original_vocab_size"], "original_vocab_size", str(file.path)))
+    return replace(settings, vocab_size=whole(vocab, "original_vocab_size", str(file.path)))
 
 
 def _same_args(models: Mapping[int, TorchFile]) -> dict[str, Any]:
@@ -289,6 +298,14 @@ def _order(
     return layout, ()
 
 
+def _tree(opened: _Opened) -> str | None:
+    """The order of the tree that wrote a checkpoint, also at other sizes; None where nothing tells it."""
+    said, ours = opened.settings.gqa_layout, _ours(opened.models[0]).get("qkv")
+    if opened.qkv == "separate":
+        return opened.qkv
+    return ours if ours in ORDERS else None if said == "auto" else said
+
+
 def _of_state(opened: _Opened, partitions: Mapping[int, list[Partition]], state: str) -> Checkpoint:
     """What the optimizer keeps, as a checkpoint; master weights are to be compared with the module."""
     parts = modules.masters(opened.models, opened.tp, partitions, state, EMBEDDING)
@@ -318,7 +335,7 @@ def _checkpoint(
         shown=shown,
         iteration=iteration,
         vocab_multiple=opened.vocab_multiple,
-        qkv=opened.qkv,
+        qkv=_tree(opened),
     )
     files = tuple(sorted({piece.fragment.path for piece in pieces}))
     return Checkpoint(

@@ -129,7 +129,7 @@ def test_masters_and_moments(convert, tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["llama_gqa_separate_tp2", "llama_gqa_fused_tp2", STAGES])
 def test_other_frameworks_resume_from_it(convert, tmp_path, name):
     run, words = HERE / name, ["--with-optimizer", *CASES[name]]
     told = convert("inspect", run, *CASES[name]).out

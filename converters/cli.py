@@ -18,6 +18,7 @@ SECTIONS = {
         "hf2fsdp": f"{HOME}.convert",
         "hf2megatron": f"{HOME}.convert",
         "hf2neox": f"{HOME}.neox",
+        "hf2mds": f"{HOME}.zero",
         "hf2mistral": f"{HOME}.convert",
         "hf2hf": f"{HOME}.convert",
         "megatron2hf": f"{HOME}.convert",

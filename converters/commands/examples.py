@@ -8,6 +8,7 @@ EXAMPLES = {
     "zero-run run --tp 4 --with-optimizer --config base",
     "hf2neox": "base run --tp 4",
     "hf2hf": "model small --dtype bf16 --shard-size 2GB",
+    "hf2mds": "base run --tp 4 --pp 2 --qkv blocked\nrun-tp2 run-tp8 --tp 8",
     "hf2mistral": "base native",
     "mistral2hf": "native model --set max_positions=32768",
     "megatron2hf": "run model --config base\nrun model --config base --iteration 5000\n"

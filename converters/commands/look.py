@@ -41,6 +41,7 @@ TARGETS: dict[str, dict[str, str]] = {
     "huggingface": {"to": "huggingface"},
     "fsdp": {"to": "fsdp"},
     "neox": {"to": "neox"},
+    "megatron_deepspeed": {"to": "megatron-deepspeed"},
     "mistral": {"to": "mistral"},
 }
 """What `plan` plans for: targets, and files of one."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.plan.output import FSDP, GPT_NEOX, HUGGINGFACE, MEGATRON_RUN, MISTRAL, UNIVERSAL
+from converters.plan.output import FSDP, GPT_NEOX, HUGGINGFACE, MEGATRON_DEEPSPEED, MEGATRON_RUN, MISTRAL, UNIVERSAL
 from formats.disk.handle import is_elsewhere
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ NEXT = {
     TORCHTITAN: "torchtitan with checkpoint.initial_load_path={out}",
     OLMO_CORE: "OLMo-core with load_path={out} and load_trainer_state=False",
     GPT_NEOX: "GPT-NeoX with load: {out} and finetune: true",
+    MEGATRON_DEEPSPEED: "Megatron-DeepSpeed with --load {out} and the flags in {out}/megatron_flags.txt",
     MISTRAL: 'Transformer.from_folder("{out}") of mistral-inference, or vllm serve {out} --load-format mistral',
     UNIVERSAL: "DeepSpeed with checkpoint: {{load_universal: true}}, load_checkpoint from {out}",
 }

@@ -20,6 +20,7 @@ NAMES = {
     "fsdp": ("fsdp", "dcp", "torch", "accelerate", "axolotl", "torchtitan", "verl"),
     "neox": ("neox", "gptneox"),
     "zero": ("zero", "deepspeed", "universal"),
+    "mds": ("mds", "megatrondeepspeed", "megads"),
     "mistral": ("mistral", "consolidated", "mistralinference"),
     "gguf": ("gguf", "ggml", "llamacpp"),
 }
@@ -73,7 +74,7 @@ def found(path: Path) -> Format | None:
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF THAT COMMAND]")
 @click.pass_context
 def to(context: click.Context, /, target: str, src: Path, out: Path, words: Sequence[str]) -> None:
-    """Any checkpoint to FORMAT: hf, megatron, fsdp, neox, zero or mistral.
+    """Any checkpoint to FORMAT: hf, megatron, fsdp, neox, zero, mds (Megatron-DeepSpeed) or mistral.
 
     Same as the command named after the two formats, whose options it takes after OUT: see `convert hf2megatron --help`,
     for instance.

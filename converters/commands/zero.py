@@ -1,21 +1,25 @@
-"""The commands for checkpoints of DeepSpeed whose models have Hugging Face names."""
+"""The commands for checkpoints of DeepSpeed, those of Megatron-DeepSpeed among them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import click
+
 from converters.commands.options import (
     adapter,
     chat_template,
     deepspeed_reading,
     opened,
+    parallel,
     places,
     reading,
     reading_of,
     settings_of,
     shard_size,
     tag,
+    vocab_multiple,
     writing,
 )
 from converters.commands.running import carry_out, convert_to, output_of, request_of
@@ -38,6 +42,29 @@ def zero2hf(src: Path, out: Path, **options: Any) -> None:
     --weights fp32-master of every stage, the weights come out of the optimizer states of all ranks.
     """
     convert_to("huggingface", opened(src, options, MDS, ZERO), out, options)
+
+
+@command()
+@places
+@parallel
+@click.option(
+    "--qkv",
+    type=click.Choice(["grouped", "blocked", "separate"]),
+    help="Query, key and value as the code has them that loads OUT: blocked since 2024-12-04 (deepspeedai), grouped "
+    "before; separate where heads share keys in OpenLLM-France's (Lucie). Has to be said.  [default: as in SRC]",
+)
+@click.option("--iteration", type=click.IntRange(0), metavar="N",
+              help="Write global_stepN.  [default: 0; of Megatron-DeepSpeed as in SRC]")  # fmt: skip
+@vocab_multiple
+@deepspeed_reading
+@reading
+@writing
+def hf2mds(src: Path, out: Path, **options: Any) -> None:
+    """Any checkpoint to Megatron-DeepSpeed: a run with the layer files of a pipeline, loaded with `--finetune`.
+
+    From Megatron-DeepSpeed too, to another topology or to the order of other code.
+    """
+    convert_to("megatron-deepspeed", opened(src, options), out, options)
 
 
 @command()

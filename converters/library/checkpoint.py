@@ -47,6 +47,11 @@ IN_PIECES = {
     "pipeline": "GPT-NeoX's layout pipeline has a file of each layer, with the names of the others",
 }
 """What does not."""
+NO_VIEW = {
+    "deepspeed": ("a universal checkpoint has no view", "its tensors are those of as_('fsdp')"),
+    "megatron-deepspeed": ("Megatron-DeepSpeed has a file of each layer, with the names of the others", "convert it"),
+}
+"""Target: why it has no view, and what to do."""
 
 
 class Checkpoint:
@@ -143,8 +148,8 @@ class Checkpoint:
             UnsupportedError: the layout cannot hold the model.
         """
         laid_out = checked(options, ViewOptions.__optional_keys__, {**KINDS, **RANKS})
-        if to == "deepspeed":
-            raise UnsupportedError("a universal checkpoint has no view", "its tensors are those of as_('fsdp')")
+        if to in NO_VIEW:
+            raise UnsupportedError(*NO_VIEW[to])
         option, value = IN_MEMORY.get(to, ("", ""))
         if option and self.format != MEGATRON.name:
             laid_out.setdefault(option, value)

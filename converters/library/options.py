@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Place = str | PathLike[str]
 Quantization = Literal["fp8-block"]
 Dtype = Literal["keep", "bf16", "fp16", "fp32"]
-Target = Literal["huggingface", "megatron", "fsdp", "neox", "deepspeed", "mistral"]
+Target = Literal["huggingface", "megatron", "fsdp", "neox", "deepspeed", "mistral", "megatron-deepspeed"]
 Weights = Literal["module", "fp32-master", "exp_avg", "exp_avg_sq"]
 QueryOrder = Literal["auto", "blocked", "grouped"]
 AdapterUse = Literal["merged", "only"]
@@ -31,6 +31,7 @@ Container = Literal["torch", "torch_dist", "fsdp_dtensor", "megatron-llm"]
 Trainer = Literal["bridge"]
 Lora = Literal["canonical", "fused"]
 LayerFiles = Literal["sequential", "pipeline"]
+QkvRows = Literal["grouped", "blocked", "separate"]
 TensorNames = Literal["huggingface", "torchtitan", "olmo-core"]
 OptimizerFiles = Literal["plain", "distributed"]
 Rank = int | tuple[int, int]
@@ -82,6 +83,7 @@ class Names(TypedDict, total=False):
     for_trainer: Trainer
     true_vocab_size: int
     layout: LayerFiles
+    qkv: QkvRows
     names: TensorNames
     optimizer: OptimizerFiles
 
@@ -172,7 +174,7 @@ KINDS: Mapping[str, Kind] = {
     "iteration": number(0), "pp_layout": TEXT, "megatron_version": TEXT, "chat_template": Kind(
         "a name or a path", lambda value: isinstance(value, str | PathLike)),
     "norm": choice(LayerNames), "experts": choice(LayerNames), "with_optimizer": FLAG, "force": FLAG, "archive": FLAG,
-    "format": choice(Container), "layout": choice(LayerFiles), "names": choice(TensorNames),
+    "format": choice(Container), "layout": choice(LayerFiles), "qkv": choice(QkvRows), "names": choice(TensorNames),
     "optimizer": choice(OptimizerFiles), "for_trainer": choice(Trainer), "lora": choice(Lora),
     "verify": FLAG, "prefetch": number(0),
     "dtype": choice(Dtype), "quantize": choice(Quantization), "stripes": FLAG,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from converters.plan.request import Request
-from formats.deepspeed import NEOX
+from formats.deepspeed import MDS, NEOX
 from formats.errors import UsageError, some
 from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
 from formats.registry import format_of
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from formats.megatron.args.options import Options
 
 HUGGINGFACE, MEGATRON_RUN, FSDP, GPT_NEOX, UNIVERSAL = "huggingface", "megatron", "fsdp", "neox", "deepspeed"
-MISTRAL = "mistral"
+MISTRAL, MEGATRON_DEEPSPEED = "mistral", "megatron-deepspeed"
 """What can be written."""
 OF_MEGATRON = (MEGATRON.name, DIST.name, MEGATRON_FSDP.name)
 """The formats of Megatron as a source."""
@@ -58,8 +58,10 @@ class Output:
         archive: Megatron: all tensors in one data file; `format` is torch_dist if it is not said.
         for_trainer: Megatron: `bridge` for what Megatron-Bridge expects beside torch_dist.
         true_vocab_size: Megatron-LLM: tokens that its training will have.
-        iteration: the iteration that is written; None for a release of Megatron, and 0 of GPT-NeoX.
+        iteration: the iteration that is written; None for a release of Megatron, and 0 of DeepSpeed's frameworks.
         layout: GPT-NeoX: `sequential` or `pipeline`.
+        qkv: Megatron-DeepSpeed: query, key and value as the code that loads them has them: `grouped`, `blocked` or
+            `separate`.
         ranks: FSDP: data files.
         names: FSDP: `huggingface`, or a trainer for its own names, `torchtitan` or `olmo-core`; None for the first.
         with_optimizer: FP32 master weights, moments and step too.
@@ -90,6 +92,7 @@ class Output:
     true_vocab_size: int | None = None
     iteration: int | None = None
     layout: str | None = None
+    qkv: str | None = None
     ranks: int = 1
     names: str | None = None
     with_optimizer: bool = False
@@ -101,9 +104,10 @@ class Output:
 
 
 NEOX_OPTIONS = {"tp", "pp", "make_vocab_size_divisible_by", "iteration", "layout"}
+MDS_OPTIONS = {"tp", "pp", "make_vocab_size_divisible_by", "iteration", "qkv"}
 FSDP_OPTIONS = {"ranks", "with_optimizer", "names"}
 HUGGINGFACE_OPTIONS = {"shard_size", "chat_template", "quantize"}
-MEGATRON_OPTIONS = {field.name for field in fields(Output)} - {"layout", "ranks", "names"} - HUGGINGFACE_OPTIONS
+MEGATRON_OPTIONS = {field.name for field in fields(Output)} - {"layout", "qkv", "ranks", "names"} - HUGGINGFACE_OPTIONS
 DEFAULTS = {field.name: field.default for field in fields(Output)}
 
 
@@ -118,7 +122,7 @@ def plan_output(source: Checkpoint | States, request: Request, to: str, output: 
     Args:
         source: the opened checkpoint; the states of a training of DeepSpeed, for the target `deepspeed`.
         request: where to, and the cast.
-        to: the target: `huggingface`, `megatron`, `fsdp`, `neox`, `deepspeed` or `mistral`.
+        to: the target: `huggingface`, `megatron`, `fsdp`, `neox`, `deepspeed`, `mistral` or `megatron-deepspeed`.
         output: how it is laid out.
 
     Raises:
@@ -191,6 +195,19 @@ def _neox(source: Checkpoint, request: Request, output: Output) -> Plan:
         raise UsageError(f"--layout sequential has no stages, --pp says {output.pp}", "leave one of them out")
     stages = output.pp if layout == "pipeline" or output.pp > 1 else 0
     return plan_neox(source, request, Options(output.tp, stages, multiple or 128, iteration or 0, config))
+
+
+def _megatron_deepspeed(source: Checkpoint, request: Request, output: Output) -> Plan:
+    from converters.plan.targets import plan_mds
+    from formats.deepspeed.mds.checkpoint import MegatronDeepSpeed
+    from formats.deepspeed.mds.writer import Options
+
+    qkv, multiple, iteration = output.qkv, output.make_vocab_size_divisible_by, output.iteration
+    if format_of(source) is MDS:
+        saved = source.details_of(MegatronDeepSpeed)
+        qkv, multiple = qkv or saved.qkv, multiple or saved.vocab_multiple
+        iteration = saved.iteration if iteration is None else iteration
+    return plan_mds(source, request, Options(output.tp, output.pp, qkv, multiple or 128, iteration or 0))
 
 
 def _deepspeed(source: Checkpoint | States, request: Request, _: Output) -> Plan:
@@ -301,5 +318,6 @@ TARGETS: Mapping[str, tuple[set[str], Callable[..., Plan]]] = {
     GPT_NEOX: (NEOX_OPTIONS, _neox),
     UNIVERSAL: (set(), _deepspeed),
     MISTRAL: (set(), _mistral),
+    MEGATRON_DEEPSPEED: (MDS_OPTIONS, _megatron_deepspeed),
 }
 """Target: the options that mean something to it, and what plans it."""

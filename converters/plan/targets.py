@@ -25,6 +25,7 @@ from formats.model.vocab_rows import grown, rows
 if TYPE_CHECKING:
     from converters.assets.chat_template import Applied
     from formats import optimizer
+    from formats.deepspeed.mds import writer as mds_writer
     from formats.deepspeed.neox import writer as neox_writer
     from formats.megatron.args.options import Options
     from formats.megatron.optimizer import Optimizer
@@ -176,6 +177,20 @@ def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options
     notes = () if isinstance(source.details, neox.Neox) else yml.window_notes(source.spec)
     plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast)
     return replace(plan, notes=notes)
+
+
+def plan_mds(source: Checkpoint, request: Request, options: mds_writer.Options) -> Plan:
+    """A plan that writes a run folder of Megatron-DeepSpeed, with the model's config and tokenizer in it."""
+    from formats.deepspeed.mds import writer
+
+    if isinstance(source.spec, Verbatim):
+        raise UnsupportedError(
+            f"{source.root} has no layout of Megatron-DeepSpeed: {source.spec.why}", "see `convert formats`"
+        )
+    require_vocab(source)
+    target = writer.write(request.root, source.spec, cast_dtypes(source, request.cast), options)
+    texts, copies = _inside(source, request, ASSETS)
+    return make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast)
 
 
 def plan_mistral(source: Checkpoint, request: Request) -> Plan:

@@ -29,7 +29,7 @@ NEOX = Format(
 MDS = Format(
     "megatron_deepspeed",
     "Megatron-DeepSpeed: global_stepN with layer files of a pipeline, args inside, and its ZeRO partitions",
-    "for Megatron-DeepSpeed use `convert zero2hf`",
+    "for Megatron-DeepSpeed use `convert zero2hf` or `hf2mds`",
     "formats.deepspeed.mds.checkpoint",
     "formats.deepspeed.optimizer",
     "zero2hf",

@@ -29,7 +29,9 @@ from formats.torch_files.saves import require_same
 Partitions = Mapping[int, list[Partition]]
 """The partitions of each model parallel rank."""
 TIED = re.compile(r"tied_modules\.embed\.")
-"""What the optimizer of a pipeline calls the embedding that two stages share."""
+"""What the optimizer of a pipeline calls the embedding that two stages have."""
+SHARED = "word_embeddings.weight"
+"""What they keep alike of it (`tied_weight_attr`). The last stage has positions of its own, which nothing uses."""
 
 
 def file_of(index: int, rank: int, *, layered: bool = True) -> str:
@@ -146,7 +148,7 @@ def masters(
 ) -> dict[tuple[str, str], Scattered]:
     """What the optimizer keeps of each parameter, by the file and the key that the parameter itself has.
 
-    A pipeline keeps the embedding that its first and last stage share twice: the second is a further copy.
+    A pipeline keeps what its first and last stage share twice: the second is a further copy.
 
     Args:
         models: the file of each model parallel rank.
@@ -164,7 +166,8 @@ def masters(
             if not index.isdigit():
                 raise UnsupportedError(f"{file.path}: the parameter {short(name)} has no number of a module")
             place = (file_of(int(index), rank % tp, layered=layered), key)
-            tensors[place] = (
-                tensor._replace(copies=tensors[place].copies + tensor.copies) if place in tensors else tensor
-            )
+            if place not in tensors:
+                tensors[place] = tensor
+            elif key.endswith(SHARED):
+                tensors[place] = tensor._replace(copies=tensors[place].copies + tensor.copies)
     return tensors

@@ -16,8 +16,15 @@ CASES = {
     "llama_gqa_separate_tp2": [],
     "llama_gqa_fused_tp2": [],
     "gpt_layernorm_tied_tp2": ["--gqa-layout", "grouped"],
+    "gpt_tied_pp2": ["--gqa-layout", "grouped"],
+    "gpt_blocked_tp2": ["--gqa-layout", "blocked"],
 }
 """Run: what has to be said of it."""
+ORDERS = {"llama_gqa_separate_tp2": "separate", "gpt_blocked_tp2": "blocked"}
+"""Run: the order of query, key and value in it, of those that are not grouped."""
+STAGES = "gpt_tied_pp2"
+ROWS = 64
+"""Of the vocabulary, padding included."""
 GPT = HERE / "gpt_layernorm_tied_tp2"
 
 
@@ -62,54 +69,18 @@ def test_the_order_is_asked_for(convert, tmp_path):
     assert "--gqa-layout grouped has no effect: there is one order" in told
 
 
-def test_blocked_rows(convert, tmp_path):
-    """The order of newer code (`last // 3`): made by torch of a run in the older one, it is the same model."""
-    import shutil
-
-    import torch
-
-    run = shutil.copytree(GPT, tmp_path / "run")
-    for layer in (2, 3):
-        for path in run.glob(f"global_step3/layer_{layer:02d}-*"):
-            held = torch.load(path)
-            for name in ("weight", "bias"):
-                key = f"self_attention.query_key_value.{name}"
-                heads = held[key].reshape(2, 3, 6, *held[key].shape[1:])
-                held[key] = heads.transpose(0, 1).reshape(held[key].shape).contiguous()
-            torch.save(held, path)
-    assert convert("diff", run, tmp_path / "run", "--gqa-layout", "blocked").code == 0
-    for place, order in ((GPT, "grouped"), (run, "blocked")):
-        assert convert("zero2hf", place, tmp_path / order, "--gqa-layout", order).code == 0
-    assert convert("diff", tmp_path / "grouped", tmp_path / "blocked").code == 0
-
-
 def test_two_stages(convert, tmp_path):
-    """The same files as a pipeline of two stages on TP 2 has them: the tied embedding once more, behind the norm."""
-    import shutil
-
+    """The last stage has a copy of module 1, no file of it, and positions of its own, with which nothing computes."""
     import torch
 
-    run = shutil.copytree(GPT, tmp_path / "run")
-    folder = run / "global_step3"
-    for path in folder.glob("*optim_states.pt"):
-        path.unlink()
-    for rank in (0, 1):
-        held = torch.load(folder / f"layer_01-model_0{rank}-model_states.pt")
-        del held["position_embeddings.weight"]
-        torch.save(held, folder / f"layer_05-model_0{rank}-model_states.pt")
-        for stage in (0, 1):
-            model = torch.load(GPT / f"global_step3/mp_rank_0{rank}_model_states.pt", weights_only=False)
-            args = model["args"]
-            args.pipeline_model_parallel_size, args.world_size, args.rank = 2, 4, stage * 2 + rank
-            model["mp_world_size"] = 4
-            torch.save(model, folder / f"mp_rank_0{args.rank}_model_states.pt")
-    assert "megatron_deepspeed, tp 2, pp 2" in convert("inspect", run, *CASES[GPT.name]).out
-    assert convert("diff", run, GPT, *CASES[GPT.name]).code == 0
-    held = torch.load(folder / "layer_05-model_01-model_states.pt")
-    held["word_embeddings.weight"][0] += 1
-    torch.save(held, folder / "layer_05-model_01-model_states.pt")
-    ran = convert("zero2hf", run, tmp_path / "out", *CASES[GPT.name])
-    refused(ran, 6, "the copies of embedding are up to")
+    run = shutil.copytree(HERE / STAGES, tmp_path / "run")
+    assert "megatron_deepspeed, tp 1, pp 2" in convert("inspect", run, *CASES[STAGES]).out
+    path = run / "global_step3/bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
+    value = torch.load(path, weights_only=False)
+    value["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data.add_(1)
+    torch.save(value, path)
+    ran = convert("zero2hf", run, tmp_path / "out", *CASES[STAGES], "--weights", "fp32-master", "--replicas", "verify")
+    refused(ran, 6, "embedding differs between its copies")
 
 
 def test_numbers_of_bigscience(convert, tmp_path):
@@ -138,7 +109,7 @@ def test_masters_and_moments(convert, tmp_path, name):
     import torch
     from safetensors.torch import load_file
 
-    ranks = optimizer_of(HERE / name)
+    ranks = optimizer_of(HERE / name)[: 1 if name == STAGES else 2]
     for weights in ("fp32-master", "exp_avg", "exp_avg_sq"):
         out = tmp_path / weights
         ran = convert("zero2hf", HERE / name, out, *CASES[name], "--weights", weights)
@@ -151,18 +122,18 @@ def test_masters_and_moments(convert, tmp_path, name):
             for one in ranks
         ]
         embedding = next(one for key, one in held.items() if key.endswith(("embed_tokens.weight", "wte.weight")))
-        rows = torch.cat([flat[: 32 * 24].reshape(32, 24) for flat in wanted])
+        rows = torch.cat([flat[: ROWS // len(ranks) * 24].reshape(-1, 24) for flat in wanted])
         assert embedding.equal(rows[:60])
         assert rows[:60].any()
     assert convert("verify", tmp_path / "fp32-master", HERE / name, *CASES[name], "--weights", "fp32-master").code == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["llama_gqa_separate_tp2", "llama_gqa_fused_tp2", STAGES])
 def test_other_frameworks_resume_from_it(convert, tmp_path, name):
     run, words = HERE / name, ["--with-optimizer", *CASES[name]]
     told = convert("inspect", run, *CASES[name]).out
-    assert "megatron_deepspeed, tp 2, pp 1, global_step3" in told
+    assert f"megatron_deepspeed, {'tp 1, pp 2' if name == STAGES else 'tp 2, pp 1'}, global_step3" in told
     assert "fp32, exp_avg, exp_avg_sq, step 3" in told
     assert convert("hf2fsdp", run, tmp_path / "fsdp", *words).code == 0
     assert convert("zero2universal", run, tmp_path / "universal", *CASES[name]).code == 0
@@ -207,6 +178,127 @@ def test_the_optimizer_has_made_the_steps_that_the_engine_counts(convert, tmp_pa
     ran = convert(*words, "--accept", "global_steps")
     assert ran.code == 0, ran.err
     assert "counts 4: accepted" in ran.err
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def layers_of(run: Path) -> dict[str, dict[str, Any]]:
+    """The tensors of each layer file, as torch reads them, without the rows that belong to no token."""
+    import torch
+
+    (folder,) = run.glob("global_step*")
+    held = {path.name: torch.load(path) for path in sorted(folder.glob("layer_*"))}
+    for name, tensors in held.items():
+        for key in tensors.keys() & {"word_embeddings.weight", "lm_head.weight"}:
+            first = int(name[15:17]) * len(tensors[key])
+            tensors[key] = tensors[key][: max(0, 60 - first)]
+    return held
+
+
+def same(ours: Path, theirs: Path) -> bool:
+    """Whether two runs have the same files of layers, with the same names, types, shapes and bits in them."""
+    one, other = layers_of(ours), layers_of(theirs)
+    assert one.keys() == other.keys()
+    assert all(one[name].keys() == other[name].keys() for name in one)
+    return all(tensor.dtype == other[name][key].dtype and tensor.equal(other[name][key])
+               for name in one for key, tensor in one[name].items())  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_written_is_what_the_trainer_wrote(convert, tmp_path, name):
+    """From Hugging Face, and back from another topology; with `--finetune` the trainer loads these files alone."""
+    import torch
+
+    run, order = HERE / name, ORDERS.get(name, "grouped")
+    sizes, others = ["--tp", 2], ["--pp", 2]
+    sizes, others = (others, sizes) if name == STAGES else (sizes, others)
+    padded = ["--make-vocab-size-divisible-by", 16]
+    hub = tmp_path / "hub"
+    assert convert("zero2hf", run, hub, *CASES[name]).code == 0
+    ran = convert("hf2mds", hub, tmp_path / "run", "--qkv", order, *sizes, *padded, "--iteration", 3)
+    assert ran.code == 0, ran.err
+    assert same(tmp_path / "run", run)
+    assert convert("hf2mds", tmp_path / "run", tmp_path / "other", *others).code == 0, "it knows its own order"
+    assert convert("hf2mds", tmp_path / "other", tmp_path / "back", *sizes).code == 0
+    assert same(tmp_path / "back", run)
+    assert convert("verify", tmp_path / "other", hub).code == 0
+
+    for path in sorted((run / "global_step3").glob("mp_rank_*")):
+        ours = torch.load(tmp_path / "run/global_step3" / path.name, weights_only=False)
+        theirs = torch.load(path, weights_only=False)
+        for key in ("module", "dp_world_size", "mp_world_size", "global_steps", "iteration", "checkpoint_version"):
+            assert ours[key] == theirs[key], key
+        args = {key: value for key, value in vars(ours["args"]).items() if vars(theirs["args"])[key] != value}
+        assert args == {}
+
+
+def test_each_order_is_the_same_model(convert, tmp_path):
+    """The order has to be said: no tree looks whether it is its own."""
+    run = HERE / "llama_gqa_fused_tp2"
+    assert convert("zero2hf", run, tmp_path / "hub").code == 0
+    refused(convert("hf2mds", tmp_path / "hub", tmp_path / "out"), 2, "in different orders", "--qkv blocked")
+    refused(
+        convert("hf2mds", run, tmp_path / "out", "--tp", 1), 2, "in different orders"
+    )  # at TP 2 all have these bytes
+    for order in ("grouped", "blocked", "separate"):
+        assert convert("hf2mds", run, tmp_path / order, "--qkv", order).code == 0
+        assert convert("diff", tmp_path / order, run).code == 0
+    assert not same(tmp_path / "grouped", tmp_path / "blocked")
+    whole = {key for tensors in layers_of(tmp_path / "grouped").values() for key in tensors}
+    parts = {key for tensors in layers_of(tmp_path / "separate").values() for key in tensors}
+    assert parts - whole == {"self_attention.query.weight", "self_attention.key_value.weight"}
+    words = ("hf2mds", GPT, tmp_path / "no", "--gqa-layout", "grouped", "--qkv", "separate")
+    refused(convert(*words), 5, "each of 4 heads has its own", "--qkv grouped")
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["llama_gqa_separate_tp2", STAGES])
+def test_deepspeed_loads_what_we_write(zero, convert, tmp_path, name):
+    """Its pipeline engine, strictly and without an optimizer: what a training does with `--finetune`."""
+    from safetensors.torch import load_file
+
+    pp, tp = (2, 1) if name == STAGES else (1, 2)
+    assert convert("zero2hf", HERE / name, tmp_path / "hub", *CASES[name]).code == 0
+    sizes = ["--tp", tp, "--pp", pp, "--make-vocab-size-divisible-by", 16, "--iteration", 3]
+    ran = convert("hf2mds", tmp_path / "hub", tmp_path / "run", "--qkv", ORDERS.get(name, "grouped"), *sizes)
+    assert ran.code == 0, ran.err
+    words = (tmp_path / "run", HERE / name / "global_step3", tmp_path / "held", pp, tp)
+    code, told = zero(*words, script=Path(__file__).with_name("mds_world.py"))
+    assert code == 0, told[-4000:]
+    held, wanted = load_file(tmp_path / "held"), layers_of(HERE / name)
+    for key, tensor in held.items():
+        rank, index, parameter = key.replace("tied_modules.embed", "1").split(".", 2)
+        if name == STAGES and rank == "1" and parameter == "position_embeddings.weight":
+            continue  # nothing computes with those of the last stage
+        file = wanted[f"layer_{int(index):02d}-model_{int(rank) % tp:02d}-model_states.pt"]
+        assert tensor[: len(file[parameter])].equal(file[parameter]), key
+    assert {key.split(".", 1)[1].replace("tied_modules.embed", "1") for key in held} == {
+        f"{int(file[6:8])}.{parameter}" for file, tensors in wanted.items() for parameter in tensors
+    }
+
+
+SIZES = """--deepspeed --finetune --bf16 --num-layers 2 --hidden-size 24 --ffn-hidden-size 48 --num-attention-heads 4
+--kv-channels 6 --max-position-embeddings 32 --layernorm-epsilon 1e-05 --make-vocab-size-divisible-by 16
+--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"""
+FLAGS = {
+    "llama_gqa_separate_tp2": """--num-key-value-heads 2 --normalization rmsnorm --swiglu --disable-bias-linear
+    --use-rotary-position-embeddings --rotary-position-embeddings-theta 500000 --rotary-percent 1.0
+    --untie-embeddings-and-output-weights""",
+    "gpt_blocked_tp2": "--num-key-value-heads 4 --normalization layernorm --no-bias-gelu-fusion",
+}
+"""What the command line of each model has besides `SIZES`. Its own parser makes its own arguments of them."""
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_the_flags_of_the_training(convert, tmp_path, name):
+    """Nothing of the model is taken from a checkpoint, and nothing compares."""
+    ran = convert("hf2mds", HERE / name, tmp_path / "run", *CASES[name], "--tp", 2, "--pp", 2)
+    assert ran.code == 0, ran.err
+    assert f"--load {tmp_path / 'run'} and the flags in {tmp_path / 'run'}/megatron_flags.txt" in ran.out
+    written = (tmp_path / "run/megatron_flags.txt").read_text()
+    assert sorted(written.split()) == sorted(f"{SIZES} {FLAGS[name]}".split())
 
 
 def resaved(run: Path, change: Callable[[dict[str, Any]], object], pattern: str) -> Path:

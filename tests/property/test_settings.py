@@ -19,6 +19,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.internal.conjecture import providers
 
 from formats.checkpoint import Settings
+from formats.deepspeed.mds import args as mds_args
+from formats.deepspeed.mds.tables import FAMILIES as FAMILIES_OF_MDS
 from formats.deepspeed.neox import yml as neox_args
 from formats.deepspeed.neox.yml_file import dump_yml
 from formats.errors import RefusedError, UnsupportedError
@@ -81,6 +83,14 @@ FORMATS = {
         lambda args, base: megatron_llm.from_args(args, Settings(), base, None, False, "args"),
         lambda family: not family.only_here and not megatron_llm.lacks(family, ()),
         examples=60,
+    ),
+    "megatron_deepspeed": Format(
+        lambda spec: {"args": mds_args.spelled(spec), "vocab": spec.vocab},  # its files say it beside the args
+        lambda told, base: from_megatron(
+            mds_args.translated(told["args"], "args"), {"vocab": told["vocab"]}, base, "args", settled=True
+        ),
+        lambda family: family.name in FAMILIES_OF_MDS,
+        examples=100,
     ),
     "neox": Format(
         write_neox,

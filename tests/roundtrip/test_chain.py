@@ -16,7 +16,9 @@ from converters.commands.explain import held_by
 from converters.common.manifest import total
 from converters.convert import run
 from converters.plan.request import Request
-from converters.plan.targets import plan_fsdp, plan_huggingface, plan_megatron, plan_neox
+from converters.plan.targets import plan_fsdp, plan_huggingface, plan_mds, plan_megatron, plan_neox
+from formats.deepspeed.mds import tables as mds_tables
+from formats.deepspeed.mds import writer as mds_writer
 from formats.deepspeed.neox import writer as neox_writer
 from formats.errors import VitruvianError
 from formats.families import family_of, find_family
@@ -43,6 +45,7 @@ CHAIN = {
     "megatron_fsdp": lambda source, request: to_megatron(source, request, 1, dialect=FSDP_DTENSOR),
     "megatron_dist": lambda source, request: to_megatron(source, request, 2, pp=2, dialect=DIST),
     "neox": lambda source, request: plan_neox(source, request, neox_writer.Options(1, 2)),
+    "megatron_deepspeed": lambda source, request: plan_mds(source, request, mds_writer.Options(1, 2, "blocked")),
     "fsdp": lambda source, request: plan_fsdp(source, request, ranks=3),
     "megatron-llm": lambda source, request: plan_megatron(source, request, Options(1, 2, dialect=LLM), None),
     "megatron": lambda source, request: to_megatron(source, request, 4, pp=2, norm="local", dialect=CORE),
@@ -54,7 +57,11 @@ RESIDUAL = "attention and MLP read the same residual"
 NORMS = "megatron-core has no norms after attention and MLP"
 REFUSED = {
     "llama-tied": {"megatron-llm": "an output head of their own"},
-    "llama3": {"megatron-llm": "only knows linear ones", "neox": "no rotary embedding of the kind llama3"},
+    "llama3": {
+        "megatron-llm": "only knows linear ones",
+        "neox": "no rotary embedding of the kind llama3",
+        "megatron_deepspeed": "has no use_rope_scaling = True",
+    },
     "mistral": {"megatron-llm": "a head of this model has 16", "neox": "heads of hidden / heads = 8"},
     "mistral-tied": {"megatron-llm": "an output head of their own"},
     "phi3": {"megatron-llm": "has no rotary_fraction", "neox": "has no phi3"},
@@ -167,6 +174,8 @@ def reasons(name: str) -> dict[str, str]:
     said = REFUSED[name]
     alike = ("megatron_dist", "megatron_fsdp", "megatron-llm")
     lost = dict.fromkeys(alike, said["megatron"]) if "megatron" in said else {}
+    if find_family(settings_of(base, **changes)).name not in mds_tables.FAMILIES:
+        lost["megatron_deepspeed"] = "is written of gpt2 and llama"
     return lost | said
 
 
@@ -212,8 +221,6 @@ def test_formats_prints_what_is_proven_here(convert):
     """A family is held by what holds one of its models."""
     held = json.loads(convert("formats", "--json").out)["held_by"]
     proven: dict[str, set[str]] = {name: {"zero"} for name in held}  # DeepSpeed's folders: tests/golden/test_zero.py
-    for name in ("gpt2", "llama"):
-        proven[name] |= {"megatron_deepspeed"}  # of its own code: tests/golden/test_mds.py
     for name in ("mistral", "mixtral"):
         proven[name] |= {"mistral"}  # of its own code: tests/golden/test_mistral.py
     for name, (base, changes) in CASES.items():

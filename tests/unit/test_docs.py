@@ -27,6 +27,7 @@ OF_OTHERS = {
     "--no-bias-gelu-fusion", "--norm-epsilon", "--transformer-impl", "--tensor-model-parallel-size",  # Megatron
     "--signals-to-handle", "--exclusive", "--kill-on-bad-exit", "--rocm", "--nv",  # torchrun, Slurm, Apptainer
     "--dataset",  # ControlLLM
+    "--deepspeed", "--finetune",  # Megatron-DeepSpeed
 }  # fmt: skip
 
 

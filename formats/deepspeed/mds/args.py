@@ -1,6 +1,6 @@
 """The arguments of Megatron-DeepSpeed in those of Megatron-LM, which it began with and which say what they mean.
 
-Facts: megatron/arguments.py of deepspeedai/Megatron-DeepSpeed at 6acc370a and of OpenLLM-France's at a106b24.
+Facts: megatron/arguments.py of deepspeedai/Megatron-DeepSpeed at 6acc370a and 4efb479d, of OpenLLM-France's at a106b24.
 """
 
 from __future__ import annotations
@@ -8,36 +8,110 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from formats.errors import UnsupportedError, short
+from formats.deepspeed.mds.tables import FAMILIES
+from formats.errors import RefusedError, UnsupportedError, short
+from formats.megatron.args.args import from_megatron, to_megatron
+from formats.megatron.args.codecs import choice, only
+from formats.model.codec import Codec, Context, Spelled, read, rows, scalar, write
+from formats.model.spec import ModelSpec
 from formats.torch_files.pickle_values import Opaque
 
 NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 NO_EXPERTS = (None, 1, [1])
 """`num_experts` of a model without any: it is a number for each layer that has some."""
-REQUIRED: Mapping[str, tuple[Any, ...]] = {"mlp_type": (None, "standard"), "embed_layernorm": (None, False)}
-"""Arguments that change what a model computes: the values that are supported."""
+BASE = 10000
+"""The base of rotary embeddings in trees whose runs say none."""
 OF_RUN = """
 aml_data_download_path attn_mask checkpoint_in_cpu checkpoint_num_layers consumed_train_tokens
 contigious_checkpointing cpu_optimizer cpu_torch_adam create_moe_param_group curriculum_learning_legacy
 data_efficiency_curriculum_learning deepscale deepscale_config deepspeed deepspeed_activation_checkpointing
 deepspeed_config disable_mem_efficient_ln distribute_checkpointed_activations ds_fused_adam ds_inference
-ds_pipeline_enabled ds_sequence_parallel_size embedding_weights_in_fp32 enable_expert_tensor_parallelism
-enable_zbh1_exact_semantics enable_zbh1_pipeline expert_interval force_ds_sequence_parallel hidden_size_teacher
-inference kd kd_alpha_ce kd_beta_ce kd_temp kill_switch_file load_iteration load_tag load_teacher
-log_optimizer_states_to_tensorboard lr_decay_tokens lr_warmup_tokens mask_user_turn mem_efficient_ln
-moe_eval_capacity_factor moe_expert_parallel_size moe_loss_coeff moe_min_capacity moe_top2_2nd_expert_sampling
-moe_train_capacity_factor mos multiple_valid_sets no_load_lr_state no_pipeline_parallel num_attention_heads_teacher
-num_experts_teacher num_layers_teacher partition_activations pp_partition_method profile_backward profile_steps
-random_ltd remote_device repeated_dataloader reset_iteration return_data_index rotary_pos_emb scattered_embeddings
-split_transformers synchronize_each_layer tile_factor tokenizer_name_or_path topk train_data_exact_num_epochs
-train_desc_path train_doc_idx_path train_idx_path train_sample_idx_path train_shuffle_idx_path train_tokens
-universal_checkpoint use_dataset_only use_flash_attn_builder use_flash_attn_triton use_flash_attn_v1 use_flash_attn_v2
-use_pin_memory use_tutel wandb_api_key wandb_id wandb_logger wandb_resume wandb_run_name zero_allgather_bucket_size
-zero_contigious_gradients zero_reduce_bucket_size zero_reduce_scatter zero_stage
+ds_pipeline_enabled ds_sequence_parallel_fpdt_chunk_size ds_sequence_parallel_size embedding_weights_in_fp32
+enable_expert_tensor_parallelism enable_zbh1_exact_semantics enable_zbh1_pipeline expert_interval
+force_ds_sequence_parallel hidden_size_teacher inference kd kd_alpha_ce kd_beta_ce kd_temp kill_switch_file
+load_iteration load_tag load_teacher log_optimizer_states_to_tensorboard lr_decay_tokens lr_warmup_tokens
+mask_user_turn mem_efficient_ln moe_eval_capacity_factor moe_expert_parallel_size moe_loss_coeff moe_min_capacity
+moe_top2_2nd_expert_sampling moe_train_capacity_factor mos multiple_valid_sets no_load_lr_state no_pipeline_parallel
+num_attention_heads_teacher num_experts_teacher num_layers_teacher partition_activations pp_partition_method
+profile_backward profile_steps random_ltd remote_device repeated_dataloader reset_iteration return_data_index
+rotary_pos_emb scattered_embeddings split_transformers synchronize_each_layer tile_factor tokenizer_name_or_path topk
+train_data_exact_num_epochs train_desc_path train_doc_idx_path train_idx_path train_sample_idx_path
+train_shuffle_idx_path train_tokens universal_checkpoint use_dataset_only use_flash_attn_builder use_flash_attn_triton
+use_flash_attn_v1 use_flash_attn_v2 use_pin_memory use_tutel wandb_api_key wandb_id wandb_logger wandb_resume
+wandb_run_name zero_allgather_bucket_size zero_contigious_gradients zero_reduce_bucket_size zero_reduce_scatter
+zero_stage
 """
 RUN = frozenset(OF_RUN.split())
 """Arguments that Megatron-LM has not, and that change neither layout nor computation. `compression_training`,
 `num_experts_switch` and `memory_centric_tiled_linear` may: they are unknown, and refused unless they are off."""
+ALIKE = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "max_position_embeddings",
+    "layernorm_epsilon", "swiglu", "squared_relu", "openai_gelu", "bias_gelu_fusion", "add_bias_linear",
+    "apply_layernorm_1p", "rotary_percent", "untie_embeddings_and_output_weights",
+)  # fmt: skip
+"""Arguments of the model that mean in Megatron-LM what they mean here."""
+
+
+def _groups(key: str) -> Codec:
+    """Whether heads share keys and values, as Megatron-LM says it apart from their number."""
+    return Codec(lambda spelled, _: key in spelled, lambda *_: {})
+
+
+def _norm(key: str) -> Codec:
+    """The kind of the norms, in lower case."""
+    names = {name: norm for norm, name in NORMS.items()}
+    return scalar(key, lambda norm, _: NORMS.get(norm, norm), lambda name, _: names[name])
+
+
+def _no_experts(key: str) -> Codec:
+    """A model without experts."""
+
+    def read_none(spelled: Spelled, context: Context) -> None:
+        if spelled.get(key) not in NO_EXPERTS:
+            raise UnsupportedError(f"{context.where}: {short(spelled[key])} experts, which are not supported")
+
+    return Codec(read_none, lambda *_: {key: [1]})
+
+
+def _positions(rotary: str, learned: str, kind: str) -> Codec:
+    """The kind of positions. BigScience's tree names it, by an enum; the others have a switch for each."""
+
+    def read_kind(spelled: Spelled, context: Context) -> Any:
+        if isinstance(spelled.get(kind), Opaque):
+            raise UnsupportedError(
+                f"{context.where}: the positions of BigScience's tree ({short(spelled[kind].args)}, of BLOOM) are not "
+                "supported",
+                "bigscience/bloom is on the Hub with its weights",
+            )
+        return spelled.get(kind, "rope" if spelled.get(rotary) else "learned_absolute")
+
+    return Codec(read_kind, lambda value, _: {rotary: value == "rope", learned: value != "rope"})
+
+
+TABLE = rows(
+    """
+normalization            normalization           norm
+rotary_base              rope_theta              base
+num_query_groups         num_key_value_heads
+group_query_attention    num_key_value_heads     groups
+num_experts              num_experts             none
+position_embedding_type  use_rotary_position_embeddings add_position_embedding position_embedding_type    positions
+-                        mlp_type                = "standard"
+-                        embed_layernorm         off
+""",
+    {
+        **only("standard"),
+        "off": lambda key: choice((False, None))(key)._replace(write=lambda *_: {}),  # BigScience's tree alone has it
+        "norm": _norm,
+        "base": lambda key: scalar(key, lambda theta, _: BASE if theta is None else theta, lambda theta, _: theta),
+        "groups": _groups,
+        "none": _no_experts,
+        "positions": _positions,
+    },
+)
+"""Argument of Megatron-LM, and how it is spelled here."""
+OWN = {name for row in TABLE for names in row.keys for name in names}
+"""The arguments of the table."""
 
 
 def translated(args: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -50,26 +124,61 @@ def translated(args: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         UnsupportedError: the model has something that has no layout here.
     """
-    for name, values in REQUIRED.items():
-        if args.get(name) not in values:
-            raise UnsupportedError(f"{where}: {name} = {short(args[name])} is not supported, only {values[-1]}")
-    if args.get("num_experts") not in NO_EXPERTS:
-        raise UnsupportedError(f"{where}: {short(args['num_experts'])} experts, which are not supported")
-    rotary = args.get("use_rotary_position_embeddings")
-    kind = args.get("position_embedding_type", "rope" if rotary else "learned_absolute")
-    if isinstance(kind, Opaque):
-        raise UnsupportedError(
-            f"{where}: the positions of BigScience's tree ({short(kind.args)}, of BLOOM) are not supported",
-            "bigscience/bloom is on the Hub with its weights",
-        )
-    norm, groups = args.get("normalization", "layernorm"), args.get("num_key_value_heads")
-    own = {
-        "num_experts": None,
-        "normalization": NORMS.get(norm, norm) if isinstance(norm, str) else norm,
-        "position_embedding_type": kind,
-        "rotary_base": args.get("rope_theta", 10000),
-        "num_query_groups": groups,
-        "group_query_attention": groups is not None,
-    }
-    theirs = {"mlp_type", "embed_layernorm", "num_key_value_heads", "rope_theta"} | RUN
-    return {name: value for name, value in args.items() if name not in theirs} | own
+    others = {name: value for name, value in args.items() if name not in OWN | RUN}
+    return others | read(TABLE, args, (), where)
+
+
+def spelled(spec: ModelSpec) -> dict[str, Any]:
+    """The arguments that make Megatron-DeepSpeed build a model.
+
+    Raises:
+        RefusedError: read again they are another model: it has no argument for a setting of this one.
+        UnsupportedError: it is of another family than those that are read.
+    """
+    if spec.family not in FAMILIES:
+        raise UnsupportedError(f"Megatron-DeepSpeed is written of {' and '.join(FAMILIES)}, not of a {spec.family}")
+    theirs = to_megatron(spec)
+    args = {name: theirs[name] for name in ALIKE if name in theirs} | write(TABLE, theirs, (), "")
+    again = to_megatron(from_megatron(translated(args, ""), {"vocab": spec.vocab}, None, "", settled=True))
+    lost = [f"{name} = {short(value)}" for name, value in theirs.items() if again.get(name) != value]
+    if lost:
+        raise RefusedError(f"Megatron-DeepSpeed has no {', '.join(lost)} (in Megatron-LM's words)")
+    return args
+
+
+# --- the command line of a training ----------------------------------------------------------------------------------
+
+VALUES = {
+    "num_layers": "--num-layers", "hidden_size": "--hidden-size", "ffn_hidden_size": "--ffn-hidden-size",
+    "num_attention_heads": "--num-attention-heads", "num_key_value_heads": "--num-key-value-heads",
+    "kv_channels": "--kv-channels", "max_position_embeddings": "--max-position-embeddings",
+    "layernorm_epsilon": "--layernorm-epsilon", "normalization": "--normalization",
+    "make_vocab_size_divisible_by": "--make-vocab-size-divisible-by",
+    "tensor_model_parallel_size": "--tensor-model-parallel-size",
+    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
+}  # fmt: skip
+"""Argument: its option, which takes a value."""
+ROTARY = {"rope_theta": "--rotary-position-embeddings-theta", "rotary_percent": "--rotary-percent"}
+"""The same, of rotary embeddings."""
+SWITCHES = {
+    "swiglu": (True, "--swiglu"), "squared_relu": (True, "--squared-relu"),
+    "bias_gelu_fusion": (False, "--no-bias-gelu-fusion"), "add_bias_linear": (False, "--disable-bias-linear"),
+    "apply_layernorm_1p": (True, "--apply-layernorm-1p"),
+    "use_rotary_position_embeddings": (True, "--use-rotary-position-embeddings"),
+    "untie_embeddings_and_output_weights": (True, "--untie-embeddings-and-output-weights"),
+    "bf16": (True, "--bf16"), "fp16": (True, "--fp16"),
+}  # fmt: skip
+"""Argument: the value that an option without one gives it, and the option."""
+
+
+def flags(args: Mapping[str, Any]) -> str:
+    """The options that a training needs to load a checkpoint: it takes none of them from there.
+
+    `--use-checkpoint-args` looks for files of Megatron-LM (megatron/checkpointing.py `load_args_from_checkpoint`), and
+    with `--finetune` nothing compares.
+    """
+    values = VALUES | (ROTARY if args["use_rotary_position_embeddings"] else {})
+    lines = ["--deepspeed", "--finetune"]
+    lines += [f"{option} {args[name]}" for name, option in values.items()]
+    lines += [option for name, (value, option) in SWITCHES.items() if args.get(name) is value]
+    return "\n".join(lines) + "\n"

@@ -23,7 +23,16 @@ from formats.checkpoint import Checkpoint, Details, Settings
 from formats.deepspeed import MDS, modules, universal
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed.mds.args import translated
-from formats.deepspeed.mds.tables import EMBEDDING, FIRST_LAYERS, TABLE, norm_number, slots_of
+from formats.deepspeed.mds.tables import (
+    EMBEDDING,
+    FAMILIES,
+    FIRST_LAYER,
+    FIRST_LAYERS,
+    ORDERS,
+    TABLE,
+    norm_number,
+    slots_of,
+)
 from formats.deepspeed.partitions import Partition
 from formats.disk.safetensors import Fragment
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, short, some
@@ -35,8 +44,8 @@ from formats.layout.slots import Place, Slot
 from formats.layout.table import Rule
 from formats.megatron.args.fields import FIELDS
 from formats.megatron.args.options import CORE
-from formats.megatron.classic import spec_of
-from formats.megatron.shards import args_of
+from formats.megatron.classic import assets_of, spec_of
+from formats.megatron.shards import args_of, iteration_of, vocab_multiple
 from formats.model.spec import ModelSpec
 from formats.model.values import whole
 from formats.torch_files import saved_names
@@ -53,7 +62,6 @@ SHARED = tuple(dict.fromkeys([
 ]))  # fmt: skip
 """Arguments that all files must agree on."""
 STATE = ("optimizer", "lr_scheduler", "rng_state", "random_rng_state")
-FAMILIES = ("gpt2", "llama")
 INFO = "universal_checkpoint_info"
 FEW = 2
 """Layer files that are opened where no other tells: those of the embedding and of a layer."""
@@ -62,7 +70,17 @@ DROPS = (r".*\.rotary_emb\.inv_freq",)
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronDeepSpeed(Details):
-    """What only this format knows of a checkpoint."""
+    """What a run was saved with, and is written with again.
+
+    Attributes:
+        iteration: that of the files.
+        vocab_multiple: what the vocabulary was padded to a multiple of, for each tensor rank.
+        qkv: the order of query, key and value in the tree that wrote it; None where several have what is in the files.
+    """
+
+    iteration: int
+    vocab_multiple: int
+    qkv: str | None
 
 
 class _Opened(NamedTuple):
@@ -75,6 +93,8 @@ class _Opened(NamedTuple):
     tp: int
     spec: ModelSpec
     padded: int
+    vocab_multiple: int
+    qkv: str
     assets: Path | None
     config: Mapping[str, Any] | None
     wanted: list[Slot]
@@ -154,7 +174,7 @@ def _open(path: Path, settings: Settings) -> _Opened:
     if args.get("padded_vocab_size") != padded:
         rows_in_args = short(args.get("padded_vocab_size"))
         raise SourceError(f"{first.path} says padded_vocab_size = {rows_in_args}, its embeddings have {padded} rows")
-    assets = settings.config
+    assets = assets_of(run, settings)
     config = huggingface.read_config(assets) if assets else None
     known = _with_vocab(settings, first, config)
     spec = spec_of(
@@ -165,20 +185,29 @@ def _open(path: Path, settings: Settings) -> _Opened:
             f"{first.path}: its arguments are those of a {spec.family}, and Megatron-DeepSpeed is read of "
             f"{' and '.join(FAMILIES)}"
         )
-    order, notes = _order(by_file, spec, tp, settings)
-    wanted = list(slots_of(spec, tp, padded, {order}, _first_layer(by_file, spec.layers)))
-    present = {slot.place.file for slot in wanted if "optional" not in slot.rule.conditions}
-    if lost := sorted(present - by_file.keys()):
+    qkv, notes = _order(by_file, spec, tp, settings, _ours(first))
+    wanted = list(slots_of(spec, tp, padded, {qkv}, _first_layer(by_file, spec.layers)))
+    if lost := sorted({slot.place.file for slot in wanted} - by_file.keys()):
         raise SourceError(f"{tag} lacks {some(lost, 4)}", "copy the files of all ranks into one folder")
-    return _Opened(run, tag, models, by_file, tp, spec, padded, assets, config, wanted, settings, notes)
+    multiple = vocab_multiple(args, first.path)
+    return _Opened(
+        run, tag, models, by_file, tp, spec, padded, multiple, qkv, assets, config, wanted, settings, notes
+    )  # fmt: skip
+
+
+def _ours(file: TorchFile) -> Mapping[str, Any]:
+    """What a conversion wrote into a model file, and no training does."""
+    ours = file.value.get(deepspeed.OURS)
+    return ours if isinstance(ours, Mapping) else {}
 
 
 def _with_vocab(settings: Settings, file: TorchFile, config: Mapping[str, Any] | None) -> Settings:
     """The settings, with the vocabulary that the files know unless the user or a config says it."""
     info = file.value.get(INFO)
-    if settings.vocab_size is not None or config is not None or not isinstance(info, Mapping):
+    vocab = info.get("original_vocab_size") if isinstance(info, Mapping) else _ours(file).get("vocab")
+    if settings.vocab_size is not None or config is not None or vocab is None:
         return settings
-    return replace(settings, vocab_size=whole(info.get("original_vocab_size"), "original_vocab_size", str(file.path)))
+    return replace(settings, vocab_size=whole(vocab, "original_vocab_size", str(file.path)))
 
 
 def _same_args(models: Mapping[int, TorchFile]) -> dict[str, Any]:
@@ -232,7 +261,11 @@ def _first_layer(by_file: Mapping[str, Mapping[str, Fragment]], layers: int) -> 
 
 
 def _order(
-    by_file: Mapping[str, Mapping[str, Fragment]], spec: ModelSpec, tp: int, settings: Settings
+    by_file: Mapping[str, Mapping[str, Fragment]],
+    spec: ModelSpec,
+    tp: int,
+    settings: Settings,
+    ours: Mapping[str, Any],
 ) -> tuple[str, tuple[str, ...]]:
     """The condition that holds of the rows for query, key and value, and what to tell the user.
 
@@ -244,8 +277,13 @@ def _order(
         "separate": any(
             key.endswith(".self_attention.query.weight") for fragments in by_file.values() for key in fragments
         ),
+        "blocked": ours.get("qkv") == "blocked",
         # BigScience's tree has one order, and of one group on each rank both are the same
-        "grouped": _first_layer(by_file, spec.layers) != min(FIRST_LAYERS) or spec.kv_heads == tp != spec.heads,
+        "grouped": (
+            ours.get("qkv") == "grouped"
+            or _first_layer(by_file, spec.layers) != FIRST_LAYER
+            or spec.kv_heads == tp != spec.heads
+        ),
     }
     for order, holds in known.items():
         if holds:
@@ -258,6 +296,14 @@ def _order(
             gqa_layout="grouped",
         )
     return layout, ()
+
+
+def _tree(opened: _Opened) -> str | None:
+    """The order of the tree that wrote a checkpoint, also at other sizes; None where nothing tells it."""
+    said, ours = opened.settings.gqa_layout, _ours(opened.models[0]).get("qkv")
+    if opened.qkv == "separate":
+        return opened.qkv
+    return ours if ours in ORDERS else None if said == "auto" else said
 
 
 def _of_state(opened: _Opened, partitions: Mapping[int, list[Partition]], state: str) -> Checkpoint:
@@ -282,12 +328,19 @@ def _checkpoint(
 ) -> Checkpoint:
     pieces, dropped = placed
     state, tp = opened.models[0].value, opened.tp
-    shown = {"iteration": state.get("iteration"), "folder": opened.tag.name, "padded_vocab": opened.padded}
+    iteration = iteration_of(opened.models[0])
+    shown = {"iteration": iteration, "folder": opened.tag.name, "padded_vocab": opened.padded}
+    details = MegatronDeepSpeed(
+        fresh="--finetune",
+        shown=shown,
+        iteration=iteration,
+        vocab_multiple=opened.vocab_multiple,
+        qkv=_tree(opened),
+    )
     files = tuple(sorted({piece.fragment.path for piece in pieces}))
     return Checkpoint(
         opened.run, opened.tag, NAME, opened.spec, pieces, dropped, files, {"tp": tp, "pp": len(opened.models) // tp},
-        opened.assets, MegatronDeepSpeed(fresh="--no-load-optim", shown=shown), twins, opened.notes,
-        settings=opened.settings,
+        opened.assets, details, twins, opened.notes, settings=opened.settings,
         config=opened.config, padded_vocab=opened.padded,
         state=tuple(name for name in STATE if state.get(name)), ties=TIES,
     )  # fmt: skip

@@ -21,8 +21,14 @@ from formats.layout.table import rules
 from formats.model.spec import ModelSpec
 
 EMBEDDING = 1
-FIRST_LAYERS = {2: 0, 3: 1}
+FIRST_LAYER = 2
+"""Number of the first layer in the trees that are written."""
+FIRST_LAYERS = {FIRST_LAYER: 0, 3: 1}
 """Number of the first layer: how many functions are between the last one and the norm."""
+FAMILIES = ("gpt2", "llama")
+"""The families that its own code has trained for the tests."""
+ORDERS = ("grouped", "blocked", "separate")
+"""The conditions of the rows for query, key and value: one holds."""
 
 TABLE = rules("""
 1.word_embeddings.weight                            (embedding: vocab | ~padding)/tp hidden
@@ -50,9 +56,9 @@ TABLE = rules("""
 {norm}.weight                                       final_norm: hidden
 {norm}.bias                                         final_norm_bias: hidden
 {head}.lm_head.weight                               (head: vocab | ~padding)/tp hidden    untied
-{head}.word_embeddings.weight                       (embedding: vocab | ~padding)/tp hidden    tied optional
 """)
-"""GPTModelPipe. The second embedding is there where the first and the last stage are on different ranks."""
+"""GPTModelPipe. A tied head is a function of the last stage's copy of module 1, and functions have no files
+(deepspeed/runtime/pipe/module.py `_build`, `save_state_dict`, 0.19.8)."""
 
 
 def norm_number(first: int, layers: int) -> int:

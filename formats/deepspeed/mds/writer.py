@@ -1,0 +1,122 @@
+"""Checkpoints for Megatron-DeepSpeed: the layer files of its pipeline, for any topology.
+
+What a training loads of them with `--finetune`: the layer files, and of `mp_rank_*` what the engine and
+megatron/checkpointing.py ask for (deepspeed/runtime/engine.py `_load_checkpoint`, 0.19.8). Without it the training
+would need the optimizer states too, which are not written.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from formats.checkpoint import OutputFile, Target, slot_dtype
+from formats.deepspeed import folders as deepspeed
+from formats.deepspeed.mds.args import flags, spelled
+from formats.deepspeed.mds.tables import FIRST_LAYER, slots_of
+from formats.errors import RefusedError, UsageError
+from formats.megatron.args.options import main_dtype
+from formats.megatron.classic import FLAGS
+from formats.model.spec import ModelSpec
+from formats.torch_files.archive_writer import Held, archived
+from formats.torch_files.pickle_values import Dtype, Namespace
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user chose: the topology, the order of query, key and value (`tables.ORDERS`), and the padding."""
+
+    tp: int = 1
+    pp: int = 1
+    qkv: str | None = None
+    vocab_multiple: int = 128
+    iteration: int = 0
+
+
+def write(root: Path, spec: ModelSpec, dtypes: Mapping[tuple[str, int | None], str], options: Options) -> Target:
+    """Lay out a run folder with one checkpoint.
+
+    Args:
+        root: the run folder.
+        spec: the model; its true vocabulary must be known.
+        dtypes: the element type of each logical tensor.
+        options: topology, and what code is to load it.
+
+    Raises:
+        UsageError: nobody said what code that is.
+        RefusedError: the sizes do not divide, or that code has no such model.
+        UnsupportedError: Megatron-DeepSpeed is not written of such models.
+    """
+    unit = options.vocab_multiple * options.tp
+    padded = -(-(spec.vocab or 0) // unit) * unit
+    if options.pp > spec.layers:
+        raise RefusedError(f"{spec.layers} layers do not fill {options.pp} pipeline stages")
+    if spec.ffn % options.tp:
+        raise RefusedError(f"{spec.ffn} rows of the MLP do not divide over tp = {options.tp}")
+    args = {
+        **spelled(spec),
+        "padded_vocab_size": padded,
+        "make_vocab_size_divisible_by": options.vocab_multiple,
+        "tensor_model_parallel_size": options.tp,
+        "pipeline_model_parallel_size": options.pp,
+        "world_size": options.tp * options.pp,
+        "params_dtype": Dtype(main_dtype(dtypes.values())),
+        "bf16": main_dtype(dtypes.values()) == "bfloat16",
+        "fp16": main_dtype(dtypes.values()) == "float16",
+    }
+    qkv = _order(spec, options)
+    by_file: dict[str, list[Held]] = {}
+    for slot in slots_of(spec, options.tp, padded, {qkv}, FIRST_LAYER):
+        key = slot.keys[0].partition(".")[2]
+        by_file.setdefault(slot.place.file, []).append((key, slot, slot.shape, slot_dtype(slot, dtypes)))
+    tag = f"global_step{options.iteration}"
+    files = [_archived(root / tag / name, tensors) for name, tensors in by_file.items()]
+    for rank in range(options.tp * options.pp):
+        state = _state(spec, {**args, "rank": rank}, qkv, options)
+        files.append(_archived(root / tag / deepspeed.model_name(rank), (), state))
+    return Target(tuple(files), {deepspeed.LATEST: tag.encode(), FLAGS: flags(args).encode()}, {}, tag)
+
+
+def _order(spec: ModelSpec, options: Options) -> str:
+    """The condition that holds of the rows for query, key and value.
+
+    Raises:
+        UsageError: it was not said.
+        RefusedError: no tree has a model such as this one in it.
+    """
+    if options.qkv is None:
+        raise UsageError(
+            "trees of Megatron-DeepSpeed have query, key and value in different orders, and load each without a word",
+            "--qkv blocked for deepspeedai's code since 2024-12-04, grouped for older code, separate for that of "
+            "OpenLLM-France (Lucie) where heads share keys",
+        )
+    if options.qkv == "separate" and spec.kv_heads == spec.heads:
+        raise RefusedError(
+            "the trees that hold queries apart from keys and values do so where heads share keys, and in this model "
+            f"each of {spec.heads} heads has its own",
+            "--qkv grouped",
+        )
+    return options.qkv
+
+
+def _state(spec: ModelSpec, args: Mapping[str, Any], qkv: str, options: Options) -> dict[str, Any]:
+    """What the file of a model parallel rank says."""
+    return {
+        "module": None,
+        "dp_world_size": 1,
+        "mp_world_size": options.tp * options.pp,
+        "global_steps": options.iteration,
+        "skipped_steps": 0,
+        "iteration": options.iteration,
+        "checkpoint_version": 3.0,
+        "args": Namespace(args),
+        deepspeed.OURS: {"qkv": qkv, "vocab": spec.vocab},
+    }
+
+
+def _archived(path: Path, tensors: list[Held] | tuple[()], state: Mapping[str, Any] | None = None) -> OutputFile:
+    """A file that knows its own name, as those of torch.save do: its reader refuses ranks that were swapped."""
+    return archived(path, tensors, lambda refs: OrderedDict(refs) if state is None else dict(state), path.stem)

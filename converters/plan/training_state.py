@@ -28,11 +28,12 @@ from formats.layout.placed import Placed, files_of
 from formats.layout.slots import ORIGINAL, Replica
 from formats.layout.tensors import UNTRAINED
 from formats.megatron import optimizer_reader, portable_optimizer
-from formats.megatron.args.options import FSDP_DTENSOR, Options, main_dtype
+from formats.megatron.args.options import DIST, FSDP_DTENSOR, Options, main_dtype
+from formats.megatron.details import Megatron
 from formats.megatron.optimizer import Optimizer as Native
 from formats.megatron.optimizer import of_kind
 from formats.megatron.torch_dist import OPTIMIZER
-from formats.optimizer import Optimizer
+from formats.optimizer import MOMENTUM, Optimizer
 from formats.registry import format_of
 
 
@@ -124,12 +125,17 @@ def plan_run(
         optimizer = replace(optimizer, states={"fp32": _trained(source), **optimizer.states})
     if options.dialect == FSDP_DTENSOR:
         weights, optimizer, request, options = _for_fsdp(source, optimizer, request, options)
+    _require_torch_dist(source, optimizer, options)
     plan = plan_megatron(weights, request, options, iteration, optimizer=optimizer)
     padded, multiple = source.padded_vocab or 0, options.vocab_multiple * options.tp
     rows = min(padded, -(-(source.spec.vocab or 0) // multiple) * multiple)
     notes = ["rng_state is not carried: it is that of other ranks"] if "rng_state" in source.state else []
     if rows < padded:
         notes.append(f"{padded - rows} rows of vocabulary padding have no place in the new topology")
+    if optimizer.muon is not None and options.tp != source.details_of(Megatron).args.get("tensor_model_parallel_size"):
+        notes.append(
+            "Muon orthogonalizes what each tensor rank has (--muon-tp-mode blockwise): at another --tp other steps"
+        )
     proof = None if "fp32" in optimizer.states or weights is not source else stored.states.get("fp32")
     return _resumed(plan, optimizer, rows, notes, proof, request.cast)
 
@@ -171,6 +177,19 @@ def plan_resumed(
         )
     plan = plan_megatron(weights, request, options, iteration or stored.step, optimizer=optimizer, args=args)
     return _resumed(plan, optimizer, 0, notes)
+
+
+def _require_torch_dist(source: Checkpoint, optimizer: Native, options: Options) -> None:
+    """Muon's momentum is written where Megatron was seen to load it.
+
+    Raises:
+        UnsupportedError: it would be elsewhere.
+    """
+    if optimizer.muon is not None and options.dialect != DIST:
+        raise UnsupportedError(
+            f"{source.root} trains its matrices with Muon, whose {MOMENTUM} is written to torch_dist alone",
+            "--format torch_dist",
+        )
 
 
 def _split(source: Checkpoint, optimizer: Optimizer, cast: str | None) -> tuple[Checkpoint, dict[str, Checkpoint]]:

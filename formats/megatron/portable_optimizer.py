@@ -31,7 +31,7 @@ def is_trained(source: Checkpoint) -> bool:
 
 
 def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]]:
-    """Its states, and what `inspect` says of it: of another optimizer than Adam the master weights alone."""
+    """Its states, and what `inspect` says of it: of an optimizer that is not read the master weights alone."""
     from formats.megatron import optimizer_reader
 
     masters, others = optimizer_reader.masters(source)
@@ -51,6 +51,11 @@ def read(source: Checkpoint) -> Optimizer:
     from formats.megatron import optimizer_reader
 
     native = optimizer_reader.read(source)
+    if native.muon is not None:
+        raise UnsupportedError(
+            f"{source.home} trains its matrices with Muon, whose momentum goes to torch_dist alone",
+            "reshard --with-optimizer --format torch_dist, or the weights without the optimizer",
+        )
     try:
         groups = {bool(group["wd_mult"]): group_of(group, str(source.home)) for group in native.groups}
         step = int(native.step.number) if native.step is not None else int(native.groups[0]["step"])
@@ -74,6 +79,7 @@ def native(source: Checkpoint, optimizer: Optimizer) -> tuple[Native, list[str]]
     Raises:
         UnsupportedError: the settings of parameters are not known, or differ where Megatron has one for all.
     """
+    optimizer.require_adam_alone(source.home, "Megatron")
     if not optimizer.groups:
         raise UnsupportedError(
             f"{source.home} does not say with which rate, betas, eps and weight decay Adam trains",
@@ -83,7 +89,9 @@ def native(source: Checkpoint, optimizer: Optimizer) -> tuple[Native, list[str]]
     for placed in source.tensors:
         for name in set(placed.slot.rule.pattern.tensors) - BUFFERS:
             decayed = decays(placed.key, placed.slot.shape) and not name.endswith("_bias")  # experts' are in one matrix
-            sides[decayed].add(optimizer.groups[name, placed.slot.layer])
+            group = optimizer.groups[name, placed.slot.layer]
+            assert isinstance(group, Group)
+            sides[decayed].add(group)
     for decayed, kinds in sides.items():
         if len(kinds) > 1:
             what = "matrices" if decayed else "vectors and biases"

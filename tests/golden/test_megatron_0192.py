@@ -123,16 +123,28 @@ def test_a_universal_checkpoint_has_a_manifest(convert, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_muon(convert, tmp_path):
-    """Its FP32 master weights are read; the rest is named, and refused where it would be lost."""
+    """Its momentum and its FP32 master weights, and Adam's moments of all else; torch reads both sides."""
     import numpy as np
     from safetensors.numpy import load_file
 
     run, words = MUON.run, ("--vocab-size", MUON.vocab)
     told = convert("inspect", run, *words).out
-    assert "fp32 of 'muon'; exp_avg, exp_avg_sq, momentum_buffer are not converted" in told
-    for command in ("reshard", "hf2fsdp"):
-        ran = convert(command, run, tmp_path / "no", "--with-optimizer", *words)
-        assert (ran.code, "its optimizer is 'muon'" in ran.err) == (4, True), ran.err
+    assert "fp32, exp_avg, exp_avg_sq, momentum_buffer (plain, Muon beside Adam)" in told
+    ran = convert("reshard", run, tmp_path / "no", "--with-optimizer", "--format", "torch", *words)
+    assert (ran.code, "momentum_buffer is written to torch_dist alone" in ran.err) == (4, True), ran.err
+    ran = convert("reshard", run, tmp_path / "moved", "--with-optimizer", "--format", "torch_dist", *words)
+    assert ran.code == 0, ran.err
+    layer = "decoder.layers."
+    for chain, states, names in (
+        (0, ("momentum_buffer", "fp32_param"), ("self_attention.linear_qkv", "self_attention.linear_proj",
+         "mlp.linear_fc1", "mlp.linear_fc2")),
+        (1, ("exp_avg", "exp_avg_sq", "fp32_param"), ("self_attention.linear_qkv.layer_norm",)),
+    ):  # fmt: skip
+        for state, name in ((state, name) for state in states for name in names):
+            key = f"optimizer.state.{state}.{layer}{name}{'_' if 'norm' in name else '.'}weight"
+            theirs, ours = flat(run, f"chained_{chain}.{key}"), flat(tmp_path / "moved", key)
+            assert theirs.equal(ours), key
+            assert theirs.any()
     assert convert("reshard", run, tmp_path / "tp2", "--tp", 2, "--format", "torch", *words).code == 0
     assert convert("diff", run, tmp_path / "tp2", *words).code == 0
     again = shutil.copytree(run, tmp_path / "again")

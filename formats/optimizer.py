@@ -42,6 +42,7 @@ KNOWN = {
     "labels of DeepSpeed": ("name", "moe", "_ds_source_param_group_id"),
     "labels of Megatron": (
         "wd_mult", "pre_wd_mult", "pre_lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config",
+        "optimizer",
     ),
 }  # fmt: skip
 """What else an Adam's groups have (torch 2.13.0, DeepSpeed 0.19.8, megatron-core 0.16.1 optimizer/__init__.py)."""

@@ -21,7 +21,7 @@ import re
 import struct
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -77,6 +77,7 @@ class Optimizer:
         head: what lies beside the optimizer and is the same on all ranks, such as the scheduler of the rate.
         grads: the element type in which gradients are reduced, as torch calls it.
         muon: the parameter group of Muon, beside which Adam trains what is no matrix; None without one.
+        run: further arguments of a training that it is resumed in.
     """
 
     states: Mapping[str, Checkpoint]
@@ -87,6 +88,7 @@ class Optimizer:
     head: Mapping[str, Any]
     grads: str
     muon: Mapping[str, Any] | None = None
+    run: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def dtypes(self) -> dict[str, Mapping[tuple[str, int | None], str]]:
@@ -98,7 +100,8 @@ class Optimizer:
         if self.muon is None:
             return {"no_save_optim": False, "use_distributed_optimizer": self.distributed}
         layered = dict.fromkeys(muon.LAYERED, self.distributed)
-        return {"no_save_optim": False, "use_distributed_optimizer": False, "optimizer": muon.NAME, **layered}
+        kind = {"optimizer": muon.NAME, "use_distributed_optimizer": False, **layered}
+        return {"no_save_optim": False, **kind, **self.run}
 
     def around(self, inner: Mapping[str, Any], masters: Any = None) -> dict[str, Any]:
         """The entry `optimizer` around that of Adam itself."""

@@ -403,7 +403,7 @@ def _states_of(optimizer: Optimizer, weights: Sequence[dcp_writer.Stored]) -> It
     for state, dtypes in optimizer.dtypes.items():
         for weight in weights:
             slot, several = weight.slot, optimizer.muon is not None
-            if BUFFER.fullmatch(slot.keys[0]) or (several and not muon.keeps(state, slot)):
+            if BUFFER.fullmatch(slot.keys[0]) or (several and not muon.keeps(state, slot, dtypes)):
                 continue
             by_muon = several and muon.trains(slot)
             name = megatron_optim.stored_name(state, optimizer.distributed and not by_muon)

@@ -35,7 +35,7 @@ from fsdp_world import (
     tp_model,
     whole,
 )
-from ranks import World, differences
+from ranks import Both, World, differences
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -58,25 +58,6 @@ MODELS: dict[str, Callable[[World], nn.Module]] = {
     "fsdp1-mesh": lambda world: fsdp1_model(world, device_mesh=mesh(fsdp=world.size)),
     "muon": fsdp2_model,
 }
-
-
-class Both(tuple[torch.optim.Optimizer, ...]):
-    """Several optimizers of one model, which torch's state_dict functions take as they are."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all of them."""
-        return [group for one in self for group in one.param_groups]
-
-    def step(self) -> None:
-        """The step of each."""
-        for one in self:
-            one.step()
-
-    def zero_grad(self) -> None:
-        """No gradients."""
-        for one in self:
-            one.zero_grad()
 
 
 def begun(world: World, name: str) -> tuple[nn.Module, Any]:

@@ -214,6 +214,8 @@ class Training:
         self.scheduler = OptimizerParamScheduler(
             self.optimizer, init_lr=0.0, max_lr=RATE, min_lr=RATE / 10, lr_warmup_steps=8, lr_decay_steps=80,
             lr_decay_style="cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=80, wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=not args.override_opt_param_scheduler,
+            override_opt_param_scheduler=args.override_opt_param_scheduler,
         )  # fmt: skip
         self.iteration = 0
         if "load" in job:

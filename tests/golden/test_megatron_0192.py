@@ -132,6 +132,8 @@ def test_muon(convert, tmp_path):
     assert "fp32, exp_avg, exp_avg_sq, momentum_buffer (plain, Muon beside Adam)" in told
     ran = convert("reshard", run, tmp_path / "no", "--with-optimizer", "--format", "torch", *words)
     assert (ran.code, "momentum_buffer is written to torch_dist alone" in ran.err) == (4, True), ran.err
+    ran = convert("hf2fsdp", run, tmp_path / "no", "--with-optimizer", *words)
+    assert (ran.code, "muon_coefficient_type = 'quintic', for which torch's Muon has" in ran.err) == (4, True), ran.err
     ran = convert("reshard", run, tmp_path / "moved", "--with-optimizer", "--format", "torch_dist", *words)
     assert ran.code == 0, ran.err
     layer = "decoder.layers."

@@ -1,8 +1,12 @@
-"""Stock Megatron-LM 0.19.2 trains on with Muon from what we write of its torch_dist, whichever Adam is beside Muon."""
+"""Stock Megatron-LM 0.19.2 trains on with Muon from what we write of its torch_dist, whichever Adam is beside Muon.
+
+So does FSDP2 with torch's Muon, and Megatron after it.
+"""
 
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,11 +14,21 @@ import pytest
 
 from converters.common.manifest import remembered_states
 from tests.golden.test_megatron_optim import states
+from tests.golden.test_optimizers import go_on
 from tests.golden.test_stock_dist import HALF, LENIENT, MODEL, TOLERANCE, UNTIED, VOCAB, stock
 
 pytestmark = [pytest.mark.stock, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 SCRIPT = Path(__file__).with_name("stock_muon.py")
 LAYERED, LEGACY = "--use-distributed-optimizer", "--no-use-layer-wise-param-layout"
+
+
+SAME = shlex.split("""
+    --optimizer muon --muon-momentum 0.9 --muon-nesterov --muon-coefficient-type simple --muon-num-ns-steps 5
+    --muon-scale-mode spectral --muon-extra-scale-factor 0.2
+""")
+"""What torch's Muon computes by itself, with `match_rms_adamw`."""
+NEAR = 5e-5
+"""Largest relative difference of a loss: both Muons multiply in bfloat16, and round elsewhere."""
 
 
 class Run(NamedTuple):
@@ -69,3 +83,44 @@ def test_it_trains_on(convert, tmp_path):
         assert max(abs(loss - other) / other for loss, other in pairs) < TOLERANCE, job
         given = remembered_states(Path(job["load"]) / "iter_0000003")
         assert states(Path(f"{job['load']}-again"), VOCAB) == given != {}, job["load"]
+
+
+def test_it_trains_on_in_fsdp_and_back(model, convert, tmp_path):
+    """With the settings that torch's Muon has too; without a gate each matrix is one in both. Adam alone does likewise:
+    either is found by the rates of the training that resumes."""
+    source, weights = model("starcoder2", sliding_window=None), tmp_path / "weights"
+    words = ["--format", "torch_dist", "--norm", "local", "--make-vocab-size-divisible-by", 1]
+    assert convert("hf2megatron", source, weights, *words).code == 0
+    lines = (line for line in (weights / "megatron_flags.txt").read_text().splitlines() if not line.startswith("#"))
+    model_flags = [*shlex.split(" ".join(lines)), "--vocab-size", "211", "--make-vocab-size-divisible-by", "1"]
+    flags = {kind: [*model_flags, "--no-load-rng", "--ckpt-format", "torch_dist"] for kind in ("adam", "muon")}
+    flags["muon"] += SAME
+    begun = {"tp": 1, "pp": 1, "load": str(weights), "steps": 3}
+    runs, losses = ({kind: tmp_path / f"{kind}-{what}" for kind in flags} for what in ("run", "losses"))
+    jobs = [{**begun, "flags": [*flags[kind], "--no-load-optim"], "save": {str(runs[kind]): "plain"}} for kind in flags]
+    jobs = [{**job, "losses": str(losses[kind])} for job, kind in zip(jobs, flags, strict=True)]
+    stock(jobs, tmp_path / "begun.json", script=SCRIPT)
+
+    moved, back = list[dict[str, Any]](), list[dict[str, Any]]()
+    for kind, run in runs.items():
+        out, saved = tmp_path / f"{kind}-fsdp", tmp_path / f"{kind}-saved"
+        ran = convert("hf2fsdp", run, out, "--ranks", 3, "--with-optimizer", "--config", source)
+        assert (ran.code, "one matrix" in ran.err) == (0, False), ran.err
+        job = {"hf": str(source), "losses": str(losses[kind]), "resume": str(out), "step": 3, "least": 0.0}
+        job["save"] = str(saved)
+        moved.append({**job, **({"muon": True, "near": NEAR} if kind == "muon" else {})})
+    go_on(moved, tmp_path)
+
+    words += ["--with-optimizer", "--config", source, "--consumed-samples", 12]
+    for kind, run in runs.items():
+        saved, out = tmp_path / f"{kind}-saved", tmp_path / f"{kind}-back"
+        ran = convert("hf2megatron", saved, tmp_path / f"{kind}-lost", *words)
+        assert (ran.code, "--lr" in ran.err) == (2 if kind == "muon" else 0, True), "it would not be found"
+        ran = convert("hf2megatron", saved, out, *words, "--lr", 0.01)
+        assert (ran.code, " ".join(SAME) in ran.err) == (0, kind == "muon"), ran.err
+        again = {"flags": [*flags[kind], "--override-opt_param-scheduler"], "load": str(out)}
+        back.append({"tp": 1, "pp": 1, **again, "losses": f"{run}-back"})
+    stock(back, tmp_path / "back.json", script=SCRIPT)
+    for kind, run in runs.items():
+        pairs = zip(json.loads(Path(f"{run}-back").read_text()), json.loads(losses[kind].read_text()), strict=True)
+        assert max(abs(loss - other) / other for loss, other in pairs) < TOLERANCE, kind

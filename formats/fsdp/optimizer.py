@@ -30,7 +30,7 @@ from formats.layout.pieces import Scattered, spread
 from formats.layout.placed import Placed, match
 from formats.layout.slots import ALONE, Slot
 from formats.layout.tensors import UNTRAINED
-from formats.optimizer import MOMENTS, MOMENTUM, Group, Muon, Optimizer, group_of, number_of, whose
+from formats.optimizer import KEPT, MOMENTS, MOMENTUM, Group, Muon, Optimizer, group_of, number_of, whose
 from formats.torch_files import dcp, rank_dumps
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.archive_writer import plain, small_of
@@ -208,6 +208,7 @@ def read(source: Checkpoint) -> Optimizer:
         raise UnsupportedError(
             f"{optimizer.listing.where} has {MOMENTUM} and no parameter groups, which would tell whether it is Muon's"
         )
+    states = {state: states[state] for state in KEPT if state in states}
     return Optimizer(states, _step(optimizer, by_kind[Group]), groups)
 
 

@@ -267,6 +267,6 @@ class Optimizer:
         """
         if MOMENTUM in self.states:
             raise UnsupportedError(
-                f"{where} trains its matrices with Muon: {what}, and {MOMENTUM} is not carried there",
+                f"{where} was trained with Muon, and {what}: {MOMENTUM} is not carried there",
                 "convert the weights without the optimizer",
             )

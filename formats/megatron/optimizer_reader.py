@@ -243,14 +243,15 @@ def masters(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], tuple[str, ..
     """The FP32 master weights of a training with several optimizers, such as SOAP and Adam; and what else they keep.
 
     In torch_dist each has those of its parameters under their names (megatron-core 0.19.2, layer_wise_optimizer.py).
-    Nothing where the optimizer is one that is read, or keeps none so.
+    Nothing where there is one of Adam, or one that is distributed.
     """
     details = source.details_of(Megatron)
-    if details.args.get("optimizer") in (None, "adam", muon.NAME) or details.dialect != DIST:
+    if details.args.get("optimizer") in (None, "adam") or details.dialect != DIST:
         return {}, ()
     listed = _listed(source)
     kept = listed.pop(stored_name("fp32", distributed=False), None)
-    if not kept or stored_name("fp32", distributed=True) in listed:
+    buckets = any(re.fullmatch(bucketed_optimizer.BUCKET, item.name) for item in dcp.entries(source.home))
+    if not kept or buckets or stored_name("fp32", distributed=True) in listed:
         return {}, ()
     states = {"fp32": replace(source, tensors=tuple(_in_pieces(source, kept, "fp32", _anything)))}
     return _as_checkpoints(source, states), tuple(sorted(listed))

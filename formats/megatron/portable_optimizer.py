@@ -36,10 +36,13 @@ def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]
     """Its states, and what `inspect` says of it: of an optimizer that is not read the master weights alone."""
     from formats.megatron import optimizer_reader
 
-    masters, others = optimizer_reader.masters(source)
-    if masters:
+    try:
+        optimizer = optimizer_reader.read(source)
+    except UnsupportedError:
+        masters, others = optimizer_reader.masters(source)
+        if not masters:
+            raise
         return masters, {"optimizer": source.details_of(Megatron).args["optimizer"], "left": list(others)}
-    optimizer = optimizer_reader.read(source)
     return optimizer.states, {"distributed": optimizer.distributed}
 
 

@@ -164,6 +164,21 @@ def test_muon(convert, tmp_path):
     assert (head.astype("<f4").view("<u4") & 0xFFFF).any(), "no bf16"
 
 
+def test_master_weights_beside_an_optimizer_that_is_not_read():
+    """Lion in the place of Adam: the FP32 master weights alone, and the rest is named."""
+    from dataclasses import replace
+
+    from formats.checkpoint import Settings
+    from formats.megatron import portable_optimizer, torch_dist
+    from formats.megatron.details import Megatron
+
+    source = torch_dist.read(MUON.run, Settings(vocab_size=MUON.vocab))
+    details = source.details_of(Megatron)
+    lion = replace(details, args={**details.args, "muon_scalar_optimizer": "lion"})
+    states, told = portable_optimizer.states(replace(source, details=lion))
+    assert ([*states], told["left"]) == (["fp32"], ["exp_avg", "exp_avg_sq", "momentum_buffer"])
+
+
 def test_what_we_write_says_what_it_did(convert, tmp_path):
     """One way to write, which 0.16 to 0.19 load: the file that the older ones have."""
     out = shutil.copytree(RUN, tmp_path / "run")

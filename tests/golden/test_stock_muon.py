@@ -85,6 +85,34 @@ def test_it_trains_on(convert, tmp_path):
         assert states(Path(f"{job['load']}-again"), VOCAB) == given != {}, job["load"]
 
 
+def stored(folder: Path, name: str) -> Any:
+    """A tensor of a DCP, as torch's own reader gives it."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    about = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata[name]
+    state = {name: torch.empty(about.size, dtype=about.properties.dtype)}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return state[name]
+
+
+def require_momentum(run: Path, out: Path) -> None:
+    """The momentum in OUT is that of the run, bit for bit: 8 heads of 8 in 4 groups, each of queries, key, value."""
+    fused = {
+        name: stored(run, f"optimizer.state.momentum_buffer.decoder.layers.{name}.weight")
+        for name in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    }
+    for layer in range(4):
+        qkv, *others = (whole[layer] for whole in fused.values())
+        groups = qkv.reshape(4, 4, 8, 64)
+        parts = [part.reshape(-1, 64) for part in (groups[:, :2], groups[:, 2], groups[:, 3])]
+        names = [*(f"self_attn.{name}_proj" for name in "qkvo"), "mlp.c_fc", "mlp.c_proj"]
+        for name, wanted in zip(names, (*parts, *others), strict=True):
+            found = stored(out, f"optim.state.model.layers.{layer}.{name}.weight.momentum_buffer")
+            assert found.equal(wanted), name
+            assert wanted.any()
+
+
 def test_it_trains_on_in_fsdp_and_back(model, convert, tmp_path):
     """With the settings that torch's Muon has too; without a gate each matrix is one in both. Adam alone does likewise:
     either is found by the rates of the training that resumes."""
@@ -109,6 +137,7 @@ def test_it_trains_on_in_fsdp_and_back(model, convert, tmp_path):
         job = {"hf": str(source), "losses": str(losses[kind]), "resume": str(out), "step": 3, "least": 0.0}
         job["save"] = str(saved)
         moved.append({**job, **({"muon": True, "near": NEAR} if kind == "muon" else {})})
+    require_momentum(tmp_path / "muon-run/iter_0000003", tmp_path / "muon-fsdp")
     go_on(moved, tmp_path)
 
     words += ["--with-optimizer", "--config", source, "--consumed-samples", 12]

@@ -45,7 +45,11 @@ from formats.errors import (
 from formats.model.spec import Verbatim, differences
 from formats.registry import detected, open_checkpoint, steps
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_ROOM = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f), or that of the file system",
+}
 FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
 """Suffixes that no folder of a checkpoint has."""
 ANEW = "what was written is deleted, the same command starts over"
@@ -168,7 +172,8 @@ def disk(request: Request) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint = "free some space, then run the same command again to resume" if error.errno in NO_ROOM else ""
+        way = NO_ROOM.get(error.errno or 0)
+        hint = f"{way}, then run the same command again to resume" if way else ""
         raise OutputError(f"{error.filename or request.staging}: {error.strerror}", hint) from None
 
 

@@ -78,7 +78,7 @@ def read_bf16(opened: Open, fragment: Fragment, scales: Scales, at: int, buffer:
         RefusedError: a scale is no finite positive number, or a product is NaN or too large for BF16.
     """
     if scales.stated and at == 0:  # each conversion reads the first element
-        _require_shape(opened, scales.name, *scales.stated)
+        _require_shape(opened, *scales.stated)
     out = np.frombuffer(buffer, np.uint16)
     for start, rows, columns in _pieces(at // 2, len(out), scales):
         count, begin = rows * columns, start - at // 2
@@ -94,7 +94,7 @@ def read_bf16(opened: Open, fragment: Fragment, scales: Scales, at: int, buffer:
             raise RefusedError(reason, "--verbatim carries every tensor as it is")
 
 
-def _require_shape(opened: Open, name: str, stated: Fragment, shape: tuple[int, ...]) -> None:
+def _require_shape(opened: Open, stated: Fragment, shape: tuple[int, ...], name: str) -> None:
     """The shape that a file says in integers is that of its elements.
 
     Raises:

@@ -60,7 +60,10 @@ def weights_of(count: int, weights: Sequence[float] | None, ema: float | None) -
         )
     if not all(math.isfinite(one) and one for one in weights):
         spelled = ",".join(f"{weight:g}" for weight in weights)
-        raise UsageError(f"--weights {spelled}: each has to be a finite number other than 0", "leave one of 0 out")
+        raise UsageError(
+            f"--weights {spelled}: each has to be a finite number other than 0",
+            "a checkpoint that is to have no weight is left out",
+        )
     if abs(math.fsum(weights) - 1) > TOLERANCE:
         raise UsageError(
             f"--weights are {math.fsum(weights):.9g} in all, and those of a mean are 1", "divide each by their sum"

@@ -11,6 +11,8 @@ from converters.common.hub_names import folder_of
 from formats.checkpoint import Checkpoint, Settings
 from formats.errors import UsageError
 from formats.format import Format
+from formats.huggingface import mtp
+from formats.layout.table import MTP
 from formats.registry import KNOWN_TO, downloaded, format_of, open_checkpoint
 
 if TYPE_CHECKING:
@@ -135,6 +137,8 @@ def require_effect(settings: Settings, *sources: Checkpoint, known: Mapping[str,
             raise UsageError(f"--{flag} has no effect on {kinds}", "leave it out")
     if settings.only and all(source.left is None for source in sources):
         raise UsageError(f"--only {settings.only}: {sources[0].root} holds a model of text alone", "leave it out")
+    if MTP in settings.drop and not any(mtp.keys_of(source.dropped) for source in sources):
+        raise UsageError("--drop mtp: the model has no layer that predicts further tokens", "leave it out")
 
 
 def require_family(family: Family | None, *sources: Checkpoint) -> None:

@@ -18,6 +18,7 @@ from formats.errors import RefusedError, UnsupportedError, UsageError
 from formats.fsdp import FSDP
 from formats.huggingface import HUGGINGFACE
 from formats.huggingface import folder as huggingface
+from formats.layout.table import MTP
 from formats.model.spec import Spec, Verbatim
 from formats.model.vocab_rows import grown, rows
 
@@ -66,7 +67,9 @@ def plan_huggingface(
     if source.format != HUGGINGFACE.name and isinstance(source.spec, Verbatim):
         source = names.in_files(source, json.loads(assets.config_text(source, None)))
     dtypes = cast_dtypes(source, request.cast)
-    index = assets.remembered_index(source.assets) if shard_size is None else None
+    index = assets.remembered_index(source.assets)
+    further = {one.key for one in source.tensors if one.slot.replica and MTP in one.slot.rule.conditions}
+    further |= (index or {"weight_map": {}})["weight_map"].keys()
     carried = assets.carried(source)
     carried |= dict(assets.records(source.root)) if source.format == FSDP.name else {}
     spec, texts, notes = source.spec, {}, list[str]()
@@ -78,7 +81,8 @@ def plan_huggingface(
     elif source.added_tokens:
         added = ", ".join(source.added_tokens)
         notes.append(f"the training added {added} to its tokenizer; --chat-template adds them to the one that travels")
-    target = huggingface.write(request.root, spec, dtypes, shard_size or SHARD_SIZE, index)
+    same = index if shard_size is None else None
+    target = huggingface.write(request.root, spec, dtypes, shard_size or SHARD_SIZE, same, further)
     config = assets.config_text(source, _cast_to(request), spec)
     notes += agreement.notes(saved, spec, config)
     if quantization:

@@ -95,7 +95,8 @@ class Scales(NamedTuple):
         columns: of a matrix.
         name: the key of the factors, for a message.
         whole: a number that all factors are divided by; None for none.
-        stated: integers in a file that say rows and columns, and what they have to be; None for none.
+        stated: integers in a file that say rows and columns, what they have to be, and the key of the elements; None
+            for none.
     """
 
     method: str
@@ -105,7 +106,7 @@ class Scales(NamedTuple):
     columns: int
     name: str
     whole: Fragment | None = None
-    stated: tuple[Fragment, tuple[int, ...]] | None = None
+    stated: tuple[Fragment, tuple[int, ...], str] | None = None
 
 
 class Coded(NamedTuple):

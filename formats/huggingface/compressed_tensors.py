@@ -194,5 +194,5 @@ def _weight(fragments: Mapping[str, Fragment], module: str, elements: Fragment, 
     shape, block = (rows, columns), (min(high, max(rows, 1)), min(wide, max(columns, 1)))
     if high == 1 and columns % wide == 0:  # one row of scales, as long as all: read with fewer calls
         rows, columns = 1, rows * columns
-    scales = Scales(stored.method, factors, block, rows, columns, name, whole, stated and (stated, shape))
+    scales = Scales(stored.method, factors, block, rows, columns, name, whole, stated and (stated, shape, key))
     return elements._replace(dtype="BF16", shape=shape, strides=row_major(shape), scales=scales)

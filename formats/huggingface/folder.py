@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from math import prod
@@ -302,6 +302,7 @@ def write(
     dtypes: Mapping[tuple[str, int | None], str],
     shard_size: int,
     index: Mapping[str, Any] | None = None,
+    copies: Collection[str] = (),
 ) -> Target:
     """Lay out a folder.
 
@@ -312,6 +313,7 @@ def write(
         shard_size: the size in bytes at which a new file begins.
         index: that of a folder to be reproduced; then the shard size does not count. It is ignored when it names
             other tensors than the model has.
+        copies: keys of further copies of a tensor that are written; others are not.
     """
     wanted = model_slots(spec)
     own = {key for slot in wanted for key in slot.keys}  # in a deeper model a layer that drops name is a weight
@@ -321,7 +323,7 @@ def write(
         if key in own or not any(re.fullmatch(drop, key) for drop in drops(spec))
     }
     by_key = {next((key for key in slot.keys if key in weight_map), slot.keys[0]): slot for slot in wanted}
-    by_key = {key: slot for key, slot in by_key.items() if not slot.replica or key in weight_map}
+    by_key = {key: slot for key, slot in by_key.items() if not slot.replica or key in weight_map or key in copies}
     entries = {key: Entry(key, slot_dtype(slot, dtypes), slot.shape) for key, slot in by_key.items()}
     groups: dict[str, list[Entry]] = {}
     if set(weight_map) == set(entries):

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from formats.checkpoint import Settings
-from formats.errors import UsageError
 from formats.families import family_named
 from formats.layout.table import MTP
 from formats.model.coherence import FURTHER
@@ -33,17 +32,8 @@ def keys_of(keys: Iterable[str]) -> list[str]:
 
 
 def dropped(keys: Iterable[str], settings: Settings) -> list[str]:
-    """Those that the user leaves out.
-
-    Raises:
-        UsageError: there are none.
-    """
-    if MTP not in settings.drop:
-        return []
-    lost = keys_of(keys)
-    if not lost:
-        raise UsageError("--drop mtp: the model has no layer that predicts further tokens", "leave it out")
-    return lost
+    """Those that the user leaves out."""
+    return keys_of(keys) if MTP in settings.drop else []
 
 
 def count(spec: ModelSpec, keys: Iterable[str]) -> int:

@@ -4,7 +4,8 @@ All train a Llama of random weights in bf16, stepped in float32, on the same doc
 activation checkpointing and fused AdamW, interleaved, each in a process of its own. The documents of a row do not see
 each other; labels that are trained are what counts. TRL (`packing_strategy="bfd"`, padding-free) and torchtitan (its
 dataset puts documents one after the other) pack themselves: rows differ, their sizes do not. torchtitan is compiled, as
-its own settings are; `train run` is with `--compile` only. What is not installed is left out.
+its own settings are; `train run, compiled` is with `model.compile` and without `parallel.reshard`. What is not
+installed is left out.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-LENGTH, ROWS, STEPS, SKIPPED = 8192, 4, 12, 4
+LENGTH, ROWS, STEPS, SKIPPED = 8192, 4, 20, 8
 END = 1
 """The token that ends a document, and is nowhere else."""
 IN_MEMORY = Path("/dev/shm")
@@ -31,7 +32,8 @@ SIZES = {
     "0.4B": SHAPE | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 20},
     "1.6B": SHAPE | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24},
 }
-CONTENDERS = {"train run": "train", "TRL": "trl", "torchtitan": "torchtitan"}
+COMPILED = "train run, compiled"
+CONTENDERS = {"train run": "train", COMPILED: "train", "TRL": "trl", "torchtitan": "torchtitan"}
 """Contender: the package without which it is left out."""
 
 
@@ -75,19 +77,32 @@ def write_documents(folder: Path, documents: list[list[int]]) -> None:
     (folder / "documents.json").write_text(json.dumps(documents))
 
 
-def ours(folder: Path, micro: int, model: dict[str, Any]) -> dict[str, float]:
-    """Train with `train run`, with settings of its model, and read its log."""
+def _lines(path: Path) -> int:
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def ours(folder: Path, micro: int, model: dict[str, Any], reshard: bool) -> dict[str, float]:
+    """Train with `train run`, and read its log."""
     save = folder / f"save{time.monotonic_ns()}"
     settings = {
         "model": {"path": str(folder / "model"), **model},
         "data": {"train": [str(folder / "P")], "seq_length": LENGTH, "loss": "all"},
-        "batch": {"size": ROWS, "micro": micro}, "optim": {"lr": 1e-5}, "steps": {"train_iters": STEPS},
+        "batch": {"size": ROWS, "micro": micro}, "parallel": {"reshard": reshard},
+        "optim": {"lr": 1e-5}, "steps": {"train_iters": STEPS},
         "save": {"path": str(save), "every": 1000},
     }  # fmt: skip
     (folder / "config.yml").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "train", "run", str(folder / "config.yml")]
-    subprocess.run(command, check=True, timeout=300, stdout=subprocess.DEVNULL)
-    lines = [json.loads(line) for line in (save / "log.jsonl").read_text().splitlines()][SKIPPED:]
+    log, limit = save / "log.jsonl", time.monotonic() + 300
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None and time.monotonic() < limit and _lines(log) < STEPS:
+            time.sleep(0.1)
+        process.kill()  # what it saves at its end is not measured
+    if _lines(log) < STEPS:
+        raise RuntimeError(
+            f"{' '.join(command)} ended after {_lines(log)} of {STEPS} steps, exit code {process.returncode}"
+        )
+    lines = [json.loads(line) for line in log.read_text().splitlines()][SKIPPED:]
     shutil.rmtree(save)
     seconds = sum(line["seconds"] for line in lines)
     return {
@@ -114,7 +129,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--micro", type=int, choices=[1, 2, 4], default=1, help="rows of a micro-batch")
     parser.add_argument("--attention", default="auto", help="of train run")
-    parser.add_argument("--compile", action="store_true", help="train run")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit(f"torch {torch.__version__} sees no GPU here: is it a CUDA build?")
@@ -131,12 +145,12 @@ def main() -> None:
                 for contender in options.only:
                     if contender in absent:
                         continue
-                    if contender == "train run":
-                        settings = {"attention": options.attention, "compile": options.compile}
-                        figures = ours(folder, options.micro, settings)
+                    if CONTENDERS[contender] == "train":
+                        settings = {"attention": options.attention, "compile": contender == COMPILED}
+                        figures = ours(folder, options.micro, settings, reshard=contender != COMPILED)
                     else:
                         figures = another(contender, folder, size, options.micro)
-                    print(f"{size} {contender}:", json.dumps(figures), flush=True)
+                    print(f"{size} {contender}, micro {options.micro}:", json.dumps(figures), flush=True)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,22 @@ def test_gradients_stay_in_shards_between_micro_batches(settings, forks, ranks, 
     assert held == shard > 0
 
 
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_that_stay_gathered_for_a_step_train_the_same(settings, data, run, ranks):
+    """And are those of the last step in the next, whether an evaluation gathered them or a micro-batch did."""
+    config = settings(batch={"micro": 1}, data={"validation": {"one": str(data)}}, evaluate={"every": 1, "max_rows": 2})
+    freed, kept = (run(config, "--parallel.reshard", word, ranks=ranks, save=word) for word in ("true", "false"))
+    assert (freed.code, kept.code) == (0, 0), freed.out + kept.out
+    for name in ("loss", "grad_norm"):
+        assert kept.series(name) == pytest.approx(freed.series(name), rel=1e-6)
+    scores = [[json.loads(line) for line in (ran.save / "evaluations.jsonl").open()] for ran in (kept, freed)]
+    assert len(scores[0]) == len(freed.lines)
+    for ours, theirs in zip(*scores, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+
+
 def test_no_thread_that_writes_waits_for_a_gpu(model, monkeypatch, tmp_path):
     """That would be the first one, for every rank: a thread begins with number 0."""
 

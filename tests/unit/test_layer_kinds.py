@@ -145,6 +145,34 @@ def test_copies_that_are_none_and_a_layer_in_part(model, convert, tmp_path):
     assert (ran.code, "1 tensors are missing: model.layers.4.mlp.gate.weight" in ran.err) == (3, True), ran.err
 
 
+def test_copies_in_a_layer_that_predicts_a_second_token_are_written_where_they_were(model, convert, tmp_path):
+    """Of one file without an index, in other shards, as other types, and after FSDP."""
+    from safetensors.torch import load_file, save_file
+
+    source = with_second(model("deepseek_v3"), tmp_path / "hf")
+    tensors = load_file(source / "model.safetensors")
+    copies = {
+        "model.layers.4.embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
+        "model.layers.4.shared_head.head.weight": tensors["lm_head.weight"].clone(),
+    }
+    save_file(tensors | copies, source / "model.safetensors", {"format": "pt"})
+    for number, words in enumerate(([], ["--shard-size", "1MB"], ["--dtype", "fp32"], ["--drop", "mtp"])):
+        out = tmp_path / f"out{number}"
+        assert convert("hf2hf", source, out, *words).code == 0
+        keys = {key for file in out.glob("*.safetensors") for key in load_file(file)}
+        assert keys & copies.keys() == (set() if words[:1] == ["--drop"] else copies.keys()), words
+    for command in ("verify", "diff"):  # what only one of the two has is left out
+        assert convert(command, tmp_path / "out3", source).code == 6
+        for two in ((tmp_path / "out3", source), (source, tmp_path / "out3")):
+            assert convert(command, *two, "--drop", "mtp").code == 0
+        ran = convert(command, tmp_path / "out3", tmp_path / "out3", "--drop", "mtp")
+        assert (ran.code, "the model has no layer that predicts further tokens" in ran.err) == (2, True), ran.err
+    assert convert("hf2fsdp", source, tmp_path / "fsdp").code == 0
+    assert convert("verify", tmp_path / "fsdp", tmp_path / "out3", "--drop", "mtp").code == 0
+    assert convert("fsdp2hf", tmp_path / "fsdp", tmp_path / "back").code == 0
+    assert load_file(tmp_path / "back/model.safetensors").keys() == (tensors | copies).keys()
+
+
 def test_the_flags_are_those_of_a_release_that_builds_it(model, convert, tmp_path):
     source, run = with_second(model("qwen3_5_text"), tmp_path / "hf"), tmp_path / "m"
     assert convert("hf2megatron", source, run).code == 0

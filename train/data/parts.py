@@ -7,32 +7,53 @@ import numpy as np
 from train.data.rows import IGNORED, Flat, Keys
 from train.distributed import World
 
+MULTIPLE = 128
+"""Compiled layers get sizes that this divides: kernels are made for sizes with a rest, and for those without."""
 
-def own(flat: Flat, world: World) -> Flat:
+
+def own(flat: Flat, world: World, compiled: bool = False) -> Flat:
     """The part of flattened rows that a rank computes: all of them without context parallelism."""
-    return cut(flat, world.part, world.context) if world.context > 1 else flat
+    multiple = MULTIPLE if compiled else 1
+    if world.context > 1:
+        return cut(flat, world.part, world.context, multiple)
+    return padded(flat, -(-len(flat.input_ids) // multiple) * multiple)
 
 
-def cut(flat: Flat, part: int, parts: int) -> Flat:
-    """One of equal parts of flattened rows, consecutive tokens; padding at the end is a document of its own.
+def padded(flat: Flat, size: int) -> Flat:
+    """Flattened rows of so many tokens; padding at the end is a document of its own."""
+    more = size - len(flat.input_ids)
+    if not more:
+        return flat
+    return flat._replace(
+        input_ids=np.concatenate([flat.input_ids, np.zeros(more, np.int64)]),
+        labels=np.concatenate([flat.labels, np.full(more, IGNORED)]),
+        position_ids=np.concatenate([flat.position_ids, np.arange(more)]),
+        cu_seqlens=np.append(flat.cu_seqlens, np.int32(size)),
+        longest=max(flat.longest, more) if flat.longest else 0,
+        padding=more,
+    )
+
+
+def cut(flat: Flat, part: int, parts: int, multiple: int = 1) -> Flat:
+    """One of equal parts of flattened rows, consecutive tokens.
 
     Args:
         flat: the rows.
         part: its number.
         parts: how many there are.
+        multiple: what divides the size of a part.
     """
     count = len(flat.input_ids)
-    size = -(-count // parts)
-    low, stop, more = part * size, (part + 1) * size, size * parts - count
-    ends = np.array([*flat.cu_seqlens, count + more] if more else flat.cu_seqlens)
-    inside = ends[(ends > low) & (ends < stop)]
-    begin = int(ends[ends <= low].max())
-    labels = np.concatenate([flat.labels, np.full(more, IGNORED)])[low:stop]
+    size = -(-count // (parts * multiple)) * multiple
+    flat, low, stop = padded(flat, size * parts), part * size, (part + 1) * size
+    inside = flat.cu_seqlens[(flat.cu_seqlens > low) & (flat.cu_seqlens < stop)]
+    begin = int(flat.cu_seqlens[flat.cu_seqlens <= low].max())
+    labels = flat.labels[low:stop]
     bounds, of_keys = (np.array([first, *inside, stop], np.int32) - first for first in (low, begin))
     return Flat(
-        np.concatenate([flat.input_ids, np.zeros(more, np.int64)])[low:stop],
+        flat.input_ids[low:stop],
         labels,
-        np.concatenate([flat.position_ids, np.arange(more)])[low:stop],
+        flat.position_ids[low:stop],
         bounds,
         int(np.diff(bounds).max()) if flat.longest else 0,
         int((labels != IGNORED).sum()),

@@ -30,7 +30,18 @@ from train.model.adam8bit import Adam8bit
 from train.model.optimizer import adamw
 from train.model.parts import layers
 from train.model.quantized import packed, quantize
-from train.model.trainee import DTYPES, Trainee, fill, fill_buffers, freeze, make, place, save_memory, weights
+from train.model.trainee import (
+    DTYPES,
+    Trainee,
+    compile_layers,
+    fill,
+    fill_buffers,
+    freeze,
+    make,
+    place,
+    save_memory,
+    weights,
+)
 from train.settings.config import Config
 
 Adam = torch.optim.Optimizer | Adam8bit
@@ -47,7 +58,7 @@ def sharded(config: Config, model_config: Any, world: World, backend: str) -> An
     """
     dtype = DTYPES[config.model.dtype]
     model = make(model_config, backend, dtype if config.lora else torch.float32, world.context)
-    kernel = kernels.resolve(config.model.kernels, model_config, world.device)
+    kernel = kernels.resolve(config.model.kernels, model_config, world.device, config.model.compile)
     if kernel == "liger":
         kernels.replace(model)
     if config.lora is not None:
@@ -58,20 +69,20 @@ def sharded(config: Config, model_config: Any, world: World, backend: str) -> An
     decoder_layers = layers(model)
     if world.tensor > 1:
         tensor_parallel.split(decoder_layers, model_config, world.mesh["tensor"])
-    save_memory(decoder_layers, config.model, world.device)
     if config.model.compile:
-        for layer in decoder_layers:
-            layer.compile()
+        compile_layers(decoder_layers)
+    save_memory(decoder_layers, config.model, world.device)
     trainee = Trainee(model, backend, kernel, world.sharing)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     whole = packed(model)
     pinned = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     offload = pinned if config.parallel.offload else OffloadPolicy()
     mesh = world.mesh if world.mesh.shape[0] > 1 else world.mesh["shard"]
+    shared: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload, "ignored_params": whole}
     for layer in decoder_layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=whole)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=config.parallel.reshard, **shared)
     around = world.every if world.tensor > 1 else mesh  # what is in no layer is computed by each rank as a whole
-    fully_shard(trainee, mesh=around, mp_policy=policy, offload_policy=offload, ignored_params=whole)
+    fully_shard(trainee, mesh=around, **shared)
     trainee.to_empty(device="cpu" if config.parallel.offload else world.device)
     for module in model.modules():  # FSDP keeps parameters only in the memory of the CPU
         for name, buffer in module.named_buffers(recurse=False):
@@ -90,7 +101,7 @@ class FsdpEngine:
     """A model whose weights, gradients and moments are sharded over the ranks of a replica."""
 
     def __init__(self, config: Config, model_config: Any, world: World, backend: str) -> None:
-        self.clip, self.world = config.optim.clip, world
+        self.clip, self.world, self.reshard = config.optim.clip, world, config.parallel.reshard
         self.trainee = sharded(config, model_config, world, backend)
         self.model = self.trainee.model
         self.kernels = self.trainee.kernels
@@ -107,6 +118,9 @@ class FsdpEngine:
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         """See `Engine`. Gradients are reduce-scattered after each micro-batch: else each rank keeps all of them."""
         self.trainee.set_requires_all_reduce(last)
+        if not self.reshard:
+            self.trainee.set_reshard_after_backward(last)
+            self.trainee.set_requires_gradient_sync(last or self.world.ranks > 1)
         loss.backward()  # type: ignore[no-untyped-call]
         if last and self.world.tensor > 1:
             tensor_parallel.sum_partial(layers(self.model), self.model.config, self.world.mesh["tensor"])

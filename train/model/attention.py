@@ -93,12 +93,14 @@ def _width(config: Any) -> int:
 
 
 def _has_flash() -> bool:
-    """Whether flash-attn can be imported; a build for another torch cannot."""
+    """Whether flash-attn can be imported, which a build for another torch cannot, and transformers takes it."""
     try:
         import_module("flash_attn")
     except ImportError:
         return False
-    return True
+    from transformers.utils.import_utils import is_flash_attn_2_available
+
+    return bool(is_flash_attn_2_available())
 
 
 def _has_varlen() -> bool:

@@ -14,18 +14,19 @@ import torch
 from formats.errors import UnsupportedError
 
 
-def resolve(requested: str, config: Any, device: torch.device) -> str:
+def resolve(requested: str, config: Any, device: torch.device, compiled: bool = False) -> str:
     """The kernels to use, torch or liger.
 
     Args:
-        requested: torch, liger, or auto: liger where it runs and supports the model.
+        requested: torch, liger, or auto: liger where it runs and supports the model, and layers are not compiled.
         config: the model's configuration, of transformers.
         device: where the model runs.
+        compiled: whether torch.compile makes kernels of the layers: it fuses torch's own operations.
 
     Raises:
         UnsupportedError: liger does not run here, or does not support the model.
     """
-    if requested == "torch" or (requested == "auto" and device.type != "cuda"):
+    if requested == "torch" or (requested == "auto" and (compiled or device.type != "cuda")):
         return "torch"
     if device.type != "cuda":
         raise UnsupportedError(f"the kernels of liger do not run on {device.type}", "--model.kernels auto")

@@ -200,6 +200,15 @@ def freeze(model: Any, patterns: Sequence[str]) -> None:
         parameters[name].requires_grad_(False)
 
 
+def compile_layers(decoder_layers: Iterable[Any]) -> None:
+    """Compile each layer's forward, once for all sizes of rows: inside of checkpointing and of FSDP's hooks.
+
+    Around them, each size would be compiled anew until torch gives up and runs all of them eagerly (torch 2.11).
+    """
+    for layer in decoder_layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
 def save_memory(decoder_layers: Iterable[Any], settings: Model, device: torch.device) -> None:
     """Activation checkpointing: keep only the inputs of these layers, and recompute the rest in the backward pass.
 

@@ -2,10 +2,10 @@
 
 Memory is that of one rank: FP32 weights, gradients and two moments of its shard (with LoRA those of the adapters only,
 beside the shard of the frozen weights in the compute dtype; tensors of `model.freeze` are float32, with DeepSpeed in
-that dtype); the gathered weights of two layers (with tensor parallelism its part of them) and of the root in that
-dtype; the inputs of every layer, which activation checkpointing keeps; and the logits of a chunk. ZeRO-1 does not shard
-gradients; neither ZeRO-1 nor ZeRO-2 shards the compute weights. It is an estimate: kernels, the allocator and
-DeepSpeed's buckets need more, and what DeepSpeed offloads is counted all the same.
+that dtype); the gathered weights of two layers, or of all without `parallel.reshard` (with tensor parallelism its part
+of them), and of the root in that dtype; the inputs of every layer, which activation checkpointing keeps; and the logits
+of a chunk. ZeRO-1 does not shard gradients; neither ZeRO-1 nor ZeRO-2 shards the compute weights. It is an estimate:
+kernels, the allocator and DeepSpeed's buckets need more, and what DeepSpeed offloads is counted all the same.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ def estimate(config: Config, ranks: int) -> Estimate:
     graded = 1 if stage == 1 else shards
     in_bits = _quantized(spec) if config.lora and config.lora.quantize != "none" else 0
     of_layers = counted - in_bits - 2 * vocabulary * hidden
-    gathered = width * (2 * of_layers // layers // config.parallel.tensor + 2 * vocabulary * hidden)
+    at_once = 2 if config.parallel.reshard else layers
+    gathered = width * (at_once * of_layers // layers // config.parallel.tensor + 2 * vocabulary * hidden)
     idle = _frozen(config.model.freeze, spec)
     trained = _adapters(resolved(config.lora), spec) if config.lora else counted - idle
     kept_frozen = width * counted if config.lora else (width if stage else 4) * idle

@@ -123,10 +123,11 @@ def evaluate(
 
 
 def back_to_training(trainee: Trainee) -> None:
-    """End an evaluation. FSDP2 leaves the root gathered after a forward pass that no backward pass follows."""
+    """End an evaluation. FSDP2 leaves weights gathered after a forward pass that no backward pass follows."""
     trainee.train()
-    if isinstance(trainee, FSDPModule):
-        trainee.reshard()
+    for module in trainee.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _spread(rows: int, most: int | None) -> Sequence[int]:

@@ -195,7 +195,7 @@ def _step(run: Run, number: int, stopped: bool) -> Step:
         seed_of(config.seed, number, world.rank)
     )  # for dropout; a function of the step, so no RNG state has to be saved
     taken = prepared.order.batch(number, prepared.sizes, world.reader)
-    batches = [own(prepared.rows.flat(rows), world) for rows in taken]
+    batches = [own(prepared.rows.flat(rows), world, config.model.compile) for rows in taken]
     step = reduce_counts(run, batches, stopped)
     losses = torch.zeros((), dtype=torch.float64, device=world.device)  # read once a step: reading waits for the device
     for place, flat in enumerate(batches):

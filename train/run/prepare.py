@@ -138,7 +138,9 @@ def choose_attention(config: Config, world: World, rows: int = 1) -> tuple[Any, 
         require_divisible(world.tensor, from_huggingface(read_json(path), {}, str(path)))
         require_no_dropout(model_config)
     backend = resolve(config.model.attention, model_config, world.device, dtype, world.context)
-    kernel = kernels.resolve(config.model.kernels, model_config, world.device) if config.engine == "fsdp" else "torch"
+    kernel = "torch"
+    if config.engine == "fsdp":
+        kernel = kernels.resolve(config.model.kernels, model_config, world.device, config.model.compile)
     return model_config, backend, self_check(model_config, world.device, backend, dtype, kernel, world)
 
 

@@ -77,9 +77,10 @@ class Model(_Part):
     activation_offload: bool = Field(
         False, description="Keep the inputs of layers in CPU memory until the backward pass."
     )
-    compile: bool = Field(False, description="torch.compile for each layer.")
+    compile: bool = Field(False, description="torch.compile for each layer, once for all sizes of rows.")
     kernels: Literal["auto", "torch", "liger"] = Field(
-        "auto", description="Of norms, MLPs and RoPE; auto takes liger on a GPU where it supports the model."
+        "auto",
+        description="Of norms, MLPs and RoPE; auto takes liger on a GPU where it supports the model, not with compile.",
     )
 
 
@@ -194,6 +195,10 @@ class Parallel(_Part):
 
     replicas: Count = Field(1, description="HSDP: copies of the sharded model; the world is replicas times shards.")
     offload: bool = Field(False, description="FSDP: shards, gradients and moments in CPU memory, where AdamW runs.")
+    reshard: bool = Field(
+        True,
+        description="FSDP: free gathered weights after each layer; false: after each step, for 2 bytes a weight.",
+    )
     context: Count = Field(1, description="Context parallelism: ranks that share each row, for long documents.")
     tensor: Count = Field(1, description="Tensor parallelism: ranks that each compute a part of every layer.")
     zero_stage: Literal[1, 2, 3] = Field(
@@ -401,6 +406,7 @@ def _check_engine(config: Config) -> None:
         "optim.moments": config.optim.moments == "8bit",
         "lora.quantize": config.lora is not None and config.lora.quantize != "none",
         "parallel.offload": config.parallel.offload,
+        "parallel.reshard": not config.parallel.reshard,
         "parallel.context": config.parallel.context > 1,
         "parallel.tensor": config.parallel.tensor > 1,
         "model.compile": config.model.compile,

@@ -90,6 +90,8 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int, trainer: str
     notes = [UNTAKEN, *_regrouped(optimizer, plan.target)]
     if masters:
         notes.append("FSDP trains the weights themselves: they are written from the FP32 master weights")
+    if isinstance(source.details, Megatron):
+        notes += muon.notes(source.details.args, 1)
     if MOMENTUM in optimizer.states:
         order = dict.fromkeys("muon" if isinstance(group, Muon) else "adamw" for group in optimizer.groups.values())
         notes.append(f"it loads into get_state_dict(model, [{', '.join(order)}]), the optimizers in this order")
@@ -135,10 +137,7 @@ def plan_run(
     notes = ["rng_state is not carried: it is that of other ranks"] if "rng_state" in source.state else []
     if rows < padded:
         notes.append(f"{padded - rows} rows of vocabulary padding have no place in the new topology")
-    if optimizer.muon is not None and options.tp != source.details_of(Megatron).args.get("tensor_model_parallel_size"):
-        notes.append(
-            "Muon orthogonalizes what each tensor rank has (--muon-tp-mode blockwise): at another --tp other steps"
-        )
+    notes += muon.notes(source.details_of(Megatron).args, options.tp)
     proof = None if "fp32" in optimizer.states or weights is not source else stored.states.get("fp32")
     return _resumed(plan, optimizer, rows, notes, proof, request.cast)
 

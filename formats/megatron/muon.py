@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from formats.errors import UnsupportedError, short
 from formats.layout.slots import Slot
-from formats.optimizer import MOMENTUM, Muon
+from formats.optimizer import MOMENTUM, Muon, group_of
 
 NAME = "muon"
 ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -99,13 +99,11 @@ def require_known(args: Mapping[str, Any], where: str) -> None:
         )
 
 
-def notes(args: Mapping[str, Any]) -> list[str]:
-    """What another number of tensor ranks does to a run."""
-    if args.get("muon_tp_mode") != "blockwise":
+def notes(args: Mapping[str, Any], tp: int) -> list[str]:
+    """What the number of tensor ranks that it is resumed on does to a run."""
+    if not is_used(args) or args.get("muon_tp_mode") != "blockwise" or args["tensor_model_parallel_size"] == tp:
         return []
-    return [
-        "Muon orthogonalizes what each tensor rank has (--muon-tp-mode blockwise): at another --tp its steps differ"
-    ]
+    return ["Muon orthogonalizes what a tensor rank has (--muon-tp-mode blockwise): at another --tp its steps differ"]
 
 
 def of_torch(group: Mapping[str, Any], args: Mapping[str, Any], where: str) -> Muon:
@@ -128,7 +126,9 @@ def of_torch(group: Mapping[str, Any], args: Mapping[str, Any], where: str) -> M
                 "convert the weights without the optimizer, or reshard --with-optimizer for Megatron",
             )
         settings[word.name] = found[0]
-    return Muon(group["lr"], group["weight_decay"], group["momentum"], **settings)
+    made = group_of({**settings, **{name: group[name] for name in ("lr", "weight_decay", "momentum")}}, where)
+    assert isinstance(made, Muon)
+    return made
 
 
 def args_of(muon: Muon, where: str) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from formats.megatron.chained_optimizer import (
 from formats.megatron.details import Megatron
 from formats.megatron.optimizer import PREFIX, RESHARDABLE, SHARDED, Optimizer, starts, stored_name
 from formats.megatron.shards import DROPS, Shard, flattened, mesh_of, read_shards, tensors_of
-from formats.optimizer import KEPT, STATES, require_states
+from formats.optimizer import KEPT, MOMENTUM, STATES, require_states
 from formats.torch_files import dcp
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.archive_writer import Small, plain
@@ -85,9 +85,11 @@ def read(source: Checkpoint) -> Optimizer:
     half = dtypes.intersection(HALF)
     if half and dtypes != half:
         raise UnsupportedError(f"{source.home} trains parameters of several types, {', '.join(sorted(half))} and F32")
-    missing = {"exp_avg", "exp_avg_sq", *(["fp32"] if half or optimizer.distributed else [])} - set(optimizer.states)
-    if missing:
-        raise SourceError(f"{source.home} holds no {' and no '.join(sorted(missing))}: its optimizer is not Adam's")
+    wanted = {"exp_avg", "exp_avg_sq", *(["fp32"] if half or optimizer.distributed else [])}
+    kind = "Adam's" if optimizer.muon is None else "Muon's beside Adam's"
+    wanted |= set() if optimizer.muon is None else {MOMENTUM}
+    if missing := wanted - set(optimizer.states):
+        raise SourceError(f"{source.home} holds no {' and no '.join(sorted(missing))}: its optimizer is not {kind}")
     return optimizer
 
 

@@ -164,6 +164,25 @@ def test_muon(convert, tmp_path):
     assert (head.astype("<f4").view("<u4") & 0xFFFF).any(), "no bf16"
 
 
+def test_a_momentum_that_is_missing(convert, tmp_path):
+    """Its entries have another name."""
+    run = shutil.copytree(MUON.run, tmp_path / "run")
+    metadata = run / "iter_0000003/.metadata"
+    words = ["--format", "torch_dist", "--with-optimizer", "--vocab-size", MUON.vocab]
+    for old, new, code, said in (
+        (b"momentum_buffer", b"momentum_buffex", 4, "the optimizer keeps momentum_buffex"),
+        (
+            b"state.momentum",
+            b"other.momentum",
+            3,
+            "holds no momentum_buffer: its optimizer is not Muon's beside Adam's",
+        ),
+    ):
+        metadata.write_bytes(metadata.read_bytes().replace(old, new))
+        ran = convert("reshard", run, tmp_path / "out", *words)
+        assert (ran.code, said in ran.err) == (code, True), ran.err
+
+
 def test_master_weights_beside_an_optimizer_that_is_not_read():
     """Lion in the place of Adam: the FP32 master weights alone, and the rest is named."""
     from dataclasses import replace

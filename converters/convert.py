@@ -151,7 +151,7 @@ def _begin(plan: Plan, request: Request, share: Share | None = None) -> tuple[Ta
 
 def stamps_of(plan: Plan) -> dict[Path, tuple[int, int]]:
     """Size and time of each file of the sources that is there."""
-    stats = {path: path.stat() for one in plan.sources for path in one.files if path.exists()}
+    stats = {path: path.stat() for source in plan.sources for path in source.files if path.exists()}
     return {path: (stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
 
 
@@ -207,8 +207,8 @@ def _execute(
     every = [*jobs]
     todo = [job for job in every if job.name not in journal.digests]
     left, whole = (sum(job.nbytes for job in each) for each in (todo, every))
-    again = whole if request.verify and not part else 0
-    with Progress("converting", left, request.quiet, request.tell, whole - left, again) as progress:
+    to_verify = whole if request.verify and not part else 0
+    with Progress("converting", left, request.quiet, request.tell, whole - left, to_verify) as progress:
         execute(
             todo,
             files,
@@ -285,7 +285,7 @@ def check_apart(source: Checkpoint, request: Request, others: Iterable[Path] = (
     for path in dict.fromkeys(paths):
         real = {path.resolve(), path.parent.resolve() / path.name}  # of a link what it leads to, and itself
         for place in (request.place, request.staging):
-            if any(one == place or place in one.parents for one in real):
+            if any(folder == place or place in folder.parents for folder in real):
                 raise OutputError(f"{path} is read, and is in {place}, which is replaced", "choose another folder")
 
 
@@ -351,19 +351,19 @@ def _reopened(plan: Plan, root: Path) -> Plan:
         raise VerificationError(
             f"the output's settings differ from the source's (output | source): {'; '.join(changed)}"
         )
-    again = make_plan(written)
-    return replace(again, jobs=(*again.jobs, *(plan.more(written) if plan.more else ())))
+    reopened = make_plan(written)
+    return replace(reopened, jobs=(*reopened.jobs, *(plan.more(written) if plan.more else ())))
 
 
 def verify_output(
     plan: Plan, request: Request, digests: Mapping[str, str], stopped: Callable[[], bool], root: Path
 ) -> None:
     """Read the output with its own reader, at `root`, and compare settings and digests with what was planned."""
-    again = plan.again(plan) if plan.again else _reopened(plan, root)
-    with Progress("verifying", again.nbytes, request.quiet, request.tell) as progress:
+    reopened = plan.again(plan) if plan.again else _reopened(plan, root)
+    with Progress("verifying", reopened.nbytes, request.quiet, request.tell) as progress:
         try:
             limits = replace(request.limits, replicas="verify")
-            actual = digest_of(again.jobs, limits, progress.advance, stopped, checked=False)
+            actual = digest_of(reopened.jobs, limits, progress.advance, stopped, checked=False)
         except VerificationError as error:
             raise VerificationError(f"what was written does not read back: {error}", ANEW) from None
     wrong = sorted(name for name in {*actual, *digests} if actual.get(name) != digests.get(name))

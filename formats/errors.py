@@ -101,7 +101,7 @@ def short(value: Any, limit: int = 80) -> str:
             return f"an integer of {value.bit_length()} bits"
         case None | bool() | int() | float():
             return repr(value)
-        case list() | tuple() if len(value) <= 4 and all(isinstance(one, int | float | str) for one in value):
-            return "[" + ", ".join(short(one, limit // 4) for one in value) + "]"
+        case list() | tuple() if len(value) <= 4 and all(isinstance(item, int | float | str) for item in value):
+            return "[" + ", ".join(short(item, limit // 4) for item in value) + "]"
         case _:
             return f"a {type(value).__name__}"

@@ -127,12 +127,12 @@ def downloaded(path: Path) -> str:
 
 def _inside(path: Path) -> list[Path]:
     """Checkpoints in a folder that is none itself, or in the snapshots of a folder of the Hub's cache."""
-    return [one for one in _folders(path / "snapshots" if (path / "snapshots").is_dir() else path) if is_known(one)]
+    return [*filter(is_known, _folders(path / "snapshots" if (path / "snapshots").is_dir() else path))]
 
 
 def _folders(path: Path) -> list[Path]:
     """The folders in a folder, as many as are looked into."""
-    return list(islice((one for one in sorted(path.iterdir()) if one.is_dir()), MOST_FOLDERS))
+    return list(islice((folder for folder in sorted(path.iterdir()) if folder.is_dir()), MOST_FOLDERS))
 
 
 def detected(path: Path) -> Format | None:
@@ -160,9 +160,9 @@ def names_in(path: Path) -> set[str] | None:
     if is_elsewhere(path):
         return None
     try:
-        here = [*os.scandir(path)]  # tells folders from files without a request for each
-        inside = (os.scandir(entry) for entry in here if entry.name != ASSETS and entry.is_dir())
-        return {entry.name for entry in chain(here, *inside)}
+        entries = [*os.scandir(path)]  # tells folders from files without a request for each
+        inside = (os.scandir(entry) for entry in entries if entry.name != ASSETS and entry.is_dir())
+        return {entry.name for entry in chain(entries, *inside)}
     except OSError:
         return None
 

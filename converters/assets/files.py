@@ -187,9 +187,9 @@ def checks(folder: Path, config: Mapping[str, Any] | None, spec: Spec) -> list[s
         beyond = sorted(token for token in ids if spec.vocab is not None and token >= spec.vocab)
         if beyond:
             notes.append(f"{name} names token {beyond[-1]}, the vocabulary has {spec.vocab}")
-    held = dict(files(folder))
-    notes += missing_code(held)
-    if (path := held.get(TOKENIZER[0])) and not _ended(path):
+    by_name = dict(files(folder))
+    notes += missing_code(by_name)
+    if (path := by_name.get(TOKENIZER[0])) and not _ended(path):
         notes.append(f"{path} is cut off: it does not end as a JSON object does")
     if not has_tokenizer(folder):
         notes.append(f"no tokenizer is in {folder}")

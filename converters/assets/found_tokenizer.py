@@ -109,7 +109,7 @@ def _sentencepiece(path: Path) -> Tokenizer:
     control = [token for token in tokens if token in converted.control or not model.is_unused(model.piece_to_id(token))]
     names = {role: token for role, token in NAMES.items() if token in tokens}
     converted = convert_tokenizer(path, control=control, names=names)
-    wrong = [one for one in check(converted, CHECKED) if one.different]
+    wrong = [check_result for check_result in check(converted, CHECKED) if check_result.different]
     if wrong:
         raise VerificationError(
             f"{wrong[0].different} of {wrong[0].compared} {wrong[0].what} get other ids from the tokenizer made "

@@ -125,7 +125,7 @@ def literal(text: str) -> str:
     return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
-def one_of(characters: Iterable[str], more: str = "") -> str:
+def one_of(characters: Iterable[str], others: str = "") -> str:
     """A pattern for one of some characters, as ranges."""
     ranges: list[list[int]] = []
     for code in sorted(map(ord, characters)):
@@ -133,4 +133,4 @@ def one_of(characters: Iterable[str], more: str = "") -> str:
             ranges[-1][1] = code
         else:
             ranges.append([code, code])
-    return "[" + more + "".join(f"\\x{{{low:x}}}-\\x{{{high:x}}}" for low, high in ranges) + "]"
+    return "[" + others + "".join(f"\\x{{{low:x}}}-\\x{{{high:x}}}" for low, high in ranges) + "]"

@@ -129,8 +129,8 @@ def _compare_texts(fast: Any, raw: Any, batch: list[str], texts: Check, decoded:
     for text, expected, encoded in zip(batch, ids, fast.encode_batch(batch, add_special_tokens=False), strict=True):
         texts.add(text, expected, encoded.ids)
     known = [row for row in ids if raw.unk_id() not in row]
-    again = fast.decode_batch(known, skip_special_tokens=False)
-    for expected, encoded in zip(raw.decode(known), again, strict=True):
+    fast_texts = fast.decode_batch(known, skip_special_tokens=False)
+    for expected, encoded in zip(raw.decode(known), fast_texts, strict=True):
         decoded.add(expected, expected, encoded)
 
 

@@ -87,7 +87,7 @@ def _serves(out: Path, rows: int) -> bool:
     from converters.assets.files import files
     from converters.hub.preflight import findings
 
-    return not any(one.blocks for one in findings(dict(files(out)), rows, need_template=True))
+    return not any(finding.blocks for finding in findings(dict(files(out)), rows, need_template=True))
 
 
 def prepare(out: Path, base: Path | None, template: str | None, rows: int, folder: Path) -> Work:
@@ -210,5 +210,5 @@ def _refuse(out: Path, rows: int, applied: Applied | None, template: str | None,
             f"the embedding grows with `convert hf2hf {out} NEW --chat-template {template}`",
         )
     if problems:
-        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise RefusedError(f"{out} could not be served: {problems[0]}{more}")
+        rest = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise RefusedError(f"{out} could not be served: {problems[0]}{rest}")

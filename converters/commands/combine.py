@@ -86,7 +86,7 @@ def merge(base: Path, adapter: Path, out: Path, **options: Any) -> None:
     source = opened(base, options)
     request = request_of(out, options, source)
     plan = plan_merge(
-        source, read(adapter), request, lambda one: plan_output(one, request, "huggingface", output_of(options))
+        source, read(adapter), request, lambda model: plan_output(model, request, "huggingface", output_of(options))
     )
     carry_out(plan, request, options, "huggingface")
 

@@ -13,7 +13,7 @@ from formats.families import family_named
 from formats.layout.leaves import Leaf, Span
 from formats.layout.lowering import rows, shape
 from formats.layout.table import ALWAYS, Rule
-from formats.megatron.classic import MCORE
+from formats.megatron.tables import MCORE
 from formats.model.spec import ModelSpec
 
 WIDTH, MARGIN, GAP = 640, 16, 20
@@ -83,10 +83,10 @@ def columns(spec: ModelSpec, tensors: Sequence[str], tp: int) -> list[Column]:
     known = ALWAYS - {"copy", "optional"} | kinds | spec.conditions | shared | {"first", "last"}
     drawn = []
     for title, (table, ranks, written) in tables.items():
-        here = [rule for rule in table if _is_drawn(rule, spec, tensors) and rule.conditions <= {*known, written}]
-        if here:
+        rules = [rule for rule in table if _is_drawn(rule, spec, tensors) and rule.conditions <= {*known, written}]
+        if rules:
             try:
-                bars = [bar for rank in range(ranks) for bar in _bars(here, spec, rank, ranks)]
+                bars = [bar for rank in range(ranks) for bar in _bars(rules, spec, rank, ranks)]
                 drawn.append(Column(title, bars))
             except RefusedError as error:
                 drawn.append(Column(title, [], str(error)))
@@ -129,7 +129,7 @@ def _blocks(leaves: Iterable[Leaf], size: int) -> list[Block]:
     """The blocks of a dimension in the order of its addresses, padding between and after them."""
     blocks, end = list[Block](), 0
     pieces = (piece for leaf in leaves for piece in _pieces(leaf))
-    for piece in sorted(pieces, key=lambda one: one.base):
+    for piece in sorted(pieces, key=lambda part: part.base):
         if piece.base > end:
             blocks.append(Block("", "padding", piece.base - end))
         blocks.append(Block(piece.tensor, _text(piece), piece.numel))

@@ -134,9 +134,9 @@ def carry_out(plan: Plan, request: Request, options: Mapping[str, Any], to: str)
     for line in drift_lines(done.averaged):
         click.echo(line, err=True)
     if isinstance(done, conversion.Part):
-        name, told = f"part {done.part} of {done.out}", "the same command without --part finishes"
+        name, summary = f"part {done.part} of {done.out}", "the same command without --part finishes"
     else:
-        name, told = str(done.out), f"{'read back and equal' if done.verified else 'not read back'}\n"
-        told += f"source checksums: {done.source_checksums}{done.mixed and f' ({done.mixed})'}\ndigest {done.digest}"
-        told += "" if is_elsewhere(done.out) else f"\nnext: {NEXT[to].format(out=done.out)}"
-    click.echo(f"{name}: {done.tensors} tensors, {size(done.nbytes)} in {done.seconds:.1f} s, {told}")
+        name, summary = str(done.out), f"{'read back and equal' if done.verified else 'not read back'}\n"
+        summary += f"source checksums: {done.source_checksums}{done.mixed and f' ({done.mixed})'}\ndigest {done.digest}"
+        summary += "" if is_elsewhere(done.out) else f"\nnext: {NEXT[to].format(out=done.out)}"
+    click.echo(f"{name}: {done.tensors} tensors, {size(done.nbytes)} in {done.seconds:.1f} s, {summary}")

@@ -35,8 +35,8 @@ INTO = {"hf": {"hf": "hf2hf"}, "megatron": {"megatron": "reshard"}, "neox": {"ne
 
 def called(word: str) -> str:
     """What commands call a format; empty for a word that is none."""
-    plain = re.sub("[-_.]", "", word.lower())
-    return next((name for name, words in NAMES.items() if plain in words), "")
+    letters = re.sub("[-_.]", "", word.lower())
+    return next((name for name, words in NAMES.items() if letters in words), "")
 
 
 def pair(source: str, target: str) -> str:

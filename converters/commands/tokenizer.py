@@ -68,7 +68,7 @@ def tokenizer(model: Path, out: Path, as_json: bool, **options: Any) -> None:
     )
     checks = check(converted, options["count"], options["corpus"])
     click.echo(_record(converted, checks, out, time.monotonic() - began) if as_json else _lines(converted, checks))
-    worst = max(checks, key=lambda one: one.rate)
+    worst = max(checks, key=lambda tested: tested.rate)
     if worst.rate > options["allowed"]:
         raise VerificationError(
             f"{worst.different} of {worst.compared} {worst.what} differ from SentencePiece, {out} was not written",
@@ -88,12 +88,12 @@ def _record(converted: Converted, checks: Iterable[Check], out: Path, seconds: f
     facts = {"out": str(out), "kind": converted.kind, "pieces": len(converted.pieces), "size": converted.size}
     facts |= {"special": converted.special, "control": converted.control, "notes": converted.notes}
     results = {
-        one.what: {
-            "compared": one.compared,
-            "different": one.different,
-            "examples": [example._asdict() for example in one.examples],
+        check.what: {
+            "compared": check.compared,
+            "different": check.different,
+            "examples": [example._asdict() for example in check.examples],
         }
-        for one in checks
+        for check in checks
     }
     return json.dumps(facts | {"checks": results, "seconds": round(seconds, 3)}, indent=1)
 

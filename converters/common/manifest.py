@@ -75,7 +75,7 @@ def changed_files(home: Path) -> list[str] | None:
     remembered = read_json(home / MANIFEST).get("files")
     if remembered is None:
         return None
-    if not isinstance(remembered, dict) or not all(isinstance(one, str) for one in remembered.values()):
+    if not isinstance(remembered, dict) or not all(isinstance(digest, str) for digest in remembered.values()):
         raise SourceError(f"{home / MANIFEST} is not a manifest of vitruvian")
     digests = small_digests(home, remembered)
     return [
@@ -129,14 +129,14 @@ def is_verbatim(folder: Path) -> bool:
 def contradictions(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
     """Where settings are not those of a manifest, as `name: here | there`; of a map, each of its keys."""
     texts = []
-    for name, one in here.items():
+    for name, value in here.items():
         other = there.get(name)
-        if one == other:
+        if value == other:
             continue
-        ours, theirs = (each if isinstance(each, dict) else {} for each in (one, other))
+        ours, theirs = (each if isinstance(each, dict) else {} for each in (value, other))
         keys = [key for key in {**ours, **theirs} if key not in ours or key not in theirs or ours[key] != theirs[key]]
-        pairs = [(f"{name}.{key}", ours.get(key), theirs.get(key)) for key in keys] or [(name, one, other)]
-        texts += [f"{said}: {short(a)} | {short(b)}" for said, a, b in pairs]
+        pairs = [(f"{name}.{key}", ours.get(key), theirs.get(key)) for key in keys] or [(name, value, other)]
+        texts += [f"{setting}: {short(a)} | {short(b)}" for setting, a, b in pairs]
     return texts
 
 

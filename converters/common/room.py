@@ -86,8 +86,8 @@ def _lustre(place: Path) -> Iterator[Room]:
     Lustre 2.15).
     """
     status = place.stat()
-    told = asked("lfs", "project", "-d", str(place)).split()
-    project = told[0] if told and told[0].isdigit() and told[0] != "0" else ""
+    answer = asked("lfs", "project", "-d", str(place)).split()
+    project = answer[0] if answer and answer[0].isdigit() and answer[0] != "0" else ""
     owners = {"user": str(os.getuid()), "group": str(status.st_gid), "project": project}
     for kind, number in owners.items():
         words = asked("lfs", "quota", "-q", f"-{kind[0]}", number, str(place)).split() if number else []
@@ -111,9 +111,9 @@ def _jutil(place: Path) -> Iterator[Room]:
     """
     place = place.resolve()
     project = place.parts[3] if len(place.parts) > 3 else ""
-    told = asked("jutil", "project", "dataquota", "-p", project, "-o", "json", "-U", "KB") if project else ""
+    answer = asked("jutil", "project", "dataquota", "-p", project, "-o", "json", "-U", "KB") if project else ""
     try:
-        projects = [quota for quota in json.loads(told) if place.is_relative_to(quota["project-dir"])]
+        projects = [quota for quota in json.loads(answer) if place.is_relative_to(quota["project-dir"])]
         for quota in projects:
             kilobytes, most = (int(str(quota[name]).removesuffix("KB")) for name in ("data-usage", "data-hard-limit"))
             files, most_files = (int(quota[name]) for name in ("inode-usage", "inode-hard-limit"))

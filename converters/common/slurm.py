@@ -215,7 +215,8 @@ def cpu_header(site: Site, wishes: Wishes, seconds: float, megabytes: float) -> 
     if "partition" in asked and all(limits.get("partition") != asked["partition"] for limits in site.cpu):
         return _by_cores(site, {**site.cpu[0], **asked}, mem)  # one that only the user knows
     most = "; ".join(
-        f"{one.get('partition', 'default')} {megabytes_of(one['mem']):.0f} MB, {one['time']}" for one in site.cpu
+        f"{partition.get('partition', 'default')} {megabytes_of(partition['mem']):.0f} MB, {partition['time']}"
+        for partition in site.cpu
     )
     raise RefusedError(
         f"{mem:.0f} MB for {asked['time']} are more than a partition of {site.name} has ({most})",
@@ -384,8 +385,8 @@ def load_settings(path: Path) -> dict[str, Any]:
     for section, values in document.items() if isinstance(document, dict) else [(str(document), None)]:
         for key, value in values.items() if isinstance(values, dict) else [("", None)]:
             if key not in known.get(section, ()):
-                told = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in known.items())
-                raise UsageError(f"{path}: {section}.{key} is no setting of a job", f"there are {told}")
+                listed = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in known.items())
+                raise UsageError(f"{path}: {section}.{key} is no setting of a job", f"there are {listed}")
             if key == "time" and not isinstance(value, str):  # YAML 1.1 reads 20:00:00 as seconds, and 1:30 as 90
                 raise UsageError(f"{path}: slurm.time is the number {value} to YAML", 'time: "20:00:00", in quotes')
             settings[key] = [value] if key == "sbatch" and not isinstance(value, list) else value

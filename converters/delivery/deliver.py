@@ -45,14 +45,7 @@ from converters.plan.request import Request
 from converters.remote.path import RemotePath
 from converters.remote.store import Entry
 from formats.checkpoint import MANIFEST, OutputFile, Target
-from formats.errors import (
-    DamagedError,
-    Interrupted,
-    OutputError,
-    RefusedError,
-    UnsupportedError,
-    VerificationError,
-)
+from formats.errors import DamagedError, Interrupted, OutputError, RefusedError, UnsupportedError, VerificationError
 
 RECORD = "sent.jsonl"
 LAST = ("config.json", "model.safetensors.index.json", ".metadata", "metadata.json", "latest",

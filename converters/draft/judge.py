@@ -79,13 +79,13 @@ def _through(family: Family, net: Any, before: Any, folder: Path) -> None:
     other.load_state_dict(state["model"])
     _same(other, before, "what torch loads of the FSDP checkpoint")
     convert(folder / "fsdp", folder / "back", to="huggingface", **options)
-    again, report = type(net).from_pretrained(
+    reloaded, report = type(net).from_pretrained(
         folder / "back", dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     if lost := {name: sorted(map(str, keys)) for name, keys in report.items() if keys}:
         raise VerificationError(f"what comes back does not load cleanly: {json.dumps(lost)[:300]}")
-    again.config._experts_implementation = "eager"  # noqa: SLF001  # as it was computed before
-    _same(again.eval(), before, "what comes back of it")
+    reloaded.config._experts_implementation = "eager"  # noqa: SLF001  # as it was computed before
+    _same(reloaded.eval(), before, "what comes back of it")
 
 
 def _same(model: Any, before: Any, what: str) -> None:

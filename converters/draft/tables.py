@@ -166,7 +166,7 @@ def _rows(probes: Sequence[Probe], asked: _Asked) -> Iterator[Row]:
     for name, answer in hub.items():
         for piece in answer["pieces"] or ():
             from_memory.setdefault(template(piece.name), []).append(name)
-    plain = {template(name) for name in first.memory if name in hub and tuple(hub[name]["shape"]) == first.memory[name]}
+    alike = {template(name) for name in first.memory if name in hub and tuple(hub[name]["shape"]) == first.memory[name]}
     done: set[str] = set()
     for name in first.memory:
         key = template(name)
@@ -174,7 +174,7 @@ def _rows(probes: Sequence[Probe], asked: _Asked) -> Iterator[Row]:
             continue
         done.add(key)
         row = _row(key, name, [probe.memory for probe in probes], probes, asked)
-        if key in plain:
+        if key in alike:
             yield row
             continue
         for other in from_memory.get(key, ()):

@@ -181,8 +181,8 @@ def _line(row: Row, wide: int, deep: int) -> str:
 def _pairs(table: Mapping[str, Any]) -> Iterator[str]:
     """Keys and values; what no family file can hold, as comments."""
     for key, value in table.items():
-        held = value.to_dict() if hasattr(value, "to_dict") else value
-        if isinstance(held, dict):
-            yield f"# ? {key} = {json.dumps(held, default=str)}: of several parts, which a line here cannot hold"
+        mapping = value.to_dict() if hasattr(value, "to_dict") else value
+        if isinstance(mapping, dict):
+            yield f"# ? {key} = {json.dumps(mapping, default=str)}: of several parts, which a line here cannot hold"
         else:
             yield f"{key} = {json.dumps('none' if value is None else value)}"

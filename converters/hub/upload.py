@@ -111,9 +111,9 @@ def push(plan: Push, *, quiet: bool = False) -> Pushed:
         if plan.create_pr:
             pull = api.create_pull_request(plan.repo, title=_title(plan))
             target, url = str(pull.git_reference), pull.url
-    again = command(plan, target)
-    with _explained(plan.repo, again), warnings.catch_warnings(record=True) as caught:
-        with tempfile.TemporaryDirectory(prefix="vitruvian-push-") as staging, _ended_by_signals(staging, again):
+    retry = command(plan, target)
+    with _explained(plan.repo, retry), warnings.catch_warnings(record=True) as caught:
+        with tempfile.TemporaryDirectory(prefix="vitruvian-push-") as staging, _ended_by_signals(staging, retry):
             _stage(plan, Path(staging))
             done = api.upload_folder(
                 repo_id=plan.repo, folder_path=staging, revision=target, commit_message=_title(plan)
@@ -122,7 +122,7 @@ def push(plan: Push, *, quiet: bool = False) -> Pushed:
     wrong = differences(plan, after.siblings or ())
     if wrong:
         lines = "; ".join(wrong[:5]) + (" …" if len(wrong) > 5 else "")
-        raise VerificationError(f"{plan.repo} does not hold what was planned: {lines}", again)
+        raise VerificationError(f"{plan.repo} does not hold what was planned: {lines}", retry)
     notes = [*_kept(plan, after), *(_line(str(warning.message)) for warning in caught)]
     notes += [f"{url} is a draft until you publish it there"] if plan.create_pr else []
     return Pushed(done.oid, url or str(done.commit_url), target, tuple(notes))
@@ -225,7 +225,7 @@ def _stage(plan: Push, staging: Path) -> None:
 
 
 @contextmanager
-def _ended_by_signals(staging: str, again: str) -> Iterator[None]:
+def _ended_by_signals(staging: str, retry: str) -> Iterator[None]:
     """End the process at once: huggingface_hub would first send every file that it has begun, for hours.
 
     Nothing is lost by it, as no file here is written and the Hub only keeps objects that arrived whole.
@@ -233,7 +233,7 @@ def _ended_by_signals(staging: str, again: str) -> Iterator[None]:
 
     def end(_: int, __: FrameType | None) -> None:
         shutil.rmtree(staging, ignore_errors=True)
-        sys.stderr.write(f"error: {STOPPED}\nhint: {again}\n")
+        sys.stderr.write(f"error: {STOPPED}\nhint: {retry}\n")
         sys.stderr.flush()
         os._exit(Interrupted.exit_code)
 
@@ -256,22 +256,22 @@ def _kept(plan: Push, info: ModelInfo) -> list[str]:
 
 
 @contextmanager
-def _explained(repo: str, again: str) -> Iterator[None]:
+def _explained(repo: str, retry: str) -> Iterator[None]:
     """Turn what huggingface_hub raises into one sentence and a hint; what is not known stays as it is."""
     try:
         yield
     except KeyboardInterrupt:
-        raise Interrupted(STOPPED, again) from None
+        raise Interrupted(STOPPED, retry) from None
     except VitruvianError:
         raise
     except Exception as error:
-        known = _known(error, repo, again)
+        known = _known(error, repo, retry)
         if known is None:
             raise
         raise known from error
 
 
-def _known(error: BaseException | None, repo: str, again: str) -> VitruvianError | None:
+def _known(error: BaseException | None, repo: str, retry: str) -> VitruvianError | None:
     """What an error, or the one that caused it, means for the user."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
@@ -280,11 +280,11 @@ def _known(error: BaseException | None, repo: str, again: str) -> VitruvianError
         if isinstance(error, HfHubHTTPError):
             status, message = error.response.status_code, str(error.server_message or "")
             if message.lstrip().startswith("<"):  # a storage service, in XML that may hold parts of a signature
-                return NetworkError(f"the storage of the Hub refuses a file of {repo} ({status})", again)
+                return NetworkError(f"the storage of the Hub refuses a file of {repo} ({status})", retry)
             message = str(error.response.headers.get("X-Error-Message") or message or error.response.reason_phrase)
-            return _refusal(status, _line(message), repo, again)
+            return _refusal(status, _line(message), repo, retry)
         if status_text := re.search(r"HTTP status client error \((\d+)", message):  # as hf_xet tells it
-            return _refusal(int(status_text[1]), message, repo, again)
+            return _refusal(int(status_text[1]), message, repo, retry)
         if isinstance(error, OfflineModeIsEnabled):
             return UsageError("HF_HUB_OFFLINE is set, so nothing can be sent", "unset HF_HUB_OFFLINE")
         if type(error).__name__ in NO_TOKEN:
@@ -295,17 +295,17 @@ def _known(error: BaseException | None, repo: str, again: str) -> VitruvianError
             )
         network = type(error).__module__.partition(".")[0] in LIBRARIES
         if network or isinstance(error, (ConnectionError, TimeoutError, ValueError)):
-            return NetworkError(f"{repo} cannot be reached: {message or type(error).__name__}", again)
+            return NetworkError(f"{repo} cannot be reached: {message or type(error).__name__}", retry)
         if isinstance(error, OSError):
-            return SourceError(f"{error.filename or 'a file'}: {error.strerror or message}", again)
+            return SourceError(f"{error.filename or 'a file'}: {error.strerror or message}", retry)
         error = error.__cause__
     return None
 
 
-def _refusal(status: int, message: str, repo: str, again: str) -> VitruvianError:
+def _refusal(status: int, message: str, repo: str, retry: str) -> VitruvianError:
     """What an answer of the Hub means: exit 8 where asking again may help, 2 where something has to change first."""
     if status >= 500 or status in LATER:
-        return NetworkError(f"the Hub is not able to serve {repo} now ({status}: {message})", again)
+        return NetworkError(f"the Hub is not able to serve {repo} now ({status}: {message})", retry)
     match status:
         case 401:
             return UsageError(f"the Hub does not accept the token ({status}: {message})", LOGIN)

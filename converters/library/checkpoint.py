@@ -22,9 +22,7 @@ from converters.library.options import (
     path_of,
     settings_of,
 )
-from converters.library.options import (
-    View as ViewOptions,
-)
+from converters.library.options import View as ViewOptions
 from converters.library.records import inspect_record
 from converters.library.view import Reader, View, tensors_of
 from converters.move.casts import Array

@@ -154,13 +154,13 @@ RATE = Kind("a number of 0 or more", lambda value: type(value) in (int, float) a
 FLAG = Kind("True or False", lambda value: isinstance(value, bool))
 NAMES = Kind(
     "a list of texts",
-    lambda value: isinstance(value, list | tuple | set) and all(isinstance(one, str) for one in value),
+    lambda value: isinstance(value, list | tuple | set) and all(isinstance(item, str) for item in value),
 )
 RANK = Kind(
     "a size, or a rank and the size such as (0, 2)",
     lambda value: (
         (type(value) is int and value >= 1)
-        or (isinstance(value, tuple) and [type(one) for one in value] == [int, int] and 0 <= value[0] < value[1])
+        or (isinstance(value, tuple) and [type(item) for item in value] == [int, int] and 0 <= value[0] < value[1])
     ),
 )
 KINDS: Mapping[str, Kind] = {

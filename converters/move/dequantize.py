@@ -100,10 +100,10 @@ def _require_shape(opened: Open, stated: Fragment, shape: tuple[int, ...], name:
     Raises:
         SourceError: it is another one.
     """
-    said = _read(opened, stated, 0, len(shape)).view(f"<i{DTYPES[stated.dtype]}").tolist()
-    if said != [*shape]:
+    recorded = _read(opened, stated, 0, len(shape)).view(f"<i{DTYPES[stated.dtype]}").tolist()
+    if recorded != [*shape]:
         raise SourceError(
-            f"{stated.path}: the elements of {name} are {[*shape]}, and the weight_shape beside it says {said}",
+            f"{stated.path}: the elements of {name} are {[*shape]}, and the weight_shape beside it says {recorded}",
             "take the file from where it comes from; --verbatim carries every tensor as it is",
         )
 

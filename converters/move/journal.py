@@ -62,7 +62,7 @@ class Share(NamedTuple):
     def jobs(self, jobs: Iterable[Job]) -> list[Job]:
         """Its part of a plan's jobs, by bytes: layers that follow each other, so that few files have two writers."""
         ordered = sorted(jobs, key=lambda job: -1 if job.layer is None else job.layer)
-        chosen, before, total = list[Job](), 0, sum(job.nbytes for job in ordered)
+        own, before, total = list[Job](), 0, sum(job.nbytes for job in ordered)
         together: dict[tuple[Path, int], int] = {}
         for job in ordered:
             middle = (2 * before + job.nbytes) * self.of // max(1, 2 * total)
@@ -70,9 +70,9 @@ class Share(NamedTuple):
             share = next((together[place] for place in woven if place in together), min(middle, self.of - 1))
             together |= dict.fromkeys(woven, share)
             if share == self.number - 1:
-                chosen.append(job)
+                own.append(job)
             before += job.nbytes
-        return chosen
+        return own
 
 
 class Journal:

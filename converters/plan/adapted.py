@@ -74,8 +74,8 @@ def _config(source: Checkpoint) -> dict[str, Any]:
 def _saved(alone: Checkpoint) -> peft.Saved:
     """An adapter in a checkpoint as one on disk: each tensor in one piece."""
     tensors = {}
-    counted = (one for one in alone.fragments() if not one.slot.replica)
-    for key, pieces in groupby(counted, key=lambda one: one.key):
+    counted = (tensor for tensor in alone.fragments() if not tensor.slot.replica)
+    for key, pieces in groupby(counted, key=lambda tensor: tensor.key):
         tensors[key] = _joined([*pieces])
     return peft.Saved(alone.root, _config(alone), tensors, alone.files)
 
@@ -201,5 +201,5 @@ def _bridge_back(plan: Plan, config: Path | None) -> Plan:
     settings = Settings(adapter="only", config=config)
     tensors = DIST.reader.read(plan.target.files[0].path.parent, settings).tensors
     own = {*plan.spec.tensors} if isinstance(plan.spec, LoraSpec) else set[str]()
-    placed = tuple(one for one in tensors if {*one.slot.rule.pattern.tensors} <= own)
+    placed = tuple(tensor for tensor in tensors if {*tensor.slot.rule.pattern.tensors} <= own)
     return replace(plan, jobs=make_plan(replace(plan.source, tensors=placed, twins=())).jobs)

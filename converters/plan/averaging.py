@@ -58,7 +58,7 @@ def weights_of(count: int, weights: Sequence[float] | None, ema: float | None) -
         raise UsageError(
             f"--weights says {len(weights)} weights of {count} checkpoints", "one for each, in their order"
         )
-    if not all(math.isfinite(one) and one for one in weights):
+    if not all(math.isfinite(number) and number for number in weights):
         spelled = ",".join(f"{weight:g}" for weight in weights)
         raise UsageError(
             f"--weights {spelled}: each has to be a finite number other than 0",
@@ -131,7 +131,7 @@ def plan_average(
     if request.cast is None:
         _require_types(sources)
     checkpoints, notes = zip(*map(_masters, sources), strict=True)
-    read = [{job.name: job for job in make_plan(one, spec=planned.spec).jobs} for one in checkpoints]
+    read = [{job.name: job for job in make_plan(checkpoint, spec=planned.spec).jobs} for checkpoint in checkpoints]
     policies = [replicas_of(source, replicas) for source in sources]
 
     def averaged(job: Job) -> Job:
@@ -144,8 +144,8 @@ def plan_average(
         )  # fmt: skip
 
     inputs = tuple(
-        Input(one, {"averaged": WEIGHTS if one is source else MASTERS, "weight": weight})
-        for one, source, weight in zip(checkpoints, sources, weights, strict=True)
+        Input(checkpoint, {"averaged": WEIGHTS if checkpoint is source else MASTERS, "weight": weight})
+        for checkpoint, source, weight in zip(checkpoints, sources, weights, strict=True)
     )
     jobs = tuple(averaged(job) for job in planned.jobs)
     texts = (*planned.notes, *dict.fromkeys(note for some_notes in notes for note in some_notes))
@@ -179,7 +179,7 @@ def _require_same(first: Checkpoint, other: Checkpoint) -> None:
 def _other_tokenizers(sources: Sequence[Checkpoint]) -> list[str]:
     """A note of each checkpoint whose tokenizer has other files than that of the first."""
     names = [name for name in TOKENIZER if not name.endswith(".jinja")]
-    first, *others = [{name: path for name, path in carried(one).items() if name in names} for one in sources]
+    first, *others = [{name: path for name, path in carried(model).items() if name in names} for model in sources]
     odd = {
         source.root: [name for name in first.keys() & files if first[name].read_bytes() != files[name].read_bytes()]
         for source, files in zip(sources[1:], others, strict=True)

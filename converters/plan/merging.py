@@ -19,6 +19,7 @@ from formats.huggingface.folder import model_slots
 from formats.layout.placed import Placed
 from formats.layout.slots import Slot
 from formats.model.spec import Verbatim
+from formats.model.vocab_rows import EMBEDDING, HEAD, grown, rows
 
 NAME = "peft adapter"
 SHOWN = ("r", "lora_alpha", "use_rslora", "use_dora")
@@ -74,6 +75,9 @@ def plan_merge(base: Checkpoint, saved: peft.Saved, request: Request, planned: C
         RefusedError: it changes an embedding that the output head shares, in a model without a table.
     """
     adapter, slots = opened(saved, base)
+    before, base = rows(base.spec), _resized(adapter, slots, base)
+    if rows(base.spec) != before:
+        adapter, slots = opened(saved, base)
     if apart := _trained_apart(adapter, slots, base):
         base = untied(base)
         adapter, slots = opened(saved, base)
@@ -95,6 +99,10 @@ def plan_merge(base: Checkpoint, saved: peft.Saved, request: Request, planned: C
     about = {name: adapter.config[name] for name in SHOWN if adapter.config.get(name)}
     inputs = (Input(base, {}), Input(adapter_source, about))
     notes = [f"{apart} was trained apart from what shares it: the output head gets weights of its own"] * bool(apart)
+    if rows(base.spec) != before:
+        notes.append(
+            f"the vocabulary has {rows(base.spec)} rows, as the adapter was trained with, and {before} in the base"
+        )
     return replace(plan, jobs=jobs, inputs=inputs, notes=(*plan.notes, *notes, *_notes(adapter, base)))
 
 
@@ -184,6 +192,21 @@ def _changes(
             if lora.magnitude is not None:
                 changes.norms.append(Norms(lora.magnitude, tuple(parts), lora.right.shape[1], product.transposed))
     return by_tensor
+
+
+def _resized(adapter: peft.Adapter, slots: Mapping[str, Slot], base: Checkpoint) -> Checkpoint:
+    """The base with the rows that the adapter was trained with, if that has every tensor of the vocabulary whole."""
+    whole = {key: part for key, part in adapter.whole.items() if EMBEDDING.fullmatch(key) or HEAD.fullmatch(key)}
+    counts = {fragment.shape[0] for fragment in whole.values() if fragment.shape}
+    if len(counts) != 1 or counts == {rows(base.spec)}:
+        return base
+    spec = grown(base.spec, counts.pop())
+    resized = {key: slot for memory in (True, False) for slot in model_slots(spec, memory=memory) for key in slot.keys}
+    changed = {slot.rule.pattern.tensors for key, slot in slots.items() if resized.get(key, slot).shape != slot.shape}
+    if changed != {slots[key].rule.pattern.tensors for key in whole}:
+        return base
+    kept = [placed for placed in base.tensors if placed.slot.rule.pattern.tensors not in changed]
+    return replace(base, spec=spec, tensors=(*kept, *(Placed(key, resized[key], part) for key, part in whole.items())))
 
 
 def _trained_apart(adapter: peft.Adapter, slots: Mapping[str, Slot], base: Checkpoint) -> str:

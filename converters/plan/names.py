@@ -130,8 +130,8 @@ def by_memory(source: Checkpoint, slots: Mapping[str, Slot]) -> dict[str, Slot]:
         Those that have another name in memory, and are the same tensor there, under that; all others as they are.
     """
     answer = _asked(source, json.loads(config_text(source, None)))
-    told = {name: entry for name, entry in answer.hub.items() if name in slots and entry["pieces"]} if answer else {}
-    moves = ((name, move) for name, entry in told.items() for move in _pieces(source, name, entry))
+    hub = {name: entry for name, entry in answer.hub.items() if name in slots and entry["pieces"]} if answer else {}
+    moves = ((name, move) for name, entry in hub.items() for move in _pieces(source, name, entry))
     renamed = {name: move.name for name, move in moves if move == _whole(move.name, slots[name].shape)}
     return {new: slot._replace(keys=(new,)) for key, slot in slots.items() for new in [renamed.get(key, key)]}
 
@@ -216,14 +216,14 @@ def _parts(placed: Placed, spec: Verbatim, new: Verbatim, names: Names) -> Itera
     """
     (old,) = placed.slot.rule.pattern.tensors
     whole = _whole(old, spec.shapes[old])
-    again = placed.slot.replica
+    copy = placed.slot.replica
     number = names.copies.index(old) + 1 if old in names.copies else 0  # so that no two of its copies are one
-    again = again._replace(shared=again.shared or number > 0, number=again.number * (len(names.copies) + 1) + number)
+    copy = copy._replace(shared=copy.shared or number > 0, number=copy.number * (len(names.copies) + 1) + number)
     part = Cut(whole.here) if placed.part is None else placed.part
     for move in names.moves.get(old, (whole,)):
         if move.name in new.copies:
             continue
-        slot = untabled.slot(placed.key, move.name, new.shapes[move.name], again)
+        slot = untabled.slot(placed.key, move.name, new.shapes[move.name], copy)
         if move._replace(name=old) == whole and new.shapes[move.name] == spec.shapes[old]:
             yield placed._replace(slot=slot)
         elif part.flat:

@@ -220,9 +220,9 @@ def _mistral(source: Checkpoint, request: Request, _: Output) -> Plan:
 def _megatron(source: Checkpoint, request: Request, output: Output) -> Plan:
     from converters.plan.targets import plan_megatron
 
-    again = source.format in OF_MEGATRON
+    resharded = source.format in OF_MEGATRON
     options = _megatron_options(source, output)
-    iteration = _iteration(source) if again and output.iteration is None else output.iteration
+    iteration = _iteration(source) if resharded and output.iteration is None else output.iteration
     if output.for_trainer:
         if output.with_optimizer:
             raise UsageError(f"--for {output.for_trainer} is for weights alone", "leave --with-optimizer out")
@@ -240,7 +240,7 @@ def _megatron(source: Checkpoint, request: Request, output: Output) -> Plan:
         if kind == "plain":
             raise UsageError("Megatron-FSDP has the distributed optimizer alone", "leave --optimizer plain out")
         kind = "distributed"
-    if again:
+    if resharded:
         if set(source.dtypes().values()) != {"F32"}:
             _require_no_cast(request)
         for name in RESUMED:

@@ -152,7 +152,7 @@ class Job:
         kind = "last" if self.last else "mean"
         grow = [] if self.rows is None else [f"{kind} of {self.rows} rows as {self.shape[0] - self.rows} new rows"]
         added = [f"sum over {1 + len(self.replicas)} ranks"] if self.partial and self.replicas else []
-        summed = [one for term in self.terms for one in term.job.edges] + ([self.edge] if self.edge else [])
+        summed = [edge for term in self.terms for edge in term.job.edges] + ([self.edge] if self.edge else [])
         plus = any(term.job.less_one[0] for term in self.terms) or self.shift > 0
         moved = ["add 1 to a norm that is stored minus 1"] if plus and self.targets else []
         moved += ["subtract 1 from a norm"] if self.shift < 0 and self.targets else []
@@ -211,7 +211,7 @@ class Plan:
     @property
     def sources(self) -> tuple[Checkpoint, ...]:
         """Every checkpoint that is read."""
-        return tuple(one.checkpoint for one in self.inputs) or (self.source,)
+        return tuple(source.checkpoint for source in self.inputs) or (self.source,)
 
     @property
     def nbytes(self) -> int:
@@ -363,7 +363,7 @@ def padding_leaves(placed: Placed, stop: int | None = None) -> Iterator[Leaf]:
 def _repeated(target: Target) -> dict[tuple[str, int | None], list[Part]]:
     """The rows of vocabulary padding, each as a leaf of the last row that a token has."""
     by_tensor: dict[tuple[str, int | None], list[Part]] = {}
-    for placed in (one for alike in target.tensors for one in alike.each()):
+    for placed in (tensor for alike in target.tensors for tensor in alike.each()):
         for leaf in repeated_leaves(placed):
             by_tensor.setdefault((leaf.tensor, placed.slot.layer), []).append(Part(leaf, placed.fragment))
     return by_tensor

@@ -26,7 +26,7 @@ LONG = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 def named_of(options: Mapping[str, Any]) -> tuple[Path, ...]:
     """The files among the options of a command: a chat template, a tokenizer, a family of the user's own."""
     given = [options.get(name) for name in ("chat_template", "tokenizer", "family")]
-    paths = [Path(getattr(one, "file", one)) for one in given if one is not None]
+    paths = [Path(getattr(place, "file", place)) for place in given if place is not None]
     return tuple(path for path in paths if path.is_file())
 
 

@@ -6,16 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from converters.plan.parts import Part, prove_tiling
-from converters.plan.plan import (
-    MASTERS,
-    PADDING,
-    Job,
-    Plan,
-    cast_dtype,
-    cast_dtypes,
-    make_plan,
-    padding_leaves,
-)
+from converters.plan.plan import MASTERS, PADDING, Job, Plan, cast_dtype, cast_dtypes, make_plan, padding_leaves
 from converters.plan.request import Request
 from converters.plan.targets import plan_fsdp, plan_megatron
 from converters.plan.universal import UNTAKEN
@@ -99,10 +90,10 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int, trainer: str
         notes.append("the source has no rate, betas and weight decay: set_optimizer_state_dict of torch asks for them")
 
     def more(written: Checkpoint) -> Iterator[Job]:
-        again = fsdp_optim.read(written)
-        if (again.step, again.groups) != (optimizer.step, optimizer.groups):
+        read_back = fsdp_optim.read(written)
+        if (read_back.step, read_back.groups) != (optimizer.step, optimizer.groups):
             raise VerificationError("step or groups of the optimizer do not read back as written")
-        return state_jobs(written, again.states)
+        return state_jobs(written, read_back.states)
 
     return replace(plan, jobs=jobs, notes=(*plan.notes, *notes), more=more)
 
@@ -289,8 +280,8 @@ def _resumed(
     source = plan.source
 
     def more(written: Checkpoint) -> Iterator[Job]:
-        again = optimizer_reader.read(written).states
-        return state_jobs(written, {state: again[state] for state in optimizer.states}, rows)
+        read_back = optimizer_reader.read(written).states
+        return state_jobs(written, {state: read_back[state] for state in optimizer.states}, rows)
 
     paths = (path for checkpoint in optimizer.states.values() for path in files_of(checkpoint.tensors))
     resumed = replace(

@@ -17,8 +17,8 @@ from converters.plan.request import Request
 from converters.plan.targets import require_vocab
 from formats.checkpoint import Checkpoint, Settings, Target
 from formats.deepspeed import folders as deepspeed
+from formats.deepspeed import model_files, universal, zero
 from formats.deepspeed import partitions as zero_partitions
-from formats.deepspeed import universal, zero
 from formats.deepspeed.mds import checkpoint as mds
 from formats.deepspeed.neox import checkpoint as neox
 from formats.deepspeed.neox.tables import slots_of
@@ -27,9 +27,9 @@ from formats.detect import signs
 from formats.disk.safetensors import Fragment
 from formats.errors import UnsupportedError
 from formats.huggingface import folder as huggingface
-from formats.layout.pieces import Scattered, spread
-from formats.layout.placed import files_of, match
-from formats.layout.slots import ALONE, Slot
+from formats.layout.pieces import Scattered, match_pieces
+from formats.layout.placed import files_of
+from formats.layout.slots import Slot
 from formats.layout.tensors import BUFFERS
 from formats.model import untabled
 from formats.model.spec import ModelSpec, Verbatim
@@ -240,12 +240,10 @@ def _state(run: Path, tag: Path, tensors: Mapping[str, Scattered], module: Mappi
     spec = Verbatim(
         "deepspeed", {name: tensor.shape for name, tensor in tensors.items()}, tied=False, vocab=None, why=WHY
     )
-    whole = {name: tensor.whole for name, tensor in tensors.items()}
-    placed, _ = match(untabled.slots(spec), {ALONE: whole}, (), tag)
-    pieces = tuple(piece for tensor in placed for piece in spread(tensor, tensors[tensor.key]))
+    placed, pieces, _ = match_pieces(untabled.slots(spec), tensors, (), tag)
     files = tuple(sorted(files_of(pieces)))
     twins = tuple(tensor._replace(fragment=module[tensor.key]) for tensor in placed if tensor.key in module)
-    return Checkpoint(run, tag, zero.NAME, spec, pieces, (), files, twins=twins, ties=zero.TIES)
+    return Checkpoint(run, tag, zero.NAME, spec, pieces, (), files, twins=twins, ties=model_files.TIES)
 
 
 def _parameters(source: Checkpoint, step: float) -> Iterator[Parameter]:

@@ -10,12 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from converters.common.manifest import (
-    dumped,
-    read_manifest,
-    remembered_states,
-    total,
-)
+from converters.common.manifest import dumped, read_manifest, remembered_states, total
 from converters.plan.plan import Plan
 from formats.checkpoint import MANIFEST
 from formats.errors import VerificationError
@@ -42,7 +37,7 @@ def manifest(plan: Plan, digests: Mapping[str, str], files: Mapping[str, str]) -
     weights = total(of_weights(plan, digests))
     facts = {"vitruvian": 1, "digest": weights, "source": source, "settings": plan.spec.settings()}
     if plan.inputs:
-        facts["sources"] = [one.record for one in plan.inputs]
+        facts["sources"] = [entry.record for entry in plan.inputs]
     return dumped({**facts, "files": dict(files), **sections})
 
 

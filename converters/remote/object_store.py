@@ -45,8 +45,8 @@ class Bucket:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
 
-        plain = [self.url, *(os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))]
-        options: Any = {"allow_http": True} if any(value.startswith("http://") for value in plain) else {}
+        addresses = [self.url, *(os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))]
+        options: Any = {"allow_http": True} if any(value.startswith("http://") for value in addresses) else {}
         try:
             return from_url(self.url, client_options=options, retry_config={"max_retries": 0})
         except (BaseError, ValueError, OSError) as error:

@@ -69,10 +69,10 @@ def tags(run: Path) -> list[str]:
 
 def likely(run: Path) -> list[Path]:
     """The tag that is read unless the user names another: that of `latest`, else the last one; none without tags."""
-    here = tags(run)
+    present = tags(run)
     tracker = run / LATEST
     tag = tracker.read_bytes()[:1000].decode(errors="replace").strip() if tracker.is_file() else ""
-    return [run / (tag if tag in here else here[-1])] if here else []
+    return [run / (tag if tag in present else present[-1])] if present else []
 
 
 def detect(path: Path) -> bool:
@@ -93,8 +93,8 @@ def locate(path: Path, tag: str | None) -> tuple[Path, Path]:
     """
     if tag is None and holds(path):
         return (path.parent if (path.parent / LATEST).is_file() else path), path
-    here = tags(path)
-    present = f"present: {', '.join(here[-8:]) or 'no tag at all'}"
+    names = tags(path)
+    present = f"present: {', '.join(names[-8:]) or 'no tag at all'}"
     if tag is None:
         tracker = next((path / name for name in TRACKERS if (path / name).is_file()), None)
         broken = next((path / name for name in TRACKERS if (path / name).is_symlink()), None)
@@ -106,15 +106,15 @@ def locate(path: Path, tag: str | None) -> tuple[Path, Path]:
             raise OptionNeededError(f"{path} has no file {LATEST} that names a tag", f"name one with --tag; {present}")
         with tracker.open("rb") as file:
             tag = file.read(1000).decode(errors="replace").strip()
-        said = f"{tracker} names"
+        named_by = f"{tracker} names"
     else:
-        said = "--tag says"
+        named_by = "--tag says"
     if not tag.isprintable() or Path(tag).name != tag or tag in ("", "..") or len(tag) > 255:
-        raise SourceError(f"{said} {short(tag)}, which is not a folder name", present)
+        raise SourceError(f"{named_by} {short(tag)}, which is not a folder name", present)
     if (path / tag).is_symlink() and not (path / tag).exists():
         raise SourceError(f"{path / tag} is a link to {(path / tag).readlink()}, which is not there", present)
     if not (path / tag).is_dir():
-        raise SourceError(f"{said} {tag}, which is not in {path}", present)
+        raise SourceError(f"{named_by} {tag}, which is not in {path}", present)
     if not holds(path / tag):
         raise SourceError(f"{path / tag} holds no file of DeepSpeed's model states", present)
     return path, path / tag

@@ -1,4 +1,6 @@
-"""What a model file of DeepSpeed says: its module, the shapes of its parameters, those that are frozen, whole states.
+"""The model files of DeepSpeed: those of a checkpoint, opened, and what they say.
+
+That is the module, the shapes of its parameters, those that are frozen, whole states.
 
 Facts: deepspeed/runtime/engine.py `_save_checkpoint` and `_get_zero_param_shapes`, 0.19.8.
 """
@@ -6,21 +8,119 @@ Facts: deepspeed/runtime/engine.py `_save_checkpoint` and `_get_zero_param_shape
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from math import prod
+from pathlib import Path
 from typing import Any
 
+from formats.deepspeed import folders as deepspeed
+from formats.deepspeed import universal
 from formats.deepspeed.partitions import flat_fragment, flat_piece, whole_of
 from formats.disk.safetensors import FLOATS, Fragment
 from formats.errors import SourceError, UnsupportedError, short
 from formats.layout.columns import Piece
 from formats.layout.pieces import Scattered, in_one, whole_part
-from formats.torch_files.archive import TorchFile
+from formats.torch_files import saved_names
+from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.pickle_values import Opaque, TensorRef
+from formats.torch_files.saves import require_same
 from formats.torch_files.unpickle import DAMAGE
 
 OWN = {"module", "optimizer", "frozen_param_fragments", "random_ltd", "data_sampler", "lr_scheduler"}
 """What a model file holds tensors in besides what a training itself puts there (`client_state`)."""
+TIES = ("global_steps", "global_samples", "skipped_steps")
+"""What each model file says of the save that it is of (deepspeed 0.19.8, runtime/engine.py `_get_checkpoint_state`).
+The partitions have Adam's step (`partitions.py`)."""
+OF_RANK = (*TIES, "mp_world_size", "frozen_param_fragments")
+"""What counts of the model files of stage 3 but the first, which says the rest: a thousand of them are a gigabyte."""
 MIXED = "the file was changed, or put together of two: copy those of one save again"
+
+
+def of_ranks(tag: Path) -> list[TorchFile]:
+    """The model file, or in stage 3 that of each data parallel rank.
+
+    Raises:
+        SourceError: one is missing, or files of several topologies are there.
+        UnsupportedError: the model is cut over several model parallel ranks, and nothing tells how.
+    """
+    deepspeed.require_no_experts(tag)
+    if universal.is_universal(tag):
+        return [_file(min(path for path in tag.iterdir() if deepspeed.is_model(path.name)))]
+    shards: dict[int, Path] = {}
+    for path in sorted(tag.iterdir()):
+        name = saved_names.MODEL_OF_STAGE_3.fullmatch(path.name)
+        if name and int(name[2]):
+            raise UnsupportedError(f"{path} is of a second model parallel rank, whose layout is not known")
+        if name and shards.setdefault(int(name[1]), path) is not path:
+            raise SourceError(f"{tag} holds two files of rank {int(name[1])}: {shards[int(name[1])].name}, {path.name}")
+    if not shards:
+        files = deepspeed.model_files(tag)
+        if len(files) > 1:
+            raise UnsupportedError(
+                f"{tag} holds {len(files)} model parallel ranks of a model whose layout is not known",
+                "`convert neox2hf` knows that of GPT-NeoX; what DeepSpeed's own tensor parallelism cuts, it gathers",
+            )
+        return [_require_alone(_file(files[0]))]
+    if any(saved_names.MODEL.fullmatch(path.name) for path in tag.iterdir()):
+        raise SourceError(f"{tag} holds model files of stage 3 and of another stage", "remove those that are older")
+    first = min(shards)
+    opened = {first: _file(shards[first])}
+    opened |= {rank: _rank(path, opened[first]) for rank, path in sorted(shards.items()) if rank != first}
+    world = opened[first].value.get("dp_world_size")
+    count = world if isinstance(world, int) else max(opened) + 1
+    if count > deepspeed.MOST_RANKS:
+        raise SourceError(f"{opened[first].path} claims {count} data parallel ranks")
+    require_same({file.path: file.value.get for file in opened.values()}, TIES)
+    lost = sorted(set(range(count)) - set(opened))
+    if lost or len(opened) > count:
+        names = ", ".join(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in lost[:4])
+        raise SourceError(
+            f"{tag} is of {count} data parallel ranks, {len(opened)} are there"
+            + (f"; it lacks {names}" if lost else ""),
+            "copy them from their nodes" if lost else "remove the files of another run",
+        )
+    return [_require_alone(file) for file in opened.values()]
+
+
+def _require_alone(file: TorchFile) -> TorchFile:
+    """A model of one model parallel rank."""
+    world = file.value.get("mp_world_size", 1)
+    if world not in (1, None):
+        raise UnsupportedError(
+            f"{file.path} is one of {short(world)} model parallel ranks of a model whose layout is not known"
+        )
+    return file
+
+
+def _file(path: Path) -> TorchFile:
+    file = read_torch(path)
+    if not isinstance(file.value, Mapping):
+        raise SourceError(f"{path} holds no model states of DeepSpeed")
+    experts = file.value.get("num_experts")  # of each MoE layer: engine.py `_save_moe_checkpoint`, 0.19.8
+    if experts or "ds_autoep_layers" in file.value:
+        sign = f"num_experts = {short(experts)}" if experts else "ds_autoep_layers"
+        raise UnsupportedError(
+            f"{path} is of a model with DeepSpeed's MoE layers (it has {sign}): not supported", deepspeed.WITH_EXPERTS
+        )
+    return file
+
+
+def _rank(path: Path, first: TorchFile) -> TorchFile:
+    """What a further rank of stage 3 says, which lays out the same parameters in the same order as the first."""
+    file = _file(path)
+    if "param_shapes" in file.value:
+        here, there = ([list(group.items()) for group in param_shapes(one)] for one in (file, first))
+        if here != there:
+            pairs = zip(chain(*here), chain(*there), strict=False)
+            (ours, _), (theirs, _) = next((pair for pair in pairs if pair[0] != pair[1]), (("nothing", ()),) * 2)
+            raise SourceError(
+                f"{path} and {first.path} lay out different parameters, first {short(ours)} and {short(theirs)}: files "
+                "of different runs",
+                "copy the files of one save from all nodes",
+            )
+    kept = {name: file.value[name] for name in OF_RANK if name in file.value}
+    return replace(file, value=kept, storages=file.storages if kept.get("frozen_param_fragments") else {})
 
 
 def param_shapes(file: TorchFile) -> list[dict[str, tuple[int, ...]]]:
@@ -151,7 +251,7 @@ def whole(file: TorchFile, state: str, modules: Mapping[str, Fragment]) -> Itera
         groups = _whole_groups(file, state)
         left = dict(modules)
         for ref in (ref for group in groups for ref in group):
-            name = next(name for name, one in left.items() if one.shape == ref.shape)
+            name = next(name for name, candidate in left.items() if candidate.shape == ref.shape)
             del left[name]
             fragment = file.fragment(ref, state)
             yield name, in_one(name, fragment)

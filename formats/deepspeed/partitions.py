@@ -175,8 +175,8 @@ def _parse(file: TorchFile, optimizer: Mapping[str, Any], states: Sequence[str])
     if not settings:
         raise SourceError(f"{file.path} holds an optimizer without a group of parameters")
     kept = frozenset(str(name) for value in inner for name in value)
-    if more := sorted(set(moments["state"]) - set(range(len(masters)))):
-        groups_of = f"states of group {short(more[0])}, and master weights of {len(masters)} groups"
+    if unknown := sorted(set(moments["state"]) - set(range(len(masters)))):
+        groups_of = f"states of group {short(unknown[0])}, and master weights of {len(masters)} groups"
         raise SourceError(f"{file.path} holds {groups_of}")
     return Partition(file.path, stage, ranks, groups, gaps, steps, settings, kept)
 
@@ -223,7 +223,7 @@ def steps_in(file: TorchFile) -> frozenset[float]:
         (kept.get("base_optimizer_state") or kept.get("optimizer_state_dict")) if isinstance(kept, Mapping) else None
     )
     state = inner.get("state") if isinstance(inner, Mapping) else None
-    each = [one["step"] for one in state.values() if "step" in one] if isinstance(state, Mapping) else []
+    each = [moments["step"] for moments in state.values() if "step" in moments] if isinstance(state, Mapping) else []
     return frozenset(steps_made(file, value) for value in each if isinstance(value, int | float | TensorRef))
 
 
@@ -305,8 +305,8 @@ def steps_made(file: TorchFile, value: Any) -> float:
         SourceError: it is no whole number.
     """
     if not isinstance(value, int | float | TensorRef) or not (made := number(file, value)) >= 0 or made % 1:
-        said = short(value if isinstance(value, str) else number(file, value))
-        raise SourceError(f"{file.path} says that its optimizer has made {said} steps", "the file is damaged")
+        count_text = short(value if isinstance(value, str) else number(file, value))
+        raise SourceError(f"{file.path} says that its optimizer has made {count_text} steps", "the file is damaged")
     return made
 
 

@@ -16,25 +16,34 @@ model was made with.
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.checkpoint import Checkpoint, OutputFile
-from formats.deepspeed.folders import model_name
+from formats.deepspeed.folders import OURS, model_name
 from formats.deepspeed.partitions import Partition, steps_made
-from formats.errors import SourceError, short
+from formats.disk.safetensors import FLOATS
+from formats.errors import SourceError, UnsupportedError, short, some
+from formats.layout.columns import Cut, Piece
+from formats.layout.pieces import Scattered, scattered, whole_part
 from formats.layout.placed import Placed
 from formats.layout.slots import Slot
-from formats.torch_files.archive import TorchFile, packed, read_torch
+from formats.torch_files.archive import read_torch
+from formats.torch_files.archive_plan import packed
 from formats.torch_files.archive_writer import archived
 from formats.torch_files.pickle_values import Namespace, StorageRef, TensorRef, keeps
 from formats.torch_files.unpickle import DAMAGE
+from formats.torch_files.wrappers import unwrapped
 
 LATEST = "latest_universal"
 VERSION = 0.2
 """Of `universal_checkpoint_info`: the newest that a plain tensor-parallel cut needs."""
+OF_NEOX = re.compile(r"(?:sequential\.)?(?:\d+|tied_modules)\.")
+"""How the names of GPT-NeoX begin."""
 
 
 class Parameter(NamedTuple):
@@ -133,18 +142,74 @@ def is_universal(tag: Path) -> bool:
     return (tag / "zero").is_dir() or (tag / "zero").is_symlink()
 
 
-def tensors(tag: Path, state: str) -> Iterator[tuple[str, TorchFile, TensorRef]]:
-    """Each parameter's name, file and tensor.
+def tensors(tag: Path, shapes: Mapping[str, tuple[int, ...]], state: str) -> Iterator[tuple[str, Scattered]]:
+    """One of `optimizer.STATES` of each parameter, by name.
+
+    Args:
+        tag: the folder.
+        shapes: those that the model file says: what DeepSpeed makes of stage 3 is flat.
+        state: which.
 
     Raises:
-        SourceError: a file is missing, or holds no tensor.
+        SourceError: a file is missing, or holds no tensor, or one of another shape or type.
+        UnsupportedError: the names are those of GPT-NeoX.
     """
     for folder in sorted(path for path in (tag / "zero").iterdir() if path.is_dir()):
+        name = folder.name
+        if OF_NEOX.match(name):
+            raise UnsupportedError(
+                f"{tag} is a universal checkpoint with the names of GPT-NeoX, such as {short(name)}, which is not read",
+                "convert the checkpoint that it was made of: convert neox2hf",
+            )
         file = read_torch(folder / f"{state}.pt")
         ref = file.value.get("param") if isinstance(file.value, Mapping) else file.value
         if not isinstance(ref, TensorRef) or isinstance(file.value, Namespace):
             raise SourceError(f"{file.path} holds {short(ref)}, which is not a tensor")
-        yield folder.name, file, ref
+        fragment = file.fragment(ref, name)
+        shape = shapes.get(name, fragment.shape)
+        if prod(shape) != prod(fragment.shape):
+            raise SourceError(f"{file.path} holds {prod(fragment.shape)} elements, its model has {list(shape)}")
+        if shape != fragment.shape and len(fragment.shape) != 1:
+            raise SourceError(f"{file.path} holds {list(fragment.shape)}, its model has {list(shape)}")
+        if state == "fp32" and fragment.dtype != "F32":
+            raise SourceError(f"{file.path} holds {fragment.dtype}, a master is F32")
+        if fragment.dtype not in FLOATS:
+            raise SourceError(f"{file.path} holds {state} of {short(name)} as {fragment.dtype}, which is no float")
+        part = whole_part(shape) if shape == fragment.shape else Cut(((0, prod(shape)),), flat=True)
+        yield name, scattered(name, shape, fragment.dtype, [Piece(part, fragment)])
+
+
+def lacking(slots: Iterable[Slot], keys: Mapping[str, str]) -> list[str]:
+    """The first key of each tensor that a model has to have, and that is there under none of its keys."""
+    needed = (slot for slot in slots if "optional" not in slot.rule.conditions)
+    return [slot.keys[0] for slot in needed if keys.keys().isdisjoint(slot.keys)]
+
+
+def require_trained(tag: Path, model: Mapping[str, Any], slots: Sequence[Slot] | None, keys: Mapping[str, str]) -> None:
+    """A universal checkpoint holds what was trained, and nothing else.
+
+    Args:
+        tag: its folder.
+        model: what its model file says.
+        slots: what the model consists of; without them the model file has to say what it leaves out.
+        keys: the name of each tensor that is there, by its key.
+
+    Raises:
+        SourceError: something was not trained.
+    """
+    marked = model.get(OURS)
+    lists = [
+        model.get("frozen_param_shapes"),
+        model.get("buffer_names"),
+        *(marked.values() if isinstance(marked, dict) else ()),
+    ]
+    wanted = {unwrapped(str(name)) for names in lists if isinstance(names, list | dict) for name in names}
+    if lost := sorted(wanted.difference(keys) if slots is None else lacking(slots, keys)):
+        raise SourceError(
+            f"{tag} is a universal checkpoint, which holds no parameters that were not trained: it lacks "
+            f"{some(lost, 8)}",
+            "convert the checkpoint that it was made of: convert zero2hf",
+        )
 
 
 def settings(tag: Path) -> tuple[tuple[Mapping[str, Any], ...], float | None]:

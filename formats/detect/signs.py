@@ -65,10 +65,10 @@ def _holds(*patterns: str) -> Callable[[Path], Path | None]:
 
     def told_by(path: Path) -> Path | None:
         if not path.is_dir():
-            return path if len(wanted) == 1 and any(fnmatch(path.name, one) for one in wanted[0]) else None
+            return path if len(wanted) == 1 and any(fnmatch(path.name, pattern) for pattern in wanted[0]) else None
         names = sorted(entry.name for entry in islice(path.iterdir(), MOST_ENTRIES))
         names_of_groups = [
-            next((name for one in group for name in names if fnmatch(name, one)), None) for group in wanted
+            next((name for pattern in group for name in names if fnmatch(name, pattern)), None) for group in wanted
         ]
         return None if None in names_of_groups or not names_of_groups[0] else path / names_of_groups[0]
 

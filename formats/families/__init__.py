@@ -64,14 +64,16 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     """
     family = find_family(config)
     if family is None:
-        marked = [one.marks for one in FAMILIES.values() if config.get("model_type") == one.model_type]
+        marked = [other.marks for other in FAMILIES.values() if config.get("model_type") == other.model_type]
         for key, only in marked[0].items() if marked else ():
             if config.get(key) != only:
                 raise UnsupportedError(
                     f"{where}: {key} = {short(config.get(key))} is not supported for {config['model_type']}, only {only!r}"
                 )
         alike = [
-            one.model_type or one.name for one in FAMILIES.values() if config.get("architectures") == [one.architecture]
+            other.model_type or other.name
+            for other in FAMILIES.values()
+            if config.get("architectures") == [other.architecture]
         ]
         way = f"; its class is that of {alike[0]}: correct `model_type` if it computes the same" if alike else ""
         raise UnsupportedError(

@@ -3,7 +3,7 @@
 Facts: transformers 5.23.0, models/bamba/modeling_bamba.py and configuration_bamba.py: half of a head rotates.
 """
 
-from formats.families.blocks import ATTENTION, STATE_SPACE
+from formats.families.blocks import EMBEDDING, QKVO, STATE_SPACE, among
 from formats.families.family import Family
 
 MLP = """
@@ -20,8 +20,7 @@ model.final_layernorm.weight    final_norm: hidden
 lm_head.weight                  head: vocab hidden         untied
 lm_head.weight                  embedding: vocab hidden    tied optional
 """
-EMBEDDING, QKV = ATTENTION.strip().split("\n", 1)
-MIXED = "".join(f"{line}    attention\n" for line in QKV.splitlines())
+MIXED = among("attention", QKVO)
 """Attention, where not all layers have it."""
 
 KEYS = {
@@ -37,7 +36,7 @@ PLAIN = {"hidden_act": "silu", "attention_bias": False, "mamba_conv_bias": True,
 FAMILY = Family(
     name="bamba",
     architecture="BambaForCausalLM",
-    table=f"{EMBEDDING}\n{MLP}{NORMS}{STATE_SPACE}{MIXED}{HEAD}",
+    table=EMBEDDING + MLP + NORMS + STATE_SPACE + MIXED + HEAD,
     requires={**PLAIN, "mlp_bias": False},
     keys={**KEYS, "state_layers": "attn_layer_indices", "rotary_fraction": "partial_rotary_factor"},
     defaults={**DEFAULTS, "kv_heads": 8, "rotary_fraction": 0.5},

@@ -1,19 +1,31 @@
-"""Rows that the tables of several families share: what a family has of its own, its file says.
+"""Rows that the tables of several families share, and keys: what a family has of its own, its file says.
 
 Each is as in `llama.py`, which has all of its rows in one place. The order of a table is that of the model's parameters.
 """
 
-ATTENTION = """
-model.embed_tokens.weight                        embedding: vocab hidden
+
+def among(kind: str, block: str) -> str:
+    """The lines of a block, where not all layers have it but those of a kind."""
+    return "".join(f"{line}    {kind}\n" for line in block.strip().splitlines())
+
+
+EMBEDDING = """
+model.embed_tokens.weight     embedding: vocab hidden
+"""
+QKVO = """
 model.layers.{layer}.self_attn.q_proj.weight     query: (group head half pair) hidden
 model.layers.{layer}.self_attn.k_proj.weight     key: (group half pair) hidden
 model.layers.{layer}.self_attn.v_proj.weight     value: (group dim) hidden
 model.layers.{layer}.self_attn.o_proj.weight     output: hidden (group head dim)
 """
+ATTENTION = EMBEDDING + QKVO
 """The embedding, and attention as in Llama, without biases."""
 
-BIASED_ATTENTION = """
-model.embed_tokens.weight                        embedding: vocab hidden
+PAIRED_ATTENTION = ATTENTION.replace("half pair", "pair half")
+"""The same where neighbours are turned, in all of a head: the two halves are pair by pair. Where a part of a head rotates
+it is `half pair` (`formats/layout/tensors.py`)."""
+
+BIASED_QKVO = """
 model.layers.{layer}.self_attn.q_proj.weight     query: (group head half pair) hidden
 model.layers.{layer}.self_attn.q_proj.bias       query_bias: (group head half pair)
 model.layers.{layer}.self_attn.k_proj.weight     key: (group half pair) hidden
@@ -22,23 +34,16 @@ model.layers.{layer}.self_attn.v_proj.weight     value: (group dim) hidden
 model.layers.{layer}.self_attn.v_proj.bias       value_bias: (group dim)
 model.layers.{layer}.self_attn.o_proj.weight     output: hidden (group head dim)
 """
+BIASED_ATTENTION = EMBEDDING + BIASED_QKVO
 """The same with biases on query, key and value."""
 
-ALL_BIASES = """
-model.embed_tokens.weight                        embedding: vocab hidden
-model.layers.{layer}.self_attn.q_proj.weight     query: (group head half pair) hidden
-model.layers.{layer}.self_attn.q_proj.bias       query_bias: (group head half pair)
-model.layers.{layer}.self_attn.k_proj.weight     key: (group half pair) hidden
-model.layers.{layer}.self_attn.k_proj.bias       key_bias: (group half pair)
-model.layers.{layer}.self_attn.v_proj.weight     value: (group dim) hidden
-model.layers.{layer}.self_attn.v_proj.bias       value_bias: (group dim)
-model.layers.{layer}.self_attn.o_proj.weight     output: hidden (group head dim)
+OUTPUT_BIAS = """
 model.layers.{layer}.self_attn.o_proj.bias       output_bias: hidden
 """
+ALL_BIASES = BIASED_ATTENTION + OUTPUT_BIAS
 """The same with biases on the output too."""
 
-OPTIONAL_QKV_BIASES = """
-model.embed_tokens.weight                        embedding: vocab hidden
+OPTIONAL_QKVO = """
 model.layers.{layer}.self_attn.q_proj.weight     query: (group head half pair) hidden
 model.layers.{layer}.self_attn.q_proj.bias       query_bias: (group head half pair)    qkv_bias
 model.layers.{layer}.self_attn.k_proj.weight     key: (group half pair) hidden
@@ -47,30 +52,11 @@ model.layers.{layer}.self_attn.v_proj.weight     value: (group dim) hidden
 model.layers.{layer}.self_attn.v_proj.bias       value_bias: (group dim)               qkv_bias
 model.layers.{layer}.self_attn.o_proj.weight     output: hidden (group head dim)
 """
+OPTIONAL_QKV_BIASES = EMBEDDING + OPTIONAL_QKVO
 """The same with biases on query, key and value where a config key turns them on."""
 
-OPTIONAL_BIASES = """
-model.embed_tokens.weight                                embedding: vocab hidden
-model.layers.{layer}.self_attn.q_proj.weight             query: (group head half pair) hidden
-model.layers.{layer}.self_attn.q_proj.bias               query_bias: (group head half pair)  qkv_bias
-model.layers.{layer}.self_attn.k_proj.weight             key: (group half pair) hidden
-model.layers.{layer}.self_attn.k_proj.bias               key_bias: (group half pair)   qkv_bias
-model.layers.{layer}.self_attn.v_proj.weight             value: (group dim) hidden
-model.layers.{layer}.self_attn.v_proj.bias               value_bias: (group dim)     qkv_bias
-model.layers.{layer}.self_attn.o_proj.weight             output: hidden (group head dim)
-model.layers.{layer}.self_attn.o_proj.bias               output_bias: hidden         output_bias
-"""
+OPTIONAL_BIASES = f"{OPTIONAL_QKV_BIASES}{OUTPUT_BIAS.strip()}    output_bias\n"
 """The same with one on the output too, likewise."""
-
-PAIRED_ATTENTION = """
-model.embed_tokens.weight                        embedding: vocab hidden
-model.layers.{layer}.self_attn.q_proj.weight     query: (group head pair half) hidden
-model.layers.{layer}.self_attn.k_proj.weight     key: (group pair half) hidden
-model.layers.{layer}.self_attn.v_proj.weight     value: (group dim) hidden
-model.layers.{layer}.self_attn.o_proj.weight     output: hidden (group head dim)
-"""
-"""The same where neighbours are turned, in all of a head: the two halves are pair by pair. Where a part of a head rotates
-it is `half pair` (`formats/layout/tensors.py`)."""
 
 INDEXER = """
 model.layers.{layer}.self_attn.indexer.wq_b.weight            index_query: (index_head index_dim) query_rank    indexing
@@ -112,11 +98,7 @@ model.layers.{layer}.mlp.down_proj.weight        down: hidden ffn
 """
 """One with a gate, whose two matrices are one tensor."""
 
-DENSE_MLP = """
-model.layers.{layer}.mlp.gate_proj.weight     gate: ffn hidden    dense
-model.layers.{layer}.mlp.up_proj.weight       up: ffn hidden      dense
-model.layers.{layer}.mlp.down_proj.weight     down: hidden ffn    dense
-"""
+DENSE_MLP = among("dense", GATED_MLP)
 """That of layers without experts."""
 
 EXPERTS = """
@@ -255,3 +237,14 @@ layers.{layer}.moe.routed_experts.inner_experts.w2_EDF    expert_down: expert hi
 layers.{layer}.moe.router.gate.weight                     router: expert hidden                    sparse
 """
 """MLPs, experts and what scores them: w1 is the gate, w3 up, and w2 down."""
+
+EXPERT_KEYS = {
+    "experts": "n_routed_experts num_local_experts",
+    "top_k": "num_experts_per_tok",
+    "expert_ffn": "moe_intermediate_size",
+    "router_normalized": "norm_topk_prob",
+    "router_scale": "routed_scaling_factor",
+    "router_groups": "n_group",
+    "router_top_groups": "topk_group",
+}
+"""The keys of a mixture as in DeepSeek-V3."""

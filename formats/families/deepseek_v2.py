@@ -6,11 +6,10 @@ the large ones take them out of groups that they rank by their best expert. Mega
 one has to give, which for them is two: they go there only where it is one.
 """
 
-from formats.families.blocks import DENSE_MLP, EXPERTS, HEAD, NORMS, ROUTER, SHARED_EXPERTS
+from formats.families.blocks import DENSE_MLP, EMBEDDING, EXPERTS, HEAD, NORMS, ROUTER, SHARED_EXPERTS
 from formats.families.family import Family
 
-LATENT_ATTENTION = """
-model.embed_tokens.weight                                      embedding: vocab hidden
+LATENT = """
 model.layers.{layer}.self_attn.q_proj.weight                   latent_query: (group query_dim) hidden    uncompressed
 model.layers.{layer}.self_attn.q_a_proj.weight                 query_down: query_rank hidden           compressed
 model.layers.{layer}.self_attn.q_a_layernorm.weight            query_latent_norm: query_rank           compressed
@@ -20,6 +19,7 @@ model.layers.{layer}.self_attn.kv_a_layernorm.weight           latent_norm: late
 model.layers.{layer}.self_attn.kv_b_proj.weight                latent_up: (group up_dim) latent_rank
 model.layers.{layer}.self_attn.o_proj.weight                   output: hidden (group head dim)
 """
+LATENT_ATTENTION = EMBEDDING + LATENT
 TABLE = LATENT_ATTENTION + DENSE_MLP + EXPERTS + ROUTER + SHARED_EXPERTS + NORMS + HEAD
 
 FAMILY = Family(

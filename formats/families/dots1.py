@@ -3,7 +3,7 @@
 Facts: transformers models/dots1/modeling_dots1.py and conversion_mapping.py, 5.23.0.
 """
 
-from formats.families.blocks import ATTENTION, HEAD, MIXTURE, NORMS, QK_NORMS
+from formats.families.blocks import ATTENTION, EXPERT_KEYS, HEAD, MIXTURE, NORMS, QK_NORMS
 from formats.families.family import Family
 
 TABLE = ATTENTION + QK_NORMS + MIXTURE + NORMS + HEAD
@@ -15,15 +15,9 @@ FAMILY = Family(
     requires={"hidden_act": "silu", "attention_bias": False},
     mha=True,
     keys={
-        "experts": "n_routed_experts num_local_experts",
-        "top_k": "num_experts_per_tok",
-        "expert_ffn": "moe_intermediate_size",
+        **EXPERT_KEYS,
         "shared_ffn": "n_shared_experts",
         "dense_layers": "first_k_dense_replace",
-        "router_normalized": "norm_topk_prob",
-        "router_scale": "routed_scaling_factor",
-        "router_groups": "n_group",
-        "router_top_groups": "topk_group",
     },
     defaults={
         "expert_ffn": 1408,

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from formats.families import bamba
 from formats.families.bamba import DEFAULTS, HEAD, KEYS, MLP, NORMS, PLAIN
-from formats.families.blocks import ATTENTION, STATE_SPACE
+from formats.families.blocks import EMBEDDING, QKVO, STATE_SPACE
 
-EMBEDDING, QKV = ATTENTION.strip().split("\n", 1)
 MIXER = STATE_SPACE.replace("    state\n", "\n")
 """A state space that every layer has."""
 WITHOUT_NORM = "".join(f"{line}\n" for line in MIXER.splitlines() if "state_norm" not in line)
@@ -18,7 +17,7 @@ WITHOUT_NORM = "".join(f"{line}\n" for line in MIXER.splitlines() if "state_norm
 
 def table(mixer: str) -> str:
     """The layout with such state spaces."""
-    return f"{EMBEDDING}\n{MLP}{mixer}{QKV}{NORMS}{HEAD}"
+    return EMBEDDING + MLP + mixer + QKVO + NORMS + HEAD
 
 
 FAMILY = replace(

@@ -4,32 +4,30 @@ Facts: models/gpt_oss/modeling_gpt_oss.py: `_apply_gate` takes the gate of an ex
 the odd ones; the router adds its bias to the scores, which then are the weights too.
 """
 
-from formats.families.blocks import TORCHTITAN_ATTENTION, TORCHTITAN_ENDS, TORCHTITAN_NORMS
+from formats.families.blocks import (
+    BIASED_QKVO,
+    EMBEDDING,
+    HEAD,
+    NORMS,
+    OUTPUT_BIAS,
+    TORCHTITAN_ATTENTION,
+    TORCHTITAN_ENDS,
+    TORCHTITAN_NORMS,
+)
 from formats.families.family import Family
 
-TABLE = """
-model.embed_tokens.weight                              embedding: vocab hidden
+SINKS = """
 model.layers.{layer}.self_attn.sinks                   sinks: (group head)
-model.layers.{layer}.self_attn.q_proj.weight           query: (group head half pair) hidden
-model.layers.{layer}.self_attn.q_proj.bias             query_bias: (group head half pair)
-model.layers.{layer}.self_attn.k_proj.weight           key: (group half pair) hidden
-model.layers.{layer}.self_attn.k_proj.bias             key_bias: (group half pair)
-model.layers.{layer}.self_attn.v_proj.weight           value: (group dim) hidden
-model.layers.{layer}.self_attn.v_proj.bias             value_bias: (group dim)
-model.layers.{layer}.self_attn.o_proj.weight           output: hidden (group head dim)
-model.layers.{layer}.self_attn.o_proj.bias             output_bias: hidden
+"""
+INPUT_FIRST = """
 model.layers.{layer}.mlp.router.weight                 router: expert hidden                      sparse
 model.layers.{layer}.mlp.router.bias                   router_score_bias: expert                  sparse
 model.layers.{layer}.mlp.experts.gate_up_proj          expert hidden (expert_ffn (expert_gate: | expert_up:))    sparse
 model.layers.{layer}.mlp.experts.gate_up_proj_bias     expert (expert_ffn (expert_gate_bias: | expert_up_bias:))    sparse
 model.layers.{layer}.mlp.experts.down_proj             expert_down: expert expert_ffn hidden      sparse
 model.layers.{layer}.mlp.experts.down_proj_bias        expert_down_bias: expert hidden            sparse
-model.layers.{layer}.input_layernorm.weight            input_norm: hidden
-model.layers.{layer}.post_attention_layernorm.weight   post_norm: hidden
-model.norm.weight                                      final_norm: hidden
-lm_head.weight                                         head: vocab hidden          untied
-lm_head.weight                                         embedding: vocab hidden     tied optional
 """
+TABLE = EMBEDDING + SINKS + BIASED_QKVO + OUTPUT_BIAS + INPUT_FIRST + NORMS + HEAD
 
 TORCHTITAN_BIASES = """
 layers.{layer}.attention.qkv_linear.wq.bias                        query_bias: (group head half pair)

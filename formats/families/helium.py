@@ -4,19 +4,9 @@ So here a head is stored pair by pair (`rotate_half`). Its output projection has
 `hidden` (`HeliumAttention`), so that no model computes whose heads are of another width.
 """
 
-from formats.families.blocks import HEAD, NORMS
+from formats.families.blocks import HEAD, NORMS, OPTIONAL_QKV_BIASES
 from formats.families.family import Family
 
-ATTENTION = """
-model.embed_tokens.weight                        embedding: vocab hidden
-model.layers.{layer}.self_attn.q_proj.weight     query: (group head pair half) hidden
-model.layers.{layer}.self_attn.q_proj.bias       query_bias: (group head pair half)    qkv_bias
-model.layers.{layer}.self_attn.k_proj.weight     key: (group pair half) hidden
-model.layers.{layer}.self_attn.k_proj.bias       key_bias: (group pair half)           qkv_bias
-model.layers.{layer}.self_attn.v_proj.weight     value: (group dim) hidden
-model.layers.{layer}.self_attn.v_proj.bias       value_bias: (group dim)               qkv_bias
-model.layers.{layer}.self_attn.o_proj.weight     output: hidden (group head dim)
-"""
 MLP = """
 model.layers.{layer}.mlp.gate_proj.weight        gate: ffn hidden
 model.layers.{layer}.mlp.gate_proj.bias          gate_bias: ffn       mlp_bias
@@ -29,7 +19,7 @@ model.layers.{layer}.mlp.down_proj.bias          down_bias: hidden    mlp_bias
 FAMILY = Family(
     name="helium",
     architecture="HeliumForCausalLM",
-    table=ATTENTION + MLP + NORMS + HEAD,
+    table=OPTIONAL_QKV_BIASES.replace("half pair", "pair half") + MLP + NORMS + HEAD,
     requires={"hidden_act": "silu"},
     rope_theta=100000.0,
     head_dim=128,

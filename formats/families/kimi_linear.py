@@ -6,12 +6,10 @@ layers have `mlp`, those that transformers saves `block_sparse_moe`; it reads bo
 """
 
 from formats.families import deepseek_v3
-from formats.families.blocks import HEAD, NORMS
+from formats.families.blocks import EMBEDDING, HEAD, NORMS, among
+from formats.families.deepseek_v2 import LATENT
 from formats.families.family import Family
 
-EMBEDDING = """
-model.embed_tokens.weight                                      embedding: vocab hidden
-"""
 DELTA = """
 model.layers.{layer}.self_attn.q_proj.weight                   linear_query: (key_head key_dim) hidden             recurrent
 model.layers.{layer}.self_attn.k_proj.weight                   linear_key: (key_head key_dim) hidden               recurrent
@@ -33,16 +31,6 @@ model.layers.{layer}.self_attn.g_a_proj.weight                 linear_gate_down:
 model.layers.{layer}.self_attn.g_b_proj.weight                 linear_gate_up: (key_head spread value_dim) channel_rank    recurrent
 model.layers.{layer}.self_attn.o_norm.weight                   linear_norm: value_dim                              recurrent
 model.layers.{layer}.self_attn.o_proj.weight                   linear_output: hidden (key_head spread value_dim)    recurrent
-"""
-LATENT_ATTENTION = """
-model.layers.{layer}.self_attn.q_proj.weight                   latent_query: (group query_dim) hidden       attention uncompressed
-model.layers.{layer}.self_attn.q_a_proj.weight                 query_down: query_rank hidden                attention compressed
-model.layers.{layer}.self_attn.q_a_layernorm.weight            query_latent_norm: query_rank                attention compressed
-model.layers.{layer}.self_attn.q_b_proj.weight                 query_up: (group query_dim) query_rank       attention compressed
-model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight       latent_down: joint_dim hidden                attention
-model.layers.{layer}.self_attn.kv_a_layernorm.weight           latent_norm: latent_rank                     attention
-model.layers.{layer}.self_attn.kv_b_proj.weight                latent_up: (group up_dim) latent_rank        attention
-model.layers.{layer}.self_attn.o_proj.weight                   output: hidden (group head dim)              attention
 """
 MLP = """
 model.layers.{layer}.{mlp|block_sparse_moe}.gate_proj.weight    gate: ffn hidden    dense
@@ -66,7 +54,7 @@ model.layers.{layer}.mlp.shared_experts.gate_proj.weight                        
 model.layers.{layer}.mlp.shared_experts.up_proj.weight                          shared_up: shared_ffn hidden       sparse fused
 model.layers.{layer}.mlp.shared_experts.down_proj.weight                        shared_down: hidden shared_ffn     sparse fused
 """
-TABLE = EMBEDDING + DELTA + LATENT_ATTENTION + MLP + EXPERTS + NORMS + HEAD
+TABLE = EMBEDDING + DELTA + among("attention", LATENT) + MLP + EXPERTS + NORMS + HEAD
 
 FAMILY = Family(
     name="kimi_linear",

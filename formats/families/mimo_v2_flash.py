@@ -5,22 +5,23 @@ conversion_mapping.py: values are narrower than keys, and scaled; the rotary set
 map; `first_k_dense_replace` is ignored.
 """
 
-from formats.families.blocks import BIASED_ROUTER, DENSE_MLP, EXPERTS, HEAD, NORMS
+from formats.families.blocks import (
+    BIASED_ROUTER,
+    DENSE_MLP,
+    EMBEDDING,
+    EXPERT_KEYS,
+    EXPERTS,
+    HEAD,
+    NORMS,
+    OPTIONAL_QKVO,
+)
 from formats.families.family import Family
 
-ATTENTION = """
-model.embed_tokens.weight                             embedding: vocab hidden
-model.layers.{layer}.self_attn.attention_sink_bias    sinks: (group head)                        windowed separate
-model.layers.{layer}.self_attn.sinks                  sinks: (group head)                        windowed fused
-model.layers.{layer}.self_attn.q_proj.weight          query: (group head half pair) hidden
-model.layers.{layer}.self_attn.q_proj.bias            query_bias: (group head half pair)         qkv_bias
-model.layers.{layer}.self_attn.k_proj.weight          key: (group half pair) hidden
-model.layers.{layer}.self_attn.k_proj.bias            key_bias: (group half pair)                qkv_bias
-model.layers.{layer}.self_attn.v_proj.weight          value: (group dim) hidden
-model.layers.{layer}.self_attn.v_proj.bias            value_bias: (group dim)                    qkv_bias
-model.layers.{layer}.self_attn.o_proj.weight          output: hidden (group head dim)
+SINKS = """
+model.layers.{layer}.self_attn.attention_sink_bias    sinks: (group head)    windowed separate
+model.layers.{layer}.self_attn.sinks                  sinks: (group head)    windowed fused
 """
-TABLE = ATTENTION + DENSE_MLP + EXPERTS + BIASED_ROUTER + NORMS + HEAD
+TABLE = EMBEDDING + SINKS + OPTIONAL_QKVO + DENSE_MLP + EXPERTS + BIASED_ROUTER + NORMS + HEAD
 
 FAMILY = Family(
     name="mimo_v2_flash",
@@ -36,14 +37,8 @@ FAMILY = Family(
         "value_head_dim": "v_head_dim",
         "full_layers": "layer_types",
         "window_kv_heads": "num_key_value_heads",
-        "experts": "n_routed_experts num_local_experts",
-        "top_k": "num_experts_per_tok",
-        "expert_ffn": "moe_intermediate_size",
+        **EXPERT_KEYS,
         "dense_layers": "mlp_layer_types",
-        "router_normalized": "norm_topk_prob",
-        "router_scale": "routed_scaling_factor",
-        "router_groups": "n_group",
-        "router_top_groups": "topk_group",
     },
     defaults={
         "layers": 48,

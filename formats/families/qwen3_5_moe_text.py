@@ -1,9 +1,9 @@
 """Qwen3.5 with experts, its language model (transformers 5.23.0, models/qwen3_5_moe/modeling_qwen3_5_moe.py)."""
 
-from formats.families.blocks import HEAD, NORMS, second
+from formats.families.blocks import EMBEDDING, HEAD, NORMS, second
 from formats.families.family import Family
 from formats.families.qwen3_5_text import LINEAR
-from formats.families.qwen3_next import DEFAULTS, EMBEDDING, EXPERT_KEYS, GATED_ATTENTION, JOIN, KEYS, MIXTURE, MTP
+from formats.families.qwen3_next import DEFAULTS, EXPERT_KEYS, GATED_ATTENTION, JOIN, KEYS, MIXTURE, MTP
 
 BLOCK = GATED_ATTENTION + MIXTURE + NORMS
 TABLE = EMBEDDING + LINEAR + BLOCK + HEAD + JOIN + second(BLOCK, MTP)

@@ -3,18 +3,9 @@
 Facts: transformers 5.23.0, models/qwen3_5/modeling_qwen3_5.py. Of text alone its three kinds of positions are one.
 """
 
-from formats.families.blocks import GATED_MLP, HEAD, NORMS, second
+from formats.families.blocks import EMBEDDING, GATED_MLP, HEAD, NORMS, second
 from formats.families.family import Family
-from formats.families.qwen3_next import (
-    DEFAULTS,
-    EMBEDDING,
-    GATED_ATTENTION,
-    JOIN,
-    KEYS,
-    LINEAR_OUTPUT,
-    LINEAR_STATE,
-    MTP,
-)
+from formats.families.qwen3_next import DEFAULTS, GATED_ATTENTION, JOIN, KEYS, LINEAR_OUTPUT, LINEAR_STATE, MTP
 
 LINEAR_INPUTS = """
 model.layers.{layer}.linear_attn.in_proj_qkv.weight    (linear_query: key_head key_dim | linear_key: key_head key_dim | linear_value: key_head spread value_dim) hidden    recurrent

@@ -5,7 +5,7 @@ by key head (`fix_query_key_value_ordering`), those of `q_proj` have the gate of
 that of linear attention are stored minus 1; a quarter of a head rotates, which is its first part.
 """
 
-from formats.families.blocks import DENSE_MLP, EXPERTS, HEAD, NORMS, ROUTER, second
+from formats.families.blocks import DENSE_MLP, EMBEDDING, EXPERTS, HEAD, NORMS, ROUTER, second
 from formats.families.family import Family
 
 LINEAR_INPUTS = """
@@ -20,9 +20,6 @@ model.layers.{layer}.linear_attn.conv1d.weight    (linear_query_taps: key_head k
 LINEAR_OUTPUT = """
 model.layers.{layer}.linear_attn.norm.weight        linear_norm: value_dim    recurrent
 model.layers.{layer}.linear_attn.out_proj.weight    linear_output: hidden (key_head spread value_dim)    recurrent
-"""
-EMBEDDING = """
-model.embed_tokens.weight                         embedding: vocab hidden
 """
 GATED_ATTENTION = """
 model.layers.{layer}.self_attn.q_proj.weight      (group head (query: half pair | query_gate: dim)) hidden    attention

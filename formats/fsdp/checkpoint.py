@@ -12,40 +12,36 @@ Keys are those of Hugging Face, of torchtitan or of OLMo-core, wherever in the s
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
-from formats.disk.safetensors import Fragment, read_safetensors
 from formats.errors import RefusedError, SourceError, UnsupportedError, some
 from formats.families.family import Family
 from formats.fsdp import FSDP, beside, native, olmo_core
-from formats.fsdp.contents import Listing, contents
+from formats.fsdp.contents import Listing, contents, lister
 from formats.huggingface import folder as huggingface
 from formats.huggingface import text_alone
-from formats.layout.columns import Cut, Piece
-from formats.layout.pieces import Scattered, in_one, scattered, spread
-from formats.layout.placed import files_of, match
-from formats.layout.slots import ALONE, Slot, slots
+from formats.layout.pieces import Scattered, match_pieces
+from formats.layout.placed import files_of
+from formats.layout.slots import Slot
 from formats.layout.table import Rule
 from formats.layout.tensors import UNTRAINED
 from formats.model import adapters
 from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.model.vocab_rows import EMBEDDING
 from formats.optimizer import Group, Muon, Optimizer, step_tensor
-from formats.torch_files import dcp, dcp_writer, rank_dumps, saved_names
-from formats.torch_files.archive import TorchFile, packed, read_torch
+from formats.torch_files import dcp, dcp_writer, rank_dumps
+from formats.torch_files.archive import TorchFile
+from formats.torch_files.archive_plan import packed
 from formats.torch_files.archive_writer import Small
 from formats.torch_files.wrappers import unwrapped
 
 NAME = FSDP.name
 INSIDE = ("", "pytorch_model_fsdp_0", "sharded", "actor", "policy", "model_and_optim")
 """Where in the folder that a user names the weights lie."""
-SHARD = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors")
-FULL = "pytorch_model_fsdp.bin"
 CONTAINERS = ("model", "state_dict", "module", "model_state_dict")
 """What the model is called in the saved dictionary, when its keys do not tell."""
 
@@ -59,17 +55,16 @@ ADAMW = {
 """What torch's AdamW has in its groups besides (torch/optim/adam.py, 2.13)."""
 
 
-# --- what lies where -------------------------------------------------------------------------------------------------
-
-
 def detect(path: Path) -> bool:
     """Whether a folder looks like this format."""
-    return any(_kind(path / inside) for inside in INSIDE)
+    return any(lister(path / inside) for inside in INSIDE)
 
 
 def tables() -> dict[str, tuple[Rule, ...]]:
     """The own names of trainers, of each family that they have; all others are those of Hugging Face."""
-    return {f"{one} {name}": table for one in native.TRAINERS for name, table in native.layouts(one).items()}
+    return {
+        f"{trainer} {name}": table for trainer in native.TRAINERS for name, table in native.layouts(trainer).items()
+    }
 
 
 def holders(_: Family) -> dict[str, bool]:
@@ -77,121 +72,10 @@ def holders(_: Family) -> dict[str, bool]:
     return {NAME: True}
 
 
-def _kind(folder: Path) -> Callable[[Path, Settings], Listing] | None:
-    if not folder.is_dir():
-        return None
-    if dcp.is_dcp(folder):
-        return _dcp
-    names = [path.name for path in folder.iterdir()]
-    if any(map(SHARD.fullmatch, names)):
-        return _shards
-    if any(map(saved_names.MODEL_DUMP.fullmatch, names)):
-        return _dumps
-    if FULL in names:
-        return _full
-    if huggingface.has_weights(folder) and "config.json" not in names:
-        return _consolidated
-    return None
-
-
-def _dcp(folder: Path, settings: Settings) -> Listing:
-    entries, objects = dcp.contents(folder)
-    if not entries:
-        raise UnsupportedError(
-            f"{folder} holds no tensors, only pickled objects: {some(objects, 8) or 'none'}",
-            "save again with DefaultSavePlanner(flatten_state_dict=True), which is torch's default",
-        )
-    containers = [settings.container] if settings.container is not None else _starts(entries)
-    paths = [entry.path or _split(entry.name, containers) for entry in entries]
-    files = dcp.metadata_files(folder) + sorted({path for entry in entries for path in entry.items.files})
-    return Listing(paths, lambda wanted: dcp.load([entries[i] for i in wanted]), tuple(files))
-
-
-def _starts(entries: Sequence[dcp.Entry]) -> list[str]:
-    """What stands before a key that every model has, without the dot."""
-    known = ("model.embed_tokens.weight", *(names.sign for names in native.TRAINERS.values()))
-    starts = (entry.name.removesuffix(key) for entry in entries for key in known if entry.name.endswith(key))
-    return list(dict.fromkeys(start.rstrip(".") for start in starts))
-
-
-def _split(name: str, containers: Sequence[str]) -> tuple[str, ...]:
-    """The path of a key that an old torch did not record: its container is one of these."""
-    own = [prefix for prefix in containers if prefix and name.startswith(f"{prefix}.")]
-    if own:
-        container = max(own, key=len)
-        return (container, name.removeprefix(f"{container}."))
-    return ("", name) if containers and "" not in containers else (name,)
-
-
-def _shards(folder: Path, _: Settings) -> Listing:
-    """Files of torch's HuggingFaceStorageWriter: each says which box of a tensor it holds."""
-    files = sorted(path for path in folder.iterdir() if SHARD.fullmatch(path.name))
-    numbered = [tuple(map(int, parts.groups())) for path in files if (parts := SHARD.fullmatch(path.name))]
-    ranks = {rank for rank, _, _ in numbered}
-    lost = sorted(set(range(1, max(ranks) + 1)) - ranks)
-    if lost or len({count for _, _, count in numbered}) > 1:
-        raise SourceError(f"{folder} lacks the files of shard {', '.join(map(str, lost))} of {max(ranks)} or more")
-    numbers, (count,) = {number for _, number, _ in numbered}, {count for _, _, count in numbered}
-    if lost := sorted(set(range(1, count + 1)) - numbers):
-        raise SourceError(f"{folder} lacks files model-{lost[0]:05d}-of-{count:05d} of all of its shards")
-    pieces: dict[str, list[tuple[tuple[int, ...], Fragment]]] = {}
-    for file in files:
-        tensors, metadata = read_safetensors(file)
-        try:
-            offsets = json.loads(metadata["DCP_SHARDING_INFO"])
-            for key, fragment in tensors.items():
-                start = tuple(offsets[key]["saved_offsets"])
-                if len(start) != len(fragment.shape) or not all(type(n) is int and n >= 0 for n in start):
-                    raise ValueError
-                pieces.setdefault(key, []).append((start, fragment))
-        except (KeyError, TypeError, ValueError, RecursionError):
-            raise SourceError(f"{file} does not say which parts of its tensors it holds") from None
-    keys = list(pieces)
-
-    def load(wanted: Sequence[int]) -> Iterable[Scattered]:
-        for key in (keys[i] for i in wanted):
-            ends = [[low + n for low, n in zip(start, one.shape, strict=True)] for start, one in pieces[key]]
-            shape = tuple(map(max, zip(*ends, strict=True)))
-            parts = [
-                Piece(Cut(tuple(zip(start, end, strict=True))), one)
-                for (start, one), end in zip(pieces[key], ends, strict=True)
-            ]
-            yield scattered(key, shape, parts[0].fragment.dtype, parts)
-
-    return Listing([(key,) for key in keys], load, tuple(files), unbounded=True)
-
-
-def _dumps(folder: Path, _: Settings) -> Listing:
-    files = rank_dumps.open_ranks(folder)
-    paths = list(dict.fromkeys(path for file in files.values() for path, _ in rank_dumps.leaves(file.value)))
-    listed = tuple(file.path for file in files.values())
-    flat = files if rank_dumps.is_flat(paths) else None
-    return Listing(paths, lambda wanted: rank_dumps.load(files, [paths[i] for i in wanted]), listed, flat)
-
-
-def _full(folder: Path, _: Settings) -> Listing:
-    files = {0: read_torch(folder / FULL)}
-    paths = [path for path, _ in rank_dumps.leaves(files[0].value)]
-    return Listing(paths, lambda wanted: rank_dumps.load(files, [paths[i] for i in wanted]), (folder / FULL,))
-
-
-def _consolidated(folder: Path, _: Settings) -> Listing:
-    """Plain files of weights that lack only a config."""
-    tensors = huggingface.read_files(folder)
-    keys = list(tensors)
-    files = tuple(sorted({fragment.path for fragment in tensors.values()}))
-    return Listing([(key,) for key in keys], lambda wanted: (in_one(keys[i], tensors[keys[i]]) for i in wanted), files)
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
 def read(path: Path, settings: Settings) -> Checkpoint:
     """Open a checkpoint: its metadata and the heads of its tensors."""
-    folder = next(path / inside for inside in INSIDE if _kind(path / inside))
-    list_folder = _kind(folder)
-    assert list_folder is not None
-    listing = list_folder(folder, settings)
+    folder, list_tensors = next((path / inside, kind) for inside in INSIDE if (kind := lister(path / inside)))
+    listing = list_tensors(folder, settings)
     if settings.adapter == "only":
         return _read_adapter(path, folder, listing, settings)
 
@@ -218,15 +102,13 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         olmo_core.require_same(own, settings, spec)
     biases = native.biases(wanted, tensors, spec, settings.accept, path)
     drops = (*huggingface.drops(spec, tensors, settings), *native.DROPS, *map(re.escape, biases))
-    whole = {key: tensor.whole for key, tensor in tensors.items()}
-    placed, more = match(wanted, {ALONE: whole}, drops, path)
+    _, pieces, without_weights = match_pieces(wanted, tensors, drops, path)
     if isinstance(spec, Verbatim):
         _require_rows(tensors, spec, path)
-    pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
     ranks = {"ranks": len(files_of(pieces))}
     unbounded = listing.unbounded and isinstance(spec, Verbatim)
     return Checkpoint(
-        path, folder, NAME, spec, pieces, (*dropped, *more), listing.files, ranks, assets, config=config,
+        path, folder, NAME, spec, pieces, (*dropped, *without_weights), listing.files, ranks, assets, config=config,
         unbounded=unbounded, left=left,
     )  # fmt: skip
 
@@ -260,9 +142,9 @@ def _read_tensors(path: Path, listing: Listing, settings: Settings) -> tuple[dic
     """The tensors of the model by key, wrappers stripped; and the names of everything else."""
     keys = _keys(path, listing, settings)
     wanted = [key for key in keys if not any(re.fullmatch(drop, key) for drop in native.DROPS)]
+    numbers = {keys[key] for key in wanted}
     tensors = dict(zip(wanted, listing.load([keys[key] for key in wanted]), strict=True))
-    dropped = [".".join(one) for number, one in enumerate(listing.paths) if number not in set(map(keys.get, wanted))]
-    return tensors, dropped
+    return tensors, [".".join(names) for number, names in enumerate(listing.paths) if number not in numbers]
 
 
 def _described(
@@ -271,10 +153,10 @@ def _described(
     """The spec of a model, and its tensors by the keys that it gives them."""
     if native.trainer_of(tensors):
         return huggingface.read_spec(config, folder, settings), tensors
-    spec = huggingface.spec_of({key: one.shape for key, one in tensors.items()}, config, folder, settings)
+    spec = huggingface.spec_of({key: tensor.shape for key, tensor in tensors.items()}, config, folder, settings)
     if not isinstance(spec, Verbatim):
         outer = _outer(tensors, spec)
-        tensors = {key.removeprefix(outer): one for key, one in tensors.items()}
+        tensors = {key.removeprefix(outer): tensor for key, tensor in tensors.items()}
     return spec, tensors
 
 
@@ -284,11 +166,8 @@ def _read_adapter(path: Path, folder: Path, listing: Listing, settings: Settings
         raise UnsupportedError(f"{path} holds flat parameters, which have no names", "save with SHARDED_STATE_DICT")
     keys = _keys(path, listing, settings)
     tensors = dict(zip(keys, listing.load([*keys.values()]), strict=True))
-    spec = adapters.spec_of({key: one.shape for key, one in tensors.items()})
-    placed, _ = match(
-        huggingface.model_slots(spec), {ALONE: {key: one.whole for key, one in tensors.items()}}, (), path
-    )
-    pieces = tuple(piece for one in placed for piece in spread(one, tensors[one.key]))
+    spec = adapters.spec_of({key: tensor.shape for key, tensor in tensors.items()})
+    _, pieces, _ = match_pieces(huggingface.model_slots(spec), tensors, (), path)
     return Checkpoint(path, folder, NAME, spec, pieces, (), listing.files)
 
 
@@ -343,7 +222,7 @@ def _container(paths: Sequence[tuple[str, ...]], wanted: str | None, where: Path
 
 
 def _names(containers: Iterable[tuple[str, ...]]) -> str:
-    return some([".".join(one) or "the top level" for one in containers], 8)
+    return some([".".join(container) or "the top level" for container in containers], 8)
 
 
 def _native_slots(spec: Spec, trainer: str) -> list[Slot]:
@@ -354,17 +233,7 @@ def _native_slots(spec: Spec, trainer: str) -> list[Slot]:
             f"{native.TRAINERS[trainer].sign} is a name of {trainer}, whose {spec.family} has no table",
             f"there are {', '.join(layouts)}",
         )
-    return list(
-        slots(
-            layouts[spec.family],
-            spec.sizes(),
-            tensors=spec.tensors,
-            layers=enumerate(range(spec.layers)),
-            mesh={},
-            conditions=spec.conditions,
-            kinds=spec.layer_kinds,
-        )
-    )
+    return spec.slots_in(layouts[spec.family], spec.sizes())
 
 
 def _require_rows(tensors: Mapping[str, Scattered], spec: Verbatim, where: Path) -> None:
@@ -415,8 +284,7 @@ def write(
     stored = [dcp_writer.whole(slot, name) for slot, name in zip(wanted, paths, strict=True)]
     settings: dict[dcp_writer.Keys, bytes | Small] = {}
     if optimizer is not None:
-        fixed = UNTRAINED
-        trained = [one for one in wanted if not (one.replica or fixed.intersection(one.rule.pattern.tensors))]
+        trained = [slot for slot in wanted if not (slot.replica or UNTRAINED.intersection(slot.rule.pattern.tensors))]
         for slot in trained:
             for state, of in optimizer.dtypes.items():
                 if not optimizer.has(state, slot):
@@ -426,7 +294,7 @@ def write(
                 stored.append(dcp_writer.whole(slot, ".".join(path), state, slot_dtype(slot, of)))
         settings = _settings(optimizer, trained, flat=bool(trainer))
         paths |= {".".join(map(str, path)): path for path in settings}
-    objects = {".".join(map(str, path)): one for path, one in settings.items()}
+    objects = {".".join(map(str, path)): value for path, value in settings.items()}
     files, metadata = dcp_writer.layout(root, dcp_writer.by_rows(stored, ranks), dtypes, paths, objects)
     return Target(tuple(files), {dcp.METADATA: metadata}, {})
 

@@ -1,17 +1,27 @@
-"""What the files of an FSDP checkpoint hold, before a config says which model it is."""
+"""What the files of an FSDP checkpoint hold, of each kind that there is, before a config says which model it is."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats.disk.safetensors import DTYPES
-from formats.fsdp import FSDP
-from formats.layout.pieces import Scattered
-from formats.torch_files.archive import TorchFile
+from formats.checkpoint import Settings
+from formats.disk.safetensors import DTYPES, Fragment, read_safetensors
+from formats.errors import SourceError, UnsupportedError, some
+from formats.fsdp import FSDP, native
+from formats.huggingface import folder as huggingface
+from formats.layout.columns import Cut, Piece
+from formats.layout.pieces import Scattered, in_one, scattered
+from formats.torch_files import dcp, rank_dumps, saved_names
+from formats.torch_files.archive import TorchFile, read_torch
+
+SHARD = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors")
+FULL = "pytorch_model_fsdp.bin"
 
 
 class Listing(NamedTuple):
@@ -42,3 +52,110 @@ def contents(path: Path, listing: Listing) -> dict[str, Any]:
         "files": len(listing.files),
         "bytes": sum(prod(tensor.shape) * DTYPES[tensor.dtype] for tensor in tensors),
     }
+
+
+def lister(folder: Path) -> Callable[[Path, Settings], Listing] | None:
+    """What lists the tensors of a folder, by what is in it; None if that is no checkpoint of FSDP."""
+    if not folder.is_dir():
+        return None
+    if dcp.is_dcp(folder):
+        return _dcp
+    names = [path.name for path in folder.iterdir()]
+    if any(map(SHARD.fullmatch, names)):
+        return _shards
+    if any(map(saved_names.MODEL_DUMP.fullmatch, names)):
+        return _dumps
+    if FULL in names:
+        return _full
+    if huggingface.has_weights(folder) and "config.json" not in names:
+        return _consolidated
+    return None
+
+
+def _dcp(folder: Path, settings: Settings) -> Listing:
+    entries, objects = dcp.contents(folder)
+    if not entries:
+        raise UnsupportedError(
+            f"{folder} holds no tensors, only pickled objects: {some(objects, 8) or 'none'}",
+            "save again with DefaultSavePlanner(flatten_state_dict=True), which is torch's default",
+        )
+    containers = [settings.container] if settings.container is not None else _starts(entries)
+    paths = [entry.path or _split(entry.name, containers) for entry in entries]
+    files = dcp.metadata_files(folder) + sorted({path for entry in entries for path in entry.items.files})
+    return Listing(paths, lambda wanted: dcp.load([entries[i] for i in wanted]), tuple(files))
+
+
+def _starts(entries: Sequence[dcp.Entry]) -> list[str]:
+    """What stands before a key that every model has, without the dot."""
+    known = ("model.embed_tokens.weight", *(names.sign for names in native.TRAINERS.values()))
+    starts = (entry.name.removesuffix(key) for entry in entries for key in known if entry.name.endswith(key))
+    return list(dict.fromkeys(start.rstrip(".") for start in starts))
+
+
+def _split(name: str, containers: Sequence[str]) -> tuple[str, ...]:
+    """The path of a key that an old torch did not record: its container is one of these."""
+    own = [prefix for prefix in containers if prefix and name.startswith(f"{prefix}.")]
+    if own:
+        container = max(own, key=len)
+        return (container, name.removeprefix(f"{container}."))
+    return ("", name) if containers and "" not in containers else (name,)
+
+
+def _shards(folder: Path, _: Settings) -> Listing:
+    """Files of torch's HuggingFaceStorageWriter: each says which box of a tensor it holds."""
+    files = sorted(path for path in folder.iterdir() if SHARD.fullmatch(path.name))
+    numbered = [tuple(map(int, parts.groups())) for path in files if (parts := SHARD.fullmatch(path.name))]
+    ranks = {rank for rank, _, _ in numbered}
+    lost = sorted(set(range(1, max(ranks) + 1)) - ranks)
+    if lost or len({count for _, _, count in numbered}) > 1:
+        raise SourceError(f"{folder} lacks the files of shard {', '.join(map(str, lost))} of {max(ranks)} or more")
+    numbers, (count,) = {number for _, number, _ in numbered}, {count for _, _, count in numbered}
+    if lost := sorted(set(range(1, count + 1)) - numbers):
+        raise SourceError(f"{folder} lacks files model-{lost[0]:05d}-of-{count:05d} of all of its shards")
+    pieces: dict[str, list[tuple[tuple[int, ...], Fragment]]] = {}
+    for file in files:
+        tensors, metadata = read_safetensors(file)
+        try:
+            offsets = json.loads(metadata["DCP_SHARDING_INFO"])
+            for key, fragment in tensors.items():
+                start = tuple(offsets[key]["saved_offsets"])
+                if len(start) != len(fragment.shape) or not all(type(n) is int and n >= 0 for n in start):
+                    raise ValueError
+                pieces.setdefault(key, []).append((start, fragment))
+        except (KeyError, TypeError, ValueError, RecursionError):
+            raise SourceError(f"{file} does not say which parts of its tensors it holds") from None
+    keys = list(pieces)
+
+    def load(wanted: Sequence[int]) -> Iterable[Scattered]:
+        for key in (keys[i] for i in wanted):
+            ends = [[low + n for low, n in zip(start, shard.shape, strict=True)] for start, shard in pieces[key]]
+            shape = tuple(map(max, zip(*ends, strict=True)))
+            parts = [
+                Piece(Cut(tuple(zip(start, end, strict=True))), shard)
+                for (start, shard), end in zip(pieces[key], ends, strict=True)
+            ]
+            yield scattered(key, shape, parts[0].fragment.dtype, parts)
+
+    return Listing([(key,) for key in keys], load, tuple(files), unbounded=True)
+
+
+def _dumps(folder: Path, _: Settings) -> Listing:
+    files = rank_dumps.open_ranks(folder)
+    paths = list(dict.fromkeys(path for file in files.values() for path, _ in rank_dumps.leaves(file.value)))
+    listed = tuple(file.path for file in files.values())
+    flat = files if rank_dumps.is_flat(paths) else None
+    return Listing(paths, lambda wanted: rank_dumps.load(files, [paths[i] for i in wanted]), listed, flat)
+
+
+def _full(folder: Path, _: Settings) -> Listing:
+    files = {0: read_torch(folder / FULL)}
+    paths = [path for path, _ in rank_dumps.leaves(files[0].value)]
+    return Listing(paths, lambda wanted: rank_dumps.load(files, [paths[i] for i in wanted]), (folder / FULL,))
+
+
+def _consolidated(folder: Path, _: Settings) -> Listing:
+    """Plain files of weights that lack only a config."""
+    tensors = huggingface.read_files(folder)
+    keys = list(tensors)
+    files = tuple(sorted({fragment.path for fragment in tensors.values()}))
+    return Listing([(key,) for key in keys], lambda wanted: (in_one(keys[i], tensors[keys[i]]) for i in wanted), files)

@@ -80,24 +80,24 @@ def _window(_: Spelled, context: Context) -> int | None:
 
 def _scaling(_: Spelled, context: Context) -> dict[str, Any] | None:
     """The scaled rotary embeddings of all layers without a window; those with one may have none."""
-    windows, found = _windows(context), []
+    windows, scalings = _windows(context), []
     for layer, (block, window) in enumerate(zip(context.file[EACH], windows, strict=True)):
         given = {key.removeprefix(f"{SCALING}."): value for key, value in block.items() if key.startswith(SCALING)}
         if window and given:
             raise UnsupportedError(f"{context.where}: {SCALING} in layer {layer}, which has a window, is not supported")
-        found += [] if window else [given]
-    if any(scaling != found[0] for scaling in found):
+        scalings += [] if window else [given]
+    if any(scaling != scalings[0] for scaling in scalings):
         raise UnsupportedError(f"{context.where}: {SCALING} differs between layers")
-    if not found or not found[0]:
+    if not scalings or not scalings[0]:
         return None
-    kind, rescale = str(found[0].get(CLASS)).rpartition(".")[2], found[0].get("attention_rescale_factor", 1.0)
+    kind, rescale = str(scalings[0].get(CLASS)).rpartition(".")[2], scalings[0].get("attention_rescale_factor", 1.0)
     if kind not in SCALINGS or rescale != 1.0:
         rescaled = "" if kind not in SCALINGS else f" with attention_rescale_factor = {short(rescale)}"
         raise UnsupportedError(f"{context.where}: {SCALING} by {kind}{rescaled} is not supported")
     try:
-        return SCALINGS[kind](found[0])
+        return SCALINGS[kind](scalings[0])
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
-        values = ", ".join(f"{key} = {short(value)}" for key, value in found[0].items())
+        values = ", ".join(f"{key} = {short(value)}" for key, value in scalings[0].items())
         raise SourceError(f"{context.where} says {SCALING} with {values}, which is no {kind}") from None
 
 
@@ -271,11 +271,11 @@ def _resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise UnsupportedError(f"{where}: model.block_overrides = {short(others)} is not supported")
     every = _block(block)
     each = [_block(others.get(str(layer), block)) for layer in some_layers(model.get("n_layers"))]
-    for layer, found in enumerate(each):
-        for key in dict.fromkeys([*every, *found]):
-            if not key.startswith((SCALING, WINDOW)) and found.get(key) != every.get(key):
+    for layer, own in enumerate(each):
+        for key in dict.fromkeys([*every, *own]):
+            if not key.startswith((SCALING, WINDOW)) and own.get(key) != every.get(key):
                 raise UnsupportedError(
-                    f"{where}: {key} = {short(found.get(key))} in layer {layer} and {short(every.get(key))} in others: "
+                    f"{where}: {key} = {short(own.get(key))} in layer {layer} and {short(every.get(key))} in others: "
                     "layers that differ are not supported"
                 )
     alike = {key: value for key, value in every.items() if not key.startswith((SCALING, WINDOW))}

@@ -124,6 +124,11 @@ class Adapter:
         return {*self.whole, *(name if name in known else f"{name}.weight" for name in self.added)}
 
 
+BESIDE = re.compile(r"(.+)\.(?:modules_to_save|original_module)\.(.+)")
+"""The name of a tensor that PEFT saves a second time where the vocabulary was resized, and what the module was before:
+it loads the one under the module's own name (peft 0.21.2 utils/save_and_load.py `save_embedding_layers`)."""
+
+
 def read(root: Path) -> Saved:
     """Open the folder of an adapter: its config and the header of its file.
 
@@ -219,6 +224,8 @@ def parse(saved: Saved, parameters: Sequence[str]) -> Adapter:
             place = name.removesuffix("." + end)
             places.setdefault(place, {})[ENDS[end]] = fragment
             embeddings |= {place} if end.startswith("lora_embedding") else set()
+        elif (beside := BESIDE.fullmatch(name)) and f"{ROOT}{beside[1]}.{beside[2]}" in tensors:
+            continue
         elif "lora_" in name or ".token_adapter." in name or "trainable_tokens" in name:
             raise UnsupportedError(f"{root} holds {key}, which no LoRA has that is known here", PEFT_MERGES)
         else:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import fields
 from typing import Any
 
 from formats.errors import short
@@ -25,17 +24,7 @@ from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.model.untabled import language
 
 RELATIVE = {
-    "layers": (
-        "dense_layers",
-        "nope_layers",
-        "full_layers",
-        "recurrent_layers",
-        "state_layers",
-        "short_layers",
-        "shared_index_layers",
-        "reusing_layers",
-        "block_layers",
-    ),
+    "layers": LISTS,
     "ffn": ("reusing_ffn",),
     "kv_heads": ("window_kv_heads",),
     "full_layers": ("full_head_dim", "full_kv_heads"),
@@ -57,14 +46,8 @@ DROPOUTS = {
 (megatron/training/checkpointing.py `load_args_from_checkpoint`)."""
 
 OF_NO_MODEL = (
-    "architectures",
-    "model_type",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "layer_types",
-    "_name_or_path",
-)
+    "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "layer_types", "_name_or_path",
+)  # fmt: skip
 """Keys that say nothing about the computation, or are checked above."""
 
 
@@ -178,8 +161,7 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
         return config
     family = family_named(spec.family)
     rope = Rope(spec.rope_theta, spec.rope_scaling, spec.rotary_fraction)
-    values = {setting.name: getattr(spec, setting.name) for setting in fields(spec)}
-    values |= {"rope": rope, "dense_layers": spec.dense_layers or ()}
+    values = {**vars(spec), "rope": rope, "dense_layers": spec.dense_layers or ()}
     config = _unwrapped(base) if base else _fixed(spec.layers, family, values)
     table = rows_of(family, config)
     known = _values(config, family, "the config")[0] if base else {}

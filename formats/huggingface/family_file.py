@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -40,38 +41,17 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-FIELDS: Mapping[str, tuple[type, ...]] = {
-    "name": (str,),
-    "architecture": (str,),
-    "table": (str,),
-    "rope_theta": (float, int, str),
-    "model_type": (str,),
-    "marks": (dict,),
-    "blocks": (list,),
-    "drops": (list,),
-    "requires": (dict,),
-    "head_dim": (int,),
-    "ffn_ratio": (int,),
-    "mha": (bool,),
-    "linear": (str,),
-    "square": (bool,),
-    "centred": (bool,),
-    "general": (bool,),
-    "in_memory": (bool,),
-    "window": (str,),
-    "window_default": (int,),
-    "keys": (dict,),
-    "defaults": (dict,),
-    "biases": (dict,),
-    "own": (dict,),
-    "nulls": (list,),
-    "only_here": (str,),
-    "router": (str,),
-    "full_until": (list,),
-    "switch": (str,),
-    "tokens": (dict,),
+KINDS = {
+    "str": (str,),
+    "bool": (bool,),
+    "int": (int,),
+    "float": (float, int, str),
+    "Mapping": (dict,),
+    "tuple": (list,),
 }
-"""Field of a `Family`, and its type. The first four have to be there."""
+OURS = ("neox", "native", "file")
+FIELDS = {field.name: KINDS[re.split(r"\W", str(field.type))[0]] for field in fields(Family) if field.name not in OURS}
+"""Field of a `Family`, and its type in TOML; without those that only a family of ours has."""
 APART = ("rope_theta", "drops", "nulls", "blocks", "full_until", "biases")
 REQUIRED = ("name", "architecture", "table", "rope_theta")
 SETTINGS = (*USUAL, *CHOICES, "rope_theta")
@@ -126,18 +106,14 @@ def load(path: Path) -> Family:
     for key, token in values.get("tokens", {}).items():
         if type(token) is not int or token < 0:
             raise UsageError(f"{path}: tokens.{key} = {short(token)} is no id of a token")
-    layers = {
-        name: layers_of
-        for name, layers_of in values["defaults"].items()
-        if name in LISTS and isinstance(layers_of, list)
-    }
-    values["defaults"] |= {name: tuple(layers_of) for name, layers_of in layers.items()}
+    usual = values["defaults"]
+    usual |= {name: tuple(usual[name]) for name in LISTS if isinstance(usual.get(name), list)}
     _check_lines(values["table"], path)
     family = Family(
         **{name: value for name, value in values.items() if name not in APART},
         drops=tuple(_drops(values.get("drops", []), path)),
-        nulls=tuple(_keys(values.get("nulls", []), path)),
-        blocks=tuple(_keys(values.get("blocks", []), path)),
+        nulls=_keys("nulls", values, path),
+        blocks=_keys("blocks", values, path),
         rope_theta=_theta(values["rope_theta"], path),
         full_until=_full_until(values.get("full_until"), path),
         biases={key: _bias(value, f"{path}: biases.{key}") for key, value in values.get("biases", {}).items()},
@@ -205,10 +181,11 @@ def _drops(values: list[Any], path: Path) -> Iterator[str]:
         yield value
 
 
-def _keys(values: list[Any], path: Path) -> list[str]:
-    if others := [value for value in values if not isinstance(value, str)]:
-        raise UsageError(f"{path}: nulls holds {short(others[0])}, which is no config key")
-    return values
+def _keys(name: str, values: Mapping[str, Any], path: Path) -> tuple[str, ...]:
+    keys = values.get(name, [])
+    if others := [key for key in keys if not isinstance(key, str)]:
+        raise UsageError(f"{path}: {name} holds {short(others[0])}, which is no config key")
+    return tuple(keys)
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -321,25 +298,23 @@ def _check_table(family: Family, path: Path) -> None:
     mixers = [{kinds} for kinds in sorted(known)]
     layers_of = [*mixers, *mlps] if alone else [kinds | other for kinds, other in product(mixers, mlps)]
     experts = [{"wide"}, {"narrow"}] if "expert_latent" in family.keys else [{"wide"}]
-    chosen = {name for names, _ in family.biases.values() for name in names.split()}
-    if used & BIASES != chosen:
-        raise UsageError(f"{path}: biases has {sorted(chosen)}, the lines of its table {sorted(used & BIASES)}")
-    biases = [chosen, set[str]()] if chosen else [chosen]
+    conditional = {name for names, _ in family.biases.values() for name in names.split()}
+    if used & BIASES != conditional:
+        raise UsageError(f"{path}: biases has {sorted(conditional)}, the lines of its table {sorted(used & BIASES)}")
+    biases = [conditional, set[str]()] if conditional else [conditional]
     parts = [set[str](), {MTP}] if MTP in used else [set[str]()]
     heads = ({"tied"}, {"untied"})
     for residual, head, part, *rest in product(residuals, heads, parts, named, layers_of, experts, queries, biases):
         kind = set[str]().union(*rest, part)
         layers = [rule for rule in family.tensors if (MTP in rule.conditions) == bool(part)]
-        here = [rule for rule in layers if rule.conditions <= {*residual, *head, *kind, "optional"}]
-        keys = [key for rule in here for key in rule.spellings]
-        twice = [key for key in keys if keys.count(key) > 1]
-        if twice:
-            raise UsageError(f"{path}: its table has the key {twice[0]} twice ({', '.join({*residual, *head, *kind})})")
-        names = [name for rule in here if "optional" not in rule.conditions for name in rule.pattern.tensors]
-        twice = [name for name in names if names.count(name) > 1]
-        if twice:
-            raise UsageError(f"{path}: its table has {twice[0]} twice ({', '.join({*residual, *head, *kind})})")
-        first = {JOIN} if part else {"embedding", *model_tensors(here, {*residual, *head, *kind})}
+        kind_rules = [rule for rule in layers if rule.conditions <= {*residual, *head, *kind, "optional"}]
+        keys = [key for rule in kind_rules for key in rule.spellings]
+        names = [name for rule in kind_rules if "optional" not in rule.conditions for name in rule.pattern.tensors]
+        for what, every in (("the key ", keys), ("", names)):
+            if twice := [name for name in every if every.count(name) > 1]:
+                where = ", ".join({*residual, *head, *kind})
+                raise UsageError(f"{path}: its table has {what}{twice[0]} twice ({where})")
+        first = {JOIN} if part else {"embedding", *model_tensors(kind_rules, {*residual, *head, *kind})}
         lost = first - set(names)
         if lost:
             raise UsageError(f"{path}: its table has no {min(lost)}, or an optional one alone")
@@ -380,7 +355,7 @@ def _check_megatron(family: Family, path: Path) -> None:
     if family.only_here:
         return
     known = {member.holds: set(member.own) for member in FAMILIES.values() if not member.only_here}
-    own, plain = known.get(family.holds, set()), "ungated" in family.traits
+    own, ungated = known.get(family.holds, set()), "ungated" in family.traits
     reasons = {
         "no family that Megatron has is made of these tensors": family.holds not in known,
         "nothing rotates and no position is learned": (
@@ -389,13 +364,13 @@ def _check_megatron(family: Family, path: Path) -> None:
         "no other format has the keys in own": bool(set(family.own) - own),
         f"its own lacks {', '.join(sorted(own))}": bool(own - set(family.own)),
         f"requires does not say that its activation is {' or '.join(sorted(SILU))}": (
-            not plain and not SILU & {value for value in family.requires.values() if isinstance(value, str)}
+            not ungated and not SILU & {value for value in family.requires.values() if isinstance(value, str)}
         ),
-        "keys does not say what its activation is called": plain and "activation" not in family.keys,
+        "keys does not say what its activation is called": ungated and "activation" not in family.keys,
         "its norms are stored minus 1, and its MLP has a gate": (
-            family.centred and not plain and "recurrent" not in family.traits
+            family.centred and not ungated and "recurrent" not in family.traits
         ),
-        "its MLP has a gate, and keys leaves its activation open": not plain and "activation" in family.keys,
+        "its MLP has a gate, and keys leaves its activation open": not ungated and "activation" in family.keys,
     }
     for reason, holds in reasons.items():
         if holds:

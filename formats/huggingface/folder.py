@@ -28,7 +28,7 @@ from formats.huggingface.config import from_huggingface
 from formats.huggingface.quantized import dequantized
 from formats.huggingface.require import require_biases, require_class
 from formats.layout.placed import Placed, match
-from formats.layout.slots import ALONE, Slot, slots
+from formats.layout.slots import ALONE, Slot
 from formats.layout.table import Rule
 from formats.layout.tensors import BUFFERS
 from formats.model import lora, untabled
@@ -242,19 +242,7 @@ def model_slots(spec: Spec, keys: Iterable[str] = (), *, memory: bool = False) -
         return list(untabled.slots(spec))
     in_memory = memory or (family_named(spec.family).in_memory and not keys)
     fused = in_memory or any(map(_names_in_memory(spec.family).fullmatch, keys))
-    return list(
-        slots(
-            family_named(spec.family).tensors,
-            spec.sizes(),
-            tensors=spec.tensors,
-            layers=enumerate(range(len(spec.layer_kinds))),
-            mesh={},
-            conditions={*spec.conditions, "fused" if fused else "separate"},
-            kinds=spec.layer_kinds,
-            experts=list(enumerate(range(spec.experts or 0))),
-            layer_sizes=spec.layer_sizes,
-        )
-    )
+    return spec.slots_in(family_named(spec.family).tensors, spec.sizes(), ["fused" if fused else "separate"])
 
 
 def _names_in_memory(family: str) -> re.Pattern[str]:

@@ -73,13 +73,17 @@ def _list(key: str, spelled: Spelled, context: Context) -> list[int] | None:
 def marked(
     key: str, words: tuple[Any, Any], mark: Any, absent: Callable[[Spelled, Context], Any], longer: bool = False
 ) -> Codec:
-    """A list with one of two words for each layer, of which `mark` counts; `absent` says for which without a list."""
+    """A list with one of two words for each layer, of which `mark` counts.
+
+    Without a list `absent` gives the layers, as a tuple, or the words as another key has them.
+    """
 
     def read(spelled: Spelled, context: Context) -> Any:
         marks: Any = spelled.get(key)
+        marks = absent(spelled, context) if marks is None else marks
+        if isinstance(marks, tuple):
+            return marks
         marks = [OLD.get(str(mark_of), mark_of) for mark_of in marks] if isinstance(marks, list) else marks
-        if marks is None and (assumed := absent(spelled, context)) is not None:
-            return assumed
         count = len(marks) if isinstance(marks, list) and all(mark_of in words for mark_of in marks) else -1
         if not (count == context.values["layers"] or (longer and count >= len(_layers(context)))):
             raise SourceError(
@@ -146,12 +150,11 @@ def delta(lists: str, key: str) -> Codec:
 
 def in_blocks(lists: str, key: str) -> Codec:
     """A word for each layer: whether its attention sees blocks of keys; or a number, in a map; without any none has."""
-    words = marked(key, (BLOCKS, FULL), BLOCKS, lambda *_: ())
 
-    def flags(spelled: Spelled, context: Context) -> Any:
+    def flags(spelled: Spelled, _: Context) -> Any:
         given = spelled.get(lists, {})
         numbers = given.get("sparse_attention_freq") if isinstance(given, dict) else None
-        return words.read({key: [BLOCKS if flag else FULL for flag in numbers]} if numbers else {}, context)
+        return [BLOCKS if flag else FULL for flag in numbers] if numbers else ()
 
     return marked(key, (BLOCKS, FULL), BLOCKS, flags)
 
@@ -239,27 +242,23 @@ def worded(key: str, count: str) -> Codec:
 
 def flagged(flags: str, key: str) -> Codec:
     """A word for each layer: whether it is dense; or a number, which then is 0; without any none is."""
-    words = marked(key, ("dense", "sparse"), "dense", lambda *_: ())
 
-    def numbered(spelled: Spelled, context: Context) -> Any:
+    def numbered(spelled: Spelled, _: Context) -> Any:
         given = spelled.get(flags)
-        return words.read({key: ["sparse" if flag else "dense" for flag in given]} if given else {}, context)
+        return ["sparse" if flag else "dense" for flag in given] if given else ()
 
     return marked(key, ("dense", "sparse"), "dense", numbered)
 
 
 def sharing(key: str, pattern: str, step: str, offset: str) -> Codec:
     """A word or a letter for each layer: whether it has no indexer; or how far apart those with one are."""
-    words = marked(key, ("full", "shared"), "shared", lambda *_: None)
 
-    def apart(spelled: Spelled, context: Context) -> tuple[int, ...]:
+    def apart(spelled: Spelled, context: Context) -> Any:
         letters = spelled.get(pattern)
+        if isinstance(letters, str):
+            return [LETTERS_OF_INDEXERS.get(letter, letter) for letter in letters]
         if letters is not None:
-            given = (
-                [LETTERS_OF_INDEXERS.get(letter, letter) for letter in letters] if isinstance(letters, str) else letters
-            )
-            layers: tuple[int, ...] = words.read({key: given}, context)
-            return layers
+            return letters
         distance, front = _count(step, spelled, context, 1), _count(offset, spelled, context, 2)
         return tuple(layer for layer in _layers(context) if max(layer - front + 1, 0) % max(distance, 1))
 

@@ -47,7 +47,7 @@ def require_class(config: Mapping[str, Any], where: str) -> None:
     family, names = family_of(config, where), class_names(config)
     if names == [family.architecture]:
         return
-    others = [one.name for one in FAMILIES.values() if names == [one.architecture]]
+    others = [other.name for other in FAMILIES.values() if names == [other.architecture]]
     if others:
         raise SourceError(
             f"{where} contradicts itself: the model type {family.name}, and the class of {others[0]}",
@@ -80,10 +80,10 @@ def require_biases(config: Mapping[str, Any], keys: Collection[str], where: str)
     for name, usual in USUAL_BIASES.items():
         if family is None:
             return
-        chosen = family.biases[name][0] if name in family.biases else usual
+        conditions = family.biases[name][0] if name in family.biases else usual
         if config.get(name) is not True or not (name in family.biases or family.requires.get(name) is False):
             continue
-        weights = [key for key in keys if any(BIASES[one].fullmatch(key) for one in chosen.split())]
+        weights = [key for key in keys if any(BIASES[condition].fullmatch(key) for condition in conditions.split())]
         biases = [key.removesuffix("weight") + "bias" for key in weights]
         lost = [key for key in biases if key not in keys]
         if lost:
@@ -125,11 +125,11 @@ def require_table(config: Mapping[str, Any], family: Family, where: str) -> None
         )
     _require_full(config, family, where)
     for key in family.keys.values():
-        said = [f"{one} = {short(config[one])}" for one in key.split() if one in config]
-        if len({one.partition(" = ")[2] for one in said}) > 1:
+        stated = {name: short(config[name]) for name in key.split() if name in config}
+        if len({*stated.values()}) > 1:
+            words = " and ".join(f"{name} = {value}" for name, value in stated.items())
             raise SourceError(
-                f"{where} contradicts itself: {' and '.join(said)}",
-                "remove the one that the model was not trained with",
+                f"{where} contradicts itself: {words}", "remove the one that the model was not trained with"
             )
 
 
@@ -148,5 +148,5 @@ def _require_full(config: Mapping[str, Any], family: Family, where: str) -> None
         return
     layers, full = config.get("num_hidden_layers"), config.get(key, assumed)
     if type(layers) is int and not (type(full) is int and full >= layers):
-        told = f"{key} = {short(full)} of {layers} layers" if key else f"{family.switch} = {config.get(family.switch)}"
-        raise UnsupportedError(f"{where}: {told}: a sliding window is not supported for {family.name}")
+        why = f"{key} = {short(full)} of {layers} layers" if key else f"{family.switch} = {config.get(family.switch)}"
+        raise UnsupportedError(f"{where}: {why}: a sliding window is not supported for {family.name}")

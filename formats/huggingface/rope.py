@@ -64,8 +64,8 @@ def rotary(parameters: str, theta: str, scaling: str, fraction: str = "") -> Cod
             part = {} if rope.rotary_fraction is None else {PARTIAL: rope.rotary_fraction}
             settings = {THETA: rope.rope_theta, **part, **(rope.rope_scaling or PLAIN)}
             return {parameters: {**maps, FULL: settings} if LOCAL in family.own and _by_kind(maps) else settings}
-        plain = PLAIN if SCALING in family.defaults else None
-        return {theta: rope.rope_theta, scaling: rope.rope_scaling or plain, fraction: rope.rotary_fraction}
+        unscaled = PLAIN if SCALING in family.defaults else None
+        return {theta: rope.rope_theta, scaling: rope.rope_scaling or unscaled, fraction: rope.rotary_fraction}
 
     return Codec(read, write)
 

@@ -57,10 +57,8 @@ def adjusted(key: str, adjusts: str, multiplier: str, multiple: str) -> Codec:
     def read(spelled: Spelled, context: Context) -> object:
         if spelled.get(adjusts, True) is False:
             return spelled.get(key)
-        stated, unit = (
-            whole(spelled.get(key), key, context.where),
-            whole(spelled.get(multiple, 256), multiple, context.where),
-        )
+        stated = whole(spelled.get(key), key, context.where)
+        unit = whole(spelled.get(multiple, 256), multiple, context.where)
         width = int(real(spelled.get(multiplier, 1.0), multiplier, context.where) * int(2 * stated / 3))
         return -(-width // unit) * unit
 

@@ -63,8 +63,8 @@ class Boxes:
 
     def cuts(self) -> Iterator[Cut]:
         """Each part."""
-        for one in self.ranges.tolist():
-            yield Cut(tuple((low, high) for low, high in one), self.flat)
+        for box in self.ranges.tolist():
+            yield Cut(tuple((low, high) for low, high in box), self.flat)
 
     def cut(self, number: int) -> Cut:
         """One part."""

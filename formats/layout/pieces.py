@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +11,8 @@ from formats.disk.safetensors import DTYPES, Fragment, row_major
 from formats.errors import SourceError
 from formats.layout.boxes import overlap
 from formats.layout.columns import Columns, Cut, Piece, tile
-from formats.layout.placed import Placed
+from formats.layout.placed import Placed, match
+from formats.layout.slots import ALONE, Slot
 
 
 class Scattered(NamedTuple):
@@ -112,3 +113,11 @@ def spread(placed: Placed, tensor: Scattered) -> Iterator[Placed]:
             continue
         for part, fragment in copy:
             yield Placed(placed.key, slot, fragment, part)
+
+
+def match_pieces(
+    slots: Iterable[Slot], tensors: Mapping[str, Scattered], drops: Sequence[str], where: Path
+) -> tuple[list[Placed], tuple[Placed, ...], list[str]]:
+    """As `match`, of tensors in one place: the whole ones, all of their pieces, and the keys that a rule dropped."""
+    placed, dropped = match(slots, {ALONE: {key: tensor.whole for key, tensor in tensors.items()}}, drops, where)
+    return placed, tuple(piece for whole in placed for piece in spread(whole, tensors[whole.key])), dropped

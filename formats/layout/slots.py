@@ -138,7 +138,6 @@ def slots(
     *,
     tensors: Iterable[str],
     place: Place = ALONE,
-    prefix: str = "",
     layers: Iterable[tuple[int, int]],
     mesh: Mesh,
     conditions: Iterable[str],
@@ -154,7 +153,6 @@ def slots(
         sizes: the size of each axis.
         tensors: the logical tensors that the model has.
         place: the file, relative to the checkpoint, and the chunk in it.
-        prefix: what stands before every key.
         layers: (number in the key, number in the model) of each layer that the file holds.
         mesh: the file's rank and the number of ranks on each mesh axis.
         conditions: those that hold in this file, whatever the layer.
@@ -163,9 +161,9 @@ def slots(
         expert_mesh: the mesh of the tensors that are split over experts, where theirs is another one.
         layer_sizes: the sizes that each layer of the model has otherwise; none where all have the same.
     """
-    known, here = set(tensors), set(conditions) | ALWAYS | KINDS
+    known, conditions_met = set(tensors), set(conditions) | ALWAYS | KINDS
     numbers = list(layers)
-    holding = [rule for rule in table if set(rule.pattern.tensors) <= known and rule.conditions <= here]
+    holding = [rule for rule in table if set(rule.pattern.tensors) <= known and rule.conditions <= conditions_met]
     frozen_sizes = tuple(sizes.items())
     frozen_by_layer = [tuple({**sizes, **own}.items()) for own in layer_sizes]
     meshes = {False: tuple(mesh.items()), True: tuple((mesh if expert_mesh is None else expert_mesh).items())}
@@ -187,7 +185,7 @@ def slots(
                 names = {"{layer}": str(local), "{expert}": str(number), "{depth}": str(layer - first_mtp)}
                 yield Slot(
                     place,
-                    tuple(prefix + _filled(spelling, names) for spelling in rule.spellings),
+                    tuple(_filled(spelling, names) for spelling in rule.spellings),
                     _shape(rule.pattern, sizes_here, own),
                     rule,
                     own,

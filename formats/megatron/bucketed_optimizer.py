@@ -30,12 +30,13 @@ from formats.megatron import chained_optimizer, muon
 from formats.megatron.args.moe import interleaves_of
 from formats.megatron.args.options import Options
 from formats.megatron.chained_optimizer import CHAINED, Parameter, joined, same_scaler
-from formats.megatron.classic import MCORE, parameters_of, slots_of
+from formats.megatron.classic import parameters_of, slots_of
 from formats.megatron.details import Megatron
 from formats.megatron.mesh import Mesh
 from formats.megatron.optimizer import ALIGNMENT, stored_name
 from formats.megatron.pipeline import pipeline_of
 from formats.megatron.shards import folder_of
+from formats.megatron.tables import MCORE
 from formats.model.spec import ModelSpec
 from formats.model.values import whole
 from formats.optimizer import STATES

@@ -5,8 +5,7 @@
     ROOT/iter_0000100/mp_rank_{tp:02d}_{pp:03d}/model_optim_rng.pt    several
     ROOT/iter_0000100/mp_rank_{tp:02d}[_{pp:03d}]_{ep:03d}/...        experts on several ranks, each beside all the rest
 
-Facts: megatron-core 0.16.1 and megatron/training/checkpointing.py at 0.18 and d98e8a64; each line of the tables is
-proven by the tests that name it.
+Facts: megatron-core 0.16.1 and megatron/training/checkpointing.py at 0.18 and d98e8a64. Its tables are in `tables.py`.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.placed import match
 from formats.layout.ranks import Files
-from formats.layout.slots import Place, Slot, slots
-from formats.layout.table import Rule, rules
+from formats.layout.slots import Place, Slot
+from formats.layout.table import Rule
 from formats.megatron import MEGATRON, megatron_llm, mtp, names
 from formats.megatron import optimizer as megatron_optim
 from formats.megatron.args import flags, indexer, linear_attention, mla, state_space
@@ -41,7 +40,6 @@ from formats.megatron.optimizer import SHARDED, Optimizer
 from formats.megatron.pipeline import Pipeline, chunks, pipeline_of
 from formats.megatron.shards import (
     DROPS,
-    GROUPED,
     TIES,
     args_of,
     check_apart,
@@ -54,89 +52,13 @@ from formats.megatron.shards import (
     state_of,
     tensors_of,
 )
+from formats.megatron.tables import GROUPED, LEGACY, MCORE
 from formats.model.spec import ModelSpec
 from formats.torch_files.archive_writer import Held, archived_alike
 from formats.torch_files.pickle_values import Namespace, TensorRef
 
 NAME = MEGATRON.name
 FLAGS = "megatron_flags.txt"
-
-DECODER = (
-    *mla.RULES,
-    *indexer.RULES,
-    *linear_attention.RULES,
-    *state_space.RULES,
-    *rules("""
-embedding.word_embeddings.weight                                                             (embedding: vocab | ~padding)/tp hidden    first
-embedding.position_embeddings.weight                                                         positions: position hidden    first
-decoder.layers.{layer}.{self_attention.linear_qkv.layer_norm_weight|input_layernorm.weight}  input_norm: hidden    direct attention
-decoder.layers.{layer}.{self_attention.linear_qkv.layer_norm_bias|input_layernorm.bias}      input_norm_bias: hidden
-decoder.layers.{layer}.self_attention.linear_qkv.weight                                      (group (query: head half pair | key: half pair | value: dim))/tp hidden    attention no_query_gate
-decoder.layers.{layer}.self_attention.linear_qkv.bias                                        (group (query_bias: head half pair | key_bias: half pair | value_bias: dim))/tp
-decoder.layers.{layer}.self_attention.core_attention.softmax_offset                          sinks: (group head)/tp
-decoder.layers.{layer}.self_attention.q_layernorm.weight                                     query_norm: (half pair)    attention
-decoder.layers.{layer}.self_attention.k_layernorm.weight                                     key_norm: (half pair)    attention
-decoder.layers.{layer}.self_attention.linear_proj.weight                                     output: hidden (group head dim)/tp    attention
-decoder.layers.{layer}.self_attention.linear_proj.bias                                       output_bias: hidden
-decoder.layers.{layer}.{mlp.linear_fc1.layer_norm_weight|pre_mlp_layernorm.weight}           post_norm: hidden    dense
-decoder.layers.{layer}.{mlp.linear_fc1.layer_norm_bias|pre_mlp_layernorm.bias}               post_norm_bias: hidden
-decoder.layers.{layer}.pre_mlp_layernorm.weight                                              post_norm: hidden    sparse
-decoder.layers.{layer}.mlp.linear_fc1.weight                                                 (gate: ffn/tp | up: ffn/tp) hidden    dense
-decoder.layers.{layer}.mlp.linear_fc1.weight                                                 up: ffn/tp hidden    dense plain
-decoder.layers.{layer}.mlp.linear_fc1.bias                                                   (gate_bias: ffn/tp | up_bias: ffn/tp)
-decoder.layers.{layer}.mlp.linear_fc1.bias                                                   up_bias: ffn/tp    plain
-decoder.layers.{layer}.mlp.linear_fc2.weight                                                 down: hidden ffn/tp    dense
-decoder.layers.{layer}.mlp.linear_fc2.bias                                                   down_bias: hidden
-decoder.layers.{layer}.mlp.router.weight                                                     router: expert hidden    sparse
-decoder.layers.{layer}.mlp.router.expert_bias                                                router_bias: expert    sparse
-decoder.layers.{layer}.mlp.router.bias                                                       router_score_bias: expert    sparse
-decoder.layers.{layer}.mlp.experts.{linear_fc1.weight{expert}|local_experts.{expert}.linear_fc1.weight}  (expert_gate: expert_ffn/etp | expert_up: expert_ffn/etp)%interleave hidden    sparse separate
-decoder.layers.{layer}.mlp.experts.{linear_fc1.weight{expert}|local_experts.{expert}.linear_fc1.weight}  expert_up: expert_ffn/etp hidden    sparse separate plain
-decoder.layers.{layer}.mlp.experts.{linear_fc1.weight{expert}|local_experts.{expert}.linear_fc1.weight}  latent_expert_up: expert_ffn/etp expert_latent    sparse separate
-decoder.layers.{layer}.mlp.experts.{linear_fc1.bias{expert}|local_experts.{expert}.linear_fc1.bias}  (expert_gate_bias: expert_ffn/etp | expert_up_bias: expert_ffn/etp)%interleave    sparse separate
-decoder.layers.{layer}.mlp.experts.{linear_fc2.weight{expert}|local_experts.{expert}.linear_fc2.weight}  expert_down: hidden expert_ffn/etp    sparse separate
-decoder.layers.{layer}.mlp.experts.{linear_fc2.weight{expert}|local_experts.{expert}.linear_fc2.weight}  latent_expert_down: expert_latent expert_ffn/etp    sparse separate
-decoder.layers.{layer}.mlp.fc1_latent_proj.weight                                            experts_in: expert_latent hidden    sparse
-decoder.layers.{layer}.mlp.fc2_latent_proj.weight                                            experts_out: hidden expert_latent    sparse
-decoder.layers.{layer}.mlp.experts.{linear_fc2.bias{expert}|local_experts.{expert}.linear_fc2.bias}  expert_down_bias: hidden    sparse separate
-decoder.layers.{layer}.mlp.experts.weight1                                                   (expert/ep hidden (expert_gate: expert_ffn/etp | expert_up: expert_ffn/etp))    sparse fused
-decoder.layers.{layer}.mlp.experts.weight2                                                   expert_down: (expert/ep expert_ffn/etp hidden)    sparse fused
-decoder.layers.{layer}.mlp.shared_experts.gate_weight                                        shared_router: () hidden    sparse
-decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight                                  (shared_gate: shared_ffn/tp | shared_up: shared_ffn/tp)%shared_interleave hidden    sparse
-decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight                                  shared_up: shared_ffn/tp hidden    sparse plain
-decoder.layers.{layer}.mlp.shared_experts.linear_fc2.weight                                  shared_down: hidden shared_ffn/tp    sparse
-decoder.final_layernorm.weight                                                               final_norm: hidden    last whole
-decoder.final_layernorm.bias                                                                 final_norm_bias: hidden    last
-"""),
-)
-"""Its decoder, and what is before it."""
-HEAD = rules("""
-output_layer.weight                                                                          (head: vocab | ~padding)/tp hidden    last
-output_layer.weight                                                                          (embedding: vocab | ~padding)/tp hidden    last tied copy
-""")
-MCORE = (*DECODER, *mtp.rules_of(rule for rule in DECODER if not GROUPED.fullmatch(rule.key)), *HEAD)
-"""megatron-core's GPTModel. Of two spellings the first is Transformer Engine's, the second that of the local layers.
-
-`weight1` and `weight2` are the experts of its grouped GEMM before Transformer Engine's: matrices by their shapes, and
-stacks of transposed experts by what they hold (transformer/moe/experts.py `GroupedMLP`, 0.16.1). They are only read.
-Gate and up of grouped experts are interleaved where `moe_mlp_glu_interleave_size` says so (the same file,
-`_remove_glu_interleaving`, 0.19.2).
-"""
-
-LEGACY = rules("""
-language_model.embedding.word_embeddings.weight                             (embedding: vocab | ~padding)/tp hidden    first
-language_model.encoder.layers.{layer}.input_norm.weight                     input_norm: hidden
-language_model.encoder.layers.{layer}.self_attention.query_key_value.weight  (group (query: head half pair | key: half pair | value: dim))/tp hidden
-language_model.encoder.layers.{layer}.self_attention.query_key_value.bias    (group (query_bias: head half pair | key_bias: half pair | value_bias: dim))/tp
-language_model.encoder.layers.{layer}.self_attention.dense.weight           output: hidden (group head dim)/tp
-language_model.encoder.layers.{layer}.post_attention_norm.weight            post_norm: hidden
-language_model.encoder.layers.{layer}.mlp.dense_h_to_4h.weight              (gate: ffn/tp | up: ffn/tp) hidden
-language_model.encoder.layers.{layer}.mlp.dense_4h_to_h.weight              down: hidden ffn/tp
-language_model.encoder.final_norm.weight                                    final_norm: hidden    last
-language_model.output_layer.weight                                          (head: vocab | ~padding)/tp hidden    last
-word_embeddings_for_head.weight                                             (embedding: vocab | ~padding)/tp hidden    last tied copy
-""")
-"""Megatron-LM's own models, from 2023-09 (RMSNorm arrived) to their removal in 2026-05; read, not written."""
 
 TABLES = {CORE: MCORE, megatron_llm.NAME: megatron_llm.TRAINED}
 """What is written, by dialect."""
@@ -201,8 +123,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     topology |= {"ep": mesh.ep} if mesh.ep > 1 else {}
     topology |= {"etp": mesh.etp} if mesh.etp != mesh.tp else {}
     files = tuple(shard.file.path for shard in shards)
-    experts = "local" if any(".local_experts." in key for key in keys) else "te"
-    saved = details(first.file, args, dialect, iteration, padded, names_of(keys), experts, mesh.interleaves)
+    saved = details(first.file, args, dialect, iteration, padded, *names_of(keys), mesh.interleaves)
     return Checkpoint(
         run, iteration, NAME, spec, tuple(placed), tuple(dropped), files, topology, assets, saved, config=config,
         padded_vocab=padded, added_tokens=megatron_llm.added_tokens(args), state=state_of(shards), ties=TIES,
@@ -268,7 +189,8 @@ def _legacy_args(args: dict[str, Any], keys: set[str], settings: Settings, path:
         raise UnsupportedError(f"{path}: experts of Megatron-LM's own models (SwitchMLP) are not supported")
     if args.get("rotary_base") not in (None, 10000) and "rope_theta" not in settings.values:
         raise RefusedError(
-            f"{path}: args say rotary_base {args['rotary_base']}, but Megatron-LM's own models ignored it and used 10000",
+            f"{path}: args say rotary_base {args['rotary_base']}, but Megatron-LM's own models ignored it and used "
+            "10000",
             "--set rope_theta=10000, or the other value if your fork heeded it",
         )
     return args | {"rotary_base": 10000}
@@ -314,28 +236,26 @@ def slots_of(
     fused: bool = False,
     first: bool = False,
 ) -> list[Slot]:
-    """Every physical tensor of a topology, its file being a rank's folder; those of the `first` rank of each stage alone.
+    """Every physical tensor of a topology; its file is a rank's folder.
 
-    `fused` experts are those of `GROUPED`.
+    `first` gives those of the first rank of each stage alone. `fused` experts are those of `GROUPED`.
     """
     _require_tp(spec, mesh.tp)
     require_mesh(mesh, spec, classic=True)
     placed, parts = list[Slot](), chunks(pipeline, spec.layers)
     mtp.require_pipeline(spec, pipeline, parts)
     for chunk in parts:
-        conditions = {*spec.conditions, "fused" if fused else "separate"}
+        conditions = {"fused" if fused else "separate"}
         conditions |= {"first"} if chunk.first else set()
         conditions |= {"last"} if chunk.last else set()
-        here = [rule for rule in table if not (chunk.first and "copy" in rule.conditions)]
+        chunk_rules = [rule for rule in table if not (chunk.first and "copy" in rule.conditions)]
         for rank, tp, ep in islice(mesh.files(), 1 if first else None):
-            placed += slots(
-                here,
+            placed += spec.slots_in(
+                chunk_rules,
                 spec.sizes(padded_vocab) | mesh.interleaves,
-                tensors=spec.tensors,
+                conditions,
                 place=Place(folder_of(tp, chunk.stage, ep, pipeline.stages, mesh), _chunk_key(chunk.virtual, pipeline)),
                 layers=mtp.layers_of(spec, chunk.layers, last=chunk.last),
-                conditions=conditions,
-                kinds=spec.layer_kinds,
                 **mesh.of(rank, spec.experts or 0),
             )
     return placed

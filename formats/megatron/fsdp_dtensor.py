@@ -29,9 +29,7 @@ from formats.checkpoint import Checkpoint, Settings, Target, slot_dtype
 from formats.errors import RefusedError, SourceError, UnsupportedError
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
-from formats.layout.pieces import Scattered, spread
-from formats.layout.placed import match
-from formats.layout.slots import ALONE
+from formats.layout.pieces import Scattered, match_pieces
 from formats.layout.table import Rule
 from formats.megatron import MEGATRON_FSDP as FORMAT
 from formats.megatron import fsdp_dtensor_optimizer as states
@@ -48,7 +46,8 @@ from formats.megatron.shards import DROPS, STATE, args_of, names_of
 from formats.megatron.torch_dist import EMBEDDING, MODEL, whole_slots
 from formats.model.spec import ModelSpec
 from formats.torch_files import dcp, dcp_writer
-from formats.torch_files.archive import TorchFile, packed
+from formats.torch_files.archive import TorchFile
+from formats.torch_files.archive_plan import packed
 from formats.torch_files.archive_writer import Small, packed_plain
 from formats.torch_files.dcp_metadata import DATA
 from formats.torch_files.pickle_values import Namespace
@@ -122,25 +121,23 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     spec = spec_of(args, DIST, assets, config, settings, folder, common.path, padded)
     interleaves = interleaves_of(args, str(common.path))
     _require_known(args, spec, interleaves, str(common.path))
-    whole = {key: tensor.whole for key, tensor in tensors.items()}
     wanted = whole_slots(spec, _table(spec, tensors), padded, interleaves)
-    placed, dropped = match(wanted, {ALONE: whole}, DROPS, folder)
+    _, pieces, dropped = match_pieces(wanted, tensors, DROPS, folder)
     others = [entry.name for entry in entries if not KEY.match(entry.name)]
     files = {path for entry in entries for path in entry.items.files}
-    writers = {found[1] for file in files if (found := DATA.fullmatch(file.name))}
-    experts = "local" if any(".local_experts." in key for key in tensors) else "te"
+    writers = {rank[1] for file in files if (rank := DATA.fullmatch(file.name))}
     sections = {name.partition(".")[0] for name in (*others, *objects)}
     return Checkpoint(
         run,
         folder,
         NAME,
         spec,
-        tuple(piece for one in placed for piece in spread(one, tensors[one.key])),
+        pieces,
         (*dropped, *(name for name in (*others, *objects) if name.partition(".")[0] not in CARRIED)),
         tuple(dict.fromkeys([*dcp.metadata_files(folder), *sorted(files)])),
         {"ranks": len(writers)},
         assets,
-        details(common, args, FSDP_DTENSOR, folder, padded, names_of(tensors), experts, interleaves),
+        details(common, args, FSDP_DTENSOR, folder, padded, *names_of(tensors), interleaves),
         config=config,
         padded_vocab=padded,
         state=tuple(name for name in STATE if name in sections),

@@ -17,15 +17,14 @@ from typing import Any
 
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, short, some
-from formats.layout.pieces import Scattered, spread
-from formats.layout.placed import match
-from formats.layout.slots import ALONE, Slot
+from formats.layout.pieces import Scattered, match_pieces
+from formats.layout.slots import Slot
 from formats.layout.tensors import BUFFERS
 from formats.megatron.chained_optimizer import EXPERTS, decays, is_spread
 from formats.megatron.optimizer import Optimizer
 from formats.optimizer import number_of
 from formats.torch_files import dcp
-from formats.torch_files.archive import packed
+from formats.torch_files.archive_plan import packed
 from formats.torch_files.archive_writer import Small, packed_plain, plain, small_of
 
 STATES, GROUPS, SCHEDULER = "optimizer.state.", "optimizer.param_to_group_meta.", "opt_param_scheduler"
@@ -68,8 +67,8 @@ def read(source: Checkpoint, grads: str) -> Optimizer:
         if named := STATE.fullmatch(entry.name):
             by_state.setdefault(named[2], {})[named[1]] = entry
     steps = by_state.pop("step", {})
-    if more := sorted(set(by_state) - {*MOMENTS}):
-        raise UnsupportedError(f"{source.home}: the optimizer keeps {some(more, 4)}, and Adam does not")
+    if unknown := sorted(set(by_state) - {*MOMENTS}):
+        raise UnsupportedError(f"{source.home}: the optimizer keeps {some(unknown, 4)}, and Adam does not")
     trained = [entry for entry in source.tensors if not BUFFERS.intersection(entry.slot.rule.pattern.tensors)]
     states = {"fp32": replace(source, tensors=tuple(trained), without=BUFFERS)}
     slots = {entry.key: entry.slot for entry in trained}
@@ -85,12 +84,10 @@ def read(source: Checkpoint, grads: str) -> Optimizer:
 
 def _state(source: Checkpoint, state: str, entries: Mapping[str, dcp.Entry], slots: Iterable[Slot]) -> Checkpoint:
     tensors: dict[str, Scattered] = dict(zip(entries, dcp.load(entries.values()), strict=True))
-    whole = {key: tensor.whole for key, tensor in tensors.items()}
     try:
-        placed, _ = match(slots, {ALONE: whole}, (), source.home)
+        _, pieces, _ = match_pieces(slots, tensors, (), source.home)
     except SourceError as error:
         raise SourceError(f"{state} of its optimizer: {error}", error.hint) from None
-    pieces = tuple(piece for tensor in placed for piece in spread(tensor, tensors[tensor.key]))
     return replace(source, tensors=pieces, without=BUFFERS)
 
 

@@ -26,11 +26,8 @@ from formats.checkpoint import Checkpoint, Settings, Target
 from formats.errors import SourceError, UnsupportedError, UsageError, short, some
 from formats.huggingface import folder as huggingface
 from formats.layout.pattern import Axis, Fill, Pattern, Product, Term
-from formats.layout.pieces import Scattered, whole_part
-from formats.layout.pieces import spread as pieces
-from formats.layout.placed import match
-from formats.layout.slots import ALONE, Slot
-from formats.layout.slots import slots as slots_of
+from formats.layout.pieces import Scattered, match_pieces, whole_part
+from formats.layout.slots import Slot
 from formats.layout.table import Rule, rules
 from formats.megatron import common_state
 from formats.megatron.args import run_config
@@ -41,7 +38,8 @@ from formats.megatron.folders import TRACKER, name_of
 from formats.model.lora import TOGETHER, LoraSpec, spec_of
 from formats.model.spec import ModelSpec
 from formats.torch_files import dcp, dcp_writer
-from formats.torch_files.archive import TorchFile, packed
+from formats.torch_files.archive import TorchFile
+from formats.torch_files.archive_plan import packed
 from formats.torch_files.archive_writer import packed_plain
 
 ADAPTER = ".adapter."
@@ -153,9 +151,8 @@ def read(
         shards=tp if kind == "canonical" else 0,
     )
     require_orders(spec, tp)
-    whole = {key: tensor.whole for key, tensor in tensors.items()}
     try:
-        placed, _ = match(_slots(spec), {ALONE: whole}, (), folder)
+        _, placed, _ = match_pieces(_slots(spec), tensors, (), folder)
     except SourceError as error:
         hint = f"adapters of attention and of dense MLPs are read; of others: {EXPORT}"
         raise SourceError(str(error), hint) from None
@@ -165,7 +162,7 @@ def read(
         folder,
         "megatron_dist",
         spec,
-        tuple(piece for tensor in placed for piece in pieces(tensor, tensors[tensor.key])),
+        placed,
         left,
         tuple(dict.fromkeys([common.path, *(path for tensor in tensors.values() for path in tensor.files)])),
         settings=settings,
@@ -182,18 +179,7 @@ def _held(keys: Mapping[str, Any], table: Sequence[Rule], model: ModelSpec) -> t
 
 def _slots(spec: LoraSpec) -> list[Slot]:
     """The physical tensors, each layer by itself."""
-    base = spec.base
-    return list(
-        slots_of(
-            TABLES["fused" if spec.shared else "canonical"],
-            spec.sizes,
-            tensors=spec.tensors,
-            layers=enumerate(range(base.layers)),
-            mesh={},
-            conditions=base.conditions,
-            kinds=base.layer_kinds,
-        )
-    )
+    return list(spec.slots_in(TABLES["fused" if spec.shared else "canonical"]))
 
 
 def require_orders(spec: LoraSpec, tp: int) -> None:
@@ -202,8 +188,8 @@ def require_orders(spec: LoraSpec, tp: int) -> None:
     Raises:
         UnsupportedError: they are not, or do not divide.
     """
-    plain, inside = "plain" in spec.base.conditions, {"gate", "up"} & {*spec.matrices}
-    if inside and plain and (tp > 1 or not spec.shared):
+    ungated, inside = "plain" in spec.base.conditions, {"gate", "up"} & {*spec.matrices}
+    if inside and ungated and (tp > 1 or not spec.shared):
         raise UnsupportedError(
             f"linear_fc1 of a {spec.base.family} has no gate: versions of Megatron-Bridge differ in how they store its "
             f"LoRA at a tensor parallel size of {tp}, and CanonicalLoRA has none",

@@ -155,13 +155,13 @@ def from_args(
         UnsupportedError: the model computes something that has no layout here.
         RefusedError: args and config contradict each other.
     """
-    plain = {**dict.fromkeys(ONLY_SAID), **args}
+    stated = {**dict.fromkeys(ONLY_SAID), **args}
     if _is_rotary(args.get("position_embedding_type")):
-        plain["position_embedding_type"] = "rotary"
+        stated["position_embedding_type"] = "rotary"
     own = {*OWN, *RUN.split()}
     judged = {name for row in TABLE if row.setting == "-" for names in row.keys for name in names}
     notes = fields.require_understood(args, where, understood=judged, own=own, accept=settings.accept)
-    values = read(TABLE, plain, (), where)
+    values = read(TABLE, stated, (), where)
     if args.get("perform_initialization") is False:  # nobody but the re-sharder asks for that
         forgotten = [name for name, default in LOST.items() if values[name] == default]
         known = "as in the config" if base else "its defaults are taken; --config BASE has the true ones"

@@ -22,10 +22,10 @@ RENAMED = (
 
 def of_version(table: Iterable[Rule], version: str) -> tuple[Rule, ...]:
     """A table as a version writes it."""
-    chosen = {f"{{{old}|{new}}}": new if since(version, first) else old for old, new, first in RENAMED}
+    spelled = {f"{{{old}|{new}}}": new if since(version, first) else old for old, new, first in RENAMED}
 
     def key(rule: Rule) -> str:
-        both = next((both for both in chosen if both in rule.key), "")
-        return rule.key.replace(both, chosen[both]) if both else rule.key
+        both = next((both for both in spelled if both in rule.key), "")
+        return rule.key.replace(both, spelled[both]) if both else rule.key
 
     return tuple(replace(rule, key=key(rule)) for rule in table)

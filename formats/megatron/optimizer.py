@@ -36,7 +36,7 @@ from formats.megatron import chained_optimizer as chained
 from formats.megatron import muon
 from formats.megatron.chained_optimizer import Parameter, decays
 from formats.optimizer import STATES
-from formats.torch_files.archive import STREAM, plan_archive
+from formats.torch_files.archive_plan import STREAM, plan_archive
 from formats.torch_files.archive_writer import Held, Small
 from formats.torch_files.pickle_values import Dtype, StorageRef, TensorRef
 

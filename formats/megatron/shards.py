@@ -17,6 +17,7 @@ from formats.megatron import megatron_llm
 from formats.megatron.args.fields import FIELDS
 from formats.megatron.args.moe import interleaves_of
 from formats.megatron.mesh import Mesh
+from formats.megatron.tables import GROUPED
 from formats.model.values import whole
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.pickle_values import Namespace, TensorRef
@@ -54,8 +55,6 @@ COMPARED = 1 << 16
 
 DROPS = (r".*\._extra_state", r".*\.inv_freq")
 """Transformer Engine's FP8 state, and rotary tables that some versions saved."""
-GROUPED = re.compile(r".*\.mlp\.experts\.weight[12]")
-"""All experts of a layer in one matrix."""
 LOCAL = re.compile(r"decoder\.layers\.\d+\.input_layernorm\.weight")
 FUSED = re.compile(r"decoder\.layers\.\d+\..*\.layer_norm_weight")
 """What tells the names of the local layers from those of Transformer Engine, which has the first too with latents."""
@@ -148,9 +147,10 @@ def _one_stage_of_experts(file: TorchFile) -> bool:
     return stages in (None, 1) and type(spread) is int and spread > 1
 
 
-def names_of(keys: Collection[str]) -> str:
-    """Whether norms have the names of the local layers or those of Transformer Engine, where some are fused."""
-    return "local" if any(map(LOCAL.fullmatch, keys)) and not any(map(FUSED.fullmatch, keys)) else "te"
+def names_of(keys: Collection[str]) -> tuple[str, str]:
+    """Whether norms, and experts, have the names of the local layers or of Transformer Engine, where some are fused."""
+    norm = "local" if any(map(LOCAL.fullmatch, keys)) and not any(map(FUSED.fullmatch, keys)) else "te"
+    return norm, "local" if any(".local_experts." in key for key in keys) else "te"
 
 
 def vocab_multiple(args: Mapping[str, Any], path: Path) -> int:

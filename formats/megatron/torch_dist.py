@@ -33,10 +33,8 @@ from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.columns import Cut
 from formats.layout.pattern import splits
-from formats.layout.pieces import Scattered, unstacked
-from formats.layout.pieces import spread as pieces
-from formats.layout.placed import match
-from formats.layout.slots import ALONE, Slot, slots
+from formats.layout.pieces import Scattered, match_pieces, unstacked
+from formats.layout.slots import Slot
 from formats.layout.table import MTP, Rule, rules
 from formats.megatron import DIST as FORMAT
 from formats.megatron import common_state, lora, mtp, muon
@@ -45,7 +43,7 @@ from formats.megatron.args import flags, indexer, linear_attention, mla, run_con
 from formats.megatron.args.moe import INTERLEAVE, interleaves_of
 from formats.megatron.args.options import DIST, Options, namespace
 from formats.megatron.chained_optimizer import BUFFER, CHAINED, spread
-from formats.megatron.classic import DECODER, FLAGS, HEAD, MCORE, assets_of, spec_of, topology_of
+from formats.megatron.classic import FLAGS, assets_of, spec_of, topology_of
 from formats.megatron.common_state import ABOUT, BACKEND
 from formats.megatron.details import details
 from formats.megatron.folders import TRACKER, locate, name_of
@@ -53,10 +51,11 @@ from formats.megatron.mesh import Mesh
 from formats.megatron.optimizer import PREFIX, Optimizer
 from formats.megatron.pipeline import Chunk, chunks
 from formats.megatron.shards import DROPS, STATE, args_of, require_alone
+from formats.megatron.tables import DECODER, HEAD, MCORE
 from formats.model.spec import ModelSpec
 from formats.model.values import MOST_LAYERS
 from formats.torch_files import dcp, dcp_writer
-from formats.torch_files.archive import packed
+from formats.torch_files.archive_plan import packed
 from formats.torch_files.archive_writer import packed_plain
 from formats.torch_files.dcp_metadata import DATA
 from formats.torch_files.pickle_values import Namespace
@@ -171,14 +170,13 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     assets = assets_of(run, settings)
     config = huggingface.read_config(assets) if assets else None
     spec = spec_of(args, DIST, assets, config, settings, folder, common.path, padded, settled=instead is not None)
-    whole = {key: tensor.whole for key, tensor in tensors.items()}
     interleaves, table = interleaves_of(args, str(common.path)), _table(tensors)
     _require_interleaves(interleaves, args, apart=any(rule in SPLIT for rule in table), where=str(common.path))
-    placed, dropped = match(whole_slots(spec, table, padded, interleaves), {ALONE: whole}, DROPS, folder)
+    _, placed, dropped = match_pieces(whole_slots(spec, table, padded, interleaves), tensors, DROPS, folder)
     names = [*(entry.name for entry in entries), *objects]
     sections = {*common.value, *(re.split(r"[./]", name)[0] for name in names)}
     files = {path for entry in entries for path in entry.items.files}
-    writers = {found[1] for file in files if (found := DATA.fullmatch(file.name))}
+    writers = {rank[1] for file in files if (rank := DATA.fullmatch(file.name))}
     norm = "local" if args.get("transformer_impl") == "local" else "te"
     experts = "local" if args.get("moe_grouped_gemm") is False else None
     return Checkpoint(
@@ -186,7 +184,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         folder,
         NAME,
         spec,
-        tuple(piece for one in placed for piece in pieces(one, tensors[one.key])),
+        placed,
         (*dropped, *(name for name in names if OPTIMIZER.fullmatch(name)), *objects),
         tuple(dict.fromkeys([common.path, *dcp.metadata_files(folder), *sorted(files)])),
         {"ranks": len(writers)},
@@ -239,7 +237,7 @@ def _layers(folder: Path, name: str, tensor: Scattered) -> Iterator[tuple[str, S
     elif not tensor.shape or not 0 < tensor.shape[0] < MOST_LAYERS:
         raise SourceError(f"{folder}: {short(name)} {list(tensor.shape)} is no stack of layers")
     else:
-        yield from ((f"{LAYERS}{layer}.{rest}", one) for layer, one in enumerate(unstacked(tensor)))
+        yield from ((f"{LAYERS}{layer}.{rest}", part) for layer, part in enumerate(unstacked(tensor)))
 
 
 def _table(keys: Mapping[str, Any]) -> tuple[Rule, ...]:
@@ -271,18 +269,9 @@ def _require_interleaves(interleaves: Mapping[str, int], args: Mapping[str, Any]
 
 def whole_slots(spec: ModelSpec, table: Sequence[Rule], padded: int, interleaves: Mapping[str, int]) -> list[Slot]:
     """Every tensor of the model as one rank holds it, each layer by itself."""
-    conditions = {*spec.conditions, "first", "last", "separate"}
-    return list(
-        slots(
-            table,
-            {**spec.sizes(padded), **interleaves},
-            tensors=spec.tensors,
-            layers=mtp.layers_of(spec, range(spec.layers)),
-            conditions=conditions,
-            kinds=spec.layer_kinds,
-            **Mesh().of(0, spec.experts or 0),
-        )
-    )
+    conditions, layers = ("first", "last", "separate"), mtp.layers_of(spec, range(spec.layers))
+    sizes = {**spec.sizes(padded), **interleaves}
+    return spec.slots_in(table, sizes, conditions, layers=layers, **Mesh().of(0, spec.experts or 0))
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -302,7 +291,7 @@ def write(
 
     It loads in any topology; with an optimizer at ep = 1, or at any other, for there experts have their own. It is cut
     for the one that was asked for, whose ranks read nothing but their own parts.
-    The arguments are those of `megatron.write`.
+    The arguments are those of `classic.write`.
     """
     pipeline, padded = topology_of(spec, options)
     folder = name_of(iteration)

@@ -123,8 +123,8 @@ def chosen(keys: Mapping[str, Held], adapter: str | None, where: Path) -> dict[s
     for key, value in keys.items():
         lora, saved = OF_LORA.fullmatch(key), SAVED.fullmatch(key)
         if lora:
-            plain = lora["kind"] not in ("lora_A", "lora_B")
-            own[f"{lora['module']}.{lora['kind']}{'' if plain else lora['end'] or ''}"] = value
+            other_kind = lora["kind"] not in ("lora_A", "lora_B")
+            own[f"{lora['module']}.{lora['kind']}{'' if other_kind else lora['end'] or ''}"] = value
         elif saved:
             own[f"{saved['module']}.{saved['end']}"] = value
         else:

@@ -58,11 +58,11 @@ def contradictions(config: dict[str, Any], spec: Verbatim) -> Iterator[Finding]:
 def predicts_further(config: dict[str, Any], key: str) -> bool:
     """Whether a tensor is of a layer that predicts further tokens, which its config says it has after the others."""
     of, item = language(config), ITEM.fullmatch(key)
-    more = sum(of[name] for name in FURTHER if type(of.get(name)) is int)
+    further = sum(of[name] for name in FURTHER if type(of.get(name)) is int)
     depth = of.get("num_hidden_layers")
     if item is None or item[1].rpartition(".")[2] not in LISTS or not isinstance(depth, int):
         return False
-    return bool(depth <= int(item[2]) < depth + more)
+    return bool(depth <= int(item[2]) < depth + further)
 
 
 def losses(config: dict[str, Any], spec: Verbatim) -> Iterator[Finding]:
@@ -113,8 +113,8 @@ def _depth(config: dict[str, Any], prefix: str, count: int, *, main: bool) -> It
     if not isinstance(of, Mapping):
         return
     depths = {of[name] for name in DEPTH if type(of.get(name)) is int}
-    more = sum(of[name] for name in FURTHER if type(of.get(name)) is int)
-    if depths and count not in depths | {depth + more for depth in depths}:
+    further = sum(of[name] for name in FURTHER if type(of.get(name)) is int)
+    if depths and count not in depths | {depth + further for depth in depths}:
         texts = " or ".join(map(str, sorted(depths)))
         yield Finding(prefix, f"{prefix} has {count} layers, the config says {texts}")
 

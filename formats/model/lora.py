@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -70,6 +70,14 @@ class LoraSpec(Verbatim):
         owned = [name + A for name in self.matrices if self.owner(name) == name]
         return (*owned, *(name + B for name in self.matrices))
 
+    def slots_in(self, table: Sequence[Rule], *conditions: str) -> Iterator[Slot]:
+        """The physical tensors in a table, whole."""
+        base = self.base
+        return slots_of(
+            table, self.sizes, tensors=self.tensors, layers=enumerate(range(base.layers)), mesh={},
+            conditions={*base.conditions, *conditions}, kinds=base.layer_kinds,
+        )  # fmt: skip
+
     def boxes(self, padded_vocab: int | None = None) -> Iterator[tuple[str, int | None, tuple[int, ...]]]:
         """Name, layer and shape of each."""
         sizes, tensors = self.sizes, self.tensors
@@ -106,15 +114,7 @@ def slots(spec: LoraSpec) -> list[Slot]:
     known = modules(base)
     rules = [rule for rule in family_named(base.family).tensors if rule.key in known]
     rules = [rule for rule in rules if {*rule.pattern.tensors} <= {*spec.matrices}]
-    lora_slots = slots_of(
-        list(chain.from_iterable(_factors(rule, spec) for rule in rules)),
-        spec.sizes,
-        tensors=spec.tensors,
-        layers=enumerate(range(base.layers)),
-        mesh={},
-        conditions={*base.conditions, "separate"},
-        kinds=base.layer_kinds,
-    )
+    lora_slots = spec.slots_in(list(chain.from_iterable(_factors(rule, spec) for rule in rules)), "separate")
     copies = Counter[tuple[str, int | None]]()
     numbered = []
     for slot in lora_slots:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from formats.families import family_named
-from formats.layout.table import MTP, TOLD_APART, model_tensors
+from formats.layout.slots import Slot, slots
+from formats.layout.table import MTP, TOLD_APART, Rule, model_tensors
 from formats.layout.tensors import TENSORS
 from formats.model.settings import CHOICES, EVERY, LISTS, Parts
 
@@ -83,14 +84,14 @@ class ModelSpec(Parts):
         A layer that predicts a token after the next has attention, and experts where the last one has them.
         """
         mixers = {name: set(getattr(self, name) or ()) for name in MIXERS}
-        told = TOLD_APART & family_named(self.family).kinds
+        distinguished = TOLD_APART & family_named(self.family).kinds
         sparse, mlps = self.sparse_layers, self.mlp_layers
 
         def of(layer: int) -> frozenset[str]:
             mixer = next((MIXERS[name] for name, layers in mixers.items() if layer in layers), "attention")
             mlp = "sparse" if layer in sparse else "dense"
             indexing = {"indexing"} if self.index_heads and layer not in (self.shared_index_layers or ()) else set()
-            apart = self._apart(layer) & told if told else set()
+            apart = self._apart(layer) & distinguished if distinguished else set()
             return frozenset({mixer, mlp, *indexing, *apart} if mlps is None else {mlp if layer in mlps else mixer})
 
         kinds = [of(layer) for layer in range(self.layers)]
@@ -136,6 +137,18 @@ class ModelSpec(Parts):
         """The logical tensors of the model, in the order of its family's table."""
         kinds = frozenset[str]().union(*self.layer_kinds)
         return model_tensors(family_named(self.family).tensors, {*self.conditions, *kinds})
+
+    def slots_in(
+        self, table: Sequence[Rule], sizes: Mapping[str, int], conditions: Iterable[str] = (), **file: Any
+    ) -> list[Slot]:
+        """The physical tensors in a table: whole, of all layers and experts, unless arguments of `slots` say else."""
+        kinds, experts = self.layer_kinds, list(enumerate(range(self.experts or 0)))
+        whole = {"layers": enumerate(range(len(kinds))), "mesh": {}, "experts": experts, **file}
+        holding = {*self.conditions, *conditions}
+        made = slots(
+            table, sizes, tensors=self.tensors, conditions=holding, kinds=kinds, layer_sizes=self.layer_sizes, **whole
+        )
+        return list(made)
 
     def sizes(self, padded_vocab: int | None = None) -> dict[str, int]:
         """The size of each axis; `padding` is what a padded vocabulary adds."""

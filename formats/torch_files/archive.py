@@ -1,4 +1,4 @@
-"""The zip archives of `torch.save`, read and written without torch.
+"""The zip archives of `torch.save`, read without torch; `archive_plan.py` lays out those that are written.
 
 An archive is a zip of stored members: `PREFIX/data.pkl` holds the object, `PREFIX/data/KEY` the bytes of each storage,
 aligned to 64 bytes (torch/csrc and caffe2/serialize/inline_container.cc, torch 2.13). Nothing in it is compressed, so
@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,16 +29,16 @@ MAX_PICKLE = 1 << 30
 MAX_DIRECTORY = 1 << 28
 MAX_SMALL = 1 << 24
 """A storage of more bytes is not read whole for a small tensor in it."""
-ALIGNMENT = 64
-STREAM = "archive"
 NEWEST = 63
 """The version of the zip format that APPNOTE 6.3 describes."""
 AGAIN = "copy the file again, or take another checkpoint"
 IDENTITY = "/.data/serialization_id"
 """A member with the hash of what was saved."""
 MAX_OUTLINE = 1 << 14
-_LOCAL = 30
-_SMALL = 0xFFFFFFFF
+LOCAL = 30
+"""Bytes of the local header of a member, before its name."""
+SMALL = 0xFFFFFFFF
+"""What stands for a number that is at least as large, and is in a zip64 field."""
 _TAIL = 2048
 """Bytes at the end of an archive that are read at once: enough for the directory of one tensor."""
 _HEAD = 1024
@@ -53,7 +53,7 @@ class TorchFile:
     """An opened archive: the inert object, and where each storage is (byte offset in the archive, size, CRC-32).
 
     `name` is what its folder is called: the file's name without ending at the time when torch.save wrote it, `archive`
-    (STREAM) when it wrote to a stream (`PyTorchStreamWriter` in caffe2/serialize/inline_container.cc, torch 2.13).
+    when it wrote to a stream (`PyTorchStreamWriter` in caffe2/serialize/inline_container.cc, torch 2.13).
     """
 
     path: Path
@@ -219,7 +219,7 @@ def _directory(read: Read, size: int) -> tuple[list[_Entry], int]:
     if end[:4] != b"PK\x05\x06":
         raise SourceError(f"{size} bytes without a directory at their end: cut off, or another kind of file")
     count, length, start = struct.unpack_from("<HII", end, 10)
-    if _SMALL in (length, start) or count == 0xFFFF:
+    if SMALL in (length, start) or count == 0xFFFF:
         locator = read(size - 42, 20)
         if locator[:4] != b"PK\x06\x07":
             raise SourceError("the directory of a large archive is missing")
@@ -236,7 +236,7 @@ def _directory(read: Read, size: int) -> tuple[list[_Entry], int]:
         (offset,) = struct.unpack_from("<I", raw, at + 42)
         encoded = raw[at + 46 : at + 46 + names]
         name = encoded.decode("utf-8", "backslashreplace")
-        if _SMALL in (packed, unpacked, offset):
+        if SMALL in (packed, unpacked, offset):
             unpacked, packed, offset = _large(raw[at + 46 + names :][:extras], unpacked, packed, offset)
         if method or flags & 1 or version > NEWEST:
             raise UnsupportedError(f"the member {short(name)} is compressed or encrypted")
@@ -254,7 +254,7 @@ def _large(extra: bytes, *small: int) -> list[int]:
         kind, length = struct.unpack_from("<HH", extra, at)
         if kind == 1:
             body = iter(struct.unpack(f"<{length // 8}Q", extra[at + 4 : at + 4 + length // 8 * 8]))
-            return [next(body, value) if value == _SMALL else value for value in small]
+            return [next(body, value) if value == SMALL else value for value in small]
         at += 4 + length
     return list(small)
 
@@ -265,11 +265,11 @@ def _extents(read: Read, members: list[_Entry], directory: int) -> Iterator[tupl
     for member in members:
         if not position <= member.start < directory:
             raise SourceError(f"the member {short(member.name)} lies outside the archive or in another one")
-        local = read(member.start, _LOCAL + len(member.raw))
-        if len(local) < _LOCAL or local[:4] != b"PK\x03\x04" or local[_LOCAL:] != member.raw:
+        local = read(member.start, LOCAL + len(member.raw))
+        if len(local) < LOCAL or local[:4] != b"PK\x03\x04" or local[LOCAL:] != member.raw:
             raise SourceError(f"the member {short(member.name)} has no header of its own")
         names, extra = struct.unpack_from("<HH", local, 26)
-        start = member.start + _LOCAL + names + extra
+        start = member.start + LOCAL + names + extra
         position = start + member.size
         if member.name in seen or position > directory:
             raise SourceError(f"the member {short(member.name)} is doubled or cut off")
@@ -390,108 +390,3 @@ def _archive_start(tail: bytes, end: int) -> tuple[int, int]:
         (large,) = struct.unpack_from("<Q", tail, len(tail) - 58)
         return end - 98 - int(struct.unpack_from("<Q", tail, len(tail) - 34)[0]), end - 98 - int(large)
     return end - 22 - int(length) - int(offset), end - 22 - int(length)
-
-
-# --- writing ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Archive:
-    """The plan of an archive to be written: everything is known but the storages' checksums.
-
-    Storages are written at their offsets in any order; `headers` then gives every other byte.
-    """
-
-    members: tuple[tuple[str, int, bytes | None, int], ...]
-    """Name, offset of the local header, content (None for a storage), size."""
-    directory: int
-
-    @cached_property
-    def size(self) -> int:
-        """Bytes of the whole file."""
-        return self.directory + len(self._tail({}))
-
-    def storages(self) -> dict[str, tuple[int, int]]:
-        """Byte offset and size of each storage's data, by member name."""
-        return {
-            name: (start + len(_local_header(name, start, 0, size)), size)
-            for name, start, content, size in self.members
-            if content is None
-        }
-
-    def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
-        """(offset, bytes) of everything but the storages, given the CRC-32 of each storage by member name."""
-        crcs = {name: crc32(content) for name, _, content, _ in self.members if content is not None}
-        crcs.update(checksums)
-        for name, start, content, size in self.members:
-            yield start, _local_header(name, start, crcs[name], size) + (content or b"")
-        yield self.directory, self._tail(crcs)
-
-    def _tail(self, crcs: Mapping[str, int]) -> bytes:
-        entries = b"".join(
-            _central_header(name, start, crcs.get(name, 0), size) for name, start, _, size in self.members
-        )
-        count, start = len(self.members), self.directory
-        tail = entries
-        if count > 0xFFFE or start + len(entries) >= _SMALL:
-            tail += struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, len(entries), start)
-            tail += struct.pack("<4sIQI", b"PK\x06\x07", 0, start + len(entries), 1)
-        small_count, small_size = min(count, 0xFFFF), min(len(entries), _SMALL)
-        return tail + struct.pack(
-            "<4sHHHHIIH", b"PK\x05\x06", 0, 0, small_count, small_count, small_size, min(start, _SMALL), 0
-        )
-
-
-def plan_archive(value: Any, storages: Mapping[str, int], folder: str = STREAM) -> Archive:
-    """Lay out an archive for an object whose tensors refer to storages of the given sizes in bytes."""
-    contents: list[tuple[str, bytes | None, int]] = [
-        ("data.pkl", pickle_values.dumps(value), 0),
-        (".format_version", b"1", 0),
-        (".storage_alignment", str(ALIGNMENT).encode(), 0),
-        ("byteorder", b"little", 0),
-        *((f"data/{key}", None, size) for key, size in storages.items()),
-        ("version", b"3\n", 0),
-    ]
-    members, position = [], 0
-    for name, content, nbytes in contents:
-        size = nbytes if content is None else len(content)
-        members.append((f"{folder}/{name}", position, content, size))
-        position += len(_local_header(f"{folder}/{name}", position, 0, size)) + size
-    return Archive(tuple(members), position)
-
-
-def packed(value: Any, storages: Mapping[str, bytes] | None = None) -> bytes:
-    """A whole archive for an object whose tensors, if it has any, refer to these few bytes."""
-    raw_storages = storages or {}
-    archive = plan_archive(value, {key: len(raw) for key, raw in raw_storages.items()})
-    content, sums = bytearray(archive.size), {}
-    for (name, (start, size)), raw in zip(archive.storages().items(), raw_storages.values(), strict=True):
-        content[start : start + size] = raw
-        sums[name] = crc32(raw)
-    for offset, part in archive.headers(sums):
-        content[offset : offset + len(part)] = part
-    return bytes(content)
-
-
-def _local_header(name: str, start: int, crc: int, size: int) -> bytes:
-    """A local header whose extra field pads the data to the alignment; sizes past 4 GiB go into a zip64 field."""
-    encoded = name.encode()
-    zip64 = struct.pack("<HHQQ", 1, 16, size, size) if size >= _SMALL else b""
-    padding = -(start + _LOCAL + len(encoded) + len(zip64) + 4) % ALIGNMENT
-    extra = zip64 + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-    small = min(size, _SMALL)
-    fields = struct.pack("<4sHHHHHIIIHH", b"PK\x03\x04", 45, 0, 0, 0, 0x21, crc, small, small, len(encoded), len(extra))
-    return fields + encoded + extra
-
-
-def _central_header(name: str, start: int, crc: int, size: int) -> bytes:
-    encoded = name.encode()
-    large = [number for number in (size, size, start) if number >= _SMALL]
-    extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
-    small = min(size, _SMALL)
-    fields = struct.pack(
-        "<4sHHHHHHIIIHHHHHII",
-        *(b"PK\x01\x02", 45, 45, 0, 0, 0, 0x21, crc, small, small, len(encoded), len(extra), 0, 0, 0, 0),
-        min(start, _SMALL),
-    )
-    return fields + encoded + extra

@@ -17,7 +17,8 @@ from formats.layout.pieces import Scattered
 from formats.layout.placed import OnRank, Placed
 from formats.layout.ranks import Files
 from formats.layout.slots import Slot
-from formats.torch_files.archive import STREAM, TorchFile, packed, plan_archive, read_small
+from formats.torch_files.archive import TorchFile, read_small
+from formats.torch_files.archive_plan import STREAM, packed, plan_archive
 from formats.torch_files.pickle_values import STORAGE_OF, StorageRef, TensorRef, keeps
 
 NUMBERS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
@@ -98,10 +99,10 @@ def archived_alike(
     }
 
     def headers(rank: int, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
-        again = _laid_out(by_state, lambda refs: value(refs, rank))
-        if (again.size, again.counted) != (first.size, first.counted):
+        of_rank = _laid_out(by_state, lambda refs: value(refs, rank))
+        if (of_rank.size, of_rank.counted) != (first.size, first.counted):
             raise ValueError(f"{files.paths[rank]} has other places for its tensors than {files.paths[0]}")
-        return again.headers(checksums)
+        return of_rank.headers(checksums)
 
     return [
         OutputFile(
@@ -126,7 +127,7 @@ def _laid_out(
 ) -> _LaidOut:
     refs: dict[str, TensorRef] = {}
     storages: dict[str, int] = {}
-    for key, _, shape, dtype in (one for every in by_state.values() for one in every):
+    for key, _, shape, dtype in (tensor for every in by_state.values() for tensor in every):
         if dtype not in STORAGE_OF:
             raise UnsupportedError(f"{key} is {dtype}, which is not written into files of torch.save", UNWRITTEN)
         refs[key] = _reference(dtype, shape, str(len(storages)))
@@ -173,7 +174,7 @@ def small_of(tensor: Scattered) -> Small:
     if prod(tensor.shape) != 1 or tensor.dtype not in NUMBERS:
         raise UnsupportedError(f"{where} holds {tensor.dtype}{list(tensor.shape)} where a number should be")
     first, *others = (read_small(piece.fragment) for copy in tensor.copies for piece in copy)
-    if any(one != first for one in others):
+    if any(raw != first for raw in others):
         raise SourceError(f"{where} and the files of other ranks hold optimizers of different steps")
     return Small(tensor.dtype, tensor.shape, first)
 
@@ -197,9 +198,9 @@ def plain(file: TorchFile, value: Any, name: str, depth: int = 8) -> Any:
                 raise UnsupportedError(f"{file.path}: {name} holds a tensor {list(value.shape)}, which is not known")
             return Small(value.dtype, value.shape, read_small(fragment))
         case dict() if depth and keeps([*value]):
-            return {key: plain(file, one, name, depth - 1) for key, one in value.items()}
+            return {key: plain(file, item, name, depth - 1) for key, item in value.items()}
         case list() if depth:
-            return [plain(file, one, name, depth - 1) for one in value]
+            return [plain(file, item, name, depth - 1) for item in value]
         case _ if keeps(value):
             return value
     raise UnsupportedError(f"{file.path}: {name} holds {short(value)}, which is no plain data")
@@ -220,7 +221,7 @@ def _settled(value: Any, small: dict[str, bytes], before: int) -> Any:
             small[key] = value.raw
             return _reference(value.dtype, value.shape, key)
         case dict():
-            return type(value)((key, _settled(one, small, before)) for key, one in value.items())
+            return type(value)((key, _settled(item, small, before)) for key, item in value.items())
         case list():
-            return [_settled(one, small, before) for one in value]
+            return [_settled(item, small, before) for item in value]
     return value

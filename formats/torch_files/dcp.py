@@ -77,8 +77,8 @@ def contents(folder: Path) -> tuple[list[Entry], list[str]]:
     """
     files = metadata_files(folder)
     if not files:
-        here = sorted({int(match[1]) for path in folder.iterdir() if (match := DATA.fullmatch(path.name))})
-        found_data = f"the data of ranks {dcp_items.ranges(here)} but no" if here else "no data and no"
+        data_ranks = sorted({int(match[1]) for path in folder.iterdir() if (match := DATA.fullmatch(path.name))})
+        found_data = f"the data of ranks {dcp_items.ranges(data_ranks)} but no" if data_ranks else "no data and no"
         raise SourceError(
             f"{folder} holds {found_data} {METADATA}: the save never finished, or "
             f"{METADATA} is on the node of rank 0, which writes it last",

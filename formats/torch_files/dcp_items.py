@@ -258,7 +258,7 @@ def require_files(needed: Mapping[Path, int], names: Callable[[Path], Sequence[s
     missing = [path for path in needed if not path.is_file()]
     if missing:
         first = missing[0]
-        ranks = sorted({int(found[1]) for path in missing if (found := DATA.fullmatch(path.name))})
+        ranks = sorted({int(match[1]) for path in missing if (match := DATA.fullmatch(path.name))})
         raise SourceError(
             f"{first.parent} lacks {len(missing)} of {len(needed)} files, such as {first.name} with a part of "
             f"{names(first)[0]} ({len(names(first))} tensors)",

@@ -21,7 +21,7 @@ from formats.layout.pieces import whole_part
 from formats.layout.placed import Placed
 from formats.layout.slots import Slot
 from formats.torch_files import dcp
-from formats.torch_files.archive import Archive, plan_archive
+from formats.torch_files.archive_plan import Archive, plan_archive
 from formats.torch_files.archive_writer import UNWRITTEN, Small, packed_plain
 from formats.torch_files.pickle_values import DCP, DTYPES, STORAGE_OF, Dtype, Opaque, StorageRef, TensorRef, dumps
 
@@ -93,17 +93,17 @@ def layout(
         [_item(stored, stored.dtype or slot_dtype(stored.slot, dtypes)) for stored in rank_items]
         for rank_items in ranks
     ]
-    more = {
+    pickled = {
         name: (value, packed_plain(value) if isinstance(value, Small) else value)
         for name, value in (objects or {}).items()
     }
-    tail = b"".join(content for _, content in more.values())
+    tail = b"".join(content for _, content in pickled.values())
     files = [
         _file(root / f"__{rank}_0{dcp.SUFFIX}", rank_items, b"" if rank else tail)
         for rank, rank_items in enumerate(items)
         if rank_items
     ]
-    return files, dumps(_metadata(items, paths, more))
+    return files, dumps(_metadata(items, paths, pickled))
 
 
 def _item(stored: Stored, dtype: str) -> _Item:
@@ -177,12 +177,12 @@ def _metadata(
     for rank, rank_items in enumerate(items):
         for item, start in zip(rank_items, _starts(rank_items), strict=False):
             name, shape, box = item.stored.name, item.stored.shape, item.stored.box
-            here = chunks.setdefault(name, [])
+            chunk_list = chunks.setdefault(name, [])
             offsets = _size(low for low, _ in box)
-            index = _object(DCP, "MetadataIndex", fqn=name, offset=offsets, index=len(here))
+            index = _object(DCP, "MetadataIndex", fqn=name, offset=offsets, index=len(chunk_list))
             stored[index] = _extent(rank, start, item.archive.size)
-            here.append(_object(DCP, "ChunkStorageMetadata", offsets=offsets, sizes=_size(Cut(box).shape)))
-            about = {"properties": _properties(item.dtype), "size": _size(shape), "chunks": here}
+            chunk_list.append(_object(DCP, "ChunkStorageMetadata", offsets=offsets, sizes=_size(Cut(box).shape)))
+            about = {"properties": _properties(item.dtype), "size": _size(shape), "chunks": chunk_list}
             tensors[name] = _object(DCP, "TensorStorageMetadata", **about)
     start = _starts(items[0])[-1]
     for name, (value, content) in objects.items():
@@ -190,8 +190,8 @@ def _metadata(
         tensors[name] = _object(DCP, "BytesStorageMetadata")
         if isinstance(value, Small):
             at = _size([0] * len(value.shape))
-            here = [_object(DCP, "ChunkStorageMetadata", offsets=at, sizes=_size(value.shape))]
-            about = {"properties": _properties(value.dtype), "size": _size(value.shape), "chunks": here}
+            chunk_list = [_object(DCP, "ChunkStorageMetadata", offsets=at, sizes=_size(value.shape))]
+            about = {"properties": _properties(value.dtype), "size": _size(value.shape), "chunks": chunk_list}
             tensors[name] = _object(DCP, "TensorStorageMetadata", **about)
         stored[_object(DCP, "MetadataIndex", fqn=name, offset=at, index=None)] = _extent(0, start, len(content))
         start += len(content)

@@ -174,7 +174,7 @@ class _Writer:
                     write(b")R")
                 else:
                     write(b"}")
-                self.emit_all(b"(", [one for pair in value.items() for one in pair], b"u")
+                self.emit_all(b"(", [item for pair in value.items() for item in pair], b"u")
             case Dtype() if value.name in DTYPES:
                 self.once(f"ctorch\n{value.name}\n".encode())
             case Namespace():

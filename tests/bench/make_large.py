@@ -23,7 +23,7 @@ from typing import Any
 
 from formats.huggingface import folder as huggingface
 from formats.huggingface.config import from_huggingface
-from formats.torch_files.archive import plan_archive
+from formats.torch_files.archive_plan import plan_archive
 from formats.torch_files.pickle_values import Opaque, StorageRef, TensorRef
 from tests.bench.make_model import SHAPES, SHARD, config, lay_out
 

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ class Count:
     """Calls that changed the disk, and those of them that wrote weights."""
 
     calls = writes = 0
+    lock = threading.Lock()
 
 
 def killing(limit: int) -> Count:
@@ -28,14 +30,16 @@ def killing(limit: int) -> Count:
 
     def counted(function):
         def call(*args, **kwargs):
-            count.calls += 1
+            with count.lock:  # of several threads none may pass the limit unseen
+                count.calls += 1
+                count.writes += function is pwrite
+                calls, writes = count.calls, count.writes
             if function is pwrite:
-                count.writes += 1
                 time.sleep(0.001)
-            last = function is pwrite and count.writes == -limit
+            last = function is pwrite and writes == -limit
             if last:
                 time.sleep(0.2)
-            if count.calls == limit or last:
+            if calls == limit or last:
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*args, **kwargs)
 

@@ -13,8 +13,7 @@ from formats.checkpoint import Settings
 from formats.families import FAMILIES, find_family
 from formats.fsdp import native
 from formats.layout.table import MTP
-from formats.megatron import classic as megatron
-from formats.megatron import mtp
+from formats.megatron import mtp, tables
 from formats.megatron.args.options import Options
 from formats.registry import open_checkpoint
 from tests.faults.dcp_tools import save
@@ -63,10 +62,8 @@ def test_every_line_of_megatron_core_is_judged(model):
             seen |= found
             few |= found if case.model in FEW else set()
     assert few == seen, "FEW of tests/models.py lacks a model"
-    table = [
-        rule for rule in megatron.MCORE if not {MTP, "predicting"} & rule.conditions
-    ]  # of which test_mtp.py has all
-    grouped = {line for line in lines(table) if megatron.GROUPED.fullmatch(line[0])}
+    table = [rule for rule in tables.MCORE if not {MTP, "predicting"} & rule.conditions]  # of which test_mtp.py has all
+    grouped = {line for line in lines(table) if tables.GROUPED.fullmatch(line[0])}
     newer = {line for line in lines(table) if ".mixer.conv1d_" in line[0]}  # 0.19, where the older name has its shape
     newer |= {line for line in lines(table) if ".indexer." in line[0]}  # 0.19, whose stock judges them (test_stock.py)
     assert lines(table) - seen == grouped | newer, "of the first test_megatron_dist.py has real ones"
@@ -74,16 +71,16 @@ def test_every_line_of_megatron_core_is_judged(model):
 
 def test_a_layer_that_predicts_a_second_token_has_a_block_of_the_decoder():
     """Its lines are those of the decoder, which are judged; `test_mtp.py` judges all that are around it."""
-    block = [rule for rule in megatron.MCORE if MTP in rule.conditions and rule not in (*mtp.BEFORE, *mtp.BEHIND)]
+    block = [rule for rule in tables.MCORE if MTP in rule.conditions and rule not in (*mtp.BEFORE, *mtp.BEHIND)]
     inner = {(spelling.split("layer.", 1)[1], rule.pattern.text) for rule in block for spelling in rule.spellings}
-    decoder = {(key.removeprefix("decoder.layers.{layer}."), pattern) for key, pattern in lines(megatron.DECODER)}
+    decoder = {(key.removeprefix("decoder.layers.{layer}."), pattern) for key, pattern in lines(tables.DECODER)}
     assert inner <= decoder
-    assert {rule.key for rule in (*mtp.BEFORE, *mtp.BEHIND)} <= {rule.key for rule in megatron.MCORE}
+    assert {rule.key for rule in (*mtp.BEFORE, *mtp.BEHIND)} <= {rule.key for rule in tables.MCORE}
 
 
 def test_every_line_of_the_older_names_was_written_by_megatron_lm():
     seen = set().union(*(used(folder) for folder in FOLDERS["legacy"]))
-    assert lines(megatron.LEGACY) - seen == set()
+    assert lines(tables.LEGACY) - seen == set()
 
 
 STEPS = {

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from formats.layout.table import MTP
-from formats.megatron import classic as megatron
-from formats.megatron import torch_dist
+from formats.megatron import tables, torch_dist
 from formats.megatron.args import mla
 from formats.registry import open_checkpoint
 from tests.golden.test_coverage import lines, used
@@ -128,7 +127,7 @@ def test_megatron_core_loads_and_we_read_what_it_saves(model, convert, megatron_
     assert out.count("max abs logit difference") == len(jobs) - len(grouped)
     for number in grouped:
         back = tmp_path / f"grouped{number}"
-        assert any(megatron.GROUPED.fullmatch(key) for key, _ in used(tmp_path / f"g{number}"))
+        assert any(tables.GROUPED.fullmatch(key) for key, _ in used(tmp_path / f"g{number}"))
         assert convert("megatron2hf", tmp_path / f"g{number}", back, "--config", sources[number]).code == 0
         assert files(back) == files(sources[number])
     seen = set()
@@ -144,6 +143,6 @@ def test_megatron_core_loads_and_we_read_what_it_saves(model, convert, megatron_
     table = [rule for rule in (*torch_dist.TABLE, *torch_dist.SPLIT) if MTP not in rule.conditions]  # test_mtp.py
     table = [rule for rule in table if ".indexer." not in rule.key]  # test_stock.py
     copies = lines(rule for rule in table if "copy" in rule.conditions)
-    norms = {line for line in lines(megatron.MCORE) if re.search(r"\.(input|pre_mlp)_layernorm\.", line[0])}
+    norms = {line for line in lines(tables.MCORE) if re.search(r"\.(input|pre_mlp)_layernorm\.", line[0])}
     local = norms - lines(torch_dist.STACKED) - lines(mla.RULES)
     assert seen == lines(table) - copies - local

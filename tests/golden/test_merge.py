@@ -42,14 +42,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def adapter_of(base: Path, out: Path, **words: Any) -> Path:
-    """A trained adapter of a model, as PEFT saves it."""
+def adapter_of(base: Path, out: Path, rows: int | None = None, **words: Any) -> Path:
+    """A trained adapter of a model, with so many rows of its vocabulary, as PEFT saves it."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     torch.manual_seed(7)  # PEFT draws one of the two matrices
+    if rows is not None:
+        model.resize_token_embeddings(rows)
     config = LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 9, **words})
     wrapped = get_peft_model(model, config)
     dice = torch.Generator().manual_seed(7)
@@ -61,13 +63,15 @@ def adapter_of(base: Path, out: Path, **words: Any) -> Path:
     return out
 
 
-def judged(base: Path, adapter: Path, dtype: str) -> dict[str, Any]:
+def judged(base: Path, adapter: Path, dtype: str, rows: int | None = None) -> dict[str, Any]:
     """What PEFT makes of both, computed in an element type."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype))
+    if rows is not None:
+        model.resize_token_embeddings(rows)
     wrapped = PeftModel.from_pretrained(model, adapter).to(getattr(torch, dtype))
     held: dict[str, Any] = wrapped.merge_and_unload().state_dict()
     return held
@@ -105,6 +109,43 @@ def test_peft_in_float64_rounded_once(model, convert, tmp_path, name):
         assert apart(tensor, single[key]) <= 2**-21 * tensor.abs().max().item(), key
     assert sum(not torch.equal(tensor, before[key]) for key, tensor in ours.items()) > 1
     assert convert("verify", tmp_path / "out").code == 0
+
+
+WORDS = ["embed_tokens", "lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("family", "rows", "kept"),
+    [("llama", 259, WORDS), ("llama", 208, WORDS[1:]), ("llama", 259, None), ("llama-tied", 259, WORDS)],
+)
+def test_a_vocabulary_that_was_resized(model, convert, tmp_path, family, rows, kept):
+    """New tokens of a chat; or fewer rows than were padded. PEFT saves what it was before too, and twice."""
+    import torch
+
+    base = model(family)
+    adapter = adapter_of(base, tmp_path / "adapter", rows, target_modules=["q_proj"], modules_to_save=kept)
+    ran = convert("merge", base, adapter, tmp_path / "out")
+    assert ran.code == 0, ran.err
+    assert f"the vocabulary has {rows} rows, as the adapter was trained with, and 211 in the base" in ran.err
+    ours, exact = loaded(tmp_path / "out"), judged(base, adapter, "float64", rows)
+    assert exact.keys() == ours.keys()
+    for key, tensor in ours.items():
+        assert torch.equal(tensor, exact[key].float()), key
+    assert convert("hf2megatron", base, tmp_path / "run", "--tp", 2).code == 0
+    ran = convert("merge", tmp_path / "run", adapter, tmp_path / "from", "--config", base)
+    assert ran.code == 0, ran.err
+    assert (tmp_path / "from/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
+
+
+def test_a_vocabulary_of_which_the_adapter_has_a_half(model, convert, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    adapter = adapter_of(model("llama"), tmp_path / "adapter", 259, target_modules=["q_proj"])
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    del tensors["base_model.model.lm_head.weight"]
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    ran = convert("merge", model("llama"), adapter, tmp_path / "out")
+    assert (ran.code, "embed_tokens.weight is [259, 64], and [211, 64] in" in ran.err) == (3, True), ran.err
 
 
 @pytest.mark.parametrize("family", ["llama", "dots1", "qwen3_next"])

@@ -21,7 +21,7 @@ from formats.errors import UnsupportedError
 from formats.huggingface.folder import read_files
 from formats.huggingface.quantized import dequantized
 from tests.faults.dcp_tools import refused
-from train.settings.config import load_config
+from train.settings.config_file import load_config
 from train.start.start_weights import folder_of
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}

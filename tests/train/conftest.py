@@ -17,7 +17,7 @@ import yaml
 
 from tests.demo import command
 from tests.demo_train import start
-from train.settings.config import load_config
+from train.settings.config_file import load_config
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/golden/data/1_sft"

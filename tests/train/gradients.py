@@ -11,7 +11,7 @@ from train.data.rows import open_rows
 from train.distributed import world
 from train.engines.fsdp import FsdpEngine
 from train.model.trainee import open_config
-from train.settings.config import load_config
+from train.settings.config_file import load_config
 
 if __name__ == "__main__":
     config, _ = load_config(Path(sys.argv[1]))

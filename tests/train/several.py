@@ -15,7 +15,7 @@ from formats.errors import Interrupted
 from train.distributed import world
 from train.model import trainee
 from train.run.loop import train
-from train.settings.config import load_config
+from train.settings.config_file import load_config
 
 if __name__ == "__main__":
     trainee.CHUNK = 48

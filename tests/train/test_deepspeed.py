@@ -15,7 +15,7 @@ from formats.errors import UnsupportedError, UsageError
 from tests.train.conftest import ROOT, Trained
 from train.engines.deepspeed import DeepSpeedEngine, _deepspeed, _part, _require_known
 from train.engines.deepspeed import settings as settings_of
-from train.settings.config import load_config
+from train.settings.config_file import load_config
 
 NEAR = 2e-6
 """Of losses around 5 and norms around 3: sums in another order."""

@@ -21,7 +21,8 @@ from train.data.tokens.documents import open_documents
 from train.run.checkpoint import Progress, Saver, check_same, newest, ours, read_progress, require_places
 from train.run.export import check_export
 from train.run.prepare import _start
-from train.settings.config import Save, load_config
+from train.settings.config import Save
+from train.settings.config_file import load_config
 from train.settings.schedule import check_schedule
 from train.start.start_weights import folder_of
 

@@ -10,7 +10,8 @@ import yaml
 
 from tests.train.conftest import GOLDEN, ROOT
 from train.data.rows import open_rows
-from train.settings.config import Config, Lora, keys, load_config
+from train.settings.config import Config, Lora, keys
+from train.settings.config_file import load_config
 
 
 def test_every_setting_is_there_and_explained(train, model, data, tmp_path):

@@ -14,7 +14,7 @@ from train.data.rows import Flat
 from train.run.checkpoint import Progress
 from train.run.log import Step
 from train.run.step import finish_step, reduce_counts
-from train.settings.config import load_config
+from train.settings.config_file import load_config
 
 STEP = Step(1.0, 1.0, 8, 9, 0.0, 0, 0.1, stop=False, written=False, due=False)
 

@@ -97,7 +97,7 @@ def test_the_self_check_has_the_kernels_of_the_training(settings, monkeypatch, a
     """A stand-in for liger's: rotary positions that count the tokens of a row."""
     from formats.errors import VerificationError
     from train.run.prepare import choose_attention
-    from train.settings.config import load_config
+    from train.settings.config_file import load_config
 
     def counting(model):
         forward = model.model.rotary_emb.forward

@@ -10,7 +10,7 @@ from formats.errors import RefusedError, UnsupportedError, UsageError
 from tests.train.conftest import GOLDEN, spawn
 from tests.train.test_deepspeed import zero
 from tests.train.test_freezing import by_hand
-from train.settings.config import load_config
+from train.settings.config_file import load_config
 from train.settings.effects import check_effect
 from train.start.start_moments import moments_of
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from formats.errors import UsageError
-from train.settings.config import load_config
+from train.settings.config_file import load_config
 from train.settings.other_trainers import TRAINERS
 from train.settings.schedule import learning_rate
 from train.settings.translation import translate

@@ -73,7 +73,7 @@ def test_dropout_goes_on_bit_for_bit(settings, run, model, tmp_path):
 
 
 def test_a_run_keeps_its_settings(settings, run, tmp_path):
-    from train.settings.config import load_config
+    from train.settings.config_file import load_config
 
     config = settings(steps={"train_iters": 1})
     done = run(config, "--optim.lr", "5e-4")

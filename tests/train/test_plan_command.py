@@ -57,7 +57,7 @@ def test_operations_are_those_that_the_log_counts(settings, family, more):
     from train.model.trainee import make
     from train.run.estimate import estimate
     from train.run.throughput import flops_of, multiplied
-    from train.settings.config import load_config
+    from train.settings.config_file import load_config
 
     path = settings(family, steps={"train_iters": None, "epochs": 1}, **more)
     config, _ = load_config(path)

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from train.settings.config import keys, load_config
+from train.settings.config import keys
+from train.settings.config_file import load_config
 from train.settings.presets import PRESETS
 
 LLAMA = {

@@ -15,7 +15,7 @@ from tests.train.conftest import GOLDEN, spawn
 from tests.train.neox_files import BARE, PHASE
 from train.data.tokens.indexed import open_indexed
 from train.run.checkpoint import Progress, read_progress
-from train.settings.config import load_config
+from train.settings.config_file import load_config
 from train.settings.effects import check_effect
 from train.settings.schedule import check_schedule
 

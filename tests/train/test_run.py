@@ -71,7 +71,7 @@ def test_time_that_is_up_ends_all_ranks_at_the_same_step(settings, run, whole):
 def test_loading_is_part_of_the_time(settings, monkeypatch):
     import train
     from train.run.step import time_is_up
-    from train.settings.config import load_config
+    from train.settings.config_file import load_config
 
     monkeypatch.setattr("train.run.step.BEGAN", train.BEGAN - 90)
     assert time_is_up(load_config(settings(steps={"exit_minutes": 1.5}))[0])

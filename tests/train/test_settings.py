@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from formats.errors import UsageError
 from train.settings.batching import Order, Sizes, batch_sizes, make_order, passes
-from train.settings.config import Batch, Config, Data, Steps, load_config
+from train.settings.config import Batch, Config, Data, Steps
+from train.settings.config_file import load_config
 from train.settings.schedule import SHAPES, check_schedule, learning_rate
 
 NEOX = """

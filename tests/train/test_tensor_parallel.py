@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from tests.train.test_context import NEAR, require_same
 from tests.train.test_freezing import tensors
 from train.run.estimate import estimate
-from train.settings.config import load_config
+from train.settings.config_file import load_config
 from train.settings.splitting import FAMILIES
 
 SPLIT = ["--parallel.tensor", 2]

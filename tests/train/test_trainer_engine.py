@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from formats.errors import UsageError
 from tests.train.test_run import NEAR, require_same
-from train.settings.config import load_config
+from train.settings.config_file import load_config
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 SHARDS = """

@@ -11,7 +11,7 @@ from time import sleep
 
 from converters.move.blocks import Files, finish_files
 from formats.checkpoint import OutputFile
-from formats.deepspeed import zero
+from formats.deepspeed import model_files
 from formats.disk.safetensors import Fragment
 from formats.torch_files import dcp_items, dcp_metadata, dcp_writer
 
@@ -98,7 +98,7 @@ def test_the_model_files_of_stage_3_are_not_held_together(tmp_path):
         torch.save({"module": module, **said}, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
     tracemalloc.start()
     try:
-        held = zero._models(tmp_path)
+        held = model_files.of_ranks(tmp_path)
         twelve = tracemalloc.get_traced_memory()[0]
         del held[1:]
         one = tracemalloc.get_traced_memory()[0]

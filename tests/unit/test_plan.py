@@ -14,6 +14,7 @@ from formats.errors import RefusedError
 from formats.layout.placed import OnRank, Placed
 from formats.megatron import classic
 from formats.megatron.args.options import Options
+from formats.megatron.tables import MCORE
 from formats.registry import open_checkpoint
 
 
@@ -69,7 +70,7 @@ def test_ranks_that_are_planned_together_hold_what_each_would_by_itself(model, t
     source = open_checkpoint(model("mixtral"))
     target = plan_megatron(source, Request(tmp_path / "out"), options, None).target
     pipeline, padded = classic.topology_of(source.spec, options)
-    alone = classic.slots_of(source.spec, classic.MCORE, options.mesh, pipeline, padded)
+    alone = classic.slots_of(source.spec, MCORE, options.mesh, pipeline, padded)
     planned = [(file.path.parent.name, one) for file in target.files for one in file.tensors]
     assert all(place == one.slot.place.file == one.fragment.path.parent.name for place, one in planned)
     assert {one.slot._replace(rule=None) for _, one in planned} == {one._replace(rule=None) for one in alone}

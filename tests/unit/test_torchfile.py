@@ -18,7 +18,8 @@ import torch
 from formats.disk.safetensors import DTYPES, Fragment, row_major
 from formats.errors import SourceError, UnsupportedError
 from formats.torch_files import pickle_values
-from formats.torch_files.archive import ALIGNMENT, TorchFile, directories, plan_archive, read_torch
+from formats.torch_files.archive import TorchFile, directories, read_torch
+from formats.torch_files.archive_plan import ALIGNMENT, plan_archive
 from formats.torch_files.pickle_values import STORAGES, Namespace, StorageRef, TensorRef
 
 GIB4 = 1 << 32

@@ -45,7 +45,7 @@ def run(config: Path, overrides: tuple[str, ...]) -> None:
 
 
 def _run(path: Path, overrides: tuple[str, ...]) -> None:
-    from train.settings.config import load_config
+    from train.settings.config_file import load_config
 
     settings, notes = load_config(path, overrides)
 
@@ -107,7 +107,7 @@ def plan(
     from converters.common.progress import size, table
     from train.run.estimate import PEAK, estimate
     from train.settings.batching import passes
-    from train.settings.config import load_config
+    from train.settings.config_file import load_config
 
     if device is not None and device not in PEAK:
         raise UsageError(f"the peak speed of a {device} is not known", f"--device is one of {', '.join(PEAK)}")

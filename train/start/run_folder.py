@@ -24,7 +24,8 @@ import yaml
 from converters.common.atomic import write_file
 from formats.detect.rivals import require_one
 from formats.errors import SourceError, UsageError
-from train.settings.config import Config, flat, load_config
+from train.settings.config import Config, flat
+from train.settings.config_file import load_config
 
 CONFIG, LOG, EVALUATIONS, GENERATIONS = "config.yml", "log.jsonl", "evaluations.jsonl", "generations.jsonl"
 LATEST, BEST, NOTE, PREFIX = "latest", "best", ".progress", "global_step"

@@ -27,7 +27,8 @@ from train.data.packing.pack_plan import is_plan
 from train.data.rows import open_rows
 from train.data.tokens.indexed import idx_path, prefix_of
 from train.settings.batching import make_order, one_pass
-from train.settings.config import Config, load_config
+from train.settings.config import Config
+from train.settings.config_file import load_config
 from train.start.run_folder import LATEST, PREFIX
 
 SEQ_LENGTH = 8192

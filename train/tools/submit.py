@@ -20,7 +20,7 @@ from converters.common.slurm import (
 )
 from formats.errors import UsageError
 from train.settings.batching import sizes_of
-from train.settings.config import load_config
+from train.settings.config_file import load_config
 
 RETRIES = 2
 """Failures in a row without a new checkpoint, after which a chain ends."""

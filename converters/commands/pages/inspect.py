@@ -36,12 +36,12 @@ def facts(record: Mapping[str, Any]) -> dict[str, Any]:
         "rows": [[name, str(value)] for name, value in inspect_rows(record)],
         "notes": record["notes"], "files": [[name, *totals] for name, totals in files.items()], "brief": brief,
         "kinds": [
-            {"key": key, "dtype": dtype, "shapes": " ".join(dict.fromkeys(str(one["shape"]) for one in kind)),
-             "holds": " ".join(dict.fromkeys(one["pattern"] for one in kind)), "count": len(kind),
-             "bytes": sum(one["bytes"] for one in kind),
+            {"key": key, "dtype": dtype, "shapes": " ".join(dict.fromkeys(str(tensor["shape"]) for tensor in kind)),
+             "holds": " ".join(dict.fromkeys(tensor["pattern"] for tensor in kind)), "count": len(kind),
+             "bytes": sum(tensor["bytes"] for tensor in kind),
              "places": [
-                 [one["key"], numbers[one["file"]], one["rank"], str(one["shape"]), one["replica"]]
-                 for one in (kind[:MOST_OF_KIND] if brief else kind)
+                 [tensor["key"], numbers[tensor["file"]], tensor["rank"], str(tensor["shape"]), tensor["replica"]]
+                 for tensor in (kind[:MOST_OF_KIND] if brief else kind)
              ]}
             for (key, dtype), kind in kinds.items()
         ],

@@ -106,12 +106,12 @@ def _by_kind(jobs: Iterable[Job]) -> dict[tuple[str, str, tuple[int, ...], str, 
 
 def _where(tensors: Iterable[Placed]) -> Where:
     return {
-        (one.fragment.path, one.fragment.offset): (
-            one.key,
-            rank_text(one.slot.mesh),
+        (tensor.fragment.path, tensor.fragment.offset): (
+            tensor.key,
+            rank_text(tensor.slot.mesh),
         )
         for placed in tensors
-        for one in placed.each()
+        for tensor in placed.each()
     }
 
 

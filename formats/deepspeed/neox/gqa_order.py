@@ -151,13 +151,13 @@ def _seen(spec: ModelSpec, by_file: Found, tp: int) -> tuple[str | None, str]:
             return None, ""
         lengths = np.log(_lengths(fragment) + 1e-30)
         for order, classes in orders.items():
-            means = np.array([lengths[classes == one].mean() for one in range(3)])
+            means = np.array([lengths[classes == kind].mean() for kind in range(3)])
             ranks[order].add(tuple(np.argsort(means)))
             shares[order].append(float(np.var(means[classes]) / max(np.var(lengths), 1e-30)))
     if not fused:
         return None, ""
-    told = ", ".join(f"{order} explains {min(one):.0%} to {max(one):.0%}" for order, one in shares.items())
-    why = f" (of the variance of their lengths {told})"
+    explained = ", ".join(f"{order} explains {min(share):.0%} to {max(share):.0%}" for order, share in shares.items())
+    why = f" (of the variance of their lengths {explained})"
     for order, other in (("blocked", "grouped"), ("grouped", "blocked")):
         decisive = min(shares[order]) >= MOST and max(shares[other]) <= LEAST
         if decisive and len(ranks[order]) == 1:

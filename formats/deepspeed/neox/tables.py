@@ -14,7 +14,7 @@ from dataclasses import replace
 from formats.deepspeed.modules import file_of
 from formats.errors import RefusedError
 from formats.families import family_named
-from formats.layout.slots import Place, Slot, slots
+from formats.layout.slots import Place, Slot
 from formats.layout.table import rules
 from formats.model.spec import ModelSpec
 
@@ -76,15 +76,8 @@ def slots_of(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], *
         replace(rule, key=re.sub(r"\{(?:norm|head)\}", lambda match: names[match[0]], rule.key))
         for rule in TABLES[family_named(spec.family).neox]
     ]
+    layers = [(layer + FIRST_LAYER, layer) for layer in range(spec.layers)]
     for rank in range(tp):
-        for slot in slots(
-            table,
-            spec.sizes(padded),
-            tensors=spec.tensors,
-            layers=[(layer + FIRST_LAYER, layer) for layer in range(spec.layers)],
-            mesh={"tp": (rank, tp)},
-            conditions={*spec.conditions, *conditions},
-            kinds=spec.layer_kinds,
-        ):
+        for slot in spec.slots_in(table, spec.sizes(padded), conditions, layers=layers, mesh={"tp": (rank, tp)}):
             index = int(slot.keys[0].partition(".")[0])
             yield slot._replace(place=Place(file_of(index, rank, layered=layered)))

@@ -7,7 +7,7 @@ neox_arguments/neox_args.py, megatron/model/transformer.py, activations.py and n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from formats.deepspeed.neox.settings_table import FUSED, ROWS, WINDOW, number, yarn_of
@@ -139,8 +139,8 @@ def _require_kind(config: Mapping[str, Any], kind: str, biases: bool, grouped: b
     if kind == "rms" and is_gated(config) and not biases and not parallel and fraction == 1.0:
         return
     real(fraction, "rotary_fraction", where)
-    plain = activation == "gelu" and config.get("mlp_type", "regular") == "regular"
-    if kind == "layernorm" and plain and fraction <= 1 and biases and not grouped:
+    plain_mlp = activation == "gelu" and config.get("mlp_type", "regular") == "regular"
+    if kind == "layernorm" and plain_mlp and fraction <= 1 and biases and not grouped:
         return
     facts = f"activation {short(activation)}, rotary_pct {short(fraction)}, gpt_j_residual {short(parallel)}"
     *classes, last = (family.architecture for family in FAMILIES.values() if family.neox)
@@ -200,8 +200,7 @@ def to_neox(spec: ModelSpec, tp: int, pp: int, multiple: int, base: Mapping[str,
         raise UnsupportedError(f"GPT-NeoX has no {lost}")
     kept = {key: value for key, value in base.items() if key not in ("mlp_type", "expansion_factor")}
     topology = {"pipe_parallel_size": pp, "model_parallel_size": tp, "make_vocab_size_divisible_by": multiple}
-    values = {setting.name: getattr(spec, setting.name) for setting in fields(spec)}
-    return {**kept, **topology, **write(ROWS, values, {kind}, "the yml", base)}
+    return {**kept, **topology, **write(ROWS, vars(spec), {kind}, "the yml", base)}
 
 
 def _kind(spec: ModelSpec) -> str:

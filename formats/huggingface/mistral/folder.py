@@ -23,7 +23,7 @@ from formats.huggingface import MISTRAL
 from formats.huggingface import folder as huggingface
 from formats.huggingface.mistral import params
 from formats.layout.placed import Placed, match
-from formats.layout.slots import ALONE, Slot, slots
+from formats.layout.slots import ALONE
 from formats.layout.table import Rule, rules
 from formats.model.spec import ModelSpec
 
@@ -72,7 +72,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     config = huggingface.read_config(assets) if assets else None
     base = huggingface.read_spec(config, assets, Settings()) if assets and config else None
     spec = params.spec_of(path, settings, base)
-    placed, dropped = match(_slots(spec), {ALONE: fragments}, (), path)
+    placed, dropped = match(spec.slots_in(TABLE, spec.sizes()), {ALONE: fragments}, (), path)
     files = tuple(sorted({fragment.path for fragment in fragments.values()}))
     return Checkpoint(path, path, NAME, spec, tuple(placed), tuple(dropped), files, {}, assets, config=config)
 
@@ -104,21 +104,6 @@ def _fragments(path: Path) -> dict[str, Fragment]:
     return fragments
 
 
-def _slots(spec: ModelSpec) -> list[Slot]:
-    return list(
-        slots(
-            TABLE,
-            spec.sizes(),
-            tensors=spec.tensors,
-            layers=enumerate(range(spec.layers)),
-            mesh={},
-            conditions=spec.conditions,
-            kinds=spec.layer_kinds,
-            experts=list(enumerate(range(spec.experts or 0))),
-        )
-    )
-
-
 def write(root: Path, spec: ModelSpec, dtypes: Mapping[tuple[str, int | None], str]) -> Target:
     """Lay out a folder with one file, which mistral-inference takes alone.
 
@@ -129,7 +114,7 @@ def write(root: Path, spec: ModelSpec, dtypes: Mapping[tuple[str, int | None], s
     if spec.family not in params.FAMILIES:
         raise UnsupportedError(f"a {spec.family} has no files of Mistral's own", "see `convert formats`")
     parameters = params.written(spec)
-    slots = {slot.keys[0]: slot for slot in _slots(spec)}
+    slots = {slot.keys[0]: slot for slot in spec.slots_in(TABLE, spec.sizes())}
     entries = [Entry(key, slot_dtype(slot, dtypes), slot.shape) for key, slot in slots.items()]
     header, offsets = safetensors_header(entries, {"format": "pt"})
     path = root / SINGLE

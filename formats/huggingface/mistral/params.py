@@ -121,8 +121,8 @@ def written(spec: ModelSpec) -> dict[str, Any]:
     flat = write(TABLE, vars(spec), _conditions(spec.family), "")
     experts = {key.removeprefix("moe."): flat.pop(key) for key in [*flat] if key.startswith("moe.")}
     twice = {name for row in TABLE for names in row.keys for name in names[1:]}
-    plain = {key: value for key, value in flat.items() if key not in twice}
-    return plain | ({"moe": experts} if experts else {})
+    flat_params = {key: value for key, value in flat.items() if key not in twice}
+    return flat_params | ({"moe": experts} if experts else {})
 
 
 def _conditions(family: str) -> set[str]:

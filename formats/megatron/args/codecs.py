@@ -21,6 +21,34 @@ def single(read: Value, write: Value = lambda value, _: value) -> Maker:
     return lambda key, *_: scalar(key, read, write)
 
 
+def epsilon_of(what: str, only: float) -> Maker:
+    """The epsilon of all norms, which has to be that of the norms of something."""
+
+    def read(spelled: Any, context: Context) -> Any:
+        if spelled != only:
+            known = f"layernorm_epsilon = {short(spelled)} is not supported with {what}, only {only}"
+            raise UnsupportedError(f"{context.where}: {known}")
+        return spelled
+
+    def write(value: float, context: Context) -> float:
+        if value != only:
+            raise cannot(context, f"its norms have an epsilon of {value:g}, those of its {what} {only:g}")
+        return value
+
+    return single(read, write)
+
+
+def fixed(why: str, *allowed: Any) -> Callable[[], Codec]:
+    """What no argument says: the first value; of others that are not allowed `why` is said, with {} for the value."""
+
+    def write(value: Any, context: Context) -> Spelled:
+        if value not in allowed:
+            raise cannot(context, why.format(short(value)))
+        return {}
+
+    return lambda: Codec(lambda *_: allowed[0], write)
+
+
 def derived(write: Callable[[Mapping[str, Any]], Any]) -> Maker:
     """One key, which is written as it follows from the settings, and not read."""
     return lambda key: Codec(lambda *_: None, lambda _, context: {key: write(context.values)})

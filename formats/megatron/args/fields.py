@@ -355,10 +355,10 @@ def require_understood(
     left = [] if UNKNOWN in accept else [name for name in strange if name not in accept]
     if left:
         listed = ", ".join(f"{name} = {short(args[name])}" for name in left[:MOST_NAMES])
-        more = f" and {len(left) - MOST_NAMES} more" if len(left) > MOST_NAMES else ""
+        rest = f" and {len(left) - MOST_NAMES} more" if len(left) > MOST_NAMES else ""
         names = left if len(left) <= MOST_NAMES else [UNKNOWN]
         raise UnsupportedError(
-            f"{where}: no Megatron-LM that is known here has these arguments: {listed}{more}",
+            f"{where}: no Megatron-LM that is known here has these arguments: {listed}{rest}",
             f"if they change neither layout nor computation: {' '.join(f'--accept {name}' for name in names)}",
         )
     notes = [f"{field.name} = {short(value)} is taken as {field.values[0]!r}" for field, value in unusual]

@@ -100,8 +100,8 @@ def _ordered(fits: Mapping[str, tuple[str, ...]]) -> list[str]:
 
     def order(name: str) -> tuple[bool, bool, bool, bool]:
         family = family_named(name)
-        chosen = not family.general and fits[name] != family.biases_of({})
-        return family.file is None, not family.general, chosen, not family.general and bool(family.biases)
+        other_biases = not family.general and fits[name] != family.biases_of({})
+        return family.file is None, not family.general, other_biases, not family.general and bool(family.biases)
 
     return sorted(fits, key=order)
 

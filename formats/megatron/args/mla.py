@@ -11,13 +11,10 @@ models/deepseek_v2/modeling_deepseek_v2.py: its norms of latents have an epsilon
 
 from __future__ import annotations
 
-from typing import Any
-
-from formats.errors import RefusedError, UnsupportedError, short
+from formats.errors import RefusedError
 from formats.layout.table import rules
 from formats.megatron.args import indexer
-from formats.megatron.args.codecs import cannot, single
-from formats.model.codec import Context
+from formats.megatron.args.codecs import epsilon_of
 from formats.model.spec import ModelSpec
 
 RULES = rules("""
@@ -37,20 +34,7 @@ EPSILON = 1e-6
 STATES = ("linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
 
 
-def _read_epsilon(spelled: Any, context: Context) -> Any:
-    if spelled != EPSILON:
-        only = f"layernorm_epsilon = {short(spelled)} is not supported with latents, only {EPSILON}"
-        raise UnsupportedError(f"{context.where}: {only}")
-    return spelled
-
-
-def _write_epsilon(value: float, context: Context) -> float:
-    if value != EPSILON:
-        raise cannot(context, f"its norms have an epsilon of {value:g}, those of its latents {EPSILON:g}")
-    return value
-
-
-epsilon = single(_read_epsilon, _write_epsilon)
+epsilon = epsilon_of("latents", EPSILON)
 
 
 def require_names(spec: ModelSpec, norm: str, tp: int) -> None:

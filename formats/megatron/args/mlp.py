@@ -12,7 +12,7 @@ from typing import Any
 
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.layout.table import BIASES
-from formats.megatron.args.codecs import cannot, choice, single
+from formats.megatron.args.codecs import cannot, choice, fixed, single
 from formats.megatron.args.versions import version_of
 from formats.model.codec import Codec, Context, Spelled
 from formats.model.values import real
@@ -66,26 +66,8 @@ def activation(squared: str, fusion: str) -> Codec:
     return Codec(read, write)
 
 
-def serial() -> Codec:
-    """Whether attention and MLP read the same residual, which no argument says: none do."""
-
-    def write(value: bool, context: Context) -> Spelled:
-        if value:
-            raise cannot(context, "its attention and MLP read the same residual, those of Megatron follow one another")
-        return {}
-
-    return Codec(lambda *_: False, write)
-
-
-def gain() -> Codec:
-    """The gain of the clamped MLP's activation, which no argument says."""
-
-    def write(value: float, context: Context) -> Spelled:
-        if value != ALPHA:
-            raise cannot(context, f"the gain of its activation is {ALPHA}, this model's {short(value)}")
-        return {}
-
-    return Codec(lambda *_: ALPHA, write)
+serial = fixed("its attention and MLP read the same residual, those of Megatron follow one another", False, None)
+gain = fixed(f"the gain of its activation is {ALPHA}, this model's {{}}", ALPHA)
 
 
 def _write_clamp(limit: Any, context: Context) -> float:

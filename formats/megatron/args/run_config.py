@@ -173,11 +173,11 @@ def _llama3(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return {"use_rope_scaling": True, "rope_scaling_factor": fields["scale_factor"]}
 
 
-def written(args: Mapping[str, Any], iteration: int, more: Mapping[str, Any] | None = None) -> dict[str, bytes]:
+def written(args: Mapping[str, Any], iteration: int, sections: Mapping[str, Any] | None = None) -> dict[str, bytes]:
     """The files that Megatron-Bridge expects beside the weights, by what it calls them.
 
-    `checkpoint` says what its loader asks for (training/checkpointing.py `_load_checkpoint_from_path`), and `more` has
-    further sections.
+    `checkpoint` says what its loader asks for (training/checkpointing.py `_load_checkpoint_from_path`), and `sections`
+    are further ones.
 
     Raises:
         RefusedError: its GPTModelProvider does not compute the model.
@@ -210,7 +210,7 @@ def written(args: Mapping[str, Any], iteration: int, more: Mapping[str, Any] | N
         **dict.fromkeys(("save_optim", "save_rng", "fully_parallel_save"), False),
     }
     run = {"_target_": "megatron.bridge.training.config.ConfigContainer", "model": model, "checkpoint": checkpoint}
-    run |= more or {}
+    run |= sections or {}
     counted = {"step": iteration, "consumed_train_samples": args.get("consumed_train_samples") or 0}
     state = {name: Small(kind, (), struct.pack(NUMBERS[kind], counted.get(name, 0))) for name, kind in TRAINING.items()}
     state |= {name: Small("BOOL", (), b"\0") for name in ("do_train", "do_valid", "do_test")}

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from formats.errors import RefusedError, UnsupportedError, short
+from formats.errors import RefusedError
 from formats.layout.table import rules
-from formats.megatron.args.codecs import cannot, single
-from formats.model.codec import Codec, Context, Spelled
+from formats.megatron.args.codecs import epsilon_of, fixed, single
+from formats.model.codec import Context
 from formats.model.spec import ModelSpec
 from formats.model.values import whole
 
@@ -59,20 +59,7 @@ EPSILON, TAPS, EXPANSION = 1e-5, 4, 2
 """What megatron-core fixes: the epsilon of the norm behind the gate, the taps, and the heads where none are named."""
 
 
-def _read_epsilon(spelled: Any, context: Context) -> Any:
-    if spelled != EPSILON:
-        only = f"layernorm_epsilon = {short(spelled)} is not supported with state spaces, only {EPSILON}"
-        raise UnsupportedError(f"{context.where}: {only}")
-    return spelled
-
-
-def _write_epsilon(value: float, context: Context) -> float:
-    if value != EPSILON:
-        raise cannot(context, f"its norms have an epsilon of {value:g}, those of its state spaces {EPSILON:g}")
-    return value
-
-
-epsilon = single(_read_epsilon, _write_epsilon)
+epsilon = epsilon_of("state spaces", EPSILON)
 
 
 def _read_heads(spelled: Any, context: Context) -> Any:
@@ -83,17 +70,7 @@ def _read_heads(spelled: Any, context: Context) -> Any:
 
 
 heads = single(_read_heads)
-
-
-def taps() -> Codec:
-    """The tokens that a convolution sees, which no argument says."""
-
-    def write(value: int, context: Context) -> Spelled:
-        if value != TAPS:
-            raise cannot(context, f"its convolutions see {TAPS} tokens, this model's {short(value)}")
-        return {}
-
-    return Codec(lambda *_: TAPS, write)
+taps = fixed(f"its convolutions see {TAPS} tokens, this model's {{}}", TAPS)
 
 
 def require_topology(spec: ModelSpec, norm: str, tp: int, vpp: int) -> None:

@@ -172,7 +172,8 @@ def check_manifest(source: Checkpoint) -> None:
             f"{source.root} and {path} differ in settings (here | there): {'; '.join(contradictions(wrong, facts))}",
             f"if that is meant: {'' if wrong.keys() & UNSETTABLE else f'{ways}, or '}remove {path}",
         )
-    odd = sorted(spec.shapes.keys() ^ digests.keys()) if isinstance(spec, Verbatim) else []
+    recorded = digests.keys() - {*source.dropped}
+    odd = sorted(spec.shapes.keys() ^ recorded) if isinstance(spec, Verbatim) else []
     if odd:
         raise VerificationError(
             f"{source.root} is damaged: {len(odd)} tensors, such as {odd[0]}, are in it or in {path}, not in both",

@@ -46,7 +46,7 @@ def of_ranks(tag: Path) -> list[TorchFile]:
     """
     deepspeed.require_no_experts(tag)
     if universal.is_universal(tag):
-        return [_file(min(path for path in tag.iterdir() if deepspeed.is_model(path.name)))]
+        return [_file(deepspeed.model_files(tag)[0])]
     shards: dict[int, Path] = {}
     for path in sorted(tag.iterdir()):
         name = saved_names.MODEL_OF_STAGE_3.fullmatch(path.name)

@@ -102,7 +102,7 @@ def dequantized(fragments: Mapping[str, Fragment], config: Mapping[str, Any]) ->
     )
     without = f", without {left} scales of activations" if left else ""
     note = f"{count} tensors of {method} are read as BF16, {exact}{without}; --verbatim carries them as they are"
-    return weights, note if count else ""
+    return weights, note if count else f"config.json says that weights are {method}, and none of the files' is"
 
 
 def _telling(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -173,6 +173,18 @@ def test_copies_in_a_layer_that_predicts_a_second_token_are_written_where_they_w
     assert load_file(tmp_path / "back/model.safetensors").keys() == (tensors | copies).keys()
 
 
+def test_a_manifest_of_names_has_those_that_are_left_out_too(model, convert, tmp_path):
+    source = with_second(model("glm4_moe", hidden_size=128, intermediate_size=256), tmp_path / "hf")
+    assert convert("hf2hf", source, tmp_path / "fp8", "--quantize", "fp8-block").code == 0
+    ran = convert("hf2hf", tmp_path / "fp8", tmp_path / "carried", "--verbatim", "--drop", "mtp")
+    assert ran.code == 0, ran.err
+    config = json.loads((source / "config.json").read_text())
+    quantization = json.loads((tmp_path / "fp8/config.json").read_text())["quantization_config"]
+    (source / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    ran = convert("hf2hf", source, tmp_path / "plain")
+    assert (ran.code, "config.json says that weights are FP8, and none of the files' is" in ran.err) == (0, True)
+
+
 def test_the_flags_are_those_of_a_release_that_builds_it(model, convert, tmp_path):
     source, run = with_second(model("qwen3_5_text"), tmp_path / "hf"), tmp_path / "m"
     assert convert("hf2megatron", source, run).code == 0

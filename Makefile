@@ -53,11 +53,11 @@ NEWER ?= $(shell for python in $(PYTHON) python3.12 python3.13 $(HOME)/.pyenv/ve
 
 $(STOCK)/.made: constraints.txt
 	@test -n "$(NEWER)" || { echo "megatron-core $(MEGATRON) needs Python 3.12 or newer: make test-stock NEWER=PATH"; exit 1; }
-	@echo "installing megatron-core $(MEGATRON), megatron.training included, into $(STOCK) (once) ..."
+	@echo "installing megatron-core $(MEGATRON), megatron.training and its Muon included, into $(STOCK) (once) ..."
 	$(NEWER) -m venv $(STOCK)
 	grep -v '^megatron-core==' constraints.txt > $(STOCK)/constraints.txt
 	$(STOCK)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(STOCK)/constraints.txt \
-		torch==2.13.0 megatron-core==$(MEGATRON) einops numpy pyyaml
+		torch==2.13.0 megatron-core==$(MEGATRON) emerging-optimizers einops numpy pyyaml
 	@touch $@
 
 test-stock: $(VENV)/.test $(STOCK)/.made  ## stock Megatron-LM, fed with our flags and checkpoints alone (needs Python 3.12)

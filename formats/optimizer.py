@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, short
+from formats.layout.slots import Slot
 from formats.torch_files.archive_writer import NUMBERS, Small
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 """What there is of a parameter: the FP32 master weight, unless it is float32 itself, and Adam's moments."""
+MOMENTUM = "momentum_buffer"
+"""What Muon has of a matrix in place of Adam's moments: the running mean of its gradients."""
+KEPT = (*STATES, MOMENTUM)
+"""Every state of a parameter that is carried."""
 
 
 ADAM = frozenset({"amsgrad", "bias_correction", "correct_bias"})
@@ -36,6 +42,7 @@ KNOWN = {
     "labels of DeepSpeed": ("name", "moe", "_ds_source_param_group_id"),
     "labels of Megatron": (
         "wd_mult", "pre_wd_mult", "pre_lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config",
+        "optimizer",
     ),
 }  # fmt: skip
 """What else an Adam's groups have (torch 2.13.0, DeepSpeed 0.19.8, megatron-core 0.16.1 optimizer/__init__.py)."""
@@ -118,26 +125,78 @@ class Group(NamedTuple):
     weight_decay: float
 
 
-def group_of(about: Mapping[str, Any], where: str) -> Group:
-    """A parameter group of Adam, as torch has it.
+class Muon(NamedTuple):
+    """How torch's Muon treats some matrices, as torch calls it (2.13.0 optim/_muon.py)."""
+
+    lr: float
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    ns_coefficients: tuple[float, float, float]
+    eps: float
+    ns_steps: int
+    adjust_lr_fn: str | None
+
+
+MOMENTS: Mapping[type[Group | Muon], tuple[str, ...]] = {Muon: (MOMENTUM,), Group: STATES[1:]}
+"""What an optimizer keeps of a parameter, by the kind of its groups."""
+RATES = (None, "original", "match_rms_adamw")
+"""How torch's Muon scales the rate by the shape of a matrix."""
+
+
+def group_of(about: Mapping[str, Any], where: str) -> Group | Muon:
+    """A parameter group of Adam or of Muon, as torch has it.
 
     Raises:
-        SourceError: a setting is missing, no finite number, or one that no Adam takes.
-        UnsupportedError: see `require_adam`.
+        SourceError: a setting is missing, no finite number, or one that no such optimizer takes.
+        UnsupportedError: see `require_adam`; or it is a Muon with other settings than torch's.
     """
+    return next((make for sign, make in SIGNS.items() if sign in about), _adam)(about, where)
+
+
+def _adam(about: Mapping[str, Any], where: str) -> Group:
     require_adam(about, where)
-    betas = about.get("betas")
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise SourceError(f"{where} has the betas {short(betas)}")
+    first, second = _numbers(about.get("betas"), 2, f"{where} has the betas", f"{where}: its betas")
     lr, eps, decay = (number_of(about.get(name), f"{where}: its {name}") for name in ("lr", "eps", "weight_decay"))
-    first, second = (number_of(beta, f"{where}: its betas") for beta in betas)
-    for name, value, most in (
-        ("lr", lr, math.inf), ("betas", first, 1), ("betas", second, 1), ("eps", eps, math.inf),
-        ("weight_decay", decay, math.inf),
-    ):  # fmt: skip
-        if not 0 <= value < most:
-            raise SourceError(f"{where}: its {name} is {value:g}, which no Adam takes")
+    _require_within(where, "Adam", {"lr": lr, "eps": eps, "weight_decay": decay}, {"betas": first}, {"betas": second})
     return Group(lr, (first, second), eps, decay)
+
+
+def _muon(about: Mapping[str, Any], where: str) -> Muon:
+    other = sorted(name for name in about if name not in {*Muon._fields, *_KNOWN} and about[name] not in _UNSET)
+    if other or (missing := [name for name in Muon._fields if name not in about]):
+        what = f"says {other[0]} = {short(about[other[0]])}" if other else f"does not say its {missing[0]}"
+        raise UnsupportedError(f"{where} {what}: of the optimizers called Muon only that of torch is carried")
+    a, b, c = _numbers(about["ns_coefficients"], 3, f"{where} has the ns_coefficients", f"{where}: its ns_coefficients")
+    lr, decay, momentum, eps, steps = (
+        number_of(about[name], f"{where}: its {name}") for name in ("lr", "weight_decay", "momentum", "eps", "ns_steps")
+    )
+    settings = {"lr": lr, "weight_decay": decay, "eps": eps, "ns_steps": steps}
+    _require_within(where, "Muon", settings, {"momentum": momentum})
+    nesterov, rate = about["nesterov"], about["adjust_lr_fn"]
+    if type(nesterov) is not bool or rate not in RATES or steps != int(steps):
+        told = f"nesterov {short(nesterov)}, adjust_lr_fn {short(rate)} and ns_steps {steps:g}"
+        raise SourceError(f"{where} has {told}, which no Muon takes")
+    return Muon(lr, decay, momentum, nesterov, (a, b, c), eps, int(steps), rate)
+
+
+SIGNS: Mapping[str, Callable[[Mapping[str, Any], str], Group | Muon]] = {"ns_steps": _muon, "ns_coefficients": _muon}
+"""Which setting of a group tells another optimizer than Adam, and what reads it."""
+
+
+def _numbers(values: Any, count: int, what: str, each: str) -> list[float]:
+    """So many finite numbers."""
+    if not isinstance(values, tuple | list) or len(values) != count:
+        raise SourceError(f"{what} {short(values)}")
+    return [number_of(value, each) for value in values]
+
+
+def _require_within(where: str, kind: str, anything: Mapping[str, float], *fractions: Mapping[str, float]) -> None:
+    """None of the settings is negative, and of the fractions none is 1 or more."""
+    for settings, most in ((anything, math.inf), *((fraction, 1.0) for fraction in fractions)):
+        for name, value in settings.items():
+            if not 0 <= value < most:
+                raise SourceError(f"{where}: its {name} is {value:g}, which no {kind} takes")
 
 
 def number_of(value: Any, what: str) -> float:
@@ -170,7 +229,7 @@ class Optimizer:
     """What is left of a training when its framework's own words are taken away.
 
     Attributes:
-        states: those of STATES that there are, each as a checkpoint of its own with the model's logical tensors.
+        states: those of KEPT that there are, each as a checkpoint of its own with the logical tensors that have it.
         step: how many updates Adam has made.
         groups: how each logical tensor (name, layer) is treated.
         samples: how many samples it was trained on; None where the source does not say.
@@ -178,10 +237,36 @@ class Optimizer:
 
     states: Mapping[str, Checkpoint]
     step: int
-    groups: Mapping[tuple[str, int | None], Group]
+    groups: Mapping[tuple[str, int | None], Group | Muon]
     samples: int | None = None
 
     @cached_property
     def dtypes(self) -> dict[str, Mapping[tuple[str, int | None], str]]:
         """The element type of each logical tensor, by state."""
         return {state: source.dtypes() for state, source in self.states.items()}
+
+    def has(self, state: str, slot: Slot) -> bool:
+        """Whether there is this state of a physical tensor.
+
+        Raises:
+            UnsupportedError: only of a part of it, or it is a momentum of more than one matrix.
+        """
+        held = {(name, slot.layer) in self.dtypes[state] for name in slot.rule.pattern.tensors}
+        if len(held) > 1 or (held == {True} and state == MOMENTUM and len(slot.shape) != 2):
+            raise UnsupportedError(
+                f"{slot.keys[0]} {[*slot.shape]} is one parameter there, and not one matrix that Muon trained",
+                "convert the weights without the optimizer",
+            )
+        return held == {True}
+
+    def require_adam_alone(self, where: Path, what: str) -> None:
+        """Its moments are those of Adam, where nothing else can be written.
+
+        Raises:
+            UnsupportedError: some are Muon's.
+        """
+        if MOMENTUM in self.states:
+            raise UnsupportedError(
+                f"{where} was trained with Muon, and {what}: {MOMENTUM} is not carried there",
+                "convert the weights without the optimizer",
+            )

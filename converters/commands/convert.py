@@ -33,7 +33,7 @@ from converters.commands.options import (
     writing,
 )
 from converters.commands.running import carry_out, convert_to, is_written, output_of, request_of
-from converters.common.cli_help import command
+from converters.common.cli_help import Finite, command
 from formats.deepspeed import NEOX
 from formats.errors import SourceError, UsageError
 from formats.fsdp import FSDP
@@ -70,6 +70,13 @@ READ = (MEGATRON_FSDP, DIST, MEGATRON)
     metavar="N",
     help="With the optimizer: where Megatron's schedule and data resume.  [default: what SRC says]",
 )
+@click.option(
+    "--lr",
+    type=Finite(0),
+    metavar="RATE",
+    help="With the optimizer: --lr of the training that resumes, by which Megatron-LM 0.19 finds parameter groups.",
+)
+@click.option("--min-lr", type=Finite(0), metavar="RATE", help="With --lr: its --min-lr.  [default: 0]")
 @optimizer_kind
 @deepspeed_reading
 @reading

@@ -10,6 +10,7 @@ from converters.common.progress import size, table
 from converters.plan.plan import Plan
 from formats.errors import some
 from formats.model.settings import shown
+from formats.optimizer import MOMENTUM
 
 MOST_FILES = 64
 """Files of a plan that are listed."""
@@ -64,6 +65,7 @@ def _optimizer_line(about: Mapping[str, Any]) -> str:
     if "step" in about:
         return f"{', '.join(about['states'])}, step {about['step']}; `convert hf2fsdp --with-optimizer` converts it too"
     kind = "distributed optimizer" if about["distributed"] else "plain"
+    kind += ", Muon beside Adam" if MOMENTUM in about["states"] else ""
     return f"{', '.join(about['states'])} ({kind}); `convert reshard --with-optimizer` converts it too"
 
 

@@ -20,7 +20,7 @@ TITLES: Mapping[str, str] = {
         format archive for_trainer tp pp vpp first_stage_layers last_stage_layers pp_layout ep etp experts
         glu_interleave norm layout make_vocab_size_divisible_by true_vocab_size megatron_version ranks shard_size
         iteration to prefix""",
-    "Optimizer": "with_optimizer optimizer consumed_samples",
+    "Optimizer": "with_optimizer optimizer consumed_samples lr min_lr",
     "Values and tokens": """
         dtype quantize replicas chat_template template append_eod eod control_tokens extra no_new pack length ftfy
         sample seed dedup""",

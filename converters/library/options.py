@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -99,6 +100,8 @@ class Layout(Names, total=False):
     iteration: int
     with_optimizer: bool
     consumed_samples: int
+    lr: float
+    min_lr: float
     shard_size: int
     chat_template: str
     quantize: Quantization
@@ -149,6 +152,7 @@ def choice(literal: Any) -> Kind:
 
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 PLACE = Kind("a path", lambda value: isinstance(value, str | PathLike))
+RATE = Kind("a number of 0 or more", lambda value: type(value) in (int, float) and 0 <= value < math.inf)
 FLAG = Kind("True or False", lambda value: isinstance(value, bool))
 NAMES = Kind(
     "a list of texts",
@@ -171,6 +175,7 @@ KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(("tp", "pp", "ep", "ranks"), number(1)),
     **dict.fromkeys(("vpp", "etp", "make_vocab_size_divisible_by", "true_vocab_size", "shard_size"), number(1)),
     **dict.fromkeys(("first_stage_layers", "last_stage_layers", "glu_interleave", "consumed_samples"), number(0)),
+    "lr": RATE, "min_lr": RATE,
     "iteration": number(0), "pp_layout": TEXT, "megatron_version": TEXT, "chat_template": Kind(
         "a name or a path", lambda value: isinstance(value, str | PathLike)),
     "norm": choice(LayerNames), "experts": choice(LayerNames), "with_optimizer": FLAG, "force": FLAG, "archive": FLAG,

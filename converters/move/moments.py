@@ -1,4 +1,4 @@
-"""What Adam's moments cannot be: NaN or infinite, and the second, a mean of squares, negative.
+"""What moments cannot be: NaN or infinite, and Adam's second, a mean of squares, negative.
 
 A training that is resumed with such moments writes NaN into its weights at the next step. What is only read, for a
 digest or a comparison, may be anything.
@@ -16,13 +16,17 @@ from converters.plan.plan import Job
 from formats.disk.safetensors import FLOATS
 from formats.errors import RefusedError
 
-LEAST = {"exp_avg": -np.inf, "exp_avg_sq": 0.0}
+LEAST = {"exp_avg": -np.inf, "exp_avg_sq": 0.0, "momentum_buffer": -np.inf}
 """What no element of a state is less than."""
-RULES = {"exp_avg": "first moments are finite", "exp_avg_sq": "second moments are finite and not negative"}
+RULES = {
+    "exp_avg": "Adam's first moments are finite",
+    "exp_avg_sq": "Adam's second moments are finite and not negative",
+    "momentum_buffer": "Muon's momentum is finite",
+}
 
 
 class Moments:
-    """The elements of one job's tensor that Adam does not compute.
+    """The elements of one job's tensor that no optimizer computes.
 
     Attributes:
         state: which of the moments is moved; empty where it is none, or need not be possible.
@@ -55,7 +59,7 @@ class Moments:
         if self.count:
             raise RefusedError(
                 f"{self.job.name} in {self.job.sources[0].fragment.path} holds {self.first:g}, and {self.count} of "
-                f"{prod(self.job.shape)} elements are such: Adam's {RULES[self.state]}",
+                f"{prod(self.job.shape)} elements are such: {RULES[self.state]}",
                 "the training has diverged, or the two moments are exchanged: take an earlier checkpoint; "
                 f"--accept {self.state} takes them as they are",
             )

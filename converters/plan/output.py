@@ -67,6 +67,8 @@ class Output:
         with_optimizer: FP32 master weights, moments and step too.
         optimizer: Megatron: the optimizer that is written, `plain` or `distributed`.
         consumed_samples: Megatron: where schedule and data resume; None for what the source says.
+        lr: Megatron: the largest learning rate of the training that resumes; None leaves it to the schedule.
+        min_lr: Megatron: with `lr` the smallest; None for 0.
         shard_size: Hugging Face: bytes of a safetensors file; None for 5 GB, of Megatron for the files that the model
             once had.
         chat_template: Hugging Face: chatml, llama3, control, or a jinja file.
@@ -98,6 +100,8 @@ class Output:
     with_optimizer: bool = False
     optimizer: str | None = None
     consumed_samples: int | None = None
+    lr: float | None = None
+    min_lr: float | None = None
     shard_size: int | None = None
     chat_template: str | None = None
     quantize: str | None = None
@@ -108,6 +112,8 @@ MDS_OPTIONS = {"tp", "pp", "make_vocab_size_divisible_by", "iteration", "qkv"}
 FSDP_OPTIONS = {"ranks", "with_optimizer", "names"}
 HUGGINGFACE_OPTIONS = {"shard_size", "chat_template", "quantize"}
 MEGATRON_OPTIONS = {field.name for field in fields(Output)} - {"layout", "qkv", "ranks", "names"} - HUGGINGFACE_OPTIONS
+RESUMED = ("consumed_samples", "lr", "min_lr")
+"""What a training of Megatron says by itself."""
 DEFAULTS = {field.name: field.default for field in fields(Output)}
 
 
@@ -239,7 +245,7 @@ def _megatron(source: Checkpoint, request: Request, output: Output) -> Plan:
             raise UsageError(f"--for {output.for_trainer} is for weights alone", "leave --with-optimizer out")
         iteration = iteration or 0  # of which each folder there has one
     if not output.with_optimizer:
-        for name in ("optimizer", "consumed_samples"):
+        for name in ("optimizer", *RESUMED):
             if getattr(output, name) is not None:
                 raise UsageError(f"--{flag_of(name)} is for a training that is resumed", "add --with-optimizer")
         return plan_megatron(source, request, options, iteration, output.true_vocab_size)
@@ -254,10 +260,14 @@ def _megatron(source: Checkpoint, request: Request, output: Output) -> Plan:
     if resharded:
         if set(source.dtypes().values()) != {"F32"}:
             _require_no_cast(request)
-        if output.consumed_samples is not None:
-            raise UsageError("--consumed-samples is for a training of another framework", "leave it out")
+        for name in RESUMED:
+            if getattr(output, name) is not None:
+                raise UsageError(f"--{flag_of(name)} is for a training of another framework", "leave it out")
         return plan_run(source, request, options, iteration, kind)
-    return plan_resumed(source, request, options, iteration, output.consumed_samples, kind or "plain")
+    if output.min_lr is not None and output.lr is None:
+        raise UsageError("--min-lr is the smallest learning rate beside the largest", "add --lr")
+    rates = None if output.lr is None else (output.lr, output.min_lr or 0.0)
+    return plan_resumed(source, request, options, iteration, output.consumed_samples, kind or "plain", rates)
 
 
 def _iteration(source: Checkpoint) -> int | None:

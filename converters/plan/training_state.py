@@ -18,12 +18,13 @@ from formats.layout.leaves import Leaf
 from formats.layout.placed import Placed, files_of
 from formats.layout.slots import ORIGINAL, Replica
 from formats.layout.tensors import UNTRAINED
-from formats.megatron import optimizer_reader, portable_optimizer
-from formats.megatron.args.options import FSDP_DTENSOR, Options, main_dtype
+from formats.megatron import muon, optimizer_reader, portable_optimizer
+from formats.megatron.args.options import DIST, FSDP_DTENSOR, Options, main_dtype
+from formats.megatron.details import Megatron
 from formats.megatron.optimizer import Optimizer as Native
 from formats.megatron.optimizer import of_kind
 from formats.megatron.torch_dist import OPTIMIZER
-from formats.optimizer import Optimizer
+from formats.optimizer import MOMENTUM, Muon, Optimizer
 from formats.registry import format_of
 
 
@@ -77,9 +78,14 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int, trainer: str
     asked = request if masters is None else replace(request, cast="fp32")
     plan = plan_fsdp(weights, asked, ranks, moments, trainer=trainer)
     jobs = (*plan.jobs, *state_jobs(source, moments.states, target=plan.target))
-    notes = [UNTAKEN]
+    notes = [UNTAKEN, *_regrouped(optimizer, plan.target)]
     if masters:
         notes.append("FSDP trains the weights themselves: they are written from the FP32 master weights")
+    if isinstance(source.details, Megatron):
+        notes += muon.notes(source.details.args, 1)
+    if MOMENTUM in optimizer.states:
+        order = dict.fromkeys("muon" if isinstance(group, Muon) else "adamw" for group in optimizer.groups.values())
+        notes.append(f"it loads into get_state_dict(model, [{', '.join(order)}]), the optimizers in this order")
     if not optimizer.groups:
         notes.append("the source has no rate, betas and weight decay: set_optimizer_state_dict of torch asks for them")
 
@@ -115,12 +121,14 @@ def plan_run(
         optimizer = replace(optimizer, states={"fp32": _trained(source), **optimizer.states})
     if options.dialect == FSDP_DTENSOR:
         weights, optimizer, request, options = _for_fsdp(source, optimizer, request, options)
+    _require_torch_dist(source, optimizer, options, request.cast)
     plan = plan_megatron(weights, request, options, iteration, optimizer=optimizer)
     padded, multiple = source.padded_vocab or 0, options.vocab_multiple * options.tp
     rows = min(padded, -(-(source.spec.vocab or 0) // multiple) * multiple)
     notes = ["rng_state is not carried: it is that of other ranks"] if "rng_state" in source.state else []
     if rows < padded:
         notes.append(f"{padded - rows} rows of vocabulary padding have no place in the new topology")
+    notes += muon.notes(source.details_of(Megatron).args, options.tp)
     proof = None if "fp32" in optimizer.states or weights is not source else stored.states.get("fp32")
     return _resumed(plan, optimizer, rows, notes, proof, request.cast)
 
@@ -132,6 +140,7 @@ def plan_resumed(
     iteration: int | None = None,
     samples: int | None = None,
     kind: str = "plain",
+    rates: tuple[float, float] | None = None,
 ) -> Plan:
     """A plan that writes a run of Megatron with the optimizer of a training in another framework.
 
@@ -142,15 +151,17 @@ def plan_resumed(
         iteration: the one to write; None for as many as there were updates.
         samples: how many samples it was trained on; None for what the source says.
         kind: the optimizer that is written, `plain` or `distributed`.
+        rates: the largest and the smallest learning rate of the training that resumes.
 
     Raises:
         SourceError: the source holds no optimizer, or an incomplete one.
         UnsupportedError: its optimizer has no layout here.
+        UsageError: the training cannot resume without its rates.
     """
     stored = optimizer_of(source)
     weights, states = _split(source, stored, request.cast)
     stored = replace(stored, states=states, samples=stored.samples if samples is None else samples)
-    optimizer, notes = portable_optimizer.native(source, stored)
+    optimizer, notes = portable_optimizer.native(source, stored, rates)
     optimizer = of_kind(optimizer, weights, distributed=kind == "distributed")
     args = {"consumed_train_samples": stored.samples or 0}
     weights = replace(weights, dropped=())
@@ -160,8 +171,44 @@ def plan_resumed(
             "Megatron-FSDP takes the largest and the smallest rate of its schedule from the checkpoint, "
             f"{optimizer.groups[0]['lr']:g} and 0, whatever --lr and --min-lr say"
         )
+    _require_torch_dist(source, optimizer, options, request.cast)
     plan = plan_megatron(weights, request, options, iteration or stored.step, optimizer=optimizer, args=args)
-    return _resumed(plan, optimizer, 0, notes)
+    return _resumed(plan, optimizer, 0, [*notes, *_regrouped(optimizer, plan.target)])
+
+
+def _regrouped(optimizer: Optimizer | Native, target: Target | None) -> list[str]:
+    """What the user should know of matrices that were one to Muon and are several there, or the other way round."""
+    momentum = optimizer.states.get(MOMENTUM)
+    if momentum is None or target is None:
+        return []
+    written = [item for file in target.files for item in file.states.get(MOMENTUM, ())]
+    before, after = ({frozenset(_matrix(item)) for item in items} for items in (momentum.tensors, written))
+    fused = sorted({" and ".join(sorted(names)) for names in before ^ after if len(names) > 1})
+    if not fused:
+        return []
+    return [f"to Muon {', '.join(fused)} are one matrix in Megatron, and elsewhere not: its steps differ from here on"]
+
+
+def _matrix(item: Placed) -> tuple[str, ...]:
+    """The logical tensors that Muon orthogonalizes together with the first of a parameter."""
+    tensors = item.slot.rule.pattern.tensors
+    return tensors[:1] if muon.APART.issuperset(tensors) else tensors
+
+
+def _require_torch_dist(source: Checkpoint, optimizer: Native, options: Options, cast: str | None) -> None:
+    """Muon's momentum is written where Megatron was seen to load it.
+
+    Raises:
+        UnsupportedError: it would be elsewhere, or for a training that Megatron has not.
+    """
+    weights = {dtype for (name, _), dtype in cast_dtypes(source, cast).items() if name not in UNTRAINED}
+    if optimizer.muon is not None and optimizer.distributed and "F32" in weights:
+        raise UnsupportedError("Megatron's layer-wise Muon trains in bf16 alone", "--optimizer plain, or --dtype bf16")
+    if optimizer.muon is not None and options.dialect != DIST:
+        raise UnsupportedError(
+            f"{source.root} trains its matrices with Muon, whose {MOMENTUM} is written to torch_dist alone",
+            "--format torch_dist",
+        )
 
 
 def _split(source: Checkpoint, optimizer: Optimizer, cast: str | None) -> tuple[Checkpoint, dict[str, Checkpoint]]:

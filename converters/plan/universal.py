@@ -33,7 +33,7 @@ from formats.layout.slots import Slot
 from formats.layout.tensors import BUFFERS
 from formats.model import untabled
 from formats.model.spec import ModelSpec, Verbatim
-from formats.optimizer import STATES, Group, Optimizer
+from formats.optimizer import STATES, Group, Muon, Optimizer
 from formats.torch_files import saved_names
 from formats.torch_files.pickle_values import Opaque
 
@@ -105,6 +105,7 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
         UnsupportedError: what is one parameter in transformers was trained in several groups.
     """
     require_vocab(source)
+    optimizer.require_adam_alone(source.root, "a universal checkpoint is read back with Adam's moments")
     slots = huggingface.model_slots(source.spec, memory=True)
     buffers = [slot.keys[0] for slot in slots if BUFFERS.intersection(slot.rule.pattern.tensors)]
     groups = _grouped([slot for slot in slots if slot.keys[0] not in buffers], optimizer)
@@ -138,13 +139,13 @@ def _not_restored(buffers: Sequence[str]) -> list[str]:
     ]
 
 
-def _grouped(slots: Iterable[Slot], optimizer: Optimizer) -> dict[Group | None, list[Parameter]]:
+def _grouped(slots: Iterable[Slot], optimizer: Optimizer) -> dict[Group | Muon | None, list[Parameter]]:
     """The parameters of each group, in the order of the groups; None stands for one of which nothing is known.
 
     Raises:
         UnsupportedError: what is one parameter in transformers was trained in several groups.
     """
-    by_group: dict[Group | None, list[Parameter]] = {group: [] for group in optimizer.groups.values()}
+    by_group: dict[Group | Muon | None, list[Parameter]] = {group: [] for group in optimizer.groups.values()}
     for slot in slots:
         treated = {optimizer.groups.get((name, slot.layer)) for name in slot.rule.pattern.tensors}
         if len(treated) > 1:
@@ -154,12 +155,12 @@ def _grouped(slots: Iterable[Slot], optimizer: Optimizer) -> dict[Group | None, 
     return by_group
 
 
-def _settings(group: Group | None) -> dict[str, Any]:
+def _settings(group: Group | Muon | None) -> dict[str, Any]:
     """What a file says of a parameter group. What it leaves out stays as the training has it."""
     return {**group._asdict(), "amsgrad": False} if group else {}
 
 
-def _told(group: Group | None) -> str:
+def _told(group: Group | Muon | None) -> str:
     """A parameter group, for a person."""
     return (
         ", ".join(f"{name} {value}" for name, value in group._asdict().items()) if group else "as the training has it"

@@ -15,7 +15,7 @@ from converters.plan.plan import Plan
 from formats.checkpoint import MANIFEST
 from formats.errors import VerificationError
 from formats.huggingface.text_alone import parts
-from formats.optimizer import STATES
+from formats.optimizer import KEPT, STATES
 
 
 def manifest(plan: Plan, digests: Mapping[str, str], files: Mapping[str, str]) -> bytes:
@@ -28,7 +28,7 @@ def manifest(plan: Plan, digests: Mapping[str, str], files: Mapping[str, str]) -
     """
     sections: dict[str, dict[str, Any]] = {"tensors": {}}
     for job in plan.jobs:
-        if not job.state or job.state in STATES:  # padding belongs to no tensor
+        if not job.state or job.state in KEPT:  # padding belongs to no tensor
             about = {"dtype": job.dtype, "shape": list(job.shape), "blake3": digests[job.name]}
             sections.setdefault("optimizer" if job.state else "tensors", {})[job.name] = about
     source: dict[str, Any] = {"format": plan.source.format, "topology": dict(plan.source.topology)}

@@ -32,7 +32,7 @@ from formats.layout.tensors import UNTRAINED
 from formats.model import adapters
 from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.model.vocab_rows import EMBEDDING
-from formats.optimizer import Group, Optimizer, step_tensor
+from formats.optimizer import Group, Muon, Optimizer, step_tensor
 from formats.torch_files import dcp, dcp_writer, rank_dumps
 from formats.torch_files.archive import TorchFile
 from formats.torch_files.archive_plan import packed
@@ -287,6 +287,8 @@ def write(
         trained = [slot for slot in wanted if not (slot.replica or UNTRAINED.intersection(slot.rule.pattern.tensors))]
         for slot in trained:
             for state, of in optimizer.dtypes.items():
+                if not optimizer.has(state, slot):
+                    continue
                 path = _states(slot, state, flat=bool(trainer))
                 paths[".".join(path)] = path
                 stored.append(dcp_writer.whole(slot, ".".join(path), state, slot_dtype(slot, of)))
@@ -310,17 +312,19 @@ def _settings(optimizer: Optimizer, trained: Iterable[Slot], *, flat: bool) -> d
     optim/config.py, which puts that of the training in its place).
     """
     step = step_tensor(optimizer.step)
-    members: dict[Group, list[str]] = {group: [] for group in optimizer.groups.values()}
+    members: dict[Group | Muon, list[str]] = {group: [] for group in optimizer.groups.values()}
     by_keys: dict[dcp_writer.Keys, bytes | Small] = {}
     for slot in trained:
-        by_keys[_states(slot, "step", flat=flat)] = step
         groups = {optimizer.groups[name, slot.layer] for name in slot.rule.pattern.tensors if optimizer.groups}
         if len(groups) > 1:
             raise UnsupportedError(f"{slot.keys[0]} would have to be in {len(groups)} groups of the optimizer")
         for group in groups:
             members[group].append(slot.keys[0])
+        if not any(isinstance(group, Muon) for group in groups):
+            by_keys[_states(slot, "step", flat=flat)] = step
     for number, (group, keys) in enumerate(members.items()):
-        settings = {name: packed(value) for name, value in {**group._asdict(), **ADAMW}.items()}
+        more = {} if isinstance(group, Muon) else ADAMW
+        settings = {name: packed(value) for name, value in {**group._asdict(), **more}.items()}
         if flat:
             settings["initial_lr"] = packed(group.lr)
             by_keys |= {

@@ -1,6 +1,7 @@
 """The optimizer of FSDP trainings: where Adam's moments, steps and settings of each parameter lie.
 
     optim.state.{key}.{step|exp_avg|exp_avg_sq}         torch's get_optimizer_state_dict, in a container of any name
+    optim.state.{key}.momentum_buffer                   the same of torch.optim.Muon, beside an AdamW of all else
     optim.param_groups.{number}.{lr|betas|…|params}     its settings; up to torch 2.3 those of all groups in one object
     optimizer.param_groups.{key}.{lr|betas|…}           the same flattened, as torchtitan has it
     optim.{key}.{step|exp_avg|exp_avg_sq}               `train run` before it took torch's names; without settings
@@ -27,9 +28,9 @@ from formats.fsdp import beside, native, olmo_core
 from formats.fsdp import checkpoint as fsdp
 from formats.layout.pieces import Scattered, spread
 from formats.layout.placed import Placed, match
-from formats.layout.slots import ALONE
+from formats.layout.slots import ALONE, Slot
 from formats.layout.tensors import UNTRAINED
-from formats.optimizer import Group, Optimizer, group_of, number_of, whose
+from formats.optimizer import KEPT, MOMENTS, MOMENTUM, Group, Muon, Optimizer, group_of, number_of, whose
 from formats.torch_files import dcp, rank_dumps
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.archive_writer import plain, small_of
@@ -37,7 +38,7 @@ from formats.torch_files.pickle_values import Opaque, TensorRef
 from formats.torch_files.saved_names import OPTIM_DUMP
 from formats.torch_files.wrappers import unwrapped
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+KNOWN = {"step", *(name for names in MOMENTS.values() for name in names)}
 STATE = re.compile(r"(?:(?P<container>.*?)\.)?state\.(?P<key>.+)\.(?P<state>\w+)")
 OWN = re.compile(r"(?P<container>optim)\.(?P<key>.+)\.(?P<state>step|exp_avg|exp_avg_sq)")
 FOLDER, FULL = "optimizer_0", "optimizer.bin"
@@ -170,35 +171,66 @@ def read(source: Checkpoint) -> Optimizer:
     optimizer = find(source)
     if optimizer is None:
         raise SourceError(f"{source.root} holds no optimizer", "convert the weights without --with-optimizer")
-    _require_adam(optimizer)
+    _require_known(optimizer)
     trained = [item.slot for item in source.tensors if not UNTRAINED.intersection(item.slot.rule.pattern.tensors)]
-    slots = {item.keys: item for item in reversed(trained)}
     states: dict[str, Checkpoint] = {}
-    keys: dict[str, Placed] = {}
-    for state in MOMENTS:
-        numbers = optimizer.states[state]
-        tensors = dict(zip(numbers, optimizer.listing.load([*numbers.values()]), strict=True))
-        try:
-            whole = {key: item.whole for key, item in tensors.items()}
-            placed, _ = match(slots.values(), {ALONE: whole}, (), source.home)
-        except SourceError as error:
-            raise SourceError(f"{state} of its optimizer: {error}", error.hint or FROZEN) from None
-        keys = {item.key: item for item in placed}
-        pieces = tuple(piece for item in placed for piece in spread(item, tensors[item.key]))
-        states[state] = replace(source, tensors=pieces, dropped=(), without=UNTRAINED)
-    groups: dict[tuple[str, int | None], Group] = {}
+    by_kind: dict[type[Group | Muon], dict[str, Placed]] = {}
+    for kind, slots in _by_kind(optimizer, trained).items():
+        names = {name for slot in slots for name in slot.rule.pattern.tensors}
+        without = UNTRAINED.union(name for slot in trained for name in slot.rule.pattern.tensors) - names
+        for state in MOMENTS[kind] if slots else ():
+            numbers = optimizer.states[state]
+            tensors = dict(zip(numbers, optimizer.listing.load([*numbers.values()]), strict=True))
+            try:
+                whole = {key: item.whole for key, item in tensors.items()}
+                placed, _ = match(slots, {ALONE: whole}, (), source.home)
+            except SourceError as error:
+                raise SourceError(f"{state} of its optimizer: {error}", error.hint or FROZEN) from None
+            by_kind[kind] = {item.key: item for item in placed}
+            pieces = tuple(piece for item in placed for piece in spread(item, tensors[item.key]))
+            states[state] = replace(source, tensors=pieces, dropped=(), without=without)
+    keys = {key: item for items in by_kind.values() for key, item in items.items()}
+    groups: dict[tuple[str, int | None], Group | Muon] = {}
     model = {unwrapped(name) for item in source.tensors for name in item.slot.keys}
     for key, group in _groups(optimizer, keys, model, _unsaid(source)).items():
         slot = keys[key].slot
+        if key not in by_kind.get(type(group), {}):
+            raise UnsupportedError(
+                f"{optimizer.listing.where}: the settings of {key} are for {' and '.join(MOMENTS[type(group)])}, which "
+                "its optimizer does not have of it"
+            )
         for name in slot.rule.pattern.tensors:
             if groups.setdefault((name, slot.layer), group) != group:
                 raise UnsupportedError(
                     f"{optimizer.listing.where}: the experts of layer {slot.layer} are in several groups"
                 )
-    return Optimizer(states, _step(optimizer, keys), groups)
+    if Muon in by_kind and not groups:
+        raise UnsupportedError(
+            f"{optimizer.listing.where} has {MOMENTUM} and no parameter groups, which would tell whether it is Muon's"
+        )
+    states = {state: states[state] for state in KEPT if state in states}
+    return Optimizer(states, _step(optimizer, by_kind[Group]), groups)
 
 
-def _require_adam(optimizer: Held) -> None:
+def _by_kind(optimizer: Held, trained: Iterable[Slot]) -> dict[type[Group | Muon], list[Slot]]:
+    """The parameters that Adam trains, and those that Muon trains.
+
+    Raises:
+        UnsupportedError: the same tensor is Adam's in one layer and Muon's in another.
+    """
+    slots: dict[type[Group | Muon], dict[tuple[str, ...], Slot]] = {kind: {} for kind in MOMENTS}
+    for slot in trained:
+        muon = not optimizer.states.get(MOMENTUM, {}).keys().isdisjoint(slot.keys)
+        slots[Muon if muon else Group].setdefault(slot.keys, slot)
+    names = [{name for slot in of.values() for name in slot.rule.pattern.tensors} for of in slots.values()]
+    if both := sorted(set.intersection(*names)):
+        raise UnsupportedError(
+            f"{optimizer.listing.where} trains {both[0]} with Muon in some layers, and not in others"
+        )
+    return {kind: [*of.values()] for kind, of in slots.items()}
+
+
+def _require_known(optimizer: Held) -> None:
     where = optimizer.listing.where
     if all(key.isdecimal() for keys in optimizer.states.values() for key in keys):
         raise UnsupportedError(
@@ -206,11 +238,13 @@ def _require_adam(optimizer: Held) -> None:
             "is which",
             "convert the weights without --with-optimizer; only the training that saved it can resume with it",
         )
-    others, name = sorted(set(optimizer.states) - {*MOMENTS, "step"}), whose(optimizer.states)
+    kept = {*optimizer.states}
+    kept -= {MOMENTUM} if "exp_avg" in kept else set()  # beside Muon an Adam trains what is no matrix
+    others, name = sorted(kept - {*MOMENTS[Group], "step"}), whose(kept)
     if others or name:
         keeps = ", ".join(others) or "exp_avg alone"
         raise UnsupportedError(f"{where}: its optimizer{name} is not Adam or AdamW: it keeps {keeps}")
-    if missing := [state for state in MOMENTS if state not in optimizer.states]:
+    if missing := [state for state in MOMENTS[Group] if state not in optimizer.states]:
         raise SourceError(f"{where}: its optimizer holds no {' and no '.join(missing)}")
 
 
@@ -227,9 +261,11 @@ def _step(optimizer: Held, keys: Iterable[str]) -> int:
         parts = STATE.fullmatch(name)
         if parts and parts["state"] == "step":
             values[unwrapped(parts["key"])] = value
-        elif parts and parts["state"] not in MOMENTS:
+        elif parts and parts["state"] not in KNOWN:
             kind = whose([parts["state"]])
             raise UnsupportedError(f"{where}: its optimizer{kind} is not Adam or AdamW: it keeps {parts['state']}")
+    if counted := sorted(values.keys() & optimizer.states.get(MOMENTUM, {}).keys()):
+        raise UnsupportedError(f"{where}: its optimizer keeps {MOMENTUM} and step of {counted[0]}, and Muon no step")
     steps: dict[int, str] = {}
     for key in keys:
         if key not in values:
@@ -254,7 +290,7 @@ def _unsaid(source: Checkpoint) -> Mapping[str, Any]:
 
 def _groups(
     optimizer: Held, keys: Mapping[str, Placed], model: Collection[str], unsaid: Mapping[str, Any]
-) -> dict[str, Group]:
+) -> dict[str, Group | Muon]:
     """The group of each parameter, by its key, in the order of the groups; none where no settings are kept.
 
     Args:
@@ -279,7 +315,7 @@ def _groups(
         elif parts := re.fullmatch(r"(.+)\.(\w+)", name.removeprefix(f"{prefix}.")):
             settings.setdefault(parts[1], {})[parts[2]] = value
     order = {key: number for number, key in enumerate(keys)}
-    groups: dict[str, Group] = {}
+    groups: dict[str, Group | Muon] = {}
     for name in sorted(
         settings, key=lambda member: int(member) if member.isdecimal() else order.get(unwrapped(member), -1)
     ):

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, cast
 
@@ -27,7 +26,7 @@ from formats.errors import SourceError, UnsupportedError
 from formats.layout.columns import Cut
 from formats.layout.placed import Placed
 from formats.layout.slots import Slot
-from formats.megatron import chained_optimizer
+from formats.megatron import chained_optimizer, muon
 from formats.megatron.args.moe import interleaves_of
 from formats.megatron.args.options import Options
 from formats.megatron.chained_optimizer import CHAINED, Parameter, joined, same_scaler
@@ -53,8 +52,8 @@ Settings = tuple[list[dict[str, Any]], Any]
 """Parameter groups, and the scaler of losses."""
 
 
-def read(source: Checkpoint) -> tuple[dict[str, Checkpoint], Settings]:
-    """The states of each parameter, and what all ranks say of them.
+def read(source: Checkpoint) -> tuple[dict[str, list[Placed]], Settings]:
+    """The states of each parameter that Adam trains, and what all ranks say of them.
 
     Raises:
         SourceError: a bucket is missing, or ranks say different things.
@@ -71,7 +70,7 @@ def read(source: Checkpoint) -> tuple[dict[str, Checkpoint], Settings]:
             buckets[int(named[4])] = entry
     every = _trained(source)
     placed: dict[str, list[Placed]] = {state: [] for state in STATES}
-    for optimizer, ranks in enumerate(every):
+    for optimizer, ranks in every.items():
         for rank, of_rank in enumerate(ranks):
             chunks: dict[str, list[Parameter]] = {}
             for parameter in of_rank:
@@ -80,15 +79,15 @@ def read(source: Checkpoint) -> tuple[dict[str, Checkpoint], Settings]:
                 for state in STATES:
                     buckets = entries.pop((optimizer, rank, number, stored_name(state, distributed=True)), {})
                     placed[state] += _cut(source, parameters, [buckets[order] for order in sorted(buckets)])
-    settings = _settings(source, [len(ranks) for ranks in every])
+    settings = _settings(source, {number: len(ranks) for number, ranks in every.items()})
     if entries or not settings[0]:
-        count = " and ".join(str(len(ranks)) for ranks in every)
+        count = " and ".join(str(len(ranks)) for ranks in every.values())
         raise SourceError(f"{source.home} holds an optimizer of other ranks than the {count} that its args tell of")
-    return {state: replace(source, tensors=tuple(tensors)) for state, tensors in placed.items()}, settings
+    return placed, settings
 
 
-def _trained(source: Checkpoint) -> list[list[list[Parameter]]]:
-    """What each rank of each optimizer trains, in the order of its model."""
+def _trained(source: Checkpoint) -> dict[int, list[list[Parameter]]]:
+    """What each rank of each Adam trains, in the order of its model, by the number of that among all optimizers."""
     spec, details, path = cast(ModelSpec, source.spec), source.details_of(Megatron), source.home
     args = details.args
     tp, pp, virtual = (
@@ -115,15 +114,19 @@ def _trained(source: Checkpoint) -> list[list[list[Parameter]]]:
 
     interleaves = interleaves_of(args, str(path)).values()
     dense = of(Mesh(tp, 1, tp, *interleaves))
-    return [dense[0], of(Mesh(etp, args["expert_model_parallel_size"], etp, *interleaves))[1]] if several else dense
+    if muon.is_used(args):
+        return {1: [[parameter for parameter in rank if not muon.trains(parameter.slot)] for rank in dense[0]]}
+    if several:
+        return {0: dense[0], 1: of(Mesh(etp, args["expert_model_parallel_size"], etp, *interleaves))[1]}
+    return {0: dense[0]}
 
 
-def _settings(source: Checkpoint, ranks: Sequence[int]) -> Settings:
-    """What all ranks of all optimizers say, given how many each has."""
-    prefixes = [f"chained_{number}." for number in range(len(ranks))] if len(ranks) > 1 else [""]
+def _settings(source: Checkpoint, ranks: Mapping[int, int]) -> Settings:
+    """What all ranks of all optimizers say, given how many each has, by its number."""
+    prefixes = {number: "" if [*ranks] == [0] else f"chained_{number}." for number in ranks}
     every = [
-        [f"{prefix}{GROUP}{rank % count}" for prefix, count in zip(prefixes, ranks, strict=True)]
-        for rank in range(max(ranks))
+        [f"{prefixes[number]}{GROUP}{rank % count}" for number, count in ranks.items()]
+        for rank in range(max(ranks.values()))
     ]
     names = [
         OBJECT.format(index, name) for numbers in every for index in numbers for name in ("optimizer", "grad_scaler")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from formats.errors import SourceError, UnsupportedError
 from formats.layout.slots import Place, Slot
+from formats.megatron import muon
 from formats.torch_files.archive import TorchFile
 from formats.torch_files.archive_writer import plain
 
@@ -83,12 +84,12 @@ def groups(every: Sequence[Mapping[str, Any]], kinds: Collection[bool]) -> list[
 
 
 def entries(file: TorchFile, args: Mapping[str, Any]) -> list[Mapping[Any, Any]]:
-    """The entry of each optimizer in a file: one, or with experts on several ranks two.
+    """The entry of each optimizer in a file: one, or with experts on several ranks, or Muon beside Adam, two.
 
     Raises:
         UnsupportedError: there are others.
     """
-    optimizer, several = file.value.get("optimizer", {}), is_spread(args)
+    optimizer, several = file.value.get("optimizer", {}), is_spread(args) or muon.is_used(args)
     if isinstance(optimizer, Mapping) and set(optimizer) == {0, 1}:
         optimizer = [optimizer[0], optimizer[1]]
     if isinstance(optimizer, Mapping) and not several:
@@ -100,7 +101,7 @@ def entries(file: TorchFile, args: Mapping[str, Any]) -> list[Mapping[Any, Any]]
     ):
         raise UnsupportedError(
             f"{file.path} holds {'several optimizers' if isinstance(optimizer, list) else 'one optimizer'}: supported "
-            "is one, and where experts are on several ranks one more for these"
+            "is one, and one more of experts that are on several ranks, or of Muon"
         )
     return optimizer
 
@@ -137,11 +138,11 @@ def joined(every: Sequence[tuple[TorchFile, Any]]) -> list[dict[str, Any]]:
     Raises:
         UnsupportedError: more than weight decay tells two of them apart, or experts are trained otherwise.
     """
-    groups_of = [_groups(file, saved, experts=number > 0) for number, (file, saved) in enumerate(every)]
-    if len(groups_of[0]) != 2:
-        raise _unknown(every[0][0], groups_of[0])
-    dense = {bool(group["wd_mult"]): group for groups in groups_of[:1] for group in groups}
-    for group in (group for groups in groups_of[1:] for group in groups):
+    several = [groups_of(file, saved, experts=number > 0) for number, (file, saved) in enumerate(every)]
+    if len(several[0]) != 2:
+        raise _unknown(every[0][0], several[0])
+    dense = {bool(group["wd_mult"]): group for groups in several[:1] for group in groups}
+    for group in (group for groups in several[1:] for group in groups):
         same = dense[bool(group["wd_mult"])]
         step = {"step": same["step"]} if "step" in same else {}  # Transformer Engine does not count in empty groups
         if {**step, **group} != same:
@@ -149,7 +150,8 @@ def joined(every: Sequence[tuple[TorchFile, Any]]) -> list[dict[str, Any]]:
     return [dense[True], dense[False]]
 
 
-def _groups(file: TorchFile, saved: Any, *, experts: bool) -> list[dict[str, Any]]:
+def groups_of(file: TorchFile, saved: Any, *, experts: bool = False) -> list[dict[str, Any]]:
+    """The parameter groups of an optimizer, without their parameters."""
     groups = [
         plain(file, {name: value for name, value in group.items() if name != "params"}, "a group") for group in saved
     ]

@@ -21,7 +21,7 @@ import re
 import struct
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -33,6 +33,7 @@ from formats.errors import UnsupportedError
 from formats.layout.placed import Placed
 from formats.layout.tensors import BUFFERS
 from formats.megatron import chained_optimizer as chained
+from formats.megatron import muon
 from formats.megatron.chained_optimizer import Parameter, decays
 from formats.optimizer import STATES
 from formats.torch_files.archive_plan import STREAM, plan_archive
@@ -68,13 +69,15 @@ class Optimizer:
     """What a run keeps to train on, besides the weights.
 
     Attributes:
-        states: those of STATES that there are, each as a checkpoint of its own.
-        groups: the parameter groups, without their parameters.
+        states: those of KEPT that there are, each as a checkpoint of its own.
+        groups: Adam's parameter groups, without their parameters.
         distributed: whether it is Megatron's distributed optimizer, which has its step in the groups.
         step: that of torch's Adam; None where the groups have it.
         scaler: that of float16 losses; None without one.
         head: what lies beside the optimizer and is the same on all ranks, such as the scheduler of the rate.
         grads: the element type in which gradients are reduced, as torch calls it.
+        muon: the parameter group of Muon, beside which Adam trains what is no matrix; None without one.
+        run: further arguments of a training that it is resumed in.
     """
 
     states: Mapping[str, Checkpoint]
@@ -84,6 +87,8 @@ class Optimizer:
     scaler: Any
     head: Mapping[str, Any]
     grads: str
+    muon: Mapping[str, Any] | None = None
+    run: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def dtypes(self) -> dict[str, Mapping[tuple[str, int | None], str]]:
@@ -92,7 +97,11 @@ class Optimizer:
 
     def args(self) -> dict[str, Any]:
         """The arguments by which Megatron knows that it is there."""
-        return {"no_save_optim": False, "use_distributed_optimizer": self.distributed}
+        if self.muon is None:
+            return {"no_save_optim": False, "use_distributed_optimizer": self.distributed}
+        layered = dict.fromkeys(muon.LAYERED, self.distributed)
+        kind = {"optimizer": muon.NAME, "use_distributed_optimizer": False, **layered}
+        return {"no_save_optim": False, **kind, **self.run}
 
     def around(self, inner: Mapping[str, Any], masters: Any = None) -> dict[str, Any]:
         """The entry `optimizer` around that of Adam itself."""
@@ -304,7 +313,9 @@ def common(optimizer: Optimizer, kinds: Collection[bool]) -> tuple[dict[str, Any
     about: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     about |= {"distrib_optim_sharding_type": RESHARDABLE} if optimizer.distributed else {}
     parts = [_common(optimizer, groups) for groups in chained.groups(optimizer.groups, kinds)]
-    return {**optimizer.head, "optimizer": dict(enumerate(parts)) if kinds else parts[0]}, about
+    if optimizer.muon is not None:
+        parts = [replace(optimizer, distributed=False).around({"param_groups": [dict(optimizer.muon)]}), *parts]
+    return {**optimizer.head, "optimizer": dict(enumerate(parts)) if len(parts) > 1 else parts[0]}, about
 
 
 def _common(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

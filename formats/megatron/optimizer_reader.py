@@ -6,7 +6,7 @@ The layouts are those of the weights: a state is a checkpoint of its own, with t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from math import prod
@@ -17,15 +17,25 @@ from formats.disk.safetensors import DTYPES, Fragment, row_major
 from formats.errors import SourceError, UnsupportedError, short
 from formats.layout.pieces import spread
 from formats.layout.placed import Placed, match
-from formats.layout.slots import ALONE, Place
+from formats.layout.slots import ALONE, Place, Slot
 from formats.layout.tensors import BUFFERS
-from formats.megatron import bucketed_optimizer, common_state, fsdp_dtensor_optimizer, torch_dist
+from formats.megatron import bucketed_optimizer, common_state, fsdp_dtensor_optimizer, muon, torch_dist
 from formats.megatron.args.options import CORE, DIST, FSDP_DTENSOR
-from formats.megatron.chained_optimizer import CHAINED, apart, decays, entries, is_spread, joined, repeated, same_scaler
+from formats.megatron.chained_optimizer import (
+    CHAINED,
+    apart,
+    decays,
+    entries,
+    groups_of,
+    is_spread,
+    joined,
+    repeated,
+    same_scaler,
+)
 from formats.megatron.details import Megatron
 from formats.megatron.optimizer import PREFIX, RESHARDABLE, SHARDED, Optimizer, starts, stored_name
 from formats.megatron.shards import DROPS, Shard, flattened, mesh_of, read_shards, tensors_of
-from formats.optimizer import STATES, require_states
+from formats.optimizer import KEPT, MOMENTUM, STATES, require_states
 from formats.torch_files import dcp
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.archive_writer import Small, plain
@@ -56,9 +66,10 @@ def read(source: Checkpoint) -> Optimizer:
     legacy = any(placed.key.startswith("language_model.") for placed in source.tensors)
     if details.dialect not in READERS or legacy:
         raise UnsupportedError(f"{source.home}: of optimizers those of megatron-core are read, not of models before it")
-    if (kind := args.get("optimizer")) not in (None, "adam"):
+    if (kind := args.get("optimizer")) not in (None, "adam") and not (muon.is_used(args) and details.dialect == DIST):
+        what = "which is read in torch_dist alone" if muon.is_used(args) else "only Adam's and Muon's are read"
         raise UnsupportedError(
-            f"{source.home}: its optimizer is {short(kind)} (args say so), only that of Adam is read",
+            f"{source.home}: its optimizer is {short(kind)} (args say so), {what}",
             "reshard the weights without --with-optimizer",
         )
     if "optimizer" not in source.state or released:
@@ -74,9 +85,11 @@ def read(source: Checkpoint) -> Optimizer:
     half = dtypes.intersection(HALF)
     if half and dtypes != half:
         raise UnsupportedError(f"{source.home} trains parameters of several types, {', '.join(sorted(half))} and F32")
-    missing = {"exp_avg", "exp_avg_sq", *(["fp32"] if half or optimizer.distributed else [])} - set(optimizer.states)
-    if missing:
-        raise SourceError(f"{source.home} holds no {' and no '.join(sorted(missing))}: its optimizer is not Adam's")
+    wanted = {"exp_avg", "exp_avg_sq", *(["fp32"] if half or optimizer.distributed else [])}
+    kind = "Adam's" if optimizer.muon is None else "Muon's beside Adam's"
+    wanted |= set() if optimizer.muon is None else {MOMENTUM}
+    if missing := wanted - set(optimizer.states):
+        raise SourceError(f"{source.home} holds no {' and no '.join(sorted(missing))}: its optimizer is not {kind}")
     return optimizer
 
 
@@ -97,13 +110,24 @@ def _require_one_step(optimizer: Optimizer, where: str) -> None:
 def _as_checkpoints(source: Checkpoint, states: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:
     """The states, master weights to be compared with the weights."""
     return {
-        state: replace(checkpoint, twins=source.tensors if state == "fp32" else (), without=BUFFERS)
+        state: replace(
+            checkpoint,
+            twins=source.tensors if state == "fp32" else (),
+            without=BUFFERS | (_names(source) - _names(checkpoint)),
+        )
         for state, checkpoint in states.items()
         if checkpoint
     }
 
 
-def _matched(source: Checkpoint, chunks: Chunks, state: str, *, once: bool = False) -> list[Placed]:
+def _names(source: Checkpoint) -> frozenset[str]:
+    """The logical tensors of which a checkpoint has something."""
+    return frozenset(name for item in source.tensors for name in item.slot.rule.pattern.tensors)
+
+
+def _matched(
+    source: Checkpoint, chunks: Chunks, state: str, *, once: bool = False, holds: Callable[[Slot], bool] | None = None
+) -> list[Placed]:
     """Pair the tensors of a state with the slots of the weights, each of which is there once, in pieces or not.
 
     Args:
@@ -111,11 +135,14 @@ def _matched(source: Checkpoint, chunks: Chunks, state: str, *, once: bool = Fal
         chunks: the tensors of the state.
         state: what to call it.
         once: of dense tensors on several data ranks the first alone has kept it.
+        holds: which of the slots have it.
     """
     slots = {
         (placed.slot.place, placed.slot.keys): placed.slot
         for placed in reversed(source.tensors)
-        if not BUFFERS.intersection(placed.slot.rule.pattern.tensors) and not (once and repeated(placed.slot))
+        if not BUFFERS.intersection(placed.slot.rule.pattern.tensors)
+        and not (once and repeated(placed.slot))
+        and (holds is None or holds(placed.slot))
     }
     try:
         return match(slots.values(), flattened(chunks), DROPS, source.home)[0]
@@ -136,42 +163,64 @@ def _dist(source: Checkpoint) -> Optimizer:
     file = common_state.read(source.home)
     args = source.details_of(Megatron).args
     outers = entries(file, args)
-    about = saved if isinstance(saved := file.value.get("content_metadata"), Mapping) else {}
-    kind = about.get("distrib_optim_sharding_type") or outers[0].get("param_state_sharding_type")
-    head = {name: plain(file, file.value[name], name) for name in HEAD if name in file.value}
-    grads = _grads(args, next(iter(source.dtypes().values())))
-    if kind == bucketed_optimizer.NAME:
-        states, (groups, scaler) = bucketed_optimizer.read(source)
-        return Optimizer(_as_checkpoints(source, states), groups, True, None, scaler, head, grads)
-    if kind not in (None, RESHARDABLE):
-        raise UnsupportedError(
-            f"{source.home} keeps its optimizer as {short(kind)}, which is not known",
-            "save once more with --dist-ckpt-optim-fully-reshardable",
-        )
+    by_muon, group = muon.is_used(args), None
     try:
-        inners = [outer.get("optimizer", outer) for outer in outers]
-        groups = joined([(file, inner["param_groups"]) for inner in inners])
-        scaler = same_scaler([(file, outer.get("grad_scaler")) for outer in outers])
-        saved = [inner.get("state", {}).get("common_step") for inner in inners]
-        steps = {plain(file, step, "the step") for step in saved if step is not None}
+        if by_muon:
+            muon.require_known(args, str(source.home))
+            first = outers.pop(0)
+            (group,) = groups_of(file, first.get("optimizer", first)["param_groups"])
+        about = saved if isinstance(saved := file.value.get("content_metadata"), Mapping) else {}
+        kind = None if by_muon else about.get("distrib_optim_sharding_type")
+        kind = kind or outers[0].get("param_state_sharding_type")
+        head = {name: plain(file, file.value[name], name) for name in HEAD if name in file.value}
+        grads = _grads(args, next(iter(source.dtypes().values())))
+        listed, step, states = _listed(source), None, dict[str, list[Placed]]()
+        if kind == bucketed_optimizer.NAME:
+            states, (groups, scaler) = bucketed_optimizer.read(source)
+        elif kind not in (None, RESHARDABLE):
+            raise UnsupportedError(
+                f"{source.home} keeps its optimizer as {short(kind)}, which is not known",
+                "save once more with --dist-ckpt-optim-fully-reshardable",
+            )
+        else:
+            inners = [outer.get("optimizer", outer) for outer in outers]
+            groups = joined([(file, inner["param_groups"]) for inner in inners])
+            scaler = same_scaler([(file, outer.get("grad_scaler")) for outer in outers])
+            saved = [inner.get("state", {}).get("common_step") for inner in inners]
+            steps = {plain(file, step, "the step") for step in saved if step is not None}
+            if len(steps) > 1:
+                raise UnsupportedError(f"{file.path}: its parameters have made different numbers of steps")
+            step = next(iter(steps), None)
     except DAMAGE:
         raise SourceError(f"{file.path} holds no optimizer of a kind that is known") from None
-    if len(steps) > 1:
-        raise UnsupportedError(f"{file.path}: its parameters have made different numbers of steps")
-    listed = _listed(source)
-    names = {stored_name(state, kind is not None): state for state in STATES}
-    if set(listed) - set(names):
-        raise UnsupportedError(f"{source.home}: the optimizer keeps {', '.join(sorted(set(listed) - set(names)))}")
-    states = {names[name]: _in_pieces(source, pieces_of, names[name]) for name, pieces_of in listed.items()}
-    return Optimizer(
-        _as_checkpoints(source, {state: states[state] for state in STATES if state in states}),
-        groups,
-        kind is not None,
-        next(iter(steps), None),
-        scaler,
-        head,
-        grads,
-    )
+    stored = _stored(distributed=kind is not None, by_muon=by_muon)
+    if set(listed) - set(stored):
+        raise UnsupportedError(f"{source.home}: the optimizer keeps {', '.join(sorted(set(listed) - set(stored)))}")
+    for name, pieces in listed.items():
+        state, holds = stored[name]
+        states.setdefault(state, []).extend(_in_pieces(source, pieces, state, holds))
+    checkpoints = {state: replace(source, tensors=tuple(states[state])) for state in KEPT if state in states}
+    states_of = _as_checkpoints(source, checkpoints)
+    return Optimizer(states_of, groups, kind is not None, step, scaler, head, grads, group)
+
+
+def _stored(*, distributed: bool, by_muon: bool) -> dict[str, tuple[str, Callable[[Slot], bool]]]:
+    """What torch_dist calls each state, and which parameters have it there."""
+    if not by_muon:
+        return {stored_name(state, distributed): (state, _anything) for state in STATES}
+
+    def others(slot: Slot) -> bool:
+        return not muon.trains(slot)
+
+    names = {state: (state, muon.trains if of else others) for state, of in muon.SHARES.items()}
+    if not distributed:
+        return {**names, stored_name("fp32", False): ("fp32", _anything)}
+    return {**names, stored_name("fp32", False): ("fp32", muon.trains), stored_name("fp32", True): ("fp32", others)}
+
+
+def _anything(_: Slot) -> bool:
+    """Of a state that each parameter has."""
+    return True
 
 
 def _listed(source: Checkpoint) -> dict[str, list[dcp.Entry]]:
@@ -183,25 +232,30 @@ def _listed(source: Checkpoint) -> dict[str, list[dcp.Entry]]:
     return listed
 
 
-def _in_pieces(source: Checkpoint, entries: Sequence[dcp.Entry], state: str) -> Checkpoint:
+def _in_pieces(
+    source: Checkpoint, entries: Sequence[dcp.Entry], state: str, holds: Callable[[Slot], bool]
+) -> Iterator[Placed]:
     """A state of a torch_dist checkpoint."""
     tensors = torch_dist.tensors_in(source.home, entries)
-    placed = _matched(source, {ALONE: {key: item.whole for key, item in tensors.items()}}, state)
-    return replace(source, tensors=tuple(piece for item in placed for piece in spread(item, tensors[item.key])))
+    placed = _matched(source, {ALONE: {key: item.whole for key, item in tensors.items()}}, state, holds=holds)
+    return (piece for item in placed for piece in spread(item, tensors[item.key]))
 
 
 def masters(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], tuple[str, ...]]:
-    """The FP32 master weights of a training with several optimizers, such as Muon and Adam; and what else they keep.
+    """The FP32 master weights of a training with several optimizers, such as SOAP and Adam; and what else they keep.
 
     In torch_dist each has those of its parameters under their names (megatron-core 0.19.2, layer_wise_optimizer.py).
-    Nothing where the optimizer is one of Adam, or keeps none so.
+    Nothing where there is one of Adam, or one that is distributed.
     """
     details = source.details_of(Megatron)
     if details.args.get("optimizer") in (None, "adam") or details.dialect != DIST:
         return {}, ()
     listed = _listed(source)
     kept = listed.pop(stored_name("fp32", distributed=False), None)
-    states = {"fp32": _in_pieces(source, kept, "fp32")} if kept else {}
+    buckets = any(re.fullmatch(bucketed_optimizer.BUCKET, item.name) for item in dcp.entries(source.home))
+    if not kept or buckets or stored_name("fp32", distributed=True) in listed:
+        return {}, ()
+    states = {"fp32": replace(source, tensors=tuple(_in_pieces(source, kept, "fp32", _anything)))}
     return _as_checkpoints(source, states), tuple(sorted(listed))
 
 

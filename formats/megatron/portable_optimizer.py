@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from formats.checkpoint import Checkpoint
-from formats.errors import SourceError, UnsupportedError
+from formats.errors import SourceError, UnsupportedError, UsageError
 from formats.layout.tensors import BUFFERS
+from formats.megatron import muon
 from formats.megatron.chained_optimizer import decays
 from formats.megatron.details import Megatron
 from formats.megatron.optimizer import Optimizer as Native
-from formats.optimizer import Group, Optimizer, group_of, step_tensor
+from formats.optimizer import MOMENTUM, Group, Muon, Optimizer, group_of, step_tensor
 
 SCHEDULER = "opt_param_scheduler"
 
@@ -31,13 +33,16 @@ def is_trained(source: Checkpoint) -> bool:
 
 
 def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]]:
-    """Its states, and what `inspect` says of it: of another optimizer than Adam the master weights alone."""
+    """Its states, and what `inspect` says of it: of an optimizer that is not read the master weights alone."""
     from formats.megatron import optimizer_reader
 
-    masters, others = optimizer_reader.masters(source)
-    if masters:
+    try:
+        optimizer = optimizer_reader.read(source)
+    except UnsupportedError:
+        masters, others = optimizer_reader.masters(source)
+        if not masters:
+            raise
         return masters, {"optimizer": source.details_of(Megatron).args["optimizer"], "left": list(others)}
-    optimizer = optimizer_reader.read(source)
     return optimizer.states, {"distributed": optimizer.distributed}
 
 
@@ -52,26 +57,37 @@ def read(source: Checkpoint) -> Optimizer:
 
     native = optimizer_reader.read(source)
     try:
-        groups = {bool(group["wd_mult"]): group_of(group, str(source.home)) for group in native.groups}
+        where, matrices = str(source.home), native.states.get(MOMENTUM)
+        groups = {bool(group["wd_mult"]): group_of(group, where) for group in native.groups}
+        muons = {name for item in (matrices.tensors if matrices else ()) for name in item.slot.rule.pattern.tensors}
+        of_muon = muon.of_torch(native.muon, source.details_of(Megatron).args, where) if native.muon else None
         step = int(native.step.number) if native.step is not None else int(native.groups[0]["step"])
         treated = {
-            (name, placed.slot.layer): groups[decays(placed.key, placed.slot.shape)]
+            (name, placed.slot.layer): of_muon
+            if of_muon and name in muons
+            else groups[decays(placed.key, placed.slot.shape)]
             for placed in source.tensors
             for name in set(placed.slot.rule.pattern.tensors) - BUFFERS
         }
     except (KeyError, TypeError, ValueError, struct.error):
         raise SourceError(f"{source.home} holds an optimizer without its step or settings") from None
-    return Optimizer(native.states, step, treated, _samples(native))
+    groups_of = sorted(treated.items(), key=lambda item: isinstance(item[1], Group))  # Muon's come first
+    return Optimizer(native.states, step, dict(groups_of), _samples(native))
 
 
-def native(source: Checkpoint, optimizer: Optimizer) -> tuple[Native, list[str]]:
+def native(
+    source: Checkpoint, optimizer: Optimizer, rates: tuple[float, float] | None = None
+) -> tuple[Native, list[str]]:
     """An optimizer of any framework as Megatron's plain one, and what Megatron will do otherwise.
 
     Args:
         source: the checkpoint that it belongs to.
         optimizer: the optimizer, with the master weights of weights that are rounded, and of no others.
+        rates: the largest and the smallest learning rate of the training that resumes, by which megatron-core 0.19.2
+            finds parameter groups (optimizer/optimizer.py `param_group_identifier_keys`); None if no one said them.
 
     Raises:
+        UsageError: Muon is resumed, which only such a release has, without these rates.
         UnsupportedError: the settings of parameters are not known, or differ where Megatron has one for all.
     """
     if not optimizer.groups:
@@ -80,10 +96,13 @@ def native(source: Checkpoint, optimizer: Optimizer) -> tuple[Native, list[str]]
             "convert the weights without --with-optimizer",
         )
     sides: dict[bool, set[Group]] = {True: set(), False: set()}
+    muons = {group for group in optimizer.groups.values() if isinstance(group, Muon)}
     for placed in source.tensors:
         for name in set(placed.slot.rule.pattern.tensors) - BUFFERS:
             decayed = decays(placed.key, placed.slot.shape) and not name.endswith("_bias")  # experts' are in one matrix
-            sides[decayed].add(optimizer.groups[name, placed.slot.layer])
+            group = optimizer.groups[name, placed.slot.layer]
+            if isinstance(group, Group):
+                sides[decayed].add(group)
     for decayed, kinds in sides.items():
         if len(kinds) > 1:
             what = "matrices" if decayed else "vectors and biases"
@@ -100,8 +119,23 @@ def native(source: Checkpoint, optimizer: Optimizer) -> tuple[Native, list[str]]
             "Megatron has one rate for both",
             "convert the weights without --with-optimizer",
         )
+    for other in muons:
+        if len(muons) > 1 or (other.lr, other.weight_decay) != (matrices.lr, matrices.weight_decay):
+            raise UnsupportedError(
+                f"{source.home} trains with Muon at the rate {other.lr:g}, with a weight decay of "
+                f"{other.weight_decay:g}, and embedding and head at {matrices.lr:g}, with {matrices.weight_decay:g}: "
+                "Megatron has one for all of them",
+                "convert the weights without --with-optimizer",
+            )
     step = step_tensor(optimizer.step)
-    groups = [_words(matrices, 1.0, optimizer.step), _words(vectors._replace(weight_decay=0.0), 0.0, optimizer.step)]
+    known = _KNOWN | ({} if rates is None else dict(zip(("max_lr", "min_lr"), rates, strict=True)))
+    if muons and rates is None:
+        raise UsageError(
+            f"{source.home} trains with Muon, whose parameter groups Megatron finds by its rates", "--lr, and --min-lr"
+        )
+    sides_of = ((matrices, 1.0), (vectors._replace(weight_decay=0.0), 0.0))
+    words = {"step": optimizer.step, "bias_correction": True, **({"optimizer": "adam"} if muons else {})}
+    groups = [{**known, **words, "wd_mult": decayed, **group._asdict()} for group, decayed in sides_of]
     schedule = {
         "max_lr": matrices.lr, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1, "lr_decay_style": "constant",
         "num_steps": optimizer.samples or 0, "start_wd": matrices.weight_decay, "end_wd": matrices.weight_decay,
@@ -110,6 +144,8 @@ def native(source: Checkpoint, optimizer: Optimizer) -> tuple[Native, list[str]]
     notes = [
         "Megatron resumes with --override-opt_param-scheduler: the schedule of the other framework is not converted"
     ]
+    if rates is None:
+        notes.append("Megatron-LM 0.19 resumes only from what was written with --lr and --min-lr of its training")
     if optimizer.samples is None:
         notes.append(
             "nothing says how many samples were trained on: data and schedule begin anew (--consumed-samples N)"
@@ -117,13 +153,17 @@ def native(source: Checkpoint, optimizer: Optimizer) -> tuple[Native, list[str]]
     if sides[False] and vectors.weight_decay:
         notes.append(f"norms and biases had a weight decay of {vectors.weight_decay:g}: in Megatron they have none")
     head = {SCHEDULER: schedule}
-    return Native(optimizer.states, groups, False, step, None, head, "float32"), notes
+    made = Native(optimizer.states, groups, False, step, None, head, "float32")
+    for other in muons:
+        args = muon.args_of(other, str(source.home))
+        about = {"lr": other.lr, "momentum": other.momentum, "weight_decay": other.weight_decay}
+        made = replace(made, muon={**known, "wd_mult": 1.0, **about}, run=args)
+        notes.append(f"Muon trains on with {muon.flags_of(args)}")
+    return made, notes
 
 
-def _words(group: Group, wd_mult: float, step: int) -> dict[str, Any]:
-    """A group as Megatron tells it from the others, and as each Adam expects it."""
-    known = {"wd_mult": wd_mult, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
-    return known | {"default_config": True, "step": step, "bias_correction": True} | group._asdict()
+_KNOWN = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}
+"""How Megatron tells a group from others."""
 
 
 def _said(group: Group) -> str:

@@ -37,7 +37,7 @@ from formats.layout.pieces import Scattered, match_pieces, unstacked
 from formats.layout.slots import Slot
 from formats.layout.table import MTP, Rule, rules
 from formats.megatron import DIST as FORMAT
-from formats.megatron import common_state, lora, mtp
+from formats.megatron import common_state, lora, mtp, muon
 from formats.megatron import optimizer as megatron_optim
 from formats.megatron.args import flags, indexer, linear_attention, mla, run_config, state_space
 from formats.megatron.args.moe import INTERLEAVE, interleaves_of
@@ -390,12 +390,13 @@ def _stored(slot: Slot, cut: Cut, spec: ModelSpec, norm: str) -> dcp_writer.Stor
 def _states_of(optimizer: Optimizer, weights: Sequence[dcp_writer.Stored]) -> Iterator[dcp_writer.Stored]:
     """The states of the parameters, of which a rank holds these parts."""
     for state, dtypes in optimizer.dtypes.items():
-        prefix = f"{PREFIX}{megatron_optim.stored_name(state, optimizer.distributed)}."
         for weight in weights:
-            if BUFFER.fullmatch(weight.slot.keys[0]):
+            slot, several = weight.slot, optimizer.muon is not None
+            if BUFFER.fullmatch(slot.keys[0]) or (several and not muon.keeps(state, slot, dtypes)):
                 continue
-            dtype = slot_dtype(weight.slot, dtypes)
-            yield weight._replace(name=prefix + weight.name, state=state, dtype=dtype)
+            by_muon = several and muon.trains(slot)
+            name = megatron_optim.stored_name(state, optimizer.distributed and not by_muon)
+            yield weight._replace(name=f"{PREFIX}{name}.{weight.name}", state=state, dtype=slot_dtype(slot, dtypes))
 
 
 def _extra_states(spec: ModelSpec, norm: str) -> Iterator[str]:

@@ -57,6 +57,19 @@ def every(saved: State, change: Callable[[State], object]) -> None:
         change(about)
 
 
+def muon(saved: State, **changes: Any) -> None:
+    """One matrix is trained with torch's Muon."""
+    of(UP)(saved).pop("step"), of(UP)(saved).pop("exp_avg_sq")
+    of(UP)(saved)["momentum_buffer"] = of(UP)(saved).pop("exp_avg")
+    saved["optim"]["param_groups"][0]["params"].remove(UP)
+    group = {
+        "lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "eps": 1e-7, "ns_steps": 5,
+        "ns_coefficients": (3.4445, -4.775, 2.0315), "adjust_lr_fn": None,
+    }  # fmt: skip
+    group = {name: value for name, value in {**group, **changes}.items() if value != "none"}
+    saved["optim"]["param_groups"].append({**group, "params": [UP]})
+
+
 UP_LOST = (f"{UP} [96, 64]", "is it frozen, or has it made no step yet?")
 REFUSED: dict[str, tuple[Callable[[State], object], int, tuple[str, ...]]] = {
     "no first moment": (lambda s: of(UP)(s).pop("exp_avg"), 3, ("exp_avg of its optimizer", *UP_LOST)),
@@ -100,6 +113,18 @@ REFUSED: dict[str, tuple[Callable[[State], object], int, tuple[str, ...]]] = {
     "momentum": (
         lambda s: every(s, lambda one: one.update(momentum_buffer=one.pop("exp_avg"))), 4,
         ("its optimizer (Muon or SGD with momentum) is not Adam or AdamW: it keeps momentum_buffer",),
+    ),
+    "momentum of an unknown optimizer": (
+        lambda s: muon(s, ns_steps="none", ns_coefficients="none"), 4, ("group 2", "is of an unknown kind"),
+    ),
+    "another Muon": (lambda s: muon(s, ns_coefficients="none"), 4, ("does not say its ns_coefficients",)),
+    "a rate that no Muon has": (lambda s: muon(s, adjust_lr_fn="spectral"), 3, ("adjust_lr_fn 'spectral'",)),
+    "a Muon that counts": (
+        lambda s: (muon(s), of(UP)(s).update(step=3.0)), 4, (f"momentum_buffer and step of {UP}",),
+    ),
+    "Muon's group for Adam's moments": (
+        lambda s: (muon(s), of(UP)(s).clear(), of(UP)(s).update(of(f"{UP}".replace("up", "gate"))(s))), 4,
+        (f"the settings of {UP} are for momentum_buffer",),
     ),
     "numbered": (
         lambda s: s["optim"].update(state=dict(enumerate(s["optim"]["state"].values()))), 4,
@@ -163,6 +188,30 @@ def test_optimizers_are_told_by_what_they_keep():
         optimizer.step()
         named = whose(optimizer.state[weight])
         assert named == (f" ({name})" if name else ""), kind
+
+
+def test_momentum_goes_where_it_was_seen_to_be_loaded(trained, convert, tmp_path):
+    source, saved = trained
+    muon(saved)
+    begun = save(tmp_path / "c", saved)
+    ran = convert("hf2fsdp", begun, tmp_path / "fsdp", "--with-optimizer", "--config", source)
+    assert (ran.code, "get_state_dict(model, [adamw, muon])" in ran.err) == (0, True), "in the order of the source"
+    ran = convert("zero2universal", begun, tmp_path / "out", "--config", source)
+    refused(ran, 4, "momentum_buffer is not carried there")
+    words = ["--with-optimizer", "--lr", 0.01, "--config", source]
+    dist = [*words, "--format", "torch_dist"]
+    refused(convert("hf2megatron", begun, tmp_path / "out", *dist), 4, "at the rate 0.02", "one for all of them")
+    groups(saved)[2]["lr"] = 0.01
+    begun = save(tmp_path / "d", saved)
+    refused(convert("hf2megatron", begun, tmp_path / "out", *dist), 4, "was trained with Adam, and Megatron trains all")
+    refused(
+        convert("hf2megatron", begun, tmp_path / "out", *words), 4, "momentum_buffer is written to torch_dist alone"
+    )
+    refused(convert("hf2megatron", begun, tmp_path / "out", words[0], *dist[3:]), 2, "--lr, and --min-lr")
+    of(UP)(saved)["momentum_buffer"][0, 0] = float("nan")
+    begun = save(tmp_path / "e", saved)
+    ran = convert("hf2fsdp", begun, tmp_path / "out", "--with-optimizer", "--config", source)
+    refused(ran, 5, "holds nan", "Muon's momentum is finite", "--accept momentum_buffer")
 
 
 def test_more_steps_than_a_float32_counts_are_not_written(trained, convert, tmp_path):

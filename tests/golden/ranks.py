@@ -37,6 +37,25 @@ class World(NamedTuple):
         return copy.deepcopy(self.model)
 
 
+class Both(tuple[torch.optim.Optimizer, ...]):
+    """Several optimizers of one model, which torch's state_dict functions take as they are."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all of them."""
+        return [group for one in self for group in one.param_groups]
+
+    def step(self) -> None:
+        """The step of each."""
+        for one in self:
+            one.step()
+
+    def zero_grad(self) -> None:
+        """No gradients."""
+        for one in self:
+            one.zero_grad()
+
+
 def quiet() -> None:
     """No warnings, no progress bars, no log lines below errors."""
     warnings.filterwarnings("ignore")

@@ -124,6 +124,16 @@ def without_gpu() -> None:
     give_steps()
 
 
+def all_gather(tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """As NCCL does it: gloo wants tensors of one size."""
+    for source, each in zip(dist.get_process_group_ranks(group or dist.group.WORLD), tensors, strict=True):
+        if source == dist.get_rank():
+            each.copy_(tensor)
+        if each.numel():
+            dist.broadcast(each, source, group=group)
+    return Idle() if async_op else None
+
+
 def give_steps() -> None:
     """Let the distributed optimizer load without Transformer Engine, whose Adam keeps no step of each parameter."""
     load = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -204,15 +214,22 @@ class Training:
         self.scheduler = OptimizerParamScheduler(
             self.optimizer, init_lr=0.0, max_lr=RATE, min_lr=RATE / 10, lr_warmup_steps=8, lr_decay_steps=80,
             lr_decay_style="cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=80, wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=not args.override_opt_param_scheduler,
+            override_opt_param_scheduler=args.override_opt_param_scheduler,
         )  # fmt: skip
         self.iteration = 0
         if "load" in job:
-            if args.use_distributed_optimizer and not args.no_load_optim and args.ckpt_format != "fsdp_dtensor":
+            if self.fills_states and not args.no_load_optim and args.ckpt_format != "fsdp_dtensor":
                 with torch.no_grad():
                     self.optimizer.step()  # torch's Adam has its states from the first step on, which loading fills
             self.iteration, _ = checkpointing.load_checkpoint([self.model], self.optimizer, self.scheduler)
             if args.no_load_optim:
                 self.optimizer.reload_model_params()
+
+    @property
+    def fills_states(self) -> bool:
+        """Whether loading needs states that it fills: those of a distributed optimizer."""
+        return bool(self.args.use_distributed_optimizer)
 
     def wrapped(self, config: Any, module: Any, job: dict[str, Any]) -> Any:
         """The model with its gradient buffers."""

@@ -26,7 +26,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import checkpointing
-from stock_dist import CPU, Idle
+from stock_dist import CPU, Idle, all_gather
 
 SHARDED = "optim_grads_params"
 FSDP = ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", "--data-parallel-sharding-strategy", SHARDED]
@@ -38,16 +38,6 @@ class Stream(Idle):
     def record_event(self, *_: Any) -> Idle:
         """An event."""
         return Idle()
-
-
-def all_gather(tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """As NCCL does it: gloo wants tensors of one size."""
-    for source, each in zip(dist.get_process_group_ranks(group or dist.group.WORLD), tensors, strict=True):
-        if source == dist.get_rank():
-            each.copy_(tensor)
-        if each.numel():
-            dist.broadcast(each, source, group=group)
-    return Idle() if async_op else None
 
 
 def without_gpu() -> None:

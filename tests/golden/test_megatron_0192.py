@@ -123,16 +123,30 @@ def test_a_universal_checkpoint_has_a_manifest(convert, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_muon(convert, tmp_path):
-    """Its FP32 master weights are read; the rest is named, and refused where it would be lost."""
+    """Its momentum and its FP32 master weights, and Adam's moments of all else; torch reads both sides."""
     import numpy as np
     from safetensors.numpy import load_file
 
     run, words = MUON.run, ("--vocab-size", MUON.vocab)
     told = convert("inspect", run, *words).out
-    assert "fp32 of 'muon'; exp_avg, exp_avg_sq, momentum_buffer are not converted" in told
-    for command in ("reshard", "hf2fsdp"):
-        ran = convert(command, run, tmp_path / "no", "--with-optimizer", *words)
-        assert (ran.code, "its optimizer is 'muon'" in ran.err) == (4, True), ran.err
+    assert "fp32, exp_avg, exp_avg_sq, momentum_buffer (plain, Muon beside Adam)" in told
+    ran = convert("reshard", run, tmp_path / "no", "--with-optimizer", "--format", "torch", *words)
+    assert (ran.code, "momentum_buffer is written to torch_dist alone" in ran.err) == (4, True), ran.err
+    ran = convert("hf2fsdp", run, tmp_path / "no", "--with-optimizer", *words)
+    assert (ran.code, "muon_coefficient_type = 'quintic', for which torch's Muon has" in ran.err) == (4, True), ran.err
+    ran = convert("reshard", run, tmp_path / "moved", "--with-optimizer", "--format", "torch_dist", *words)
+    assert ran.code == 0, ran.err
+    layer = "decoder.layers."
+    for chain, states, names in (
+        (0, ("momentum_buffer", "fp32_param"), ("self_attention.linear_qkv", "self_attention.linear_proj",
+         "mlp.linear_fc1", "mlp.linear_fc2")),
+        (1, ("exp_avg", "exp_avg_sq", "fp32_param"), ("self_attention.linear_qkv.layer_norm",)),
+    ):  # fmt: skip
+        for state, name in ((state, name) for state in states for name in names):
+            key = f"optimizer.state.{state}.{layer}{name}{'_' if 'norm' in name else '.'}weight"
+            theirs, ours = flat(run, f"chained_{chain}.{key}"), flat(tmp_path / "moved", key)
+            assert theirs.equal(ours), key
+            assert theirs.any()
     assert convert("reshard", run, tmp_path / "tp2", "--tp", 2, "--format", "torch", *words).code == 0
     assert convert("diff", run, tmp_path / "tp2", *words).code == 0
     again = shutil.copytree(run, tmp_path / "again")
@@ -148,6 +162,40 @@ def test_muon(convert, tmp_path):
     assert np.array_equal(mean["model.norm.weight"], norm)
     assert np.array_equal(mean["lm_head.weight"], head[: MUON.vocab])
     assert (head.astype("<f4").view("<u4") & 0xFFFF).any(), "no bf16"
+
+
+def test_a_momentum_that_is_missing(convert, tmp_path):
+    """Its entries have another name."""
+    run = shutil.copytree(MUON.run, tmp_path / "run")
+    metadata = run / "iter_0000003/.metadata"
+    words = ["--format", "torch_dist", "--with-optimizer", "--vocab-size", MUON.vocab]
+    for old, new, code, said in (
+        (b"momentum_buffer", b"momentum_buffex", 4, "the optimizer keeps momentum_buffex"),
+        (
+            b"state.momentum",
+            b"other.momentum",
+            3,
+            "holds no momentum_buffer: its optimizer is not Muon's beside Adam's",
+        ),
+    ):
+        metadata.write_bytes(metadata.read_bytes().replace(old, new))
+        ran = convert("reshard", run, tmp_path / "out", *words)
+        assert (ran.code, said in ran.err) == (code, True), ran.err
+
+
+def test_master_weights_beside_an_optimizer_that_is_not_read():
+    """Lion in the place of Adam: the FP32 master weights alone, and the rest is named."""
+    from dataclasses import replace
+
+    from formats.checkpoint import Settings
+    from formats.megatron import portable_optimizer, torch_dist
+    from formats.megatron.details import Megatron
+
+    source = torch_dist.read(MUON.run, Settings(vocab_size=MUON.vocab))
+    details = source.details_of(Megatron)
+    lion = replace(details, args={**details.args, "muon_scalar_optimizer": "lion"})
+    states, told = portable_optimizer.states(replace(source, details=lion))
+    assert ([*states], told["left"]) == (["fp32"], ["exp_avg", "exp_avg_sq", "momentum_buffer"])
 
 
 def test_what_we_write_says_what_it_did(convert, tmp_path):

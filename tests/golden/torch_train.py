@@ -10,6 +10,8 @@ JOBS.json is a list of trainings, done one after another in one start:
     {"hf": FOLDER, "resume": DCP_FOLDER, "step": 3, "losses": FILE, "save": DCP_FOLDER}
     {"hf": FOLDER, "resume": UNIVERSAL_FOLDER, "step": 3, "losses": FILE, "save": RUN, "stage": 2}
 
+With "muon": true the matrices of the layers are trained with torch's Muon, as it comes but for `match_rms_adamw`;
+"least" is the smallest rate, and "near" a larger TOLERANCE.
 Each loads a checkpoint as `dcp.load` and `set_state_dict` do, or as DeepSpeed does with `load_universal`, saves it at
 once, and trains on with the losses of FILE.
 """
@@ -33,7 +35,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from ranks import fork
+from ranks import Both, fork
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -52,13 +54,20 @@ def blank(folder: str) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
 
 
-def adam(model: Any) -> torch.optim.Optimizer:
-    """An optimizer that never made a step."""
+def adam(model: Any, *, muon: bool = False) -> Any:
+    """An optimizer that never made a step, or with Muon two."""
     vectors = {name for name, one in model.named_parameters() if one.ndim == 1 or name.endswith(".bias")}
-    named = [(name in vectors, one) for name, one in model.named_parameters()]
+    inner = {name for name, one in model.named_parameters() if muon and one.ndim == 2 and ".layers." in name}
+    named = [(name in vectors, one) for name, one in model.named_parameters() if name not in inner]
     groups: list[dict[str, Any]] = [{"params": [one for vector, one in named if not vector]}]
     groups.append({"params": [one for vector, one in named if vector], "weight_decay": 0.0})
-    return torch.optim.AdamW(groups, lr=RATE, weight_decay=0.1)
+    made = torch.optim.AdamW(groups, lr=RATE, weight_decay=0.1)
+    if not muon:
+        return made
+    matrices = [one for name, one in model.named_parameters() if name in inner]
+    return Both(
+        (torch.optim.Muon(matrices, lr=RATE, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"), made)
+    )
 
 
 def fsdp(job: dict[str, Any]) -> tuple[Any, Any, Callable[[torch.Tensor], None]]:
@@ -67,7 +76,7 @@ def fsdp(job: dict[str, Any]) -> tuple[Any, Any, Callable[[torch.Tensor], None]]
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = adam(model)
+    optimizer = adam(model, muon=job.get("muon", False))
     weights, states = get_state_dict(model, optimizer)
     held = {"model": weights, "optim": states}
     dcp.load(held, checkpoint_id=job["resume"])
@@ -110,12 +119,12 @@ def zero(job: dict[str, Any]) -> tuple[Any, Any, Callable[[torch.Tensor], None]]
     return engine, engine.optimizer, update
 
 
-def schedule(optimizer: Any, step: int) -> OptimizerParamScheduler:
-    """The rates of megatron_train.py, from a step on."""
+def schedule(optimizer: Any, step: int, least: float) -> OptimizerParamScheduler:
+    """The rates of megatron_train.py, from a step on, and down to the least."""
     for group in optimizer.param_groups:
         group["wd_mult"] = 1.0 if group["weight_decay"] else 0.0  # for Megatron's schedule
     made = OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=RATE, min_lr=RATE / 10, lr_warmup_steps=2, lr_decay_steps=20,
+        optimizer, init_lr=0.0, max_lr=RATE, min_lr=least, lr_warmup_steps=2, lr_decay_steps=20,
         lr_decay_style="cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=20, wd_incr_style="constant",
     )  # fmt: skip
     made.step(increment=step)
@@ -134,7 +143,8 @@ def loss_of(model: Any, vocabulary: int, number: int) -> torch.Tensor:
 def do(job: dict[str, Any]) -> bool:
     """One training; whether its losses are those that were wanted."""
     model, optimizer, update = (zero if "stage" in job else fsdp)(job)
-    rates, vocabulary = schedule(optimizer, job["step"]), AutoConfig.from_pretrained(job["hf"]).vocab_size
+    rates = schedule(optimizer, job["step"], job.get("least", RATE / 10))
+    vocabulary = AutoConfig.from_pretrained(job["hf"]).vocab_size
     losses = []
     for number in range(job["step"], job["step"] + STEPS):
         loss = loss_of(model, vocabulary, number)
@@ -148,7 +158,7 @@ def do(job: dict[str, Any]) -> bool:
     if dist.get_rank() == 0:
         print(job["resume"], *(f"{loss:.7f}" for loss in losses), flush=True)
         print(f"largest relative loss difference {apart:.3g}", flush=True)
-    return apart < TOLERANCE
+    return apart < job.get("near", TOLERANCE)
 
 
 def train_all(jobs: Path, rank: int) -> int:

@@ -24,7 +24,9 @@ OF_OTHERS = {
     "--override-opt_param-scheduler",
     "--pipeline-model-parallel-layout", "--rope-scaling-factor", "--mtp-num-layers",
     "--rotary-seq-len-interpolation-factor",
-    "--no-bias-gelu-fusion", "--norm-epsilon", "--transformer-impl", "--tensor-model-parallel-size",  # Megatron
+    "--no-bias-gelu-fusion", "--norm-epsilon", "--transformer-impl", "--tensor-model-parallel-size",
+    "--use-distributed-optimizer", "--no-use-layer-wise-param-layout", "--muon-tp-mode", "--muon-coefficient-type",
+    "--muon-scale-mode", "--muon-extra-scale-factor",  # Megatron
     "--signals-to-handle", "--exclusive", "--kill-on-bad-exit", "--rocm", "--nv",  # torchrun, Slurm, Apptainer
     "--dataset",  # ControlLLM
     "--deepspeed", "--finetune",  # Megatron-DeepSpeed

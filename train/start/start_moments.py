@@ -40,7 +40,7 @@ def moments_of(config: Config, target: str) -> Moments:
     Raises:
         RefusedError: the checkpoint is of another step than `steps.iteration_offset`.
         SourceError: it has no optimizer, or an incomplete one.
-        UnsupportedError: its optimizer is not read.
+        UnsupportedError: its optimizer is not read, or is not Adam alone.
     """
     from converters.convert import run
     from converters.plan.opening import replicas_of
@@ -58,10 +58,11 @@ def moments_of(config: Config, target: str) -> Moments:
                 f"--steps.iteration_offset {int(named[1])}",
             )
         try:
-            step = optimizer_of(source).step
+            optimizer = optimizer_of(source)
+            optimizer.require_adam_alone(source.home, "init moments continues with AdamW")
         except (SourceError, UnsupportedError) as error:
             raise type(error)(str(error), "--init finetune takes the weights alone") from error
         request = Request(out, quiet=True, force=True, limits=Limits(replicas=replicas_of(source, None)))
         output = Output(with_optimizer=True) if target == "fsdp" else Output()
         run(plan_output(source, request, target, output), request)
-    return Moments(next(out.glob("global_step*"), out), step)
+    return Moments(next(out.glob("global_step*"), out), optimizer.step)

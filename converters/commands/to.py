@@ -30,7 +30,7 @@ ELSEWHERE = {
     "hf to zero": "DeepSpeed starts from the Hugging Face folder itself; a training moves by `convert zero2universal`",
 }
 """What no command writes: who does."""
-INTO = {"hf": {"hf": "hf2hf"}, "megatron": {"megatron": "reshard"}, "neox": {"neox": "reshard"}}
+INTO = {"hf": {"hf": "hf2hf", "mds": "zero2hf"}, "megatron": {"megatron": "reshard"}, "neox": {"neox": "reshard"}}
 """Commands within a format: into what, from what. All others are `hf2…`, `…2hf` and `zero2universal`."""
 
 

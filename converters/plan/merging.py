@@ -200,13 +200,15 @@ def _resized(adapter: peft.Adapter, slots: Mapping[str, Slot], base: Checkpoint)
     counts = {fragment.shape[0] for fragment in whole.values() if fragment.shape}
     if len(counts) != 1 or counts == {rows(base.spec)}:
         return base
-    spec = grown(base.spec, counts.pop())
+    spec, names = grown(base.spec, counts.pop()), {key: slots[key].rule.pattern.tensors for key in whole}
     resized = {key: slot for memory in (True, False) for slot in model_slots(spec, memory=memory) for key in slot.keys}
     changed = {slot.rule.pattern.tensors for key, slot in slots.items() if resized.get(key, slot).shape != slot.shape}
-    if changed != {slots[key].rule.pattern.tensors for key in whole}:
+    if changed != {*names.values()}:
         return base
     kept = [placed for placed in base.tensors if placed.slot.rule.pattern.tensors not in changed]
-    return replace(base, spec=spec, tensors=(*kept, *(Placed(key, resized[key], part) for key, part in whole.items())))
+    places = {slot.rule.pattern.tensors: slot for slot in resized.values() if not slot.replica}  # also of a tied head
+    own = {names[key]: Placed(key, places[names[key]], part) for key, part in whole.items()}
+    return replace(base, spec=spec, tensors=(*kept, *own.values()))
 
 
 def _trained_apart(adapter: peft.Adapter, slots: Mapping[str, Slot], base: Checkpoint) -> str:

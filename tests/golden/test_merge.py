@@ -137,6 +137,21 @@ def test_a_vocabulary_that_was_resized(model, convert, tmp_path, family, rows, k
     assert (tmp_path / "from/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
 
 
+def test_a_head_that_was_tied_with_a_vocabulary_that_was_resized(model, convert, tmp_path):
+    """Its LoRA is not the embedding's, to which PEFT's own merge adds it too."""
+    import torch
+    from safetensors.torch import load_file
+
+    base = model("llama-tied")
+    adapter = adapter_of(base, tmp_path / "adapter", 259, target_modules=["lm_head"])
+    ran = convert("merge", base, adapter, tmp_path / "out")
+    assert ran.code == 0, ran.err
+    ours, exact = loaded(tmp_path / "out"), judged(base, adapter, "float64", 259)
+    before = load_file(adapter / "adapter_model.safetensors")["base_model.model.lm_head.base_layer.weight"]
+    assert torch.equal(ours["lm_head.weight"], exact["lm_head.weight"].float())
+    assert torch.equal(ours["model.embed_tokens.weight"], before)
+
+
 def test_a_vocabulary_of_which_the_adapter_has_a_half(model, convert, tmp_path):
     from safetensors.torch import load_file, save_file
 

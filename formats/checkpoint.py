@@ -177,7 +177,7 @@ def slot_dtype(slot: Slot, dtypes: Mapping[tuple[str, int | None], str]) -> str:
     if len(names) > 1:
         raise RefusedError(
             f"{slot.keys[0]} would have to hold {' and '.join(sorted(names))} together",
-            "cast all of them with --dtype, which leaves the states of an optimizer as they are"
+            "cast all of them with --dtype; if they are states of an optimizer, leave that out"
             if names <= {*FLOATS}
             else "",
         )

@@ -78,7 +78,7 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int, trainer: str
     asked = request if masters is None else replace(request, cast="fp32")
     plan = plan_fsdp(weights, asked, ranks, moments, trainer=trainer)
     jobs = (*plan.jobs, *state_jobs(source, moments.states, target=plan.target))
-    notes = [UNTAKEN, *_regrouped(optimizer, plan.target)]
+    notes = [UNTAKEN, *_regrouped(optimizer, plan.target, isinstance(source.details, Megatron), False)]
     if masters:
         notes.append("FSDP trains the weights themselves: they are written from the FP32 master weights")
     if isinstance(source.details, Megatron):
@@ -173,26 +173,35 @@ def plan_resumed(
         )
     _require_torch_dist(source, optimizer, options, request.cast)
     plan = plan_megatron(weights, request, options, iteration or stored.step, optimizer=optimizer, args=args)
-    return _resumed(plan, optimizer, 0, [*notes, *_regrouped(optimizer, plan.target)])
+    return _resumed(plan, optimizer, 0, [*notes, *_regrouped(optimizer, plan.target, False, True)])
 
 
-def _regrouped(optimizer: Optimizer | Native, target: Target | None) -> list[str]:
-    """What the user should know of matrices that were one to Muon and are several there, or the other way round."""
+def _regrouped(optimizer: Optimizer | Native, target: Target | None, *in_megatron: bool) -> list[str]:
+    """What the user should know of matrices that were one to Muon and are several there, or the other way round.
+
+    Args:
+        optimizer: that of the source.
+        target: what is written.
+        in_megatron: whether the source is Megatron's, and whether the target is.
+    """
     momentum = optimizer.states.get(MOMENTUM)
     if momentum is None or target is None:
         return []
     written = [item for file in target.files for item in file.states.get(MOMENTUM, ())]
-    before, after = ({frozenset(_matrix(item)) for item in items} for items in (momentum.tensors, written))
+    sides = zip((momentum.tensors, written), in_megatron, strict=True)
+    before, after = ({frozenset(_matrix(item, apart)) for item in items} for items, apart in sides)
     fused = sorted({" and ".join(sorted(names)) for names in before ^ after if len(names) > 1})
     if not fused:
         return []
-    return [f"to Muon {', '.join(fused)} are one matrix in Megatron, and elsewhere not: its steps differ from here on"]
+    return [
+        f"to Muon {', '.join(fused)} are one matrix on one side, and apart on the other: its steps differ from here on"
+    ]
 
 
-def _matrix(item: Placed) -> tuple[str, ...]:
+def _matrix(item: Placed, in_megatron: bool) -> tuple[str, ...]:
     """The logical tensors that Muon orthogonalizes together with the first of a parameter."""
     tensors = item.slot.rule.pattern.tensors
-    return tensors[:1] if muon.APART.issuperset(tensors) else tensors
+    return tensors[:1] if in_megatron and muon.APART.issuperset(tensors) else tensors
 
 
 def _require_torch_dist(source: Checkpoint, optimizer: Native, options: Options, cast: str | None) -> None:

@@ -111,6 +111,11 @@ def native(
                 f"{source.home} trains its {what} with different settings, such as {_said(first)} and {_said(second)}: "
                 "Megatron has one for all of them"
             )
+    if not sides[True]:
+        raise UnsupportedError(
+            f"{source.home} trains all of its matrices with Muon, and Megatron trains embedding and head with Adam",
+            "convert the weights without --with-optimizer",
+        )
     (matrices,) = sides[True]
     (vectors,) = sides[False] or sides[True]
     if vectors.lr != matrices.lr:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,18 @@ State = dict[str, Any]
 @pytest.fixture
 def trained(model: Callable[..., Path]) -> tuple[Path, State]:
     """A model, and what a training of it saves."""
+    return training(model("llama", num_hidden_layers=1))
+
+
+def training(source: Path) -> tuple[Path, State]:
+    """The same of any model."""
     import torch
 
-    source = model("llama", num_hidden_layers=1)
     held = weights(source)
     state = {key: {"step": torch.tensor(3.0), "exp_avg": one / 2, "exp_avg_sq": one * one} for key, one in held.items()}
     about = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": False, "decoupled_weight_decay": True}
     groups = [
-        {**about, "weight_decay": decay, "params": [key for key in held if ("norm" in key) == norm]}
+        {**about, "weight_decay": decay, "params": [key for key, tensor in held.items() if (tensor.dim() == 1) == norm]}
         for decay, norm in ((0.1, False), (0.0, True))
     ]
     return source, {"model": held, "optim": {"state": state, "param_groups": groups}}
@@ -57,17 +61,18 @@ def every(saved: State, change: Callable[[State], object]) -> None:
         change(about)
 
 
-def muon(saved: State, **changes: Any) -> None:
-    """One matrix is trained with torch's Muon."""
-    of(UP)(saved).pop("step"), of(UP)(saved).pop("exp_avg_sq")
-    of(UP)(saved)["momentum_buffer"] = of(UP)(saved).pop("exp_avg")
-    saved["optim"]["param_groups"][0]["params"].remove(UP)
+def muon(saved: State, keys: Collection[str] = (UP,), **changes: Any) -> None:
+    """Some matrices are trained with torch's Muon."""
+    for key in keys:
+        of(key)(saved).pop("step"), of(key)(saved).pop("exp_avg_sq")
+        of(key)(saved)["momentum_buffer"] = of(key)(saved).pop("exp_avg")
+        saved["optim"]["param_groups"][0]["params"].remove(key)
     group = {
         "lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "eps": 1e-7, "ns_steps": 5,
         "ns_coefficients": (3.4445, -4.775, 2.0315), "adjust_lr_fn": None,
     }  # fmt: skip
     group = {name: value for name, value in {**group, **changes}.items() if value != "none"}
-    saved["optim"]["param_groups"].append({**group, "params": [UP]})
+    saved["optim"]["param_groups"].append({**group, "params": [*keys]})
 
 
 UP_LOST = (f"{UP} [96, 64]", "is it frozen, or has it made no step yet?")
@@ -220,6 +225,32 @@ def test_more_steps_than_a_float32_counts_are_not_written(trained, convert, tmp_
     ran = convert("hf2fsdp", save(tmp_path / "c", saved), tmp_path / "out", "--with-optimizer", "--config", source)
     refused(ran, 4, "counts steps in float32, and 16777217 is not one")
     assert not (tmp_path / "out").exists()
+
+
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
+
+
+def test_embedding_and_head_are_trained_with_adam_in_megatron(trained, convert, tmp_path):
+    source, saved = trained
+    muon(saved, [key for key, tensor in saved["model"].items() if tensor.dim() == 2], lr=0.01)
+    begun, words = save(tmp_path / "c", saved), ["--with-optimizer", "--lr", 0.01, "--format", "torch_dist"]
+    ran = convert("hf2megatron", begun, tmp_path / "out", *words, "--config", source)
+    refused(ran, 4, "trains all of its matrices with Muon, and Megatron trains embedding and head with Adam")
+
+
+@pytest.mark.parametrize(("name", "fused"), [("phi3", "key and query and value"), ("starcoder2", "")])
+def test_what_is_one_matrix_to_muon_on_one_side_alone(model, convert, tmp_path, name, fused):
+    """Megatron's Muon takes query, key and value apart, wherever they are."""
+    source, saved = training(model(name))
+    keys = [key for key in saved["model"] if key.split(".")[-2] in (*MATRICES, "c_fc", "c_proj") and "bias" not in key]
+    muon(saved, keys, lr=0.01)
+    begun, words = save(tmp_path / "c", saved), ["--with-optimizer", "--lr", 0.01, "--format", "torch_dist"]
+    ran = convert("hf2megatron", begun, tmp_path / "run", *words, "--config", source)
+    assert ran.code == 0, ran.err
+    assert (f"to Muon {fused} are one matrix on one side" in ran.err) == bool(fused), ran.err
+    ran = convert("hf2fsdp", tmp_path / "run", tmp_path / "back", "--with-optimizer")
+    assert ran.code == 0, ran.err
+    assert (f"to Muon {fused} are one matrix on one side" in ran.err) == bool(fused), ran.err
 
 
 def groups(saved: State) -> list[State]:

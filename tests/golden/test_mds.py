@@ -301,6 +301,15 @@ def test_the_flags_of_the_training(convert, tmp_path, name):
     assert sorted(written.split()) == sorted(f"{SIZES} {FLAGS[name]}".split())
 
 
+def test_a_base_of_rotary_embeddings_is_a_whole_number(model, convert, tmp_path):
+    """As the option of deepspeedai's trees is. The Hub's are floats."""
+    words = ["--qkv", "grouped"]
+    assert convert("hf2mds", model("llama", rope_theta=500000.0), tmp_path / "run", *words).code == 0
+    assert "--rotary-position-embeddings-theta 500000\n" in (tmp_path / "run/megatron_flags.txt").read_text()
+    ran = convert("hf2mds", model("llama", rope_theta=12345.5), tmp_path / "out", *words)
+    refused(ran, 5, "Megatron-DeepSpeed has no rotary_base = 12345.5")
+
+
 def resaved(run: Path, change: Callable[[dict[str, Any]], object], pattern: str) -> Path:
     """A run of which some files were changed."""
     import torch

@@ -20,7 +20,7 @@ NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 NO_EXPERTS = (None, 1, [1])
 """`num_experts` of a model without any: it is a number for each layer that has some."""
 BASE = 10000
-"""The base of rotary embeddings in trees whose runs say none."""
+"""The base of rotary embeddings in trees whose runs say none. The others have an option for whole numbers."""
 OF_RUN = """
 aml_data_download_path attn_mask checkpoint_in_cpu checkpoint_num_layers consumed_train_tokens
 contigious_checkpointing cpu_optimizer cpu_torch_adam create_moe_param_group curriculum_learning_legacy
@@ -103,7 +103,7 @@ position_embedding_type  use_rotary_position_embeddings add_position_embedding p
         **only("standard"),
         "off": lambda key: choice((False, None))(key)._replace(write=lambda *_: {}),  # BigScience's tree alone has it
         "norm": _norm,
-        "base": lambda key: scalar(key, lambda theta, _: BASE if theta is None else theta, lambda theta, _: theta),
+        "base": lambda key: scalar(key, lambda theta, _: BASE if theta is None else theta, lambda theta, _: int(theta)),
         "groups": _groups,
         "none": _no_experts,
         "positions": _positions,

@@ -25,7 +25,8 @@ from formats.errors import SourceError, UnsupportedError, short
 from formats.families import find_family
 from formats.huggingface.config import from_huggingface, residue, untold
 from formats.huggingface.folder import has_weights, read_files
-from formats.model.coherence import Finding, contradictions, losses, predicts_further
+from formats.layout.table import MTP
+from formats.model.coherence import FURTHER, Finding, contradictions, losses, predicts_further
 from formats.model.spec import Spec, Verbatim, differences
 from formats.model.vocab_rows import EMBEDDING, HEAD, rows
 
@@ -219,10 +220,11 @@ def file_differences(first: Checkpoint, other: Checkpoint) -> list[str]:
     if isinstance(first.spec, Verbatim) or first.config is None or other.config is None:
         return []
     ours, theirs = first.config, other.config
+    left_out = FURTHER if MTP in first.settings.drop else ()
     return [
         f"{name}: {short(ours.get(name))} | {short(theirs.get(name))}"
         for name in dict.fromkeys([*residue(ours), *residue(theirs)])
-        if ours.get(name) != theirs.get(name)
+        if ours.get(name) != theirs.get(name) and name not in left_out
     ]
 
 

@@ -18,6 +18,7 @@ from formats.huggingface import adapter as peft
 from formats.huggingface.folder import model_slots
 from formats.layout.placed import Placed
 from formats.layout.slots import Slot
+from formats.layout.table import MTP
 from formats.model.spec import Verbatim
 from formats.model.vocab_rows import EMBEDDING, HEAD, grown, rows
 
@@ -131,10 +132,11 @@ def opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[s
     separate = any(key in on_hub and key not in in_memory for key in adapter.keys({*on_hub, *in_memory}))
     slots = on_hub if separate else in_memory
     peft.require_consumed(adapter, slots, base.root, only=base.settings.only)
-    matrices = dict.fromkeys(slot.keys for slot in slots.values() if len(slot.shape) == 2)
+    trainable = [slot for slot in slots.values() if not _is_further(slot)]
+    matrices = dict.fromkeys(slot.keys for slot in trainable if len(slot.shape) == 2)
     modules = [[key.removesuffix(".weight") for key in keys] for keys in matrices if keys[0].endswith(".weight")]
-    linear = {slot.keys[0].removesuffix(".weight") for slot in slots.values() if _is_linear(slot, base)}
-    if lacking := peft.missing(adapter, modules, {slot.keys for slot in slots.values()}, linear):
+    linear = {slot.keys[0].removesuffix(".weight") for slot in trainable if _is_linear(slot, base)}
+    if lacking := peft.missing(adapter, modules, {slot.keys for slot in trainable}, linear):
         some_trained = ", or not all linear layers were trained: then name those that were in target_modules"
         raise SourceError(
             f"{saved.root} has nothing of {len(lacking)} modules or tensors that its config names: {some(lacking, 3)}",
@@ -149,16 +151,18 @@ def opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[s
     return adapter, slots
 
 
-def _is_linear(slot: Slot, base: Checkpoint) -> bool:
-    """Whether a matrix is a layer of PEFT's `all-linear`. Without a table each one in a layer of the model is.
+def _is_further(slot: Slot) -> bool:
+    """Whether a tensor is of a layer that predicts further tokens: transformers loads none, so PEFT trains none."""
+    return MTP in slot.rule.conditions
 
-    Transformers knows no layer that predicts a second token.
-    """
+
+def _is_linear(slot: Slot, base: Checkpoint) -> bool:
+    """Whether a matrix is a layer of PEFT's `all-linear`. Without a table each one in a layer of the model is."""
     spec = base.spec
     if isinstance(spec, Verbatim):
         return re.search(r"\.\d+\.", slot.keys[0]) is not None
     apart = NOT_LINEAR | (AS_EXPERTS if spec.experts else set())
-    return apart.isdisjoint(slot.rule.pattern.tensors) and "mtp" not in slot.rule.conditions
+    return apart.isdisjoint(slot.rule.pattern.tensors)
 
 
 def _changes(
@@ -208,7 +212,13 @@ def _resized(adapter: peft.Adapter, slots: Mapping[str, Slot], base: Checkpoint)
     kept = [placed for placed in base.tensors if placed.slot.rule.pattern.tensors not in changed]
     places = {slot.rule.pattern.tensors: slot for slot in resized.values() if not slot.replica}  # also of a tied head
     own = {names[key]: Placed(key, places[names[key]], part) for key, part in whole.items()}
-    return replace(base, spec=spec, tensors=(*kept, *own.values()))
+    copies = [
+        Placed(placed.key, resized[placed.key], own[placed.slot.rule.pattern.tensors].fragment)
+        for placed in base.tensors
+        if placed.slot.rule.pattern.tensors in changed and placed.key in resized and _is_further(placed.slot)
+    ]
+    settings = replace(base.settings, vocab_size=rows(spec))
+    return replace(base, spec=spec, tensors=(*kept, *own.values(), *copies), settings=settings)
 
 
 def _trained_apart(adapter: peft.Adapter, slots: Mapping[str, Slot], base: Checkpoint) -> str:

@@ -45,8 +45,8 @@ def of_ranks(tag: Path) -> list[TorchFile]:
         UnsupportedError: the model is cut over several model parallel ranks, and nothing tells how.
     """
     deepspeed.require_no_experts(tag)
-    if universal.is_universal(tag):
-        return [_file(deepspeed.model_files(tag)[0])]
+    if universal.is_universal(tag) and (models := [path for path in tag.iterdir() if deepspeed.is_model(path.name)]):
+        return [_file(min(models))]
     shards: dict[int, Path] = {}
     for path in sorted(tag.iterdir()):
         name = saved_names.MODEL_OF_STAGE_3.fullmatch(path.name)

@@ -132,7 +132,7 @@ def test_a_vocabulary_that_was_resized(model, convert, tmp_path, family, rows, k
     for key, tensor in ours.items():
         assert torch.equal(tensor, exact[key].float()), key
     assert convert("hf2megatron", base, tmp_path / "run", "--tp", 2).code == 0
-    ran = convert("merge", tmp_path / "run", adapter, tmp_path / "from", "--config", base)
+    ran = convert("merge", tmp_path / "run", adapter, tmp_path / "from")
     assert ran.code == 0, ran.err
     assert (tmp_path / "from/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
 
@@ -274,6 +274,28 @@ def test_the_layer_that_predicts_a_second_token_is_kept(model, convert, tmp_path
     assert changed == {f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(5)}
     deltas = [after[f"{name}.weight"].double() - before[f"{name}.weight"].double() for name in (layers, second)]
     assert apart(*deltas) < 1e-6 < deltas[0].abs().max().item()
+
+
+@pytest.mark.parametrize("rows", [None, 259])
+def test_an_adapter_of_a_model_without_the_layer_that_predicts_a_second_token(model, convert, tmp_path, rows):
+    """As transformers trains it; copies of embedding and head in that layer are what those become."""
+    from safetensors.torch import load_file, save_file
+
+    base = with_second(model("deepseek_v3"), tmp_path / "base")
+    before = load_file(base / "model.safetensors")
+    copies = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}
+    before |= {f"model.layers.4.{name}.weight": before[key].clone() for name, key in copies.items()}
+    save_file(before, base / "model.safetensors", {"format": "pt"})
+    words = {"target_modules": ["o_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
+    adapter = adapter_of(base, tmp_path / "adapter", rows, **words)
+    ran = convert("merge", base, adapter, tmp_path / "out")
+    assert ran.code == 0, ran.err
+    after, exact = load_file(tmp_path / "out/model.safetensors"), judged(base, adapter, "float64", rows)
+    assert after.keys() == before.keys()
+    for name, key in copies.items():
+        assert after[f"model.layers.4.{name}.weight"].equal(after[key])
+        assert after[key].equal(exact[key].float())
+    assert convert("merge", base, adapter, tmp_path / "less", "--drop", "mtp").code == 0
 
 
 def test_a_matrix_larger_than_the_memory(model, convert, tmp_path):

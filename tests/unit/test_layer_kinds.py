@@ -167,6 +167,7 @@ def test_copies_in_a_layer_that_predicts_a_second_token_are_written_where_they_w
             assert convert(command, *two, "--drop", "mtp").code == 0
         ran = convert(command, tmp_path / "out3", tmp_path / "out3", "--drop", "mtp")
         assert (ran.code, "the model has no layer that predicts further tokens" in ran.err) == (2, True), ran.err
+    assert convert("average", tmp_path / "out3", source, tmp_path / "mean", "--drop", "mtp").code == 0
     assert convert("hf2fsdp", source, tmp_path / "fsdp").code == 0
     assert convert("verify", tmp_path / "fsdp", tmp_path / "out3", "--drop", "mtp").code == 0
     assert convert("fsdp2hf", tmp_path / "fsdp", tmp_path / "back").code == 0

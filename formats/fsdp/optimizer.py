@@ -216,6 +216,7 @@ def _by_kind(optimizer: Held, trained: Iterable[Slot]) -> dict[type[Group | Muon
     """The parameters that Adam trains, and those that Muon trains.
 
     Raises:
+        SourceError: a tensor that is Muon's in another layer has no state.
         UnsupportedError: the same tensor is Adam's in one layer and Muon's in another.
     """
     slots: dict[type[Group | Muon], dict[tuple[str, ...], Slot]] = {kind: {} for kind in MOMENTS}
@@ -224,6 +225,10 @@ def _by_kind(optimizer: Held, trained: Iterable[Slot]) -> dict[type[Group | Muon
         slots[Muon if muon else Group].setdefault(slot.keys, slot)
     names = [{name for slot in of.values() for name in slot.rule.pattern.tensors} for of in slots.values()]
     if both := sorted(set.intersection(*names)):
+        moments = optimizer.states["exp_avg"].keys()
+        lost = next((keys[0] for keys in slots[Group] if moments.isdisjoint(keys)), None)
+        if lost is not None:
+            raise SourceError(f"{optimizer.listing.where} has neither {MOMENTUM} nor exp_avg of {lost}", FROZEN)
         raise UnsupportedError(
             f"{optimizer.listing.where} trains {both[0]} with Muon in some layers, and not in others"
         )

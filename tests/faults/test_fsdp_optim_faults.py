@@ -227,6 +227,14 @@ def test_more_steps_than_a_float32_counts_are_not_written(trained, convert, tmp_
     assert not (tmp_path / "out").exists()
 
 
+def test_a_momentum_that_is_missing_is_named(model, convert, tmp_path):
+    source, saved = training(model("llama"))
+    muon(saved, [UP.replace("layers.0", f"layers.{layer}") for layer in range(4)])
+    saved["optim"]["state"].pop(UP)
+    ran = convert("hf2fsdp", save(tmp_path / "c", saved), tmp_path / "out", "--with-optimizer", "--config", source)
+    refused(ran, 3, f"has neither momentum_buffer nor exp_avg of {UP}", "is it frozen, or has it made no step yet?")
+
+
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
 
 

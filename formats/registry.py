@@ -120,7 +120,10 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
 
 
 def downloaded(path: Path) -> str:
-    """How a model of the Hub becomes a folder."""
+    """How a folder comes to be that is not there: by its conversion to the end, or from the Hub."""
+    begun = Path(f"{path}.partial")
+    if begun.is_dir():
+        return f"{begun} is that of a conversion that has not ended: run its command again, which resumes it"
     name = path if len(path.parts) == 2 and not path.parent.exists() else "ORG/NAME"
     return f"a model of the Hub has to be downloaded first: hf download {name} --local-dir FOLDER"
 

@@ -32,6 +32,12 @@ def test_a_folder_where_the_work_would_be_done_is_left_alone(model, convert, tmp
     assert (tmp_path / "out.partial/thesis.tex").read_text() == "precious"
 
 
+def test_a_conversion_that_has_not_ended_is_named_where_its_output_is_read(convert, tmp_path):
+    (tmp_path / "run.partial").mkdir()
+    ran = convert("megatron2hf", tmp_path / "run", tmp_path / "out")
+    assert (ran.code, "run.partial is that of a conversion that has not ended" in ran.err) == (3, True), ran.err
+
+
 def test_averaged_norms_take_no_folder_from_others(model, convert, tmp_path):
     """Neither what is no work of ours, nor that of another process or conversion; a killed run's begins anew."""
     assert convert("hf2neox", model(), tmp_path / "run", "--tp", 2).code == 0

@@ -69,7 +69,7 @@ def plan_huggingface(
         source = names.in_files(source, json.loads(assets.config_text(source, None)))
     dtypes = cast_dtypes(source, request.cast)
     index = assets.remembered_index(source.assets)
-    further = {one.key for one in source.tensors if one.slot.replica and MTP in one.slot.rule.conditions}
+    further = {item.key for item in source.tensors if item.slot.replica and MTP in item.slot.rule.conditions}
     further |= (index or {"weight_map": {}})["weight_map"].keys()
     carried = assets.carried(source)
     carried |= dict(assets.records(source.root)) if source.format == FSDP.name else {}

@@ -56,6 +56,17 @@ def test_models_that_liger_knows(monkeypatch):
             resolve("liger", config, cuda)
 
 
+def test_padding_is_no_longer_than_the_kernels_are_told():
+    """Of a rank that has no rows in the last step too: its one input is no token of a document."""
+    zero = np.zeros(1, np.int64)
+    empty = Flat(zero, zero - 100, zero, np.array([0, 1], np.int32), 0, 0)
+    for context in (1, 2):
+        part = own(empty, SimpleNamespace(context=context, part=0), True)
+        assert (len(part.input_ids), part.tokens, part.trained) == (128, 0, 0)
+        assert part.longest == np.diff(part.cu_seqlens).max()
+    assert own(empty, SimpleNamespace(context=1)) is empty
+
+
 def test_layers_are_compiled_once_for_all_sizes_of_rows(model, monkeypatch, caplog):
     """And not at all where checkpointing and hooks are in what is compiled: torch gives up after eight sizes."""
     caplog.set_level(CRITICAL, "torch")  # torch would trace into pytest's log, which takes minutes

@@ -29,8 +29,8 @@ def padded(flat: Flat, size: int) -> Flat:
         labels=np.concatenate([flat.labels, np.full(more, IGNORED)]),
         position_ids=np.concatenate([flat.position_ids, np.arange(more)]),
         cu_seqlens=np.append(flat.cu_seqlens, np.int32(size)),
-        longest=max(flat.longest, more) if flat.longest else 0,
-        padding=more,
+        longest=max(flat.longest, more),
+        padding=size - flat.tokens,
     )
 
 
@@ -43,8 +43,8 @@ def cut(flat: Flat, part: int, parts: int, multiple: int = 1) -> Flat:
         parts: how many there are.
         multiple: what divides the size of a part.
     """
-    count = len(flat.input_ids)
-    size = -(-count // (parts * multiple)) * multiple
+    count = flat.tokens
+    size = -(-len(flat.input_ids) // (parts * multiple)) * multiple
     flat, low, stop = padded(flat, size * parts), part * size, (part + 1) * size
     inside = flat.cu_seqlens[(flat.cu_seqlens > low) & (flat.cu_seqlens < stop)]
     begin = int(flat.cu_seqlens[flat.cu_seqlens <= low].max())

@@ -148,7 +148,8 @@ def plan_average(
         for checkpoint, source, weight in zip(checkpoints, sources, weights, strict=True)
     )
     jobs = tuple(averaged(job) for job in planned.jobs)
-    texts = (*planned.notes, *dict.fromkeys(note for some_notes in notes for note in some_notes))
+    of_others = [f"{source.root}: {note}" for source in sources[1:] for note in source.notes]
+    texts = (*planned.notes, *of_others, *dict.fromkeys(note for some_notes in notes for note in some_notes))
     if any(source.config for source in sources):
         texts = (*texts, f"config and tokenizer are those of {sources[0].root}", *_other_tokenizers(sources))
     return replace(planned, source=checkpoints[0], jobs=jobs, inputs=inputs, notes=texts)

@@ -172,6 +172,15 @@ def test_the_plan_names_the_sources(three, convert, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_what_a_reader_notes_of_each_source(model, convert, tmp_path):
+    """Each source that was quantized is named, not the first alone."""
+    quantized = tmp_path / "quantized"
+    base = model("llama", "bfloat16", hidden_size=128, intermediate_size=256)
+    assert convert("hf2hf", base, quantized, "--quantize", "fp8-block").code == 0
+    ran = convert("average", base, quantized, tmp_path / "out")
+    assert (ran.code, ran.err.count(f"{quantized}: 20 tensors of FP8 are read as BF16")) == (0, 1), ran.err
+
+
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [

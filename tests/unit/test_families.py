@@ -108,15 +108,12 @@ def test_a_config_of_the_hub_makes_a_model_of_its_size(name):
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "minimax_m2"])
-@pytest.mark.parametrize("changes", [{}, {"partial_rotary_factor": None}, {"partial_rotary_factor": 0.25}])
-def test_the_part_of_a_head_that_rotates_is_that_of_transformers(name, changes):
+@pytest.mark.parametrize("keys", [{}, {"partial_rotary_factor": None}, {"partial_rotary_factor": 0.25}])
+def test_the_part_of_a_head_that_rotates_is_that_of_transformers(name, keys):
     """Where the key is there, and says nothing, all of a head rotates, whatever the family assumes without it."""
     from transformers import AutoConfig
 
-    old = {key: value for key, value in config(name).items() if key != "rope_parameters"} | {
-        "rope_theta": 1e4,
-        **changes,
-    }
+    old = {key: value for key, value in config(name).items() if key != "rope_parameters"} | {"rope_theta": 1e4, **keys}
     theirs = AutoConfig.for_model(**copy.deepcopy(old)).rope_parameters.get("partial_rotary_factor", 1.0)
     spec = from_huggingface(old, {}, "config.json")
     assert spec.rotary_fraction == theirs

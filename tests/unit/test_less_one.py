@@ -165,9 +165,8 @@ def test_masters_go_where_they_still_round_to_the_weights(model, convert, tmp_pa
         [state["exp_avg"] for state in optimizer["state"].values() if state["exp_avg"].shape[0] != 256]
         for optimizer in moments
     ]
-    sums = [
-        sum(float(tensor.double().sum()) for tensor in tensors) for tensors in every
-    ]  # but for the padding of the vocabulary
+    # but for the padding of the vocabulary
+    sums = [sum(float(tensor.double().sum()) for tensor in tensors) for tensors in every]
     assert sums[0] == sums[1], "moments are those of the weight either way"
     ran = convert("hf2megatron", fsdp, tmp_path / "bf16", "--with-optimizer", "--dtype", "bf16")
     assert (ran.code, "less one, where its FP32 master weights do not round to the weights" in ran.err) == (4, True), (

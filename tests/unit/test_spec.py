@@ -446,12 +446,9 @@ def test_a_config_that_says_nothing_of_some_layers_is_refused(changes):
 @pytest.mark.parametrize("name", ["seed_oss", "ernie4_5"])
 def test_a_width_of_heads_that_is_null_is_that_of_all_others(name):
     """What a family assumes without the key is another."""
-    settings = config(name)
-    assert from_huggingface(settings | {"head_dim": None}, {}, "config.json").head_dim == 8
-    assert from_huggingface({key: settings[key] for key in settings if key != "head_dim"}, {}, "one").head_dim in (
-        64,
-        128,
-    )
+    base = config(name)
+    assert from_huggingface(base | {"head_dim": None}, {}, "config.json").head_dim == 8
+    assert from_huggingface({key: base[key] for key in base if key != "head_dim"}, {}, "one").head_dim in (64, 128)
 
 
 @pytest.mark.parametrize(
@@ -472,12 +469,10 @@ def test_a_width_of_heads_that_is_null_is_that_of_all_others(name):
     ],
 )
 def test_a_config_of_another_computation_is_refused(name, changes):
-    settings = config(name)
-    settings |= (
-        {"rope_parameters": settings["rope_parameters"] | changes} if "partial_rotary_factor" in changes else changes
-    )
+    base = config(name)
+    base |= {"rope_parameters": base["rope_parameters"] | changes} if "partial_rotary_factor" in changes else changes
     with pytest.raises(UnsupportedError, match="not supported for"):
-        from_huggingface(settings, {}, "config.json")
+        from_huggingface(base, {}, "config.json")
 
 
 def test_the_activation_of_starcoder_2_is_a_fusion_of_megatron():

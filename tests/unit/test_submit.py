@@ -522,9 +522,8 @@ def test_the_users_call_submits_a_chain(folder):
     assert "1 node for 48 h, at the most 48 node hours a job" in ran.stderr
     assert (folder / "job_log.txt").read_text() == "42 run1\n"
     submitted = (folder / "said").read_text().split()
-    assert {"--partition=standard-g", "--time=2-00:00:00", "--requeue"} <= set(
-        submitted
-    )  # SBATCH_ variables beat a script
+    # SBATCH_ variables beat a script
+    assert {"--partition=standard-g", "--time=2-00:00:00", "--requeue"} <= set(submitted)
     assert submitted[-3:] == [f"{folder}/run1/slurm/run1.sbatch", "none", "lab.conf"]
     script = (folder / "run1/slurm/run1.sbatch").read_text()
     assert "LINKS=${VITRUVIAN_LINKS:-3}\n" in script

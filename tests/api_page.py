@@ -80,7 +80,7 @@ def signature(name: str, thing: Any) -> str:
 
 def entries(module: ModuleType) -> list[str]:
     """The public names of a module, the functions first."""
-    found = []
+    sections = []
     names = sorted(module.__all__, key=lambda name: (inspect.isclass(getattr(module, name)), name.lower()))
     for name in names:
         thing = getattr(module, name)
@@ -88,14 +88,14 @@ def entries(module: ModuleType) -> list[str]:
             continue
         title = f"{module.__name__}.{name}"
         called = "" if inspect.isclass(thing) else f"    {signature(name, thing)}\n\n"
-        found.append(f"### {title}\n\n{called}{text_of(thing)}\n")
+        sections.append(f"### {title}\n\n{called}{text_of(thing)}\n")
         if inspect.isclass(thing) and thing.__module__.startswith("converters"):
             public = [(key, each) for key, each in vars(thing).items() if not key.startswith("_") or key in SPECIAL]
             for key, value in public:
                 if value.__doc__ and (callable(value) or isinstance(value, property | cached_property)):
                     called = signature(key, value) if callable(value) else key
-                    found.append(f"* **`.{called}`**: {(inspect.getdoc(value) or '').splitlines()[0]}\n")
-    return found
+                    sections.append(f"* **`.{called}`**: {(inspect.getdoc(value) or '').splitlines()[0]}\n")
+    return sections
 
 
 def page() -> str:
@@ -110,7 +110,7 @@ def page() -> str:
         parts.append(f"### {title}\n\n{text_of(kind)}\n\n{', '.join(own)}\n")
     parts += [
         "## Errors\n",
-        *(f"* `{one.__name__}`, exit code {one.exit_code}: {inspect.getdoc(one)}" for one in errors),
+        *(f"* `{error.__name__}`, exit code {error.exit_code}: {inspect.getdoc(error)}" for error in errors),
     ]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)) + "\n"
 

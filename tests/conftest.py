@@ -102,7 +102,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., K
     from tests.train.conftest import forking
 
     with forking(tmp_path_factory.mktemp("killed"), *CONVERSIONS) as forks:
-        yield lambda *words, script=KILLED: Killed(*forks([*map(str, words)], 1, script))
+        yield lambda *argv, script=KILLED: Killed(*forks([*map(str, argv)], 1, script))
 
 
 Command = Callable[..., Ran]
@@ -111,8 +111,8 @@ Command = Callable[..., Ran]
 def _command(module: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     cli = importlib.import_module(f"{module}.cli")
 
-    def run(*words: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", [module, *map(str, words)])
+    def run(*argv: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", [module, *map(str, argv)])
         capsys.readouterr()
         code = 0
         try:

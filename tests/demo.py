@@ -21,28 +21,28 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def command(*words: str, **settings: str) -> str:
+def command(*argv: str, **settings: str) -> str:
     """Run one command and show it as a user would type it.
 
     Returns:
         What it wrote on stdout, which is shown too.
     """
-    say(f"\n$ {shlex.join(words)}")
-    program = str(Path(sys.executable).parent / words[0])
+    say(f"\n$ {shlex.join(argv)}")
+    program = str(Path(sys.executable).parent / argv[0])
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | settings
-    shown = ""
-    with subprocess.Popen([program, *words[1:]], stdout=subprocess.PIPE, text=True, env=env) as ran:
+    output = ""
+    with subprocess.Popen([program, *argv[1:]], stdout=subprocess.PIPE, text=True, env=env) as ran:
         try:
             for line in ran.stdout or ():
                 sys.stdout.write(line)
                 sys.stdout.flush()
-                shown += line
+                output += line
             code = ran.wait()
         finally:
             ran.terminate()
     if code:
-        sys.exit(f"the demo failed: {words[0]} exits with {code}")
-    return shown
+        sys.exit(f"the demo failed: {argv[0]} exits with {code}")
+    return output
 
 
 @contextmanager

@@ -80,9 +80,9 @@ def chain(hub: Hub) -> str:
 def main() -> None:
     """Tokenize, train on two ranks, convert, push, pull, ask."""
     with Hub(Path("hub")) as hub:
-        shown = chain(hub)
+        output = chain(hub)
     right = turns(dialogues()[0])[1]
-    learned = f"  text    {right}<|assistant|>\n" in shown
+    learned = f"  text    {right}<|assistant|>\n" in output
     say(f"\nthe answer is what the dialogue says: {learned}")
     if not learned:
         sys.exit("the demo failed")

@@ -17,14 +17,14 @@ INSIDE = ("vitruvian/py.typed", "formats/py.typed", "converters/py.typed", "trai
 """What is no module, and has to be in the wheel."""
 
 
-def run(*words: object, cwd: str | None = None) -> str:
+def run(*arguments: object, cwd: str | None = None) -> str:
     """Run a command; its failure is ours."""
-    said = list(map(str, words))
-    sys.stdout.write(f"$ {' '.join(said)}\n")
+    argv = list(map(str, arguments))
+    sys.stdout.write(f"$ {' '.join(argv)}\n")
     sys.stdout.flush()
-    ran = subprocess.run(said, check=False, capture_output=True, text=True, cwd=cwd)
+    ran = subprocess.run(argv, check=False, capture_output=True, text=True, cwd=cwd)
     if ran.returncode:
-        sys.exit(f"{ran.stdout}{ran.stderr}\n{said[0]} exits with {ran.returncode}")
+        sys.exit(f"{ran.stdout}{ran.stderr}\n{argv[0]} exits with {ran.returncode}")
     return ran.stdout
 
 
@@ -32,9 +32,9 @@ def found(version: str) -> Path | None:
     """An interpreter of a version on this machine."""
     pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python3"))
     named = shutil.which(f"python{version}")
-    for one in [*([Path(named)] if named else []), *pyenv]:
-        if subprocess.run([one, "-c", ""], check=False, capture_output=True).returncode == 0:
-            return one
+    for python in [*([Path(named)] if named else []), *pyenv]:
+        if subprocess.run([python, "-c", ""], check=False, capture_output=True).returncode == 0:
+            return python
     return None
 
 
@@ -64,13 +64,13 @@ def tried(wheel: Path, python: Path) -> None:
         bin_ = Path(folder) / "venv/bin"
         run(bin_ / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel)
         run(bin_ / "python", "-m", "pip", "check", "--disable-pip-version-check")
-        for words in (
+        for argv in (
             ["vitruvian", "--version"], ["convert", "formats"], ["train", "--help"],
             ["convert", "to", "megatron", MODEL, "run", "--tp", "2"],
             ["vitruvian", "convert", "to", "hf", "run", "back"],
             ["convert", "verify", "back", MODEL], ["convert", "plan", MODEL, "--to", "fsdp", "--html", "plan.html"],
         ):  # fmt: skip
-            run(bin_ / str(words[0]), *words[1:], cwd=folder)
+            run(bin_ / str(argv[0]), *argv[1:], cwd=folder)
 
 
 def typed(wheel: Path, python: Path) -> None:
@@ -88,7 +88,7 @@ def typed(wheel: Path, python: Path) -> None:
 def main() -> None:
     """Build, check, install."""
     wheel = build()
-    pythons = {version: one for version in PYTHONS if (one := found(version))}
+    pythons = {version: path for version in PYTHONS if (path := found(version))}
     for version, python in pythons.items():
         tried(wheel, python)
         sys.stdout.write(f"{wheel.name} is sound on Python {version}\n")

@@ -10,12 +10,12 @@ from contextlib import redirect_stderr, redirect_stdout
 from converters import cli
 
 
-def convert(*words: object) -> tuple[int | None, str]:
+def convert(*arguments: object) -> tuple[int | None, str]:
     """Run the command: its exit code, None for one that is no number, and what it said."""
-    told, argv = io.StringIO(), sys.argv
-    sys.argv = ["convert", *map(str, words)]
+    output, argv = io.StringIO(), sys.argv
+    sys.argv = ["convert", *map(str, arguments)]
     try:
-        with redirect_stdout(told), redirect_stderr(told):
+        with redirect_stdout(output), redirect_stderr(output):
             cli.main()
         code: int | None = 0
     except SystemExit as done:
@@ -23,4 +23,4 @@ def convert(*words: object) -> tuple[int | None, str]:
     finally:
         sys.argv = argv
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # `main` lets a closed pipe end the process
-    return code, told.getvalue()
+    return code, output.getvalue()

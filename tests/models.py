@@ -498,11 +498,11 @@ def save(folder: Path, name: str, dtype: str = "float32", shard: str = "50GB", *
                 parameter.normal_(0, 0.08, generator=generator)
     model.to(getattr(torch, dtype))
     exact = tuple(model._keep_in_fp32_modules_strict or ())  # as in the models of the Hub
-    for kept_name, kept in [*model.named_parameters(), *model.named_buffers()]:
+    for kept_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if any(part in kept_name for part in exact):
-            kept.data = torch.empty(kept.shape).normal_(0, 0.3, generator=generator)
+            tensor.data = torch.empty(tensor.shape).normal_(0, 0.3, generator=generator)
         elif "correction_bias" in kept_name:
-            kept.data.normal_(0, 0.3, generator=generator)
+            tensor.data.normal_(0, 0.3, generator=generator)
     model.save_pretrained(folder, max_shard_size=shard)
     if settings_of(name)["model_type"] == "kimi_linear":
         _as_on_the_hub(folder, model)
@@ -531,8 +531,8 @@ def _as_on_the_hub(folder: Path, model: Any) -> None:
 
 def files(folder: Path) -> dict[str, bytes]:
     """Every file of a folder, by relative name, the manifest left out."""
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    return {name: content for name, content in found.items() if Path(name).name != "vitruvian.json"}
+    contents = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {name: content for name, content in contents.items() if Path(name).name != "vitruvian.json"}
 
 
 def nearest_bfloat16(values: Any) -> Any:

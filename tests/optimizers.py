@@ -20,8 +20,8 @@ SCHEDULER = {"num_steps": 3, "max_lr": 0.01, "lr_decay_style": "cosine"}
 
 def of(weight: Any, state: str) -> Any:
     """A state of a weight."""
-    found = weight.float() * STATE[state]
-    return found * found if state == "exp_avg_sq" else found
+    scaled = weight.float() * STATE[state]
+    return scaled * scaled if state == "exp_avg_sq" else scaled
 
 
 def add_optimizer(run: Path, how: str) -> Path:
@@ -56,7 +56,7 @@ def parameters(stored: dict[str, Any]) -> Parameters:
     """The parameters of a file, in its order; what corrects a router is none."""
     chunks = sorted(name for name in stored if name.startswith("model"))
     every = [(name, key, weight) for name in chunks for key, weight in stored[name].items()]
-    return [one for one in every if not one[1].endswith("expert_bias")]
+    return [parameter for parameter in every if not parameter[1].endswith("expert_bias")]
 
 
 def shares(stored: dict[str, Any]) -> list[Parameters]:
@@ -64,13 +64,13 @@ def shares(stored: dict[str, Any]) -> list[Parameters]:
     every = parameters(stored)
     if stored["args"].expert_model_parallel_size == 1:
         return [every]
-    return [[one for one in every if (".experts." in one[1]) == experts] for experts in (False, True)]
+    return [[parameter for parameter in every if (".experts." in parameter[1]) == experts] for experts in (False, True)]
 
 
 def chained(stored: dict[str, Any], of: Callable[[Parameters, bool], Any]) -> Any:
     """What a file holds of its one optimizer, or a list of both."""
-    found = [of(share, bool(number)) for number, share in enumerate(shares(stored))]
-    return found if len(found) > 1 else found[0]
+    states = [of(share, bool(number)) for number, share in enumerate(shares(stored))]
+    return states if len(states) > 1 else states[0]
 
 
 def settings(stored: dict[str, Any]) -> Any:
@@ -80,7 +80,7 @@ def settings(stored: dict[str, Any]) -> Any:
 
 def groups(*, experts: bool = False, **more: Any) -> list[dict[str, Any]]:
     """The parameter groups of an optimizer: with weight decay and, for all but experts, without."""
-    every = [{**GROUP, "is_expert_parallel": experts, "wd_mult": one, **more} for one in (1.0, 0.0)]
+    every = [{**GROUP, "is_expert_parallel": experts, "wd_mult": decay, **more} for decay in (1.0, 0.0)]
     return every[:1] if experts else every
 
 
@@ -93,15 +93,15 @@ def _plain(share: Parameters, experts: bool, half: bool) -> dict[str, Any]:
     import torch
 
     every = [(weight.ndim == 1 or key.endswith(".bias"), weight) for _, key, weight in share]
-    states, found, masters = [], [], []
+    states, param_groups, masters = [], [], []
     for group in groups(experts=experts):
         weights = [weight for vector, weight in every if vector == (not group["wd_mult"])]
-        found.append({**group, "params": [*range(len(states), len(states) + len(weights))]})
+        param_groups.append({**group, "params": [*range(len(states), len(states) + len(weights))]})
         states += [{name: of(weight, name) for name in ("exp_avg", "exp_avg_sq")} for weight in weights]
         masters.append([of(weight, "master") for weight in weights])
     for state in states:
         state["step"] = torch.tensor(3.0)
-    inner = {"state": dict(enumerate(states)), "param_groups": found}
+    inner = {"state": dict(enumerate(states)), "param_groups": param_groups}
     return {"optimizer": inner, "fp32_from_fp16_params": masters} if half else inner
 
 
@@ -127,7 +127,7 @@ def _buffers(share: Parameters, half: bool) -> dict[Any, Any]:
     """The parameters of each chunk end to end, the last one first."""
     import torch
 
-    found: dict[Any, Any] = {"buckets_coalesced": True}
+    by_chunk: dict[Any, Any] = {"buckets_coalesced": True}
     for number, chunk in enumerate(dict.fromkeys(name for name, _, _ in share)):
         weights = [weight for name, _, weight in share if name == chunk][::-1]
         flat = {
@@ -136,8 +136,8 @@ def _buffers(share: Parameters, half: bool) -> dict[Any, Any]:
             )
             for name, state in (("param", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
         }
-        found[number] = {(weights[0].dtype, torch.float32): {**flat, "numel_unpadded": len(flat["param"])}}
-    return found
+        by_chunk[number] = {(weights[0].dtype, torch.float32): {**flat, "numel_unpadded": len(flat["param"])}}
+    return by_chunk
 
 
 def check(run: Path, how: str, padding: int) -> None:
@@ -147,7 +147,7 @@ def check(run: Path, how: str, padding: int) -> None:
     folder = run / "iter_0000003"
     if (folder / "common.pt").is_file():
         return _check_dist(folder, how)
-    held = set()
+    padded = set()
     for path in sorted(folder.glob("mp_rank_*/model_optim_rng.pt")):
         stored = torch.load(path, weights_only=False)
         assert stored["opt_param_scheduler"] == SCHEDULER
@@ -164,8 +164,8 @@ def check(run: Path, how: str, padding: int) -> None:
                 first = int(path.parent.name[8:10]) * len(weight)
                 rows = weight[max(0, VOCABULARY - first) : max(0, VOCABULARY + padding - first)]
                 assert (rows == PADDED).all()
-                held |= {first + n for n in range(len(weight)) if n + first >= VOCABULARY}
-    assert len(held) >= padding
+                padded |= {first + n for n in range(len(weight)) if n + first >= VOCABULARY}
+    assert len(padded) >= padding
     return None
 
 
@@ -175,7 +175,9 @@ def _check_dist(folder: Path, how: str) -> None:
 
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     tensors = {
-        key: torch.empty(one.size, dtype=one.properties.dtype) for key, one in metadata.items() if hasattr(one, "size")
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in metadata.items()
+        if hasattr(entry, "size")
     }
     dcp.load(tensors, checkpoint_id=folder, no_dist=True)
     weights = {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer.")}
@@ -187,13 +189,13 @@ def _check_dist(folder: Path, how: str) -> None:
     assert sum(key.startswith("optimizer.") for key in tensors) == len(names) * len(weights)
     for key, weight in weights.items():
         for name, state in names.items():
-            wanted = of(weight, state) if half or state != "master" else weight
-            assert torch.equal(tensors[f"optimizer.state.{name}.{key}"], wanted), f"{name} of {key}"
+            expected = of(weight, state) if half or state != "master" else weight
+            assert torch.equal(tensors[f"optimizer.state.{name}.{key}"], expected), f"{name} of {key}"
     common = torch.load(folder / "common.pt", weights_only=False)
-    held = common["optimizer"]
+    optimizer = common["optimizer"]
     several = common["args"].expert_model_parallel_size > 1
-    assert not several or [*held] == [0, 1]
-    for experts, outer in ((False, held[0]), (True, held[1])) if several else ((False, held),):
+    assert not several or [*optimizer] == [0, 1]
+    for experts, outer in ((False, optimizer[0]), (True, optimizer[1])) if several else ((False, optimizer),):
         inner = outer.get("optimizer", outer)
         more = {"step": 3} if how == "distributed" else {}
         assert inner["param_groups"] == groups(experts=experts, **more)
@@ -202,15 +204,15 @@ def _check_dist(folder: Path, how: str) -> None:
     assert common["content_metadata"].get("distrib_optim_sharding_type") == kind
 
 
-def same(one: Any, other: Any) -> None:
+def same(first: Any, second: Any) -> None:
     """Two nested states are equal."""
     import torch
 
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict | list):
-        assert len(one) == len(other)
-        for key in one if isinstance(one, dict) else range(len(one)):
-            same(one[key], other[key])
+    if isinstance(first, torch.Tensor):
+        assert torch.equal(first, second)
+    elif isinstance(first, dict | list):
+        assert len(first) == len(second)
+        for key in first if isinstance(first, dict) else range(len(first)):
+            same(first[key], second[key])
     else:
-        assert one == other
+        assert first == second

@@ -44,14 +44,14 @@ class Block(NamedTuple):
 
 
 def blocks(page: str) -> Iterator[Block]:
-    for found in BLOCK.finditer(page):
-        yield Block(found[1], found[2], *found.span(2))
+    for match in BLOCK.finditer(page):
+        yield Block(match[1], match[2], *match.span(2))
 
 
 def head_of(page: str) -> Mapping[str, object]:
     """What stands between the first two `---` of a page."""
-    found = re.match(r"---\n(.*?)^---\n", page, re.MULTILINE | re.DOTALL)
-    return yaml.safe_load(found[1]) if found else {}
+    match = re.match(r"---\n(.*?)^---\n", page, re.MULTILINE | re.DOTALL)
+    return yaml.safe_load(match[1]) if match else {}
 
 
 def commands(block: str) -> Iterator[tuple[str, str]]:
@@ -66,14 +66,14 @@ def commands(block: str) -> Iterator[tuple[str, str]]:
 
 def run(command: str) -> str:
     """What a command prints, on stdout and stderr; an exit code other than 0 is said at the end."""
-    words = shlex.split(re.sub(r"\\\n", " ", command), comments=True)
-    if words[0] == "vitruvian":
-        words = words[1:]
-    if words[0] in SHELL:
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.rstrip("\n")
+    argv = shlex.split(re.sub(r"\\\n", " ", command), comments=True)
+    if argv[0] == "vitruvian":
+        argv = argv[1:]
+    if argv[0] in SHELL:
+        return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.rstrip("\n")
     printed, code = io.StringIO(), 0
-    cli = import_module(PROGRAMS[words[0]])
-    with redirect_stdout(printed), redirect_stderr(printed), patch.object(sys, "argv", words):
+    cli = import_module(PROGRAMS[argv[0]])
+    with redirect_stdout(printed), redirect_stderr(printed), patch.object(sys, "argv", argv):
         try:
             cli.main()
         except SystemExit as done:
@@ -83,11 +83,11 @@ def run(command: str) -> str:
     return printed.getvalue().rstrip("\n") + (f"\n(exit code {code})" if code else "")
 
 
-def same(said: str, printed: str) -> bool:
+def same(expected: str, printed: str) -> bool:
     """Whether a page shows what was printed, but what varies and the lines left out."""
     for pattern, put in VARIES.items():
-        said, printed = re.sub(pattern, put, said), re.sub(pattern, put, printed)
-    lines = (r"(?:.*\n)*" if line == LEFT_OUT else re.escape(line) + r"\n" for line in said.strip().splitlines())
+        expected, printed = re.sub(pattern, put, expected), re.sub(pattern, put, printed)
+    lines = (r"(?:.*\n)*" if line == LEFT_OUT else re.escape(line) + r"\n" for line in expected.strip().splitlines())
     return re.fullmatch("".join(lines), printed.strip() + "\n" if printed.strip() else "") is not None
 
 
@@ -104,9 +104,9 @@ def base(out: Path) -> None:
     save(out, "llama", "bfloat16", vocab_size=253)
 
 
-def typed(*words: object) -> None:
+def typed(*argv: object) -> None:
     """A command that makes a part of the folder."""
-    printed = run(shlex.join(map(str, words)))
+    printed = run(shlex.join(map(str, argv)))
     assert "exit code" not in printed, printed
 
 
@@ -143,10 +143,10 @@ def zero(out: Path) -> None:
     make(Path("base"), out, 2, 2)
     adam = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False, "maximize": False}
     for path in out.glob("global_step1/*optim_states.pt"):
-        held = torch.load(path, weights_only=False)
-        for group in held["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
+        stored = torch.load(path, weights_only=False)
+        for group in stored["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
             group.update(adam)
-        torch.save(held, path)
+        torch.save(stored, path)
 
 
 def megatron(out: Path) -> None:
@@ -201,29 +201,29 @@ def played(page: str, made: Path, folder: Path) -> Iterator[tuple[Block, str, st
     names: dict[str, object] = {}
     for block in blocks(page):
         if block.kind == "console":
-            for command, said in commands(block.text):
-                yield block, command, said, run(command)
+            for command, expected in commands(block.text):
+                yield block, command, expected, run(command)
         elif block.kind == "python":
             exec(compile(block.text, "a page", "exec"), names)  # our own pages
 
 
 def rewritten(page: str, made: Path, folder: Path) -> str:
     """A page with what its commands print."""
-    shown: dict[Block, str] = {}
-    for block, command, said, printed in played(page, made, folder):
-        now = said if same(said, printed) or re.search(rf"^{LEFT_OUT}$", said, re.MULTILINE) else printed
-        shown[block] = shown.get(block, "") + f"$ {command}\n" + (f"{now.strip()}\n" if now.strip() else "")
-    for block in sorted(shown, key=lambda one: -one.start):
-        page = page[: block.start] + shown[block] + page[block.end :]
+    outputs: dict[Block, str] = {}
+    for block, command, expected, printed in played(page, made, folder):
+        now = expected if same(expected, printed) or re.search(rf"^{LEFT_OUT}$", expected, re.MULTILINE) else printed
+        outputs[block] = outputs.get(block, "") + f"$ {command}\n" + (f"{now.strip()}\n" if now.strip() else "")
+    for block in sorted(outputs, key=lambda block: -block.start):
+        page = page[: block.start] + outputs[block] + page[block.end :]
     return page
 
 
 def main() -> None:
     """Write what the commands print into the pages that are named, or into all."""
-    wanted = [Path(word).resolve() for word in sys.argv[1:]] or PAGES
+    paths = [Path(word).resolve() for word in sys.argv[1:]] or PAGES
     with tempfile.TemporaryDirectory() as made:
         prepare(Path(made))
-        for path in wanted:
+        for path in paths:
             with tempfile.TemporaryDirectory() as folder:
                 path.write_text(rewritten(path.read_text(), Path(made), Path(folder)))
         os.chdir("/")

@@ -62,11 +62,11 @@ def names(folder: Path) -> set[str]:
     """The names of the tensors in a Hugging Face folder."""
     from safetensors import safe_open
 
-    found: set[str] = set()
+    keys: set[str] = set()
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            found |= set(file.keys())
-    return found
+            keys |= set(file.keys())
+    return keys
 
 
 def through(kind: str, folder: Path) -> tuple[str, str]:
@@ -85,10 +85,10 @@ def through(kind: str, folder: Path) -> tuple[str, str]:
         other = type(model)(model.config)
         model.save_pretrained(folder / "base")
         expected, before = model.state_dict(), logits(model)
-    code, said = run("hf2fsdp", folder / "base", folder / "dcp", "-q")
+    code, output = run("hf2fsdp", folder / "base", folder / "dcp", "-q")
     if code:
-        error = re.search(r"error: (.*)", said)
-        return REFUSED, (error[1] if error else said).replace(f"{folder}/", "")
+        error = re.search(r"error: (.*)", output)
+        return REFUSED, (error[1] if error else output).replace(f"{folder}/", "")
     with quiet():
         state = {"model": {key: torch.zeros_like(value) for key, value in other.state_dict().items()}}
         try:
@@ -97,8 +97,8 @@ def through(kind: str, folder: Path) -> tuple[str, str]:
             raise AssertionError(f"{kind}: what hf2fsdp wrote does not load: {str(error)[-200:]}") from None
     wrong = [key for key, value in state["model"].items() if not torch.equal(value, expected[key])]
     assert not wrong, f"{kind}: in memory other values than in the model: {wrong[:9]}"
-    code, said = run("fsdp2hf", folder / "dcp", folder / "out", "-q")
-    assert code == 0, f"{kind}: fsdp2hf refuses what hf2fsdp wrote: {said}"
+    code, output = run("fsdp2hf", folder / "dcp", folder / "out", "-q")
+    assert code == 0, f"{kind}: fsdp2hf refuses what hf2fsdp wrote: {output}"
     again, report = loaded(folder / "out", model)
     assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), f"{kind}: {report}"
     assert equal(again, model), f"{kind}: the tensors differ"
@@ -121,40 +121,40 @@ def outcome(kind: str) -> tuple[str, str, str]:
     """The line of a type."""
     with tempfile.TemporaryDirectory(prefix=f"{kind}-") as folder:
         try:
-            what, said = through(kind, Path(folder))
+            what, reason = through(kind, Path(folder))
         except AssertionError as error:
-            what, said = FOUND, str(error)[-2000:]
-    return kind, what, said if what == FOUND else " ".join(said.split())[:REASON].strip()
+            what, reason = FOUND, str(error)[-2000:]
+    return kind, what, reason if what == FOUND else " ".join(reason.split())[:REASON].strip()
 
 
 def listed() -> dict[str, tuple[str, str]]:
     """The outcome and the reason of each type in the list."""
     lines = (line.split(maxsplit=1) for line in LISTED.read_text().splitlines())
-    found = {}
+    by_kind = {}
     for kind, rest in lines:
-        what = next(one for one in (RIGHT, REFUSED, UNBUILT) if rest.startswith(one))
-        found[kind] = what, rest.removeprefix(what).strip()
-    return found
+        what = next(word for word in (RIGHT, REFUSED, UNBUILT) if rest.startswith(word))
+        by_kind[kind] = what, rest.removeprefix(what).strip()
+    return by_kind
 
 
 def main() -> int:
     """Every type, or those that are named; --write puts them into the list. Exit code 1 where one is not as listed."""
-    words = [word for word in sys.argv[1:] if word != "--write"]
-    known, odd, kinds = listed() if LISTED.is_file() else {}, 0, words or classes()
+    chosen = [word for word in sys.argv[1:] if word != "--write"]
+    known, odd, kinds = listed() if LISTED.is_file() else {}, 0, chosen or classes()
     with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=20) as pool:
-        for kind, what, said in pool.imap(outcome, kinds):
+        for kind, what, reason in pool.imap(outcome, kinds):
             changed = what == FOUND or known.get(kind, ("", ""))[0] != what
-            known[kind] = what, said
+            known[kind] = what, reason
             odd += changed
-            print(f"{_line(kind, what, said)}{' (not as listed)' * changed}", flush=True)
+            print(f"{_line(kind, what, reason)}{' (not as listed)' * changed}", flush=True)
     if "--write" in sys.argv[1:]:
         LISTED.write_text("".join(f"{_line(kind, *known[kind])}\n" for kind in classes() if kind in known))
     print(f"{len(kinds)} types, {odd} not as listed")
     return 1 if odd else 0
 
 
-def _line(kind: str, what: str, said: str) -> str:
-    return f"{kind:<26}{what:<11}{said}".rstrip()
+def _line(kind: str, what: str, reason: str) -> str:
+    return f"{kind:<26}{what:<11}{reason}".rstrip()
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ def sound(hf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bounded() -> Iterator[None]:
     """An in-process run that wants gigabytes gets a MemoryError instead of this machine's memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, hard))
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, hard))
     yield
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
@@ -72,15 +72,15 @@ def limit() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
 
 
-def apart(*words: object) -> Ran:
+def apart(*argv: object) -> Ran:
     """`convert` in a process of its own, with limited time and memory."""
-    program = [sys.executable, "-c", "from converters.cli import main; main()", *map(str, words)]
+    program = [sys.executable, "-c", "from converters.cli import main; main()", *map(str, argv)]
     try:
         done = subprocess.run(
             program, cwd=REPOSITORY, capture_output=True, text=True, timeout=WAITING, preexec_fn=limit, check=False
         )
     except subprocess.TimeoutExpired:
-        pytest.fail(f"convert {words[0]} hangs")
+        pytest.fail(f"convert {argv[0]} hangs")
     return Ran(done.returncode, done.stdout, done.stderr)
 
 
@@ -103,10 +103,10 @@ def refused(ran: Ran, file: Path | str, *codes: int) -> None:
     assert str(file) in ran.err
 
 
-def try_all(convert: Callable[..., Ran], *words: object) -> Ran:
+def try_all(convert: Callable[..., Ran], *argv: object) -> Ran:
     """Run in this process; a bug comes back as text, so that a loop can collect them."""
     try:
-        return convert(*words)
+        return convert(*argv)
     except AssertionError as error:
         return Ran(1, "", str(error))
 
@@ -227,12 +227,12 @@ HARMLESS = {
 def globals_of(path: Path) -> set[tuple[str, str]]:
     with zipfile.ZipFile(path) as archive:
         data = archive.read("archive/data.pkl")
-    found = set()
+    names = set()
     for code, argument, _ in pickletools.genops(data):
         assert code.name not in ("INST", "OBJ", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4", "NEWOBJ_EX", "PERSID")
         if code.name == "GLOBAL":
-            found.add(tuple(str(argument).split(" ", 1)))
-    return found
+            names.add(tuple(str(argument).split(" ", 1)))
+    return names
 
 
 @pytest.mark.parametrize("where", ["args x", "args seq_length", "model x._extra_state"])
@@ -331,12 +331,12 @@ for root in sys.argv[1:]:
         parts = err.read(1 << 20).split("BEGIN ")[1:]
     problems = {}
     for place, root, part in zip(PLACES, roots, [*parts, *[""] * len(roots)], strict=False):
-        said, _, code = part.partition("\nEND ")
-        wrong = sane(Ran(int(code or -1), "", said)) if code.strip() else f"hangs or dies: {said[-300:]}"
+        output, _, code = part.partition("\nEND ")
+        wrong = sane(Ran(int(code or -1), "", output)) if code.strip() else f"hangs or dies: {output[-300:]}"
         if wrong:
             problems[place] = wrong
-        elif code.strip() != "0" and str(root) not in said.partition("\n")[2]:
-            problems[place] = f"names no file: {said[:200]}"
+        elif code.strip() != "0" and str(root) not in output.partition("\n")[2]:
+            problems[place] = f"names no file: {output[:200]}"
     assert not problems, "\n".join(f"{place}: {problem}" for place, problem in problems.items())
 
 
@@ -571,21 +571,21 @@ def test_a_tensor_in_args_does_not_become_another_one(sound, convert, tmp_path):
     assert convert("reshard", root, tmp_path / "out", "--tp", 2, "--accept", "calibration").code == 0
     for path in (tmp_path / "out").rglob("*.pt"):
         with torch.serialization.safe_globals([argparse.Namespace]):
-            held = torch.load(path, weights_only=True)
-        assert not hasattr(held["args"], "calibration")
+            stored = torch.load(path, weights_only=True)
+        assert not hasattr(stored["args"], "calibration")
 
 
 def test_names_that_no_terminal_can_print_are_no_bug(sound, tmp_path):
     for i, (where, text) in enumerate([("model key", "\ud800._extra_state"), ("model key", "\ud800"),
                                        ("args key", "\ud800"), ("top key", "\ud800")]):  # fmt: skip
         root = infected(sound, tmp_path / str(i), opcodes_of_text(text), where)
-        for words in (
+        for argv in (
             ("plan", root, "--to", "megatron"),
             ("inspect", root, "--tensors"),
             ("reshard", root, f"{root}o"),
         ):
-            ran = apart(*words)
-            assert not sane(ran), f"{where} {words[0]}: {sane(ran)}"
+            ran = apart(*argv)
+            assert not sane(ran), f"{where} {argv[0]}: {sane(ran)}"
 
 
 def test_error_messages_carry_no_terminal_commands(sound, convert, tmp_path):
@@ -602,12 +602,12 @@ def central(raw: bytes | bytearray) -> dict[str, int]:
     """Offset of each entry of the central directory, by the end of its name."""
     end = raw.rfind(b"PK\x05\x06")
     count, _, position = struct.unpack_from("<HII", raw, end + 10)
-    found = {}
+    offsets = {}
     for _ in range(count):
         names, extra, comment = struct.unpack_from("<HHH", raw, position + 28)
-        found[raw[position + 46 : position + 46 + names].decode().removeprefix("archive/")] = position
+        offsets[raw[position + 46 : position + 46 + names].decode().removeprefix("archive/")] = position
         position += 46 + names + extra + comment
-    return found
+    return offsets
 
 
 def patched(raw: bytes, name: str, at: int, form: str, *values: int) -> bytes:

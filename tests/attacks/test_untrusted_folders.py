@@ -94,8 +94,8 @@ def test_a_link_within_the_folder(hostile):
     (hostile / "NOTICE").symlink_to(".env")
     (hostile / "COPYING").symlink_to("COPYING")
     assert require_inside(hostile / "LICENSE.txt", hostile)
-    for name, told in (("NOTICE", "does not travel"), ("COPYING", "broken link")):
-        with pytest.raises(SourceError, match=told):
+    for name, message in (("NOTICE", "does not travel"), ("COPYING", "broken link")):
+        with pytest.raises(SourceError, match=message):
             require_inside(hostile / name, hostile)
 
 

@@ -66,17 +66,17 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
 
 def smaller(config: dict[str, Any], *, sparse: bool = False) -> dict[str, Any]:
     """A config with small sizes, in its inner configs too; of a sparse one all else is left to its class."""
-    found = {}
+    small = {}
     for key, value in config.items():
         if isinstance(value, dict) and key.endswith("_config"):
-            found[key] = smaller(value, sparse=sparse)
+            small[key] = smaller(value, sparse=sparse)
         elif key in SMALL and (type(value) is int or (value is None and key in UNSAID)):
-            found[key] = SMALL[key]
+            small[key] = SMALL[key]
         elif key in BY_LAYER or (sparse and key != "model_type"):
             continue
         else:
-            found[key] = 1 if key.endswith("token_id") and type(value) is int else value
-    return found
+            small[key] = 1 if key.endswith("token_id") and type(value) is int else value
+    return small
 
 
 def classes() -> list[str]:
@@ -121,14 +121,14 @@ def built(kind: str, seed: int, *, sparse: bool) -> Any:
     defaults = CONFIG_MAPPING[kind]().to_dict()
     config = CONFIG_MAPPING[kind].from_dict({**smaller(defaults, sparse=sparse), **SPECIAL.get(kind, {})})
     config.architectures = [class_of(kind, defaults)]
-    made = getattr(transformers, config.architectures[0])
+    model_class = getattr(transformers, config.architectures[0])
     with torch.device("meta"):
-        size = sum(one.numel() for one in made(config).parameters())
+        size = sum(parameter.numel() for parameter in model_class(config).parameters())
     if size > LARGEST:
         raise ValueError(f"{size // 10**6} million parameters with the small sizes")
     torch.manual_seed(seed)
-    model = made(config)
-    if not any(one.is_floating_point() for one in model.state_dict().values()):
+    model = model_class(config)
+    if not any(tensor.is_floating_point() for tensor in model.state_dict().values()):
         raise ValueError("it has no weights")
     return model
 
@@ -211,7 +211,7 @@ def as_shards(folder: Path, state: dict[str, Any], rng: random.Random) -> list[s
 SAVERS: Mapping[str, Saved] = {"dcp": as_dcp, "dump": as_dump, "shards": as_shards}
 
 
-def run(*words: object, transformers: bool = True) -> tuple[int, str]:
+def run(*arguments: object, transformers: bool = True) -> tuple[int, str]:
     """A command of `convert` in this process: its exit code, and what it said.
 
     It is as if transformers were not installed, where the checks of a login node are to be seen.
@@ -219,19 +219,19 @@ def run(*words: object, transformers: bool = True) -> tuple[int, str]:
     from converters import cli
     from converters.plan import agreement, meta_model
 
-    said = io.StringIO()
+    output = io.StringIO()
     local = mock.patch.object(agreement, "_asked", lambda text: json.dumps(meta_model.report(json.loads(text))))
     needed = mock.patch.object(agreement, "NEEDED", agreement.NEEDED if transformers else ("not_installed",))
-    argv = mock.patch.object(sys, "argv", ["convert", *map(str, words)])
+    argv = mock.patch.object(sys, "argv", ["convert", *map(str, arguments)])
     code = 0
-    with argv, local, needed, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    with argv, local, needed, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             cli.main()
         except SystemExit as done:
             code = int(done.code or 0)
-    assert code != 1, said.getvalue()
-    assert "Traceback" not in said.getvalue(), said.getvalue()
-    return code, said.getvalue()
+    assert code != 1, output.getvalue()
+    assert "Traceback" not in output.getvalue(), output.getvalue()
+    return code, output.getvalue()
 
 
 def loaded(out: Path, like: Any) -> tuple[Any, dict[str, Any]]:
@@ -240,11 +240,11 @@ def loaded(out: Path, like: Any) -> tuple[Any, dict[str, Any]]:
         return type(like).from_pretrained(out, output_loading_info=True)
 
 
-def equal(one: Any, other: Any) -> bool:
+def equal(first: Any, second: Any) -> bool:
     """Whether two models have the same tensors, bit for bit."""
     import torch
 
-    left, right = one.state_dict(), other.state_dict()
+    left, right = first.state_dict(), second.state_dict()
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
@@ -259,15 +259,15 @@ def attack(seed: int, folder: Path) -> str:
         model.save_pretrained(folder / "base")
         container = rng.choice([*SAVERS])
         state = {key: value.detach().contiguous() for key, value in model.state_dict().items()}
-        words = SAVERS[container](folder / "source", state, rng)
+        argv = SAVERS[container](folder / "source", state, rng)
     base = folder / "base"
     if rng.random() < 0.5:
         for path in base.glob("*.safetensors*"):
             path.unlink()
-    code, said = run(*words, folder / "source", folder / "out", "--config", base, "-q")
-    about = f"seed {seed}: {kind} as {container}: exit {code}\n{said}"
+    code, output = run(*argv, folder / "source", folder / "out", "--config", base, "-q")
+    about = f"seed {seed}: {kind} as {container}: exit {code}\n{output}"
     if code:
-        return f"refused: {kind} as {container}: {said}"
+        return f"refused: {kind} as {container}: {output}"
     again, report = loaded(folder / "out", model)
     assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), f"{about}{report}"
     assert equal(again, model), f"{about}the tensors differ"

@@ -57,7 +57,7 @@ def attack(seed: int, folder: Path) -> str:
     name = dice.choice(list(MODELS))
     way = dice.choice(list(WAYS))
     config, changes = _mutated(name, dice)
-    said = f"seed {seed}: {name}, {changes}, {way}"
+    case = f"seed {seed}: {name}, {changes}, {way}"
     source = folder / "source"
     with _quiet(), torch.no_grad():
         try:
@@ -66,23 +66,23 @@ def attack(seed: int, folder: Path) -> str:
         except Exception:  # noqa: BLE001  # whatever transformers raises for a config, it is none
             return "no model of transformers"
         out = source
-        for number, words in enumerate(WAYS[way]):
+        for number, argv in enumerate(WAYS[way]):
             given, out = out, folder / f"out{number}"
             if number and way.endswith("config lost"):
                 shutil.rmtree(given / "huggingface")
-            code, told = _convert(words[0], str(given), str(out), *words[1:])
-            assert code != 1, f"{said}: a bug: {told}"
-            assert "Traceback" not in told, f"{said}: {told}"
+            code, output = _convert(argv[0], str(given), str(out), *argv[1:])
+            assert code != 1, f"{case}: a bug: {output}"
+            assert "Traceback" not in output, f"{case}: {output}"
             if code:
-                return f"refused: {words[0]}: {_reason(told, folder)}"
+                return f"refused: {argv[0]}: {_reason(output, folder)}"
         try:
-            found = _logits(out)
+            computed = _logits(out)
         except Exception as error:
-            raise AssertionError(f"{said}: transformers does not load what was written: {error}") from error
+            raise AssertionError(f"{case}: transformers does not load what was written: {error}") from error
     scale = float(expected.abs().nan_to_num().max())
-    same = torch.allclose(found, expected, rtol=0, atol=CLOSE * max(scale, 1e-3), equal_nan=True)
-    worst = float((found - expected).abs().nan_to_num(nan=float("inf")).max())
-    assert same, f"{said}: exit code 0, and logits differ by {worst:.3g} of {scale:.3g}\n{json.dumps(config)}"
+    same = torch.allclose(computed, expected, rtol=0, atol=CLOSE * max(scale, 1e-3), equal_nan=True)
+    worst = float((computed - expected).abs().nan_to_num(nan=float("inf")).max())
+    assert same, f"{case}: exit code 0, and logits differ by {worst:.3g} of {scale:.3g}\n{json.dumps(config)}"
     return f"right: {way}"
 
 
@@ -139,8 +139,8 @@ def _rotary(config: dict[str, Any], dice: random.Random) -> str:
     """Another scaling of the rotary embedding, in the spelling of either version of transformers."""
     scaling = dict(dice.choice(SCALINGS))
     if dice.random() < 0.5:
-        held = config.get("rope_parameters")
-        theta = held.get("rope_theta") if isinstance(held, dict) else None
+        rotary = config.get("rope_parameters")
+        theta = rotary.get("rope_theta") if isinstance(rotary, dict) else None
         config["rope_parameters"] = {"rope_theta": theta or 10000.0, **scaling}
     else:
         config.pop("rope_parameters", None)
@@ -150,12 +150,12 @@ def _rotary(config: dict[str, Any], dice: random.Random) -> str:
 
 def _spelling(config: dict[str, Any], dice: random.Random) -> str:
     """The rotary settings as transformers 4 spells them, or beside those of 5."""
-    held = config.get("rope_parameters")
-    if not isinstance(held, dict) or any(isinstance(one, dict) for one in held.values()):
+    rotary = config.get("rope_parameters")
+    if not isinstance(rotary, dict) or any(isinstance(value, dict) for value in rotary.values()):
         return "no rotary settings to spell"
-    scaling = {key: value for key, value in held.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    scaling = {key: value for key, value in rotary.items() if key not in ("rope_theta", "partial_rotary_factor")}
     plain = scaling.get("rope_type", "default") == "default"
-    config |= {key: held[key] for key in ("rope_theta", "partial_rotary_factor") if key in held}
+    config |= {key: rotary[key] for key in ("rope_theta", "partial_rotary_factor") if key in rotary}
     config["rope_scaling"] = None if plain else scaling
     beside = dice.random() < 0.3
     if not beside:
@@ -165,12 +165,12 @@ def _spelling(config: dict[str, Any], dice: random.Random) -> str:
 
 def _types(config: dict[str, Any], dice: random.Random) -> str:
     """Element types that are stale, or of another version."""
-    said = {key: dice.choice(("float32", "bfloat16", "float16")) for key in ("dtype", "torch_dtype")}
+    types = {key: dice.choice(("float32", "bfloat16", "float16")) for key in ("dtype", "torch_dtype")}
     keep = dice.choice((("dtype",), ("torch_dtype",), ("dtype", "torch_dtype")))
-    for key in said:
+    for key in types:
         config.pop(key, None)
-    config |= {key: said[key] for key in keep}
-    return f"{ {key: said[key] for key in keep} }"
+    config |= {key: types[key] for key in keep}
+    return f"{ {key: types[key] for key in keep} }"
 
 
 def _save(folder: Path, config: dict[str, Any]) -> None:
@@ -210,20 +210,20 @@ def _logits(folder: Path) -> Any:
     return model.eval()(tokens, use_cache=False).logits
 
 
-def _convert(*words: str) -> tuple[int, str]:
+def _convert(*arguments: str) -> tuple[int, str]:
     """Run the command line in this process: exit code, and what it said on stderr."""
     from converters.cli import main
 
-    told, argv, code = io.StringIO(), sys.argv, 0
-    sys.argv = ["convert", *words]
+    output, argv, code = io.StringIO(), sys.argv, 0
+    sys.argv = ["convert", *arguments]
     try:
-        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(io.StringIO()):
             main()
     except SystemExit as done:
         code = int(done.code or 0)
     finally:
         sys.argv = argv
-    return code, told.getvalue()
+    return code, output.getvalue()
 
 
 @contextlib.contextmanager
@@ -237,7 +237,7 @@ def _quiet() -> Any:
         yield
 
 
-def _reason(told: str, folder: Path) -> str:
+def _reason(output: str, folder: Path) -> str:
     """An error without the places and numbers of this case."""
-    line = next((one for one in told.splitlines() if one.startswith("error: ")), told)
+    line = next((line for line in output.splitlines() if line.startswith("error: ")), output)
     return re.sub(r"[-+]?\d[\d.e+-]*", "N", line.removeprefix("error: ").replace(f"{folder}/", ""))[:160]

@@ -43,23 +43,23 @@ def attack(seed: int, folder: Path) -> str:
     sound, command, expected = _source(kind)
     src, out = folder / "src", folder / "out"
     shutil.copytree(sound, src)
-    path = draw.choice(sorted(one for one in src.rglob("*") if one.name.endswith(BINARY)))
+    path = draw.choice(sorted(file for file in src.rglob("*") if file.name.endswith(BINARY)))
     raw = bytearray(path.read_bytes())
     at, bit = _place(draw, raw), draw.randrange(8)
     raw[at] ^= 1 << bit
     path.write_bytes(raw)
-    code, said = convert(command[0], src, out, *command[1:], "-q")
+    code, output = convert(command[0], src, out, *command[1:], "-q")
     case = (
-        f"seed {seed}: bit {bit} of byte {at} of {len(raw)} in {path.relative_to(src)} of {kind}: exit {code}\n{said}"
+        f"seed {seed}: bit {bit} of byte {at} of {len(raw)} in {path.relative_to(src)} of {kind}: exit {code}\n{output}"
     )
     assert code not in (1, None), case
-    assert "Traceback" not in said, case
+    assert "Traceback" not in output, case
     assert (code == 0) == out.exists(), case
     if code:
-        assert "error: " in said, case
+        assert "error: " in output, case
         return "refused"
-    found = _tensors(out)
-    wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+    converted = _tensors(out)
+    wrong = sorted(name for name in {*converted, *expected} if converted.get(name) != expected.get(name))
     assert not wrong, f"{case}\n{len(wrong)} tensors are not those of the sound source: {wrong[:4]}"
     return "right"
 
@@ -74,24 +74,24 @@ def _place(draw: random.Random, raw: bytes) -> int:
 
 
 def _all(raw: bytes, mark: bytes) -> list[int]:
-    found, at = [], raw.find(mark)
+    places, at = [], raw.find(mark)
     while at >= 0:
-        found.append(at)
+        places.append(at)
         at = raw.find(mark, at + 1)
-    return found
+    return places
 
 
 def _tensors(folder: Path) -> dict[str, tuple[str, list[int], bytes]]:
     """Every tensor of a Hugging Face folder: element type, shape and bytes."""
-    found = {}
+    tensors = {}
     for path in folder.glob("*.safetensors"):
         raw = path.read_bytes()
         length = int.from_bytes(raw[:8], "little")
         for name, about in json.loads(raw[8 : 8 + length]).items():
             if name != "__metadata__":
                 low, high = about["data_offsets"]
-                found[name] = (about["dtype"], about["shape"], raw[8 + length + low : 8 + length + high])
-    return found
+                tensors[name] = (about["dtype"], about["shape"], raw[8 + length + low : 8 + length + high])
+    return tensors
 
 
 # --- sources ---------------------------------------------------------------------------------------------------------
@@ -111,8 +111,8 @@ def _source(kind: str) -> tuple[Path, list[object], dict[str, tuple[str, list[in
     for path in folder.rglob(MANIFEST):  # as another program leaves it
         path.unlink()
     config = ["--config", _hf()] if command[0] == "fsdp2hf" else []
-    code, said = convert(command[0], folder, out, *command[1:], *config)
-    assert code == 0, said
+    code, output = convert(command[0], folder, out, *command[1:], *config)
+    assert code == 0, output
     return folder, [*command, *config], _tensors(out)
 
 
@@ -169,10 +169,10 @@ def _pickled(folder: Path) -> None:
     torch.save(_weights(), folder / "pytorch_model.bin")
 
 
-def _made(*words: object) -> Callable[[Path], None]:
+def _made(*argv: object) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
-        code, said = convert(words[0], _hf(), folder, *words[1:])
-        assert code == 0, said
+        code, output = convert(argv[0], _hf(), folder, *argv[1:])
+        assert code == 0, output
 
     return make
 

@@ -57,10 +57,10 @@ def attack(seed: int, folder: Path) -> str:
     name = rng.choice(MODELS)
     changes = _changes(rng)
     run = with_args(_run(name), folder / "run", **changes)
-    code, said = _convert("megatron2hf", run, folder / "hf")
-    case = f"seed {seed}: {name} with {changes}: exit code {code}: {said}"
+    code, output = _convert("megatron2hf", run, folder / "hf")
+    case = f"seed {seed}: {name} with {changes}: exit code {code}: {output}"
     assert code != 1, case
-    assert "Traceback" not in said, case
+    assert "Traceback" not in output, case
     if code:
         assert 2 <= code <= 7, case
         return "refused"
@@ -96,8 +96,8 @@ def _fields() -> dict[str, str]:
 
 def _kind(value: Any) -> str:
     """A key of `VALUES`."""
-    found = type(value).__name__
-    return found if found in VALUES else "int"
+    name = type(value).__name__
+    return name if name in VALUES else "int"
 
 
 @functools.cache
@@ -108,8 +108,8 @@ def _run(name: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="fuzz-args-"))
     atexit.register(_remove, folder)
     source = build(folder / "hf", name, "float32", num_hidden_layers=2)
-    code, said = _convert("hf2megatron", source, folder / "run", "--norm", "local")
-    assert code == 0, said
+    code, output = _convert("hf2megatron", source, folder / "run", "--norm", "local")
+    assert code == 0, output
     answer = _judged({"run": str(folder / "run"), "hf": str(source)})
     assert answer["word"] == "right", f"{name} as it is: {answer}"
     return folder / "run"
@@ -121,21 +121,21 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _convert(*words: object) -> tuple[int, str]:
+def _convert(*argv: object) -> tuple[int, str]:
     """The command line, in this process."""
     from converters import cli
 
-    before, code, said = sys.argv, 0, io.StringIO()
-    sys.argv = ["convert", *map(str, words), "-q"]
+    before, code, output = sys.argv, 0, io.StringIO()
+    sys.argv = ["convert", *map(str, argv), "-q"]
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(io.StringIO()):
             cli.main()
     except SystemExit as done:
         code = int(done.code or 0)
     finally:
         sys.argv = before
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    return code, said.getvalue().strip()
+    return code, output.getvalue().strip()
 
 
 # --- the judge -------------------------------------------------------------------------------------------------------
@@ -143,10 +143,10 @@ def _convert(*words: object) -> tuple[int, str]:
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "tests.fuzz.megatron_args"]
-    found = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    atexit.register(_end, found)
-    return found
+    argv = [sys.executable, "-m", "tests.fuzz.megatron_args"]
+    server = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    atexit.register(_end, server)
+    return server
 
 
 def _end(server: subprocess.Popen[str]) -> None:
@@ -194,10 +194,13 @@ def _kinds() -> dict[str, str]:
 
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    words = {"bool": "bool", "int": "int", "float": "float", "str": "str", "List": "list", "Tuple": "list"}
-    fields = {field.name: str(field.type) for one in (TransformerConfig, MLATransformerConfig)
-              for field in dataclasses.fields(one)}  # fmt: skip
-    kinds = {name: next((kind for word, kind in words.items() if word in said), "") for name, said in fields.items()}
+    by_word = {"bool": "bool", "int": "int", "float": "float", "str": "str", "List": "list", "Tuple": "list"}
+    fields = {field.name: str(field.type) for config in (TransformerConfig, MLATransformerConfig)
+              for field in dataclasses.fields(config)}  # fmt: skip
+    kinds = {
+        name: next((kind for word, kind in by_word.items() if word in annotation), "")
+        for name, annotation in fields.items()
+    }
     return {
         name: kind + "?" * ("None" in fields[name] or "Optional" in fields[name])
         for name, kind in kinds.items()
@@ -218,14 +221,17 @@ def _compare(run: Path, hf: Path) -> dict[str, str]:
         with torch.no_grad(), judge.CpuForCuda():
             model = _megatron(record["args"])
             model.load_state_dict(record["model"], strict=True)
-            found = model.float().eval()(ids, torch.arange(ids.shape[1])[None].expand_as(ids), None)
+            logits = model.float().eval()(ids, torch.arange(ids.shape[1])[None].expand_as(ids), None)
     except Exception as error:  # noqa: BLE001 - whatever it is: no run has such args
         return {"word": "not judged", "why": f"{type(error).__name__}: {error}"[:300]}
     with torch.no_grad():
-        wanted = judge.hugging_face_logits(hf, ids)
-    difference = (found[..., : wanted.shape[-1]] - wanted).abs().max().item()
-    right = difference <= LIMIT * wanted.abs().max().item()
-    return {"word": "right" if right else "wrong", "difference": f"{difference:.3g} of {wanted.abs().max().item():.3g}"}
+        expected = judge.hugging_face_logits(hf, ids)
+    difference = (logits[..., : expected.shape[-1]] - expected).abs().max().item()
+    right = difference <= LIMIT * expected.abs().max().item()
+    return {
+        "word": "right" if right else "wrong",
+        "difference": f"{difference:.3g} of {expected.abs().max().item():.3g}",
+    }
 
 
 def _megatron(args: Any) -> Any:
@@ -240,38 +246,38 @@ def _megatron(args: Any) -> Any:
 
     from tests.golden import megatron_judge as judge
 
-    said = vars(args)
-    kind = MLATransformerConfig if said.get("multi_latent_attention") else TransformerConfig
-    fields = {field.name: said[field.name] for field in dataclasses.fields(kind) if field.name in said}
-    fields |= {"num_moe_experts": said["num_experts"], "use_cpu_initialization": True}
+    values = vars(args)
+    kind = MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig
+    fields = {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values}
+    fields |= {"num_moe_experts": values["num_experts"], "use_cpu_initialization": True}
     fields |= {"params_dtype": torch.float32, "pipeline_dtype": torch.float32}
-    if said.get("swiglu"):
+    if values.get("swiglu"):
         fields |= {"activation_func": torch.nn.functional.silu, "gated_linear_unit": True}
-        fields["bias_activation_fusion"] = said.get("bias_swiglu_fusion", False)
+        fields["bias_activation_fusion"] = values.get("bias_swiglu_fusion", False)
     else:
-        fields["bias_activation_fusion"] = said.get("bias_gelu_fusion", True) and fields.get("add_bias_linear", True)
-    if said.get("squared_relu"):
-        assert not said.get("swiglu")
+        fields["bias_activation_fusion"] = values.get("bias_gelu_fusion", True) and fields.get("add_bias_linear", True)
+    if values.get("squared_relu"):
+        assert not values.get("swiglu")
         fields["activation_func"] = squared_relu
-    elif said.get("quick_geglu"):
-        assert not said.get("swiglu")
+    elif values.get("quick_geglu"):
+        assert not values.get("swiglu")
         fields |= {"gated_linear_unit": True, "activation_func": quick_gelu}
-    fields["num_query_groups"] = said["num_query_groups"] if said.get("group_query_attention") else None
-    if said.get("rope_type") is None:
+    fields["num_query_groups"] = values["num_query_groups"] if values.get("group_query_attention") else None
+    if values.get("rope_type") is None:
         fields.pop("rope_type", None)
-    assert said.get("spec") is None
+    assert values.get("spec") is None
     config = kind(**fields)
     return GPTModel(
         config=config,
         transformer_layer_spec=judge.layer_spec(config, None),
-        vocab_size=said["padded_vocab_size"],
-        max_sequence_length=said["max_position_embeddings"],
+        vocab_size=values["padded_vocab_size"],
+        max_sequence_length=values["max_position_embeddings"],
         parallel_output=False,
-        share_embeddings_and_output_weights=not said["untie_embeddings_and_output_weights"],
-        position_embedding_type=said["position_embedding_type"],
-        rotary_percent=said["rotary_percent"],
-        rotary_base=said["rotary_base"],
-        rope_scaling=said["use_rope_scaling"],
+        share_embeddings_and_output_weights=not values["untie_embeddings_and_output_weights"],
+        position_embedding_type=values["position_embedding_type"],
+        rotary_percent=values["rotary_percent"],
+        rotary_base=values["rotary_base"],
+        rope_scaling=values["use_rope_scaling"],
     )
 
 

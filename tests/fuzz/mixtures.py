@@ -40,19 +40,19 @@ def attack(seed: int, folder: Path) -> str:
     draw = random.Random(seed)
     kind = draw.choice(sorted(KINDS))
     saved, command, expected = _saved(kind)
-    one, other = draw.sample(saved, 2)
-    src, out = folder / one.name, folder / "out"
-    shutil.copytree(one, src)
-    names = sorted(str(path.relative_to(one)) for path in one.rglob("*") if _is_of_save(path))
+    chosen, other = draw.sample(saved, 2)
+    src, out = folder / chosen.name, folder / "out"
+    shutil.copytree(chosen, src)
+    names = sorted(str(path.relative_to(chosen)) for path in chosen.rglob("*") if _is_of_save(path))
     pairs = [pair for pair in combinations(names, 2) if len({re.sub(r"\d+", "", name) for name in pair}) == 1]
     swapped = bool(pairs) and draw.random() < 0.3
     copied = draw.sample(names, draw.choice([1, 1, draw.randrange(len(names)), len(names)]) or 1)
     copied = list(draw.choice(pairs)) if swapped else copied
     for name, place in zip(copied, reversed(copied) if swapped else copied, strict=True):
-        shutil.copy((one if swapped else other) / name, src / place)
-    code, said = run(command[0], src, out, *command[1:], "-q")
+        shutil.copy((chosen if swapped else other) / name, src / place)
+    code, output = run(command[0], src, out, *command[1:], "-q")
     what = "with each other's names" if swapped else f"of {other.name}"
-    case = f"seed {seed}: {copied} {what} in {one.name} of {kind}: exit {code}\n{said}"
+    case = f"seed {seed}: {copied} {what} in {chosen.name} of {kind}: exit {code}\n{output}"
     assert code in (0, 3, 6), case
     assert (code == 0) == out.exists(), case
     if code:
@@ -72,11 +72,11 @@ def _is_of_save(path: Path) -> bool:
 def _tensors(folder: Path) -> Tensors:
     from safetensors.torch import load_file
 
-    return {name: one for path in sorted(folder.glob("*.safetensors")) for name, one in load_file(path).items()}
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
-def _equal(one: Tensors, two: Tensors) -> bool:
-    return one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
+def _equal(first: Tensors, second: Tensors) -> bool:
+    return first.keys() == second.keys() and all(first[name].equal(second[name]) for name in first)
 
 
 @cache
@@ -96,8 +96,8 @@ def _saved(kind: str) -> tuple[list[Path], list[object], list[Tensors]]:
     config = ["--config", _hf(1)] if command[0] == "fsdp2hf" else []
     outs = [_scratch() / f"{kind} out {number}" for number in (1, 2)]
     for folder, out in zip(saved, outs, strict=True):
-        code, said = run(command[0], folder, out, *command[1:], *config)
-        assert code == 0, said
+        code, output = run(command[0], folder, out, *command[1:], *config)
+        assert code == 0, output
     expected = [_tensors(out) for out in outs]
     assert not _equal(*expected), kind
     return saved, [*command, *config], expected
@@ -143,10 +143,10 @@ def _dumps(folder: Path, number: int) -> Path:
     place = folder / f"checkpoint-{number}"
     place.mkdir(parents=True)
     for rank in range(2):
-        held = {"_flat_param": torch.zeros(0)}
-        for name, whole in _weights(number).items():
-            held[name] = whole.flatten().chunk(2)[rank].clone()
-        torch.save(held, place / f"pytorch_model_fsdp_rank{rank}.bin")
+        shard = {"_flat_param": torch.zeros(0)}
+        for name, tensor in _weights(number).items():
+            shard[name] = tensor.flatten().chunk(2)[rank].clone()
+        torch.save(shard, place / f"pytorch_model_fsdp_rank{rank}.bin")
     return place
 
 
@@ -188,17 +188,19 @@ def _hf(number: int) -> Path:
     tensors = _weights(number)
     places = {name: f"model-{1 + place % 2:05d}-of-00002.safetensors" for place, name in enumerate(tensors)}
     for file in {*places.values()}:
-        save_file({name: one for name, one in tensors.items() if places[name] == file}, folder / file, {"format": "pt"})
+        save_file(
+            {name: tensor for name, tensor in tensors.items() if places[name] == file}, folder / file, {"format": "pt"}
+        )
     index = {"metadata": {}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 
 
-def _converted(*words: object) -> Callable[[Path, int], Path]:
+def _converted(*options: object) -> Callable[[Path, int], Path]:
     def make(folder: Path, number: int) -> Path:
         place = folder / f"run-{number}"
-        code, said = run("hf2megatron", _hf(number), place, "--iteration", 100 * number, *words)
-        assert code == 0, said
+        code, output = run("hf2megatron", _hf(number), place, "--iteration", 100 * number, *options)
+        assert code == 0, output
         return place / f"iter_{100 * number:07d}"
 
     return make
@@ -214,24 +216,24 @@ def _neox(name: str) -> Callable[[Path, int], Path]:
         place = folder / f"global_step{4 + 2 * number}"
         shutil.copytree(source, place)
         for path in sorted(place.glob("*.pt")) if number > 1 else ():
-            held = torch.load(path, weights_only=False)
-            _negate(held.get("optimizer_state_dict", held.get("module", held)))
+            stored = torch.load(path, weights_only=False)
+            _negate(stored.get("optimizer_state_dict", stored.get("module", stored)))
             for key in ("iteration", "global_steps"):
-                if isinstance(held.get(key), int):
-                    held[key] += 2
-            torch.save(held, path)
+                if isinstance(stored.get(key), int):
+                    stored[key] += 2
+            torch.save(stored, path)
         return place
 
     return make
 
 
-def _negate(held: Any) -> None:
+def _negate(node: Any) -> None:
     """Change the signs of all floating tensors, weights and master weights; Adam's step, which is one, moves on."""
     import torch
 
-    for key, value in held.items() if isinstance(held, dict) else enumerate(held) if isinstance(held, list) else ():
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
         if key == "step":
-            held[key] = value + 2
+            node[key] = value + 2
         elif isinstance(value, torch.Tensor) and value.is_floating_point():
             value.data.neg_()
         else:

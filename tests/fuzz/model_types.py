@@ -37,30 +37,30 @@ def attack(seed: int, folder: Path) -> str:
     draw = random.Random(seed)
     kind, other = draw.sample(ALIKE, 2)
     place, logits = _saved(kind)
-    own, theirs = (json.loads((_saved(one)[0] / "config.json").read_text()) for one in (kind, other))
-    said = {"model_type": other} if draw.random() < 0.6 else {"architectures": theirs["architectures"]}
-    config = {**(own if draw.random() < 0.7 else {**theirs, **own, "model_type": kind}), **said}
+    own, theirs = (json.loads((_saved(name)[0] / "config.json").read_text()) for name in (kind, other))
+    changes = {"model_type": other} if draw.random() < 0.6 else {"architectures": theirs["architectures"]}
+    config = {**(own if draw.random() < 0.7 else {**theirs, **own, "model_type": kind}), **changes}
     source, out, tensors = folder / "source", folder / "out", load_file(place / "model.safetensors")
-    if words := ["fsdp2hf"] if draw.random() < 0.5 else []:
+    if command := ["fsdp2hf"] if draw.random() < 0.5 else []:
         with quiet():
             as_dcp(source, tensors, draw)
     else:
         source.mkdir()
         save_file(tensors, source / "model.safetensors", {"format": "pt"})
     (source / "config.json").write_text(json.dumps(config))
-    code, told = run(*(words or ["hf2hf"]), source, out, "-q")
+    code, output = run(*(command or ["hf2hf"]), source, out, "-q")
     if code:
         return "refused"
-    case = f"seed {seed}: a {kind} that its config calls {said}: exit 0\n{told}"
+    case = f"seed {seed}: a {kind} that its config calls {changes}: exit 0\n{output}"
     try:
         with quiet(), torch.no_grad():
             model, about = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
-            found = model.eval()(input_ids=torch.arange(3, 19)[None]).logits
+            computed = model.eval()(input_ids=torch.arange(3, 19)[None]).logits
     except Exception as error:
         raise AssertionError(f"{case}transformers computes nothing with it: {error}") from error
     wrong = [*about["missing_keys"], *about["unexpected_keys"]]
     assert not wrong, f"{case}{wrong}"
-    assert torch.allclose(found, logits, atol=1e-4), case
+    assert torch.allclose(computed, logits, atol=1e-4), case
     return "right"
 
 

@@ -91,42 +91,42 @@ def attack(seed: int, folder: Path) -> str:
     end = random.choice([b"\n", b"\r\n"])
     head = random.choice([b"", b"", b"\xef\xbb\xbf"])
     (folder / "in.jsonl").write_bytes(head + end.join(case.line for case in cases) + random.choice([b"", end]))
-    words = [*kind.words, "--input", str(folder / "in.jsonl"), "--output-prefix", str(folder / "P")]
-    words += ["--max-drop-rate", "1", "--workers", "1", "--json", "-q"]
+    argv = [*kind.words, "--input", str(folder / "in.jsonl"), "--output-prefix", str(folder / "P")]
+    argv += ["--max-drop-rate", "1", "--workers", "1", "--json", "-q"]
     program = "from train.cli import main; main()"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
-        [sys.executable, "-c", program, "tokenize", *words],
+        [sys.executable, "-c", program, "tokenize", *argv],
         env=environment, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    told = f"seed {seed}: {ran.returncode} {ran.stderr}\n{(folder / 'in.jsonl').read_bytes()!r}"
-    assert "Traceback" not in ran.stderr, told
-    assert ran.returncode in (0, 2, 3, 5), told
+    about = f"seed {seed}: {ran.returncode} {ran.stderr}\n{(folder / 'in.jsonl').read_bytes()!r}"
+    assert "Traceback" not in ran.stderr, about
+    assert ran.returncode in (0, 2, 3, 5), about
     kept = [case for case in cases if case.fate == KEEP]
     if ran.returncode:
-        assert json.loads(ran.stderr)["exit_code"] == ran.returncode, told
-        assert not list(folder.glob("P_*.idx")), told
-        assert not kept or any(case.fate == STOP for case in cases), f"refused although right: {told}"
+        assert json.loads(ran.stderr)["exit_code"] == ran.returncode, about
+        assert not list(folder.glob("P_*.idx")), about
+        assert not kept or any(case.fate == STOP for case in cases), f"refused although right: {about}"
         return "refused" if kept else "empty"
-    assert all(case.fate != STOP for case in cases), f"accepted what nobody understands: {told}"
-    _judge(folder, kind, cases, json.loads(ran.stdout), told)
+    assert all(case.fate != STOP for case in cases), f"accepted what nobody understands: {about}"
+    _judge(folder, kind, cases, json.loads(ran.stdout), about)
     return "right"
 
 
-def _judge(folder: Path, kind: Kind, cases: list[Case], counts: dict[str, Any], told: str) -> None:
+def _judge(folder: Path, kind: Kind, cases: list[Case], counts: dict[str, Any], about: str) -> None:
     from train.data.tokens.documents import open_documents
 
     kept = [case for case in cases if case.fate == KEEP]
     documents = open_documents(folder / "P_text_document")
-    assert len(documents.indexed) == len(kept) == counts["documents"], told
+    assert len(documents.indexed) == len(kept) == counts["documents"], about
     lost = sum(
         number for name, number in counts.items() if name not in ("documents", "tokens", "untrained_replies", "output")
     )
-    assert lost == len(cases) - len(kept), f"{lost} are counted as dropped: {told}"
+    assert lost == len(cases) - len(kept), f"{lost} are counted as dropped: {about}"
     for number, case in enumerate(kept):
         ids, mask = kind.tokens(case)
-        assert documents.indexed[number].tolist() == ids, f"document {number}: {told}"
-        assert documents.trained(number, number + 1).tolist() == [False, *mask[1:]], f"mask of {number}: {told}"
+        assert documents.indexed[number].tolist() == ids, f"document {number}: {about}"
+        assert documents.trained(number, number + 1).tolist() == [False, *mask[1:]], f"mask of {number}: {about}"
 
 
 def _template(folder: Path, random: Random) -> Kind:
@@ -140,14 +140,14 @@ def _template(folder: Path, random: Random) -> Kind:
     (place / "tokenizer_config.json").write_text(json.dumps(config))
     real = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
     template = (ROOT / "converters/assets/templates/chatml.jinja").read_text()
-    eod, asked = tokenizer.token_to_id("<|end|>"), random.random() < 0.5
+    eod, append_eod = tokenizer.token_to_id("<|end|>"), random.random() < 0.5
 
     def tokens(case: Case) -> tuple[list[int], list[bool]]:
-        messages = [{"role": role, "content": said} for role, said in case.turns]
-        made = real.apply_chat_template(
+        messages = [{"role": role, "content": content} for role, content in case.turns]
+        encoded = real.apply_chat_template(
             messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
         )
-        ids, mask = list(made["input_ids"]), [bool(one) for one in made["assistant_masks"]]
+        ids, mask = list(encoded["input_ids"]), [bool(flag) for flag in encoded["assistant_masks"]]
         for number, trained in enumerate(case.trained):
             if not trained:
                 low, high = (
@@ -158,9 +158,11 @@ def _template(folder: Path, random: Random) -> Kind:
                 )
                 mask[low:high] = [False] * (high - low)
         last = max(place for place, (role, _) in enumerate(case.turns) if role == "assistant")
-        return ([*ids, eod], [*mask, case.trained[last]]) if asked else (ids, mask)
+        return ([*ids, eod], [*mask, case.trained[last]]) if append_eod else (ids, mask)
 
-    return _spoken(["--tokenizer", str(place), "--chat-template", "chatml", *["--append-eod"] * asked], tokens, random)
+    return _spoken(
+        ["--tokenizer", str(place), "--chat-template", "chatml", *["--append-eod"] * append_eod], tokens, random
+    )
 
 
 def _control(folder: Path, random: Random) -> Kind:
@@ -168,29 +170,29 @@ def _control(folder: Path, random: Random) -> Kind:
 
     del folder
     model = SentencePieceProcessor(str(MODEL))
-    asked = random.random() < 0.5
+    append_eod = random.random() < 0.5
 
     def tokens(case: Case) -> tuple[list[int], list[bool]]:
         ids: list[int] = []
         mask: list[bool] = []
-        for (role, said), trained in zip(case.turns, case.trained, strict=True):
-            mark, inside = model.piece_to_id(f"<|{role}|>"), model.encode(said)
+        for (role, content), trained in zip(case.turns, case.trained, strict=True):
+            mark, inside = model.piece_to_id(f"<|{role}|>"), model.encode(content)
             ids += [mark, *inside, mark]
             mask += [False, *[trained] * (len(inside) + 1)]
-        if not asked:
+        if not append_eod:
             return ids, mask
         last = max(place for place, (role, _) in enumerate(case.turns) if role == "assistant")
         any_off = any(role == "assistant" and not on for (role, _), on in zip(case.turns, case.trained, strict=True))
         return [*ids, model.piece_to_id("<|endoftext|>")], [*mask, case.trained[last] if any_off else True]
 
-    return _spoken(["--vocab-file", str(MODEL), *["--append-eod"] * asked], tokens, random)
+    return _spoken(["--vocab-file", str(MODEL), *["--append-eod"] * append_eod], tokens, random)
 
 
-def _spoken(words: list[str], tokens: Any, random: Random) -> Kind:
+def _spoken(options: list[str], tokens: Any, random: Random) -> Kind:
     shared = random.random() < 0.3
     names = {"role": "from", "content": "value"} if shared else {"role": "role", "content": "content"}
     form = "sharegpt" if shared else "conversations"
-    return Kind([*words, "--format", form], tokens, names, random.choice(["messages", "conversations"]))
+    return Kind([*options, "--format", form], tokens, names, random.choice(["messages", "conversations"]))
 
 
 def _case(random: Random, kind: Kind) -> Case:
@@ -206,8 +208,8 @@ def _case(random: Random, kind: Kind) -> Case:
     fate = KEEP if any(trained) else DROP
     record: dict[str, Any] = {}
     messages = [
-        {kind.names["role"]: role, kind.names["content"]: said, **flag}
-        for (role, said), flag in zip(turns, flags, strict=True)
+        {kind.names["role"]: role, kind.names["content"]: content, **flag}
+        for (role, content), flag in zip(turns, flags, strict=True)
     ]
     damage = random.choice(DAMAGE) if random.random() < 0.5 else None
     if damage is not None:
@@ -253,10 +255,10 @@ def _content(random: Random, record: Any, messages: Any, names: Any) -> str:
 
 
 def _role(random: Random, record: Any, messages: Any, names: Any) -> str:
-    said, role = random.choice(messages), random.choice(["tool", "Assistant", "", None, 1, []])
-    for key in said.keys() - set(names.values()):
-        del said[key]
-    said[names["role"]] = role
+    message, role = random.choice(messages), random.choice(["tool", "Assistant", "", None, 1, []])
+    for key in message.keys() - set(names.values()):
+        del message[key]
+    message[names["role"]] = role
     return DROP
 
 

@@ -81,16 +81,16 @@ def the_last_file(files: list[Path], rng: random.Random) -> str:
 def a_cut_file(files: list[Path], rng: random.Random) -> str:
     """A file that ends early."""
     path = rng.choice(files)
-    held = path.read_bytes()
-    path.write_bytes(held[: rng.randrange(len(held))])
+    content = path.read_bytes()
+    path.write_bytes(content[: rng.randrange(len(content))])
     return f"with {path.name} cut off"
 
 
 def anothers_file(files: list[Path], rng: random.Random) -> str:
     """A file in another's place."""
-    one, other = rng.choice(files), rng.choice(files)
-    shutil.copy(one, other) if one != other else one.unlink()
-    return f"with {one.name} in the place of {other.name}"
+    first, second = rng.choice(files), rng.choice(files)
+    shutil.copy(first, second) if first != second else first.unlink()
+    return f"with {first.name} in the place of {second.name}"
 
 
 FROM_FILES = (no_file, the_last_file, the_last_file, a_cut_file, anothers_file)
@@ -99,10 +99,10 @@ FROM_FILES = (no_file, the_last_file, the_last_file, a_cut_file, anothers_file)
 def other_sizes(config: dict[str, Any], rng: random.Random) -> str:
     """A config with another number of layers, hidden size or vocabulary."""
     places = [config, *(value for key, value in config.items() if key.endswith("_config") and isinstance(value, dict))]
-    found = [(place, key) for place in places for key in SMALL if type(place.get(key)) is int and place[key] > 1]
-    if not found:
+    sizes = [(place, key) for place in places for key in SMALL if type(place.get(key)) is int and place[key] > 1]
+    if not sizes:
         return "whole"
-    place, key = rng.choice(found)
+    place, key = rng.choice(sizes)
     place[key] += rng.choice([-1, 1]) * (1 if place[key] < 8 else place[key] // 2)
     return f"with {key} {place[key]}"
 
@@ -130,7 +130,7 @@ def attack(seed: int, folder: Path) -> str:
         state = {key: value.detach().contiguous() for key, value in model.state_dict().items()}
         what = rng.choice(FROM_STATE)(state, rng)
         container = rng.choice(["shards", *SAVERS])
-        words = SAVERS[container](folder / "source", state, rng)
+        argv = SAVERS[container](folder / "source", state, rng)
     judged = rng.random() < 0.7  # otherwise the base's own weights are all that there is to be compared with
     if judged:
         for path in base.glob("*.safetensors*"):
@@ -142,8 +142,8 @@ def attack(seed: int, folder: Path) -> str:
         config = json.loads((base / "config.json").read_text())
         what = other_sizes(config, rng)
         (base / "config.json").write_text(json.dumps(config))
-    code, said = run(*words, folder / "source", folder / "out", "--config", base, "-q", transformers=judged)
-    about = f"seed {seed}: {kind} as {container} {what}: exit {code}\n{said}"
+    code, output = run(*argv, folder / "source", folder / "out", "--config", base, "-q", transformers=judged)
+    about = f"seed {seed}: {kind} as {container} {what}: exit {code}\n{output}"
     if code:
         return "refused"
     try:

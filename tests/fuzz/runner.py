@@ -59,7 +59,7 @@ def main() -> int:
     if options.seed is not None:
         return max(_again(name, options.seed) for name in names)
     base = random.SystemRandom().randrange(10**9)
-    end, number, found = time.monotonic() + 60 * options.minutes, 0, 0
+    end, number, failures = time.monotonic() + 60 * options.minutes, 0, 0
     outcomes: Counter[tuple[str, str]] = Counter()
     print(f"{len(names)} attacks, {options.minutes:g} minutes, seeds from {base}", flush=True)
     # Workers are replaced, since frameworks that fail keep memory.
@@ -70,12 +70,12 @@ def main() -> int:
             for name, seed, outcome, trace in pool.imap_unordered(case, batch):
                 outcomes[name, outcome] += 1
                 if trace:
-                    found += 1
+                    failures += 1
                     print(f"\n{trace}again: python -m tests.fuzz {name} --seed {seed}\n", flush=True)
     for (name, outcome), count in sorted(outcomes.items()):
         print(f"{name:>16}  {outcome:<24} {count}")
-    print(f"{number} cases, {found} found, seeds {base} to {base + number - 1}")
-    return 1 if found else 0
+    print(f"{number} cases, {failures} found, seeds {base} to {base + number - 1}")
+    return 1 if failures else 0
 
 
 def _again(name: str, seed: int) -> int:

@@ -84,16 +84,16 @@ def attack(seed: int, folder: Path) -> str:
     shutil.copytree(_source(kind), src)
     path = draw.choice(sorted(path for path in src.rglob("*") if path.is_file()))
     case = f"seed {seed}: {path.relative_to(src)} of {kind}: {damage(path, draw)}; {command}"
-    code, said = _convert(COMMANDS[command], draw.choice([src, src / "iter_0000003"]), out)
-    case = f"{case}: exit {code}\n{said}"
+    code, output = _convert(COMMANDS[command], draw.choice([src, src / "iter_0000003"]), out)
+    case = f"{case}: exit {code}\n{output}"
     assert code not in (1, None), case
-    assert "Traceback" not in said, case
+    assert "Traceback" not in output, case
     assert (code == 0) == out.exists(), case
     if code:
-        assert "error: " in said, case
+        assert "error: " in output, case
         return "refused"
-    wanted, found = _files(_expected(kind, command)), _files(out)
-    wrong = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
+    expected, actual = _files(_expected(kind, command)), _files(out)
+    wrong = sorted(name for name in {*expected, *actual} if expected.get(name) != actual.get(name))
     assert not wrong, f"{case}\n{wrong} are not those of the sound run"
     return "right"
 
@@ -120,8 +120,8 @@ def _source(kind: str) -> Path:
     if kind == "stock":
         return REAL
     folder = _scratch() / kind
-    code, said = _convert(COMMANDS["optimizer"], REAL, folder)
-    assert code == 0, said
+    code, output = _convert(COMMANDS["optimizer"], REAL, folder)
+    assert code == 0, output
     for path in folder.rglob(MANIFEST):  # as a training leaves it
         path.unlink()
     return folder
@@ -131,6 +131,6 @@ def _source(kind: str) -> Path:
 def _expected(kind: str, command: str) -> Path:
     """What a sound run becomes."""
     out = _scratch() / f"{kind}-{command}"
-    code, said = _convert(COMMANDS[command], _source(kind), out)
-    assert code == 0, said
+    code, output = _convert(COMMANDS[command], _source(kind), out)
+    assert code == 0, output
     return out

@@ -40,12 +40,12 @@ class Topology(NamedTuple):
     @property
     def flags(self) -> list[str]:
         """For `convert hf2megatron`."""
-        words = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "norm": self.norm}
-        words |= {"ep": self.ep} if self.ep > 1 else {}
-        words |= {"etp": self.etp} if self.etp else {}
-        words |= {"experts": self.experts} if self.experts else {}
-        words |= {"megatron-version": self.version} if self.version else {}
-        return [*(word for name, value in words.items() for word in (f"--{name}", str(value))), *self.uneven]
+        options = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "norm": self.norm}
+        options |= {"ep": self.ep} if self.ep > 1 else {}
+        options |= {"etp": self.etp} if self.etp else {}
+        options |= {"experts": self.experts} if self.experts else {}
+        options |= {"megatron-version": self.version} if self.version else {}
+        return [*(word for name, value in options.items() for word in (f"--{name}", str(value))), *self.uneven]
 
 
 EVERY = tuple(

@@ -46,7 +46,7 @@ def zero(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zero]:
         def mother() -> Forks:
             return ended.enter_context(forking(tmp_path_factory.mktemp("zero"), SCRIPT.stem, path=HERE))
 
-        yield lambda *words, script=SCRIPT: mother()([*map(str, words)], 1, script)
+        yield lambda *argv, script=SCRIPT: mother()([*map(str, argv)], 1, script)
 
 
 @pytest.fixture(scope="session")

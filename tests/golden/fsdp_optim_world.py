@@ -64,11 +64,11 @@ def begun(world: World, name: str) -> tuple[nn.Module, Any]:
     """A model, and AdamW with two groups; or Muon for the matrices of its layers, and AdamW for all else."""
     model = MODELS[name](world)
     if name == "muon":
-        matrices = {key: one for key, one in model.named_parameters() if one.ndim == 2 and ".layers." in key}
-        rest = [one for key, one in model.named_parameters() if key not in matrices]
+        matrices = {key: param for key, param in model.named_parameters() if param.ndim == 2 and ".layers." in key}
+        rest = [param for key, param in model.named_parameters() if key not in matrices]
         muon = torch.optim.Muon(matrices.values(), lr=0.02, momentum=0.9, adjust_lr_fn="match_rms_adamw")
         return model, Both((muon, torch.optim.AdamW(rest, lr=0.01, betas=(0.9, 0.95), eps=1e-7)))
-    parts = [[one for key, one in model.named_parameters() if ("norm" in key) == norm] for norm in (False, True)]
+    parts = [[param for key, param in model.named_parameters() if ("norm" in key) == norm] for norm in (False, True)]
     groups = [{"params": part, "weight_decay": decay} for part, decay in zip(parts, (0.1, 0.0), strict=True)]
     return model, torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-7)
 
@@ -86,8 +86,8 @@ def train(model: nn.Module, optimizer: Any, numbers: range) -> Iterator[float]:
 
 def kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """What Adam keeps of each parameter, whole; of FSDP1's own tensors on the first rank alone."""
-    held = get_optimizer_state_dict(model, optimizer)["state"]
-    return {f"{key} {name}": gathered(one) for key, about in held.items() for name, one in about.items()}
+    states = get_optimizer_state_dict(model, optimizer)["state"]
+    return {f"{key} {name}": gathered(tensor) for key, about in states.items() for name, tensor in about.items()}
 
 
 def gathered(value: Any) -> torch.Tensor:
@@ -104,8 +104,8 @@ def gathered(value: Any) -> torch.Tensor:
 
 def plain(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """torch's get_state_dict."""
-    held = get_state_dict(model, optimizer)
-    dcp.save(dict(zip(("model", "optim"), held, strict=True)), checkpoint_id=folder)
+    state_dicts = get_state_dict(model, optimizer)
+    dcp.save(dict(zip(("model", "optim"), state_dicts, strict=True)), checkpoint_id=folder)
 
 
 def app(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -116,9 +116,9 @@ def app(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, folder
 def flattened(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """As torchtitan has it, beside a model without a container."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    held = {"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+    optimizer_state = {"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
     train_state = {"train_state": {"step": torch.tensor(3), "state": {"loss": torch.tensor([2.0])}}}
-    dcp.save(get_model_state_dict(model) | held | train_state, checkpoint_id=folder)
+    dcp.save(get_model_state_dict(model) | optimizer_state | train_state, checkpoint_id=folder)
 
 
 def accelerated(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, **options: Any) -> None:
@@ -169,27 +169,27 @@ def begin(world: World, job: dict[str, Any]) -> None:
 
 def groups_of(optimizer: Any) -> str:
     """What the parameter groups say."""
-    about = [{name: one for name, one in group.items() if name != "params"} for group in optimizer.param_groups]
+    about = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     return json.dumps(about, sort_keys=True)
 
 
 def go_on(world: World, job: dict[str, Any]) -> None:
     """Load and train; all ranks end with status 1 when anything differs."""
     model, optimizer = begun(world, job["model"])
-    held = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
-    states = (one for about in held["optim"]["state"].values() for one in about.values())
-    for tensor in (*held["model"].values(), *states):
+    checkpoint = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    states = (tensor for about in checkpoint["optim"]["state"].values() for tensor in about.values())
+    for tensor in (*checkpoint["model"].values(), *states):
         tensor.detach().fill_(float("nan"))
-    for group in (*held["optim"]["param_groups"], *optimizer.param_groups):
+    for group in (*checkpoint["optim"]["param_groups"], *optimizer.param_groups):
         group["lr"] = group["weight_decay"] = 0.5
-    dcp.load(held, checkpoint_id=job["loads"])
-    set_state_dict(model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optim"])
+    dcp.load(checkpoint, checkpoint_id=job["loads"])
+    set_state_dict(model, optimizer, model_state_dict=checkpoint["model"], optim_state_dict=checkpoint["optim"])
     lines = differences(kept(model, optimizer), load_file(Path(job["out"]) / "states.safetensors"))
-    told = groups_of(optimizer)
-    lines += [] if told == (Path(job["out"]) / "groups.json").read_text() else [f"groups {told}"]
+    groups = groups_of(optimizer)
+    lines += [] if groups == (Path(job["out"]) / "groups.json").read_text() else [f"groups {groups}"]
     expected = json.loads((Path(job["out"]) / "losses.json").read_text())
     losses = list(train(model, optimizer, range(3, 6)))
-    far = max(abs(one - other) / other for one, other in zip(losses, expected, strict=True))
+    far = max(abs(loss - other) / other for loss, other in zip(losses, expected, strict=True))
     near = MUON_NEAR if job["model"] == "muon" and world.size != job["begun"] else NEAR
     lines += [] if far <= near else [f"losses {losses}, expected {expected}"]
     if world.rank == 0:

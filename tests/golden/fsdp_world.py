@@ -72,10 +72,10 @@ StateDict = dict[str, Any]
 @functools.cache
 def mesh(**dimensions: int) -> DeviceMesh:
     """`mesh(dp=2, tp=2)`, each made once: process groups are dear."""
-    made = init_device_mesh("cpu", tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
-    for group in made.get_all_groups():
+    device_mesh = init_device_mesh("cpu", tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+    for group in device_mesh.get_all_groups():
         _set_pg_timeout(TIMEOUT, group)  # gloo's own is half an hour, and a mesh takes no other
-    return made
+    return device_mesh
 
 
 def shard(model: nn.Module, over: DeviceMesh) -> nn.Module:
@@ -493,11 +493,11 @@ def judge(world: World, model: nn.Module, lines: Iterable[str] = ()) -> None:
 def stored_otherwise(world: World, folder: Path) -> list[str]:
     """What dcp.load would pass over: other dtypes, which it casts, and names that nobody asks for."""
     whose = {} if (folder / ".metadata").exists() else {"rank": world.rank}
-    found = dcp.FileSystemReader(folder).read_metadata(**whose).state_dict_metadata
+    metadata = dcp.FileSystemReader(folder).read_metadata(**whose).state_dict_metadata
     theirs = {f"model.{name}": value for name, value in world.model.state_dict().items()}
-    lines = [f"{name} is unexpected" for name in found if name.startswith("model.") and name not in theirs]
+    lines = [f"{name} is unexpected" for name in metadata if name.startswith("model.") and name not in theirs]
     for name, value in theirs.items():
-        stored = found[name].properties.dtype if name in found else value.dtype
+        stored = metadata[name].properties.dtype if name in metadata else value.dtype
         lines += [f"{name} is stored as {stored}, expected {value.dtype}"] if stored != value.dtype else []
     return lines
 
@@ -533,21 +533,21 @@ def launch(size: int, model_dir: Path, job: Callable[[World], None]) -> int:
     return ranks.launch(size, rank_main, load_model(model_dir), job)
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """The command line."""
     loaders = {"load": load, "load-accelerate": load_accelerate}
-    if len(words) == 2 and words[0] == "all":
-        failed = [call for call in json.loads(Path(words[1]).read_text()) if main(call)]
+    if len(argv) == 2 and argv[0] == "all":
+        failed = [call for call in json.loads(Path(argv[1]).read_text()) if main(call)]
         for call in failed:
             print("failed:", *call, file=sys.stderr)
         return int(bool(failed))
-    if len(words) == 4 and words[0] in loaders:
-        job = functools.partial(loaders[words[0]], folder=Path(words[1]))
-        return launch(int(words[3]), Path(words[2]), job)
-    if len(words) < 4:
+    if len(argv) == 4 and argv[0] in loaders:
+        job = functools.partial(loaders[argv[0]], folder=Path(argv[1]))
+        return launch(int(argv[3]), Path(argv[2]), job)
+    if len(argv) < 4:
         print(__doc__, file=sys.stderr)
         return 2
-    model_dir, out, size, *kinds = words
+    model_dir, out, size, *kinds = argv
     if unknown := set(kinds) - set(KINDS):
         print(f"no such kind: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}", file=sys.stderr)
         return 2

@@ -64,15 +64,15 @@ def main(run: Path, given: Path, out: Path) -> None:
     experts, tokens, hidden = x.shape
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     groups = SimpleNamespace(ep=group, expt_tp=group)
-    found = []
+    outputs = []
     for layer in range(config.num_layers):
         modules = GroupedMLPSubmodules(linear_fc1=Grouped, linear_fc2=Grouped)
         mlp = TEGroupedMLP(experts, config, modules, pg_collection=groups)
         prefix = f"decoder.layers.{layer}.mlp.experts."
         mlp.load_state_dict({key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)})
         y, _ = mlp(x.reshape(-1, hidden), torch.full((experts,), tokens), torch.ones(experts * tokens))
-        found.append(y.reshape(experts, tokens, hidden))
-    np.save(out, torch.stack(found).numpy())
+        outputs.append(y.reshape(experts, tokens, hidden))
+    np.save(out, torch.stack(outputs).numpy())
 
 
 if __name__ == "__main__":

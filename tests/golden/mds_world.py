@@ -76,16 +76,16 @@ def load(world: World, run: Path, like: Path, out: Path, pp: int, tp: int) -> No
     assert state["checkpoint_version"] == 3.0
     assert state["iteration"] == 3
     rank = engine.mpu.get_model_parallel_rank()
-    found = {f"{rank}.{name}": value.detach().clone() for name, value in engine.module.named_parameters()}
+    parameters = {f"{rank}.{name}": value.detach().clone() for name, value in engine.module.named_parameters()}
     everybody: list[Any] = [None] * world.size
-    dist.gather_object(found, everybody if world.rank == 0 else None)
+    dist.gather_object(parameters, everybody if world.rank == 0 else None)
     if world.rank == 0:
         save_file({name: value for each in everybody for name, value in each.items()}, out)
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """The command line."""
-    run, like, out, *sizes = words
+    run, like, out, *sizes = argv
     pp, tp = map(int, sizes)
     quiet()
     return launch(

@@ -113,7 +113,7 @@ def as_transformer_engine(model: GPTModel) -> None:
             module.__class__ = type("OlderAttention", (type(module),), {**state, **older})
         elif name.endswith(alone) and not isinstance(module, IdentityOp):
             module.__class__ = type("Norm", (type(module),), state)
-    for layer in [*model.decoder.layers, *(one.transformer_layer for one in further_layers(model))]:
+    for layer in [*model.decoder.layers, *(further.transformer_layer for further in further_layers(model))]:
         if latent:
             mlp = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
             layer.submodules_config.sharded_state_dict_keys_map = {**judge.LATENT_NORMS, **mlp}
@@ -132,9 +132,9 @@ def further_layers(model: GPTModel) -> list[torch.nn.Module]:
 
 def load(model: GPTModel, folder: Path) -> list[str]:
     """Load the real way; keys that are missing or left over on either side are failures."""
-    wanted = {"model": model.sharded_state_dict(metadata=metadata("stacked"))}
+    sharded_state = {"model": model.sharded_state_dict(metadata=metadata("stacked"))}
     try:
-        state = dc.load(wanted, str(folder), strict="raise_all")
+        state = dc.load(sharded_state, str(folder), strict="raise_all")
         model.load_state_dict(state["model"], strict=True)
     except (RuntimeError, dc.core.CheckpointingException) as error:
         return [f"{type(error).__name__}: {str(error)[:2000]}"]

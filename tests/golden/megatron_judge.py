@@ -253,13 +253,13 @@ def load_file(folder: Path) -> dict[str, Any]:
 
 def check_folders(folder: Path, topology: Topology) -> None:
     """Exactly one folder for each rank that megatron-core's own groups let write one."""
-    found = {p.parent.name for p in folder.glob(f"mp_rank_*/{FILE}")}
-    said: list[Any] = [None] * dist.get_world_size()
+    folders = {p.parent.name for p in folder.glob(f"mp_rank_*/{FILE}")}
+    names: list[Any] = [None] * dist.get_world_size()
     mine = topology.folder(*my_ranks()) if ps.get_expert_data_parallel_rank() == 0 else None
-    dist.all_gather_object(said, mine)
-    wanted = {name for name in said if name}
-    if found != wanted:
-        raise JudgementError(f"folders found {sorted(found)}, expected {sorted(wanted)}")
+    dist.all_gather_object(names, mine)
+    expected = {name for name in names if name}
+    if folders != expected:
+        raise JudgementError(f"folders found {sorted(folders)}, expected {sorted(expected)}")
 
 
 def window_fields(c: PreTrainedConfig) -> dict[str, Any]:
@@ -389,7 +389,7 @@ def model_fields(c: PreTrainedConfig) -> dict[str, Any]:
         "qk_layernorm": c.model_type in ("qwen3", "qwen3_moe", "dots1", "hy_v3", "opensci", *LATENT, *LINEAR)
         or getattr(c, "use_qk_norm", False),
         "window_attn_skip_freq": window_fields(c).get("window_attn_skip_freq"),
-        "no_rope_freq": [1 - one for one in rotates[: c.num_hidden_layers]] if rotates else None,
+        "no_rope_freq": [1 - rotated for rotated in rotates[: c.num_hidden_layers]] if rotates else None,
         "hidden_dropout": dropouts[0],
         "attention_dropout": dropouts[1],
         **tiny,
@@ -591,14 +591,14 @@ def expert_claims(c: PreTrainedConfig, topology: Topology) -> dict[str, Any]:
 
 def claim_failures(claims: argparse.Namespace, required: dict[str, Any], optional: dict[str, Any]) -> list[str]:
     """One line per attribute of args that is absent or says something else."""
-    said = dict(vars(claims))
-    if said.get("group_query_attention") is False:  # Megatron-LM then ignores num_query_groups, 1 by default
-        said["num_query_groups"] = said.get("num_attention_heads")
-    if isinstance(said.get("window_size"), list):
-        said["window_size"] = tuple(said["window_size"])
-    wrong = {n: v for n, v in (required | optional).items() if n in said and said[n] != v}
-    absent = [f"args.{n} is absent, expected {v!r}" for n, v in required.items() if n not in said]
-    return absent + [f"args.{n} is {said[n]!r}, expected {v!r}" for n, v in wrong.items()]
+    arguments = dict(vars(claims))
+    if arguments.get("group_query_attention") is False:  # Megatron-LM then ignores num_query_groups, 1 by default
+        arguments["num_query_groups"] = arguments.get("num_attention_heads")
+    if isinstance(arguments.get("window_size"), list):
+        arguments["window_size"] = tuple(arguments["window_size"])
+    wrong = {n: v for n, v in (required | optional).items() if n in arguments and arguments[n] != v}
+    absent = [f"args.{n} is absent, expected {v!r}" for n, v in required.items() if n not in arguments]
+    return absent + [f"args.{n} is {arguments[n]!r}, expected {v!r}" for n, v in wrong.items()]
 
 
 def pattern(c: PreTrainedConfig) -> str:
@@ -686,9 +686,9 @@ LATENT_NORMS = {
 """The norms of latents, local and in Transformer Engine (models/gpt/gpt_layer_specs.py:235 and :380)."""
 
 
-def local_part(whole: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's rows of a projection that Transformer Engine has on every rank, and the local layers cut."""
-    return whole.chunk(ps.get_tensor_model_parallel_world_size())[ps.get_tensor_model_parallel_rank()]
+    return tensor.chunk(ps.get_tensor_model_parallel_world_size())[ps.get_tensor_model_parallel_rank()]
 
 
 def gathered(part: torch.Tensor) -> torch.Tensor:
@@ -712,12 +712,12 @@ def load_chunks(chunks: list[GPTModel], stored: dict[str, Any], names: list[str]
             failures.append(f"{name}: {error}")
             continue
         failures += [f"{name}: {line}" for line in order_failures(chunk, state, norm)]
-        held = chunk.state_dict()
+        loaded = chunk.state_dict()
         failures += [
-            f"{name}: {key} changes when loaded ({value.dtype} becomes {held[key].dtype})"
+            f"{name}: {key} changes when loaded ({value.dtype} becomes {loaded[key].dtype})"
             for key, value in state.items()
-            if isinstance(held[key], torch.Tensor)
-            and (held[key].dtype != value.dtype or not torch.equal(held[key], value))
+            if isinstance(loaded[key], torch.Tensor)
+            and (loaded[key].dtype != value.dtype or not torch.equal(loaded[key], value))
         ]
     return failures
 
@@ -728,11 +728,11 @@ def order_failures(chunk: GPTModel, state: dict[str, Any], norm: str) -> list[st
     Of Transformer Engine's names only matrices that are no expert's can be compared: its modules hold the others.
     """
     order = [
-        key for key, one in chunk.named_parameters() if norm == "local" or (one.ndim > 1 and ".experts." not in key)
+        key for key, param in chunk.named_parameters() if norm == "local" or (param.ndim > 1 and ".experts." not in key)
     ]
     known = set(order)
     ours = [key for key in state if key in known]
-    return [f"{one} stands where the model has {other}" for one, other in zip(ours, order, strict=True) if one != other]
+    return [f"{key} stands where the model has {other}" for key, other in zip(ours, order, strict=True) if key != other]
 
 
 def vocabulary_failures(stored: dict[str, Any], topology: Topology) -> list[str]:
@@ -813,7 +813,7 @@ def agree(failures: list[str]) -> None:
     """Collect every rank's failures; all ranks end when any has one, so that none waits for another."""
     gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, failures)
-    lines = [f"rank {rank}: {line}" for rank, found in enumerate(gathered) for line in found]
+    lines = [f"rank {rank}: {line}" for rank, rank_lines in enumerate(gathered) for line in rank_lines]
     if lines and dist.get_rank() == 0:
         print("FAILED", *lines, sep="\n", file=sys.stderr, flush=True)
     dist.barrier()  # torchrun ends the others as soon as one ends: rank 0 must have printed

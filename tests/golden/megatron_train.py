@@ -268,7 +268,9 @@ def save(training: Training, out: Path, how: str, claims: Namespace) -> None:
         path.mkdir(parents=True, exist_ok=True)
         if training.job["distributed"]:
             training.optimizer.save_parameter_state(str(path / "distrib_optim.pt"))
-        state |= {name: one.state_dict_for_save_checkpoint() for name, one in zip(names, training.chunks, strict=True)}
+        state |= {
+            name: chunk.state_dict_for_save_checkpoint() for name, chunk in zip(names, training.chunks, strict=True)
+        }
         state["optimizer"] = training.optimizer.state_dict()
         if ps.get_expert_data_parallel_rank() == 0:
             torch.save(state, path / judge.FILE)
@@ -286,7 +288,7 @@ def sharded(training: Training, about: dict[str, Any], **more: Any) -> dict[str,
     """The model and the optimizer for a distributed checkpoint."""
     about = about | {"dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True)}
     names = training.topology.chunks()
-    state = {name: one.sharded_state_dict(metadata=about) for name, one in zip(names, training.chunks, strict=True)}
+    state = {name: chunk.sharded_state_dict(metadata=about) for name, chunk in zip(names, training.chunks, strict=True)}
     return state | {"optimizer": training.optimizer.sharded_state_dict(state, metadata=about, **more)}
 
 
@@ -298,8 +300,8 @@ def resume(training: Training, run: Path) -> None:
         if training.job["distributed"]:
             training.optimizer.step()  # without Transformer Engine it needs one (distrib_optimizer.py:642)
         about = dc.load_content_metadata(str(folder))
-        wanted = sharded(training, about, is_loading=True)
-        state = dc.load(wanted, str(folder), strict="raise_all")
+        sharded_state = sharded(training, about, is_loading=True)
+        state = dc.load(sharded_state, str(folder), strict="raise_all")
     else:
         state = torch.load(place(training, run) / judge.FILE, weights_only=False)
     assert state["args"].no_save_optim is False, "load_checkpoint would begin with a fresh optimizer"
@@ -331,12 +333,12 @@ def do(job: dict[str, Any]) -> None:
     if "weights" in job:
         path.write_text(json.dumps(losses))
         return
-    wanted = json.loads(path.read_text())
-    apart = max(abs(one - other) / other for one, other in zip(losses, wanted, strict=True))
+    expected = json.loads(path.read_text())
+    apart = max(abs(loss - other) / other for loss, other in zip(losses, expected, strict=True))
     if dist.get_rank() == 0:
         print(f"largest relative loss difference {apart:.3g}", flush=True)
     same = apart < (FOREIGN if "foreign" in job else TOLERANCE[job["dtype"]])
-    judge.agree([] if same != job.get("damaged", False) else [f"losses {losses}, unbroken {wanted}"])
+    judge.agree([] if same != job.get("damaged", False) else [f"losses {losses}, unbroken {expected}"])
 
 
 def main() -> int:

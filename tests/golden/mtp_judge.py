@@ -75,11 +75,11 @@ def ours(model: GPTModel, ids: torch.Tensor) -> torch.Tensor | None:
         x = torch.empty(ids.shape[1], ids.shape[0], model.config.hidden_size)
         dist.recv(x, src=ps.get_pipeline_model_parallel_prev_rank())
         model.set_input_tensor(x)
-    found: list[torch.Tensor] = []
+    states: list[torch.Tensor] = []
     if model.post_process:
 
         def see(*args: Any) -> None:
-            found.append(args[-1][0])
+            states.append(args[-1][0])
             raise Seen
 
         model.mtp.layers[0].register_forward_hook(see)
@@ -87,7 +87,7 @@ def ours(model: GPTModel, ids: torch.Tensor) -> torch.Tensor | None:
         with judge.CpuForCuda():
             y = model(ids, places, None, labels=ids, loss_mask=torch.ones_like(ids, dtype=torch.float32))
     except Seen:
-        return found[0].transpose(0, 1)[:, :-1]
+        return states[0].transpose(0, 1)[:, :-1]
     dist.send(y.contiguous(), dst=ps.get_pipeline_model_parallel_next_rank())
     return None
 

@@ -43,17 +43,17 @@ class Both(tuple[torch.optim.Optimizer, ...]):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of all of them."""
-        return [group for one in self for group in one.param_groups]
+        return [group for optimizer in self for group in optimizer.param_groups]
 
     def step(self) -> None:
         """The step of each."""
-        for one in self:
-            one.step()
+        for optimizer in self:
+            optimizer.step()
 
     def zero_grad(self) -> None:
         """No gradients."""
-        for one in self:
-            one.zero_grad()
+        for optimizer in self:
+            optimizer.zero_grad()
 
 
 def quiet() -> None:

@@ -76,14 +76,14 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
         stages = [[stage(config, rank, v) for v in virtual] for rank in range(pp)]
     except (AssertionError, ValueError, RuntimeError, NotImplementedError, ZeroDivisionError) as error:
         return {"error": " ".join(str(error).split()) or type(error).__name__}
-    held = [n for row in stages for s in row for n in range(s["offset"], s["offset"] + s["layers"])]
-    return {"stages": stages, "complete": sorted(held) == list(range(config.num_layers))}
+    layers = [n for row in stages for s in row for n in range(s["offset"], s["offset"] + s["layers"])]
+    return {"stages": stages, "complete": sorted(layers) == list(range(config.num_layers))}
 
 
 def main() -> None:
     """Answer what is asked."""
-    asked, answers = map(Path, sys.argv[1:])
-    answers.write_text(json.dumps([answer(case) for case in json.loads(asked.read_text())]))
+    questions, answers = map(Path, sys.argv[1:])
+    answers.write_text(json.dumps([answer(case) for case in json.loads(questions.read_text())]))
 
 
 if __name__ == "__main__":

@@ -298,7 +298,7 @@ class Training:
     @torch.no_grad()
     def logits(self, path: str) -> None:
         """The logits of the model's own weights, computed in float32."""
-        weights = {name: one.float() for name, one in self.plain.state_dict().items() if torch.is_tensor(one)}
+        weights = {name: tensor.float() for name, tensor in self.plain.state_dict().items() if torch.is_tensor(tensor)}
         args = self.args
         args.bf16, args.params_dtype = False, torch.float32
         plain = build(args).eval()

@@ -55,10 +55,10 @@ def without_gpu() -> None:
     def complete(self: Any, is_loading: bool = False) -> Any:
         if is_loading:
             self._init_optimizer_states_with_dummy_values()
-        for one in (one for group in self.optimizer.param_groups for one in group["params"]):
-            if not self.optimizer.state.get(one):
-                moments = {"exp_avg": torch.zeros_like(one), "exp_avg_sq": torch.zeros_like(one)}
-                self.optimizer.state[one] = {"step": torch.tensor(float(self.steps_made)), **moments}
+        for parameter in (parameter for group in self.optimizer.param_groups for parameter in group["params"]):
+            if not self.optimizer.state.get(parameter):
+                moments = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+                self.optimizer.state[parameter] = {"step": torch.tensor(float(self.steps_made)), **moments}
         return listed(self)
 
     DistributedOptimizer.sharded_param_state_fsdp_dtensor = complete

@@ -126,7 +126,7 @@ def change(text: str) -> None:
     for name, path, side, beside, line in CHANGE.findall(text):
         module = sys.modules[path.replace("/", ".")]
         lines = inspect.getsource(getattr(module, name)).splitlines()
-        (at,) = [number for number, one in enumerate(lines) if beside in one]
+        (at,) = [number for number, line in enumerate(lines) if beside in line]
         indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
         lines.insert(at + (side == "after"), indent + line)
         exec("\n".join(lines), vars(module))

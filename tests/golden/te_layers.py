@@ -109,13 +109,13 @@ def scan(
 ) -> Any:
     """`mamba_chunk_scan_combined`, token by token; a head reads and writes its state as its group does."""
     dt = torch.nn.functional.softplus(dt + also["dt_bias"])
-    b, c = (one.repeat_interleave(x.shape[2] // one.shape[2], 2) for one in (b, c))
-    state, found = torch.zeros(x.shape[0], *x.shape[2:], b.shape[-1]), []
+    b, c = (tensor.repeat_interleave(x.shape[2] // tensor.shape[2], 2) for tensor in (b, c))
+    state, outputs = torch.zeros(x.shape[0], *x.shape[2:], b.shape[-1]), []
     for now in range(x.shape[1]):
         state = state * torch.exp(dt[:, now] * a)[..., None, None]
         state = state + (dt[:, now, :, None] * x[:, now])[..., None] * b[:, now, :, None]
-        found.append((state * c[:, now, :, None]).sum(-1) + also["D"][:, None] * x[:, now])
-    return torch.stack(found, 1)
+        outputs.append((state * c[:, now, :, None]).sum(-1) + also["D"][:, None] * x[:, now])
+    return torch.stack(outputs, 1)
 
 
 class Layers(LocalSpecProvider):

@@ -38,8 +38,8 @@ def logits(folder: Path, trained: Path, adapter: Path | None = None) -> float:
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter)
     with torch.no_grad():
-        found = model(torch.from_numpy(np.load(trained / "golden_ids.npy"))).logits.numpy()
-    return float(np.abs(found - np.load(trained / "golden_logits.npy")).max())
+        computed = model(torch.from_numpy(np.load(trained / "golden_ids.npy"))).logits.numpy()
+    return float(np.abs(computed - np.load(trained / "golden_logits.npy")).max())
 
 
 def test_the_adapter_alone_is_what_peft_loads(trained, convert, tmp_path):
@@ -58,8 +58,8 @@ def test_the_adapter_alone_is_what_peft_loads(trained, convert, tmp_path):
 
 def test_merged(trained, convert, tmp_path):
     command, folder = trained
-    words = ["--config", folder / "base", "--adapter", "merged", "--dtype", "fp32"]
-    ran = convert(command, folder / "checkpoint", tmp_path / "out", *words)
+    options = ["--config", folder / "base", "--adapter", "merged", "--dtype", "fp32"]
+    ran = convert(command, folder / "checkpoint", tmp_path / "out", *options)
     assert ran.code == 0, ran.err
     assert "lora_A.default.weight\n" not in ran.err
     # of ZeRO the FP32 master weights of the adapter, where the golden logits are those of its bfloat16 copies
@@ -80,7 +80,7 @@ def test_the_weights_of_zero_as_it_computes_with_them(convert, tmp_path):
     (folder / "checkpoint/adapter_config.json").write_text(json.dumps(settings))
     assert convert("zero2hf", folder / "checkpoint", tmp_path / "adapter", "--adapter", "only").code == 0
     weights = tmp_path / "adapter/adapter_model.safetensors"
-    rounded = {name: one.astype(ml_dtypes.bfloat16).astype(np.float32) for name, one in load_file(weights).items()}
+    rounded = {name: array.astype(ml_dtypes.bfloat16).astype(np.float32) for name, array in load_file(weights).items()}
     save_file(rounded, weights, {"format": "pt"})
     assert convert("hf2hf", folder / "base", tmp_path / "base", "--dtype", "bf16").code == 0
     assert convert("merge", tmp_path / "base", tmp_path / "adapter", tmp_path / "out", "--dtype", "fp32").code == 0
@@ -100,8 +100,8 @@ def test_what_is_refused(trained, convert, tmp_path):
     ran = convert(command, checkpoint, tmp_path / "out", "--adapter", "only")
     assert (ran.code, "its biases are in the base" in ran.err) == (4, True), ran.err
     (checkpoint / "adapter_config.json").unlink()
-    for words in (["--adapter", "only"], [*base, "--adapter", "merged"]):
-        ran = convert(command, checkpoint, tmp_path / "out", *words)
+    for options in (["--adapter", "only"], [*base, "--adapter", "merged"]):
+        ran = convert(command, checkpoint, tmp_path / "out", *options)
         assert (ran.code, "holds no adapter_config.json" in ran.err) == (3, True), ran.err
     with pytest.raises(vitruvian.UsageError, match="not written as fsdp"):
         vitruvian.convert(checkpoint, tmp_path / "out", to="fsdp", adapter="only")

@@ -25,11 +25,11 @@ def tensors(value: Any, path: str = "") -> dict[str, Any]:
     """Every tensor of a nested object, by its place."""
     import torch
 
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, inner in pairs:
-        found |= tensors(inner, f"{path}/{key}")
-    return {path: value} if isinstance(value, torch.Tensor) else found
+        leaves |= tensors(inner, f"{path}/{key}")
+    return {path: value} if isinstance(value, torch.Tensor) else leaves
 
 
 @pytest.mark.parametrize("kind", ["tp2", "pp2-tp2"])
@@ -46,7 +46,7 @@ def test_norms_and_nothing_else(made, convert, tmp_path, yml, kind):
     for name, path in written.items():
         if path.samefile(source / name):
             continue
-        before, after = (tensors(torch.load(one, weights_only=False)) for one in (source / name, path))
+        before, after = (tensors(torch.load(file, weights_only=False)) for file in (source / name, path))
         assert before.keys() == after.keys()
         changed = {key for key in before if not torch.equal(before[key], after[key])}
         assert changed, name
@@ -63,17 +63,17 @@ def test_every_copy_is_the_mean(made, convert, tmp_path, yml, kind):
     from safetensors.torch import load_file
 
     assert convert("average-norms", made(PARALLEL) / kind, tmp_path / "out", "--config", yml).code == 0
-    held = load_file(made(PARALLEL) / f"{kind}.truth.safetensors")
+    truth = load_file(made(PARALLEL) / f"{kind}.truth.safetensors")
     flags = ["--config", yml, "--vocab-size", 96, "--gqa-layout", "blocked", "--replicas", "verify"]
     for weights, state in (("fp32-master", "fp32"), ("module", "module")):
         place = tmp_path / state
         assert convert("neox2hf", tmp_path / "out", place, *flags, "--weights", weights).code == 0
-        found = load_file(place / "model.safetensors")
+        converted = load_file(place / "model.safetensors")
         prefix = "sequential." if kind == "tp2" else ""
         stage = 0 if kind == "tp2" else 2
-        copies = [held[f"{rank + stage}.fp32.{prefix}6.norm.scale"] for rank in range(2)]
+        copies = [truth[f"{rank + stage}.fp32.{prefix}6.norm.scale"] for rank in range(2)]
         mean = (copies[0] + copies[1]) / 2
-        assert torch.equal(found["model.norm.weight"], mean if state == "fp32" else mean.bfloat16())
+        assert torch.equal(converted["model.norm.weight"], mean if state == "fp32" else mean.bfloat16())
 
 
 def test_without_optimizer_states_the_module_alone(made, convert, tmp_path, yml):

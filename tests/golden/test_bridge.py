@@ -23,12 +23,12 @@ def test_its_logits(convert, tmp_path, name):
     import torch
     from transformers import AutoModelForCausalLM
 
-    out, wanted = tmp_path / "out", np.load(REAL / name / "golden.npz")
+    out, golden = tmp_path / "out", np.load(REAL / name / "golden.npz")
     assert convert("megatron2hf", REAL / name, out).code == 0
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-        found = model(torch.tensor(wanted["ids"])).logits.numpy()
-    assert np.abs(found - wanted["logits"]).max() < 1e-5 < np.abs(found).max()
+        logits = model(torch.tensor(golden["ids"])).logits.numpy()
+    assert np.abs(logits - golden["logits"]).max() < 1e-5 < np.abs(logits).max()
 
 
 def test_into_other_layouts(convert, tmp_path):
@@ -49,8 +49,8 @@ def nemo(at: Path, **fields: Any) -> Path:
     shutil.copytree(iteration, at / "weights", ignore=shutil.ignore_patterns("*.yaml", "train_state.pt"))
 
     def rename(metadata: Any) -> None:
-        held = metadata.state_dict_metadata
-        metadata.state_dict_metadata = {f"module.{name}": about for name, about in held.items()}
+        entries = metadata.state_dict_metadata
+        metadata.state_dict_metadata = {f"module.{name}": about for name, about in entries.items()}
         metadata.storage_data = {
             type(index)(f"module.{index.fqn}", index.offset, index.index): where
             for index, where in metadata.storage_data.items()
@@ -86,13 +86,13 @@ def test_what_the_fields_do_not_tell(convert, tmp_path):
         "activation_func": lambda run: run["model"].update(activation_func=None),
         "own_field": lambda run: run["model"].update(own_field=3),
     }
-    for number, (told, change) in enumerate(changes.items()):
+    for number, (message, change) in enumerate(changes.items()):
         run = shutil.copytree(REAL / MODELS[0], tmp_path / str(number))
         path = run / "iter_0000000/run_config.yaml"
-        held = yaml.safe_load(path.read_text())
-        change(held)
-        path.write_text(yaml.safe_dump(held))
-        refused(convert("inspect", run), 4, told)
+        config = yaml.safe_load(path.read_text())
+        change(config)
+        path.write_text(yaml.safe_dump(config))
+        refused(convert("inspect", run), 4, message)
     path.write_text("model: 3")
     refused(convert("inspect", run), 3, "no fields of a model")
     other = nemo(tmp_path / "nemo", high_freq_factor=8)
@@ -113,11 +113,11 @@ def test_what_bridge_loads(convert, tmp_path, name):
     options = ("--format", "torch_dist", "--norm", "local")
     assert convert("hf2megatron", tmp_path / "hf", out, *options, "--for", "bridge").code == 0
     ours, theirs = (yaml.safe_load((run / "iter_0000000/run_config.yaml").read_text()) for run in (out, REAL / name))
-    held = {field for field in ours["model"] if ours["model"][field] != theirs["model"][field]}
+    differing = {field for field in ours["model"] if ours["model"][field] != theirs["model"][field]}
     scaled = set() if ours["model"]["rope_scaling"] else {"rope_scaling_factor"}  # which then is for nothing
-    assert held == ELSEWHERE | scaled
-    asked = ("save_optim", "save_rng", "ckpt_format", "_target_")
-    assert {key: theirs["checkpoint"][key] for key in asked} == {key: ours["checkpoint"][key] for key in asked}
+    assert differing == ELSEWHERE | scaled
+    keys = ("save_optim", "save_rng", "ckpt_format", "_target_")
+    assert {key: theirs["checkpoint"][key] for key in keys} == {key: ours["checkpoint"][key] for key in keys}
     state, own = (torch.load(run / "latest_train_state.pt") for run in (out, REAL / name))
     assert {key: tensor.item() for key, tensor in state.items()} == {key: own[key].item() for key in own}
     assert (out / "iter_0000000/train_state.pt").read_bytes() == (out / "latest_train_state.pt").read_bytes()

@@ -36,9 +36,9 @@ def contents(folder: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     kinds = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    held = {name: torch.empty(kind.size) for name, kind in kinds.items() if isinstance(kind, TensorStorageMetadata)}
-    dcp.load(held, checkpoint_id=folder, no_dist=True)
-    return {name: held[name].numpy() if name in held else None for name in kinds}
+    tensors = {name: torch.empty(kind.size) for name, kind in kinds.items() if isinstance(kind, TensorStorageMetadata)}
+    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    return {name: tensors[name].numpy() if name in tensors else None for name in kinds}
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -48,19 +48,21 @@ def test_there_and_back(convert, base, tmp_path, name):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    adapter, run, wanted = tmp_path / "adapter", tmp_path / "run", np.load(REAL / name / "golden.npz")
+    adapter, run, golden = tmp_path / "adapter", tmp_path / "run", np.load(REAL / name / "golden.npz")
     assert convert("megatron2hf", REAL / name, adapter, "--adapter", "only").code == 0
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with torch.no_grad():
-        found = PeftModel.from_pretrained(model, adapter)(torch.tensor(wanted["ids"])).logits.numpy()
-    assert np.abs(found - wanted["logits"]).max() < 5e-6 < np.abs(found).max()
+        logits = PeftModel.from_pretrained(model, adapter)(torch.tensor(golden["ids"])).logits.numpy()
+    assert np.abs(logits - golden["logits"]).max() < 5e-6 < np.abs(logits).max()
 
     options = ("--lora", KINDS[name], "--tp", 2, "--iteration", 7)
     assert convert("peft2megatron", base, adapter, run, *options).code == 0
-    ours, theirs = (contents(one / "iter_0000007") for one in (run, REAL / name))
+    ours, theirs = (contents(place / "iter_0000007") for place in (run, REAL / name))
     assert ours.keys() == theirs.keys()
-    assert all(one is None or np.array_equal(one, theirs[key]) for key, one in ours.items())
-    ours, theirs = (yaml.safe_load((one / "iter_0000007/run_config.yaml").read_text()) for one in (run, REAL / name))
+    assert all(tensor is None or np.array_equal(tensor, theirs[key]) for key, tensor in ours.items())
+    ours, theirs = (
+        yaml.safe_load((place / "iter_0000007/run_config.yaml").read_text()) for place in (run, REAL / name)
+    )
     assert {key: ours["peft"][key] for key in theirs["peft"]} == theirs["peft"]
     assert ours["model"]["tensor_model_parallel_size"] == 2
 
@@ -85,9 +87,9 @@ def test_ranks_of_canonical(convert, base, tmp_path):
         assert not np.array_equal(rows[tp], rows[1])
 
 
-def adapter_of(base: Path, out: Path, modules: list[str], shared: bool = False, **words: Any) -> Path:
+def adapter_of(base: Path, out: Path, modules: list[str], shared: bool = False, **fields: Any) -> Path:
     """An adapter of random numbers with the names that PEFT would give it."""
-    shapes = {key: one.shape for key, one in load_file(base / "model.safetensors").items()}
+    shapes = {key: tensor.shape for key, tensor in load_file(base / "model.safetensors").items()}
     dice, tensors = np.random.default_rng(5), {}
     for key, shape in shapes.items():
         if f".{key}".endswith(tuple(f".{name}.weight" for name in modules)):
@@ -96,7 +98,7 @@ def adapter_of(base: Path, out: Path, modules: list[str], shared: bool = False, 
             tensors[f"{module}.lora_A.weight"] = seeded.normal(size=(4, shape[1])).astype(np.float32)
             tensors[f"{module}.lora_B.weight"] = dice.normal(size=(shape[0], 4)).astype(np.float32)
     out.mkdir()
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": modules, "bias": "none", **words}
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": modules, "bias": "none", **fields}
     (out / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, out / "adapter_model.safetensors")
     return out
@@ -122,12 +124,12 @@ def test_families(model, convert, tmp_path, name):
     ran = convert("peft2megatron", folder, adapter, run, "--lora", kind, "--tp", tp)
     assert ran.code == 0, ran.err
     assert convert("megatron2hf", run, back, "--adapter", "only", "--config", folder).code == 0
-    one, other = (load_file(place / "adapter_model.safetensors") for place in (adapter, back))
-    assert one.keys() == other.keys()
-    assert all(np.array_equal(one[key], other[key]) for key in one)
-    said = json.loads((back / "adapter_config.json").read_text())
-    assert {*said["target_modules"]} == {*modules}
-    assert (said["r"], said["lora_alpha"]) == (4, 6)
+    original, returned = (load_file(place / "adapter_model.safetensors") for place in (adapter, back))
+    assert original.keys() == returned.keys()
+    assert all(np.array_equal(original[key], returned[key]) for key in original)
+    config = json.loads((back / "adapter_config.json").read_text())
+    assert {*config["target_modules"]} == {*modules}
+    assert (config["r"], config["lora_alpha"]) == (4, 6)
 
 
 def test_an_adapter_of_zeros_beside_two(model, convert, tmp_path):
@@ -135,15 +137,15 @@ def test_an_adapter_of_zeros_beside_two(model, convert, tmp_path):
     folder, run = model("llama"), tmp_path / "run"
     adapter = adapter_of(folder, tmp_path / "adapter", ["q_proj", "v_proj"])
     assert convert("peft2megatron", folder, adapter, run).code == 0
-    held = contents(run / "iter_0000000")
-    keys = [key for key, one in held.items() if one is not None and not one.any()]
+    tensors = contents(run / "iter_0000000")
+    keys = [key for key, tensor in tensors.items() if tensor is not None and not tensor.any()]
     place = "decoder.layers.self_attention.linear_qkv.adapter.adapter_k."
     assert sorted(keys) == [f"{place}linear_in.weight", f"{place}linear_out.weight"]
     assert convert("megatron2hf", run, tmp_path / "back", "--adapter", "only").code == 0
-    one, other = (load_file(place / "adapter_model.safetensors") for place in (adapter, tmp_path / "back"))
-    assert all(np.array_equal(one[key], other.pop(key)) for key in one)
-    assert other
-    assert all("k_proj" in key and not tensor.any() for key, tensor in other.items())
+    original, returned = (load_file(place / "adapter_model.safetensors") for place in (adapter, tmp_path / "back"))
+    assert all(np.array_equal(original[key], returned.pop(key)) for key in original)
+    assert returned
+    assert all("k_proj" in key and not tensor.any() for key, tensor in returned.items())
 
 
 def test_what_bridge_has_not(model, convert, tmp_path):
@@ -157,9 +159,9 @@ def test_what_bridge_has_not(model, convert, tmp_path):
     refused(convert("peft2megatron", folder, some, tmp_path / "no", *fused), 4, "none of key", "--lora canonical")
     ranks = adapter_of(folder, tmp_path / "ranks", ["o_proj"], alpha_pattern={"layers.1.self_attn.o_proj": 3})
     refused(convert("peft2megatron", folder, ranks, tmp_path / "no"), 4, "2 ranks and scales")
-    one = adapter_of(folder, tmp_path / "one", ["layers.1.self_attn.o_proj"])
-    told = "has no LoRA of model.layers.0.self_attn.o_proj"
-    refused(convert("peft2megatron", folder, one, tmp_path / "no"), 4, told, "in every layer", "convert merge")
+    partial = adapter_of(folder, tmp_path / "one", ["layers.1.self_attn.o_proj"])
+    message = "has no LoRA of model.layers.0.self_attn.o_proj"
+    refused(convert("peft2megatron", folder, partial, tmp_path / "no"), 4, message, "in every layer", "convert merge")
     fused_matrix = adapter_of(model("phi3"), tmp_path / "qkv", ["qkv_proj"])
     refused(convert("peft2megatron", model("phi3"), fused_matrix, tmp_path / "no"), 4, "--lora fused")
     head = adapter_of(folder, tmp_path / "head", ["lm_head", "o_proj"])
@@ -167,9 +169,9 @@ def test_what_bridge_has_not(model, convert, tmp_path):
     plain = model("starcoder2")
     adapter = adapter_of(plain, tmp_path / "plain", ["c_fc"])
     refused(convert("peft2megatron", plain, adapter, tmp_path / "no", "--tp", 2, *fused), 4, "no gate", "--tp 1")
-    for name, code, told in (("gemma2", 4, "gemma2"), ("granite", 4, "granite"), ("olmo2", 4, "olmo2")):
+    for name, code, message in (("gemma2", 4, "gemma2"), ("granite", 4, "granite"), ("olmo2", 4, "olmo2")):
         adapter = adapter_of(model(name), tmp_path / name, ["q_proj", "k_proj", "v_proj"])
-        refused(convert("peft2megatron", model(name), adapter, tmp_path / "no"), code, told)
+        refused(convert("peft2megatron", model(name), adapter, tmp_path / "no"), code, message)
     refused(convert("inspect", REAL / "lora_tp2"), 4, "--adapter only")
     refused(convert("megatron2hf", REAL / "llama3_tied", tmp_path / "no", "--adapter", "only"), 2, "holds no adapter")
     with pytest.raises(UsageError, match="holds no base"):
@@ -185,9 +187,9 @@ def test_an_adapter_that_lost_a_part(convert, tmp_path, name):
     run = shutil.copytree(REAL / name, tmp_path / "run")
     folder, key = run / "iter_0000007", "decoder.layers.self_attention.linear_proj.adapter.linear_out.weight"
     path, metadata = folder / "run_config.yaml", (folder / ".metadata").read_bytes()
-    held = yaml.safe_load(path.read_text())
-    targets = [*dict.fromkeys(one[KINDS[name]] for one in bridge.TARGETS.values())]
-    path.write_text(yaml.safe_dump(held | {"peft": {**held["peft"], "target_modules": targets}}))
+    config = yaml.safe_load(path.read_text())
+    targets = [*dict.fromkeys(kinds[KINDS[name]] for kinds in bridge.TARGETS.values())]
+    path.write_text(yaml.safe_dump(config | {"peft": {**config["peft"], "target_modules": targets}}))
     export = ("megatron2hf", run, "--adapter", "only")
     assert convert(*export[:2], tmp_path / "whole", *export[2:]).code == 0
 
@@ -200,30 +202,30 @@ def test_an_adapter_that_lost_a_part(convert, tmp_path, name):
 
     def without(end: str) -> Any:
         def change(stored: Any) -> None:
-            for one in [one for one in stored.state_dict_metadata if f"linear_proj.adapter.{end}" in one]:
-                stored.state_dict_metadata.pop(one)
+            for fqn in [fqn for fqn in stored.state_dict_metadata if f"linear_proj.adapter.{end}" in fqn]:
+                stored.state_dict_metadata.pop(fqn)
             for index in [index for index in stored.storage_data if index.fqn not in stored.state_dict_metadata]:
                 del stored.storage_data[index]
 
         return change
 
-    for change, told in (
+    for change, message in (
         (half, f"128 of the 256 elements of {key}"),
         (without("linear_out"), "2 tensors are missing"),
         (without("linear_"), "holds no LoRA of linear_proj, which its target_modules name"),
     ):
         (folder / ".metadata").write_bytes(metadata)
         edit(folder, change)
-        refused(convert(*export[:2], tmp_path / "no", *export[2:]), 3, told)
+        refused(convert(*export[:2], tmp_path / "no", *export[2:]), 3, message)
 
 
 def test_another_method(convert, tmp_path):
     run = shutil.copytree(REAL / "lora_tp2", tmp_path / "run")
     path = run / "iter_0000007/run_config.yaml"
-    held = yaml.safe_load(path.read_text())
-    for change, code, told in (
+    config = yaml.safe_load(path.read_text())
+    for change, code, message in (
         ({"_target_": "megatron.bridge.peft.dora.DoRA"}, 4, "dora.DoRA"),
         ({"dim": 8}, 3, "rank 4", ),
     ):  # fmt: skip
-        path.write_text(yaml.safe_dump(held | {"peft": held["peft"] | change}))
-        refused(convert("megatron2hf", run, tmp_path / "no", "--adapter", "only"), code, told)
+        path.write_text(yaml.safe_dump(config | {"peft": config["peft"] | change}))
+        refused(convert("megatron2hf", run, tmp_path / "no", "--adapter", "only"), code, message)

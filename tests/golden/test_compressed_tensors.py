@@ -133,7 +133,7 @@ def test_scales_of_activations_are_left_out(model, convert, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"format": "mixed-precision"}, "mixed-precision with weights of type int and 4 bits is not supported"),
         ({"weights": {"symmetric": False}}, "weights with symmetric = False are not supported"),
@@ -147,12 +147,12 @@ def test_scales_of_activations_are_left_out(model, convert, tmp_path):
         ({"config_groups": {"a": {"targets": ["Linear"]}}}, "a group without weights is not supported"),
     ],
 )
-def test_what_is_not_understood_is_refused(change, words, kimi, convert, tmp_path):
+def test_what_is_not_understood_is_refused(change, message, kimi, convert, tmp_path):
     folder = shutil.copytree(kimi, tmp_path / "hf")
     quantization = json.loads((folder / "config.json").read_text())["quantization_config"]
     quantization["config_groups"]["group_0"]["weights"] |= change.get("weights", {})
     rewrite(folder, quantization | {key: value for key, value in change.items() if key != "weights"})
-    refused(convert("hf2hf", folder, tmp_path / "out"), 4, words, "--verbatim")
+    refused(convert("hf2hf", folder, tmp_path / "out"), 4, message, "--verbatim")
     assert convert("hf2hf", folder, tmp_path / "kept", "--verbatim").code == 0
 
 
@@ -188,7 +188,7 @@ def test_scales_of_weights_in_floats(model, convert, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ending", "change", "code", "words"),
+    ("ending", "change", "code", "message"),
     [
         ("o_proj.weight_scale", lambda tensor: None, 3, "weight_packed, and no file its"),
         ("o_proj.weight_scale", lambda tensor: tensor[:, :-1], 3, "its elements imply BF16["),
@@ -203,7 +203,7 @@ def test_scales_of_weights_in_floats(model, convert, tmp_path):
         ("o_proj.weight_shape", lambda tensor: tensor.int(), 0, ""),
     ],
 )
-def test_what_does_not_fit_is_refused(ending, change, code, words, kimi, convert, tmp_path):
+def test_what_does_not_fit_is_refused(ending, change, code, message, kimi, convert, tmp_path):
     folder = shutil.copytree(kimi, tmp_path / "hf")
     tensors = load_file(folder / "model.safetensors")
     key = next(key for key in tensors if key.endswith(ending))
@@ -213,5 +213,5 @@ def test_what_does_not_fit_is_refused(ending, change, code, words, kimi, convert
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     ran = convert("hf2hf", folder, tmp_path / "out")
     if code:
-        refused(ran, code, words)
+        refused(ran, code, message)
     assert (tmp_path / "out").exists() is (code == 0)

@@ -18,9 +18,9 @@ OFTEN = ("head_dim", "num_key_value_heads", "n_group", "topk_group", "sliding_wi
 """Keys that config.json files in use have as null, and two that never may be."""
 
 
-def _number(held: dict[str, object]) -> object:
+def _number(value: dict[str, object]) -> object:
     """What transformers writes of infinity."""
-    return float(str(held["__float__"])) if held.keys() == {"__float__"} else held
+    return float(str(value["__float__"])) if value.keys() == {"__float__"} else value
 
 
 def _builds(kind: str, config: dict[str, object]) -> bool:
@@ -38,10 +38,10 @@ def _builds(kind: str, config: dict[str, object]) -> bool:
 def test_null_is_read_where_transformers_builds_a_model_of_it(name):
     settings = settings_of(name)
     kind = str(settings.pop("model_type"))
-    whole = json.loads(AutoConfig.for_model(kind, **settings).to_json_string(use_diff=False))
+    defaults = json.loads(AutoConfig.for_model(kind, **settings).to_json_string(use_diff=False))
     keys = {*keys_read(family_of(name)), *family_of(name).own}
     for key in keys.intersection(OFTEN):
-        config = whole | {key: None}
+        config = defaults | {key: None}
         try:
             from_huggingface(config, {}, "config.json")
             read = True

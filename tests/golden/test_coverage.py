@@ -32,11 +32,11 @@ def lines(table) -> set[tuple[str, str]]:
 
 def used(folder, config=None) -> set[tuple[str, str]]:
     """The lines that a folder's tensors are read by."""
-    found = set()
+    pairs = set()
     for placed in open_checkpoint(folder, Settings(config=config)).fragments():
         spelling = placed.slot.rule.spellings[placed.slot.keys.index(placed.key)]
-        found.add((spelling, placed.slot.rule.pattern.text))
-    return found
+        pairs.add((spelling, placed.slot.rule.pattern.text))
+    return pairs
 
 
 def planned(source, topology) -> set[tuple[str, str]]:
@@ -45,11 +45,11 @@ def planned(source, topology) -> set[tuple[str, str]]:
     spread["experts"] = topology.experts or None
     options = Options(topology.tp, topology.pp, topology.vpp, topology.norm, **spread)
     plan = plan_megatron(open_checkpoint(source), Request(source), options, None)
-    found = set()
+    pairs = set()
     for placed in (placed for file in plan.target.files for placed in file.tensors):
         key = placed.key.rpartition(" ")[2]  # after the chunk that holds it
-        found.add((placed.slot.rule.spellings[placed.slot.keys.index(key)], placed.slot.rule.pattern.text))
-    return found
+        pairs.add((placed.slot.rule.spellings[placed.slot.keys.index(key)], placed.slot.rule.pattern.text))
+    return pairs
 
 
 @pytest.mark.slow
@@ -58,9 +58,9 @@ def test_every_line_of_megatron_core_is_judged(model):
     seen, few = set(), set()
     for topology in TOPOLOGIES.values():
         for case in () if topology.uneven else topology.cases:
-            found = planned(model(case.model, case.dtype), topology)
-            seen |= found
-            few |= found if case.model in FEW else set()
+            pairs = planned(model(case.model, case.dtype), topology)
+            seen |= pairs
+            few |= pairs if case.model in FEW else set()
     assert few == seen, "FEW of tests/models.py lacks a model"
     table = [rule for rule in tables.MCORE if not {MTP, "predicting"} & rule.conditions]  # of which test_mtp.py has all
     grouped = {line for line in lines(table) if tables.GROUPED.fullmatch(line[0])}

@@ -73,9 +73,9 @@ def test_transformers_loads_it_whole(made, convert, tmp_path, world, kind):
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
     assert not any(info.values()), info
     expected = AutoModelForCausalLM.from_pretrained(made(world).source, dtype="auto").state_dict()
-    found = loaded.state_dict()
-    assert found.keys() == expected.keys()
-    assert all(same_bits(found[key], expected[key]) for key in expected)
+    state = loaded.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(same_bits(state[key], expected[key]) for key in expected)
 
 
 MERGE = """
@@ -92,14 +92,14 @@ for words in zip(sys.argv[1::2], sys.argv[2::2]):
 def test_accelerate_merges_to_the_same_bytes(made, convert, fsdp, tmp_path, world):
     """`accelerate merge-weights`, where it works; it takes the folder with .metadata alone."""
     kinds = ["accelerate", "fsdp2", "fsdp2-files", "hsdp", "tp-fsdp", "fsdp1"]
-    words = []
+    argv = []
     for kind in kinds:
         place = made(world).checkpoint(kind)
         inside = place / "pytorch_model_fsdp_0"
-        words += [str(inside if inside.exists() else place), str(tmp_path / f"{kind}-theirs")]
+        argv += [str(inside if inside.exists() else place), str(tmp_path / f"{kind}-theirs")]
     script = tmp_path / "merge.py"
     script.write_text(MERGE)
-    code, out = fsdp(words, 1, script)
+    code, out = fsdp(argv, 1, script)
     assert code == 0, out
     for kind in kinds:
         place = tmp_path / kind
@@ -129,10 +129,10 @@ def edge(request, made, convert, tmp_path) -> Callable[..., tuple[dict[str, Any]
 
     world = made(request.param)
 
-    def get(*words: object) -> tuple[dict[str, Any], dict[str, Any]]:
+    def get(*options: object) -> tuple[dict[str, Any], dict[str, Any]]:
         out = tmp_path / "out"
         ran = convert(
-            "fsdp2hf", world.checkpoint("edge"), out, "--config", world.source, "--verbatim", "-q", *ANY, *words
+            "fsdp2hf", world.checkpoint("edge"), out, "--config", world.source, "--verbatim", "-q", *ANY, *options
         )
         assert ran.code == 0, ran.err
         return load_file(world.folder / "edge.safetensors"), load_file(out / "model.safetensors")
@@ -142,27 +142,27 @@ def edge(request, made, convert, tmp_path) -> Callable[..., tuple[dict[str, Any]
 
 def test_odd_tensors_keep_every_bit(edge):
     """0-d, empty, float8, transposed, expanded, uneven, with fewer rows than ranks."""
-    saved, found = edge()
-    saved = {name: one for name, one in saved.items() if not name.startswith("list.")}
+    saved, converted = edge()
+    saved = {name: tensor for name, tensor in saved.items() if not name.startswith("list.")}
     assert len(saved) > 20
-    assert {one.ndim for one in saved.values()} >= {0, 1, 2, 3, 5}
+    assert {tensor.ndim for tensor in saved.values()} >= {0, 1, 2, 3, 5}
     for name, tensor in saved.items():
-        assert name in found
-        assert same_bits(found[name], tensor), name
+        assert name in converted
+        assert same_bits(converted[name], tensor), name
 
 
 def test_tensors_in_lists_are_not_lost(edge):
     """Tensors of the model in a list or a dictionary in it are tensors of the model."""
-    saved, found = edge()
+    saved, converted = edge()
     for name in ("list.1", "list.2.inner"):
-        assert name in found
-        assert same_bits(found[name], saved[name])
+        assert name in converted
+        assert same_bits(converted[name], saved[name])
 
 
 def test_a_cast_of_what_has_none_is_refused(made, convert, tmp_path):
     """FP8 beside BF16 would stay as it is, in a folder that says otherwise."""
-    words = ("--config", made(LLAMA).source, "--verbatim", *ANY, "--dtype", "bf16")
-    ran = convert("fsdp2hf", made(LLAMA).checkpoint("edge"), tmp_path / "out", *words)
+    options = ("--config", made(LLAMA).source, "--verbatim", *ANY, "--dtype", "bf16")
+    ran = convert("fsdp2hf", made(LLAMA).checkpoint("edge"), tmp_path / "out", *options)
     assert (ran.code, "holds float8 as F8_E4M3" in ran.err) == (4, True), ran.err
     assert not (tmp_path / "out").exists()
 
@@ -176,11 +176,11 @@ def test_a_cast_is_that_of_torch(made, convert, tmp_path, kind, dtype, name):
     import torch
 
     world = made(WIDE)
-    words = ("--config", world.source, "--dtype", dtype, "-q")
-    assert convert("fsdp2hf", world.checkpoint(kind), tmp_path / "out", *words).code == 0
-    found, expected = weights(tmp_path / "out"), weights(world.source)
-    assert found.keys() == expected.keys()
-    assert all(same_bits(found[key], expected[key].to(getattr(torch, name))) for key in expected)
+    options = ("--config", world.source, "--dtype", dtype, "-q")
+    assert convert("fsdp2hf", world.checkpoint(kind), tmp_path / "out", *options).code == 0
+    converted, expected = weights(tmp_path / "out"), weights(world.source)
+    assert converted.keys() == expected.keys()
+    assert all(same_bits(converted[key], expected[key].to(getattr(torch, name))) for key in expected)
     assert f'"dtype": "{name}"' in (tmp_path / "out/config.json").read_text()
 
 
@@ -193,14 +193,14 @@ def test_a_container_can_be_named(model, convert, tmp_path, extra):
     folder = save(tmp_path / "c", {"model": state, "ema": ema} | extra)
     for command in ("fsdp2hf", "hf2megatron", "digest"):
         out = [tmp_path / "none"] * (command != "digest")
-        told = convert(command, folder, *out, "--config", source)
-        refused(told, 5, f"{folder} could hold several models: model, ema", "--container")
+        ran = convert(command, folder, *out, "--config", source)
+        refused(ran, 5, f"{folder} could hold several models: model, ema", "--container")
     assert convert("fsdp2hf", folder, tmp_path / "usual", "--config", source, "--container", "model").code == 0
     assert files(tmp_path / "usual") == files(source)
     assert convert("fsdp2hf", folder, tmp_path / "ema", "--config", source, "--container", "ema").code == 0
-    found = weights(tmp_path / "ema")
-    assert found.keys() == ema.keys()
-    assert all(same_bits(found[key], ema[key]) for key in ema)
+    converted = weights(tmp_path / "ema")
+    assert converted.keys() == ema.keys()
+    assert all(same_bits(converted[key], ema[key]) for key in ema)
     assert convert("fsdp2hf", folder, tmp_path / "none", "--config", source, "--container", "teacher").code == 5
 
 
@@ -227,8 +227,8 @@ SIZES = (1, 2, 3, 4)
 
 def loads(folder: Path, source: Path, sizes: tuple[int, ...]) -> list[list[str]]:
     """Load the folder with torch, and the one around it with accelerate."""
-    words = [["load", str(folder), str(source), str(size)] for size in sizes]
-    return [*words, ["load-accelerate", str(folder.parent), str(source), "2"]]
+    calls = [["load", str(folder), str(source), str(size)] for size in sizes]
+    return [*calls, ["load-accelerate", str(folder.parent), str(source), "2"]]
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 7])
@@ -244,13 +244,13 @@ def test_torch_and_accelerate_load_what_we_write(model, convert, run, tmp_path, 
 
 def test_the_judge_sees_what_is_wrong(model, convert, run, tmp_path):
     source, other, calls = model("llama"), model("llama", num_hidden_layers=5), []
-    for number, (taken, words) in enumerate([(source, ()), (other, ()), (source, ("--dtype", "bf16"))]):
+    for number, (taken, options) in enumerate([(source, ()), (other, ()), (source, ("--dtype", "bf16"))]):
         folder = tmp_path / f"{number}"
-        assert convert("hf2fsdp", taken, folder, "--ranks", 2, *words, "-q").code == 0
+        assert convert("hf2fsdp", taken, folder, "--ranks", 2, *options, "-q").code == 0
         calls.append(["load", str(folder), str(source), "2"])
-    found: list[Any] = []
-    edit(tmp_path / "0", lambda metadata: found.extend(places(metadata, "model.model.layers.3.mlp.up_proj.weight")))
-    info = found[1][1]
+    entries: list[Any] = []
+    edit(tmp_path / "0", lambda metadata: entries.extend(places(metadata, "model.model.layers.3.mlp.up_proj.weight")))
+    info = entries[1][1]
     with (tmp_path / "0" / info.relative_path).open("r+b") as file:
         file.seek(info.offset + info.length // 2)
         byte = file.read(1)[0]
@@ -259,8 +259,8 @@ def test_the_judge_sees_what_is_wrong(model, convert, run, tmp_path):
     code, out = run(calls)
     assert code != 0
     assert out.count("failed: ") == len(calls)
-    for said in ("differs in 1 of", "model.layers.4.mlp.up_proj.weight is unexpected", "stored as torch.bfloat16"):
-        assert said in out
+    for message in ("differs in 1 of", "model.layers.4.mlp.up_proj.weight is unexpected", "stored as torch.bfloat16"):
+        assert message in out
 
 
 def test_one_checkpoint_becomes_another(made, convert, run, tmp_path):
@@ -268,8 +268,8 @@ def test_one_checkpoint_becomes_another(made, convert, run, tmp_path):
     world, calls = made(WIDE), []
     for kind in ("tp-fsdp", "hf-shards"):
         folder = tmp_path / kind / "pytorch_model_fsdp_0"
-        words = ("--config", world.source, "--ranks", 3, "-q")
-        assert convert("hf2fsdp", world.checkpoint(kind), folder, *words).code == 0
+        options = ("--config", world.source, "--ranks", 3, "-q")
+        assert convert("hf2fsdp", world.checkpoint(kind), folder, *options).code == 0
         calls.append(["load", str(folder), str(world.source), "2"])
     code, out = run(calls)
     assert code == 0, out

@@ -42,7 +42,7 @@ def work(fsdp: Forks, jobs: list[dict[str, Any]], folder: Path) -> tuple[int, st
 @pytest.fixture(scope="module")
 def made(fsdp: Forks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The model that all trainings began with, and their folder."""
-    folder = once("fsdp-trained", tmp_path_factory, lambda begun: begin(fsdp, begun))
+    folder = once("fsdp-trained", tmp_path_factory, lambda place: begin(fsdp, place))
     return folder / "hf", folder
 
 
@@ -55,46 +55,46 @@ def begin(fsdp: Forks, folder: Path) -> None:
         out.mkdir()
         saves = {str(out / form / "checkpoint-3"): form for form in forms}
         jobs.append({"hf": str(source), "ranks": ranks, "model": name, "out": str(out), "saves": saves})
-    code, said = work(fsdp, jobs, folder)
-    assert code == 0, said
+    code, output = work(fsdp, jobs, folder)
+    assert code == 0, output
 
 
 def test_a_training_goes_on(made, convert, fsdp, tmp_path):
     source, folder = made
-    found: dict[str, set[str]] = {name: set() for name in TRAININGS}
+    records: dict[str, set[str]] = {name: set() for name in TRAININGS}
     for name, (_, forms) in TRAININGS.items():
         for form in forms:
             out = tmp_path / f"{name}-{form}"
-            words = ("--ranks", 3, "--with-optimizer", "--config", source)
-            ran = convert("hf2fsdp", folder / name / form / "checkpoint-3", out, *words)
+            options = ("--ranks", 3, "--with-optimizer", "--config", source)
+            ran = convert("hf2fsdp", folder / name / form / "checkpoint-3", out, *options)
             if form == "verl":
                 assert (ran.code, "numbers its parameters" in ran.err) == (4, True), ran.err
                 continue
             assert ran.code == 0, ran.err
-            kept = ["exp_avg", "exp_avg_sq", *(["momentum_buffer"] if name == "muon" else [])]
+            names = ["exp_avg", "exp_avg_sq", *(["momentum_buffer"] if name == "muon" else [])]
             count = 46 if name == "muon" else 60  # of 14 matrices one state in place of two
             assert convert("verify", out).out.startswith(f"{out} equals vitruvian.json: {count} tensors")
-            found[name].add(json.dumps(remembered_states(out)))
+            records[name].add(json.dumps(remembered_states(out)))
             record = json.loads(convert("inspect", out, "--json").out)
-            assert record["optimizer"] == {"states": kept, "step": 3}
-    assert {name: len(states) for name, states in found.items()} == dict.fromkeys(TRAININGS, 1), "whatever the form"
-    assert found["fsdp2"] == found["fsdp1"] != found["tp"]
+            assert record["optimizer"] == {"states": names, "step": 3}
+    assert {name: len(states) for name, states in records.items()} == dict.fromkeys(TRAININGS, 1), "whatever the form"
+    assert records["fsdp2"] == records["fsdp1"] != records["tp"]
     jobs = [
         {"hf": str(source), "ranks": ranks, "model": as_what, "out": str(folder / name), "begun": TRAININGS[name][0]}
         | {"loads": str(tmp_path / f"{name}-{form}")}
         for name, form, as_what, ranks in RESUMED
     ]
-    code, said = work(fsdp, [*jobs, {**jobs[0], "out": str(folder / "tp")}], tmp_path)
-    assert said.count("largest relative loss difference") == len(jobs), said
+    code, output = work(fsdp, [*jobs, {**jobs[0], "out": str(folder / "tp")}], tmp_path)
+    assert output.count("largest relative loss difference") == len(jobs), output
     assert code == 1, "another training's states are noticed"
-    assert "exp_avg differs in" in said
+    assert "exp_avg differs in" in output
 
 
 def test_a_training_that_is_cut_again_is_the_same(made, convert, tmp_path):
     """Ours to ours: the same bytes, whatever it was before."""
     source, folder = made
-    begun = folder / "fsdp2/plain/checkpoint-3"
-    assert convert("hf2fsdp", begun, tmp_path / "a", "--ranks", 2, "--with-optimizer", "--config", source).code == 0
+    run = folder / "fsdp2/plain/checkpoint-3"
+    assert convert("hf2fsdp", run, tmp_path / "a", "--ranks", 2, "--with-optimizer", "--config", source).code == 0
     assert convert("hf2fsdp", tmp_path / "a", tmp_path / "b", "--ranks", 7, "--with-optimizer").code == 0
     assert convert("hf2fsdp", tmp_path / "b", tmp_path / "c", "--ranks", 2, "--with-optimizer").code == 0
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
@@ -109,7 +109,7 @@ def test_without_the_option_the_weights_go_alone(made, convert, tmp_path):
     assert json.loads(convert("inspect", tmp_path / "out", "--json").out)["optimizer"] is None
     ran = convert("hf2fsdp", tmp_path / "out", tmp_path / "two", "--with-optimizer")
     assert (ran.code, "holds no optimizer" in ran.err) == (3, True)
-    words = ("--with-optimizer", "--dtype", "bf16")
-    assert convert("hf2fsdp", tmp_path / "out", tmp_path / "two", *words).code == 2
+    options = ("--with-optimizer", "--dtype", "bf16")
+    assert convert("hf2fsdp", tmp_path / "out", tmp_path / "two", *options).code == 2
     ran = convert("hf2fsdp", source, tmp_path / "two", "--with-optimizer")
     assert (ran.code, "huggingface" in ran.err) == (4, True)

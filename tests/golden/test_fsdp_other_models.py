@@ -108,9 +108,9 @@ def test_it_arrives_under_its_own_names(convert, tmp_path, name):
         tmp_path / "out", dtype="auto", output_loading_info=True
     )
     assert not any(info.values()), info
-    found, expected = loaded.eval().state_dict(), model.state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    state, expected = loaded.eval().state_dict(), model.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[key], expected[key]) for key in expected)
     ids = torch.arange(3, 19)[None]
     with torch.no_grad():
         assert torch.allclose(loaded(input_ids=ids)[0], model(input_ids=ids)[0], atol=1e-5)

@@ -35,13 +35,13 @@ GPT_OSS_20B = {
 
 def logical(source) -> dict[str, torch.Tensor]:
     """The logical tensors of one layer, in their own order of axes, out of the file's bytes."""
-    held, found = load_file(source / "model.safetensors"), {}
+    stored, tensors = load_file(source / "model.safetensors"), {}
     for placed in open_checkpoint(source).fragments():
         for leaf in placed.leaves() if placed.slot.layer == LAYER else []:
             spans = [span for span in leaf.spans if span.axis != "layer"]
             sizes, strides = [span.size for span in spans], [span.stride for span in spans]
-            found[leaf.tensor] = torch.as_strided(held[placed.key], sizes, strides, leaf.base)
-    return found
+            tensors[leaf.tensor] = torch.as_strided(stored[placed.key], sizes, strides, leaf.base)
+    return tensors
 
 
 def test_experts_of_gpt_oss(model):
@@ -51,7 +51,7 @@ def test_experts_of_gpt_oss(model):
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     scores = linear(x, ours["router"], ours["router_score_bias"])
     best, chosen = scores.topk(2)
-    wanted = torch.zeros(5, 64)
+    expected = torch.zeros(5, 64)
     for token, expert, weight in zip(range(5), chosen, best.softmax(-1), strict=True):
         for number, share in zip(expert, weight, strict=True):
             gate, up = (
@@ -60,10 +60,10 @@ def test_experts_of_gpt_oss(model):
             )
             gate = gate.clamp(max=0.3)
             inside = (up.clamp(-0.3, 0.3) + 1) * gate * torch.sigmoid(1.702 * gate)
-            wanted[token] += share * linear(inside, ours["expert_down"][number], ours["expert_down_bias"][number])
+            expected[token] += share * linear(inside, ours["expert_down"][number], ours["expert_down_bias"][number])
     with torch.no_grad():
-        found, _ = mlp(x[None])
-    torch.testing.assert_close(found[0], wanted)
+        output, _ = mlp(x[None])
+    torch.testing.assert_close(output[0], expected)
     assert torch.equal(ours["expert_gate"], mlp.experts.gate_up_proj[..., ::2].transpose(1, 2))
 
 
@@ -74,17 +74,19 @@ def test_experts_of_llama_4(model):
     moe = AutoModelForCausalLM.from_pretrained(source).model.layers[LAYER].feed_forward
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
 
-    def mlp(tokens: torch.Tensor, name: str, *one: int) -> torch.Tensor:
-        gate, up = (linear(tokens, ours[f"{name}_{part}"][one]) for part in ("gate", "up"))
-        return linear(silu(gate) * up, ours[f"{name}_down"][one])
+    def mlp(tokens: torch.Tensor, name: str, *index: int) -> torch.Tensor:
+        gate, up = (linear(tokens, ours[f"{name}_{part}"][index]) for part in ("gate", "up"))
+        return linear(silu(gate) * up, ours[f"{name}_down"][index])
 
     best, chosen = linear(x, ours["router"]).topk(2)
-    wanted = mlp(x, "shared")
+    expected = mlp(x, "shared")
     for token, expert, score in zip(range(5), chosen, best.sigmoid(), strict=True):
-        wanted[token] += sum(mlp(x[token] * one, "expert", int(n)) for n, one in zip(expert, score, strict=True))
+        expected[token] += sum(
+            mlp(x[token] * factor, "expert", int(n)) for n, factor in zip(expert, score, strict=True)
+        )
     with torch.no_grad():
-        found, _ = moe(x[None])
-    torch.testing.assert_close(found, wanted)
+        output, _ = moe(x[None])
+    torch.testing.assert_close(output, expected)
 
 
 def test_heads_of_llama_4(model):
@@ -96,31 +98,31 @@ def test_heads_of_llama_4(model):
     angles = positions[0, :, None] * 500000.0 ** (-torch.arange(8) / 8)
     turned = {}
     for name in ("query", "key"):
-        one, two = (x[0] @ ours[name].movedim(-1, 0).flatten(1)).unflatten(1, ours[name].shape[:-1]).unbind(-2)
-        cos, sin = (part.view(5, *[1] * (one.ndim - 2), 8) for part in (angles.cos(), angles.sin()))
-        turned[name] = torch.stack([one * cos - two * sin, one * sin + two * cos], -2)
-    found = torch.einsum("tghij,sgij->ghts", turned["query"], turned["key"]).flatten(0, 1)
+        first, second = (x[0] @ ours[name].movedim(-1, 0).flatten(1)).unflatten(1, ours[name].shape[:-1]).unbind(-2)
+        cos, sin = (part.view(5, *[1] * (first.ndim - 2), 8) for part in (angles.cos(), angles.sin()))
+        turned[name] = torch.stack([first * cos - second * sin, first * sin + second * cos], -2)
+    scores = torch.einsum("tghij,sgij->ghts", turned["query"], turned["key"]).flatten(0, 1)
     with torch.no_grad():
         attention = net.layers[LAYER].self_attn
         heads = (proj(x).unflatten(-1, (-1, 16)) for proj in (attention.q_proj, attention.k_proj))
         query, key = apply_rotary_emb(*heads, net.rotary_emb(x, positions))
         theirs = torch.einsum("thd,shd->hts", query[0], key[0].repeat_interleave(2, 1))
-    torch.testing.assert_close(found, theirs)
+    torch.testing.assert_close(scores, theirs)
 
 
 @pytest.mark.parametrize(
-    ("said", "dense"), [({}, ()), ({"interleave_moe_layer_step": 2}, (0, 2)), ({"moe_layers": [2]}, (0, 1, 3))]
+    ("fields", "dense"), [({}, ()), ({"interleave_moe_layer_step": 2}, (0, 2)), ({"moe_layers": [2]}, (0, 1, 3))]
 )
-def test_layers_of_llama_4_without_experts(said, dense):
+def test_layers_of_llama_4_without_experts(fields, dense):
     """The list goes before the step, whatever transformers adds to them."""
-    base = AutoConfig.for_model(**settings_of("llama4_text") | {"interleave_moe_layer_step": 1} | said)
-    held = base.to_dict()
-    spec = from_huggingface(held, {}, "config.json")
+    base = AutoConfig.for_model(**settings_of("llama4_text") | {"interleave_moe_layer_step": 1} | fields)
+    config = base.to_dict()
+    spec = from_huggingface(config, {}, "config.json")
     assert spec.dense_layers == dense
     assert sorted(spec.sparse_layers) == base.moe_layers
-    apart = {key: value for key, value in held.items() if key not in ("moe_layers", "layer_types")} | said
+    apart = {key: value for key, value in config.items() if key not in ("moe_layers", "layer_types")} | fields
     assert from_huggingface(apart, {}, "config.json").dense_layers == dense
-    written = to_huggingface(from_huggingface(held, {"dense_layers": [3]}, "config.json"), held)
+    written = to_huggingface(from_huggingface(config, {"dense_layers": [3]}, "config.json"), config)
     assert AutoConfig.for_model(**written).moe_layers == [0, 1, 2]
 
 

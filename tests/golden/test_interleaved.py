@@ -41,13 +41,13 @@ def test_stock_megatron_computes_with_them_what_transformers_computes(model, con
     paths = [tmp_path / name for name in ("m", "x.npy", "y.npy")]
     ran = subprocess.run([STOCK, JUDGE, *paths], capture_output=True, text=True, timeout=250, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    found = np.load(tmp_path / "y.npy")
+    outputs = np.load(tmp_path / "y.npy")
     layers = AutoModelForCausalLM.from_pretrained(source).model.layers
     states, each = torch.from_numpy(x.reshape(-1, 64)), torch.arange(4).repeat_interleave(5)[:, None]
     with torch.no_grad():
-        wanted = torch.stack([layer.mlp.experts(states, each, torch.ones(20, 1)) for layer in layers]).numpy()
-    assert abs(wanted).max() > 1e-3
-    assert abs(found.reshape(wanted.shape) - wanted).max() < 1e-5 * abs(wanted).max() + 1e-6
+        expected = torch.stack([layer.mlp.experts(states, each, torch.ones(20, 1)) for layer in layers]).numpy()
+    assert abs(expected).max() > 1e-3
+    assert abs(outputs.reshape(expected.shape) - expected).max() < 1e-5 * abs(expected).max() + 1e-6
 
 
 def interleaved(rows: Any, interleave: int) -> Any:
@@ -58,12 +58,12 @@ def interleaved(rows: Any, interleave: int) -> Any:
 @pytest.mark.parametrize(("cut", "interleave"), [((1, 1, 1), 16), ((2, 2, 1), 8), ((2, 1, 2), 8)])
 def test_each_rank_has_gate_and_up_interleaved(model, convert, tmp_path, cut, interleave):
     """The files differ in nothing but the order of rows, in each rank by itself."""
-    source, words = model("qwen2_moe"), [f"--{n}={v}" for n, v in zip(("tp", "ep", "etp"), cut, strict=True)]
-    assert convert("hf2megatron", source, tmp_path / "plain", *words).code == 0
-    assert convert("hf2megatron", source, tmp_path / "interleaves", *words, "--glu-interleave", interleave).code == 0
+    source, options = model("qwen2_moe"), [f"--{n}={v}" for n, v in zip(("tp", "ep", "etp"), cut, strict=True)]
+    assert convert("hf2megatron", source, tmp_path / "plain", *options).code == 0
+    assert convert("hf2megatron", source, tmp_path / "interleaves", *options, "--glu-interleave", interleave).code == 0
     changed = 0
-    for one, other in zip(shards(tmp_path / "plain"), shards(tmp_path / "interleaves"), strict=True):
-        plain, interleaves = load(one), load(other)
+    for plain_path, interleaved_path in zip(shards(tmp_path / "plain"), shards(tmp_path / "interleaves"), strict=True):
+        plain, interleaves = load(plain_path), load(interleaved_path)
         assert interleaves["args"].moe_mlp_glu_interleave_size == interleave
         for key, rows in plain["model"].items():
             expert = ".experts.linear_fc1." in key
@@ -115,16 +115,16 @@ def test_shared_experts_have_interleaves_of_their_own(model, convert, tmp_path):
 
 
 def test_what_cannot_be_in_turn_is_refused(model, convert, tmp_path):
-    source, words = model("qwen3_moe"), ("--glu-interleave", 8)
+    source, options = model("qwen3_moe"), ("--glu-interleave", 8)
     ran = convert("hf2megatron", source, tmp_path / "m", "--glu-interleave", 7, "-n")
     assert (ran.code, "48 rows do not divide into blocks of 7" in ran.err) == (5, True)
-    ran = convert("hf2megatron", source, tmp_path / "m", *words, "--norm", "local", "-n")
+    ran = convert("hf2megatron", source, tmp_path / "m", *options, "--norm", "local", "-n")
     assert (ran.code, "local layers" in ran.err) == (5, True)
-    ran = convert("hf2megatron", model("llama"), tmp_path / "m", *words, "-n")
+    ran = convert("hf2megatron", model("llama"), tmp_path / "m", *options, "-n")
     assert (ran.code, "no experts" in ran.err) == (5, True)
-    ran = convert("hf2megatron", source, tmp_path / "m", *words, "--format", "torch_dist", "--tp", 2, "-n")
+    ran = convert("hf2megatron", source, tmp_path / "m", *options, "--format", "torch_dist", "--tp", 2, "-n")
     assert (ran.code, "moe_mlp_glu_interleave_size = 8 with a tensor parallel size of 2" in ran.err) == (4, True)
-    convert("hf2megatron", source, tmp_path / "m", *words)
+    convert("hf2megatron", source, tmp_path / "m", *options)
     for value, code in ((7, 3), ("8", 3), (-8, 3)):
         run = with_args(tmp_path / "m", tmp_path / f"run{value}", moe_mlp_glu_interleave_size=value)
         assert convert("megatron2hf", run, tmp_path / "hf").code == code

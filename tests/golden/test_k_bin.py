@@ -23,15 +23,15 @@ def opened(name):
 
 
 def lengths_of(case):
-    told = CASES["sizes"][case["sizes"]]
-    return np.array(told, np.int32) if isinstance(told, list) else np.array(opened(case["sizes"]).sizes)
+    sizes = CASES["sizes"][case["sizes"]]
+    return np.array(sizes, np.int32) if isinstance(sizes, list) else np.array(opened(case["sizes"]).sizes)
 
 
 @pytest.mark.parametrize("case", [case for case in K_BIN if case["error"] is None], ids=lambda case: case["key"])
 def test_indices_are_those_of_the_real_program(case):
-    found = k_bin_indices(lengths_of(case), case["seq_length"], case["seed"], case["num_samples"])
+    indices = k_bin_indices(lengths_of(case), case["seq_length"], case["seed"], case["num_samples"])
     with np.load(GOLDEN / "4_pack/k_bin_cases.npz") as real:
-        for name, array in zip(("doc", "sample", "shuffle"), found, strict=True):
+        for name, array in zip(("doc", "sample", "shuffle"), indices, strict=True):
             np.testing.assert_array_equal(array, real[f"{case['key']}_{name}"])
             assert array.dtype == real[f"{case['key']}_{name}"].dtype
 
@@ -42,8 +42,8 @@ def test_rows_are_those_that_the_real_program_trains(case):
     rows = k_bin(np.array(indexed.sizes), capacity, case["seed"], case["num_samples"])
     with np.load(GOLDEN / "4_pack/rows.npz") as real:
         for place, expected in zip(case["dataset_indices"], real[case["key"]], strict=True):
-            held = rows.documents[rows.offsets[place] : rows.offsets[place + 1]]
-            tokens = np.concatenate([indexed[int(document)] for document in held])
+            documents = rows.documents[rows.offsets[place] : rows.offsets[place + 1]]
+            tokens = np.concatenate([indexed[int(document)] for document in documents])
             np.testing.assert_array_equal(np.pad(tokens, (0, capacity - len(tokens))), expected)
     assert len(rows.offsets) - 1 == case["dataset_len"] + 1, "the real program never trains its last sample"
 

@@ -27,13 +27,13 @@ def real():
 
 @pytest.mark.parametrize("setting", TOLD["settings"])
 def test_the_forks_masks(real, setting):
-    told = TOLD["settings"][setting]
-    found = fork_mask(
-        real["rows"], told.get("loss_mask_pairs", ()), told.get("loss_mask_alternating_individual", ()),
-        told.get("loss_mask_individual", ()), EOD if told.get("eod_mask_loss") else None,
+    options = TOLD["settings"][setting]
+    mask = fork_mask(
+        real["rows"], options.get("loss_mask_pairs", ()), options.get("loss_mask_alternating_individual", ()),
+        options.get("loss_mask_individual", ()), EOD if options.get("eod_mask_loss") else None,
     )  # fmt: skip
-    np.testing.assert_array_equal(found[:, 1:], real[setting].astype(bool))
-    assert not found[:, 0].any()
+    np.testing.assert_array_equal(mask[:, 1:], real[setting].astype(bool))
+    assert not mask[:, 0].any()
 
 
 def test_ours_is_the_forks_on_well_formed_documents(real):
@@ -74,7 +74,7 @@ def test_megatron_llms_masks():
     with np.load(GOLDEN / "7_megatron_llm/batches.npz") as real:
         for theirs, number in zip(real["p256__loss_mask"], (2, 3, 4), strict=True):
             roles, size = np.array(documents.roles[number]), int(documents.indexed.sizes[number])
-            found = megatron_llm_mask(roles)
-            found[1:] &= documents.indexed[number][:-1] != PAD
-            np.testing.assert_array_equal(found[1:], theirs[: size - 1].astype(bool))
+            mask = megatron_llm_mask(roles)
+            mask[1:] &= documents.indexed[number][:-1] != PAD
+            np.testing.assert_array_equal(mask[1:], theirs[: size - 1].astype(bool))
             np.testing.assert_array_equal(documents.trained(number, number + 1)[1:], roles[1:] == 2)

@@ -49,12 +49,12 @@ def logits(folder: Path, ids: Any) -> Any:
 def test_its_logits(convert, tmp_path, name, inner):
     import numpy as np
 
-    out, wanted = tmp_path / "out", np.load(HERE / name / "logits.npz")
+    out, golden = tmp_path / "out", np.load(HERE / name / "logits.npz")
     ran = convert("zero2hf", HERE / name / inner, out, *CASES[name])
     assert ran.code == 0, ran.err
-    found = logits(out, wanted["ids"])
-    assert found.shape[-1] == 60, "the files know the vocabulary without its padding"
-    assert np.abs(found - wanted["logits"][..., :60]).max() < 2e-6 < np.abs(found).max()
+    computed = logits(out, golden["ids"])
+    assert computed.shape[-1] == 60, "the files know the vocabulary without its padding"
+    assert np.abs(computed - golden["logits"][..., :60]).max() < 2e-6 < np.abs(computed).max()
 
 
 def test_the_order_is_asked_for(convert, tmp_path):
@@ -63,10 +63,10 @@ def test_the_order_is_asked_for(convert, tmp_path):
 
     refused(convert("zero2hf", GPT, tmp_path / "out"), 3, "in one of two orders", "--gqa-layout grouped", "2024-12-04")
     assert convert("zero2hf", GPT, tmp_path / "out", "--gqa-layout", "blocked").code == 0
-    wanted = np.load(GPT / "logits.npz")
-    assert np.abs(logits(tmp_path / "out", wanted["ids"]) - wanted["logits"][..., :60]).max() > 1
-    told = convert("inspect", HERE / "llama_gqa_separate_tp2", "--gqa-layout", "grouped").out
-    assert "--gqa-layout grouped has no effect: there is one order" in told
+    golden = np.load(GPT / "logits.npz")
+    assert np.abs(logits(tmp_path / "out", golden["ids"]) - golden["logits"][..., :60]).max() > 1
+    output = convert("inspect", HERE / "llama_gqa_separate_tp2", "--gqa-layout", "grouped").out
+    assert "--gqa-layout grouped has no effect: there is one order" in output
 
 
 def test_two_stages(convert, tmp_path):
@@ -114,15 +114,17 @@ def test_masters_and_moments(convert, tmp_path, name):
         out = tmp_path / weights
         ran = convert("zero2hf", HERE / name, out, *CASES[name], "--weights", weights)
         assert ran.code == 0, ran.err
-        held = load_file(out / "model.safetensors")
-        wanted = [
-            one["single_partition_of_fp32_groups"][0]
+        converted = load_file(out / "model.safetensors")
+        flats = [
+            state["single_partition_of_fp32_groups"][0]
             if weights == "fp32-master"
-            else one["base_optimizer_state"]["state"][0][weights]
-            for one in ranks
+            else state["base_optimizer_state"]["state"][0][weights]
+            for state in ranks
         ]
-        embedding = next(one for key, one in held.items() if key.endswith(("embed_tokens.weight", "wte.weight")))
-        rows = torch.cat([flat[: ROWS // len(ranks) * 24].reshape(-1, 24) for flat in wanted])
+        embedding = next(
+            tensor for key, tensor in converted.items() if key.endswith(("embed_tokens.weight", "wte.weight"))
+        )
+        rows = torch.cat([flat[: ROWS // len(ranks) * 24].reshape(-1, 24) for flat in flats])
         assert embedding.equal(rows[:60])
         assert rows[:60].any()
     assert convert("verify", tmp_path / "fp32-master", HERE / name, *CASES[name], "--weights", "fp32-master").code == 0
@@ -131,15 +133,15 @@ def test_masters_and_moments(convert, tmp_path, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama_gqa_separate_tp2", "llama_gqa_fused_tp2", STAGES])
 def test_other_frameworks_resume_from_it(convert, tmp_path, name):
-    run, words = HERE / name, ["--with-optimizer", *CASES[name]]
-    told = convert("inspect", run, *CASES[name]).out
-    assert f"megatron_deepspeed, {'tp 1, pp 2' if name == STAGES else 'tp 2, pp 1'}, global_step3" in told
-    assert "fp32, exp_avg, exp_avg_sq, step 3" in told
-    assert convert("hf2fsdp", run, tmp_path / "fsdp", *words).code == 0
+    run, options = HERE / name, ["--with-optimizer", *CASES[name]]
+    output = convert("inspect", run, *CASES[name]).out
+    assert f"megatron_deepspeed, {'tp 1, pp 2' if name == STAGES else 'tp 2, pp 1'}, global_step3" in output
+    assert "fp32, exp_avg, exp_avg_sq, step 3" in output
+    assert convert("hf2fsdp", run, tmp_path / "fsdp", *options).code == 0
     assert convert("zero2universal", run, tmp_path / "universal", *CASES[name]).code == 0
     for form in ("torch_dist", "fsdp_dtensor", "torch"):
         out = tmp_path / form
-        ran = convert("hf2megatron", run, out, *words, "--format", form, "--tp", 2)
+        ran = convert("hf2megatron", run, out, *options, "--format", form, "--tp", 2)
         assert ran.code == 0, ran.err
         assert convert("hf2fsdp", out, tmp_path / f"{form}-fsdp", "--with-optimizer").code == 0
         assert convert("diff", tmp_path / "fsdp", tmp_path / f"{form}-fsdp").code == 0
@@ -173,9 +175,9 @@ def test_positions_that_are_not_known(convert, tmp_path):
 
 def test_the_optimizer_has_made_the_steps_that_the_engine_counts(convert, tmp_path):
     run = resaved(tmp_path / "run", lambda value: value.update(global_steps=4), "mp_rank*")
-    words = ["zero2hf", run, tmp_path / "out", "--weights", "fp32-master"]
-    refused(convert(*words), 3, "has made 3 steps", "counts 4: files of different saves", "--accept global_steps")
-    ran = convert(*words, "--accept", "global_steps")
+    argv = ["zero2hf", run, tmp_path / "out", "--weights", "fp32-master"]
+    refused(convert(*argv), 3, "has made 3 steps", "counts 4: files of different saves", "--accept global_steps")
+    ran = convert(*argv, "--accept", "global_steps")
     assert ran.code == 0, ran.err
     assert "counts 4: accepted" in ran.err
 
@@ -188,21 +190,21 @@ def layers_of(run: Path) -> dict[str, dict[str, Any]]:
     import torch
 
     (folder,) = run.glob("global_step*")
-    held = {path.name: torch.load(path) for path in sorted(folder.glob("layer_*"))}
-    for name, tensors in held.items():
+    layers = {path.name: torch.load(path) for path in sorted(folder.glob("layer_*"))}
+    for name, tensors in layers.items():
         for key in tensors.keys() & {"word_embeddings.weight", "lm_head.weight"}:
             first = int(name[15:17]) * len(tensors[key])
             tensors[key] = tensors[key][: max(0, 60 - first)]
-    return held
+    return layers
 
 
 def same(ours: Path, theirs: Path) -> bool:
     """Whether two runs have the same files of layers, with the same names, types, shapes and bits in them."""
-    one, other = layers_of(ours), layers_of(theirs)
-    assert one.keys() == other.keys()
-    assert all(one[name].keys() == other[name].keys() for name in one)
-    return all(tensor.dtype == other[name][key].dtype and tensor.equal(other[name][key])
-               for name in one for key, tensor in one[name].items())  # fmt: skip
+    first, second = layers_of(ours), layers_of(theirs)
+    assert first.keys() == second.keys()
+    assert all(first[name].keys() == second[name].keys() for name in first)
+    return all(tensor.dtype == second[name][key].dtype and tensor.equal(second[name][key])
+               for name in first for key, tensor in first[name].items())  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -245,11 +247,11 @@ def test_each_order_is_the_same_model(convert, tmp_path):
         assert convert("hf2mds", run, tmp_path / order, "--qkv", order).code == 0
         assert convert("diff", tmp_path / order, run).code == 0
     assert not same(tmp_path / "grouped", tmp_path / "blocked")
-    whole = {key for tensors in layers_of(tmp_path / "grouped").values() for key in tensors}
+    grouped = {key for tensors in layers_of(tmp_path / "grouped").values() for key in tensors}
     parts = {key for tensors in layers_of(tmp_path / "separate").values() for key in tensors}
-    assert parts - whole == {"self_attention.query.weight", "self_attention.key_value.weight"}
-    words = ("hf2mds", GPT, tmp_path / "no", "--gqa-layout", "grouped", "--qkv", "separate")
-    refused(convert(*words), 5, "each of 4 heads has its own", "--qkv grouped")
+    assert parts - grouped == {"self_attention.query.weight", "self_attention.key_value.weight"}
+    argv = ("hf2mds", GPT, tmp_path / "no", "--gqa-layout", "grouped", "--qkv", "separate")
+    refused(convert(*argv), 5, "each of 4 heads has its own", "--qkv grouped")
 
 
 @pytest.mark.distributed
@@ -264,18 +266,18 @@ def test_deepspeed_loads_what_we_write(zero, convert, tmp_path, name):
     sizes = ["--tp", tp, "--pp", pp, "--make-vocab-size-divisible-by", 16, "--iteration", 3]
     ran = convert("hf2mds", tmp_path / "hub", tmp_path / "run", "--qkv", ORDERS.get(name, "grouped"), *sizes)
     assert ran.code == 0, ran.err
-    words = (tmp_path / "run", HERE / name / "global_step3", tmp_path / "held", pp, tp)
-    code, told = zero(*words, script=Path(__file__).with_name("mds_world.py"))
-    assert code == 0, told[-4000:]
-    held, wanted = load_file(tmp_path / "held"), layers_of(HERE / name)
-    for key, tensor in held.items():
+    argv = (tmp_path / "run", HERE / name / "global_step3", tmp_path / "held", pp, tp)
+    code, output = zero(*argv, script=Path(__file__).with_name("mds_world.py"))
+    assert code == 0, output[-4000:]
+    loaded, expected = load_file(tmp_path / "held"), layers_of(HERE / name)
+    for key, tensor in loaded.items():
         rank, index, parameter = key.replace("tied_modules.embed", "1").split(".", 2)
         if name == STAGES and rank == "1" and parameter == "position_embeddings.weight":
             continue  # nothing computes with those of the last stage
-        file = wanted[f"layer_{int(index):02d}-model_{int(rank) % tp:02d}-model_states.pt"]
+        file = expected[f"layer_{int(index):02d}-model_{int(rank) % tp:02d}-model_states.pt"]
         assert tensor[: len(file[parameter])].equal(file[parameter]), key
-    assert {key.split(".", 1)[1].replace("tied_modules.embed", "1") for key in held} == {
-        f"{int(file[6:8])}.{parameter}" for file, tensors in wanted.items() for parameter in tensors
+    assert {key.split(".", 1)[1].replace("tied_modules.embed", "1") for key in loaded} == {
+        f"{int(file[6:8])}.{parameter}" for file, tensors in expected.items() for parameter in tensors
     }
 
 
@@ -303,10 +305,10 @@ def test_the_flags_of_the_training(convert, tmp_path, name):
 
 def test_a_base_of_rotary_embeddings_is_a_whole_number(model, convert, tmp_path):
     """As the option of deepspeedai's trees is. The Hub's are floats."""
-    words = ["--qkv", "grouped"]
-    assert convert("hf2mds", model("llama", rope_theta=500000.0), tmp_path / "run", *words).code == 0
+    options = ["--qkv", "grouped"]
+    assert convert("hf2mds", model("llama", rope_theta=500000.0), tmp_path / "run", *options).code == 0
     assert "--rotary-position-embeddings-theta 500000\n" in (tmp_path / "run/megatron_flags.txt").read_text()
-    ran = convert("hf2mds", model("llama", rope_theta=12345.5), tmp_path / "out", *words)
+    ran = convert("hf2mds", model("llama", rope_theta=12345.5), tmp_path / "out", *options)
     refused(ran, 5, "Megatron-DeepSpeed has no rotary_base = 12345.5")
 
 

@@ -41,26 +41,28 @@ def test_its_logits(convert, tmp_path, saved, inside):
     import torch
     from transformers import AutoModelForCausalLM
 
-    out, wanted = tmp_path / "out", np.load(HERE / saved.logits)
+    out, golden = tmp_path / "out", np.load(HERE / saved.logits)
     assert convert("megatron2hf", saved.run / inside, out, "--vocab-size", saved.vocab).code == 0
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-        found = model(torch.tensor(wanted["ids"])).logits.numpy()
-    assert np.abs(found - wanted["logits"][..., : saved.vocab]).max() < saved.near < np.abs(found).max()
+        logits = model(torch.tensor(golden["ids"])).logits.numpy()
+    assert np.abs(logits - golden["logits"][..., : saved.vocab]).max() < saved.near < np.abs(logits).max()
 
 
 @of_each
 def test_every_command_reads_it(convert, tmp_path, saved):
-    out, again, run, words = tmp_path / "out", tmp_path / "again", saved.run, ("--vocab-size", saved.vocab)
-    told = convert("inspect", run, *words).out
-    assert f"{saved.name}, iter_0000003" in told
-    assert "fp32, exp_avg, exp_avg_sq (distributed optimizer)" in told
+    out, resharded, run, options = tmp_path / "out", tmp_path / "again", saved.run, ("--vocab-size", saved.vocab)
+    output = convert("inspect", run, *options).out
+    assert f"{saved.name}, iter_0000003" in output
+    assert "fp32, exp_avg, exp_avg_sq (distributed optimizer)" in output
     assert convert("verify", run).code == 0, "its own checksums"
-    assert convert("megatron2hf", run, out, *words).code == 0
-    assert convert("verify", out, run, *words).code == 0
-    assert convert("reshard", run, again, "--tp", 2, "--format", saved.resharded, *words).code == 0
-    assert convert("diff", run, again, *words).code == 0
-    digests = {convert("digest", place, *words).out.split()[0] for place in (run, run / "iter_0000003", out, again)}
+    assert convert("megatron2hf", run, out, *options).code == 0
+    assert convert("verify", out, run, *options).code == 0
+    assert convert("reshard", run, resharded, "--tp", 2, "--format", saved.resharded, *options).code == 0
+    assert convert("diff", run, resharded, *options).code == 0
+    digests = {
+        convert("digest", place, *options).out.split()[0] for place in (run, run / "iter_0000003", out, resharded)
+    }
     assert len(digests) == 1
 
 
@@ -114,9 +116,9 @@ def test_a_universal_checkpoint_has_a_manifest(convert, tmp_path):
     path = next(out.glob("global_step*/zero/model.norm.weight/exp_avg.pt"))
     with zipfile.ZipFile(path) as archive:
         name = next(name for name in archive.namelist() if name.endswith("/data/0"))
-        held, numbers = path.read_bytes(), archive.read(name)
-    place = held.index(numbers)
-    path.write_bytes(held[:place] + bytes([held[place] ^ 1]) + held[place + 1 :])
+        content, numbers = path.read_bytes(), archive.read(name)
+    place = content.index(numbers)
+    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
     ran = convert("verify", out)
     assert (ran.code, "exp_avg.final_norm" in ran.err) == (6, True), ran.err
 
@@ -127,14 +129,14 @@ def test_muon(convert, tmp_path):
     import numpy as np
     from safetensors.numpy import load_file
 
-    run, words = MUON.run, ("--vocab-size", MUON.vocab)
-    told = convert("inspect", run, *words).out
-    assert "fp32, exp_avg, exp_avg_sq, momentum_buffer (plain, Muon beside Adam)" in told
-    ran = convert("reshard", run, tmp_path / "no", "--with-optimizer", "--format", "torch", *words)
+    run, options = MUON.run, ("--vocab-size", MUON.vocab)
+    output = convert("inspect", run, *options).out
+    assert "fp32, exp_avg, exp_avg_sq, momentum_buffer (plain, Muon beside Adam)" in output
+    ran = convert("reshard", run, tmp_path / "no", "--with-optimizer", "--format", "torch", *options)
     assert (ran.code, "momentum_buffer is written to torch_dist alone" in ran.err) == (4, True), ran.err
-    ran = convert("hf2fsdp", run, tmp_path / "no", "--with-optimizer", *words)
+    ran = convert("hf2fsdp", run, tmp_path / "no", "--with-optimizer", *options)
     assert (ran.code, "muon_coefficient_type = 'quintic', for which torch's Muon has" in ran.err) == (4, True), ran.err
-    ran = convert("reshard", run, tmp_path / "moved", "--with-optimizer", "--format", "torch_dist", *words)
+    ran = convert("reshard", run, tmp_path / "moved", "--with-optimizer", "--format", "torch_dist", *options)
     assert ran.code == 0, ran.err
     layer = "decoder.layers."
     for chain, states, names in (
@@ -147,10 +149,10 @@ def test_muon(convert, tmp_path):
             theirs, ours = flat(run, f"chained_{chain}.{key}"), flat(tmp_path / "moved", key)
             assert theirs.equal(ours), key
             assert theirs.any()
-    assert convert("reshard", run, tmp_path / "tp2", "--tp", 2, "--format", "torch", *words).code == 0
-    assert convert("diff", run, tmp_path / "tp2", *words).code == 0
+    assert convert("reshard", run, tmp_path / "tp2", "--tp", 2, "--format", "torch", *options).code == 0
+    assert convert("diff", run, tmp_path / "tp2", *options).code == 0
     again = shutil.copytree(run, tmp_path / "again")
-    ran = convert("average", run, again, tmp_path / "mean", "--dtype", "fp32", *words)
+    ran = convert("average", run, again, tmp_path / "mean", "--dtype", "fp32", *options)
     assert ran.code == 0, ran.err
     mean = load_file(tmp_path / "mean/model.safetensors")
     place = "optimizer.state.fp32_param."
@@ -168,8 +170,8 @@ def test_a_momentum_that_is_missing(convert, tmp_path):
     """Its entries have another name."""
     run = shutil.copytree(MUON.run, tmp_path / "run")
     metadata = run / "iter_0000003/.metadata"
-    words = ["--format", "torch_dist", "--with-optimizer", "--vocab-size", MUON.vocab]
-    for old, new, code, said in (
+    options = ["--format", "torch_dist", "--with-optimizer", "--vocab-size", MUON.vocab]
+    for old, new, code, message in (
         (b"momentum_buffer", b"momentum_buffex", 4, "the optimizer keeps momentum_buffex"),
         (
             b"state.momentum",
@@ -179,8 +181,8 @@ def test_a_momentum_that_is_missing(convert, tmp_path):
         ),
     ):
         metadata.write_bytes(metadata.read_bytes().replace(old, new))
-        ran = convert("reshard", run, tmp_path / "out", *words)
-        assert (ran.code, said in ran.err) == (code, True), ran.err
+        ran = convert("reshard", run, tmp_path / "out", *options)
+        assert (ran.code, message in ran.err) == (code, True), ran.err
 
 
 def test_master_weights_beside_an_optimizer_that_is_not_read():
@@ -194,8 +196,8 @@ def test_master_weights_beside_an_optimizer_that_is_not_read():
     source = torch_dist.read(MUON.run, Settings(vocab_size=MUON.vocab))
     details = source.details_of(Megatron)
     lion = replace(details, args={**details.args, "muon_scalar_optimizer": "lion"})
-    states, told = portable_optimizer.states(replace(source, details=lion))
-    assert ([*states], told["left"]) == (["fp32"], ["exp_avg", "exp_avg_sq", "momentum_buffer"])
+    states, report = portable_optimizer.states(replace(source, details=lion))
+    assert ([*states], report["left"]) == (["fp32"], ["exp_avg", "exp_avg_sq", "momentum_buffer"])
 
 
 def test_what_we_write_says_what_it_did(convert, tmp_path):
@@ -213,8 +215,8 @@ def test_a_state_that_adam_has_not(convert, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(RUN, run)
     metadata = run / "iter_0000003/.metadata"
-    held = metadata.read_bytes()
-    assert b"bucket_idx_0.exp_avg_sq" in held
-    metadata.write_bytes(held.replace(b"bucket_idx_0.exp_avg_sq", b"bucket_idx_0.exp_avg_sx"))
+    content = metadata.read_bytes()
+    assert b"bucket_idx_0.exp_avg_sq" in content
+    metadata.write_bytes(content.replace(b"bucket_idx_0.exp_avg_sq", b"bucket_idx_0.exp_avg_sx"))
     ran = convert("reshard", run, tmp_path / "out", "--format", "torch_dist", "--with-optimizer", *VOCAB)
     assert (ran.code, "the optimizer keeps exp_avg_sx, and Adam does not" in ran.err) == (4, True), ran.err

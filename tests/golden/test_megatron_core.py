@@ -23,14 +23,14 @@ HERE = Path(__file__).parent
 @pytest.fixture
 def judge(megatron_core):
     """`judge(ranks, ...)`: run the judge: exit code and output."""
-    return lambda ranks, *words: megatron_core([*map(str, words)], ranks, HERE / "megatron_judge.py")
+    return lambda ranks, *argv: megatron_core([*map(str, argv)], ranks, HERE / "megatron_judge.py")
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_megatron_core_loads_and_agrees(request, model, convert, judge, tmp_path, name):
     """All models of a topology, or those alone that `pytest -k NAME` asks for."""
-    topology, asked = TOPOLOGIES[name], request.config.option.keyword
-    cases = [case for case in topology.cases if asked and asked in case.model] or topology.cases
+    topology, keyword = TOPOLOGIES[name], request.config.option.keyword
+    cases = [case for case in topology.cases if keyword and keyword in case.model] or topology.cases
     sources = [model(case.model, case.dtype) for case in cases]
     pairs = []
     for number, source in enumerate(sources):
@@ -63,10 +63,10 @@ def test_the_judge_sees_what_digests_cannot(model, convert, judge, tmp_path, dam
         half = len(weight) // 2 if damage[0] == "g" else 8
         weight[: 2 * half] = torch.cat([weight[half : 2 * half], weight[:half]])
     torch.save(stored, path)
-    code, told = judge(1, f"{out}={source}")
+    code, output = judge(1, f"{out}={source}")
     assert code == 1
-    assert "FAILED\nrank 0" in told
-    assert ("layernorm_epsilon" if damage == "epsilon" else "logit difference") in told.partition("FAILED")[2]
+    assert "FAILED\nrank 0" in output
+    assert ("layernorm_epsilon" if damage == "epsilon" else "logit difference") in output.partition("FAILED")[2]
 
 
 ORDERS = {
@@ -100,8 +100,8 @@ def test_the_judge_sees_wrong_orders_of_linear_attention(model, convert, judge, 
         damaged = tmp_path / name / "release/mp_rank_00"
         damaged.mkdir(parents=True)
         torch.save(stored, damaged / path.name)
-        code, told = judge(1, f"{damaged.parent}={source}", "--norm", "te")
-        assert (code, "logit difference" in told.partition("FAILED")[2]) == (1, True), f"{name}: {told}"
+        code, output = judge(1, f"{damaged.parent}={source}", "--norm", "te")
+        assert (code, "logit difference" in output.partition("FAILED")[2]) == (1, True), f"{name}: {output}"
 
 
 def test_pipeline_stages_are_those_of_megatron_core(megatron_core, tmp_path):
@@ -123,9 +123,9 @@ def test_pipeline_stages_are_those_of_megatron_core(megatron_core, tmp_path):
         {"layers": 12, "pp": 3, "vpp": 2, "layout": "E(t,t|)*5,ttL"},
         {"layers": 5, "pp": 2, "vpp": 2, "layout": "E|t|t*3|t,L"},
     ]
-    asked, answers = tmp_path / "asked.json", tmp_path / "answers.json"
-    asked.write_text(json.dumps(grid))
-    code, out = megatron_core([str(asked), str(answers)], 1, HERE / "stage_table.py")
+    questions, answers = tmp_path / "asked.json", tmp_path / "answers.json"
+    questions.write_text(json.dumps(grid))
+    code, out = megatron_core([str(questions), str(answers)], 1, HERE / "stage_table.py")
     assert code == 0, out
     accepted = 0
     for case, answer in zip(grid, json.loads(answers.read_text()), strict=True):

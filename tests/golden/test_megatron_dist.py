@@ -78,26 +78,28 @@ GROUPED = ("mixtral", "dots1")
 
 def write(convert, source: Path, out: Path, case: Case) -> None:
     """The folder of a case. The vocabulary is padded to 224 rows at TP1, to 256 at TP2."""
-    words = ["--tp", case.tp, "--pp", case.pp, "--norm", case.norm, "--make-vocab-size-divisible-by", 32]
-    words += [*(case.experts or ()), *(["--archive"] if case.archive else [])]
-    ran = convert("hf2megatron", source, out, "--format", "torch_dist", *words)
+    options = ["--tp", case.tp, "--pp", case.pp, "--norm", case.norm, "--make-vocab-size-divisible-by", 32]
+    options += [*(case.experts or ()), *(["--archive"] if case.archive else [])]
+    ran = convert("hf2megatron", source, out, "--format", "torch_dist", *options)
     assert ran.code == 0, ran.err
 
 
 def damaged(folder: Path, what: str) -> None:
     """Swap what is of equal size: coverage and digests are blind to it, the judge must not be."""
     stored = {placed.key: placed.fragment for placed in open_checkpoint(folder).fragments()}
-    one, other = (stored[f"decoder.layers.{layer}.mlp.linear_fc1.weight"] for layer in (1, 2))
-    half = one.nbytes // 2
+    fragment, other = (stored[f"decoder.layers.{layer}.mlp.linear_fc1.weight"] for layer in (1, 2))
+    half = fragment.nbytes // 2
     starts, length = (
-        ((one.offset, one.offset + half), half) if what == "gate" else ((one.offset, other.offset), 2 * half)
+        ((fragment.offset, fragment.offset + half), half)
+        if what == "gate"
+        else ((fragment.offset, other.offset), 2 * half)
     )
-    content = one.path.read_bytes()
+    content = fragment.path.read_bytes()
     first, second = (content[start : start + length] for start in starts)
     changed = bytearray(content)
     for start, part in zip(starts, (second, first), strict=True):
         changed[start : start + length] = part
-    one.path.write_bytes(changed)
+    fragment.path.write_bytes(changed)
 
 
 def test_megatron_core_loads_and_we_read_what_it_saves(model, convert, megatron_core, tmp_path):
@@ -108,19 +110,19 @@ def test_megatron_core_loads_and_we_read_what_it_saves(model, convert, megatron_
     for (turn, (tp, pp)), (number, case) in product(enumerate(SPREAD), enumerate(CASES)):
         if turn not in (0, 1 + number % 3):
             continue
-        one = {"dist": str(tmp_path / f"m{number}"), "hf": str(sources[number]), "te": case.norm == "te"}
-        one |= SPREAD[tp, pp] if case.model in EXPERTS else {}
-        one |= {"etp": 1} if case.model.startswith("gpt_oss") else {}  # megatron-core cuts no experts with biases
+        job = {"dist": str(tmp_path / f"m{number}"), "hf": str(sources[number]), "te": case.norm == "te"}
+        job |= SPREAD[tp, pp] if case.model in EXPERTS else {}
+        job |= {"etp": 1} if case.model.startswith("gpt_oss") else {}  # megatron-core cuts no experts with biases
         save = {"save": str(tmp_path / f"s{number}"), "layers": case.layers, "optimizer": case.optimizer}
-        jobs.append({"tp": tp, "pp": pp, **one, **(save if tp * pp == 4 else {})})
+        jobs.append({"tp": tp, "pp": pp, **job, **(save if tp * pp == 4 else {})})
     for what in ("gate", "layer"):
         write(convert, sources[0], tmp_path / what, CASES[0])
         damaged(tmp_path / what, what)
         jobs.append({"dist": str(tmp_path / what), "hf": str(sources[0]), "tp": 1, "pp": 1, "damaged": True})
     grouped = [number for number, case in enumerate(CASES) if case.model in GROUPED]
     for number in grouped:
-        one = {"dist": str(tmp_path / f"m{number}"), "hf": str(sources[number]), "te": CASES[number].norm == "te"}
-        jobs.append({**one, "tp": 2, "pp": 2, "ep": 2, "etp": 1, "grouped": str(tmp_path / f"g{number}")})
+        job = {"dist": str(tmp_path / f"m{number}"), "hf": str(sources[number]), "te": CASES[number].norm == "te"}
+        jobs.append({**job, "tp": 2, "pp": 2, "ep": 2, "etp": 1, "grouped": str(tmp_path / f"g{number}")})
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     code, out = megatron_core([str(tmp_path / "jobs.json")], 1, JUDGE)
     assert code == 0, out

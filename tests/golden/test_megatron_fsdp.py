@@ -38,7 +38,9 @@ def tensors(folder: Path) -> dict[str, Any]:
 
     about = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     state = {
-        name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in about.items() if hasattr(one, "size")
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in about.items()
+        if hasattr(entry, "size")
     }
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     return state
@@ -60,17 +62,17 @@ def test_its_optimizer_in_torch_dist_and_back(convert, tmp_path, dtype):
     state = "optimizer.state.module.module.module."
     for name, shape in PARAMETERS.items():
         whole = name.replace("weight_w", "weight").replace("weight_v", "weight")
-        held = {"param": theirs[f"model.module.{name}"]}
-        held |= {moment: theirs[f"{state}{name}.{moment}"] for moment in ("exp_avg", "exp_avg_sq")}
-        for moment, one in held.items():
+        expected = {"param": theirs[f"model.module.{name}"]}
+        expected |= {moment: theirs[f"{state}{name}.{moment}"] for moment in ("exp_avg", "exp_avg_sq")}
+        for moment, tensor in expected.items():
             stacked = whole.replace(LAYER, "decoder.layers.")
             stacked = stacked.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
             stacked = stacked.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
-            found = ours[f"optimizer.state.{moment}.{stacked}"]
-            found = found[0] if name.startswith(LAYER) else found
-            found = found[48:] if name.endswith("_v") else found[: shape[0]]
-            assert found.equal(one[: shape[0]]), f"{moment} of {name}"
-            assert found.any()
+            stored = ours[f"optimizer.state.{moment}.{stacked}"]
+            stored = stored[0] if name.startswith(LAYER) else stored
+            stored = stored[48:] if name.endswith("_v") else stored[: shape[0]]
+            assert stored.equal(tensor[: shape[0]]), f"{moment} of {name}"
+            assert stored.any()
     weight = ours["decoder.layers.mlp.linear_fc2.weight"][0]
     master = theirs[f"model.module.{LAYER}mlp.linear_fc2.weight"]
     assert weight.equal(master.to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]))
@@ -79,10 +81,10 @@ def test_its_optimizer_in_torch_dist_and_back(convert, tmp_path, dtype):
         refused(ran, 5, "trains in float32", "--dtype bf16")
         return
     assert ran.code == 0, ran.err
-    again = tensors(back / "iter_0000003")
-    for name, one in theirs.items():
+    returned = tensors(back / "iter_0000003")
+    for name, tensor in theirs.items():
         if not name.startswith("rng_state"):
-            assert again[name].equal(one), name
+            assert returned[name].equal(tensor), name
 
 
 def test_settings_come_back(convert, tmp_path):
@@ -92,19 +94,19 @@ def test_settings_come_back(convert, tmp_path):
     out = tmp_path / "out"
     assert convert("reshard", RUN, out, "--with-optimizer", "--dtype", "bf16", *VOCAB).code == 0
 
-    def held(run: Path) -> dict[str, Any]:
+    def settings(run: Path) -> dict[str, Any]:
         names = dcp.contents(run / "iter_0000003")[1]
-        return {name: one.value for name, one in dcp.read_objects(run / "iter_0000003", names).items()}
+        return {name: entry.value for name, entry in dcp.read_objects(run / "iter_0000003", names).items()}
 
-    theirs, ours = held(RUN), held(out)
-    kept = {name: one for name, one in theirs.items() if not name.startswith(("rng_state", "args"))}
+    theirs, ours = settings(RUN), settings(out)
+    kept = {name: value for name, value in theirs.items() if not name.startswith(("rng_state", "args"))}
     assert {name: ours[name] for name in kept} == kept
     assert {name.rsplit(".", 1)[1] for name in ours.keys() - kept.keys() - {"args"}} == {"step", "bias_correction"}
     assert vars(ours["args"])["bf16"] is True
     assert vars(ours["args"])["use_megatron_fsdp"] is True
     flags = (out / "megatron_flags.txt").read_text()
-    words = ("--ckpt-format fsdp_dtensor", "--use-megatron-fsdp", "--bf16", "--use-distributed-optimizer")
-    assert "\n".join([*words, "--no-load-rng"]) in flags
+    options = ("--ckpt-format fsdp_dtensor", "--use-megatron-fsdp", "--bf16", "--use-distributed-optimizer")
+    assert "\n".join([*options, "--no-load-rng"]) in flags
 
 
 OTHERS = ("llama", "llama-tied", "qwen3", "mixtral", "qwen2_moe", "gpt2", "nemotron", "deepseek_v3")
@@ -114,9 +116,9 @@ OTHERS = ("llama", "llama-tied", "qwen3", "mixtral", "qwen2_moe", "gpt2", "nemot
 def test_to_it_and_back(model, convert, tmp_path, name):
     """Weights of other families, with names of Transformer Engine and of the local layers, by any number of ranks."""
     source = model(name)
-    for number, words in enumerate((["--tp", 2], ["--norm", "local"])):
+    for number, options in enumerate((["--tp", 2], ["--norm", "local"])):
         run, back = tmp_path / f"run{number}", tmp_path / f"back{number}"
-        ran = convert("hf2megatron", source, run, "--format", "fsdp_dtensor", *words)
+        ran = convert("hf2megatron", source, run, "--format", "fsdp_dtensor", *options)
         assert ran.code == 0, ran.err
         assert convert("megatron2hf", run, back).code == 0
         assert files(back) == files(source)
@@ -127,15 +129,15 @@ def test_other_frameworks_resume_from_it(convert, tmp_path):
     fsdp, back = tmp_path / "fsdp", tmp_path / "back"
     assert convert("hf2fsdp", RUN, fsdp, "--with-optimizer", *VOCAB).code == 0
     assert convert("zero2universal", RUN, tmp_path / "universal", *VOCAB).code == 0
-    words = ("--format", "fsdp_dtensor", "--with-optimizer", "--dtype", "bf16", "--norm", "local")
-    ran = convert("hf2megatron", fsdp, back, *words)
+    options = ("--format", "fsdp_dtensor", "--with-optimizer", "--dtype", "bf16", "--norm", "local")
+    ran = convert("hf2megatron", fsdp, back, *options)
     assert ran.code == 0, ran.err
     assert "0.00413176 and 0, whatever --lr and --min-lr say" in ran.err
     theirs, ours = tensors(RUN / "iter_0000003"), tensors(back / "iter_0000003")
-    for name, one in theirs.items():
+    for name, tensor in theirs.items():
         if not name.startswith("rng_state"):
-            rows = 60 if one.shape[:1] == (64,) else None
-            assert ours[name][:rows].equal(one[:rows]) if one.shape else ours[name].equal(one), name
+            rows = 60 if tensor.shape[:1] == (64,) else None
+            assert ours[name][:rows].equal(tensor[:rows]) if tensor.shape else ours[name].equal(tensor), name
 
 
 def test_the_table_is_the_classic_one():
@@ -155,9 +157,9 @@ def test_the_table_is_the_classic_one():
 
 def test_a_native_optimizer_is_the_distributed_one():
     source = open_checkpoint(RUN, Settings(vocab_size=60))
-    found = optimizer_reader.read(source)
-    assert found.distributed
-    assert [group["step"] for group in found.groups] == [3.0, 3.0]
-    assert [group["wd_mult"] for group in found.groups] == [1.0, 0.0]
-    assert found.head["opt_param_scheduler"]["num_steps"] == 12
+    optimizer = optimizer_reader.read(source)
+    assert optimizer.distributed
+    assert [group["step"] for group in optimizer.groups] == [3.0, 3.0]
+    assert [group["wd_mult"] for group in optimizer.groups] == [1.0, 0.0]
+    assert optimizer.head["opt_param_scheduler"]["num_steps"] == 12
     assert not torch_dist.detect(RUN.parent / "deepspeed")

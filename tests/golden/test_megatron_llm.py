@@ -35,9 +35,9 @@ def held(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
         for name, inner in value.items():
             yield from walk(inner, f"{prefix}{name}/") if isinstance(inner, dict) else [(prefix + name, inner)]
 
-    found = {name: file.fragment(ref, name) for name, ref in walk(file.value["model"])}
+    fragments = {name: file.fragment(ref, name) for name, ref in walk(file.value["model"])}
     content = path.read_bytes()
-    return {name: (f.dtype, f.shape, content[f.offset : f.offset + f.nbytes]) for name, f in found.items()}
+    return {name: (f.dtype, f.shape, content[f.offset : f.offset + f.nbytes]) for name, f in fragments.items()}
 
 
 def same_as_upstream(ours: Path, theirs: Path) -> None:
@@ -118,8 +118,8 @@ def test_a_training_becomes_the_model_of_upstream(convert, copied, name, iterati
     assert tensors(out / "model.safetensors") == tensors(HERE / name / "expected.safetensors")
     assert json.loads((out / "config.json").read_text())["vocab_size"] == 130
     added = json.loads((out / "tokenizer.json").read_text())["added_tokens"]
-    assert {one["content"]: one["id"] for one in added} | {"<|im_start|>": 128, "<|im_end|>": 129} == {
-        one["content"]: one["id"] for one in added
+    assert {token["content"]: token["id"] for token in added} | {"<|im_start|>": 128, "<|im_end|>": 129} == {
+        token["content"]: token["id"] for token in added
     }
     assert "<|im_start|>" in (out / "chat_template.jinja").read_text()
     assert convert("verify", out, run / f"iter_{iteration:07d}", "--config", base).code == 0
@@ -136,11 +136,11 @@ def test_upstreams_model_computes_what_transformers_does(convert, tmp_path, name
 
     base = HERE / name / "hf"
     assert convert("megatron2hf", HERE / name / "raw", tmp_path / "hf", "--config", base).code == 0
-    said = load_file(HERE / name / "logits.safetensors")
+    golden = load_file(HERE / name / "logits.safetensors")
     with torch.no_grad():
-        computed = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)(said["ids"]).logits
+        computed = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)(golden["ids"]).logits
     assert float(computed.abs().max()) > 0.5
-    assert torch.allclose(computed, said["logits"], atol=5e-6, rtol=0)
+    assert torch.allclose(computed, golden["logits"], atol=5e-6, rtol=0)
 
 
 def test_every_line_was_written_by_upstream():
@@ -165,12 +165,12 @@ def test_what_is_there_is_said(convert, name):
 
 def test_a_window_keeps_its_number_and_is_told(convert, tmp_path):
     """Upstream's flash-attn looks so many tokens back; its converters and its Mistral know no other number."""
-    told = "note: sliding_window_size = 4096 of Megatron-LLM sees a token more than that of transformers"
+    note = "note: sliding_window_size = 4096 of Megatron-LLM sees a token more than that of transformers"
     ran = convert("hf2megatron", HERE / "mistral/hf", tmp_path / "m", "--format", "megatron-llm")
-    assert told in ran.err
+    assert note in ran.err
     for run in (tmp_path / "m", HERE / "mistral/sharded"):
-        assert told in convert("megatron2hf", run, tmp_path / "hf", "--config", HERE / "mistral/hf", "--force").err
-    assert convert("reshard", tmp_path / "m", tmp_path / "two", "--tp", 2).err.count(told) == 1
+        assert note in convert("megatron2hf", run, tmp_path / "hf", "--config", HERE / "mistral/hf", "--force").err
+    assert convert("reshard", tmp_path / "m", tmp_path / "two", "--tp", 2).err.count(note) == 1
     assert "sliding_window" not in convert("megatron2hf", HERE / "llama2/raw", tmp_path / "llama").err
 
 

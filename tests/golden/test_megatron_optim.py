@@ -35,9 +35,9 @@ class Topology(NamedTuple):
 
     @property
     def flags(self) -> list[str]:
-        words = ["--tp", str(self.tp), "--pp", str(self.pp), "--vpp", str(self.vpp)]
-        words += ["--ep", str(self.ep)] if self.ep > 1 else []
-        return words + (["--etp", str(self.etp)] if self.etp else [])
+        options = ["--tp", str(self.tp), "--pp", str(self.pp), "--vpp", str(self.vpp)]
+        options += ["--ep", str(self.ep)] if self.ep > 1 else []
+        return options + (["--etp", str(self.etp)] if self.etp else [])
 
 
 ONE, TP2, PP2, VPP2, EP2 = Topology(), Topology(2), Topology(pp=2), Topology(pp=2, vpp=2), Topology(ep=2)
@@ -64,8 +64,8 @@ class Run(NamedTuple):
 
     @property
     def job(self) -> dict[str, Any]:
-        kept = {"dtype": self.dtype, "distributed": self.distributed, "experts": self.experts}
-        return kept | ({"bucket": self.bucket} if self.bucket else {})
+        fields = {"dtype": self.dtype, "distributed": self.distributed, "experts": self.experts}
+        return fields | ({"bucket": self.bucket} if self.bucket else {})
 
 
 RUNS = (
@@ -131,21 +131,21 @@ def swapped(run: Path) -> None:
 
     path = run / "iter_0000003/mp_rank_00_000/model_optim_rng.pt"
     stored = torch.load(path, weights_only=False)
-    kept = stored["optimizer"]["state"]
-    assert kept[1]["exp_avg"].shape == kept[5]["exp_avg"].shape != kept[2]["exp_avg"].shape
-    kept[1]["exp_avg"], kept[5]["exp_avg"] = kept[5]["exp_avg"], kept[1]["exp_avg"]
+    state = stored["optimizer"]["state"]
+    assert state[1]["exp_avg"].shape == state[5]["exp_avg"].shape != state[2]["exp_avg"].shape
+    state[1]["exp_avg"], state[5]["exp_avg"] = state[5]["exp_avg"], state[1]["exp_avg"]
     torch.save(stored, path)
 
 
 def test_a_training_goes_on(model, convert, megatron_core, tmp_path):
     jobs: list[dict[str, Any]] = []
     for number, run in enumerate(RUNS):
-        source, begun = model(run.model, run.dtype), tmp_path / f"begun{number}"
-        words = [*run.topology.flags, "--norm", "local", "--make-vocab-size-divisible-by", 16]
-        words += ["--experts", run.names]
-        assert convert("hf2megatron", source, begun, *words).code == 0
+        source, start = model(run.model, run.dtype), tmp_path / f"begun{number}"
+        flags = [*run.topology.flags, "--norm", "local", "--make-vocab-size-divisible-by", 16]
+        flags += ["--experts", run.names]
+        assert convert("hf2megatron", source, start, *flags).code == 0
         saves = {str(tmp_path / f"{how}{number}"): how for how in run.resharded}
-        rest = {"hf": str(source), "losses": str(tmp_path / f"losses{number}"), "save": saves, "weights": str(begun)}
+        rest = {"hf": str(source), "losses": str(tmp_path / f"losses{number}"), "save": saves, "weights": str(start)}
         jobs.append(run.job | at(run.topology) | rest)
     jobs[4]["save"][str(tmp_path / "shifted")] = "torch_dist"
     train(megatron_core, jobs, tmp_path)
@@ -155,10 +155,10 @@ def test_a_training_goes_on(model, convert, megatron_core, tmp_path):
         for how, targets in run.resharded.items():
             for kind, topology, *optimizer in targets:
                 out = tmp_path / f"{number}-{how}-{kind}-{'-'.join(map(str, [*topology, *optimizer]))}"
-                words = [*topology.flags, "--format", kind, "--norm", "local", "--with-optimizer", "--vocab-size", 211]
-                words += ["--experts", run.names, *(["--optimizer", optimizer[0]] if optimizer else [])]
-                words += ["--archive"] if kind == "torch_dist" and number % 2 else []
-                ran = convert("reshard", tmp_path / f"{how}{number}", out, *words)
+                flags = [*topology.flags, "--format", kind, "--norm", "local", "--with-optimizer", "--vocab-size", 211]
+                flags += ["--experts", run.names, *(["--optimizer", optimizer[0]] if optimizer else [])]
+                flags += ["--archive"] if kind == "torch_dist" and number % 2 else []
+                ran = convert("reshard", tmp_path / f"{how}{number}", out, *flags)
                 assert ran.code == 0, ran.err
                 assert convert("verify", out).code == 0
                 job = {key: value for key, value in jobs[number].items() if key != "weights"}
@@ -178,18 +178,18 @@ def test_a_training_goes_on(model, convert, megatron_core, tmp_path):
 
     ran = convert("reshard", tmp_path / "shifted", tmp_path / "x", "--with-optimizer", "--vocab-size", 211)
     assert ran.code == 6, "megatron-core 0.16.1 shifts what lies behind the first bucket of a fully_reshardable save"
-    one, two = (tmp_path / f"dp_reshardable{number}/iter_0000003/.metadata" for number in (5, 8))
-    for metadata, old, new, words in (
-        (one, b"dp_group_idx_1.gbuf", b"dp_group_idx_7.gbuf", "buckets of the optimizer hold 0 elements"),
-        (one, b"dp_group_idx_1.opt", b"dp_group_idx_7.opt", "different steps or settings"),
-        (two, b"chained_1.optimizer.distributed.dp_group_idx_1.g", b"chained_1.optimizer.distributed.dp_group_idx_7.g",
-         "buckets of the optimizer hold 0 elements"),
-        (two, b"chained_1.optimizer.distributed.dp_group_idx_1.o", b"chained_1.optimizer.distributed.dp_group_idx_7.o",
-         "different steps or settings"),
+    first, other = (tmp_path / f"dp_reshardable{number}/iter_0000003/.metadata" for number in (5, 8))
+    for metadata, old, new, message in (
+        (first, b"dp_group_idx_1.gbuf", b"dp_group_idx_7.gbuf", "buckets of the optimizer hold 0 elements"),
+        (first, b"dp_group_idx_1.opt", b"dp_group_idx_7.opt", "different steps or settings"),
+        (other, b"chained_1.optimizer.distributed.dp_group_idx_1.g",
+         b"chained_1.optimizer.distributed.dp_group_idx_7.g", "buckets of the optimizer hold 0 elements"),
+        (other, b"chained_1.optimizer.distributed.dp_group_idx_1.o",
+         b"chained_1.optimizer.distributed.dp_group_idx_7.o", "different steps or settings"),
     ):  # fmt: skip
-        held = metadata.read_bytes()
-        assert old in held
-        metadata.write_bytes(held.replace(old, new))
+        content = metadata.read_bytes()
+        assert old in content
+        metadata.write_bytes(content.replace(old, new))
         ran = convert("reshard", metadata.parent, tmp_path / "x", "--with-optimizer", "--vocab-size", 211)
-        assert (ran.code, words in ran.err) == (3, True), ran.err
-        metadata.write_bytes(held)
+        assert (ran.code, message in ran.err) == (3, True), ran.err
+        metadata.write_bytes(content)

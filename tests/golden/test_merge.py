@@ -42,7 +42,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def adapter_of(base: Path, out: Path, rows: int | None = None, **words: Any) -> Path:
+def adapter_of(base: Path, out: Path, rows: int | None = None, **settings: Any) -> Path:
     """A trained adapter of a model, with so many rows of its vocabulary, as PEFT saves it."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -52,7 +52,7 @@ def adapter_of(base: Path, out: Path, rows: int | None = None, **words: Any) -> 
     torch.manual_seed(7)  # PEFT draws one of the two matrices
     if rows is not None:
         model.resize_token_embeddings(rows)
-    config = LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 9, **words})
+    config = LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 9, **settings})
     wrapped = get_peft_model(model, config)
     dice = torch.Generator().manual_seed(7)
     for name, tensor in sorted(wrapped.named_parameters()):
@@ -73,21 +73,21 @@ def judged(base: Path, adapter: Path, dtype: str, rows: int | None = None) -> di
     if rows is not None:
         model.resize_token_embeddings(rows)
     wrapped = PeftModel.from_pretrained(model, adapter).to(getattr(torch, dtype))
-    held: dict[str, Any] = wrapped.merge_and_unload().state_dict()
-    return held
+    state: dict[str, Any] = wrapped.merge_and_unload().state_dict()
+    return state
 
 
 def loaded(folder: Path) -> dict[str, Any]:
     """What transformers loads, in the element type of the files."""
     from transformers import AutoModelForCausalLM
 
-    held: dict[str, Any] = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
-    return held
+    state: dict[str, Any] = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+    return state
 
 
-def apart(one: Any, other: Any) -> float:
+def apart(tensor: Any, other: Any) -> float:
     """The largest difference of two tensors."""
-    return (one.double() - other.double()).abs().max().item()
+    return (tensor.double() - other.double()).abs().max().item()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -95,9 +95,9 @@ def apart(one: Any, other: Any) -> float:
 def test_peft_in_float64_rounded_once(model, convert, tmp_path, name):
     import torch
 
-    family, words = CASES[name]
+    family, settings = CASES[name]
     base = model(family)
-    adapter = adapter_of(base, tmp_path / "adapter", **words)
+    adapter = adapter_of(base, tmp_path / "adapter", **settings)
     ran = convert("merge", base, adapter, tmp_path / "out", "--memory", "192KiB")
     assert ran.code == 0, ran.err
     ours, before = loaded(tmp_path / "out"), loaded(base)
@@ -175,23 +175,23 @@ def test_all_linear_is_what_peft_takes_it_for(model, convert, tmp_path, family):
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"target_modules": "all-linear"}))
     ran = convert("merge", base, adapter, tmp_path / "out")
     assert ran.code == 0, ran.err
-    one, other = (tmp_path / name / "model.safetensors" for name in ("listed", "out"))
-    assert one.read_bytes() == other.read_bytes()
+    listed, other = (tmp_path / name / "model.safetensors" for name in ("listed", "out"))
+    assert listed.read_bytes() == other.read_bytes()
     file = adapter / "adapter_model.safetensors"
-    save_file({name: one for name, one in load_file(file).items() if "v_proj" not in name}, file)
+    save_file({name: tensor for name, tensor in load_file(file).items() if "v_proj" not in name}, file)
     for more in ([], ["--verbatim"]) if family == "llama" else ([],):
         ran = convert("merge", base, adapter, tmp_path / "some", *more)
         assert (ran.code, "self_attn.v_proj" in ran.err) == (3, True), ran.err
         assert "then name those that were in target_modules" in ran.err
 
 
-@pytest.mark.parametrize("words", [{}, {"use_dora": True}])
-def test_an_embedding_that_is_square(model, convert, tmp_path, words):
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}])
+def test_an_embedding_that_is_square(model, convert, tmp_path, settings):
     """Its shape tells no longer that LoRA of an embedding is added transposed, table or none."""
     import torch
 
     base = model("llama", vocab_size=64)
-    adapter = adapter_of(base, tmp_path / "adapter", target_modules=["embed_tokens", "q_proj"], **words)
+    adapter = adapter_of(base, tmp_path / "adapter", target_modules=["embed_tokens", "q_proj"], **settings)
     exact = judged(base, adapter, "float64")
     assert exact["model.embed_tokens.weight"].shape == (64, 64)
     for name, more in (("table", []), ("none", ["--verbatim"])):
@@ -206,9 +206,9 @@ def test_one_rounding_to_bfloat16(model, convert, tmp_path, name):
     """PEFT's float32 rounds before that: where it comes to lie in the middle of two, its own rounding goes astray."""
     import torch
 
-    family, words = CASES[name]
+    family, settings = CASES[name]
     base = model(family, "bfloat16")
-    adapter = adapter_of(base, tmp_path / "adapter", **words)
+    adapter = adapter_of(base, tmp_path / "adapter", **settings)
     ran = convert("merge", base, adapter, tmp_path / "out")
     assert ran.code == 0, ran.err
     exact, single = judged(base, adapter, "float64"), judged(base, adapter, "float32")
@@ -239,8 +239,8 @@ def test_golden_logits(convert, tmp_path, name):
 def test_a_base_of_any_format_gives_the_same_bytes(model, convert, tmp_path, to):
     base = model("qwen3", "bfloat16")
     adapter = adapter_of(base, tmp_path / "adapter", **CASES["dora"][1])
-    command, *words = to.split()
-    assert convert(command, base, tmp_path / "moved", *words).code == 0
+    command, *options = to.split()
+    assert convert(command, base, tmp_path / "moved", *options).code == 0
     for number, folder in enumerate((base, tmp_path / "moved")):
         assert (
             convert("merge", folder, adapter, tmp_path / f"out{number}", "--memory", f"{number * 3 + 1}MiB").code == 0
@@ -262,7 +262,9 @@ def test_the_layer_that_predicts_a_second_token_is_kept(model, convert, tmp_path
     adapter = adapter_of(base, tmp_path / "adapter", target_modules=["q_proj"])
     path = adapter / "adapter_model.safetensors"
     factors = load_file(path)
-    factors |= {name.replace("layers.3.", "layers.4."): -one for name, one in factors.items() if "layers.3." in name}
+    factors |= {
+        name.replace("layers.3.", "layers.4."): -tensor for name, tensor in factors.items() if "layers.3." in name
+    }
     save_file(factors, path, {"format": "pt"})
     before, kept = load_file(base / "model.safetensors"), judged(base, adapter, "float32")
     assert not any(name.startswith("model.layers.4.") for name in kept)
@@ -270,7 +272,7 @@ def test_the_layer_that_predicts_a_second_token_is_kept(model, convert, tmp_path
     assert ran.code == 0, ran.err
     after = load_file(tmp_path / "out/model.safetensors")
     assert after.keys() == before.keys()
-    changed = {name for name, one in after.items() if not torch.equal(one, before[name])}
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert changed == {f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(5)}
     deltas = [after[f"{name}.weight"].double() - before[f"{name}.weight"].double() for name in (layers, second)]
     assert apart(*deltas) < 1e-6 < deltas[0].abs().max().item()
@@ -286,8 +288,8 @@ def test_an_adapter_of_a_model_without_the_layer_that_predicts_a_second_token(mo
     copies = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}
     before |= {f"model.layers.4.{name}.weight": before[key].clone() for name, key in copies.items()}
     save_file(before, base / "model.safetensors", {"format": "pt"})
-    words = {"target_modules": ["o_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
-    adapter = adapter_of(base, tmp_path / "adapter", rows, **words)
+    settings = {"target_modules": ["o_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
+    adapter = adapter_of(base, tmp_path / "adapter", rows, **settings)
     ran = convert("merge", base, adapter, tmp_path / "out")
     assert ran.code == 0, ran.err
     after, exact = load_file(tmp_path / "out/model.safetensors"), judged(base, adapter, "float64", rows)
@@ -318,8 +320,8 @@ def test_a_matrix_larger_than_the_memory(model, convert, tmp_path):
     shapes[f"{layer}mlp.down_proj"] = (512, 4096)
     weights = {f"{name}.weight": np.zeros(shape, "f4") for name, shape in shapes.items()}
     save_file(weights, base / "model.safetensors", {"format": "pt"})
-    words = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["up_proj"]}
-    (adapter / "adapter_config.json").write_text(json.dumps(words))
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["up_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(fields))
     module = f"base_model.model.{layer}mlp.up_proj."
     factors = {f"{module}lora_A.weight": np.ones((4, 512), "f4"), f"{module}lora_B.weight": np.ones((4096, 4), "f4")}
     save_file(factors, adapter / "adapter_model.safetensors")
@@ -356,6 +358,6 @@ def test_experts_one_by_one(model, convert, tmp_path):
         want = before[key].astype(np.float64)
         if parts[0] is not None:
             want = want + parts[1].astype(np.float64) @ parts[0].astype(np.float64) * 2
-            wanted = tensors[f"base_model.model.{key.removesuffix('.weight')}.lora_magnitude_vector"]
-            want *= (wanted / np.linalg.norm(want, axis=1))[:, None]
+            magnitude = tensors[f"base_model.model.{key.removesuffix('.weight')}.lora_magnitude_vector"]
+            want *= (magnitude / np.linalg.norm(want, axis=1))[:, None]
         assert (after == want.astype(np.float32)).all(), key

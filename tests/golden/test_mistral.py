@@ -23,12 +23,12 @@ def test_there_and_back(convert, tmp_path, kind):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    out, again, wanted = tmp_path / "out", tmp_path / "again", np.load(REAL / kind / "golden.npz")
+    out, again, golden = tmp_path / "out", tmp_path / "again", np.load(REAL / kind / "golden.npz")
     assert convert("mistral2hf", REAL / kind, out, *LENGTH).code == 0
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-        found = model(torch.tensor(wanted["ids"])[None]).logits.numpy()[0]
-    assert np.abs(found - wanted["logits"]).max() < 1e-5 < np.abs(found).max()
+        logits = model(torch.tensor(golden["ids"])[None]).logits.numpy()[0]
+    assert np.abs(logits - golden["logits"]).max() < 1e-5 < np.abs(logits).max()
     assert convert("to", "mistral", out, again).code == 0
     before, after = (load_file(place / "consolidated.safetensors") for place in (REAL / kind, again))
     assert {key: tensor.tolist() for key, tensor in before.items()} == {k: t.tolist() for k, t in after.items()}
@@ -43,11 +43,11 @@ def test_several_files(convert, tmp_path):
     from safetensors.torch import load_file, save_file
 
     run = shutil.copytree(REAL / "dense", tmp_path / "run")
-    held = load_file(run / "consolidated.safetensors")
+    tensors = load_file(run / "consolidated.safetensors")
     (run / "consolidated.safetensors").unlink()
-    names = {key: f"consolidated-0000{number % 2 + 1}-of-00002.safetensors" for number, key in enumerate(held)}
+    names = {key: f"consolidated-0000{number % 2 + 1}-of-00002.safetensors" for number, key in enumerate(tensors)}
     for name in {*names.values()}:
-        save_file({key: held[key] for key in held if names[key] == name}, run / name)
+        save_file({key: tensors[key] for key in tensors if names[key] == name}, run / name)
     index = run / "consolidated.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": names}))
     assert convert("diff", run, REAL / "dense", *LENGTH).code == 0
@@ -75,10 +75,10 @@ def test_what_is_refused(convert, model, tmp_path):
         "tied_embeddings": ({"tied_embeddings": True}, 4),
         "windows in some layers": ({"sliding_window": [None, 8]}, 4),
     }
-    for number, (told, (change, code)) in enumerate(changes.items()):
+    for number, (message, (change, code)) in enumerate(changes.items()):
         run = shutil.copytree(REAL / "dense", tmp_path / str(number))
         params = json.loads((run / "params.json").read_text()) | change
         (run / "params.json").write_text(json.dumps(params))
-        refused(convert("inspect", run, *LENGTH), code, told)
+        refused(convert("inspect", run, *LENGTH), code, message)
     refused(convert("hf2mistral", model("llama"), tmp_path / "out"), 4, "a llama has no files of Mistral's own")
     assert not (tmp_path / "out").exists()

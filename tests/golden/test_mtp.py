@@ -30,13 +30,13 @@ def with_second(source: Path, out: Path, seed: int = 3) -> Path:
     out.mkdir()
     for path in source.iterdir():
         (out / path.name).write_bytes(path.read_bytes())
-    held, generator = load_file(source / "model.safetensors"), torch.Generator().manual_seed(seed)
+    tensors, generator = load_file(source / "model.safetensors"), torch.Generator().manual_seed(seed)
     config = json.loads((source / "config.json").read_text())
     last, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
     qwen = config["model_type"].startswith("qwen3")
     block, before = ("mtp.layers.0.", "mtp.") if qwen else (f"model.layers.{last + 1}.",) * 2
     names = OWN["mtp." if qwen else ""]
-    dtype = held["model.norm.weight"].dtype
+    dtype = tensors["model.norm.weight"].dtype
 
     def drawn(shape: list[int], name: str) -> torch.Tensor:
         low_high = torch.empty(shape).uniform_(0.5, 1.5, generator=generator)
@@ -44,7 +44,7 @@ def with_second(source: Path, out: Path, seed: int = 3) -> Path:
 
     more = {
         block + key.removeprefix(f"model.layers.{last}."): drawn(list(value.shape), key)
-        for key, value in held.items()
+        for key, value in tensors.items()
         if key.startswith(f"model.layers.{last}.")
     }
     shapes = {name: [hidden] for name in names} | {names[0]: [hidden, 2 * hidden]}
@@ -56,7 +56,7 @@ def with_second(source: Path, out: Path, seed: int = 3) -> Path:
             more[key] = value.float()
     if not qwen:  # as on the Hub
         (out / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}, indent=2) + "\n")
-    save_file(held | more, out / "model.safetensors", {"format": "pt"})
+    save_file(tensors | more, out / "model.safetensors", {"format": "pt"})
     return out
 
 
@@ -73,14 +73,16 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "norm", "words"), CASES, ids=[f"{name} {' '.join(map(str, words))}" for name, _, words in CASES]
+    ("name", "norm", "options"), CASES, ids=[f"{name} {' '.join(map(str, options))}" for name, _, options in CASES]
 )
-def test_megatron_core_computes_what_transformers_computes(model, convert, megatron_core, tmp_path, name, norm, words):
+def test_megatron_core_computes_what_transformers_computes(
+    model, convert, megatron_core, tmp_path, name, norm, options
+):
     source, run = with_second(model(name), tmp_path / "hf"), tmp_path / "m"
-    ran = convert("hf2megatron", source, run, "--norm", norm, "--megatron-version", "0.16", *words)
+    ran = convert("hf2megatron", source, run, "--norm", norm, "--megatron-version", "0.16", *options)
     assert ran.code == 0, ran.err
     assert "--mtp-num-layers 1" in (run / "megatron_flags.txt").read_text()
-    code, out = megatron_core([str(run), str(source), norm], words[1], JUDGE)
+    code, out = megatron_core([str(run), str(source), norm], options[1], JUDGE)
     assert code == 0, out
     assert out.count("max abs logit difference") == 1
     assert convert("megatron2hf", run, tmp_path / "back").code == 0
@@ -98,12 +100,12 @@ DIST = [
 def test_torch_dist(model, convert, megatron_core, tmp_path):
     """It loads strictly in another topology and computes the same; what it saves is read, and so is fsdp_dtensor."""
     jobs = []
-    for number, (name, words, layers, (tp, pp)) in enumerate(DIST):
+    for number, (name, options, layers, (tp, pp)) in enumerate(DIST):
         source, run = with_second(model(name), tmp_path / f"hf{number}"), tmp_path / f"m{number}"
-        ran = convert("hf2megatron", source, run, "--format", "torch_dist", "--megatron-version", "0.16", *words)
+        ran = convert("hf2megatron", source, run, "--format", "torch_dist", "--megatron-version", "0.16", *options)
         assert ran.code == 0, ran.err
-        one = {"dist": str(run), "hf": str(source), "tp": tp, "pp": pp, "mtp": True, "te": "te" in words}
-        jobs.append({**one, "save": str(tmp_path / f"s{number}"), "layers": layers})
+        job = {"dist": str(run), "hf": str(source), "tp": tp, "pp": pp, "mtp": True, "te": "te" in options}
+        jobs.append({**job, "save": str(tmp_path / f"s{number}"), "layers": layers})
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     code, out = megatron_core([str(tmp_path / "jobs.json")], 1, DIST_JUDGE)
     assert code == 0, out

@@ -38,8 +38,8 @@ def golden(case: Path) -> Any:
     import torch
 
     files = [torch.load(path, weights_only=False) for path in sorted(tag(case).glob("mp_rank_*_model_states.pt"))]
-    held = [file["checkpoint_validation_logits"] for file in files]
-    return torch.cat([one.float() for one in held if one is not None], -1)
+    logits = [file["checkpoint_validation_logits"] for file in files]
+    return torch.cat([part.float() for part in logits if part is not None], -1)
 
 
 def distances(out: Path, case: Path) -> tuple[float, float]:
@@ -117,8 +117,8 @@ def test_the_two_orders_of_query_key_and_value_are_never_guessed(convert, tmp_pa
     ran = convert("inspect", HERE / "llama-grouped-tp2", "--vocab-size", 101)  # of which it prints nothing
     assert (ran.code, "heads " in ran.out, "add --gqa-layout blocked" in ran.out) == (0, True, True), ran.err
     for command in ("inspect", "digest"):  # whatever reads it takes the hint
-        words = ["--vocab-size", 101, "--gqa-layout", "grouped"]
-        assert convert(command, HERE / "llama-grouped-tp2", *words).code == 0
+        options = ["--vocab-size", 101, "--gqa-layout", "grouped"]
+        assert convert(command, HERE / "llama-grouped-tp2", *options).code == 0
 
 
 def test_an_order_that_the_rows_contradict_is_told(convert, tmp_path):
@@ -135,15 +135,15 @@ def test_an_order_that_the_rows_contradict_is_told(convert, tmp_path):
             state["module"][key][2 * third : 3 * third] *= 10
             state["module"][key][3 * third :] *= 100
         torch.save(state, path)
-    for layout, told in (
+    for layout, message in (
         ("auto", "read as blocked, which is what their rows look like"),
         ("grouped", "read as grouped, as --gqa-layout says, though their rows look blocked"),
         ("blocked", ""),
     ):
         ran = convert("neox2hf", run, tmp_path / layout, "--vocab-size", 101, "--gqa-layout", layout)
         assert ran.code == 0, ran.err
-        assert told in ran.err
-        assert told or "rows look" not in ran.err
+        assert message in ran.err
+        assert message or "rows look" not in ran.err
 
 
 @pytest.mark.parametrize("name", ["llama-grouped-tp2", "llama-gqa-tp2"])
@@ -253,11 +253,11 @@ def test_a_vocabulary_that_nothing_tells_is_asked_for(convert, run, tmp_path):
 def test_every_line_of_the_tables_was_written_by_neox():
     seen: dict[str, set[tuple[str, str]]] = {"llama": set(), "gpt_neox": set()}
     for case in CASES:
-        held = open_checkpoint(case, Settings(vocab_size=int(flags(case)[1]), gqa_layout=flags(case)[3]))
-        for placed in held.fragments():
+        checkpoint = open_checkpoint(case, Settings(vocab_size=int(flags(case)[1]), gqa_layout=flags(case)[3]))
+        for placed in checkpoint.fragments():
             spelling = placed.slot.rule.spellings[placed.slot.keys.index(placed.key)]
             key = re.sub(r"^\d+\.(?=norm)", "{norm}.", re.sub(r"^\d+\.(?=final)", "{head}.", spelling))
-            seen[held.spec.family].add((key, placed.slot.rule.pattern.text))
+            seen[checkpoint.spec.family].add((key, placed.slot.rule.pattern.text))
     transformer_engine = re.compile(r"norm\.norm\.weight$|layernorm\.norm\.weight$")  # which runs on no CPU
     for family, lines in seen.items():
         for rule in tables.TABLES[family_named(family).neox]:
@@ -305,9 +305,9 @@ def test_diff_knows_copies_that_drifted(convert, tmp_path):
     state = torch.load(path, weights_only=False)
     state["module"]["sequential.5.norm.scale"] += 0.5
     torch.save(state, path)
-    words = ["diff", case, other, "--vocab-size", 101]
-    refused(convert(*words), 6, "final_norm differs between its copies", "--replicas first")
-    assert convert(*words, "--replicas", "first").code == 0
-    ran = convert(*words, "--replicas", "mean")
+    argv = ["diff", case, other, "--vocab-size", 101]
+    refused(convert(*argv), 6, "final_norm differs between its copies", "--replicas first")
+    assert convert(*argv, "--replicas", "first").code == 0
+    ran = convert(*argv, "--replicas", "mean")
     assert ran.code == 6
     assert ran.out.split()[0] == "model.norm.weight"

@@ -79,7 +79,7 @@ YARN = "rope_parameters.full_attention"
 
 
 @pytest.mark.parametrize(
-    ("case", "key", "value", "words"),
+    ("case", "key", "value", "message"),
     [
         (OLMO2, "rope_parameters.rope_theta", 10000, "rope_theta: 500000.0 | 10000.0"),
         (OLMO2, "rms_norm_eps", 1e-5, "norm_epsilon: 1e-06 | 1e-05"),
@@ -91,10 +91,10 @@ YARN = "rope_parameters.full_attention"
         (OLMO2, "tie_word_embeddings", True, "tied: False | True"),
     ],
 )
-def test_a_config_that_contradicts_its_own_is_refused(convert, tmp_path, case, key, value, words):
+def test_a_config_that_contradicts_its_own_is_refused(convert, tmp_path, case, key, value, message):
     """None of these moves a byte of the weights."""
     changed = edited(case, tmp_path / "c", "hf/config.json", {key: value})
-    refused(convert("fsdp2hf", case / "step3", tmp_path / "out", "--config", changed / "hf"), 5, words)
+    refused(convert("fsdp2hf", case / "step3", tmp_path / "out", "--config", changed / "hf"), 5, message)
 
 
 def test_other_heads_are_refused(convert, tmp_path):
@@ -112,7 +112,7 @@ def test_what_transformers_assumes_counts_as_said(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"model.block.name": "default"}, "model.block.name = 'default' is not supported"),
         ({"model.lm_head.layer_norm.name": None}, "model.lm_head.layer_norm.name = 'default' is not supported"),
@@ -126,11 +126,11 @@ def test_what_transformers_assumes_counts_as_said(tmp_path):
         ({f"{MIXER}.rope.scaling": {"_CLASS_": "olmo_core.nn.rope.ABFRoPEScalingConfig"}}, "ABFRoPEScalingConfig"),
     ],
 )
-def test_what_its_tensors_do_not_tell_is_refused(convert, tmp_path, changes, words):
+def test_what_its_tensors_do_not_tell_is_refused(convert, tmp_path, changes, message):
     """With or without a config of Hugging Face, which has no key for it."""
     changed = edited(OLMO2, tmp_path / "c", "step3/config.json", changes)
     for options in (("--config", OLMO2 / "hf"), ()):
-        refused(convert("fsdp2hf", changed / "step3", tmp_path / "out", *options), 4, words)
+        refused(convert("fsdp2hf", changed / "step3", tmp_path / "out", *options), 4, message)
 
 
 @pytest.mark.parametrize(
@@ -172,9 +172,9 @@ def test_what_is_written_is_what_it_wrote(convert, tmp_path, torch_reads_it, cas
     assert ran.code == 0, ran.err
     assert "load_trainer_state=False" in ran.out
     ours, theirs = tensors(tmp_path / "out"), tensors(case / "step3/model_and_optim")
-    theirs = {name: one for name, one in theirs.items() if name.startswith("model.")}
+    theirs = {name: tensor for name, tensor in theirs.items() if name.startswith("model.")}
     assert ours.keys() == theirs.keys()
-    assert all(ours[name].equal(one) and ours[name].dtype == one.dtype for name, one in theirs.items())
+    assert all(ours[name].equal(tensor) and ours[name].dtype == tensor.dtype for name, tensor in theirs.items())
     assert convert("diff", tmp_path / "out", case / "hf").code == 0
 
 
@@ -191,11 +191,11 @@ def test_its_optimizer_goes_along(convert, tmp_path, torch_reads_it):
     assert ran.code == 0, ran.err
     ours = tensors(tmp_path / "own")
     assert ours.keys() == theirs.keys()
-    assert all(ours[name].equal(one) and ours[name].dtype == one.dtype for name, one in theirs.items())
+    assert all(ours[name].equal(tensor) and ours[name].dtype == tensor.dtype for name, tensor in theirs.items())
     settings = settings_of(TRAINED / "step3/model_and_optim")
     assert (settings_of(tmp_path / "own"), len(settings)) == (settings, 14 * 12)
-    words = ("hf2fsdp", tmp_path / "out", tmp_path / "other", "--names", "torchtitan", "--with-optimizer")
-    refused(convert(*words), 2, "--names torchtitan is for weights alone")
+    argv = ("hf2fsdp", tmp_path / "out", tmp_path / "other", "--names", "torchtitan", "--with-optimizer")
+    refused(convert(*argv), 2, "--names torchtitan is for weights alone")
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
@@ -206,18 +206,18 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 def test_its_adamw_that_leaves_steps_out_is_known_by_its_config(convert, tmp_path, torch_reads_it):
     """Its groups have less than those of torch's, and could be another optimizer's."""
-    skip, words = HERE / "skip_step_v300", ("--names", "olmo-core", "--with-optimizer")
-    ran = convert("hf2fsdp", skip, tmp_path / "out", *words)
+    skip, options = HERE / "skip_step_v300", ("--names", "olmo-core", "--with-optimizer")
+    ran = convert("hf2fsdp", skip, tmp_path / "out", *options)
     assert ran.code == 0, ran.err
     ours, theirs = tensors(tmp_path / "out"), tensors(skip / "model_and_optim")
     assert (ours.keys(), len(ours)) == (theirs.keys(), 14 * 4)
-    assert all(ours[name].equal(one) for name, one in theirs.items())
+    assert all(ours[name].equal(tensor) for name, tensor in theirs.items())
     settings = settings_of(skip / "model_and_optim")
     assert (len(settings), settings.items() <= settings_of(tmp_path / "out").items()) == (14 * 5, True)
     for name in ("Lion", None):
         changes = {"train_module.optim._CLASS_": name and f"olmo_core.optim.{name}Config"}
         changed = edited(skip, tmp_path / str(name), "config.json", changes)
-        refused(convert("hf2fsdp", changed, tmp_path / "none", *words), 4, "its optimizer is of an unknown kind")
+        refused(convert("hf2fsdp", changed, tmp_path / "none", *options), 4, "its optimizer is of an unknown kind")
 
 
 def test_its_own_config_says_all_but_how_long_a_sequence_may_be(convert, tmp_path):

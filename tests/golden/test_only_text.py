@@ -86,18 +86,18 @@ def test_it_computes_what_the_whole_computes_of_text(convert, tmp_path, kind):
 
     model = build(kind, tied=kind in ("gemma3", "qwen3_5"))
     source = save(model, tmp_path / "whole")
-    told = json.loads(convert("hf2hf", source, tmp_path / "text", "--only", "text", "-n", "--json").out)
-    assert any("--only text leaves out" in note for note in told["notes"])
+    summary = json.loads(convert("hf2hf", source, tmp_path / "text", "--only", "text", "-n", "--json").out)
+    assert any("--only text leaves out" in note for note in summary["notes"])
     ran = convert("hf2hf", source, tmp_path / "text", "--only", "text")
     assert ran.code == 0, ran.err
     alone, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text", output_loading_info=True)
     assert not any(report.values()), report
     torch.testing.assert_close(logits(alone.eval()), logits(model), atol=1e-5, rtol=0)
-    whole = {key.replace("language_model.", "", 1): value for key, value in model.state_dict().items()}
-    whole = {key.replace("model.model.", "model."): value for key, value in whole.items()}
-    assert all(torch.equal(value, whole[key]) for key, value in alone.state_dict().items())
-    held = set(files(tmp_path / "text"))
-    assert held == {"config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors"}
+    state = {key.replace("language_model.", "", 1): value for key, value in model.state_dict().items()}
+    state = {key.replace("model.model.", "model."): value for key, value in state.items()}
+    assert all(torch.equal(value, state[key]) for key, value in alone.state_dict().items())
+    names = set(files(tmp_path / "text"))
+    assert names == {"config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors"}
     left = json.loads((tmp_path / "text/vitruvian.json").read_text())["source"]["left_out"]
     assert left, "the manifest names no tower"
     assert not any("language" in name for name in left)
@@ -119,14 +119,14 @@ def test_a_head_of_which_the_config_says_two_things(convert, tmp_path):
     assert json.loads((tmp_path / "text/config.json").read_text())["tie_word_embeddings"] is True
 
 
-def adapter_of(source: Path, out: Path, **words: Any) -> Any:
+def adapter_of(source: Path, out: Path, **settings: Any) -> Any:
     """An adapter of the whole model, as PEFT saves it, and what PEFT merges it to."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32)
-    wrapped = get_peft_model(model, LoraConfig(r=2, lora_alpha=3, **words))
+    wrapped = get_peft_model(model, LoraConfig(r=2, lora_alpha=3, **settings))
     dice = torch.Generator().manual_seed(7)
     for name, tensor in sorted(wrapped.named_parameters()):
         if "lora_" in name:
@@ -142,8 +142,8 @@ def test_an_adapter_that_knows_the_names_in_memory(convert, tmp_path, kind):
 
     source = save(build(kind, tied=kind == "gemma3"), tmp_path / "whole")
     pattern = {"model.language_model.layers.0.self_attn.q_proj": 3}
-    words = {"target_modules": r"model\.language_model\..*\.(q|up)_proj", "rank_pattern": pattern}
-    adapter_of(source, tmp_path / "adapter", **words).save_pretrained(tmp_path / "judge")
+    settings = {"target_modules": r"model\.language_model\..*\.(q|up)_proj", "rank_pattern": pattern}
+    adapter_of(source, tmp_path / "adapter", **settings).save_pretrained(tmp_path / "judge")
     ran = convert("merge", source, tmp_path / "adapter", tmp_path / "out")
     assert ran.code == 0, ran.err
     ours, theirs, base = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "judge", "whole"))
@@ -185,7 +185,7 @@ def test_it_comes_out_of_trainings_and_goes_into_megatron(convert, tmp_path):
     model = build("qwen3_vl_moe", tied=False)
     source = save(model, tmp_path / "whole")
     assert convert("hf2hf", source, tmp_path / "text", "--only", "text").code == 0
-    wanted = files(tmp_path / "text")["model.safetensors"]
+    expected = files(tmp_path / "text")["model.safetensors"]
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     tag = tmp_path / "run/global_step1"
     tag.mkdir(parents=True)
@@ -195,7 +195,7 @@ def test_it_comes_out_of_trainings_and_goes_into_megatron(convert, tmp_path):
     for command, folder in (("fsdp2hf", tmp_path / "dcp"), ("zero2hf", tag)):
         ran = convert(command, folder, tmp_path / command, "--config", source, "--only", "text")
         assert ran.code == 0, ran.err
-        assert files(tmp_path / command)["model.safetensors"] == wanted
+        assert files(tmp_path / command)["model.safetensors"] == expected
     for command in ("hf2megatron", "hf2fsdp"):
         ran = convert(command, source, tmp_path / command, "--only", "text")
         assert ran.code == 0, ran.err
@@ -203,7 +203,7 @@ def test_it_comes_out_of_trainings_and_goes_into_megatron(convert, tmp_path):
         assert (
             convert({"hf2megatron": "megatron2hf", "hf2fsdp": "fsdp2hf"}[command], tmp_path / command, back).code == 0
         )
-        assert files(back)["model.safetensors"] == wanted
+        assert files(back)["model.safetensors"] == expected
     ran = convert("hf2hf", tmp_path / "text", tmp_path / "again", "--only", "text")
     assert (ran.code, "holds a model of text alone" in ran.err) == (2, True)
 

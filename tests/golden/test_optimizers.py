@@ -40,30 +40,30 @@ def go_on(jobs: list[dict[str, Any]], folder: Path) -> None:
 
 
 def test_a_training_goes_on_in_another_framework(model, convert, megatron_core, tmp_path):
-    begun: dict[str, dict[str, Any]] = {}
+    jobs: dict[str, dict[str, Any]] = {}
     for name, topology in MODELS.items():
         source, weights = model(name), tmp_path / f"{name}-weights"
-        words = [*topology.flags, "--norm", "local", "--make-vocab-size-divisible-by", 1]
-        assert convert("hf2megatron", source, weights, *words).code == 0
+        options = [*topology.flags, "--norm", "local", "--make-vocab-size-divisible-by", 1]
+        assert convert("hf2megatron", source, weights, *options).code == 0
         rest = {"hf": str(source), "losses": str(tmp_path / f"{name}-losses"), "weights": str(weights)}
         saves = {str(tmp_path / f"{name}-run"): "torch_dist"}
-        begun[name] = {"dtype": "float32", "distributed": False, "multiple": 1, **at(topology), **rest, "save": saves}
-    train(megatron_core, [*begun.values()], tmp_path)
+        jobs[name] = {"dtype": "float32", "distributed": False, "multiple": 1, **at(topology), **rest, "save": saves}
+    train(megatron_core, [*jobs.values()], tmp_path)
 
     moved, back = [], []
-    for way, (command, words, more) in WAYS.items():
-        job, out, saved = begun[way.split("-")[0]], tmp_path / way, tmp_path / f"{way}-saved"
-        ran = convert(command, next(iter(job["save"])), out, *words, "--vocab-size", 211)
+    for way, (command, options, more) in WAYS.items():
+        job, out, saved = jobs[way.split("-")[0]], tmp_path / way, tmp_path / f"{way}-saved"
+        ran = convert(command, next(iter(job["save"])), out, *options, "--vocab-size", 211)
         assert ran.code == 0, ran.err
         places = {"resume": str(out), "step": 3, "save": str(saved)}
         moved.append({"hf": job["hf"], "losses": job["losses"], **places, **more})
     go_on(moved, tmp_path)
 
     for way, (kind, topology) in zip(WAYS, (("torch_dist", ONE), ("torch", VPP2), ("torch", PP2)), strict=True):
-        job, out = begun[way.split("-")[0]], tmp_path / f"{way}-back"
-        words = [*topology.flags, "--format", kind, "--norm", "local", "--make-vocab-size-divisible-by", 1]
-        words += ["--with-optimizer", "--config", job["hf"], "--consumed-samples", 3]
-        ran = convert("hf2megatron", tmp_path / f"{way}-saved", out, *words)
+        job, out = jobs[way.split("-")[0]], tmp_path / f"{way}-back"
+        options = [*topology.flags, "--format", kind, "--norm", "local", "--make-vocab-size-divisible-by", 1]
+        options += ["--with-optimizer", "--config", job["hf"], "--consumed-samples", 3]
+        ran = convert("hf2megatron", tmp_path / f"{way}-saved", out, *options)
         assert ran.code == 0, ran.err
         rest = {key: job[key] for key in ("hf", "dtype", "distributed", "multiple", "losses")}
         back.append({**rest, **at(topology), "resume": str(out), "foreign": True})

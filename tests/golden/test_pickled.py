@@ -85,7 +85,7 @@ def test_an_index_and_its_files(pickled, convert):
     index = folder / "pytorch_model.bin.index.json"
     placed = json.loads(index.read_text())
     first = next(iter(placed["weight_map"]))
-    for name, code, words in (
+    for name, code, message in (
         ("../model.bin", 3, "is not a file name"),
         ("model.safetensors", 3, "is not a file name"),
         ("pytorch_model-00009-of-00009.bin", 3, "No such file"),
@@ -93,7 +93,7 @@ def test_an_index_and_its_files(pickled, convert):
     ):
         index.write_text(json.dumps({"weight_map": placed["weight_map"] | {first: name}}))
         ran = convert("inspect", folder)
-        assert (ran.code, words in ran.err) == (code, True), ran.err
+        assert (ran.code, message in ran.err) == (code, True), ran.err
 
 
 def test_weights_that_lack_only_a_config(model, pickled, convert, tmp_path):

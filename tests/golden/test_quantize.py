@@ -103,20 +103,20 @@ def test_transformers_replaces_what_is_quantized_and_nothing_else(name, monkeypa
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     spec = from_huggingface(config.to_dict() | settings, {}, "config.json")
     shapes = {slot.keys[0]: slot.shape for slot in model_slots(spec) if "optional" not in slot.rule.conditions}
-    held = {key: Fragment(Path("hf"), 0, "BF16", shape, row_major(shape)) for key, shape in shapes.items()}
-    tensors, _ = match(model_slots(spec), {ALONE: held}, (), Path("hf"))
+    fragments = {key: Fragment(Path("hf"), 0, "BF16", shape, row_major(shape)) for key, shape in shapes.items()}
+    tensors, _ = match(model_slots(spec), {ALONE: fragments}, (), Path("hf"))
     source = Checkpoint(Path("hf"), Path("hf"), HUGGINGFACE.name, spec, tuple(tensors), (), (), config=config.to_dict())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     linear = {type(module).__name__ for module in model.modules()} & {"Conv1D", "FalconLinear"}
     assert linear == {family_of(name).linear} - {""}
-    if words := REFUSED.get(family_of(name).name):
-        with pytest.raises((RefusedError, UnsupportedError), match=words):
+    if message := REFUSED.get(family_of(name).name):
+        with pytest.raises((RefusedError, UnsupportedError), match=message):
             quantizing.quantized(source)
         return
     assert not linear
-    made, quantization = quantizing.quantized(source)
-    written = {placed.key for placed in made.tensors}
+    checkpoint, quantization = quantizing.quantized(source)
+    written = {placed.key for placed in checkpoint.tensors}
     coded = {
         (tensor, placed.slot.layer)
         for placed in tensors if f"{placed.key}_scale_inv" in written for tensor in placed.slot.rule.pattern.tensors
@@ -146,7 +146,7 @@ def test_every_float_becomes_the_byte_that_torch_gives():
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "code", "words"),
+    ("name", "options", "code", "message"),
     [
         ("llama", ["--dtype", "fp32"], 2, "--quantize fp8-block and --dtype contradict each other"),
         ("llama", ["--verbatim"], 4, "cannot be quantized: --verbatim"),
@@ -154,9 +154,9 @@ def test_every_float_becomes_the_byte_that_torch_gives():
         ("gpt2", [], 4, "the linear layers of gpt2 are Conv1D, and transformers replaces nn.Linear alone"),
     ],
 )
-def test_what_cannot_be_quantized_is_refused(name, options, code, words, model, convert, tmp_path):
+def test_what_cannot_be_quantized_is_refused(name, options, code, message, model, convert, tmp_path):
     source = model(name, "bfloat16", **MODELS.get(name, {}))
-    refused(convert("hf2hf", source, tmp_path / "out", "--quantize", "fp8-block", *options), code, words)
+    refused(convert("hf2hf", source, tmp_path / "out", "--quantize", "fp8-block", *options), code, message)
 
 
 def test_a_model_without_whole_blocks(model, convert, tmp_path):

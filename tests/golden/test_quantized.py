@@ -32,9 +32,9 @@ LINEAR = ("_proj.weight", "_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight
 def rewritten(source: Path, folder: Path, change, quantization: dict) -> Path:
     """A copy of a model with other tensors."""
     shutil.copytree(source, folder)
-    held, more = load_file(folder / "model.safetensors"), {}
+    tensors, more = load_file(folder / "model.safetensors"), {}
     torch.manual_seed(0)
-    for name, tensor in held.items():
+    for name, tensor in tensors.items():
         more |= change(name, tensor)
     save_file(more, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text()) | {"dtype": "float8_e4m3fn"}
@@ -98,17 +98,17 @@ def minimax(model, tmp_path_factory):
     return rewritten(source, tmp_path_factory.mktemp("minimax") / "hf", scaled((8, 8)), FP8)
 
 
-def same_model(one: Path, two: Path) -> None:
+def same_model(first: Path, second: Path) -> None:
     """Two folders that transformers loads as one model, without a missing or unexpected key."""
-    found = []
-    for path in (one, two):
-        net, said = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, output_loading_info=True)
-        assert not said["missing_keys"]
-        assert not said["unexpected_keys"]
-        found.append(net.state_dict())
-    assert found[0].keys() == found[1].keys()
-    for name, tensor in found[0].items():
-        assert torch.equal(tensor.view(torch.int16), found[1][name].view(torch.int16)), name
+    states = []
+    for path in (first, second):
+        net, info = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        states.append(net.state_dict())
+    assert states[0].keys() == states[1].keys()
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor.view(torch.int16), states[1][name].view(torch.int16)), name
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def test_what_is_read_is_what_transformers_reads(kind, count, how, convert, tmp_
 
 @pytest.mark.parametrize(("name", "grid"), [("mistral", ()), ("deepseek_v3", ()), ("qwen3", (1,)), ("llama", (1, 1))])
 def test_one_scale_for_a_matrix(name, grid, model, convert, tmp_path):
-    said = FP8 | {"activation_scheme": "static", "weight_block_size": None, "dequantize": True}
-    source = rewritten(model(name, "bfloat16"), tmp_path / "hf", scaled_whole(*grid), said)
+    quantization = FP8 | {"activation_scheme": "static", "weight_block_size": None, "dequantize": True}
+    source = rewritten(model(name, "bfloat16"), tmp_path / "hf", scaled_whole(*grid), quantization)
     ran = convert("hf2hf", source, tmp_path / "out")
     assert ran.code == 0, ran.err
     count = sum("activation_scale" in key for key in load_file(source / "model.safetensors"))
@@ -153,10 +153,10 @@ def test_it_goes_to_megatron_and_back(kind, convert, tmp_path, request):
     assert convert("verify", tmp_path / "m", source).code == 0
     assert convert("megatron2hf", tmp_path / "m", tmp_path / "back").code == 0
     same_model(source, tmp_path / "back")
-    wanted = convert("digest", source).out
-    assert convert("digest", tmp_path / "m").out.split()[0] == wanted.split()[0]
+    digest = convert("digest", source).out
+    assert convert("digest", tmp_path / "m").out.split()[0] == digest.split()[0]
     small = convert("digest", source, "-j", 3, "--memory", "200KB")
-    assert (small.code, small.out) == (0, wanted)
+    assert (small.code, small.out) == (0, digest)
 
 
 def test_another_block_is_another_conversion(model, convert, tmp_path):
@@ -173,13 +173,15 @@ def test_another_block_is_another_conversion(model, convert, tmp_path):
     refused(convert("hf2hf", source, tmp_path / "out"), 7, "another conversion")
 
 
-@pytest.mark.parametrize("said", [{"quant_method": "bitnet", "linear_class": "autobitlinear"}, {"quant_method": "fp8"}])
-def test_what_is_not_known_stays_in_the_config(model, convert, tmp_path, said):
+@pytest.mark.parametrize(
+    "quantization", [{"quant_method": "bitnet", "linear_class": "autobitlinear"}, {"quant_method": "fp8"}]
+)
+def test_what_is_not_known_stays_in_the_config(model, convert, tmp_path, quantization):
     """bitnet rounds as it computes: weights in floats that have it are not those of another model."""
-    source = rewritten(model("llama", "bfloat16"), tmp_path / "hf", without("-"), said)
+    source = rewritten(model("llama", "bfloat16"), tmp_path / "hf", without("-"), quantization)
     assert convert("hf2hf", source, tmp_path / "out").code == 4
     assert convert("hf2hf", source, tmp_path / "out", "--verbatim").code == 0
-    assert json.loads((tmp_path / "out/config.json").read_text())["quantization_config"] == said
+    assert json.loads((tmp_path / "out/config.json").read_text())["quantization_config"] == quantization
     assert convert("verify", tmp_path / "out", source).code == 0
 
 
@@ -197,15 +199,15 @@ def test_blocks_that_do_not_fill_a_matrix(model, convert, tmp_path, block, dtype
     quantization = FP8 | {"weight_block_size": list(block)}
     source = rewritten(model("qwen3", "bfloat16"), tmp_path / "hf", scaled(block, dtype), quantization)
     assert convert("hf2hf", source, tmp_path / "out").code == 0
-    held, found = load_file(source / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
-    for name, tensor in found.items():
-        wanted = held[name]
-        if f"{name}_scale_inv" in held:
-            factors = held[f"{name}_scale_inv"].float()
-            for axis, size in enumerate(wanted.shape):
+    stored, converted = load_file(source / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    for name, tensor in converted.items():
+        expected = stored[name]
+        if f"{name}_scale_inv" in stored:
+            factors = stored[f"{name}_scale_inv"].float()
+            for axis, size in enumerate(expected.shape):
                 factors = factors.repeat_interleave(block[axis], axis).narrow(axis, 0, size)
-            wanted = (wanted.float() * factors).bfloat16()
-        assert torch.equal(tensor.view(torch.int16), wanted.view(torch.int16)), name
+            expected = (expected.float() * factors).bfloat16()
+        assert torch.equal(tensor.view(torch.int16), expected.view(torch.int16)), name
 
 
 @given(st.data())
@@ -221,10 +223,10 @@ def test_any_part_of_it_is_a_part_of_the_whole(tmp_path_factory, data):
     factors = random.random(grid, np.float32) if method == "FP8" else random.integers(90, 150, grid, np.uint8)
     codes = random.integers(0, 127, count if method == "FP8" else count // 2, np.uint8)
     file.write_bytes(codes.tobytes() + factors.tobytes())
-    held = Fragment(file, codes.nbytes, "F32" if method == "FP8" else "U8", grid, row_major(grid))
+    scale_fragment = Fragment(file, codes.nbytes, "F32" if method == "FP8" else "U8", grid, row_major(grid))
     shape = (stack, rows, columns)
-    scales = Scales(method, held, block, rows, columns, "scales")
-    whole = Fragment(file, 0, "BF16", shape, row_major(shape), scales=scales)
+    scales = Scales(method, scale_fragment, block, rows, columns, "scales")
+    tensor = Fragment(file, 0, "BF16", shape, row_major(shape), scales=scales)
     first = data.draw(st.integers(0, count - 1))
     last = data.draw(st.integers(first + 1, count))
     descriptor = file.open("rb")
@@ -232,7 +234,7 @@ def test_any_part_of_it_is_a_part_of_the_whole(tmp_path_factory, data):
         parts = []
         for start, stop in ((first, last), (0, count)):
             out = np.zeros(stop - start, np.uint16)
-            read_bf16(lambda _: nullcontext(descriptor.fileno()), whole, scales, 2 * start, out.data.cast("B"))
+            read_bf16(lambda _: nullcontext(descriptor.fileno()), tensor, scales, 2 * start, out.data.cast("B"))
             parts.append(out)
     assert np.array_equal(parts[0], parts[1][first:last])
     wide = np.repeat(np.repeat(factors, block[0], 1)[:, :rows], block[1], 2)[..., :columns].ravel()
@@ -290,7 +292,7 @@ def broken(value: float):
 
 
 @pytest.mark.parametrize(
-    ("kind", "value", "words"),
+    ("kind", "value", "message"),
     [
         ("deepseek", float("nan"), "self_attn.o_proj.weight_scale_inv is nan"),
         ("deepseek", 0.0, "self_attn.o_proj.weight_scale_inv is 0"),
@@ -302,12 +304,12 @@ def broken(value: float):
         ("oss", 252, ""),
     ],
 )
-def test_a_scale_that_no_quantizer_writes(kind, value, words, convert, tmp_path, request):
-    said = MXFP4 if kind == "oss" else FP8
-    source = rewritten(request.getfixturevalue(kind), tmp_path / "hf", broken(value), said)
+def test_a_scale_that_no_quantizer_writes(kind, value, message, convert, tmp_path, request):
+    quantization = MXFP4 if kind == "oss" else FP8
+    source = rewritten(request.getfixturevalue(kind), tmp_path / "hf", broken(value), quantization)
     ran = convert("hf2hf", source, tmp_path / "out", "--dtype", "bf16")
-    if words:
-        refused(ran, 5, source / "model.safetensors", words, "--verbatim carries every tensor")
+    if message:
+        refused(ran, 5, source / "model.safetensors", message, "--verbatim carries every tensor")
         assert not (tmp_path / "out").exists()
         assert convert("hf2hf", source, tmp_path / "kept", "--verbatim").code == 0
     else:
@@ -326,26 +328,26 @@ def test_an_element_of_fp8_that_is_no_number(deepseek, convert, tmp_path):
 
 
 def test_elements_that_do_not_lie_row_by_row(deepseek, convert, tmp_path):
-    held = load_file(deepseek / "model.safetensors")
+    tensors = load_file(deepseek / "model.safetensors")
     for name in ("o_proj.weight", "o_proj.weight_scale_inv"):
         folder = tmp_path / name.rpartition(".")[2]
         shutil.copytree(deepseek, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-        turned = {key: one.t().contiguous().t() if key.endswith(name) else one for key, one in held.items()}
+        turned = {key: tensor.t().contiguous().t() if key.endswith(name) else tensor for key, tensor in tensors.items()}
         torch.save(turned, folder / "pytorch_model.bin")
         refused(convert("digest", folder), 4, f"{name} is not row-major: strides [1, ")
-    torch.save(held, folder / "pytorch_model.bin")
+    torch.save(tensors, folder / "pytorch_model.bin")
     assert convert("digest", folder).out.split()[0] == convert("digest", deepseek).out.split()[0]
 
 
 def test_a_block_larger_than_its_matrix(model, convert, tmp_path):
     block = (8, 10**9)
-    said = FP8 | {"weight_block_size": list(block)}
-    source = rewritten(model("qwen3", "bfloat16"), tmp_path / "hf", scaled(block), said)
+    quantization = FP8 | {"weight_block_size": list(block)}
+    source = rewritten(model("qwen3", "bfloat16"), tmp_path / "hf", scaled(block), quantization)
     assert convert("hf2hf", source, tmp_path / "out").code == 0
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "said", "code", "words"),
+    ("kind", "change", "fields", "code", "messages"),
     [
         ("oss", without("down_proj_scales"), {}, 3, ["experts.down_proj_blocks, and no file its", "down_proj_scales"]),
         ("oss", also("down_proj"), {}, 3, ["down_proj_blocks, and model.layers.0.mlp.experts.down_proj is there too"]),
@@ -367,10 +369,10 @@ def test_a_block_larger_than_its_matrix(model, convert, tmp_path):
         ("deepseek", without("-"), {"quant_method": "gptq"}, 4, ["a quantization_config are not supported"]),
     ],
 )
-def test_what_does_not_fit_is_refused(kind, change, said, code, words, convert, tmp_path, request):
-    quantization = (MXFP4 if kind == "oss" else FP8) | said
+def test_what_does_not_fit_is_refused(kind, change, fields, code, messages, convert, tmp_path, request):
+    quantization = (MXFP4 if kind == "oss" else FP8) | fields
     source = rewritten(request.getfixturevalue(kind), tmp_path / "hf", change, quantization)
-    refused(convert("hf2megatron", source, tmp_path / "out", "--ep", 2), code, *words)
+    refused(convert("hf2megatron", source, tmp_path / "out", "--ep", 2), code, *messages)
     assert convert("hf2hf", source, tmp_path / "kept", "--verbatim").code == 0
 
 
@@ -380,8 +382,8 @@ def test_a_config_that_names_no_quantization(kind, convert, tmp_path, request):
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
-    words = ["holds model.layers.0.", "and config.json beside it no quantization_config"]
-    refused(convert("inspect", folder), 3, *words)
+    messages = ["holds model.layers.0.", "and config.json beside it no quantization_config"]
+    refused(convert("inspect", folder), 3, *messages)
 
 
 @pytest.mark.parametrize("kind", ["oss", "deepseek"])
@@ -389,10 +391,10 @@ def test_a_quantization_that_is_not_known_and_a_base(kind, convert, tmp_path, re
     """A base in floats does not tell what the elements stand for, so that no hint names it."""
     unknown = rewritten(request.getfixturevalue(kind), tmp_path / "hf", without("-"), {"quant_method": "theirs"})
     base = model({"oss": "gpt_oss", "deepseek": "deepseek_v3"}[kind], "bfloat16")
-    words = [unknown / "config.json", "a quantization_config are not supported", "hint: ", "--verbatim"]
+    messages = [unknown / "config.json", "a quantization_config are not supported", "hint: ", "--verbatim"]
     for named in ([], ["--config", base]):
         ran = convert("hf2hf", unknown, tmp_path / "out", *named)
-        refused(ran, 4, *words)
+        refused(ran, 4, *messages)
         assert "BASE" not in ran.err
 
 
@@ -401,14 +403,14 @@ def test_a_quantization_in_text_config(known, deepseek, convert, tmp_path):
     """transformers reads it there, too."""
     folder = shutil.copytree(deepseek, tmp_path / "hf")
     config = json.loads((folder / "config.json").read_text())
-    said = config.pop("quantization_config") | ({} if known else {"quant_method": "theirs"})
+    quantization = config.pop("quantization_config") | ({} if known else {"quant_method": "theirs"})
     fragments = read_files(folder)
     if known:
-        expected = dequantized(fragments, {"quantization_config": said})
-        assert dequantized(fragments, {"text_config": config | {"quantization_config": said}}) == expected
+        expected = dequantized(fragments, {"quantization_config": quantization})
+        assert dequantized(fragments, {"text_config": config | {"quantization_config": quantization}}) == expected
     else:
         with pytest.raises(UnsupportedError, match="models with a quantization_config are not supported"):
-            dequantized(fragments, {"text_config": config | {"quantization_config": said}})
+            dequantized(fragments, {"text_config": config | {"quantization_config": quantization}})
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -417,12 +419,12 @@ def test_a_config_that_names_nothing(known, model, convert, tmp_path):
     for value in ({}, None):
         folder = shutil.copytree(model("llama"), tmp_path / str(value))
         config = json.loads((folder / "config.json").read_text()) | {"quantization_config": value}
-        words = ["hf2hf", folder, tmp_path / f"out{value}"]
+        argv = ["hf2hf", folder, tmp_path / f"out{value}"]
         if not known:
             config |= {"model_type": "foo", "architectures": ["FooForCausalLM"]}
-            words.append("--verbatim")
+            argv.append("--verbatim")
         (folder / "config.json").write_text(json.dumps(config))
-        ran = convert(*words)
+        ran = convert(*argv)
         if value is None:
             assert ran.code == 0, ran.err
             assert "quantized" not in ran.err

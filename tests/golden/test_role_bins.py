@@ -25,8 +25,8 @@ USERS = ["--tokenizer_type", "SentencePieceTokenizer", "--vocab_extra_ids_list",
 HELLO = '{"conversations": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "good day"}]}'
 
 
-def converted(train, prefix, inputs, *words, model=BYTES):
-    ran = train("role-bins", "--input", *inputs, "--output_prefix", prefix, "--vocab_file", model, *USERS, *words)
+def converted(train, prefix, inputs, *options, model=BYTES):
+    ran = train("role-bins", "--input", *inputs, "--output_prefix", prefix, "--vocab_file", model, *USERS, *options)
     assert ran.code == 0, ran.err
     return ran
 
@@ -54,12 +54,12 @@ def plain(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("plain")
     lines = [line for path in INPUTS for line in path.read_text().splitlines()]
-    kept = {}
+    paths = {}
     for name, without in (("plain", {"c4"}), ("plainer", {"c4", "c16"})):
-        kept[name] = folder / f"{name}.jsonl"
+        paths[name] = folder / f"{name}.jsonl"
         chosen = [line for line in lines if json.loads(line)["id"] not in without]
-        kept[name].write_text("\n".join(chosen) + "\n")
-    return kept
+        paths[name].write_text("\n".join(chosen) + "\n")
+    return paths
 
 
 def test_the_real_files_without_packing(train, tmp_path, plain):
@@ -84,16 +84,16 @@ def test_the_length_of_a_row_is_that_of_the_real_tool(train, tmp_path, plain):
 
 def test_the_real_files_with_new_tokens(train, tmp_path, plain):
     """<CLS> and four more come before <|im_start|>, which is 705 then."""
-    words = ["--do_packing", "--max_seq_length", 256]
-    ran = converted(train, tmp_path / "P", [plain["plainer"]], *words)
+    options = ["--do_packing", "--max_seq_length", 256]
+    ran = converted(train, tmp_path / "P", [plain["plainer"]], *options)
     same(tmp_path / "P", "plain_newtok_pack256")
     printed = "<CLS> 700, <SEP> 701, <EOD> 702, <MASK> 703, <PAD> 704, <s> 1, </s> 2, <|im_start|> 705, <|im_end|> 706"
     assert printed in ran.err
 
 
 def test_the_real_files_with_a_normalizing_model(train, tmp_path, plain):
-    words = ["--no_new_tokens", "--do_packing", "--max_seq_length", 256]
-    converted(train, tmp_path / "P", [plain["plain"]], *words, model=MODEL)
+    options = ["--no_new_tokens", "--do_packing", "--max_seq_length", 256]
+    converted(train, tmp_path / "P", [plain["plain"]], *options, model=MODEL)
     same(tmp_path / "P", "plain_nfkc_pack256")
 
 
@@ -106,8 +106,8 @@ def test_the_real_files_with_a_large_vocabulary(train, tmp_path, plain):
     for number in range(66_000):
         proto.pieces.add(piece=f"\ue000dummy{number:05d}", score=-1e6 - number, type=5)
     (tmp_path / "big.model").write_bytes(proto.SerializeToString())
-    words = ["--no_new_tokens", "--do_packing", "--max_seq_length", 256]
-    converted(train, tmp_path / "P", [plain["plain"]], *words, model=tmp_path / "big.model")
+    options = ["--no_new_tokens", "--do_packing", "--max_seq_length", 256]
+    converted(train, tmp_path / "P", [plain["plain"]], *options, model=tmp_path / "big.model")
     same(tmp_path / "P", "plain_big_pack256")
 
 
@@ -121,7 +121,7 @@ def test_the_real_documents_are_packed_into_the_real_rows(length):
         for number in range(len(theirs)):
             pieces = range(rows.offsets[number], rows.offsets[number + 1])
             parts = [documents[rows.documents[piece]][: rows.lengths[piece]].tolist() for piece in pieces]
-            row = parts[0] + [one for part in parts[1:] for one in (mark, *part)]
+            row = parts[0] + [token for part in parts[1:] for token in (mark, *part)]
             assert row == theirs[number].tolist()
 
 
@@ -238,16 +238,16 @@ def test_the_bins_can_be_shown(train, tmp_path):
 
 
 def test_what_is_cut_is_told(train, tmp_path, plain):
-    words = ["--no_new_tokens", "--do_packing", "--max_seq_length", 219]
-    ran = converted(train, tmp_path / "P", [plain["plain"]], *words)
+    options = ["--no_new_tokens", "--do_packing", "--max_seq_length", 219]
+    ran = converted(train, tmp_path / "P", [plain["plain"]], *options)
     sizes = np.array(open_indexed(REAL / "plain_nopack-text").sizes)
     lost = int((sizes[sizes > 219] - 219).sum())
     assert re.search(rf"1 document\b.* longer than a row: cut, {lost} tokens are lost", ran.err)
 
 
 def test_several_files_are_one_after_the_other(train, tmp_path):
-    for name, words in {"P": INPUTS, "Q": [",".join(map(str, INPUTS))], "R": [INPUTS[0], "--input", INPUTS[1]]}.items():
-        converted(train, tmp_path / name, words)
+    for name, paths in {"P": INPUTS, "Q": [",".join(map(str, INPUTS))], "R": [INPUTS[0], "--input", INPUTS[1]]}.items():
+        converted(train, tmp_path / name, paths)
     for file in FILES:
         assert len({Path(f"{tmp_path}/{name}-{file}").read_bytes() for name in "PQR"}) == 1
 
@@ -259,7 +259,7 @@ def test_a_dry_run_writes_nothing(train, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "message"),
+    ("options", "code", "message"),
     [
         (["--max-seq-length", 8], 2, "--max-seq-length 8 has no effect without --do-packing"),
         (["--vocab-extra-ids-list", "<|im_end|>"], 2, "lacks <|im_start|>"),
@@ -270,9 +270,9 @@ def test_a_dry_run_writes_nothing(train, tmp_path):
         (["--tokenizer_type", "GPT2BPETokenizer"], 2, "GPT2BPETokenizer"),
     ],
 )
-def test_wrong_words(train, tmp_path, words, code, message):
+def test_wrong_words(train, tmp_path, options, code, message):
     base = ["--input", INPUTS[0], "--output-prefix", tmp_path / "P", "--vocab-file", MODEL]
-    ran = train("role-bins", *base, *words)
+    ran = train("role-bins", *base, *options)
     assert ran.code == code
     assert message in ran.err
     assert not list(tmp_path.iterdir())
@@ -297,10 +297,10 @@ def test_packing_needs_a_token_that_begins_a_text(train, tmp_path):
     proto.pieces[1].piece = "<nothing>"
     (tmp_path / "x.model").write_bytes(proto.SerializeToString())
     source = written(tmp_path, HELLO, HELLO)
-    words = ["role-bins", "--input", source, "--vocab-file", tmp_path / "x.model", "--do-packing", "--output-prefix"]
-    ran = train(*words, tmp_path / "P", "--no-new-tokens")
+    argv = ["role-bins", "--input", source, "--vocab-file", tmp_path / "x.model", "--do-packing", "--output-prefix"]
+    ran = train(*argv, tmp_path / "P", "--no-new-tokens")
     assert ran.code == 2
     assert "no BOS token" in ran.err
-    assert train(*words, tmp_path / "P").code == 0
+    assert train(*argv, tmp_path / "P").code == 0
     row = open_indexed(tmp_path / "P-text")[0].tolist()
     assert row[(len(row) - 1) // 2] == 705, "<BOS> is new, behind <PAD>"

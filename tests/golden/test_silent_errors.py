@@ -47,10 +47,12 @@ def test_query_key_value_of_a_model_without_shared_heads_is_interleaved(loaded):
     assert mean_distance(model, case) < MEAN
     with torch.no_grad():
         for layer in model.model.layers:
-            one = layer.self_attn
-            heads = [each.weight.unflatten(0, (4, 8)) for each in (one.q_proj, one.k_proj, one.v_proj)]
+            attention = layer.self_attn
+            heads = [
+                each.weight.unflatten(0, (4, 8)) for each in (attention.q_proj, attention.k_proj, attention.v_proj)
+            ]
             rows = torch.stack(heads, 1).flatten(0, 2)  # as they lie in the file
-            for each, part in zip((one.q_proj, one.k_proj, one.v_proj), rows.chunk(3), strict=True):
+            for each, part in zip((attention.q_proj, attention.k_proj, attention.v_proj), rows.chunk(3), strict=True):
                 each.weight.copy_(part)
     assert mean_distance(model, case) > 10 * MEAN
 

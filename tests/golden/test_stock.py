@@ -46,8 +46,8 @@ class Case(NamedTuple):
 
 def rope(model: str, accepted: str = "", **parameters: Any) -> Case:
     """A model with another rope scaling, and what has to be accepted for it."""
-    words = (*LOCAL, *(("--accept", accepted) if accepted else ()))
-    return Case(model, words, changes=(("rope_parameters", parameters),))
+    options = (*LOCAL, *(("--accept", accepted) if accepted else ()))
+    return Case(model, options, changes=(("rope_parameters", parameters),))
 
 
 THETA = {"rope_theta": 1e4}
@@ -71,8 +71,8 @@ SCALED = (
     rope("deepseek_v3", "latent_yarn", **{**YARN, "original_max_position_embeddings": 4096, "beta_fast": 16.0}),
 )  # fmt: skip
 CUT = tuple(
-    Case(name, (*LOCAL, *words), ranks)
-    for words, ranks, names in (
+    Case(name, (*LOCAL, *options), ranks)
+    for options, ranks, names in (
         (("--tp", "2"), 2, ("llama", "qwen2-tied", "mistral", "gpt2", "nemotron", "gpt_oss", "phi3", "mixtral")),
         (("--pp", "2"), 2, ("llama-tied", "qwen3-tied", "smollm3", "starcoder2", "glm4_moe", "deepseek_v3")),
         (("--pp", "2", "--first-stage-layers", "1"), 2, ("llama",)),
@@ -81,11 +81,11 @@ CUT = tuple(
         (("--tp", "2", "--ep", "2", "--etp", "1"), 2, ("gpt_oss", "dots1-tied", "hy_v3")),
     )
     for name in names
-    if not (name.startswith("gpt_oss") and words == ("--tp", "2"))
+    if not (name.startswith("gpt_oss") and options == ("--tp", "2"))
 )
 DIST = tuple(
-    Case(name, (*norm, "--format", "torch_dist", *words), ranks, more=() if norm else TE_NAMES)
-    for norm, words, ranks, names in (
+    Case(name, (*norm, "--format", "torch_dist", *options), ranks, more=() if norm else TE_NAMES)
+    for norm, options, ranks, names in (
         (LOCAL, (), 1, ("llama", "qwen3-tied", "mixtral", "gpt2", "deepseek_v3", "gpt_oss")),
         (LOCAL, ("--tp", "2"), 2, ("llama-tied", "qwen2_moe", "starcoder2")),
         (LOCAL, ("--pp", "2"), 2, ("qwen2", "dots1")),
@@ -98,8 +98,8 @@ HYBRID = [name for name in LINEAR if name.startswith("nemotron_h")]
 by megatron-core's modules alone (`test_megatron_core.py`, `test_megatron_dist.py`)."""
 GATED = [name for name in LINEAR if name not in HYBRID]
 OF_LINEAR = tuple(
-    Case(name, words, ranks, more=TORCH)
-    for words, ranks, names in (
+    Case(name, options, ranks, more=TORCH)
+    for options, ranks, names in (
         (("--experts", "local"), 1, GATED),
         (("--experts", "local", "--tp", "2"), 2, ("qwen3_next", "qwen3_5_text-tied")),
         (("--experts", "local", "--pp", "2"), 2, ("qwen3_next-tied", "qwen3_5_text")),
@@ -164,8 +164,8 @@ def job_of(case: Case, convert: Any, folder: Path, built: dict[str, Any]) -> tup
 
 def difference(job: dict[str, Any], logits: np.ndarray) -> float:
     """How far the judge's logits are from those of transformers, relative to the largest."""
-    found = np.load(job["out"])[..., : logits.shape[-1]]
-    return float(abs(found - logits).max() / abs(logits).max())
+    computed = np.load(job["out"])[..., : logits.shape[-1]]
+    return float(abs(computed - logits).max() / abs(logits).max())
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -191,10 +191,10 @@ def test_stock_megatron_computes_what_transformers_computes(convert, tmp_path, p
         if answer is not None:
             failed.append(f"{case}: {answer[-700:]}")
             continue
-        found = difference(job, logits)
-        worst = max(worst, (str(case), found), key=lambda one: one[1])
-        if not found < TOLERANCE:
-            failed.append(f"{case}: {found:.3g} of the largest logit")
+        deviation = difference(job, logits)
+        worst = max(worst, (str(case), deviation), key=lambda pair: pair[1])
+        if not deviation < TOLERANCE:
+            failed.append(f"{case}: {deviation:.3g} of the largest logit")
     record_property("worst", worst)
     print(f"{len(cases)} combinations, worst logit difference {worst[1]:.3g} of the largest: {worst[0]}")
     assert not failed, "\n".join(failed)
@@ -249,7 +249,7 @@ def test_a_layer_that_predicts_a_second_token(convert, tmp_path):
         ),
         Case("qwen3_5_text", (), 1, more=TORCH),
     ]
-    jobs, wanted = [], []
+    jobs, expected = [], []
     for number, case in enumerate(cases):
         source = build(tmp_path / f"hf{number}", case.model)
         ids, logits = logits_of(source)
@@ -257,9 +257,9 @@ def test_a_layer_that_predicts_a_second_token(convert, tmp_path):
         ran = convert("hf2megatron", with_second(source, tmp_path / f"mtp{number}"), run, *case.words)
         assert ran.code == 0, ran.err
         jobs.append({"run": str(run), "ids": ids, "out": f"{run}/logits.npy", "ranks": case.ranks, "more": case.more})
-        wanted.append(logits)
+        expected.append(logits)
     *answers, refused = stock(jobs, tmp_path)
-    for job, logits, answer in zip(jobs, wanted, answers, strict=False):
+    for job, logits, answer in zip(jobs, expected, answers, strict=False):
         assert answer is None, answer
         assert difference(job, logits) < TOLERANCE
     assert (tmp_path / "run3/megatron_flags.txt").read_text().startswith("# flags for Megatron-LM 0.18\n")

@@ -80,16 +80,16 @@ def hugging_face_logits(folder: Path, ids: Any) -> Any:
 def test_what_it_saves_is_read_and_what_we_write_is_loaded(convert, tmp_path):
     import numpy as np
 
-    begun: list[dict[str, Any]] = []
+    trainings: list[dict[str, Any]] = []
     for number, run in enumerate(RUNS):
         saves = {str(tmp_path / f"{how}{number}"): how for how in run.saved}
-        begun.append({"tp": run.tp, "pp": run.pp, "flags": run.flags, "steps": 3, "save": saves})
-        begun[-1] |= {"losses": str(tmp_path / f"losses{number}")} | ({"bucket": run.bucket} if run.bucket else {})
-    begun[1]["save"][str(tmp_path / "shifted")] = "fully_reshardable"
+        trainings.append({"tp": run.tp, "pp": run.pp, "flags": run.flags, "steps": 3, "save": saves})
+        trainings[-1] |= {"losses": str(tmp_path / f"losses{number}")} | ({"bucket": run.bucket} if run.bucket else {})
+    trainings[1]["save"][str(tmp_path / "shifted")] = "fully_reshardable"
     logits = tmp_path / "logits.npz"
     flags = [*RUNS[0].flags, "--ckpt-format", "torch_dist", "--no-load-rng", *LENIENT]
     load = {"tp": 2, "pp": 1, "flags": flags, "load": str(tmp_path / "fully_reshardable0"), "logits": str(logits)}
-    stock([*begun, load], tmp_path / "begun.json")
+    stock([*trainings, load], tmp_path / "begun.json")
     assert not (tmp_path / "dp_reshardable0/iter_0000003/common.pt").exists(), "0.19 keeps it in the DCP"
 
     resumed, references, seen = list[dict[str, Any]](), list[dict[str, Any]](), [dict[str, str]()] * len(RUNS)
@@ -98,14 +98,14 @@ def test_what_it_saves_is_read_and_what_we_write_is_loaded(convert, tmp_path):
         for how, topologies in run.saved.items():
             source = tmp_path / f"{how}{number}"
             digests.add(convert("digest", source, "--vocab-size", VOCAB).out.split()[0])
-            held = states(source, VOCAB)
-            assert held == (seen[number] or held) != {}, f"{how} of {run} has other states than it has otherwise"
-            seen[number] = held
+            state = states(source, VOCAB)
+            assert state == (seen[number] or state) != {}, f"{how} of {run} has other states than it has otherwise"
+            seen[number] = state
             for tp, pp in topologies:
                 out = tmp_path / f"{number}-{how}-{tp}-{pp}"
-                words = ["--tp", tp, "--pp", pp, "--format", "torch_dist", "--norm", "local", "--with-optimizer"]
-                words += ["--archive"] if tp > 1 else []
-                ran = convert("reshard", source, out, *words, "--vocab-size", VOCAB)
+                options = ["--tp", tp, "--pp", pp, "--format", "torch_dist", "--norm", "local", "--with-optimizer"]
+                options += ["--archive"] if tp > 1 else []
+                ran = convert("reshard", source, out, *options, "--vocab-size", VOCAB)
                 assert ran.code == 0, ran.err
                 job = {"tp": tp, "pp": pp, "flags": [*run.flags, "--ckpt-format", "torch_dist", "--no-load-rng"]}
                 resumed.append({**job, "load": str(out), "losses": f"{out}-losses", "like": f"losses{number}"})
@@ -121,9 +121,9 @@ def test_what_it_saves_is_read_and_what_we_write_is_loaded(convert, tmp_path):
 
     back = tmp_path / "back"
     assert convert("megatron2hf", tmp_path / "dp_reshardable0", back, "--vocab-size", VOCAB).code == 0
-    wanted = np.load(logits)
-    apart = np.abs(hugging_face_logits(back, wanted["ids"]) - wanted["logits"][..., :VOCAB]).max()
-    assert apart < 1e-5 < np.abs(wanted["logits"]).max()
+    golden = np.load(logits)
+    apart = np.abs(hugging_face_logits(back, golden["ids"]) - golden["logits"][..., :VOCAB]).max()
+    assert apart < 1e-5 < np.abs(golden["logits"]).max()
 
     stock([*references, *resumed], tmp_path / "resumed.json")
     for job in resumed:
@@ -151,8 +151,8 @@ def test_it_loads_weights_of_a_conversion(model, convert, tmp_path):
         jobs.append(job | more)
     stock(jobs, tmp_path / "jobs.json")
     for tp in (1, 2):
-        wanted = np.load(f"{out}-{tp}.npz")
-        found = hugging_face_logits(source, wanted["ids"])
-        assert np.abs(found - wanted["logits"][..., : found.shape[-1]]).max() < 1e-5 < np.abs(found).max()
+        golden = np.load(f"{out}-{tp}.npz")
+        logits = hugging_face_logits(source, golden["ids"])
+        assert np.abs(logits - golden["logits"][..., : logits.shape[-1]]).max() < 1e-5 < np.abs(logits).max()
         assert convert("megatron2hf", f"{out}-{tp}", tmp_path / f"back{tp}", "--config", source).code == 0
         assert files(tmp_path / f"back{tp}") == files(source)

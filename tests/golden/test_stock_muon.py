@@ -49,25 +49,25 @@ RUNS = {
 
 def test_it_trains_on(convert, tmp_path):
     """Where it was, with the losses of the training that no one moved; elsewhere with those of what stock reshards."""
-    begun: list[dict[str, Any]] = []
+    trainings: list[dict[str, Any]] = []
     for name, run in RUNS.items():
         saves = {str(tmp_path / f"{name}-{how}"): how for how in run.saved}
         flags = [*run.flags, "--optimizer", "muon"]
-        begun.append({"tp": 2, "pp": 1, "flags": flags, "steps": 3, "save": saves})
-        begun[-1]["losses"] = str(tmp_path / f"{name}-losses")
-    stock(begun, tmp_path / "begun.json", script=SCRIPT)
+        trainings.append({"tp": 2, "pp": 1, "flags": flags, "steps": 3, "save": saves})
+        trainings[-1]["losses"] = str(tmp_path / f"{name}-losses")
+    stock(trainings, tmp_path / "begun.json", script=SCRIPT)
 
     resumed, references = list[dict[str, Any]](), list[dict[str, Any]]()
-    for (name, run), job in zip(RUNS.items(), begun, strict=True):
+    for (name, run), job in zip(RUNS.items(), trainings, strict=True):
         source, *others = job["save"]
-        kept = states(Path(source), VOCAB)
-        assert {key.split(".")[0] for key in kept} >= {"momentum_buffer", "exp_avg", "exp_avg_sq"}
-        assert all(states(Path(other), VOCAB) == kept for other in others), "whatever it was saved as"
+        state = states(Path(source), VOCAB)
+        assert {key.split(".")[0] for key in state} >= {"momentum_buffer", "exp_avg", "exp_avg_sq"}
+        assert all(states(Path(other), VOCAB) == state for other in others), "whatever it was saved as"
         flags = [*job["flags"], "--ckpt-format", "torch_dist", "--no-load-rng"]
         for tp, pp in ((2, 1), *([run.other] if run.other else [])):
             out = tmp_path / f"{name}-{tp}-{pp}"
-            words = ["--tp", tp, "--pp", pp, "--format", "torch_dist", "--norm", "local", "--with-optimizer"]
-            ran = convert("reshard", source, out, *words, "--vocab-size", VOCAB)
+            options = ["--tp", tp, "--pp", pp, "--format", "torch_dist", "--norm", "local", "--with-optimizer"]
+            ran = convert("reshard", source, out, *options, "--vocab-size", VOCAB)
             assert (ran.code, "--muon-tp-mode blockwise" in ran.err) == (0, tp == 1), ran.err
             like = job["losses"]
             if (tp, pp) == run.other:
@@ -107,25 +107,25 @@ def require_momentum(run: Path, out: Path) -> None:
         groups = qkv.reshape(4, 4, 8, 64)
         parts = [part.reshape(-1, 64) for part in (groups[:, :2], groups[:, 2], groups[:, 3])]
         names = [*(f"self_attn.{name}_proj" for name in "qkvo"), "mlp.c_fc", "mlp.c_proj"]
-        for name, wanted in zip(names, (*parts, *others), strict=True):
-            found = stored(out, f"optim.state.model.layers.{layer}.{name}.weight.momentum_buffer")
-            assert found.equal(wanted), name
-            assert wanted.any()
+        for name, expected in zip(names, (*parts, *others), strict=True):
+            momentum = stored(out, f"optim.state.model.layers.{layer}.{name}.weight.momentum_buffer")
+            assert momentum.equal(expected), name
+            assert expected.any()
 
 
 def test_it_trains_on_in_fsdp_and_back(model, convert, tmp_path):
     """With the settings that torch's Muon has too; without a gate each matrix is one in both. Adam alone does likewise:
     either is found by the rates of the training that resumes."""
     source, weights = model("starcoder2", sliding_window=None), tmp_path / "weights"
-    words = ["--format", "torch_dist", "--norm", "local", "--make-vocab-size-divisible-by", 1]
-    assert convert("hf2megatron", source, weights, *words).code == 0
+    options = ["--format", "torch_dist", "--norm", "local", "--make-vocab-size-divisible-by", 1]
+    assert convert("hf2megatron", source, weights, *options).code == 0
     lines = (line for line in (weights / "megatron_flags.txt").read_text().splitlines() if not line.startswith("#"))
     model_flags = [*shlex.split(" ".join(lines)), "--vocab-size", "211", "--make-vocab-size-divisible-by", "1"]
     flags = {kind: [*model_flags, "--no-load-rng", "--ckpt-format", "torch_dist"] for kind in ("adam", "muon")}
     flags["muon"] += SAME
-    begun = {"tp": 1, "pp": 1, "load": str(weights), "steps": 3}
+    start = {"tp": 1, "pp": 1, "load": str(weights), "steps": 3}
     runs, losses = ({kind: tmp_path / f"{kind}-{what}" for kind in flags} for what in ("run", "losses"))
-    jobs = [{**begun, "flags": [*flags[kind], "--no-load-optim"], "save": {str(runs[kind]): "plain"}} for kind in flags]
+    jobs = [{**start, "flags": [*flags[kind], "--no-load-optim"], "save": {str(runs[kind]): "plain"}} for kind in flags]
     jobs = [{**job, "losses": str(losses[kind])} for job, kind in zip(jobs, flags, strict=True)]
     stock(jobs, tmp_path / "begun.json", script=SCRIPT)
 
@@ -140,12 +140,12 @@ def test_it_trains_on_in_fsdp_and_back(model, convert, tmp_path):
     require_momentum(tmp_path / "muon-run/iter_0000003", tmp_path / "muon-fsdp")
     go_on(moved, tmp_path)
 
-    words += ["--with-optimizer", "--config", source, "--consumed-samples", 12]
+    options += ["--with-optimizer", "--config", source, "--consumed-samples", 12]
     for kind, run in runs.items():
         saved, out = tmp_path / f"{kind}-saved", tmp_path / f"{kind}-back"
-        ran = convert("hf2megatron", saved, tmp_path / f"{kind}-lost", *words)
+        ran = convert("hf2megatron", saved, tmp_path / f"{kind}-lost", *options)
         assert (ran.code, "--lr" in ran.err) == (2 if kind == "muon" else 0, True), "it would not be found"
-        ran = convert("hf2megatron", saved, out, *words, "--lr", 0.01)
+        ran = convert("hf2megatron", saved, out, *options, "--lr", 0.01)
         assert (ran.code, " ".join(SAME) in ran.err) == (0, kind == "muon"), ran.err
         again = {"flags": [*flags[kind], "--override-opt_param-scheduler"], "load": str(out)}
         back.append({"tp": 1, "pp": 1, **again, "losses": f"{run}-back"})

@@ -14,10 +14,10 @@ from train.data.tokens.records import REASONS
 GOLDEN = Path(__file__).parent / "data/1_sft"
 
 
-def tokenized(train, tmp_path, inputs, model, *words):
+def tokenized(train, tmp_path, inputs, model, *options):
     ran = train(
         "tokenize", "--input", inputs, "--tokenizer-type", "SPMTokenizer", "--vocab-file", model, "--append-eod",
-        "--output-prefix", tmp_path / "P", "--workers", 2, "--max-drop-rate", 1, *words,
+        "--output-prefix", tmp_path / "P", "--workers", 2, "--max-drop-rate", 1, *options,
     )  # fmt: skip
     assert ran.code == 0, ran.err
     return tmp_path / "P_text_document", ran
@@ -56,8 +56,8 @@ def test_the_type_of_tokens_at_its_boundary(pieces, dtype):
 
 @pytest.mark.parametrize("name", ["sft", "sft_hard_int32", "three_v65500"])
 def test_an_index_is_written_as_it_was_read(tmp_path, name):
-    found = open_indexed(GOLDEN / f"{name}_text_document")
-    write_index(tmp_path / "x.idx", found.dtype, found.sizes)
+    indexed = open_indexed(GOLDEN / f"{name}_text_document")
+    write_index(tmp_path / "x.idx", indexed.dtype, indexed.sizes)
     assert (tmp_path / "x.idx").read_bytes() == (GOLDEN / f"{name}_text_document.idx").read_bytes()
 
 
@@ -77,7 +77,7 @@ def test_spans_are_encoded_by_themselves(train, tmp_path):
     (tmp_path / "in.jsonl").write_text(json.dumps({"text": text}) + "\n")
     prefix, _ = tokenized(train, tmp_path, tmp_path / "in.jsonl", GOLDEN / "bytes.model")
     marks = {role: model.piece_to_id(f"<|{role}|>") for role in ("user", "assistant")}
-    expected = [one for role, content in turns for one in (marks[role], *model.encode(content), marks[role])]
+    expected = [token for role, content in turns for token in (marks[role], *model.encode(content), marks[role])]
     assert open_indexed(prefix)[0].tolist() == [*expected, model.piece_to_id("<|endoftext|>")]
 
 

@@ -23,12 +23,12 @@ def family(case: Path) -> str:
     return json.loads((case / "hf/config.json").read_text())["model_type"]
 
 
-def same(found: Path, expected: Path) -> None:
+def same(actual: Path, expected: Path) -> None:
     """The tensors of two safetensors files, by name and bit for bit."""
     import torch
     from safetensors.torch import load_file
 
-    a, b = load_file(found), load_file(expected)
+    a, b = load_file(actual), load_file(expected)
     assert a.keys() == b.keys()
     for name in b:
         assert (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape), name

@@ -46,8 +46,8 @@ def test_deepspeed_loads_it(made, zero, convert, tmp_path, world, kind, ranks, s
     ran = convert("zero2universal", checkpoint(made(world), kind), tmp_path / "out")
     assert ran.code == 0, ran.err
     truth = made(world) / f"{kind}.truth.safetensors"
-    code, told = zero("load-universal", tmp_path / "out", made(world) / "hf", ranks, stage, truth)
-    assert code == 0, told[-4000:]
+    code, output = zero("load-universal", tmp_path / "out", made(world) / "hf", ranks, stage, truth)
+    assert code == 0, output[-4000:]
 
 
 @pytest.mark.parametrize("kind", ["zero1", "zero3"])
@@ -65,24 +65,24 @@ def test_and_back_to_hugging_face(made, convert, tmp_path, kind):
 def test_what_deepspeed_makes_is_read(made, zero, convert, tmp_path, monkeypatch, kind):
     """Its universal checkpoints of stage 3 hold flat tensors without a shape."""
     source = made(TWO) / kind / "global_step3"
-    words = [
+    argv = [
         "--input_folder", source, "--output_folder", tmp_path / "theirs" / "u", "--num_extract_workers", 1,
         "--num_merge_workers", 1, "--inject_missing_state",
     ]  # fmt: skip
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    code, told = zero(*words, script=DEEPSPEED / "checkpoint" / "ds_to_universal.py")
-    assert code == 0, told[-2000:]
-    words = ["zero2hf", tmp_path / "theirs", "--config", made(TWO) / "hf"]
-    assert convert(*words, tmp_path / "out", "--weights", "fp32-master").code == 0
+    code, output = zero(*argv, script=DEEPSPEED / "checkpoint" / "ds_to_universal.py")
+    assert code == 0, output[-2000:]
+    argv = ["zero2hf", tmp_path / "theirs", "--config", made(TWO) / "hf"]
+    assert convert(*argv, tmp_path / "out", "--weights", "fp32-master").code == 0
     assert differences(tmp_path / "out", made(TWO) / f"{kind}.truth.safetensors", "fp32") == []
     if kind != "zero3":  # whose model files hold no weights; of the others they are copied into it, and compared
-        assert convert(*words, tmp_path / "module").code == 0
+        assert convert(*argv, tmp_path / "module").code == 0
         assert differences(tmp_path / "module", made(TWO) / f"{kind}.truth.safetensors", "module") == []
         folders = [tmp_path / "theirs/u/zero" / f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)]
         contents = [(folder / "fp32.pt").read_bytes() for folder in folders]
         for folder, content in zip(folders, reversed(contents), strict=True):
             (folder / "fp32.pt").write_bytes(content)
-        ran = convert(*words, tmp_path / "exchanged", "--weights", "fp32-master")
+        ran = convert(*argv, tmp_path / "exchanged", "--weights", "fp32-master")
         refused(ran, 6, "are not the rounded FP32 master weights")
         for folder, content in zip(folders, contents, strict=True):
             (folder / "fp32.pt").write_bytes(content)
@@ -110,10 +110,10 @@ def test_every_file_is_parsed_twice_at_most(made, convert, tmp_path, monkeypatch
     source = made(PARALLEL if "tp2" in kind else TWO) / kind
     flags = ["--config", yml, "--vocab-size", 96, "--gqa-layout", "blocked"] if "tp2" in kind else []
     assert convert("zero2universal", source, tmp_path / "out", *flags).code == 0
-    found = {where: count for where, count in counted.items() if where.startswith(str(source))}
-    assert set(map(Path, found)) == set(source.glob("*/*.pt"))
-    assert max(found.values()) <= 2
-    assert sum(count - 1 for count in found.values()) <= 3  # of the first rank, its embedding and its first layer
+    counts = {where: count for where, count in counted.items() if where.startswith(str(source))}
+    assert set(map(Path, counts)) == set(source.glob("*/*.pt"))
+    assert max(counts.values()) <= 2
+    assert sum(count - 1 for count in counts.values()) <= 3  # of the first rank, its embedding and its first layer
 
 
 @pytest.mark.parametrize("kind", ["zero1-frozen", "zero2-frozen", "zero3-frozen"])
@@ -132,13 +132,13 @@ def test_what_a_universal_checkpoint_is_compared_with(made, convert, tmp_path):
     """Master weights with master weights: the module of the same checkpoint is rounded."""
     source, universal = made(TWO) / "zero2", tmp_path / "universal"
     assert convert("zero2universal", source, universal).code == 0
-    for words in (
+    for argv in (
         ["inspect", universal],
         ["digest", universal],
         ["verify", universal, source],
         ["diff", universal, source],
     ):
-        refused(convert(*words), 3, f"{universal} has no config.json", "--config BASE")
+        refused(convert(*argv), 3, f"{universal} has no config.json", "--config BASE")
     assert "each with its CRC-32" in convert("verify", universal).out
     config = ["--config", made(TWO) / "hf"]
     for command in ("verify", "diff"):
@@ -158,8 +158,8 @@ def test_names_of_neox_are_not_read_back(convert, tmp_path):
     source = Path(__file__).parent / "neox" / "llama-gqa-tp2"
     flags = ["--vocab-size", 101, "--gqa-layout", "blocked"]
     assert convert("zero2universal", source, tmp_path / "universal", *flags).code == 0
-    for words in (["inspect", tmp_path / "universal"], ["zero2hf", tmp_path / "universal", tmp_path / "out"]):
-        refused(convert(*words), 4, "is a universal checkpoint with the names of GPT-NeoX", "convert neox2hf")
+    for argv in (["inspect", tmp_path / "universal"], ["zero2hf", tmp_path / "universal", tmp_path / "out"]):
+        refused(convert(*argv), 4, "is a universal checkpoint with the names of GPT-NeoX", "convert neox2hf")
 
 
 def test_stage_0_has_no_names(made, convert, tmp_path):
@@ -174,12 +174,12 @@ def loaded(folder: Path, state: str, shape: tuple[int, ...], rank: int, ranks: i
     import torch
     from deepspeed.checkpoint.universal_checkpoint import load_hp_checkpoint_state
 
-    held = torch.zeros(shape)
-    master = torch.zeros(held.numel())
-    address = SimpleNamespace(start=0, numel=held.numel())
+    parameter = torch.zeros(shape)
+    master = torch.zeros(parameter.numel())
+    address = SimpleNamespace(start=0, numel=parameter.numel())
     mapping = SimpleNamespace(lp_fragment_address=address, get_hp_fragment=lambda: master, optim_fragment={})
-    held._hp_mapping = mapping
-    load_hp_checkpoint_state(held, str(folder), rank, ranks)
+    parameter._hp_mapping = mapping
+    load_hp_checkpoint_state(parameter, str(folder), rank, ranks)
     return (master if state == "fp32" else mapping.optim_fragment[state]).view(shape)
 
 
@@ -189,10 +189,10 @@ def yml(tmp_path) -> Path:
     return tmp_path / "run.yml"
 
 
-def truth_of(made: Path, kind: str) -> dict[str, Any]:
+def truth_of(folder: Path, kind: str) -> dict[str, Any]:
     from safetensors.torch import load_file
 
-    return load_file(made / f"{kind}.truth.safetensors")
+    return load_file(folder / f"{kind}.truth.safetensors")
 
 
 @pytest.mark.parametrize("kind", ["tp2", "pp2-tp2"])
@@ -204,16 +204,16 @@ def test_the_loader_cuts_what_was_put_together(made, convert, tmp_path, yml, kin
     flags = ["--config", yml, "--vocab-size", 96, "--gqa-layout", "blocked"]
     ran = convert("zero2universal", made(PARALLEL) / kind, tmp_path / "out", *flags)
     assert ran.code == 0, ran.err
-    held = truth_of(made(PARALLEL), kind)
-    keys = [key for key in held if key.partition(".")[2].startswith(f"{state}.")]
+    truth = truth_of(made(PARALLEL), kind)
+    keys = [key for key in truth if key.partition(".")[2].startswith(f"{state}.")]
     assert len(keys) == {"tp2": 2, "pp2-tp2": 2}[kind] * 21
     for key in keys:
         mp, _, name = key.split(".", 2)
         folder = tmp_path / "out" / "global_step3" / "zero" / name
-        rank, expected = int(mp) % 2, held[key]
+        rank, expected = int(mp) % 2, truth[key]
         part = loaded(folder, state, tuple(expected.shape), rank, 2)
         if "norm" in name:
-            other = held[f"{int(mp) ^ 1}.{state}.{name}"]
+            other = truth[f"{int(mp) ^ 1}.{state}.{name}"]
             assert torch.allclose(part, (expected + other) / 2, atol=1e-6), key
         else:
             assert torch.equal(bits(part), bits(expected)), key
@@ -227,13 +227,13 @@ def test_masters_of_neox_names_come_back(made, convert, tmp_path, yml, kind):
 
     flags = ["--config", yml, "--vocab-size", 96, "--gqa-layout", "blocked", "--weights", "fp32-master"]
     assert convert("neox2hf", made(PARALLEL) / kind, tmp_path / "out", *flags).code == 0
-    ours, held = load_file(tmp_path / "out" / "model.safetensors"), truth_of(made(PARALLEL), kind)
+    ours, truth = load_file(tmp_path / "out" / "model.safetensors"), truth_of(made(PARALLEL), kind)
     prefix = "sequential." if kind == "tp2" else ""
 
     def ranks(name: str) -> list[Any]:
         """The tensor of the first and of the second tensor parallel rank."""
-        found = {int(key[0]): value for key, value in held.items() if key[1:] == f".fp32.{prefix}{name}"}
-        return [found[rank] for rank in sorted(found)]
+        by_rank = {int(key[0]): value for key, value in truth.items() if key[1:] == f".fp32.{prefix}{name}"}
+        return [by_rank[rank] for rank in sorted(by_rank)]
 
     for layer in range(3):
         first, second = ranks(f"{layer + 2}.mlp.linear1.weight")
@@ -242,9 +242,9 @@ def test_masters_of_neox_names_come_back(made, convert, tmp_path, yml, kind):
         assert torch.equal(ours[f"model.layers.{layer}.mlp.gate_proj.weight"], gate)
         down = torch.cat(ranks(f"{layer + 2}.mlp.linear2.weight"), 1)
         assert torch.equal(ours[f"model.layers.{layer}.mlp.down_proj.weight"], down)
-        parts = [one.split([16, 8, 8]) for one in ranks(f"{layer + 2}.attention.query_key_value.weight")]
+        parts = [part.split([16, 8, 8]) for part in ranks(f"{layer + 2}.attention.query_key_value.weight")]
         for index, key in enumerate("qkv"):
-            whole = torch.cat([one[index] for one in parts])
+            whole = torch.cat([part[index] for part in parts])
             assert torch.equal(ours[f"model.layers.{layer}.self_attn.{key}_proj.weight"], whole)
         norms = ranks(f"{layer + 2}.input_layernorm.scale")
         mean = sum(norms) / 2
@@ -262,21 +262,21 @@ def test_deepspeed_loads_what_we_write_for_neox(made, zero, convert, tmp_path, y
     kind = ["--layout", "pipeline", "--pp", pp] if pp else ["--layout", "sequential"]
     run = tmp_path / "run"
     assert convert("reshard", made(PARALLEL) / "tp2", run, *flags, *kind, "--tp", tp).code == 0
-    code, told = zero("load-neox", run, tmp_path / "held", pp, tp)
-    assert code == 0, told[-4000:]
-    held = load_file(tmp_path / "held")
+    code, output = zero("load-neox", run, tmp_path / "held", pp, tp)
+    assert code == 0, output[-4000:]
+    parameters = load_file(tmp_path / "held")
     truth = truth_of(made(PARALLEL), "tp2")
-    assert len({key.split(".", 1)[1].removeprefix("sequential.") for key in held}) == 21
-    for key, tensor in held.items():
+    assert len({key.split(".", 1)[1].removeprefix("sequential.") for key in parameters}) == 21
+    for key, tensor in parameters.items():
         rank, name = int(key.partition(".")[0]), key.partition(".")[2].removeprefix("sequential.")
-        parts = [truth[f"{one}.module.sequential.{name}"] for one in range(2)]
+        parts = [truth[f"{shard}.module.sequential.{name}"] for shard in range(2)]
         if "norm" in name:
             expected = ((parts[0].float() + parts[1].float()) / 2).bfloat16()
         elif tp == 2:
             expected = parts[rank % 2]
         elif "linear1" in name or "query_key_value" in name:
             sizes = [len(parts[0]) // 2] * 2 if "linear1" in name else [16, 8, 8]
-            expected = torch.cat([torch.cat(same) for same in zip(*(one.split(sizes) for one in parts), strict=True)])
+            expected = torch.cat([torch.cat(same) for same in zip(*(part.split(sizes) for part in parts), strict=True)])
         else:
             expected = torch.cat(parts, 1 if "dense" in name or "linear2" in name else 0)
         assert torch.equal(bits(tensor), bits(expected)), key
@@ -284,13 +284,13 @@ def test_deepspeed_loads_what_we_write_for_neox(made, zero, convert, tmp_path, y
 
 def test_norms_that_drifted_are_told_and_refused_on_demand(made, convert, tmp_path, yml):
     flags = ["--config", yml, "--vocab-size", 96, "--gqa-layout", "blocked"]
-    told = convert("neox2hf", made(PARALLEL) / "tp2", tmp_path / "out", *flags)
-    assert told.code == 0
-    assert "the copies of 7 tensors differed, their mean in float32 was taken" in told.err
+    ran = convert("neox2hf", made(PARALLEL) / "tp2", tmp_path / "out", *flags)
+    assert ran.code == 0
+    assert "the copies of 7 tensors differed, their mean in float32 was taken" in ran.err
     record = json.loads(convert("neox2hf", made(PARALLEL) / "tp2", tmp_path / "json", *flags, "--json").out)
     assert len(record["averaged"]) == 7
-    asked = convert("neox2hf", made(PARALLEL) / "tp2", tmp_path / "no", *flags, "--replicas", "verify")
-    refused(asked, 6, "differs between its copies", "tp rank 1", "--replicas mean")
+    ran = convert("neox2hf", made(PARALLEL) / "tp2", tmp_path / "no", *flags, "--replicas", "verify")
+    refused(ran, 6, "differs between its copies", "tp rank 1", "--replicas mean")
 
 
 def test_a_sum_over_ranks_is_refused(convert, tmp_path):

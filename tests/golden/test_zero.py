@@ -30,9 +30,9 @@ def third(kind: str) -> bool:
     return kind.partition("-")[0] in ("zero3", "trainer3", "accelerate3")
 
 
-def flags(made: Path, kind: str) -> list[Any]:
+def flags(folder: Path, kind: str) -> list[Any]:
     strange = any(word in kind for word in ("buffers", "odd", "aligned"))  # tensors that no Llama has
-    return ["--config", made / "hf", "-q", *(["--verbatim"] if strange else [])]
+    return ["--config", folder / "hf", "-q", *(["--verbatim"] if strange else [])]
 
 
 def bits(tensor: Any) -> Any:
@@ -46,12 +46,12 @@ def differences(out: Path, truth: Path, state: str) -> list[str]:
     import torch
     from safetensors.torch import load_file
 
-    found, held = load_file(out / "model.safetensors"), load_file(truth)
-    shared = {"lm_head.weight"} if torch.equal(*(held[f"module.{key}"] for key in HEADS)) else set()
-    names = {key.removeprefix("module.") for key in held if key.startswith("module.")}
-    lines = [f"{key} is missing" for key in names - set(found) - shared]
-    for key, tensor in found.items():
-        expected = held.get(f"{state}.{key}", held.get(f"module.{key}"))
+    converted, stored = load_file(out / "model.safetensors"), load_file(truth)
+    shared = {"lm_head.weight"} if torch.equal(*(stored[f"module.{key}"] for key in HEADS)) else set()
+    names = {key.removeprefix("module.") for key in stored if key.startswith("module.")}
+    lines = [f"{key} is missing" for key in names - set(converted) - shared]
+    for key, tensor in converted.items():
+        expected = stored.get(f"{state}.{key}", stored.get(f"module.{key}"))
         if expected is None:
             lines.append(f"{key} is unexpected")
         elif (tensor.dtype, tensor.shape) != (expected.dtype, expected.shape):
@@ -115,7 +115,7 @@ def test_masters_of_16_bits_are_called_that(made, convert, tmp_path):
     for path in paths:
         stored = torch.load(path, weights_only=False)
         masters = stored["optimizer_state_dict"]["fp32_flat_groups"]
-        stored["optimizer_state_dict"]["fp32_flat_groups"] = [one.bfloat16() for one in masters]
+        stored["optimizer_state_dict"]["fp32_flat_groups"] = [master.bfloat16() for master in masters]
         torch.save(stored, path)
     assert paths
     for place, masters in ((source, "float32"), (folder, "BF16")):
@@ -154,11 +154,11 @@ def test_zero_to_fp32_gives_the_same_tensors(made, zero, convert, tmp_path, monk
     import torch
     from safetensors.torch import load_file
 
-    words = [word for kind in MERGED for word in (str(made(TWO) / kind), str(tmp_path / f"{kind}.safetensors"))]
+    argv = [word for kind in MERGED for word in (str(made(TWO) / kind), str(tmp_path / f"{kind}.safetensors"))]
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     (tmp_path / "peer.py").write_text(PEER)
-    code, told = zero(*words, script=tmp_path / "peer.py")
-    assert code == 0, told[-2000:]
+    code, output = zero(*argv, script=tmp_path / "peer.py")
+    assert code == 0, output[-2000:]
     for kind in MERGED:
         out = tmp_path / kind
         ran = convert("zero2hf", made(TWO) / kind, out, *flags(made(TWO), kind), "--weights", "fp32-master")
@@ -203,11 +203,9 @@ def test_a_universal_checkpoint_of_swapped_partitions(convert, tmp_path, swapped
 def test_files_of_stage_3_that_were_swapped(made, convert, tmp_path, swapped, files):
     """Nothing can be compared with them: their own names are all that tells."""
     folder = swapped("zero3", files, named=True)
-    for words in (["zero2hf", folder, tmp_path / "out", "--config", made(TWO) / "hf"],
+    for argv in (["zero2hf", folder, tmp_path / "out", "--config", made(TWO) / "hf"],
                   ["zero2universal", folder, tmp_path / "out"]):  # fmt: skip
-        refused(
-            convert(*words), 3, "zero_pp_rank_0_mp_rank_00", "was saved as", "zero_pp_rank_1_mp_rank_00", "mixed up"
-        )
+        refused(convert(*argv), 3, "zero_pp_rank_0_mp_rank_00", "was saved as", "zero_pp_rank_1_mp_rank_00", "mixed up")
     assert not (tmp_path / "out").exists()
 
 
@@ -258,8 +256,8 @@ def test_files_of_two_saves(made, convert, tmp_path):
     refused(convert("zero2hf", mixed, tmp_path / "out", "--config", made(TWO) / "hf"), 3, "of different saves")
     older = shutil.copytree(made(TWO) / "zero3", tmp_path / "older")
     state = torch.load(optimizers(older)[1], weights_only=False)
-    for one in state["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
-        one["step"] -= 1
+    for moments in state["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
+        moments["step"] -= 1
     torch.save(state, optimizers(older)[1])
     refused(convert("zero2hf", older, tmp_path / "out", "--config", made(TWO) / "hf"), 3, "is of step", "one save")
     refused(convert("zero2universal", older, tmp_path / "out"), 3, "is of step")
@@ -308,8 +306,8 @@ def test_two_names_of_one_parameter_that_hold_different_weights(made, convert, t
     state["shared_params"] = {"lm_head.weight": "model.embed_tokens.weight"}
     torch.save(state, path)
     assert convert("zero2hf", folder, tmp_path / "out", "--config", made(TWO) / "hf").code == 0
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(bits(found["lm_head.weight"]), bits(state["module"]["lm_head.weight"]))
+    converted = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(bits(converted["lm_head.weight"]), bits(state["module"]["lm_head.weight"]))
 
 
 def test_a_config_with_biases_that_the_checkpoint_lacks(made, convert, tmp_path):

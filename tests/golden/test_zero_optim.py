@@ -39,16 +39,16 @@ def optimizer(path: Path, **settings: Any) -> Optimizer:
 def test_states_are_those_of_the_engine(made, tmp_path, world, kind):
     """Every master and both moments, bit for bit; and how each parameter is treated."""
     source = open_checkpoint(checkpoint(made(world), kind), Settings(config=made(world) / "hf"))
-    held = optimizer_of(source)
-    assert (held.step, held.samples) == (3, 3 * world.ranks)
-    assert ("fp32" in held.states) is not kind.startswith("zero3")  # which has no other weights
+    adam = optimizer_of(source)
+    assert (adam.step, adam.samples) == (3, 3 * world.ranks)
+    assert ("fp32" in adam.states) is not kind.startswith("zero3")  # which has no other weights
     for state in ("fp32", "exp_avg", "exp_avg_sq"):
         request = Request(tmp_path / state, quiet=True)
-        run(plan_huggingface(held.states.get(state, source), request, 10**9), request)
+        run(plan_huggingface(adam.states.get(state, source), request, 10**9), request)
         assert differences(tmp_path / state, made(world) / f"{kind}.truth.safetensors", state) == []
-    vectors = {key for key in held.groups if "norm" in key[0]}
-    assert held.groups == {key: NONE if key in vectors else DECAY for key in source.dtypes()}
-    assert list(dict.fromkeys(held.groups.values())) == [DECAY, NONE]  # as the training has them
+    vectors = {key for key in adam.groups if "norm" in key[0]}
+    assert adam.groups == {key: NONE if key in vectors else DECAY for key in source.dtypes()}
+    assert list(dict.fromkeys(adam.groups.values())) == [DECAY, NONE]  # as the training has them
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,13 @@ def test_states_of_neox(made, source, gqa, tmp_path):
 
         path, settings["config"] = made(PARALLEL) / source, tmp_path / "run.yml"
         settings["config"].write_text(json.dumps(YML | {"no_weight_tying": "tied" not in source}))
-    held = optimizer(path, **settings)
+    adam = optimizer(path, **settings)
     for state, weights in (("fp32", "fp32-master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
         again = open_checkpoint(path, Settings(**settings, weights=weights))
-        assert list(held.states[state].fragments()) == list(again.fragments())
-    assert held.step == (6 if real else 3)
-    decay = {key[0] for key, group in held.groups.items() if group.weight_decay}
-    assert {key for key, _ in held.groups} - decay == {"input_norm", "post_norm", "final_norm"}
+        assert list(adam.states[state].fragments()) == list(again.fragments())
+    assert adam.step == (6 if real else 3)
+    decay = {key[0] for key, group in adam.groups.items() if group.weight_decay}
+    assert {key for key, _ in adam.groups} - decay == {"input_norm", "post_norm", "final_norm"}
     assert decay
 
 
@@ -95,9 +95,9 @@ def test_a_universal_checkpoint_of_any_optimizer(made, convert, tmp_path):
         files = {path.relative_to(other): path for path in other.rglob("zero/*/*.pt")}
         assert len(files) == 39 * 4
         assert all((second / name).read_bytes() == path.read_bytes() for name, path in files.items())
-    told = [optimizer(folder, config=made(TWO) / "hf") for folder in (first, second, third)]
-    assert [one.groups for one in told] == [optimizer(made(TWO) / "zero1", config=made(TWO) / "hf").groups] * 3
-    assert [(one.step, one.samples) for one in told] == [(3, 6)] * 3
+    optimizers = [optimizer(folder, config=made(TWO) / "hf") for folder in (first, second, third)]
+    assert [adam.groups for adam in optimizers] == [optimizer(made(TWO) / "zero1", config=made(TWO) / "hf").groups] * 3
+    assert [(adam.step, adam.samples) for adam in optimizers] == [(3, 6)] * 3
     assert convert("verify", second, first, "--config", made(TWO) / "hf", "--weights", "exp_avg").code == 0
 
 
@@ -108,10 +108,10 @@ def test_the_training_goes_on_as_if_it_had_not_stopped(made, zero, convert, tmp_
     assert ran.code == 0, ran.err
     code, out = zero("go-on", tmp_path / "universal", made(TWO) / "hf", 2, 1, 2, 3, "bf16-optimizer")
     assert code == 0, out[-4000:]
-    whole, *parts = map(json.loads, out.splitlines())
-    assert len(whole) == 2
-    assert len({loss for rank in whole for loss in rank}) == 6
-    assert parts == [whole] * 4
+    unbroken, *parts = map(json.loads, out.splitlines())
+    assert len(unbroken) == 2
+    assert len({loss for rank in unbroken for loss in rank}) == 6
+    assert parts == [unbroken] * 4
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -124,14 +124,14 @@ def test_deepspeed_loads_a_model_with_a_bias_that_nothing_trains(zero, model, co
     assert convert("hf2megatron", source, tmp_path / "run", "--norm", "local", "--iteration", 3).code == 0
     add_optimizer(tmp_path / "run", "plain")
     assert convert("zero2universal", tmp_path / "run", tmp_path / "universal").code == 0
-    whole = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
-    expected = {f"module.{key}": weight.contiguous() for key, weight in whole.state_dict().items()}
-    for key, weight in whole.named_parameters():
+    loaded = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    expected = {f"module.{key}": weight.contiguous() for key, weight in loaded.state_dict().items()}
+    for key, weight in loaded.named_parameters():
         expected |= {f"fp32.{key}": weight.data.clone()}
         expected |= {f"{state}.{key}": of(weight.data, state) for state in ("exp_avg", "exp_avg_sq")}
     save_file(expected, tmp_path / "truth.safetensors")
-    code, told = zero("load-universal", tmp_path / "universal", source, 2, stage, tmp_path / "truth.safetensors")
-    assert code == 0, told[-4000:]
+    code, output = zero("load-universal", tmp_path / "universal", source, 2, stage, tmp_path / "truth.safetensors")
+    assert code == 0, output[-4000:]
 
 
 def test_a_scheduler_goes_on_too(made, convert, tmp_path):
@@ -143,19 +143,19 @@ def test_a_scheduler_goes_on_too(made, convert, tmp_path):
     assert convert("zero2universal", made(TWO) / "zero1", tmp_path / "one").code == 0
     assert convert("zero2universal", tmp_path / "one", tmp_path / "two", "--config", made(TWO) / "hf").code == 0
     (path,) = tmp_path.glob("two/*/mp_rank_00_model_states.pt")
-    said = torch.load(path, weights_only=False)["lr_scheduler"]
+    state = torch.load(path, weights_only=False)["lr_scheduler"]
     for make_one in (lambda adam: CosineAnnealingLR(adam, 10), lambda adam: WarmupDecayLR(adam, 10, 0, 0.01, 2)):
         rates = []
         for stopped in (False, True):
             adam = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.01)
-            one = make_one(adam)
+            scheduler = make_one(adam)
             for number in range(6):
                 if stopped and number == 3:
-                    rate, one = adam.param_groups[0]["lr"], make_one(adam)
-                    one.load_state_dict(said)
+                    rate, scheduler = adam.param_groups[0]["lr"], make_one(adam)
+                    scheduler.load_state_dict(state)
                     adam.param_groups[0]["lr"] = rate
                 adam.step()
-                one.step()
+                scheduler.step()
             rates.append(adam.param_groups[0]["lr"])
         assert rates[0] == rates[1] != 0.01
 
@@ -168,8 +168,8 @@ def test_parameter_groups_that_are_alike_are_written_as_often_as_trainings_have_
     assert ran.code == 0, ran.err
     ran = convert("zero2universal", tmp_path / "one", tmp_path / "two", "--config", made(TWO) / "hf")
     assert ran.code == 0, ran.err
-    said = torch.load(next(tmp_path.glob("two/*/zero/optimizer_state.pt")), weights_only=False)
-    assert [group["weight_decay"] for group in said["param_groups"]] == [0.0, 0.0]
+    state = torch.load(next(tmp_path.glob("two/*/zero/optimizer_state.pt")), weights_only=False)
+    assert [group["weight_decay"] for group in state["param_groups"]] == [0.0, 0.0]
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -198,8 +198,8 @@ def test_a_sum_over_ranks_has_no_moments():
 
 
 def inner(stored: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = stored["optimizer_state_dict"]["base_optimizer_state"]
-    return found
+    state: dict[str, Any] = stored["optimizer_state_dict"]["base_optimizer_state"]
+    return state
 
 
 L2 = {"weight_decay": 0.1, "decoupled_weight_decay": False}
@@ -235,8 +235,8 @@ def test_masters_of_another_save_are_noticed_in_float32_too(made, convert, tmp_p
         stored = torch.load(path, weights_only=False)
         stored["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data.mul_(1.01)
         torch.save(stored, path)
-    words = [] if command == "zero2universal" else ["--with-optimizer", "--config", made(TWO) / "hf"]
-    ran = convert(command, tmp_path / "run", tmp_path / "out", *words)
+    options = [] if command == "zero2universal" else ["--with-optimizer", "--config", made(TWO) / "hf"]
+    ran = convert(command, tmp_path / "run", tmp_path / "out", *options)
     refused(ran, 6, "are not the rounded FP32 master weights")
 
 
@@ -266,8 +266,8 @@ def test_what_is_wrong_with_a_universal_checkpoint(made, convert, tmp_path):
     config = ["--config", made(ALONE) / "hf"]
     folder = tmp_path / "run" / "global_step3" / "zero" / "model.norm.weight"
 
-    def says(code: int, *words: str) -> None:
-        refused(convert("zero2universal", tmp_path / "run", tmp_path / "out", *config), code, *words)
+    def says(code: int, *messages: str) -> None:
+        refused(convert("zero2universal", tmp_path / "run", tmp_path / "out", *config), code, *messages)
 
     step = (folder / "step.pt").read_bytes()
     torch.save(torch.tensor(5.0), folder / "step.pt")

@@ -56,17 +56,17 @@ def blank(folder: str) -> Any:
 
 def adam(model: Any, *, muon: bool = False) -> Any:
     """An optimizer that never made a step, or with Muon two."""
-    vectors = {name for name, one in model.named_parameters() if one.ndim == 1 or name.endswith(".bias")}
-    inner = {name for name, one in model.named_parameters() if muon and one.ndim == 2 and ".layers." in name}
-    named = [(name in vectors, one) for name, one in model.named_parameters() if name not in inner]
-    groups: list[dict[str, Any]] = [{"params": [one for vector, one in named if not vector]}]
-    groups.append({"params": [one for vector, one in named if vector], "weight_decay": 0.0})
-    made = torch.optim.AdamW(groups, lr=RATE, weight_decay=0.1)
+    vectors = {name for name, param in model.named_parameters() if param.ndim == 1 or name.endswith(".bias")}
+    inner = {name for name, param in model.named_parameters() if muon and param.ndim == 2 and ".layers." in name}
+    named = [(name in vectors, param) for name, param in model.named_parameters() if name not in inner]
+    groups: list[dict[str, Any]] = [{"params": [param for vector, param in named if not vector]}]
+    groups.append({"params": [param for vector, param in named if vector], "weight_decay": 0.0})
+    optimizer = torch.optim.AdamW(groups, lr=RATE, weight_decay=0.1)
     if not muon:
-        return made
-    matrices = [one for name, one in model.named_parameters() if name in inner]
+        return optimizer
+    matrices = [param for name, param in model.named_parameters() if name in inner]
     return Both(
-        (torch.optim.Muon(matrices, lr=RATE, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"), made)
+        (torch.optim.Muon(matrices, lr=RATE, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"), optimizer)
     )
 
 
@@ -78,9 +78,9 @@ def fsdp(job: dict[str, Any]) -> tuple[Any, Any, Callable[[torch.Tensor], None]]
     fully_shard(model, mesh=mesh)
     optimizer = adam(model, muon=job.get("muon", False))
     weights, states = get_state_dict(model, optimizer)
-    held = {"model": weights, "optim": states}
-    dcp.load(held, checkpoint_id=job["resume"])
-    set_state_dict(model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optim"])
+    state = {"model": weights, "optim": states}
+    dcp.load(state, checkpoint_id=job["resume"])
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": states}, checkpoint_id=job["save"])
 
@@ -109,8 +109,9 @@ def zero(job: dict[str, Any]) -> tuple[Any, Any, Callable[[torch.Tensor], None]]
     path, _ = engine.load_checkpoint(job["resume"])
     assert path, "DeepSpeed found nothing to load"
     engine.save_checkpoint(job["save"])
-    for held in engine.optimizer.optimizer.state.values():
-        held["step"] = held["step"].clone()  # stage 3 lets all groups share one, which each counts up (stage3.py:3681)
+    for state in engine.optimizer.optimizer.state.values():
+        # stage 3 lets all groups share one, which each counts up (stage3.py:3681)
+        state["step"] = state["step"].clone()
 
     def update(loss: torch.Tensor) -> None:
         engine.backward(loss)
@@ -123,12 +124,12 @@ def schedule(optimizer: Any, step: int, least: float) -> OptimizerParamScheduler
     """The rates of megatron_train.py, from a step on, and down to the least."""
     for group in optimizer.param_groups:
         group["wd_mult"] = 1.0 if group["weight_decay"] else 0.0  # for Megatron's schedule
-    made = OptimizerParamScheduler(
+    scheduler = OptimizerParamScheduler(
         optimizer, init_lr=0.0, max_lr=RATE, min_lr=least, lr_warmup_steps=2, lr_decay_steps=20,
         lr_decay_style="cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=20, wd_incr_style="constant",
     )  # fmt: skip
-    made.step(increment=step)
-    return made
+    scheduler.step(increment=step)
+    return scheduler
 
 
 def loss_of(model: Any, vocabulary: int, number: int) -> torch.Tensor:
@@ -153,8 +154,8 @@ def do(job: dict[str, Any]) -> bool:
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         losses.append(mean.item() / RANKS)
-    wanted = json.loads(Path(job["losses"]).read_text())
-    apart = max(abs(one - other) / other for one, other in zip(losses, wanted, strict=True))
+    expected = json.loads(Path(job["losses"]).read_text())
+    apart = max(abs(loss - other) / other for loss, other in zip(losses, expected, strict=True))
     if dist.get_rank() == 0:
         print(job["resume"], *(f"{loss:.7f}" for loss in losses), flush=True)
         print(f"largest relative loss difference {apart:.3g}", flush=True)

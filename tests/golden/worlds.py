@@ -69,10 +69,10 @@ def make(world: World, factory: pytest.TempPathFactory, run: Run) -> Made:
     return Made(place / "hf", place / "kinds")
 
 
-def _begin(world: World, run: Run, begun: Path) -> None:
+def _begin(world: World, run: Run, folder: Path) -> None:
     """Let the ranks of a world save a model."""
-    build(begun / "hf", world.model, world.dtype)
-    code, out = run([[str(begun / "hf"), str(begun / "kinds"), str(world.ranks), *KINDS]])
+    build(folder / "hf", world.model, world.dtype)
+    code, out = run([[str(folder / "hf"), str(folder / "kinds"), str(world.ranks), *KINDS]])
     assert code == 0, out
 
 
@@ -84,8 +84,8 @@ def once(name: str, factory: pytest.TempPathFactory, begin: Callable[[Path], Non
     with (shared / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not place.exists():
-            begun = shared / f"begun-{name}"
-            begun.mkdir(exist_ok=True)
-            begin(begun)
-            begun.rename(place)
+            folder = shared / f"begun-{name}"
+            folder.mkdir(exist_ok=True)
+            begin(folder)
+            folder.rename(place)
     return place

@@ -178,10 +178,10 @@ def trained_state(engine: Any) -> Iterator[tuple[nn.Parameter, StateDict]]:
             groups, flats = optimizer.bit16_groups, optimizer.bit16_groups_flat
             masters = optimizer.single_partition_of_fp32_groups
         for group, params, flat, master in zip(optimizer.real_dp_process_group, groups, flats, masters, strict=True):
-            whole = {key: torch.cat(gathered(value, group)) for key, value in states(master).items()}
+            tensors = {key: torch.cat(gathered(value, group)) for key, value in states(master).items()}
             for param in params:
                 where = place(param, flat)
-                yield param, {key: value[where].view(param.shape) for key, value in whole.items()}
+                yield param, {key: value[where].view(param.shape) for key, value in tensors.items()}
     elif isinstance(optimizer, FP16_UnfusedOptimizer):
         for params, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             for param, master in zip(params, masters, strict=True):
@@ -197,36 +197,36 @@ def truth(engine: Any) -> StateDict:
     module = engine.module
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     with deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=engine.zero_optimization_stage() == 3):
-        found = {f"module.{name}": value.detach().clone() for name, value in module.state_dict().items()}
+        tensors = {f"module.{name}": value.detach().clone() for name, value in module.state_dict().items()}
     for param, state in trained_state(engine):
-        found |= {f"{key}.{names[id(param)]}": value.detach().clone() for key, value in state.items()}
-    return found
+        tensors |= {f"{key}.{names[id(param)]}": value.detach().clone() for key, value in state.items()}
+    return tensors
 
 
-def check(engine: Any, found: StateDict) -> None:
+def check(engine: Any, tensors: StateDict) -> None:
     """What must be so, or the truth is none."""
     for name, parameter in engine.module.named_parameters():
-        assert parameter.requires_grad == (f"fp32.{name}" in found), f"{name} is missing"
+        assert parameter.requires_grad == (f"fp32.{name}" in tensors), f"{name} is missing"
         if parameter.requires_grad:
-            weight, master = found[f"module.{name}"], found[f"fp32.{name}"]
+            weight, master = tensors[f"module.{name}"], tensors[f"fp32.{name}"]
             assert weight.shape == master.shape, f"{name}: master and weight are not of one shape"
             assert torch.equal(master.to(weight.dtype), weight), f"{name}: the rounded master is not the weight"
-            assert found[f"exp_avg.{name}"].any(), f"{name} has no moments"
+            assert tensors[f"exp_avg.{name}"].any(), f"{name} has no moments"
 
 
 def save_truth(world: World, engine: Any, path: Path) -> None:
     """Write the truth, of all mp ranks where there are several."""
-    found, mpu = truth(engine), engine.mpu
-    check(engine, found)
+    tensors, mpu = truth(engine), engine.mpu
+    check(engine, tensors)
     if mpu is not None:
         prefix = f"{mpu.get_model_parallel_rank()}."
-        found = {prefix + name: value for name, value in found.items()} if mpu.get_data_parallel_rank() == 0 else {}
+        tensors = {prefix + name: value for name, value in tensors.items()} if mpu.get_data_parallel_rank() == 0 else {}
         everybody: list[Any] = [None] * world.size
-        dist.gather_object(found, everybody if world.rank == 0 else None)
+        dist.gather_object(tensors, everybody if world.rank == 0 else None)
         if world.rank == 0:
-            found = {name: value for each in everybody for name, value in each.items()}
+            tensors = {name: value for each in everybody for name, value in each.items()}
     if world.rank == 0:
-        save_file({name: value.contiguous() for name, value in sorted(found.items())}, path)
+        save_file({name: value.contiguous() for name, value in sorted(tensors.items())}, path)
 
 
 def freeze(model: nn.Module) -> None:
@@ -428,8 +428,8 @@ def blank(world: World, expected: StateDict) -> nn.Module:
 
 def load(world: World, folder: Path, stage: str, expected: StateDict, *, universal: bool) -> None:
     """Let DeepSpeed load a checkpoint, and compare; all ranks end with status 1 when anything differs."""
-    number, *words = stage.split(",")
-    options = {key: json.loads(value) for key, value in (word.split("=") for word in words)}
+    number, *fields = stage.split(",")
+    options = {key: json.loads(value) for key, value in (word.split("=") for word in fields)}
     extra = dict(ACCUMULATE["more"]) if number == "bf16-optimizer" else {}
     if universal:
         extra["checkpoint"] = {"load_universal": True}
@@ -496,9 +496,9 @@ def load_neox(world: World, folder: Path, out: Path, pp: int, tp: int) -> None:
                                          load_lr_scheduler_states=False, load_module_only=True)  # fmt: skip
     assert path, "DeepSpeed found nothing to load"
     rank = engine.mpu.get_model_parallel_rank()
-    found = {f"{rank}.{name}": value.detach().clone() for name, value in engine.module.named_parameters()}
+    parameters = {f"{rank}.{name}": value.detach().clone() for name, value in engine.module.named_parameters()}
     everybody: list[Any] = [None] * world.size
-    dist.gather_object(found, everybody if world.rank == 0 else None)
+    dist.gather_object(parameters, everybody if world.rank == 0 else None)
     if world.rank == 0:
         save_file({name: value for each in everybody for name, value in each.items()}, out)
 
@@ -521,26 +521,26 @@ def launch(size: int, model: nn.Module, job: Callable[[World], None]) -> int:
     return ranks.launch(size, rank_main, model, job)
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """The command line."""
-    if len(words) == 6 and words[0] in ("load", "load-universal"):
-        _, folder, model_dir, size, stage, path = words
-        universal = words[0] == "load-universal"
+    if len(argv) == 6 and argv[0] in ("load", "load-universal"):
+        _, folder, model_dir, size, stage, path = argv
+        universal = argv[0] == "load-universal"
         job = functools.partial(load, folder=Path(folder), stage=stage, expected=load_file(path), universal=universal)
         return launch(int(size), load_model(model_dir), job)
-    if len(words) == 5 and words[0] == "load-neox":
-        pp, tp = map(int, words[3:])
-        job = functools.partial(load_neox, folder=Path(words[1]), out=Path(words[2]), pp=pp, tp=tp)
+    if len(argv) == 5 and argv[0] == "load-neox":
+        pp, tp = map(int, argv[3:])
+        job = functools.partial(load_neox, folder=Path(argv[1]), out=Path(argv[2]), pp=pp, tp=tp)
         quiet()
         return launch(max(1, pp) * tp, nn.Identity(), job)
-    if len(words) > 4 and words[0] == "go-on":
-        model, size = load_model(words[2]), int(words[3])
-        whole = [(None, "1"), *((Path(words[1]), stage) for stage in words[4:])]
-        return max(launch(size, model, functools.partial(go_on, folder=folder, stage=stage)) for folder, stage in whole)
-    if len(words) < 4:
+    if len(argv) > 4 and argv[0] == "go-on":
+        model, size = load_model(argv[2]), int(argv[3])
+        jobs = [(None, "1"), *((Path(argv[1]), stage) for stage in argv[4:])]
+        return max(launch(size, model, functools.partial(go_on, folder=folder, stage=stage)) for folder, stage in jobs)
+    if len(argv) < 4:
         print(__doc__, file=sys.stderr)
         return 2
-    model_dir, out, size, *kinds = words
+    model_dir, out, size, *kinds = argv
     if unknown := set(kinds) - set(KINDS):
         print(f"no such kind: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}", file=sys.stderr)
         return 2

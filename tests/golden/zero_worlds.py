@@ -53,27 +53,27 @@ PARALLEL = World("parallel", "llama", 4, ("pp2-tp2", "tp2", "pp2-tied"))
 def make(world: World, factory: pytest.TempPathFactory, zero: Zero) -> Path:
     """A folder with `hf`, and a checkpoint and its truth for each kind. All workers of a test run share it."""
 
-    def begin(begun: Path) -> None:
-        build(begun / "hf", world.model, "bfloat16", **world.changes)
-        code, out = zero(begun / "hf", begun, world.ranks, *world.kinds)
+    def begin(folder: Path) -> None:
+        build(folder / "hf", world.model, "bfloat16", **world.changes)
+        code, out = zero(folder / "hf", folder, world.ranks, *world.kinds)
         assert code == 0, out[-6000:]
 
     return once(f"zero-{world.name}", factory, begin)
 
 
-def checkpoint(made: Path, kind: str) -> Path:
+def checkpoint(folder: Path, kind: str) -> Path:
     """What a user would name."""
-    return next((made / kind).glob("checkpoint-*"), made / kind)
+    return next((folder / kind).glob("checkpoint-*"), folder / kind)
 
 
-def swap(one: Path, two: Path, *, named: bool = True) -> None:
+def swap(first: Path, second: Path, *, named: bool = True) -> None:
     """Give two files each other's names; unless `named`, both were written as DeepSpeed's fast writer does."""
-    held = one.read_bytes()
-    one.write_bytes(two.read_bytes())
-    two.write_bytes(held)
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
     if not named:
-        nameless(one)
-        nameless(two)
+        nameless(first)
+        nameless(second)
 
 
 def nameless(path: Path) -> None:

@@ -27,8 +27,8 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 def scaling(kind: str, more: Mapping[str, st.SearchStrategy[Any]], **needed: Any) -> st.SearchStrategy[dict[str, Any]]:
     """A rope scaling of a kind, as transformers has it: the parameters that it needs, and those that it may have."""
-    held = {name: value if isinstance(value, st.SearchStrategy) else st.just(value) for name, value in needed.items()}
-    return st.fixed_dictionaries({"rope_type": st.just(kind), **held}, optional=dict(more))
+    fields = {name: value if isinstance(value, st.SearchStrategy) else st.just(value) for name, value in needed.items()}
+    return st.fixed_dictionaries({"rope_type": st.just(kind), **fields}, optional=dict(more))
 
 
 SCALINGS = (

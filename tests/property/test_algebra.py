@@ -64,11 +64,11 @@ def patterns(draw: st.DrawFn, tensors: tuple[str, ...], sizes: dict[str, int]) -
 
 def addresses(leaf: Leaf) -> dict[tuple[str, tuple[int, ...]], int]:
     """Every coordinate of a leaf and its address, the slow way."""
-    found = {}
+    places = {}
     for point in product(*(range(span.start, span.stop) for span in leaf.spans)):
         moved = sum((x - span.start) * span.stride for x, span in zip(point, leaf.spans, strict=True))
-        found[leaf.tensor, point] = leaf.base + moved
-    return found
+        places[leaf.tensor, point] = leaf.base + moved
+    return places
 
 
 def ordered(leaves: list[Leaf]) -> list[Leaf]:
@@ -123,9 +123,9 @@ SIDES = [(low, high) for low in range(4) for high in range(low + 1, 5)]
 @settings(max_examples=300)
 def test_boxes_that_overlap_are_found(boxes):
     points = {box: set(product(*(range(*side) for side in box))) for box in boxes}
-    found = overlap(boxes)
-    if found:
-        assert points[found[0]] & points[found[1]]
+    pair = overlap(boxes)
+    if pair:
+        assert points[pair[0]] & points[pair[1]]
     else:
         assert sum(map(len, (points[box] for box in boxes))) == len(set().union(*points.values()))
 
@@ -154,14 +154,14 @@ def reference(pattern: Pattern, ranks: int, sizes: dict[str, int], logical: dict
 
 def placed(folder: Path, name: str, pattern: Pattern, ranks: int, sizes: dict[str, int]) -> dict[str, list[Part]]:
     """The parts of each tensor, with a file for each rank."""
-    found: dict[str, list[Part]] = {}
+    parts: dict[str, list[Part]] = {}
     for rank in range(ranks):
         mesh = {"tp": (rank, ranks)}
         dims = shape(pattern, sizes, mesh)
         fragment = Fragment(folder / f"{name}{rank}", 0, "U16", dims, row_major(dims))
         for leaf in ordered(lower(pattern, sizes, mesh)):
-            found.setdefault(leaf.tensor, []).append(Part(leaf, fragment))
-    return found
+            parts.setdefault(leaf.tensor, []).append(Part(leaf, fragment))
+    return parts
 
 
 @given(st.data(), st.sampled_from(FUSED), all_sizes, st.integers(1, 3))

@@ -86,16 +86,16 @@ FORMATS = {
     ),
     "megatron_deepspeed": Format(
         lambda spec: {"args": mds_args.spelled(spec), "vocab": spec.vocab},  # its files say it beside the args
-        lambda told, base: from_megatron(
-            mds_args.translated(told["args"], "args"), {"vocab": told["vocab"]}, base, "args", settled=True
+        lambda stored, base: from_megatron(
+            mds_args.translated(stored["args"], "args"), {"vocab": stored["vocab"]}, base, "args", settled=True
         ),
         lambda family: family.name in FAMILIES_OF_MDS,
         examples=100,
     ),
     "neox": Format(
         write_neox,
-        lambda told, base: neox_args.from_neox(
-            **told, settings={}, where="the yml", family=base.family if base else None
+        lambda stored, base: neox_args.from_neox(
+            **stored, settings={}, where="the yml", family=base.family if base else None
         ),
         lambda family: bool(family.neox),
         examples=100,
@@ -167,19 +167,19 @@ def test_from_other_formats(form, name):
     @settings(BOUNDED, max_examples=FORMATS[form].examples)
     @given(spec=specs(FAMILIES[name]))
     def comes_back(spec: ModelSpec) -> None:
-        said = written(FORMATS[form], spec)
-        if said is None:
+        stored = written(FORMATS[form], spec)
+        if stored is None:
             return
-        assert FORMATS[form].read(said, spec) == spec
-        bare = FORMATS[form].read(said, None)
+        assert FORMATS[form].read(stored, spec) == spec
+        bare = FORMATS[form].read(stored, None)
         with suppress(RefusedError):
             assert from_huggingface(to_huggingface(bare, {}), {}, "its config") == bare
         if spec.experts and len(spec.sparse_layers) == spec.layers:  # `ffn` is the width of nothing
             bare = replace(bare, ffn=spec.ffn)
-        assert FORMATS[form].write(bare) == said
-        for one in fields(ModelSpec):
-            ours, theirs = getattr(spec, one.name), getattr(bare, one.name)
-            assert one.name in ALIKE or ours == theirs or None in (ours, theirs), one.name
+        assert FORMATS[form].write(bare) == stored
+        for field in fields(ModelSpec):
+            ours, theirs = getattr(spec, field.name), getattr(bare, field.name)
+            assert field.name in ALIKE or ours == theirs or None in (ours, theirs), field.name
         assert alike(bare.rope_scaling, spec.rope_scaling)
 
     comes_back()
@@ -252,7 +252,7 @@ def test_every_setting_takes_several_values():
         for key in family.own
         if len({repr(spec.own[key]) for spec in sample(name)}) < 2
     ]
-    names = {one.name for one in fields(ModelSpec)} - {"family", "notes", "mtp_layers"}  # the last no config says
+    names = {field.name for field in fields(ModelSpec)} - {"family", "notes", "mtp_layers"}  # the last no config says
     constant += [name for name in names if all(len(values(family, name)) < 2 for family in FAMILIES)]
     assert sorted(constant) == []
 

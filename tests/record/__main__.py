@@ -72,16 +72,16 @@ def memory(out: Path, source: str) -> None:
     import torch.distributed.checkpoint as dcp
     from transformers import AutoModelForCausalLM
 
-    held = AutoModelForCausalLM.from_pretrained(source, dtype="auto").state_dict()
-    dcp.save({"model": held}, checkpoint_id=out, no_dist=True)
+    state = AutoModelForCausalLM.from_pretrained(source, dtype="auto").state_dict()
+    dcp.save({"model": state}, checkpoint_id=out, no_dist=True)
     (out / ".metadata").touch()
 
 
 def edit(out: Path, source: str, file: str, change: str) -> None:
     """With other keys in a JSON file; null takes one out."""
     copy(out, source)
-    held = json.loads((out / file).read_text()) | json.loads(change)
-    (out / file).write_text(json.dumps({key: value for key, value in held.items() if value is not None}))
+    config = json.loads((out / file).read_text()) | json.loads(change)
+    (out / file).write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
 def cut(out: Path, source: str, pattern: str, size: str) -> None:
@@ -96,7 +96,7 @@ def text(out: Path, content: str) -> None:
     out.write_text(content.replace(r"\n", "\n"))
 
 
-MAKERS = {one.__name__: one for one in (model, copy, bare, optimizer, zero, memory, edit, cut, text)}
+MAKERS = {maker.__name__: maker for maker in (model, copy, bare, optimizer, zero, memory, edit, cut, text)}
 """Commands of `cases.txt` that make a source."""
 LOOKS = {"inspect", "plan", "explain", "formats", "digest", "verify", "diff", "--help"}
 """Commands of `convert` that write nothing."""
@@ -106,20 +106,22 @@ def units() -> dict[str, list[Step]]:
     """The steps of each group, which run in one folder."""
     from tests import models
 
-    found: dict[str, list[Step]] = {}
+    by_unit: dict[str, list[Step]] = {}
     blocks = Path(__file__).with_name("cases.txt").read_text().partition("\n\n")[2]
     for block in blocks.replace("\\\n", " ").split("\n\n"):
         heads = [line[2:] for line in block.splitlines() if line.startswith("* ")]
         lines = [line.partition(" = ") for line in block.splitlines() if " = " in line and line[0] not in "*#"]
         for head in heads:
             kind, *lists = head.split(" | ")
-            every = [[name for word in shlex.split(one) for name in getattr(models, word, [word])] for one in lists]
+            every = [
+                [name for word in shlex.split(choices) for name in getattr(models, word, [word])] for choices in lists
+            ]
             for values in itertools.product(*every):
                 named = [(name, rest.format(*values) if values else rest) for name, _, rest in lines]
-                words = [(name, shlex.split(rest)) for name, rest in named]
-                steps = [(name, first, rest) for name, (first, *rest) in words]
-                found.setdefault(" ".join((kind, *values)), []).extend(steps)
-    return found
+                commands = [(name, shlex.split(rest)) for name, rest in named]
+                steps = [(name, first, rest) for name, (first, *rest) in commands]
+                by_unit.setdefault(" ".join((kind, *values)), []).extend(steps)
+    return by_unit
 
 
 def run(unit: tuple[str, list[Step], Path]) -> Record:
@@ -128,28 +130,28 @@ def run(unit: tuple[str, list[Step], Path]) -> Record:
 
     kind, steps, place = unit
     warnings.simplefilter("ignore")
-    folder, record, code, said = place / hashlib.sha256(kind.encode()).hexdigest()[:8], Record(), None, ""
+    folder, record, code, output = place / hashlib.sha256(kind.encode()).hexdigest()[:8], Record(), None, ""
     folder.mkdir()
-    for name, command, words in steps:
-        given = [re.sub(r"@(golden/)?", lambda at: f"{'tests/golden' if at[1] else folder}/", word) for word in words]
+    for name, command, argv in steps:
+        given = [re.sub(r"@(golden/)?", lambda at: f"{'tests/golden' if at[1] else folder}/", word) for word in argv]
         before = {*folder.iterdir()}
-        if any(word[0] == "@" and "/" not in word and not (folder / word[1:]).exists() for word in words):
+        if any(word[0] == "@" and "/" not in word and not (folder / word[1:]).exists() for word in argv):
             continue  # it was refused, which is recorded
         if command in MAKERS:
-            code, said = 0, ""
+            code, output = 0, ""
             try:
                 MAKERS[command](folder / name, *given)
             except Exception:  # noqa: BLE001 -- a case that cannot be made is seen in the record, and the others are run
-                code, said = None, traceback.format_exc(limit=-2)
+                code, output = None, traceback.format_exc(limit=-2)
         else:
-            outs = [] if command in LOOKS or "--help" in words else [str(folder / name)]
-            code, said = convert(command, *given[:1], *outs, *given[1:])
-        made = [path for new in sorted({*folder.iterdir()} - before) for path in (new, *sorted(new.rglob("*")))]
-        files = {str(path.relative_to(folder)): checksum(path, folder) for path in made if path.is_file()}
+            outs = [] if command in LOOKS or "--help" in argv else [str(folder / name)]
+            code, output = convert(command, *given[:1], *outs, *given[1:])
+        paths = [path for new in sorted({*folder.iterdir()} - before) for path in (new, *sorted(new.rglob("*")))]
+        files = {str(path.relative_to(folder)): checksum(path, folder) for path in paths if path.is_file()}
         for pattern, instead in {re.escape(str(folder)): "", re.escape(str(Path.cwd())): "CHECKOUT", **NOISE}.items():
-            said = re.sub(pattern, instead, said)
-        asked = " ".join((f"$ convert {command}", *words))
-        record[f"{kind}: {name}"] = {"exit": code, "text": f"{asked}\n{said}", "files": files}
+            output = re.sub(pattern, instead, output)
+        line = " ".join((f"$ convert {command}", *argv))
+        record[f"{kind}: {name}"] = {"exit": code, "text": f"{line}\n{output}", "files": files}
     shutil.rmtree(folder)
     return record
 
@@ -159,19 +161,21 @@ def checksum(path: Path, folder: Path) -> str:
     return hashlib.sha256(path.read_bytes().replace(str(folder).encode(), b"")).hexdigest()
 
 
-def compare(one: Record, two: Record, texts: bool) -> int:
+def compare(first: Record, second: Record, texts: bool) -> int:
     """Print what differs, and say whether anything does."""
-    said = [f"{name}: only in the {'first' if name in one else 'second'}" for name in sorted(one.keys() ^ two.keys())]
-    for name in sorted(one.keys() & two.keys()):
-        a, b = one[name], two[name]
+    differences = [
+        f"{name}: only in the {'first' if name in first else 'second'}" for name in sorted(first.keys() ^ second.keys())
+    ]
+    for name in sorted(first.keys() & second.keys()):
+        a, b = first[name], second[name]
         if a["exit"] != b["exit"]:
-            said.append(f"{name}: exit {a['exit']} | {b['exit']}\n{a['text']}---\n{b['text']}")
+            differences.append(f"{name}: exit {a['exit']} | {b['exit']}\n{a['text']}---\n{b['text']}")
         files = a["files"].keys() | b["files"].keys()
-        said += [f"{name}: {file}" for file in sorted(files) if a["files"].get(file) != b["files"].get(file)]
+        differences += [f"{name}: {file}" for file in sorted(files) if a["files"].get(file) != b["files"].get(file)]
         if texts and a["text"] != b["text"] and a["exit"] == b["exit"]:
-            said.append(f"{name}: text\n{a['text']}---\n{b['text']}")
-    print("\n".join([*said, f"{len(said)} differences in {len(one.keys() | two.keys())} cases"]))
-    return 1 if said else 0
+            differences.append(f"{name}: text\n{a['text']}---\n{b['text']}")
+    print("\n".join([*differences, f"{len(differences)} differences in {len(first.keys() | second.keys())} cases"]))
+    return 1 if differences else 0
 
 
 def main() -> int:
@@ -186,8 +190,8 @@ def main() -> int:
     parser.add_argument("--texts", action="store_true", help="with --compare: what was said, too")
     options = parser.parse_args()
     if options.compare:
-        one, two = (json.loads(path.read_text()) for path in options.compare)
-        return compare(one, two, options.texts)
+        first, second = (json.loads(path.read_text()) for path in options.compare)
+        return compare(first, second, options.texts)
     if options.out is None:
         parser.error("name the file to write, or --compare two")
     sys.modules["__main__"].__package__ = None  # or click calls the program `python -m tests.record.convert`
@@ -198,16 +202,16 @@ def main() -> int:
         warm = [("hf", "model", ["llama"]), ("m", "hf2megatron", ["@hf"]), ("memory", "memory", ["@hf"])]
         run(("imports what the forks need", warm, Path(place)))
         chosen = {name: steps for name, steps in units().items() if fnmatch.fnmatch(name, options.only)}
-        wanted = [(name, steps, Path(place)) for name, steps in chosen.items() if name not in done]
+        groups = [(name, steps, Path(place)) for name, steps in chosen.items() if name not in done]
         with multiprocessing.get_context("fork").Pool(options.jobs, maxtasksperchild=1) as pool:  # none knows another
-            for number, found in enumerate(pool.imap_unordered(run, wanted, chunksize=1), 1):
-                record |= found
-                if number % 10 == 0 or number == len(wanted):
-                    begun = options.out.with_name(f"{options.out.name}.new")
-                    begun.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-                    begun.replace(options.out)
-                print(f"\r{number} of {len(wanted)} groups, {len(record)} cases", end="", file=sys.stderr, flush=True)
-    print(f"\n{sum(len(one['files']) for one in record.values())} files", file=sys.stderr)
+            for number, part in enumerate(pool.imap_unordered(run, groups, chunksize=1), 1):
+                record |= part
+                if number % 10 == 0 or number == len(groups):
+                    partial = options.out.with_name(f"{options.out.name}.new")
+                    partial.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+                    partial.replace(options.out)
+                print(f"\r{number} of {len(groups)} groups, {len(record)} cases", end="", file=sys.stderr, flush=True)
+    print(f"\n{sum(len(case['files']) for case in record.values())} files", file=sys.stderr)
     return 0
 
 

@@ -14,8 +14,8 @@ def test_a_run_of_any_number_of_shards_has_one_data_file(model, convert, tmp_pat
     source, run, out = model("mixtral", "bfloat16"), tmp_path / "run", tmp_path / "out"
     assert convert("hf2megatron", source, run, *TOPOLOGY).code == 0
     assert len([*run.rglob("*.pt")]) == 8
-    words = TOPOLOGY if kind == "torch_dist" else ("--tp", 2, "--ep", 2, "--format", kind)
-    assert convert("reshard", run, out, "--archive", *words).code == 0
+    options = TOPOLOGY if kind == "torch_dist" else ("--tp", 2, "--ep", 2, "--format", kind)
+    assert convert("reshard", run, out, "--archive", *options).code == 0
     assert [path.name for path in out.rglob("*.distcp")] == ["__0_0.distcp"]
     assert "tensor-model-parallel-size 2" in (out / "megatron_flags.txt").read_text()
     assert convert("verify", out, source).code == 0
@@ -24,7 +24,7 @@ def test_a_run_of_any_number_of_shards_has_one_data_file(model, convert, tmp_pat
     assert shards(tmp_path / "again").keys() == shards(run).keys()
     assert convert("diff", run, tmp_path / "again").code == 0
     # an archive stays one
-    assert convert("reshard", out, tmp_path / "kept", "--archive", *words).code == 0
+    assert convert("reshard", out, tmp_path / "kept", "--archive", *options).code == 0
     assert {path.name for path in (tmp_path / "kept").rglob("*.distcp")} == {"__0_0.distcp"}
 
 

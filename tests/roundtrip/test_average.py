@@ -29,8 +29,8 @@ def three(model, tmp_path_factory) -> list[Path]:
         shutil.copytree(first, folder)
         dice = np.random.default_rng(number)
         moved = {
-            name: (one + 0.01 * dice.standard_normal(one.shape)).astype(np.float32)
-            for name, one in load_file(first / "model.safetensors").items()
+            name: (tensor + 0.01 * dice.standard_normal(tensor.shape)).astype(np.float32)
+            for name, tensor in load_file(first / "model.safetensors").items()
         }
         save_file(moved, folder / "model.safetensors", {"format": "pt"})
         folders.append(folder)
@@ -39,10 +39,10 @@ def three(model, tmp_path_factory) -> list[Path]:
 
 def expected(folders: list[Path], weights: list[float]) -> dict[str, np.ndarray]:
     """The weighted sum in float64, in order."""
-    held = [load_file(folder / "model.safetensors") for folder in folders]
-    total = {name: np.zeros(one.shape) for name, one in held[0].items()}
-    for one, weight in zip(held, weights, strict=True):
-        for name, tensor in one.items():
+    models = [load_file(folder / "model.safetensors") for folder in folders]
+    total = {name: np.zeros(array.shape) for name, array in models[0].items()}
+    for tensors, weight in zip(models, weights, strict=True):
+        for name, tensor in tensors.items():
             total[name] = total[name] + weight * tensor.astype(np.float64)
     return total
 
@@ -52,16 +52,16 @@ def equal(out: Path, total: dict[str, np.ndarray], dtype: str) -> None:
     import torch
     from safetensors.torch import load_file as load_torch
 
-    held = load_torch(out / "model.safetensors")
-    assert held.keys() == total.keys()
+    stored = load_torch(out / "model.safetensors")
+    assert stored.keys() == total.keys()
     for name, values in total.items():
         want = nearest_bfloat16(values) if dtype == "bf16" else values.astype(TYPES[dtype])
-        got = held[name].view(torch.uint8).numpy() if held[name].dim() else held[name].numpy()
+        got = stored[name].view(torch.uint8).numpy() if stored[name].dim() else stored[name].numpy()
         assert got.tobytes() == want.tobytes(), name
 
 
 @pytest.mark.parametrize(
-    ("words", "weights"),
+    ("options", "weights"),
     [
         ([], [1 / 3, 1 / 3, 1 / 3]),
         (["--weights", "0.5,0.3,0.2"], [0.5, 0.3, 0.2]),
@@ -70,13 +70,13 @@ def equal(out: Path, total: dict[str, np.ndarray], dtype: str) -> None:
     ],
 )
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_the_sum_of_numpy_in_float64(three, convert, tmp_path, words, weights, dtype):
-    ran = convert("average", *three, tmp_path / "out", *words, "--dtype", dtype, "--memory", "1MiB")
+def test_the_sum_of_numpy_in_float64(three, convert, tmp_path, options, weights, dtype):
+    ran = convert("average", *three, tmp_path / "out", *options, "--dtype", dtype, "--memory", "1MiB")
     assert ran.code == 0, ran.err
     equal(tmp_path / "out", expected(three, weights), dtype)
     assert convert("verify", tmp_path / "out").code == 0
     manifest = json.loads((tmp_path / "out/vitruvian.json").read_text())
-    assert [(one["name"], one["weight"]) for one in manifest["sources"]] == [
+    assert [(source["name"], source["weight"]) for source in manifest["sources"]] == [
         (path.name, weight) for path, weight in zip(three, weights, strict=True)
     ]
 
@@ -88,7 +88,7 @@ def test_transformers_computes_the_mean(three, convert, tmp_path):
     assert convert("average", *three, tmp_path / "out").code == 0
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     judge = AutoModelForCausalLM.from_pretrained(three[0])
-    means = {name: torch.from_numpy(one.astype(np.float32)) for name, one in expected(three, [1 / 3] * 3).items()}
+    means = {name: torch.from_numpy(array.astype(np.float32)) for name, array in expected(three, [1 / 3] * 3).items()}
     judge.load_state_dict(means, strict=False)
     ids = torch.arange(12)[None]
     with torch.no_grad():
@@ -110,14 +110,14 @@ def test_masters_are_averaged(model, convert, tmp_path, how):
     """Each is 1 + 2**-12 times its bfloat16 weight, to which it rounds. Megatron-LM#5114 averages the latter."""
     sources, runs = [model("llama", "bfloat16"), tmp_path / "other"], []
     shutil.copytree(sources[0], sources[1])
-    flipped = {name: -one for name, one in load_file(sources[0] / "model.safetensors").items()}
-    flipped = {name: (one / 2 if "norm" not in name else -one) for name, one in flipped.items()}
+    flipped = {name: -tensor for name, tensor in load_file(sources[0] / "model.safetensors").items()}
+    flipped = {name: (tensor / 2 if "norm" not in name else -tensor) for name, tensor in flipped.items()}
     save_file(flipped, sources[1] / "model.safetensors", {"format": "pt"})
     for number, source in enumerate(sources):
-        words = ["--norm", "local", "--iteration", 3, "--make-vocab-size-divisible-by", 16, "--tp", 2]
-        assert convert("hf2megatron", source, tmp_path / f"run{number}", *words).code == 0
+        options = ["--norm", "local", "--iteration", 3, "--make-vocab-size-divisible-by", 16, "--tp", 2]
+        assert convert("hf2megatron", source, tmp_path / f"run{number}", *options).code == 0
         runs.append(add_optimizer(tmp_path / f"run{number}", how))
-    total = {name: one * (1 + 2**-12) for name, one in expected(sources, [0.75, 0.25]).items()}
+    total = {name: array * (1 + 2**-12) for name, array in expected(sources, [0.75, 0.25]).items()}
     for dtype in ("keep", "fp32"):
         ran = convert("average", *runs, tmp_path / dtype, "--weights", "0.75,0.25", "--dtype", dtype)
         assert ran.code == 0, ran.err
@@ -155,11 +155,11 @@ def test_other_tokenizers_and_other_tokens_are_told(three, convert, tmp_path):
     assert ran.code == 0
     assert "differs in keys that no tensor depends on: eos_token_id: " in ran.out
     assert "all settings" not in ran.out
-    told = "differs in keys that no tensor depends on (here | there): eos_token_id: "
+    note = "differs in keys that no tensor depends on (here | there): eos_token_id: "
     ran = convert("verify", three[0], ends)
-    assert (ran.code, told in ran.err) == (0, True), ran.err
+    assert (ran.code, note in ran.err) == (0, True), ran.err
     ran = convert("average", three[0], ends, tmp_path / "none")
-    assert (ran.code, told in ran.err, "different models" in ran.err) == (5, True, False), ran.err
+    assert (ran.code, note in ran.err, "different models" in ran.err) == (5, True, False), ran.err
     assert "all settings" in convert("diff", three[0], three[0]).out
     assert json.loads(convert("diff", three[0], ends, "--json").out)["config"][0].startswith("eos_token_id: ")
 
@@ -182,7 +182,7 @@ def test_what_a_reader_notes_of_each_source(model, convert, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "text"),
+    ("options", "code", "text"),
     [
         (["--weights", "0.5,0.3"], 2, "says 2 weights of 3 checkpoints"),
         (["--weights", "0.5,0.3,0.3"], 2, "are 1.1 in all"),
@@ -194,8 +194,8 @@ def test_what_a_reader_notes_of_each_source(model, convert, tmp_path):
         (["--last", "2"], 2, "--last is for one run"),
     ],
 )
-def test_weights_that_are_none(three, convert, tmp_path, words, code, text):
-    ran = convert("average", *three, tmp_path / "out", *words)
+def test_weights_that_are_none(three, convert, tmp_path, options, code, text):
+    ran = convert("average", *three, tmp_path / "out", *options)
     assert ran.code == code
     assert text in ran.err
 
@@ -230,14 +230,14 @@ def test_settings_of_a_model_without_a_table(convert, tmp_path):
     """Nothing says which key of a config matters, so that each does."""
     with quiet():
         build(WITHOUT_TABLE, 3).save_pretrained(tmp_path / "one")
-    one = tmp_path / "one"
-    same = changed(one, tmp_path / "same", transformers_version="9", use_cache=False, dtype="bfloat16")
-    other = changed(one, tmp_path / "other", rms_norm_eps=0.5)
-    layered = [changed(one, tmp_path / kind, layer_types=[kind]) for kind in ("full_attention", "linear_attention")]
-    assert convert("average", one, same, tmp_path / "mean").code == 0
-    assert convert("average", one, layered[0], tmp_path / "mean of one that does not say").code == 0
-    assert [convert(*words, one, same).code for words in (["diff"], ["verify"])] == [0, 0]
-    for first, second, key in ((one, other, "rms_norm_eps: "), (*layered, "layer_types: ")):
+    base = tmp_path / "one"
+    same = changed(base, tmp_path / "same", transformers_version="9", use_cache=False, dtype="bfloat16")
+    other = changed(base, tmp_path / "other", rms_norm_eps=0.5)
+    layered = [changed(base, tmp_path / kind, layer_types=[kind]) for kind in ("full_attention", "linear_attention")]
+    assert convert("average", base, same, tmp_path / "mean").code == 0
+    assert convert("average", base, layered[0], tmp_path / "mean of one that does not say").code == 0
+    assert [convert(*argv, base, same).code for argv in (["diff"], ["verify"])] == [0, 0]
+    for first, second, key in ((base, other, "rms_norm_eps: "), (*layered, "layer_types: ")):
         ran = convert("average", first, second, tmp_path / "out")
         assert (ran.code, key in ran.err) == (5, True), ran.err
         for command in ("diff", "verify"):
@@ -262,12 +262,12 @@ def test_integers_have_to_be_equal(model, convert, tmp_path):
         tensors = load_file(folder / "model.safetensors") | {"model.table": np.arange(5)}
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         folders.append(folder)
-    words = ["--verbatim", "--allow-missing", "model.table"]
-    assert convert("average", *folders, tmp_path / "out", *words).code == 0
+    options = ["--verbatim", "--allow-missing", "model.table"]
+    assert convert("average", *folders, tmp_path / "out", *options).code == 0
     assert (load_file(tmp_path / "out/model.safetensors")["model.table"] == np.arange(5)).all()
     tensors["model.table"][3] = 7
     save_file(tensors, folders[1] / "model.safetensors", {"format": "pt"})
-    ran = convert("average", *folders, tmp_path / "other", *words)
+    ran = convert("average", *folders, tmp_path / "other", *options)
     assert ran.code == 5
     assert "model.table is I64, which has no mean, and differs between" in ran.err
 
@@ -314,12 +314,12 @@ def test_masters_of_a_real_training(convert, tmp_path):
     """GPT-NeoX's, twice: their mean is what `--weights fp32-master` takes of each."""
     run = Path(__file__).parents[1] / "golden/neox/llama-bf16-optimizer-tp2"
     shutil.copytree(run, tmp_path / "copy")
-    words = ["--vocab-size", 101, "--gqa-layout", "blocked"]
-    ran = convert("average", run, tmp_path / "copy", tmp_path / "out", *words, "--dtype", "fp32")
+    options = ["--vocab-size", 101, "--gqa-layout", "blocked"]
+    ran = convert("average", run, tmp_path / "copy", tmp_path / "out", *options, "--dtype", "fp32")
     assert ran.code == 0, ran.err
-    ran = convert("neox2hf", run, tmp_path / "one", *words, "--weights", "fp32-master")
+    ran = convert("neox2hf", run, tmp_path / "one", *options, "--weights", "fp32-master")
     assert ran.code == 0, ran.err
-    one, mean = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "out"))
-    assert {name: tensor.tobytes() for name, tensor in one.items()} == {
+    masters, mean = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "out"))
+    assert {name: tensor.tobytes() for name, tensor in masters.items()} == {
         name: tensor.tobytes() for name, tensor in mean.items()
     }

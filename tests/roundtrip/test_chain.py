@@ -171,22 +171,22 @@ def reasons(name: str) -> dict[str, str]:
     if name not in REFUSED:
         holders = held_by(find_family(settings_of(base, **changes)))
         return {form: "" for form in CHAIN if form not in holders}
-    said = REFUSED[name]
+    refusals = REFUSED[name]
     alike = ("megatron_dist", "megatron_fsdp", "megatron-llm")
-    lost = dict.fromkeys(alike, said["megatron"]) if "megatron" in said else {}
+    lost = dict.fromkeys(alike, refusals["megatron"]) if "megatron" in refusals else {}
     if find_family(settings_of(base, **changes)).name not in mds_tables.FAMILIES:
         lost["megatron_deepspeed"] = "is written of gpt2 and llama"
-    return lost | said
+    return lost | refusals
 
 
 def held_by_safetensors(folder: Path) -> dict[str, bytes]:
     """The bits of every tensor of a Hugging Face folder, as the official reader has them."""
-    found = {}
+    tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             names = list(file.keys())
-            found |= {name: file.get_tensor(name).reshape(-1).view(torch.uint8).numpy().tobytes() for name in names}
-    return found
+            tensors |= {name: file.get_tensor(name).reshape(-1).view(torch.uint8).numpy().tobytes() for name in names}
+    return tensors
 
 
 @pytest.mark.parametrize("name", variants_slow(CASES))
@@ -210,20 +210,20 @@ def test_through_every_format_and_back(model, tmp_path, name):
         assert checkpoint.spec == spec
         tensors = vitruvian.open(request.out).tensors()
         assert {key: tensor.tobytes() for key, tensor in tensors} == wanted_bits
-    wanted = reasons(name)
-    assert {**refused} == {form: words for form, words in refused.items() if wanted.get(form, "\0") in words}
-    assert refused.keys() == wanted.keys()
+    expected = reasons(name)
+    assert {**refused} == {form: message for form, message in refused.items() if expected.get(form, "\0") in message}
+    assert refused.keys() == expected.keys()
     assert len(digests) == 1
     assert files(tmp_path / "huggingface") == files(source)
 
 
 def test_formats_prints_what_is_proven_here(convert):
     """A family is held by what holds one of its models."""
-    held = json.loads(convert("formats", "--json").out)["held_by"]
-    proven: dict[str, set[str]] = {name: {"zero"} for name in held}  # DeepSpeed's folders: tests/golden/test_zero.py
+    holders = json.loads(convert("formats", "--json").out)["held_by"]
+    proven: dict[str, set[str]] = {name: {"zero"} for name in holders}  # DeepSpeed's folders: tests/golden/test_zero.py
     for name in ("mistral", "mixtral"):
         proven[name] |= {"mistral"}  # of its own code: tests/golden/test_mistral.py
     for name, (base, changes) in CASES.items():
         config = AutoConfig.for_model(**settings_of(base, **changes)).to_dict()
         proven[family_of(config, name).name] |= CHAIN.keys() - reasons(name).keys()
-    assert proven == {name: set(forms) for name, forms in held.items()}
+    assert proven == {name: set(forms) for name, forms in holders.items()}

@@ -142,36 +142,34 @@ MODELS = {
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
     """`real(name)`: a folder of the size of a real model, of holes, and how many parameters it has."""
-    made: dict[str, tuple[Path, int]] = {}
+    folders: dict[str, tuple[Path, int]] = {}
 
     def get(name: str) -> tuple[Path, int]:
-        if name not in made:
+        if name not in folders:
             config, out = MODELS[name].config, tmp_path_factory.mktemp(name) / "hf"
             out.mkdir()
             (out / "config.json").write_text(json.dumps(config))
             spec = from_huggingface(config, {}, name)
             dtypes = {(tensor, layer): "BF16" for tensor in spec.tensors for layer in (None, *range(spec.layers))}
             lay_out(out, huggingface.write(out, spec, dtypes, SHARD), sparse=True)
-            made[name] = out, sum(math.prod(shape) for _, _, shape in spec.boxes())
-        return made[name]
+            folders[name] = out, sum(math.prod(shape) for _, _, shape in spec.boxes())
+        return folders[name]
 
     return get
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_it_has_as_many_parameters_as_its_group_says(real, name):
-    counted, said = real(name)[1], MODELS[name].published
-    if isinstance(said, float):
-        assert round(counted / 1e9, len(str(said).partition(".")[2])) == said
-    elif said is not None:
-        assert counted == said
+    counted, published = real(name)[1], MODELS[name].published
+    if isinstance(published, float):
+        assert round(counted / 1e9, len(str(published).partition(".")[2])) == published
+    elif published is not None:
+        assert counted == published
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [(name, words) for name, model in MODELS.items() for words in model.commands]
-)
-def test_it_is_planned(real, convert, tmp_path, monkeypatch, name, words):
-    command, *options = words.split()
+@pytest.mark.parametrize(("name", "line"), [(name, line) for name, model in MODELS.items() for line in model.commands])
+def test_it_is_planned(real, convert, tmp_path, monkeypatch, name, line):
+    command, *options = line.split()
     monkeypatch.setattr("converters.convert.require_room", lambda *_: None)  # the largest would not fit on this disk
     ran = convert(command, real(name)[0], tmp_path / "out", *options, "-n")
     assert ran.code == 0, ran.err
@@ -179,10 +177,10 @@ def test_it_is_planned(real, convert, tmp_path, monkeypatch, name, words):
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "why"), [(name, *one) for name, model in MODELS.items() for one in model.refused]
+    ("name", "line", "why"), [(name, *row) for name, model in MODELS.items() for row in model.refused]
 )
-def test_what_its_format_cannot_hold_is_refused(real, convert, tmp_path, name, words, why):
-    command, *options = words.split()
+def test_what_its_format_cannot_hold_is_refused(real, convert, tmp_path, name, line, why):
+    command, *options = line.split()
     ran = convert(command, real(name)[0], tmp_path / "out", *options, "-n")
     assert ran.code == 4
     assert why in ran.err

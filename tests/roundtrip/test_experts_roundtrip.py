@@ -33,7 +33,7 @@ def test_names_in_memory_become_those_of_the_hub(model, convert, tmp_path, name)
     assert all(torch.equal(value, state[key]) for key, value in empty.items())
     assert convert("fsdp2hf", tmp_path / "fsdp", tmp_path / "again").code == 0
     assert files(tmp_path / "again") == files(source)
-    digests = {convert("digest", one, *config).out.split()[0] for one, config in (
+    digests = {convert("digest", place, *config).out.split()[0] for place, config in (
         (source, []), (folder, ["--config", source]), (tmp_path / "fsdp", []))}  # fmt: skip
     assert len(digests) == 1
 
@@ -45,13 +45,13 @@ def test_every_line_comes_back_from_expert_ranks(model, convert, tmp_path, name)
     source = model(name, "bfloat16", shard="100KB")
     topologies = ["--tp 1", "--tp 2 --pp 2 --ep 2 --norm local", "--ep 4 --experts local", "--tp 2 --ep 2 --etp 1"]
     if name.startswith("gpt_oss"):  # experts with biases are whole on their ranks
-        topologies = [f"{one} --etp 1" for one in topologies]
+        topologies = [f"{topology} --etp 1" for topology in topologies]
     # of latents the local names mean other shapes, and linear attention has none
     if name in LINEAR or name.startswith("deepseek"):
-        topologies = [one.replace("--norm local", "--experts local") for one in topologies]
-    for number, one in enumerate(topologies):
+        topologies = [topology.replace("--norm local", "--experts local") for topology in topologies]
+    for number, topology in enumerate(topologies):
         first, second, back = (tmp_path / f"{number} {step}" for step in ("one", "two", "back"))
-        ran = convert("hf2megatron", source, first, *one.split())
+        ran = convert("hf2megatron", source, first, *topology.split())
         assert ran.code == 0, ran.err
         ran = convert("reshard", first, second, *topologies[number - 1].split())
         assert ran.code == 0, ran.err
@@ -76,8 +76,8 @@ def test_what_deepspeed_saves_of_fused_experts_is_read(model, convert, tmp_path)
     source, tag = model("qwen3_moe-tied", "bfloat16"), tmp_path / "run/global_step1"
     state = AutoModelForCausalLM.from_pretrained(source, dtype="auto").state_dict()
     tag.mkdir(parents=True)
-    held = {"module": state, "dp_world_size": 1, "mp_world_size": 1, "global_steps": 1, "ds_version": "0.19.8"}
-    torch.save({**held, "buffer_names": [], "shared_params": {}}, tag / "mp_rank_00_model_states.pt")
+    saved = {"module": state, "dp_world_size": 1, "mp_world_size": 1, "global_steps": 1, "ds_version": "0.19.8"}
+    torch.save({**saved, "buffer_names": [], "shared_params": {}}, tag / "mp_rank_00_model_states.pt")
     assert convert("zero2hf", tag, tmp_path / "back", "--config", source).code == 0
     assert files(tmp_path / "back") == files(source)
 
@@ -91,6 +91,6 @@ def test_the_bias_of_a_router_is_not_rounded(model, convert, tmp_path, changes):
     ran = convert("hf2hf", source, tmp_path / "out", "--dtype", "bf16")
     assert ran.code == 0, ran.err
     assert ("no table" in ran.err) == bool(changes)
-    held, out = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
-    kept = {name for name, value in out.items() if value.dtype == held[name].dtype}
-    assert kept == {name for name in held if name.endswith("e_score_correction_bias")} != set()
+    stored, out = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
+    kept = {name for name, value in out.items() if value.dtype == stored[name].dtype}
+    assert kept == {name for name in stored if name.endswith("e_score_correction_bias")} != set()

@@ -30,16 +30,18 @@ def test_masters_become_the_weights(model, convert, tmp_path, name):
     assert "they are written from the FP32 master weights" in ran.err
     assert "only weights" not in ran.err
     assert convert("verify", out).code == 0
-    found = dcp.FileSystemReader(out).read_metadata().state_dict_metadata
-    held = {
-        key: torch.empty(one.size, dtype=one.properties.dtype) for key, one in found.items() if hasattr(one, "size")
+    metadata = dcp.FileSystemReader(out).read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in metadata.items()
+        if hasattr(entry, "size")
     }
-    dcp.load(held, checkpoint_id=out, no_dist=True)
+    dcp.load(tensors, checkpoint_id=out, no_dist=True)
     for key, weight in weights(source).items():
-        assert torch.equal(held[f"model.{key}"], of(weight, "master")), key
+        assert torch.equal(tensors[f"model.{key}"], of(weight, "master")), key
         for state in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(held[f"optim.state.{key}.{state}"], of(weight, state)), key
-        assert held[f"optim.state.{key}.step"] == 3
+            assert torch.equal(tensors[f"optim.state.{key}.{state}"], of(weight, state)), key
+        assert tensors[f"optim.state.{key}.step"] == 3
     assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
 
 
@@ -49,11 +51,11 @@ def test_what_deepspeed_gets_is_not_said_to_stay(model, convert, tmp_path):
     assert convert("hf2megatron", model("llama", "float32"), run, "--norm", "local", "--iteration", 3).code == 0
     add_optimizer(run, "plain")
     assert convert("hf2fsdp", run, fsdp, "--with-optimizer").code == 0
-    for words in (("-n",), ()):
-        ran = convert("zero2universal", fsdp, tmp_path / "universal", *words)
+    for options in (("-n",), ()):
+        ran = convert("zero2universal", fsdp, tmp_path / "universal", *options)
         assert ran.code == 0, ran.err
-        for said in ("no weight of the model is not carried", "only the weights are converted"):
-            assert said not in ran.out + ran.err
+        for message in ("no weight of the model is not carried", "only the weights are converted"):
+            assert message not in ran.out + ran.err
     assert list((tmp_path / "universal").rglob("exp_avg.pt"))
 
 
@@ -77,15 +79,16 @@ def trained(source: Path, folder: Path) -> Path:
     import torch.distributed.checkpoint as dcp
 
     metadata = dcp.FileSystemReader(source).read_metadata()
-    held = {key: torch.empty(one.size) for key, one in metadata.state_dict_metadata.items()}
-    dcp.load(held, checkpoint_id=source, no_dist=True)
-    model = {metadata.planner_data[key][1]: one for key, one in held.items()}
+    tensors = {key: torch.empty(entry.size) for key, entry in metadata.state_dict_metadata.items()}
+    dcp.load(tensors, checkpoint_id=source, no_dist=True)
+    model = {metadata.planner_data[key][1]: tensor for key, tensor in tensors.items()}
     state = {
-        key: {"step": torch.tensor(3.0), **{name: of(one, name) for name in ("exp_avg", "exp_avg_sq")}}
-        for key, one in model.items()
+        key: {"step": torch.tensor(3.0), **{name: of(tensor, name) for name in ("exp_avg", "exp_avg_sq")}}
+        for key, tensor in model.items()
         if "correction_bias" not in key  # a buffer, or a parameter without a gradient
         and (
-            key != "lm_head.weight" or not any(torch.equal(one, other) for name, other in model.items() if name != key)
+            key != "lm_head.weight"
+            or not any(torch.equal(tensor, other) for name, other in model.items() if name != key)
         )
     }
     groups = [{**GROUP._asdict(), "amsgrad": False, "params": [*state]}]
@@ -100,33 +103,33 @@ def test_states_stay_with_their_weights(model, convert, tmp_path, name):
 
     source = model(name)
     assert convert("hf2fsdp", source, tmp_path / "weights").code == 0
-    begun, out = trained(tmp_path / "weights", tmp_path / "begun"), tmp_path / "out"
-    ran = convert("hf2fsdp", begun, out, "--ranks", 3, "--with-optimizer", "--config", source)
+    start, out = trained(tmp_path / "weights", tmp_path / "begun"), tmp_path / "out"
+    ran = convert("hf2fsdp", start, out, "--ranks", 3, "--with-optimizer", "--config", source)
     assert ran.code == 0, ran.err
     assert convert("verify", out).code == 0
-    found = dcp.FileSystemReader(begun).read_metadata()
-    tensors = {name for name, one in found.state_dict_metadata.items() if hasattr(one, "size")}
-    read = [{name: torch.zeros(found.state_dict_metadata[name].size) for name in tensors} for _ in (begun, out)]
-    for held, folder in zip(read, (begun, out), strict=True):
-        dcp.load(held, checkpoint_id=folder, no_dist=True)
-    assert all(torch.equal(one, read[1][name]) for name, one in read[0].items())
+    metadata = dcp.FileSystemReader(start).read_metadata()
+    tensors = {name for name, entry in metadata.state_dict_metadata.items() if hasattr(entry, "size")}
+    read = [{name: torch.zeros(metadata.state_dict_metadata[name].size) for name in tensors} for _ in (start, out)]
+    for state, folder in zip(read, (start, out), strict=True):
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+    assert all(torch.equal(tensor, read[1][name]) for name, tensor in read[0].items())
 
 
 def test_killed_or_split_it_goes_on_to_the_same_bytes(killed, model, convert, tmp_path):
     source = model("llama")
     assert convert("hf2fsdp", source, tmp_path / "weights").code == 0
-    begun = trained(tmp_path / "weights", tmp_path / "begun")
-    words = ["--ranks", "3", "--with-optimizer", "--config", str(source), "-q"]
-    assert convert("hf2fsdp", begun, tmp_path / "whole", *words).code == 0
+    start = trained(tmp_path / "weights", tmp_path / "begun")
+    options = ["--ranks", "3", "--with-optimizer", "--config", str(source), "-q"]
+    assert convert("hf2fsdp", start, tmp_path / "whole", *options).code == 0
     for part in ("2/2", "1/2"):
-        assert convert("hf2fsdp", begun, tmp_path / "split", *words, "--part", part).code == 0
-    assert convert("hf2fsdp", begun, tmp_path / "split", *words).code == 0
+        assert convert("hf2fsdp", start, tmp_path / "split", *options, "--part", part).code == 0
+    assert convert("hf2fsdp", start, tmp_path / "split", *options).code == 0
     assert files(tmp_path / "split") == files(tmp_path / "whole")
     for left in (40, 150):
-        ran = killed(-left, "hf2fsdp", begun, tmp_path / "killed", *words)
+        ran = killed(-left, "hf2fsdp", start, tmp_path / "killed", *options)
         assert ran.returncode == -signal.SIGKILL, ran.out
         assert not (tmp_path / "killed").exists()
-    ran = convert("hf2fsdp", begun, tmp_path / "killed", "--ranks", "3", "--config", source)
+    ran = convert("hf2fsdp", start, tmp_path / "killed", "--ranks", "3", "--config", source)
     assert (ran.code, "another conversion" in ran.err) == (7, True), ran.err
-    assert convert("hf2fsdp", begun, tmp_path / "killed", *words).code == 0
+    assert convert("hf2fsdp", start, tmp_path / "killed", *options).code == 0
     assert files(tmp_path / "killed") == files(tmp_path / "whole")

@@ -16,7 +16,7 @@ RANKS = [1, 2, 3, 8, 300]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype"), [(name, one) for name in IN_EVERY_TYPE for one in DTYPES])
+@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name in IN_EVERY_TYPE for dtype in DTYPES])
 def test_every_type_comes_back(model, convert, tmp_path, name, dtype):
     """Every family comes back in `test_chain.py`."""
     source = model(name, dtype, shard="100KB" if dtype == "bfloat16" else "50GB")
@@ -26,9 +26,9 @@ def test_every_type_comes_back(model, convert, tmp_path, name, dtype):
         assert convert("hf2fsdp", source, folder, "--ranks", ranks, "-q").code == 0
         assert convert("digest", folder).out.split()[0] == digest
         assert convert("verify", folder, source).code == 0
-        words = ("--shard-size", "100KB") if dtype == "bfloat16" else ()
-        assert convert("fsdp2hf", folder, back, *words, "-q").code == 0
-        if words and name in RENAMED:
+        options = ("--shard-size", "100KB") if dtype == "bfloat16" else ()
+        assert convert("fsdp2hf", folder, back, *options, "-q").code == 0
+        if options and name in RENAMED:
             assert convert("digest", back).out.split()[0] == digest
         else:
             assert files(back) == files(source)
@@ -65,10 +65,10 @@ def test_chunks_are_those_of_fsdp(model, convert, tmp_path, ranks):
     import torch.distributed.checkpoint as dcp
 
     assert convert("hf2fsdp", model("llama"), tmp_path / "c", "--ranks", ranks, "-q").code == 0
-    held = dcp.FileSystemReader(tmp_path / "c").read_metadata().state_dict_metadata["model.model.embed_tokens.weight"]
+    stored = dcp.FileSystemReader(tmp_path / "c").read_metadata().state_dict_metadata["model.model.embed_tokens.weight"]
     step = -(-211 // ranks)
-    assert [list(chunk.offsets) for chunk in held.chunks] == [[start, 0] for start in range(0, 211, step)]
-    assert sum(chunk.sizes[0] for chunk in held.chunks) == 211
+    assert [list(chunk.offsets) for chunk in stored.chunks] == [[start, 0] for start in range(0, 211, step)]
+    assert sum(chunk.sizes[0] for chunk in stored.chunks) == 211
     assert len(list((tmp_path / "c").glob("*.distcp"))) == min(ranks, 211)
 
 
@@ -86,9 +86,9 @@ def test_torch_reads_what_we_write_without_its_own_config(model, convert, tmp_pa
     source = model("qwen3")
     assert convert("hf2fsdp", source, tmp_path / "c", "--ranks", 5, "-q").code == 0
     dcp_to_torch_save(as_trained(tmp_path / "c"), tmp_path / "all.pt")
-    found, expected = torch.load(tmp_path / "all.pt")["model"], weights(source)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    state, expected = torch.load(tmp_path / "all.pt")["model"], weights(source)
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize("topology", [("--tp", 2, "--pp", 2), ("--tp", 4)])
@@ -116,7 +116,7 @@ def native(source: Path, qkv: str = "", head: str = "output") -> dict[str, Any]:
     """The state dict that torchtitan has of a model."""
     config = json.loads((source / "config.json").read_text())
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    found = {}
+    state = {}
     for key, value in weights(source).items():
         tensor, name = value, key.removeprefix("model.")
         part = name.split(".")[-2]
@@ -128,8 +128,8 @@ def native(source: Path, qkv: str = "", head: str = "output") -> dict[str, Any]:
             prefix = qkv if part in ("q_proj", "k_proj", "v_proj") else ""
             name = name.replace(f".{theirs}.", f".{ours.replace('.w', f'.{prefix}w')}.")
         name = name.replace("embed_tokens", "tok_embeddings").replace("lm_head", head)
-        found[name] = tensor
-    return found
+        state[name] = tensor
+    return state
 
 
 @pytest.mark.parametrize(("qkv", "head"), [("", "output"), ("qkv_linear.", "lm_head")], ids=["v0.2.0", "b5bcd76"])
@@ -141,7 +141,7 @@ def test_native_names_of_torchtitan_become_those_of_hf(model, convert, tmp_path,
     state = native(source, qkv, head)
     if "tied" in name:
         state[f"{head}.weight"] = state["tok_embeddings.weight"]
-    moments = {f"state.{key}.exp_avg": torch.zeros(one.shape) for key, one in state.items()}
+    moments = {f"state.{key}.exp_avg": torch.zeros(tensor.shape) for key, tensor in state.items()}
     others = {"optimizer": moments, "lr_scheduler": {"last_epoch": 7}, "train_state": {"step": torch.tensor(7)}}
     folder = save(tmp_path / "step-7", state | {"freqs_cis": torch.randn(8, 4, dtype=torch.complex64)} | others)
     ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", source, "-q")
@@ -156,7 +156,7 @@ def test_native_names_that_lack_a_table_are_refused(model, convert, tmp_path):
     assert "torchtitan" in ran.err
 
 
-ATTENTION = NATIVE | {f"self_attn.{one}_proj": f"attention.qkv_linear.w{one}" for one in "qkv"}
+ATTENTION = NATIVE | {f"self_attn.{letter}_proj": f"attention.qkv_linear.w{letter}" for letter in "qkv"}
 LATENT = NATIVE | {
     "self_attn.q_proj": "attention.wq", "self_attn.q_a_proj": "attention.wq_a", "self_attn.q_b_proj": "attention.wq_b",
     "self_attn.q_a_layernorm": "attention.q_norm", "self_attn.kv_a_proj_with_mqa": "attention.wkv_a",
@@ -182,14 +182,14 @@ def native_mixture(source: Path) -> dict[str, Any]:
 
     kind = json.loads((source / "config.json").read_text())["model_type"]
     names = MIXTURE | (LATENT if kind == "deepseek_v3" else ATTENTION)
-    found, experts = {}, {}
+    state, experts = {}, {}
     for key, tensor in weights(source).items():
         name = key.removeprefix("model.").replace("embed_tokens", "tok_embeddings")
         layer, _, inner = name.partition(".mlp.experts.")
         stem = f"{layer}.moe.routed_experts.inner_experts"
         if inner and kind == "gpt_oss":
             turned = tensor if "bias" in inner else tensor.transpose(1, 2)
-            found[f"{stem}.{OUTPUT_FIRST[inner]}"] = turned.contiguous()
+            state[f"{stem}.{OUTPUT_FIRST[inner]}"] = turned.contiguous()
         elif inner:
             number, matrix, _ = inner.split(".")
             experts.setdefault(f"{stem}.{EXPERTS[matrix]}", {})[int(number)] = tensor
@@ -199,8 +199,10 @@ def native_mixture(source: Path) -> dict[str, Any]:
                 if at > 0 and name[at + 1 + len(hub) :][:1] in ("", "."):
                     name = name.replace(f".{hub}", f".{own}")
                     break
-            found[name] = tensor
-    return found | {name: torch.stack([one[i] for i in range(len(one))]) for name, one in experts.items()}
+            state[name] = tensor
+    return state | {
+        name: torch.stack([by_number[i] for i in range(len(by_number))]) for name, by_number in experts.items()
+    }
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe", "gpt_oss"])
@@ -217,9 +219,9 @@ def test_mixtures_under_torchtitan_s_names_both_ways(model, convert, tmp_path, n
     assert ran.code == 0, ran.err
     assert "initial_load_path" in ran.out
     dcp_to_torch_save(tmp_path / "titan", tmp_path / "all.pt")
-    found = torch.load(tmp_path / "all.pt")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    state = torch.load(tmp_path / "all.pt")
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize(

@@ -21,21 +21,21 @@ def test_every_line_comes_back(model, convert, tmp_path, name):
     assert files(back) == files(source)
     digests = {convert("digest", folder).out.split()[0] for folder in (source, dist, classic, back)}
     assert len(digests) == 1
-    for one, other, form, tp in ((dist, "classic2", "torch", 2), (classic, "dist2", "torch_dist", 4)):
-        words = ["--format", form, "--tp", tp, *spread]
-        assert convert("reshard", one, tmp_path / other, *words).code == 0
-        assert convert("hf2megatron", source, tmp_path / f"{other} direct", *words).code == 0
+    for start, other, form, tp in ((dist, "classic2", "torch", 2), (classic, "dist2", "torch_dist", 4)):
+        options = ["--format", form, "--tp", tp, *spread]
+        assert convert("reshard", start, tmp_path / other, *options).code == 0
+        assert convert("hf2megatron", source, tmp_path / f"{other} direct", *options).code == 0
         assert files(tmp_path / other) == files(tmp_path / f"{other} direct"), "A to B to C is not A to C"
 
 
-@pytest.mark.parametrize("words", [[], ["--tp", 2, "--pp", 2], ["--tp", 8], ["--pp", 2, "--vpp", 2]])
-def test_every_topology_comes_back(model, convert, tmp_path, words):
+@pytest.mark.parametrize("options", [[], ["--tp", 2, "--pp", 2], ["--tp", 8], ["--pp", 2, "--vpp", 2]])
+def test_every_topology_comes_back(model, convert, tmp_path, options):
     """tp = 8 cuts inside a key/value group. A reshard keeps format, iteration and padding."""
     source = model("qwen2-tied")
     first = ["--format", "torch_dist", "--iteration", 12, "--make-vocab-size-divisible-by", 32]
     assert convert("hf2megatron", source, tmp_path / "one", "--tp", 2, *first).code == 0
-    assert convert("reshard", tmp_path / "one", tmp_path / "two", *words).code == 0
-    assert convert("hf2megatron", source, tmp_path / "direct", *first, *words).code == 0
+    assert convert("reshard", tmp_path / "one", tmp_path / "two", *options).code == 0
+    assert convert("hf2megatron", source, tmp_path / "direct", *first, *options).code == 0
     assert files(tmp_path / "two") == files(tmp_path / "direct"), "A to B to C is not A to C"
     assert convert("megatron2hf", tmp_path / "two/iter_0000012", tmp_path / "back").code == 0
     assert files(tmp_path / "back") == files(source)
@@ -46,28 +46,28 @@ def test_every_topology_comes_back(model, convert, tmp_path, words):
 
 def test_a_rank_finds_its_parts_in_a_file_of_its_own(model, convert, tmp_path):
     """Any rank could read any file: nothing but the time that it takes would tell."""
-    words = ["--format", "torch_dist", "--tp", 2, "--pp", 2]
-    assert convert("hf2megatron", model("llama"), tmp_path / "out", *words).code == 0
+    options = ["--format", "torch_dist", "--tp", 2, "--pp", 2]
+    assert convert("hf2megatron", model("llama"), tmp_path / "out", *options).code == 0
     stages: dict[object, set[int]] = {}
-    for one in open_checkpoint(tmp_path / "out").fragments():
-        rank = int(one.fragment.path.name.split("_")[2])
-        layer = one.slot.layer
-        stages.setdefault(one.key.split(".")[0] if layer is None else layer, set()).add(rank // 2)
-        if one.part.shape != one.slot.shape:
-            assert {low // (high - low) % 2 for low, high in one.part.ranges} >= {rank % 2}, one.key
+    for placed in open_checkpoint(tmp_path / "out").fragments():
+        rank = int(placed.fragment.path.name.split("_")[2])
+        layer = placed.slot.layer
+        stages.setdefault(placed.key.split(".")[0] if layer is None else layer, set()).add(rank // 2)
+        if placed.part.shape != placed.slot.shape:
+            assert {low // (high - low) % 2 for low, high in placed.part.ranges} >= {rank % 2}, placed.key
     assert stages == {"embedding": {0}, 0: {0}, 1: {0}, 2: {1}, 3: {1}, "decoder": {1}, "output_layer": {1}}
 
 
 @pytest.mark.parametrize(
-    ("changes", "words", "reason"),
+    ("changes", "options", "reason"),
     [
         ({}, ["--tp", 7], "do not divide over tp = 7"),
         ({"intermediate_size": 97}, ["--tp", 2], "194 rows of decoder.layers.0.mlp.linear_fc1.weight do not divide"),
         ({}, ["--pp", 3], "4 layers do not divide over 3 pipeline parts"),
     ],
 )
-def test_what_does_not_divide_is_refused(model, convert, tmp_path, changes, words, reason):
-    ran = convert("hf2megatron", model("llama", **changes), tmp_path / "out", "--format", "torch_dist", *words)
+def test_what_does_not_divide_is_refused(model, convert, tmp_path, changes, options, reason):
+    ran = convert("hf2megatron", model("llama", **changes), tmp_path / "out", "--format", "torch_dist", *options)
     assert ran.code == 5
     assert reason in ran.err
     assert list(tmp_path.iterdir()) == []

@@ -21,21 +21,21 @@ def test_it_comes_back_through_megatron_core(model, convert, tmp_path, name, dty
         "mistral": {"head_dim": 8},
     }
     source = model(name.removesuffix("-linear"), dtype, **changes.get(name, {}))
-    one, two, three, core, back = (tmp_path / step for step in ("one", "two", "three", "core", "back"))
-    assert convert("hf2megatron", source, one, *LLM, "--tp", 4).code == 0
-    assert convert("reshard", one, two, "--tp", 2, "--pp", 2).code == 0
-    assert convert("reshard", two, three, "--tp", 4).code == 0
-    assert files(three) == files(one), "A to B to A is not A"
-    assert convert("reshard", three, core, "--tp", 2, "--format", "torch").code == 0
+    first, second, third, core, back = (tmp_path / step for step in ("one", "two", "three", "core", "back"))
+    assert convert("hf2megatron", source, first, *LLM, "--tp", 4).code == 0
+    assert convert("reshard", first, second, "--tp", 2, "--pp", 2).code == 0
+    assert convert("reshard", second, third, "--tp", 4).code == 0
+    assert files(third) == files(first), "A to B to A is not A"
+    assert convert("reshard", third, core, "--tp", 2, "--format", "torch").code == 0
     assert open_checkpoint(core).details.dialect == "megatron-core"
     assert convert("megatron2hf", core, back).code == 0
     assert files(back) == files(source)
-    digests = {convert("digest", folder).out.split()[0] for folder in (source, one, two, core)}
+    digests = {convert("digest", folder).out.split()[0] for folder in (source, first, second, core)}
     assert len(digests) == 1
-    assert convert("verify", one).code == 0
-    assert convert("diff", two, source).code == 0
+    assert convert("verify", first).code == 0
+    assert convert("diff", second, source).code == 0
     assert convert("reshard", core, tmp_path / "again", *LLM, "--tp", 4).code == 0
-    assert files(tmp_path / "again") == files(one)
+    assert files(tmp_path / "again") == files(first)
 
 
 def test_the_vocabulary_grows_by_copies_of_the_last_row(model, convert, tmp_path):

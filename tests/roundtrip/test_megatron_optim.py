@@ -42,10 +42,10 @@ KINDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_states_stay_with_their_weights(model, convert, tmp_path, name):
-    family, dtype, how, begun, targets = CASES[name]
+    family, dtype, how, topology, targets = CASES[name]
     source, run, norm = model(family, dtype), tmp_path / "run", "te" if family in LINEAR else "local"
-    words = ["--norm", norm, "--iteration", 3, "--make-vocab-size-divisible-by", 16]
-    assert convert("hf2megatron", source, run, *begun.split(), *words).code == 0
+    options = ["--norm", norm, "--iteration", 3, "--make-vocab-size-divisible-by", 16]
+    assert convert("hf2megatron", source, run, *topology.split(), *options).code == 0
     add_optimizer(run, how)
     plain = convert("digest", run).out.split()[0]
     for number, target in enumerate(targets):
@@ -56,8 +56,8 @@ def test_states_stay_with_their_weights(model, convert, tmp_path, name):
         assert "rng_state is not carried" in ran.err
         assert "only weights" not in ran.err
         check(out, how, 13)
-        words = ["--format", "torch", *begun.split(), "--norm", norm, "--with-optimizer"]
-        ran = convert("reshard", out, again, *words)
+        options = ["--format", "torch", *topology.split(), "--norm", norm, "--with-optimizer"]
+        ran = convert("reshard", out, again, *options)
         assert ran.code == 0, ran.err
         check(again, how, 13)
         assert convert("verify", again).out == convert("verify", out).out.replace(str(out), str(again))
@@ -68,17 +68,17 @@ def test_states_stay_with_their_weights(model, convert, tmp_path, name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_plain_optimizer_becomes_a_distributed_one_and_back(model, convert, tmp_path, name):
-    family, dtype, begun, target = KINDS[name]
+    family, dtype, topology, target = KINDS[name]
     run, out, back = tmp_path / "run", tmp_path / "out", tmp_path / "back"
-    words = ["--norm", "local", "--experts", "local", "--iteration", 3, "--make-vocab-size-divisible-by", 16]
-    assert convert("hf2megatron", model(family, dtype), run, *begun.split(), *words).code == 0
+    options = ["--norm", "local", "--experts", "local", "--iteration", 3, "--make-vocab-size-divisible-by", 16]
+    assert convert("hf2megatron", model(family, dtype), run, *topology.split(), *options).code == 0
     add_optimizer(run, "plain")
     ran = convert("reshard", run, out, *target.split(), "--with-optimizer", "--optimizer", "distributed")
     assert ran.code == 0, ran.err
     check(out, "distributed", 13)
     assert "--use-distributed-optimizer" in (out / "megatron_flags.txt").read_text()
-    words = ["--format", "torch", *begun.split(), "--with-optimizer", "--optimizer", "plain"]
-    ran = convert("reshard", out, back, *words)
+    options = ["--format", "torch", *topology.split(), "--with-optimizer", "--optimizer", "plain"]
+    ran = convert("reshard", out, back, *options)
     assert ran.code == 0, ran.err
     check(back, "plain", 13)
     assert "--use-distributed-optimizer" not in (back / "megatron_flags.txt").read_text()
@@ -92,11 +92,13 @@ def test_experts_are_numbered_as_their_modules_hold_them():
     ]
     te = [f"linear_fc{m}.{what}{n}" for m in (1, 2) for n in (0, 1, 10) for what in ("weight", "bias")]
     for names in (local, te):
-        keys = [f"decoder.layers.0.mlp.{name}" for name in ("router.weight", *(f"experts.{one}" for one in names))]
+        keys = [
+            f"decoder.layers.0.mlp.{name}" for name in ("router.weight", *(f"experts.{suffix}" for suffix in names))
+        ]
         keys += ["decoder.layers.0.mlp.shared_experts.linear_fc1.weight"]
         by_rule = sorted(keys, key=lambda key: re.sub(r"\d+(?=\.linear|$)", "", key).replace("weight", "a"))
         assert by_rule != keys
-        assert [one.key for one in in_order(Parameter("model", key, slot) for key in by_rule)] == keys
+        assert [parameter.key for parameter in in_order(Parameter("model", key, slot) for key in by_rule)] == keys
 
 
 def test_inspect_names_the_states(model, convert, tmp_path):
@@ -112,8 +114,8 @@ def test_inspect_names_the_states(model, convert, tmp_path):
 
 def test_a_larger_vocabulary_is_padded_and_a_smaller_one_says_what_it_lost(model, convert, tmp_path):
     run = tmp_path / "run"
-    words = ["--norm", "local", "--iteration", 3, "--make-vocab-size-divisible-by", 32]
-    convert("hf2megatron", model("llama"), run, "--tp", 2, *words)  # 256 rows
+    options = ["--norm", "local", "--iteration", 3, "--make-vocab-size-divisible-by", 32]
+    convert("hf2megatron", model("llama"), run, "--tp", 2, *options)  # 256 rows
     add_optimizer(run, "plain")
     ran = convert("reshard", run, tmp_path / "one", "--with-optimizer")  # 224 rows
     assert "32 rows of vocabulary padding have no place" in ran.err

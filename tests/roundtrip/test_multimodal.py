@@ -35,10 +35,10 @@ def build(folder: Path, name: str, tied: bool) -> Path:
         for parameter in model.parameters():
             parameter.normal_(0, 0.08, generator=generator)
     model.to(torch.bfloat16).save_pretrained(folder)
-    held = load_file(folder / "model.safetensors")
-    assert {key.split(".")[1] for key in held if key.startswith("model.")} == {"language_model", "visual"}
+    tensors = load_file(folder / "model.safetensors")
+    assert {key.split(".")[1] for key in tensors if key.startswith("model.")} == {"language_model", "visual"}
     join = torch.randn(SMALL["hidden_size"], 2 * SMALL["hidden_size"], generator=generator).bfloat16()
-    save_file({**held, "mtp.fc.weight": join}, folder / "model.safetensors", {"format": "pt"})
+    save_file({**tensors, "mtp.fc.weight": join}, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
@@ -60,14 +60,14 @@ def test_it_comes_back_from_fsdp_and_deepspeed(convert, tmp_path, name, tied):
     from safetensors.torch import load_file
 
     source = build(tmp_path / "hf", name, tied)
-    wanted = load_file(source / "model.safetensors")
+    expected = load_file(source / "model.safetensors")
     ran = convert("hf2fsdp", source, tmp_path / "fsdp", "--ranks", 2)
     assert ran.code == 0, ran.err
     assert convert("fsdp2hf", tmp_path / "fsdp", tmp_path / "back").code == 0
-    assert torch.equal(load_file(tmp_path / "back/model.safetensors")["mtp.fc.weight"], wanted["mtp.fc.weight"])
-    one, other = (states(folder, name) for folder in (source, tmp_path / "back"))  # its experts may be fused
-    assert one.keys() == other.keys()
-    assert all(torch.equal(value, one[key]) for key, value in other.items())
+    assert torch.equal(load_file(tmp_path / "back/model.safetensors")["mtp.fc.weight"], expected["mtp.fc.weight"])
+    before, after = (states(folder, name) for folder in (source, tmp_path / "back"))  # its experts may be fused
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, before[key]) for key, value in after.items())
     tag = tmp_path / "run/global_step1"
     tag.mkdir(parents=True)
     head = {"dp_world_size": 1, "mp_world_size": 1, "global_steps": 1, "ds_version": "0.19.8"}
@@ -81,7 +81,7 @@ def test_it_comes_back_from_fsdp_and_deepspeed(convert, tmp_path, name, tied):
     assert convert("verify", tmp_path / "fsdp", source).code == 0
     assert convert("verify", tmp_path / "zero", source).code == 0
     folders = (source, tmp_path / "zero", *([] if "moe" in name else [tmp_path / "fsdp"]))  # where experts are fused
-    assert len({convert("digest", one).out.split()[0] for one in folders}) == 1
+    assert len({convert("digest", folder).out.split()[0] for folder in folders}) == 1
     assert convert("hf2hf", source, tmp_path / "dropped", "--drop", "mtp").code == 0
     assert load_file(tmp_path / "dropped/model.safetensors").keys() == module.keys() - {"mtp.fc.weight"}
 
@@ -93,11 +93,11 @@ def test_without_its_tower_it_is_refused(convert, tmp_path):
     source = build(tmp_path / "hf", "qwen3_5", tied=False)
     ran = convert("hf2megatron", source, tmp_path / "m")
     assert (ran.code, "has no Megatron layout" in ran.err) == (4, True)
-    held = load_file(source / "model.safetensors")
+    tensors = load_file(source / "model.safetensors")
     half = tmp_path / "half"
     half.mkdir()
     (half / "config.json").write_bytes((source / "config.json").read_bytes())
-    text = {key: value for key, value in held.items() if "visual" not in key}
+    text = {key: value for key, value in tensors.items() if "visual" not in key}
     save_file(text, half / "model.safetensors", {"format": "pt"})
     ran = convert("hf2fsdp", half, tmp_path / "f")
     assert ran.code == 3, ran.err

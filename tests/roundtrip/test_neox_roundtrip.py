@@ -16,8 +16,8 @@ TOPOLOGIES = ["tp1", "tp2", "tp4", "tp1 pp1", "tp2 pp2", "tp1 pp4"]
 
 def flags(topology: str) -> list[str]:
     """`tp2 pp2` as options."""
-    words = [word for part in topology.split() for word in (f"--{part[:2]}", part[2:])]
-    return [*words, "--layout", "pipeline" if "pp" in topology else "sequential"]
+    options = [word for part in topology.split() for word in (f"--{part[:2]}", part[2:])]
+    return [*options, "--layout", "pipeline" if "pp" in topology else "sequential"]
 
 
 @pytest.mark.slow
@@ -27,12 +27,12 @@ def flags(topology: str) -> list[str]:
 def test_every_family_and_topology_comes_back(model, convert, tmp_path, name, dtype):
     source = model(name, dtype)
     digest = convert("digest", source).out.split()[0]
-    for number, one in enumerate(TOPOLOGIES):
-        two = TOPOLOGIES[number - 1]
+    for number, topology in enumerate(TOPOLOGIES):
+        other = TOPOLOGIES[number - 1]
         first, second, back = (tmp_path / f"{number} {step}" for step in ("one", "two", "back"))
-        assert convert("hf2neox", source, first, *flags(one)).code == 0
+        assert convert("hf2neox", source, first, *flags(topology)).code == 0
         assert convert("digest", first).out.split()[0] == digest
-        ran = convert("reshard", first, second, *flags(two), "--make-vocab-size-divisible-by", 8)
+        ran = convert("reshard", first, second, *flags(other), "--make-vocab-size-divisible-by", 8)
         assert ran.code == 0, ran.err
         assert convert("neox2hf", second, back).code == 0
         assert files(back) == files(source)
@@ -43,7 +43,7 @@ def test_the_vocabulary_is_padded_anew(model, convert, tmp_path):
     assert convert("hf2neox", model("llama"), tmp_path / "one").code == 0
     ran = convert("reshard", tmp_path / "one", tmp_path / "two", "--tp", 2, "--make-vocab-size-divisible-by", 16)
     assert ran.code == 0
-    padded = [json.loads(convert("inspect", tmp_path / one, "--json").out)["padded_vocab"] for one in ("one", "two")]
+    padded = [json.loads(convert("inspect", tmp_path / name, "--json").out)["padded_vocab"] for name in ("one", "two")]
     assert padded == [256, 224]
 
 
@@ -66,9 +66,9 @@ def test_torch_reads_what_we_write(model, convert, tmp_path):
     import torch
 
     assert convert("hf2neox", model("gpt_neox"), tmp_path / "run", "--tp", 2).code == 0
-    held = [torch.load(path, weights_only=True) for path in sorted(tmp_path.glob("run/*/mp_rank_*"))]
-    assert [one["dp_world_size"] for one in held] == [1, 1]
-    biases = [one["module"]["sequential.2.attention.dense.bias"] for one in held]
+    states = [torch.load(path, weights_only=True) for path in sorted(tmp_path.glob("run/*/mp_rank_*"))]
+    assert [state["dp_world_size"] for state in states] == [1, 1]
+    biases = [state["module"]["sequential.2.attention.dense.bias"] for state in states]
     assert biases[0].any()
     assert not biases[1].any()  # of a sum over ranks the first one holds all
 
@@ -95,23 +95,23 @@ def test_a_window_is_counted_in_either_way(model, convert, tmp_path):
     import yaml
 
     source = model("mistral", head_dim=8)
-    told = "sliding_window = 8 counts the token itself, sliding_window_width = 7 of GPT-NeoX those before it"
+    note = "sliding_window = 8 counts the token itself, sliding_window_width = 7 of GPT-NeoX those before it"
     ran = convert("hf2neox", source, tmp_path / "run")
-    assert f"note: {told}" in ran.err
+    assert f"note: {note}" in ran.err
     assert ran.code == 0
     (path,) = (tmp_path / "run").glob("*/configs/*.yml")
-    held = yaml.safe_load(path.read_text())
-    assert held["sliding_window_width"] == 7
+    settings = yaml.safe_load(path.read_text())
+    assert settings["sliding_window_width"] == 7
     ran = convert("neox2hf", tmp_path / "run", tmp_path / "back")
-    assert f"note: {told}" in ran.err
+    assert f"note: {note}" in ran.err
     assert files(tmp_path / "back") == files(source)
     (path.parents[1] / "vitruvian.json").unlink()  # a training run has none
-    path.write_text(yaml.safe_dump(held | {"sliding_window_width": 8}))
+    path.write_text(yaml.safe_dump(settings | {"sliding_window_width": 8}))
     ran = convert("neox2hf", tmp_path / "run", tmp_path / "wider")
     assert ran.code == 0, ran.err
     assert "note: sliding_window = 9" in ran.err
     assert json.loads((tmp_path / "wider" / "config.json").read_text())["sliding_window"] == 9
-    path.write_text(yaml.safe_dump(held | {"sliding_window_width": 9}))
+    path.write_text(yaml.safe_dump(settings | {"sliding_window_width": 9}))
     ran = convert("neox2hf", tmp_path / "run", tmp_path / "other")
     assert ran.code == 5
     assert "sliding_window: 10 | 8" in ran.err

@@ -63,8 +63,8 @@ def test_what_megatron_cannot_compute_is_refused(model, convert, tmp_path, case)
 def test_a_list_of_layers_that_qwen3_moe_does_not_read(model, convert, tmp_path):
     """modeling_qwen3_moe.py, 5.23.0: its window holds in every layer, whatever `layer_types` says."""
     source = Path(shutil.copytree(model("qwen3_moe", use_sliding_window=True, sliding_window=8), tmp_path / "hf"))
-    held = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(held | {"layer_types": ["full_attention"] * 4}))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"layer_types": ["full_attention"] * 4}))
     assert convert("hf2megatron", source, tmp_path / "out").code == 4
 
 
@@ -80,16 +80,16 @@ def test_other_names_of_an_activation_compute_the_same():
 @pytest.mark.parametrize("way", [(), ("--dtype", "bf16")])
 def test_both_names_of_the_element_type_say_the_same(model, convert, tmp_path, way):
     source = Path(shutil.copytree(model("llama"), tmp_path / "hf"))
-    held = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(held | {"dtype": "float32", "torch_dtype": "float16"}))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"dtype": "float32", "torch_dtype": "float16"}))
     assert convert("hf2hf", source, tmp_path / "out", *way).code == 0
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {written["dtype"], written["torch_dtype"]} == {"bfloat16" if way else "float32"}
 
 
-@pytest.mark.parametrize(("meant", "said"), [("swish", "silu"), ("silu", "swish"), ("swish", "swish")])
-def test_a_family_of_the_user_may_say_either_name(model, meant, said):
-    config = json.loads((model("llama") / "config.json").read_text()) | {"model_type": "own", "hidden_act": said}
+@pytest.mark.parametrize(("meant", "written"), [("swish", "silu"), ("silu", "swish"), ("swish", "swish")])
+def test_a_family_of_the_user_may_say_either_name(model, meant, written):
+    config = json.loads((model("llama") / "config.json").read_text()) | {"model_type": "own", "hidden_act": written}
     own = replace(FAMILIES["llama"], name="own", requires={"hidden_act": meant})
     with known(own):
         assert from_huggingface(config, {}, "config.json").family == "own"

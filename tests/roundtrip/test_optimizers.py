@@ -37,18 +37,18 @@ def states(run: Path) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_through_fsdp(model, convert, tmp_path, name):
-    family, dtype, how, begun, wanted = CASES[name]
+    family, dtype, how, topology, target = CASES[name]
     source, run, moved, out = model(family, dtype), tmp_path / "run", tmp_path / "fsdp", tmp_path / "out"
-    words = ["--norm", "local", "--iteration", 3, "--make-vocab-size-divisible-by", 16]
-    assert convert("hf2megatron", source, run, *begun.split(), *words).code == 0
+    options = ["--norm", "local", "--iteration", 3, "--make-vocab-size-divisible-by", 16]
+    assert convert("hf2megatron", source, run, *topology.split(), *options).code == 0
     add_optimizer(run, how)
     ran = convert("hf2fsdp", run, moved, "--ranks", 3, "--with-optimizer")
     assert ran.code == 0, ran.err
     assert "only weights" not in ran.err
     assert ("written from the FP32 master weights" in ran.err) == (dtype == "bfloat16")
     assert convert("verify", moved).code == 0
-    words += ["--with-optimizer", "--dtype", {"float32": "fp32", "bfloat16": "bf16"}[dtype]]
-    ran = convert("hf2megatron", moved, out, *wanted.split(), *words)
+    options += ["--with-optimizer", "--dtype", {"float32": "fp32", "bfloat16": "bf16"}[dtype]]
+    ran = convert("hf2megatron", moved, out, *target.split(), *options)
     assert ran.code == 0, ran.err
     assert "--override-opt_param-scheduler" in ran.err
     assert "is not carried" not in ran.err
@@ -62,8 +62,8 @@ def test_inspect_says_what_can_be_taken_along(model, convert, tmp_path):
     assert convert("hf2megatron", model(), run, "--norm", "local", "--iteration", 3).code == 0
     add_optimizer(run, "plain")
     assert convert("zero2universal", run, moved).code == 0
-    told = json.loads(convert("inspect", moved, "--json").out)["optimizer"]
-    assert told == {"states": ["exp_avg", "exp_avg_sq"], "step": 3}
+    optimizer = json.loads(convert("inspect", moved, "--json").out)["optimizer"]
+    assert optimizer == {"states": ["exp_avg", "exp_avg_sq"], "step": 3}
     assert "step 3; `convert hf2fsdp --with-optimizer` converts it too" in convert("inspect", moved).out
     assert convert("hf2fsdp", moved, tmp_path / "fsdp", "--with-optimizer").code == 0
     summands = NEOX / "neox-parallel-tp2"
@@ -98,7 +98,7 @@ def test_a_bias_that_nothing_trains_is_no_parameter_of_deepspeed(model, convert,
 
     source, run, moved = model(family, "float32"), tmp_path / "run", tmp_path / "universal"
     with torch.device("meta"):
-        wanted = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+        expected = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
     assert convert("hf2megatron", source, run, "--norm", "te", "--iteration", 3).code == 0
     add_optimizer(run, "plain")
     ran = convert("zero2universal", run, moved)
@@ -106,15 +106,15 @@ def test_a_bias_that_nothing_trains_is_no_parameter_of_deepspeed(model, convert,
     bias = "e_score_correction_bias: DeepSpeed restores none from a universal checkpoint"
     assert bias in ran.err
     (path,) = moved.glob("*/mp_rank_00_model_states.pt")
-    said = torch.load(path, weights_only=False)
-    assert {name: shape for group in said["param_shapes"] for name, shape in group.items()} == {
-        name: tuple(one.shape) for name, one in wanted.named_parameters()
+    state = torch.load(path, weights_only=False)
+    assert {name: shape for group in state["param_shapes"] for name, shape in group.items()} == {
+        name: tuple(parameter.shape) for name, parameter in expected.named_parameters()
     }
-    assert {one.name for one in moved.glob("*/zero/*/")} == {name for name, _ in wanted.named_parameters()}
+    assert {folder.name for folder in moved.glob("*/zero/*/")} == {name for name, _ in expected.named_parameters()}
     settings = torch.load(path.parent / "zero/optimizer_state.pt", weights_only=False)
     assert [group["lr"] for group in settings["param_groups"]] == [0.01] * 2
     assert settings["optimizer_state_dict"]["param_groups"][0]["lr"] == 0.01  # all that stage 3 restores
-    for words in ([], ["--verbatim"]):
-        ran = convert("hf2fsdp", moved, tmp_path / "fsdp", "--with-optimizer", *words)
+    for options in ([], ["--verbatim"]):
+        ran = convert("hf2fsdp", moved, tmp_path / "fsdp", "--with-optimizer", *options)
         assert ran.code == 3, ran.err
         assert "holds no parameters that were not trained: it lacks model.layers." in ran.err

@@ -51,7 +51,10 @@ def source(model, tmp_path):
         for theirs, ours in NAMES.items():
             name = name.replace(theirs, ours)
         if "q_proj" in key:
-            heads = [tensors[key.replace("q_proj", one)].view(4, -1, 8, 64) for one in ("q_proj", "k_proj", "v_proj")]
+            heads = [
+                tensors[key.replace("q_proj", projection)].view(4, -1, 8, 64)
+                for projection in ("q_proj", "k_proj", "v_proj")
+            ]
             renamed[name.replace("self_attn.q_proj", "attention.wqkv")] = torch.cat(heads, 1).reshape(-1, 64)
         elif "k_proj" not in key and "v_proj" not in key:
             renamed[name] = value.contiguous()
@@ -85,10 +88,10 @@ def test_it_goes_into_megatron_as_its_twin_does_and_comes_back(model, convert, t
     assert convert("megatron2hf", again, tmp_path / "back", "--family", travelled).code == 0
     back = files(tmp_path / "back")
     assert back.pop("family.toml") == family.read_bytes()
-    held = files(source)
-    assert {*back} == {*held}
-    for name in set(held) - {"model.safetensors"}:
-        assert back[name] == held[name], name
+    expected = files(source)
+    assert {*back} == {*expected}
+    for name in set(expected) - {"model.safetensors"}:
+        assert back[name] == expected[name], name
     assert convert("diff", tmp_path / "back", source, "--family", family).code == 0
     assert "internlm2" not in FAMILIES, "a family of the user's own is known as long as its command runs"
 
@@ -164,4 +167,4 @@ def test_a_table_of_another_model_is_refused(convert, tmp_path, family, source, 
     family.write_text(text.replace(old.strip(), new.strip()))
     ran = convert("inspect", source, "--family", family)
     assert ran.code in (2, 3)
-    assert any(words in ran.err for words in reason.split("|")), ran.err
+    assert any(message in ran.err for message in reason.split("|")), ran.err

@@ -19,18 +19,18 @@ def flags(topology: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, one) for name in FEW if name not in RENAMED for one in DTYPES[: 3 if name in IN_EVERY_TYPE else 1]],
+    [(name, dtype) for name in FEW if name not in RENAMED for dtype in DTYPES[: 3 if name in IN_EVERY_TYPE else 1]],
 )
 def test_every_line_and_type_comes_back(model, convert, tmp_path, name, dtype):
     """Every family comes back in `test_chain.py`."""
     source = model(name, dtype, shard="100KB" if dtype == "bfloat16" else "50GB")
     linear = name in LINEAR  # which has no local names, and not heads for eight ranks
-    topologies = [one.replace("8", "4") if linear else one for one in TOPOLOGIES]
-    for number, (one, two) in enumerate(zip(topologies[::2], topologies[1::2], strict=True)):
+    topologies = [topology.replace("8", "4") if linear else topology for topology in TOPOLOGIES]
+    for number, (start, target) in enumerate(zip(topologies[::2], topologies[1::2], strict=True)):
         first, second, back = (tmp_path / f"{number} {step}" for step in ("one", "two", "back"))
         norm = "te" if linear else ("te", "local")[number % 2]
-        assert convert("hf2megatron", source, first, "--norm", norm, *flags(one)).code == 0
-        assert convert("reshard", first, second, *flags(two)).code == 0
+        assert convert("hf2megatron", source, first, "--norm", norm, *flags(start)).code == 0
+        assert convert("reshard", first, second, *flags(target)).code == 0
         assert convert("megatron2hf", second, back).code == 0
         assert files(back) == files(source)
 
@@ -49,11 +49,11 @@ def written(model, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("two", TOPOLOGIES)
-@pytest.mark.parametrize("one", TOPOLOGIES)
-def test_every_topology_reaches_every_other(written, convert, tmp_path, one, two):
-    (source, first), (_, direct) = written(convert, one), written(convert, two)
-    assert convert("reshard", first, tmp_path / "two", *flags(two)).code == 0
+@pytest.mark.parametrize("target", TOPOLOGIES)
+@pytest.mark.parametrize("start", TOPOLOGIES)
+def test_every_topology_reaches_every_other(written, convert, tmp_path, start, target):
+    (source, first), (_, direct) = written(convert, start), written(convert, target)
+    assert convert("reshard", first, tmp_path / "two", *flags(target)).code == 0
     assert files(tmp_path / "two") == files(direct), "A to B to C is not A to C"
     assert convert("megatron2hf", tmp_path / "two", tmp_path / "back").code == 0
     assert files(tmp_path / "back") == files(source)
@@ -98,26 +98,28 @@ UNEVEN = [
 ]
 
 
-@pytest.mark.parametrize("words", UNEVEN)
-def test_stages_of_different_sizes_come_back(model, convert, tmp_path, words):
+@pytest.mark.parametrize("options", UNEVEN)
+def test_stages_of_different_sizes_come_back(model, convert, tmp_path, options):
     source = model("llama-tied", "bfloat16")
     kinds = ["torch", "torch_dist"]
     for kind in kinds:
-        assert convert("hf2megatron", source, tmp_path / kind, "--format", kind, *words).code == 0
+        assert convert("hf2megatron", source, tmp_path / kind, "--format", kind, *options).code == 0
         flags_of_pipeline = (tmp_path / kind / "megatron_flags.txt").read_text()
         assert "-pipeline-num-layers" in flags_of_pipeline or "--pipeline-model-parallel-layout" in flags_of_pipeline
         assert convert("megatron2hf", tmp_path / kind, tmp_path / f"{kind} back").code == 0
         assert files(tmp_path / f"{kind} back") == files(source)
     assert convert("hf2megatron", source, tmp_path / "even").code == 0
-    assert convert("reshard", tmp_path / "even", tmp_path / "resharded", *words).code == 0
+    assert convert("reshard", tmp_path / "even", tmp_path / "resharded", *options).code == 0
     direct = open_checkpoint(tmp_path / "torch")
-    assert [one.key for one in open_checkpoint(tmp_path / "resharded").tensors] == [one.key for one in direct.tensors]
+    assert [tensor.key for tensor in open_checkpoint(tmp_path / "resharded").tensors] == [
+        tensor.key for tensor in direct.tensors
+    ]
     assert convert("reshard", tmp_path / "torch", tmp_path / "even again").code == 0
     assert files(tmp_path / "even again") == files(tmp_path / "even")
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "reason"),
+    ("options", "code", "reason"),
     [
         (["--first-stage-layers", 1], 2, "one pipeline stage holds all layers"),
         (["--pp-layout", "EttttL"], 2, "one pipeline stage holds all layers"),
@@ -132,8 +134,8 @@ def test_stages_of_different_sizes_come_back(model, convert, tmp_path, words):
         (["--pp", 2, "--format", "megatron-llm", "--first-stage-layers", 1], 4, "hold equally many layers"),
     ],
 )
-def test_stages_that_cannot_be_are_refused(model, convert, tmp_path, words, code, reason):
-    ran = convert("hf2megatron", model("llama"), tmp_path / "out", *words)
+def test_stages_that_cannot_be_are_refused(model, convert, tmp_path, options, code, reason):
+    ran = convert("hf2megatron", model("llama"), tmp_path / "out", *options)
     assert ran.code == code, ran.err
     assert reason in ran.err
     assert list(tmp_path.iterdir()) == []
@@ -142,10 +144,10 @@ def test_stages_that_cannot_be_are_refused(model, convert, tmp_path, words, code
 @pytest.mark.parametrize("name", ["granite", "olmo2", "gemma2", "gemma3"])
 def test_what_only_hugging_face_and_fsdp_can_hold_is_refused(model, convert, tmp_path, name):
     family = FAMILIES[MODELS[name]["model_type"]]
-    for words in (["hf2megatron"], ["hf2megatron", "--format", "torch_dist"], ["hf2neox"]):
-        ran = convert(words[0], model(name), tmp_path / "out", *words[1:])
+    for argv in (["hf2megatron"], ["hf2megatron", "--format", "torch_dist"], ["hf2neox"]):
+        ran = convert(argv[0], model(name), tmp_path / "out", *argv[1:])
         assert ran.code == 4
-        assert (family.only_here if words[0] == "hf2megatron" else "GPT-NeoX has") in ran.err
+        assert (family.only_here if argv[0] == "hf2megatron" else "GPT-NeoX has") in ran.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -169,9 +171,9 @@ def test_a_single_file_can_become_shards_and_come_back(model, convert, tmp_path)
     assert len(shards) > 2
     assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
     for folder in (source, tmp_path / "m", tmp_path / "h"):
-        found = convert("digest", folder).out.split()[0]
-        assert digest in (None, found)
-        digest = found
+        current = convert("digest", folder).out.split()[0]
+        assert digest in (None, current)
+        digest = current
 
 
 @pytest.mark.parametrize("size", ["60kB", "20kB"])

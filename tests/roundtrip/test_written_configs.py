@@ -42,10 +42,10 @@ def built(config: dict[str, Any], folder: Path) -> torch.nn.Module:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_tokens_of_a_family_are_those_of_its_class(name):
     family = FAMILIES[name]
-    said = CONFIG_MAPPING[family.model_type or family.name]().to_dict()
-    ids = {key: tuple(said[key]) if isinstance(said[key], list) else said[key] for key in IDS}
-    wanted = {key: value for key, value in ids.items() if value not in (None, *range(11))}
-    assert family.tokens == {key: value for key, value in wanted.items() if takes_null(family, key)}
+    defaults = CONFIG_MAPPING[family.model_type or family.name]().to_dict()
+    ids = {key: tuple(defaults[key]) if isinstance(defaults[key], list) else defaults[key] for key in IDS}
+    expected = {key: value for key, value in ids.items() if value not in (None, *range(11))}
+    assert family.tokens == {key: value for key, value in expected.items() if takes_null(family, key)}
 
 
 def takes_null(family: Family, key: str) -> bool:
@@ -132,8 +132,8 @@ def test_what_does_not_read_back_is_known_before_it_is_written(model, convert, t
     config = json.loads((source / "config.json").read_text())
     config["rope_parameters"]["rope_theta"] = 10**30
     (source / "config.json").write_text(json.dumps(config))
-    for words in ((), ("-n",)):
-        ran = convert(command, source, tmp_path / "out", *words)
+    for options in ((), ("-n",)):
+        ran = convert(command, source, tmp_path / "out", *options)
         assert ran.code == 3
         assert f"{source / 'config.json'} says rope_theta" in ran.err
         assert ".partial" not in ran.err

@@ -35,14 +35,14 @@ def test_help_names_every_command_and_exit_code(convert):
 
 
 @pytest.mark.parametrize(
-    "words", [["nonsense"], ["inspect"], ["inspect", "a", "--tp", "2"], ["hf2megatron", "a", "b", "--tp", "0"]]
+    "argv", [["nonsense"], ["inspect"], ["inspect", "a", "--tp", "2"], ["hf2megatron", "a", "b", "--tp", "0"]]
 )
-def test_usage_errors_are_2(convert, words):
-    assert convert(*words).code == 2
+def test_usage_errors_are_2(convert, argv):
+    assert convert(*argv).code == 2
 
 
 @pytest.mark.parametrize(
-    ("words", "flags"),
+    ("argv", "flags"),
     [
         (["digest", "HF"], ["--container", "model"]),
         (["digest", "HF"], ["--weights", "module"]),
@@ -62,22 +62,22 @@ def test_usage_errors_are_2(convert, words):
     ],
     ids=str,
 )
-def test_options_without_an_effect_are_refused(model, convert, tmp_path, words, flags):
+def test_options_without_an_effect_are_refused(model, convert, tmp_path, argv, flags):
     places = {"HF": model("llama"), **{name: tmp_path / name for name in ("MEGATRON", "NEOX", "OUT")}}
     convert("hf2megatron", model("llama"), places["MEGATRON"])
     convert("hf2neox", model("llama"), places["NEOX"])
-    words = [places.get(word, word) for word in words]
-    ran = convert(*words, *flags)
+    argv = [places.get(word, word) for word in argv]
+    ran = convert(*argv, *flags)
     assert ran.code == 2, ran.err
     assert f"error: {flags[0]} has no effect on " in ran.err
     assert not places["OUT"].exists()
-    assert convert(*words).code == 0
+    assert convert(*argv).code == 0
 
 
 def test_an_option_for_one_of_two_checkpoints(model, convert, tmp_path):
     convert("hf2fsdp", model("llama"), tmp_path / "fsdp")
-    for words in (["verify", tmp_path / "fsdp", model("llama")], ["diff", model("llama"), tmp_path / "fsdp"]):
-        assert "has no effect" not in convert(*words, "--container", "model").err
+    for argv in (["verify", tmp_path / "fsdp", model("llama")], ["diff", model("llama"), tmp_path / "fsdp"]):
+        assert "has no effect" not in convert(*argv, "--container", "model").err
     assert convert("verify", tmp_path / "fsdp", model("llama"), "--verbatim").code == 0
 
 
@@ -184,11 +184,11 @@ def test_diff_finds_one_changed_weight_and_says_by_how_much(model, convert, tmp_
     convert("hf2megatron", source, tmp_path / "m", "--tp", 2)
     ran = convert("diff", tmp_path / "m", other, "--json")
     assert ran.code == 6
-    found = {entry["name"]: entry for entry in json.loads(ran.out)["tensors"]}
-    assert set(found) == {"up.2", "final_norm"}
-    assert found["up.2"]["elements"] == 1
-    assert found["up.2"]["largest"] == pytest.approx(0.5)
-    assert found["final_norm"]["largest"] == float("inf")
+    differing = {entry["name"]: entry for entry in json.loads(ran.out)["tensors"]}
+    assert set(differing) == {"up.2", "final_norm"}
+    assert differing["up.2"]["elements"] == 1
+    assert differing["up.2"]["largest"] == pytest.approx(0.5)
+    assert differing["final_norm"]["largest"] == float("inf")
     assert "up.2" in convert("verify", tmp_path / "m", other).err
 
 
@@ -232,11 +232,11 @@ def test_diff_and_verify_look_at_bits(model, convert, tmp_path, there, bits):
 )
 def test_casts_are_those_of_transformers(model, convert, tmp_path, dtype, there, name):
     """A cast on the way gives the file that transformers saves in that type, config included."""
-    source, wanted = model("llama", dtype), model("llama", name)
+    source, expected = model("llama", dtype), model("llama", name)
     convert("hf2megatron", source, tmp_path / "m", "--tp", 2, "--dtype", there)
     assert convert("megatron2hf", tmp_path / "m", tmp_path / "h").code == 0
     if dtype == "float32":
-        assert files(tmp_path / "h") == files(wanted)
+        assert files(tmp_path / "h") == files(expected)
     else:
         config = json.loads((tmp_path / "h/config.json").read_text())
         assert config["dtype"] == name
@@ -248,9 +248,9 @@ def test_the_type_that_a_config_names_is_that_of_the_weights(model, convert, tmp
     """A run beside the config of a model of another type; a config that names none is left alone."""
     assert convert(there, model(), tmp_path / "run").code == 0
     (path,) = tmp_path.rglob("config.json")
-    held = json.loads(path.read_text())
+    config = json.loads(path.read_text())
     for name, about in (("other", {"dtype": "bfloat16"}), ("none", {})):
-        path.write_text(json.dumps({key: value for key, value in held.items() if key != "dtype"} | about))
+        path.write_text(json.dumps({key: value for key, value in config.items() if key != "dtype"} | about))
         assert convert(back, tmp_path / "run", tmp_path / name).code == 0
     assert json.loads((tmp_path / "other/config.json").read_text())["dtype"] == "float32"
     assert (tmp_path / "none/config.json").read_bytes() == path.read_bytes()
@@ -304,12 +304,12 @@ def test_an_unknown_vocabulary_is_never_guessed(model, convert, tmp_path):
     del stored["args"].true_vocab_size
     torch.save(stored, path)
     assert "its true vocabulary is unknown" in convert("inspect", tmp_path / "m").out
-    for words in (
+    for argv in (
         ["megatron2hf", tmp_path / "m", tmp_path / "h"],
         ["reshard", tmp_path / "m", tmp_path / "r"],
         ["digest", tmp_path / "m"],
     ):
-        ran = convert(*words)
+        ran = convert(*argv)
         assert ran.code == 5
         assert "it only holds 256 padded rows" in ran.err
         assert "--vocab-size" in ran.err
@@ -416,13 +416,13 @@ def test_weights_of_8_bits_are_not_cast_without_their_scales(model, convert, tmp
     plain = {"attn.bias": torch.ones(4, dtype=torch.uint8), "norm.scale": torch.ones(4)}
     plain[f"{layer}.{scale}"] = torch.ones(1)
     save_file(weights | plain, path, {"format": "pt"})
-    words = ["hf2hf", tmp_path / "hf", "--verbatim"]
-    assert convert(*words, tmp_path / "plain", "--dtype", "bf16", "-n").code == 0
+    argv = ["hf2hf", tmp_path / "hf", "--verbatim"]
+    assert convert(*argv, tmp_path / "plain", "--dtype", "bf16", "-n").code == 0
     small = {f"{layer}.weight": weights[f"{layer}.weight"].to(getattr(torch, kind))}
     save_file(weights | plain | small, path, {"format": "pt"})
-    ran = convert(*words, tmp_path / "out", "--dtype", "bf16")
+    ran = convert(*argv, tmp_path / "out", "--dtype", "bf16")
     assert (ran.code, f"weights of 8 bits with scales, such as {layer}.{scale}" in ran.err) == (4, True), ran.err
-    assert convert(*words, tmp_path / "out").code == 0
+    assert convert(*argv, tmp_path / "out").code == 0
 
 
 @pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "complex64"])
@@ -436,20 +436,20 @@ def test_what_has_no_cast_is_not_left_as_it_is(model, convert, tmp_path, kind):
     plain = load_file(model("llama") / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     weights = plain | {name: plain[name].to(getattr(torch, kind))}
-    for folder, held in (("hf", weights), ("plain", plain)):
+    for folder, tensors in (("hf", weights), ("plain", plain)):
         shutil.copytree(model("llama"), tmp_path / folder)
-        save_file(held, tmp_path / folder / "model.safetensors", {"format": "pt"})
+        save_file(tensors, tmp_path / folder / "model.safetensors", {"format": "pt"})
     (tmp_path / "dump").mkdir()
     torch.save(weights, tmp_path / "dump/pytorch_model_fsdp.bin")
     save(tmp_path / "dcp", {"model": weights})
     base = ["--config", model("llama")]
-    for words in (
+    for argv in (
         ["hf2hf", tmp_path / "hf"], ["average", tmp_path / "plain", tmp_path / "hf"],
         *([] if kind == "complex64" else [["fsdp2hf", tmp_path / "dump", *base], ["fsdp2hf", tmp_path / "dcp", *base]]),
     ):  # fmt: skip
-        ran = convert(*words, tmp_path / "out", "--dtype", "bf16", "--verbatim")
-        said = f"holds {name} as {'C64' if kind == 'complex64' else 'F8_E'}"
-        assert (ran.code, said in ran.err, "leave --dtype out" in ran.err) == (4, True, True), ran.err
+        ran = convert(*argv, tmp_path / "out", "--dtype", "bf16", "--verbatim")
+        message = f"holds {name} as {'C64' if kind == 'complex64' else 'F8_E'}"
+        assert (ran.code, message in ran.err, "leave --dtype out" in ran.err) == (4, True, True), ran.err
     ran = convert("hf2fsdp", tmp_path / "hf", tmp_path / "out", "--verbatim")
     assert (ran.code, "which is not written into files of torch.save" in ran.err) == (4, True), ran.err
     assert convert("hf2hf", tmp_path / "hf", tmp_path / "out", "--verbatim").code == 0

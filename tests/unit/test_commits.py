@@ -44,7 +44,7 @@ def test_a_tracker_speaks_of_what_was_saved_before_it(tmp_path):
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     for text, steps in {"20": [10, 20], "release": [], "": [], "2\x00": [], "global_step30": []}.items():
         tracker.write_text(text)
-        assert [one.step for one in complete(tmp_path)] == steps
+        assert [checkpoint.step for checkpoint in complete(tmp_path)] == steps
 
 
 def test_a_mark_changes_when_a_checkpoint_is_saved_anew(tmp_path):

@@ -12,7 +12,7 @@ from converters.plan.request import Limits
 
 
 @pytest.mark.parametrize(
-    ("quotas", "wanted"),
+    ("quotas", "expected"),
     [
         ({"": "max 100000", "job": "max 100000"}, 3),
         ({"job": "150000 100000"}, 2),
@@ -22,14 +22,14 @@ from converters.plan.request import Limits
     ],
 )
 def test_the_smallest_quota_of_the_groups_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quotas: dict[str, str], wanted: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quotas: dict[str, str], expected: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 4, 5})
     for name, quota in quotas.items():
         (tmp_path / "groups" / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / "groups" / name / "cpu.max").write_text(quota + "\n")
     (tmp_path / "own").write_text("1:cpu:/elsewhere\n0::/job/step\n")
-    assert cores(tmp_path / "own", tmp_path / "groups") == wanted
+    assert cores(tmp_path / "own", tmp_path / "groups") == expected
 
 
 def test_a_node_of_many_cores_is_not_taken_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,10 @@ OF_OTHERS = {
 def indented(text: str) -> str:
     """A text whose fenced blocks are indented ones, without a prompt."""
     return re.sub(
-        r"^```\w*\n(.*?)^```$", lambda one: re.sub(r"^(?:\$ )?", "    ", one[1], flags=re.M), text, flags=re.M | re.S
+        r"^```\w*\n(.*?)^```$",
+        lambda match: re.sub(r"^(?:\$ )?", "    ", match[1], flags=re.M),
+        text,
+        flags=re.M | re.S,
     )
 
 
@@ -51,8 +54,8 @@ def code(text: str) -> Iterator[str]:
 
 def typed(text: str) -> Iterator[tuple[click.Group, str, str]]:
     """Each command in a text: its program, its name, and what stands behind."""
-    for one in code(text):
-        for program, name, rest in re.findall(r"(?<![\w/.-])(convert|train) +([a-z][\w-]*)((?: .*)?)", one):
+    for block in code(text):
+        for program, name, rest in re.findall(r"(?<![\w/.-])(convert|train) +([a-z][\w-]*)((?: .*)?)", block):
             yield GROUPS[program], name, re.split(r" #| -- ", rest)[0]
 
 
@@ -64,14 +67,14 @@ def commands(group: click.Group, name: str, rest: str) -> list[click.Command]:
 
 
 def flags(*known: click.Command) -> set[str]:
-    return {name for one in known for option in one.params for name in (*option.opts, *option.secondary_opts)}
+    return {name for command in known for option in command.params for name in (*option.opts, *option.secondary_opts)}
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_a_text_says_can_be_typed(path):
     packs = train.cli.cli.commands["packs"]
     assert isinstance(packs, click.Group)
-    every = flags(*(one for group in (*GROUPS.values(), packs) for one in group.commands.values()))
+    every = flags(*(command for group in (*GROUPS.values(), packs) for command in group.commands.values()))
     text = path.read_text()
     for group, name, rest in typed(text):
         assert name in group.commands, f"{path}: {name} is not a command"
@@ -79,7 +82,7 @@ def test_what_a_text_says_can_be_typed(path):
         dotted = {flag for flag in given if "." in flag}
         assert given - dotted <= flags(*commands(group, name, rest)), f"{path}: {name} {rest}"
         assert {flag[2:].replace("-", "_") for flag in dotted} <= keys().keys(), f"{path}: {name} {rest}"
-    alone = {flag for one in code(text) if one.startswith("--") for flag in FLAG.findall(one)}
+    alone = {flag for block in code(text) if block.startswith("--") for flag in FLAG.findall(block)}
     assert alone - every - OF_OTHERS == set(), path
 
 
@@ -89,9 +92,11 @@ def test_links_and_the_files_that_a_text_names(path):
         linked = path.parent / target if target else path
         assert linked.exists(), f"{path}: {target}"
         headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE) if anchor else []
-        assert not anchor or anchor in {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
-    for one in code(path.read_text()):
-        for named in re.findall(rf"^(?:{'|'.join(ROOMS)}|tests)/[\w./-]+$", one):
+        assert not anchor or anchor in {
+            re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings
+        }
+    for block in code(path.read_text()):
+        for named in re.findall(rf"^(?:{'|'.join(ROOMS)}|tests)/[\w./-]+$", block):
             assert (ROOT / named).exists(), f"{path}: {named}"
 
 

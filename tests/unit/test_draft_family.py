@@ -27,10 +27,10 @@ def test_so_many_lines_are_those_of_the_table(name):
         made = draft(model, table)
     ours = {(row.key, row.pattern, frozenset(row.conditions)) for row in table.rows}
     rules = [rule for rule in FAMILIES[name].tensors if "mtp" not in rule.conditions]
-    wanted = {(rule.spellings[0], rule.pattern.text, rule.conditions) for rule in rules}
-    assert (len(ours & wanted), len(wanted)) == RIGHT[name], sorted(map(str, wanted ^ ours))
+    expected = {(rule.spellings[0], rule.pattern.text, rule.conditions) for rule in rules}
+    assert (len(ours & expected), len(expected)) == RIGHT[name], sorted(map(str, expected ^ ours))
     bare = {(key, pattern) for key, pattern, _ in ours}
-    assert {(key, pattern) for key, pattern, _ in wanted} <= bare, "of the others the conditions alone differ"
+    assert {(key, pattern) for key, pattern, _ in expected} <= bare, "of the others the conditions alone differ"
     assert (made.faults, made.doubtful) == ("", [])
 
 

@@ -40,18 +40,18 @@ def by_torch(words: np.ndarray, source: str, target: str) -> np.ndarray:
 @pytest.mark.parametrize("source", TORCH)
 def test_casts_are_those_of_torch(source, target):
     words = bits(source)
-    wanted = by_torch(words, source, target)
-    numbers = torch.from_numpy(wanted.view(f"i{wanted.itemsize}")).view(TORCH[target])
+    expected = by_torch(words, source, target)
+    numbers = torch.from_numpy(expected.view(f"i{expected.itemsize}")).view(TORCH[target])
     original = torch.from_numpy(words.view(f"i{words.itemsize}")).view(TORCH[source])
     overflown = (torch.isinf(numbers) & torch.isfinite(original)).numpy()
     if overflown.any():
         with pytest.raises(RefusedError, match=f"too large for {target}"):
             cast(words, source, target, "weight")
-    words, wanted = words[~overflown], wanted[~overflown]
+    words, expected = words[~overflown], expected[~overflown]
     got = cast(words, source, target, "weight")
     nan = torch.isnan(numbers).numpy()[~overflown]
     assert got.dtype == WORDS[DTYPES[target]]
-    assert np.array_equal(got[~nan], wanted[~nan])
+    assert np.array_equal(got[~nan], expected[~nan])
     again = torch.from_numpy(got.view(f"i{got.itemsize}")).view(TORCH[target])
     assert np.array_equal(torch.isnan(again).numpy(), nan)
 
@@ -64,8 +64,8 @@ def test_without_a_cast_no_bit_changes():
 def test_the_mean_is_taken_in_float32_and_rounded_once():
     a, b, c = (torch.randn(1000, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3))
     copies = [tensor.view(torch.int16).numpy().view(np.uint16) for tensor in (a, b, c)]
-    wanted = ((a.float() + b.float() + c.float()) / 3).bfloat16()
-    assert np.array_equal(mean(copies, "BF16"), wanted.view(torch.int16).numpy().view(np.uint16))
+    expected = ((a.float() + b.float() + c.float()) / 3).bfloat16()
+    assert np.array_equal(mean(copies, "BF16"), expected.view(torch.int16).numpy().view(np.uint16))
 
 
 @pytest.mark.parametrize("dtype", TORCH)

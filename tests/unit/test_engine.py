@@ -57,12 +57,12 @@ def test_no_model_is_written_element_by_element(model, convert, tmp_path, monkey
 def test_threads_that_write_between_each_other(model, convert, tmp_path):
     """Gate and up of GPT-OSS alternate: none of both loses what the other has written, however they meet."""
     source = model("gpt_oss", "bfloat16", hidden_size=96, intermediate_size=160, num_local_experts=8)
-    wanted = (source / "model.safetensors").read_bytes()
+    content = (source / "model.safetensors").read_bytes()
     for number in range(3):
-        words = ["-j", 8, "--memory", "1500KB"]
-        assert convert("hf2hf", source, tmp_path / f"h{number}", "--no-verify", *words).code == 0
-        assert (tmp_path / f"h{number}/model.safetensors").read_bytes() == wanted
-    assert convert("hf2fsdp", source, tmp_path / "f", "--ranks", 3, *words).code == 0
+        options = ["-j", 8, "--memory", "1500KB"]
+        assert convert("hf2hf", source, tmp_path / f"h{number}", "--no-verify", *options).code == 0
+        assert (tmp_path / f"h{number}/model.safetensors").read_bytes() == content
+    assert convert("hf2fsdp", source, tmp_path / "f", "--ranks", 3, *options).code == 0
     assert convert("verify", tmp_path / "f").code == 0
 
 
@@ -86,8 +86,8 @@ def test_threads_and_memory_do_not_change_the_output(model, convert, tmp_path):
 
     source = model("llama", "bfloat16", vocab_size=20011, hidden_size=128, intermediate_size=512)
     seen = []
-    for number, words in enumerate([("-j", 1), ("-j", 7), ("--memory", "300kB"), ("--memory", "200MB", "-j", 2)]):
-        assert convert("hf2megatron", source, tmp_path / str(number), "--tp", 2, "--pp", 2, *words).code == 0
+    for number, options in enumerate([("-j", 1), ("-j", 7), ("--memory", "300kB"), ("--memory", "200MB", "-j", 2)]):
+        assert convert("hf2megatron", source, tmp_path / str(number), "--tp", 2, "--pp", 2, *options).code == 0
         seen.append(files(tmp_path / str(number)))
     assert seen[0] == seen[1] == seen[2] == seen[3]
 
@@ -97,15 +97,15 @@ def test_a_tensor_without_elements_is_one(model, convert, tmp_path):
     from safetensors.torch import save_file
 
     source = Path(shutil.copytree(model("llama"), tmp_path / "source"))
-    held = load_file(source / "model.safetensors") | {"empty": torch.empty(0, 4), "scalar": torch.tensor(1.5)}
-    save_file(held, source / "model.safetensors", {"format": "pt"})
+    tensors = load_file(source / "model.safetensors") | {"empty": torch.empty(0, 4), "scalar": torch.tensor(1.5)}
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
     assert (
         convert("hf2fsdp", source, tmp_path / "dcp", "--ranks", 2, "--verbatim", "--allow-missing", "[se]*").code == 0
     )
     assert convert("fsdp2hf", tmp_path / "dcp", tmp_path / "out", "--verbatim", "--allow-missing", "[se]*").code == 0
     again = load_file(tmp_path / "out/model.safetensors")
-    assert again.keys() == held.keys()
-    assert all(again[name].equal(tensor) for name, tensor in held.items())
+    assert again.keys() == tensors.keys()
+    assert all(again[name].equal(tensor) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("partial", [False, True], ids=["mean", "sum"])
@@ -141,5 +141,5 @@ def test_copies_are_added_up_one_by_one(tmp_path, partial):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 12 << 20
-    wanted = values.cumsum(0, dtype=np.float32)[-1] / np.float32(1 if partial else count)
-    assert np.array_equal(np.fromfile(tmp_path / "result", np.float32), wanted)
+    expected = values.cumsum(0, dtype=np.float32)[-1] / np.float32(1 if partial else count)
+    assert np.array_equal(np.fromfile(tmp_path / "result", np.float32), expected)

@@ -97,23 +97,23 @@ EXPERTS_OF_THE_HUB = {
 def test_a_config_of_the_hub_makes_a_model_of_its_size(name):
     from transformers import AutoConfig
 
-    said, billions = EXPERTS_OF_THE_HUB[name]
-    spec = from_huggingface(said, {}, "config.json")
+    settings, billions = EXPERTS_OF_THE_HUB[name]
+    spec = from_huggingface(settings, {}, "config.json")
     assert spec.family == name
     assert round(sum(math.prod(shape) for _, _, shape in spec.boxes()) / 1e9) == billions
-    assert to_huggingface(spec, said) == said
-    assert differences(from_huggingface(AutoConfig.for_model(**copy.deepcopy(said)).to_dict(), {}, "5"), spec) == []
+    assert to_huggingface(spec, settings) == settings
+    assert differences(from_huggingface(AutoConfig.for_model(**copy.deepcopy(settings)).to_dict(), {}, "5"), spec) == []
     if not FAMILIES[name].only_here:
         assert from_megatron(to_megatron(spec), {}, spec, "args") == spec
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "minimax_m2"])
-@pytest.mark.parametrize("said", [{}, {"partial_rotary_factor": None}, {"partial_rotary_factor": 0.25}])
-def test_the_part_of_a_head_that_rotates_is_that_of_transformers(name, said):
+@pytest.mark.parametrize("keys", [{}, {"partial_rotary_factor": None}, {"partial_rotary_factor": 0.25}])
+def test_the_part_of_a_head_that_rotates_is_that_of_transformers(name, keys):
     """Where the key is there, and says nothing, all of a head rotates, whatever the family assumes without it."""
     from transformers import AutoConfig
 
-    old = {key: value for key, value in config(name).items() if key != "rope_parameters"} | {"rope_theta": 1e4, **said}
+    old = {key: value for key, value in config(name).items() if key != "rope_parameters"} | {"rope_theta": 1e4, **keys}
     theirs = AutoConfig.for_model(**copy.deepcopy(old)).rope_parameters.get("partial_rotary_factor", 1.0)
     spec = from_huggingface(old, {}, "config.json")
     assert spec.rotary_fraction == theirs
@@ -121,10 +121,10 @@ def test_the_part_of_a_head_that_rotates_is_that_of_transformers(name, said):
 
 
 def test_a_config_that_names_no_layers_with_a_window_stays_as_it_is():
-    said = {**config("ministral"), "layer_types": None}
-    spec = from_huggingface(said, {}, "config.json")
+    settings = {**config("ministral"), "layer_types": None}
+    spec = from_huggingface(settings, {}, "config.json")
     assert (spec.sliding_window, spec.full_layers) == (8, ())
-    assert to_huggingface(from_megatron(to_megatron(spec), {}, spec, "args"), said) == said
+    assert to_huggingface(from_megatron(to_megatron(spec), {}, spec, "args"), settings) == settings
 
 
 KIMI_LISTS = {"full_attn_layers": [4, 8], "kda_layers": [1, 2, 3, 5, 6, 7, 9]}
@@ -161,10 +161,10 @@ def test_a_table_has_the_tensors_of_the_class_at_its_real_size(name):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, said = OF_ITS_SIZE[name]
+    kind, settings = OF_ITS_SIZE[name]
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **copy.deepcopy(said)))
-    spec = from_huggingface({"model_type": kind, **said}, {}, "config.json")
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **copy.deepcopy(settings)))
+    spec = from_huggingface({"model_type": kind, **settings}, {}, "config.json")
     slots = [slot for slot in model_slots(spec, memory=True) if not slot.replica]
     theirs = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
     if spec.tied:
@@ -185,7 +185,9 @@ def test_what_stays_behind_is_what_transformers_leaves(name):
     ignored = AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(**settings_of(name)))]
     keys = [f"model.layers.{layer}.enorm.weight" for layer in range(100)] + ["model.mtp_block.0.mlp.up_proj.weight"]
     ours = [key for key in keys if any(re.fullmatch(drop, key) for drop in FAMILIES[name].drops)]
-    theirs = [key for key in keys if any(re.search(one, key) for one in ignored._keys_to_ignore_on_load_unexpected)]
+    theirs = [
+        key for key in keys if any(re.search(pattern, key) for pattern in ignored._keys_to_ignore_on_load_unexpected)
+    ]
     assert ours == theirs != []
 
 
@@ -236,14 +238,14 @@ def test_its_matrices_are_input_by_output(model, convert, tmp_path):
     from safetensors.torch import load_file
 
     assert convert("hf2megatron", model("gpt2"), tmp_path / "m", "--norm", "local").code == 0
-    held = torch.load(tmp_path / "m/release/mp_rank_00/model_optim_rng.pt", weights_only=False)["model"]
+    state = torch.load(tmp_path / "m/release/mp_rank_00/model_optim_rng.pt", weights_only=False)["model"]
     theirs = load_file(model("gpt2") / "model.safetensors")
     layer, name = "transformer.h.2.", "decoder.layers.2."
-    assert torch.equal(held[f"{name}mlp.linear_fc1.weight"], theirs[f"{layer}mlp.c_fc.weight"].T)
-    assert torch.equal(held[f"{name}self_attention.linear_proj.weight"], theirs[f"{layer}attn.c_proj.weight"].T)
+    assert torch.equal(state[f"{name}mlp.linear_fc1.weight"], theirs[f"{layer}mlp.c_fc.weight"].T)
+    assert torch.equal(state[f"{name}self_attention.linear_proj.weight"], theirs[f"{layer}attn.c_proj.weight"].T)
     heads = torch.stack([part.T.view(8, 8, 64) for part in theirs[f"{layer}attn.c_attn.weight"].split(64, dim=1)], 1)
-    assert torch.equal(held[f"{name}self_attention.linear_qkv.weight"], heads.reshape(192, 64))
-    assert torch.equal(held["embedding.position_embeddings.weight"], theirs["transformer.wpe.weight"])
+    assert torch.equal(state[f"{name}self_attention.linear_qkv.weight"], heads.reshape(192, 64))
+    assert torch.equal(state["embedding.position_embeddings.weight"], theirs["transformer.wpe.weight"])
 
 
 @pytest.mark.parametrize(
@@ -323,18 +325,18 @@ def test_grouped_queries_with_learned_positions_are_no_gpt_2():
 
 
 @pytest.mark.parametrize(
-    ("held", "name", "facts"),
+    ("settings", "name", "facts"),
     [
         (FALCON_7B, "falcon", (1, 64, 4 * 4544, 2048, True, 1e4)),
         (FALCON_40B, "falcon_40b", (8, 64, 4 * 8192, 2048, True, 1e4)),
         (FALCON_11B, "falcon_11b", (8, 128, 16384, 2048, False, 500042.0)),
     ],
 )
-def test_the_configs_of_the_hub(held, name, facts):
-    spec = from_huggingface(held, {}, "config.json")
+def test_the_configs_of_the_hub(settings, name, facts):
+    spec = from_huggingface(settings, {}, "config.json")
     assert spec.family == name
     assert (spec.kv_heads, spec.head_dim, spec.ffn, spec.max_positions, spec.tied, spec.rope_theta) == facts
-    assert to_huggingface(spec, held) == held
+    assert to_huggingface(spec, settings) == settings
     again = to_huggingface(spec, {})
     assert from_huggingface(again, {}, "again") == spec
     assert again["model_type"] == "falcon"
@@ -357,16 +359,16 @@ def test_queries_keys_and_values_are_those_of_transformers(model, name):
     attention = AutoModelForCausalLM.from_pretrained(source).transformer.h[1].self_attention
     flat = load_file(source / "model.safetensors")[key]
     query, first, value = (part[0].movedim(0, -1) for part in attention._split_heads(flat.T[None]))
-    (placed,) = [one for one in open_checkpoint(source).tensors if one.key == key]
+    (placed,) = [tensor for tensor in open_checkpoint(source).tensors if tensor.key == key]
     spec = open_checkpoint(source).spec
     for leaf in placed.leaves():
-        wanted = {"query": query, "key": first, "value": value}[leaf.tensor]
-        if leaf.tensor != "query" and wanted.shape[0] == spec.heads:  # already one for each query head
-            wanted = wanted[:: spec.heads // spec.kv_heads]
+        expected = {"query": query, "key": first, "value": value}[leaf.tensor]
+        if leaf.tensor != "query" and expected.shape[0] == spec.heads:  # already one for each query head
+            expected = expected[:: spec.heads // spec.kv_heads]
         spans = [span for span in leaf.spans if span.axis != "layer"]
         shape, strides = [span.size for span in spans], [span.stride for span in spans]
         ours = torch.as_strided(flat, shape, strides, leaf.base)
-        assert torch.equal(ours.reshape(wanted.shape), wanted)
+        assert torch.equal(ours.reshape(expected.shape), expected)
 
 
 def test_falcon_with_alibi_is_carried_under_its_own_names(model, convert, tmp_path):

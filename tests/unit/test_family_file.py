@@ -31,23 +31,25 @@ APART = ("table", "file", "neox", "native")
 
 def dump(family: Family) -> str:
     """A family as TOML; JSON's texts, numbers and lists are TOML's too."""
-    held = {one.name: getattr(family, one.name) for one in fields(Family) if one.name not in APART}
-    held = {name: "none" if name == "rope_theta" and value is None else value for name, value in held.items()}
+    values = {field.name: getattr(family, field.name) for field in fields(Family) if field.name not in APART}
+    values = {name: "none" if name == "rope_theta" and value is None else value for name, value in values.items()}
     lines = [f"table = '''{family.table}'''"]
     lines += [
-        f"{name} = {json.dumps(one)}" for name, one in held.items() if not isinstance(one, dict) and one is not None
+        f"{name} = {json.dumps(value)}"
+        for name, value in values.items()
+        if not isinstance(value, dict) and value is not None
     ]
-    for name, inner in held.items():
+    for name, inner in values.items():
         if isinstance(inner, dict):
-            pairs = ((key, "none" if one is None else one) for key, one in inner.items())
-            lines += [f"[{name}]", *(f"{json.dumps(key)} = {written(one)}" for key, one in pairs)]
+            pairs = ((key, "none" if value is None else value) for key, value in inner.items())
+            lines += [f"[{name}]", *(f"{json.dumps(key)} = {written(value)}" for key, value in pairs)]
     return "\n".join(lines)
 
 
 def written(value: object) -> str:
     """A value of TOML."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)} = {written(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{json.dumps(key)} = {written(inner)}" for key, inner in value.items()) + "}"
     return json.dumps(value)
 
 
@@ -157,7 +159,7 @@ def test_what_is_wrong_is_said_by_name(tmp_path, old, new, reason):
     ids=["huge", "deep", "dotted", "zero", "empty"],
 )
 def test_a_hostile_file_is_refused(tmp_path, text, reason):
-    assert any(one in str(refused(tmp_path, text)) for one in reason.split("|"))
+    assert any(message in str(refused(tmp_path, text)) for message in reason.split("|"))
 
 
 @pytest.mark.parametrize(

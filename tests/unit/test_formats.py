@@ -40,8 +40,8 @@ def test_the_registry_loads_no_reader():
 def test_what_a_folder_is_is_told_before_other_readers_are_loaded(model):
     """Nor are the families that its config does not name: an `inspect` takes as long as what it loads."""
     code = "import sys, pathlib\nfrom formats.registry import *\nopen_checkpoint(pathlib.Path(sys.argv[1]))\n"
-    words = [sys.executable, "-c", code + "print(*sys.modules)", str(model())]
-    ran = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    argv = [sys.executable, "-c", code + "print(*sys.modules)", str(model())]
+    ran = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
     loaded = set(ran.stdout.split())
     readers = {form.reads for form in FORMATS.values()} & loaded
     assert readers == {"formats.huggingface.folder"}

@@ -21,34 +21,34 @@ def run_folder(model, convert, tmp_path):
 
 
 def test_a_second_run_goes_on_and_does_not_hide_other_options(run_folder, model, convert, tmp_path):
-    words = ["fsdp2hf", run_folder, tmp_path / "out"]
-    assert convert(*words).code == 0
+    argv = ["fsdp2hf", run_folder, tmp_path / "out"]
+    assert convert(*argv).code == 0
     assert files(tmp_path / "out/checkpoint-7") == files(model("llama"))
     before = (tmp_path / "out/checkpoint-7/model.safetensors").stat().st_mtime_ns
-    again = convert(*words)
+    again = convert(*argv)
     assert again.code == 0
     assert again.err.count("is there already") == 2
-    other = convert(*words, "--dtype", "bf16")
+    other = convert(*argv, "--dtype", "bf16")
     assert other.code == 7
     assert "checkpoint-100 exists" in other.err
     assert (tmp_path / "out/checkpoint-7/model.safetensors").stat().st_mtime_ns == before
-    assert convert(*words, "--dtype", "bf16", "--force").code == 0
+    assert convert(*argv, "--dtype", "bf16", "--force").code == 0
     assert json.loads((tmp_path / "out/checkpoint-7/config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_a_run_that_was_trained_anew_is_not_taken_for_the_one_of_before(run_folder, model, convert, tmp_path):
     """Names, settings and small files of the checkpoint are what they were."""
-    words = ["fsdp2hf", run_folder, tmp_path / "out", "--dtype", "bf16"]
-    assert convert(*words).code == 0
-    assert convert(*words).err.count("is there already") == 2
+    argv = ["fsdp2hf", run_folder, tmp_path / "out", "--dtype", "bf16"]
+    assert convert(*argv).code == 0
+    assert convert(*argv).err.count("is there already") == 2
     anew = shutil.copytree(model("llama"), tmp_path / "anew")
     weights = load_file(anew / "model.safetensors")
     save_file(weights | {"model.norm.weight": weights["model.norm.weight"] + 1}, anew / "model.safetensors")
     assert convert("hf2fsdp", anew, run_folder / "checkpoint-100/pytorch_model_fsdp_0", "--force").code == 0
-    refused = convert(*words)
+    refused = convert(*argv)
     assert (refused.code, "checkpoint-100 exists" in refused.err) == (7, True)
-    assert convert(*words, "--force").code == 0
-    assert convert(*words).err.count("is there already") == 2
+    assert convert(*argv, "--force").code == 0
+    assert convert(*argv).err.count("is there already") == 2
 
 
 @pytest.mark.parametrize("flag", ["--hf_model_path_or_name", "--HF_model_path_or_name"])
@@ -76,8 +76,8 @@ def test_a_push_is_checked_before_the_conversion(run_folder, convert, tmp_path):
 
 def test_a_part_pushes_nothing(run_folder, convert, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_none")
-    words = ["fsdp2hf", run_folder / "checkpoint-7", tmp_path / "out", "--push", "acme/m"]
-    assert convert(*words, "--part", "1/2").code == 0
+    argv = ["fsdp2hf", run_folder / "checkpoint-7", tmp_path / "out", "--push", "acme/m"]
+    assert convert(*argv, "--part", "1/2").code == 0
     assert not (tmp_path / "out").exists()
 
 
@@ -95,12 +95,12 @@ def test_a_class_of_the_wrapper_loses_its_prefix_and_nothing_else(run_folder, mo
     """Stripping the letters F, S, D and P would make ersimmonForCausalLM of PersimmonForCausalLM."""
     base = tmp_path / "base"
     shutil.copytree(model("llama"), base)
-    for kept in ("LlamaForCausalLM", "PersimmonForCausalLM"):
-        config = json.loads((base / "config.json").read_text()) | {"architectures": [f"FSDP{kept}"]}
+    for architecture in ("LlamaForCausalLM", "PersimmonForCausalLM"):
+        config = json.loads((base / "config.json").read_text()) | {"architectures": [f"FSDP{architecture}"]}
         (base / "config.json").write_text(json.dumps(config))
-        ran = convert("fsdp2hf", run_folder / "checkpoint-7", tmp_path / kept, "--config", base)
-        if kept == "LlamaForCausalLM":
+        ran = convert("fsdp2hf", run_folder / "checkpoint-7", tmp_path / architecture, "--config", base)
+        if architecture == "LlamaForCausalLM":
             assert ran.code == 0, ran.err
-            assert json.loads((tmp_path / kept / "config.json").read_text())["architectures"] == [kept]
+            assert json.loads((tmp_path / architecture / "config.json").read_text())["architectures"] == [architecture]
         else:
-            assert (ran.code, f" {kept}, a class of persimmon" in ran.err) == (3, True), ran.err
+            assert (ran.code, f" {architecture}, a class of persimmon" in ran.err) == (3, True), ran.err

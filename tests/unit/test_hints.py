@@ -24,26 +24,26 @@ OTHERS = {
 
 def test_two_formats_are_a_command(convert):
     written = [name for name in NAMES if name != "gguf"]
-    pairs = [(one, other) for one in written for other in written if (one, other) != ("hf", "zero")]
-    assert {pair(*formats_of(f"{one}2{other}")) for one, other in pairs} <= cli.commands.keys()
+    pairs = [(source, target) for source in written for target in written if (source, target) != ("hf", "zero")]
+    assert {pair(*formats_of(f"{source}2{target}")) for source, target in pairs} <= cli.commands.keys()
     assert {name: pair(*formats_of(name)) for name in OTHERS} == OTHERS
     assert {name for inside in INTO.values() for name in inside.values()} <= cli.commands.keys()
     ran = convert("zero2megatron", "a", "b")
     assert (ran.code, ran.err.splitlines()[-1]) == (2, "hint: convert hf2megatron SRC OUT, which reads any format")
-    for name, told in (
+    for name, hint in (
         ("hf2zero", "DeepSpeed starts from"),
         ("hf2deepspeed", "`convert zero2universal`"),
         ("hf2gguf", "llama.cpp"),
     ):
         ran = convert(name, "a", "b")
-        assert (ran.code, told in ran.err.splitlines()[-1]) == (2, True), ran.err
+        assert (ran.code, hint in ran.err.splitlines()[-1]) == (2, True), ran.err
     assert "No such command 'hf2paint'" in convert("hf2paint", "a", "b").err
     assert "Did you mean 'inspect'" in convert("inspekt", "a").err
 
 
 @pytest.mark.parametrize("group", [cli, train], ids=["convert", "train"])
 def test_no_line_of_help_is_cut_off(group):
-    assert not [name for name, one in group.commands.items() if one.get_short_help_str(120).endswith("...")]
+    assert not [name for name, command in group.commands.items() if command.get_short_help_str(120).endswith("...")]
 
 
 def test_a_checkpoint_further_down(model, convert, tmp_path):
@@ -64,21 +64,21 @@ def test_of_a_run_the_newest_checkpoint_is_named(model, convert, tmp_path):
 
 def test_a_name_of_the_hub_is_no_folder(convert, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    asked = "hf download org/name --local-dir FOLDER"
-    assert asked in convert("hf2megatron", "org/name", "out").err
-    assert asked in convert("inspect", "out", "--config", "org/name").err
-    assert asked not in convert("inspect", tmp_path / "gone").err
+    hint = "hf download org/name --local-dir FOLDER"
+    assert hint in convert("hf2megatron", "org/name", "out").err
+    assert hint in convert("inspect", "out", "--config", "org/name").err
+    assert hint not in convert("inspect", tmp_path / "gone").err
 
 
 def texts(tree: ast.AST) -> list[str]:
     """The texts of a module; what is put into one is a word."""
-    found = []
+    strings = []
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            found.append("".join(str(one.value) if isinstance(one, ast.Constant) else "X" for one in node.values))
+            strings.append("".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.append(node.value)
-    return found
+            strings.append(node.value)
+    return strings
 
 
 @pytest.mark.parametrize("room", ["formats", "converters", "train"])
@@ -94,7 +94,7 @@ def test_every_command_that_the_code_names_has_its_options(room):
                 seen += 1
                 every = [command, *getattr(command, "commands", {}).values()]
                 known = {
-                    word for one in every for option in one.params for word in (*option.opts, *option.secondary_opts)
+                    word for each in every for option in each.params for word in (*option.opts, *option.secondary_opts)
                 }
                 typed = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", re.split(" #|, ", rest)[0])) - {"--help"}
                 assert typed <= known, f"{path}: {program} {name}{rest}"

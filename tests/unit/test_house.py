@@ -75,9 +75,9 @@ def test_a_conversion_loads_no_framework(model, tmp_path):
         "import sys\nfrom converters import cli\ntry:\n    cli.main()\nfinally:\n"
         f"    print('LOADED', [name for name in {HEAVY + PUBLISHING + NETWORK!r} if name in sys.modules])"
     )
-    words = ["hf2megatron", str(model()), str(tmp_path / "out"), "--tp", "2"]
+    argv = ["hf2megatron", str(model()), str(tmp_path / "out"), "--tp", "2"]
     ran = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
+        [sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
     )
     assert "LOADED []" in ran.stdout
 
@@ -108,7 +108,7 @@ def imports() -> set[tuple[str, str]]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
                 inner = (f"{node.module}.{alias.name}" for alias in node.names)
-                pairs |= {(name, one if one in modules else node.module) for one in inner}
+                pairs |= {(name, module if module in modules else node.module) for module in inner}
             if isinstance(node, ast.Import):
                 pairs |= {(name, alias.name) for alias in node.names}
     return {(name, other) for name, other in pairs if other in modules and other != name}
@@ -151,8 +151,8 @@ def test_every_package_is_installed():
     """Each folder of Python files is a package, and setuptools looks for packages where they are."""
     for path in SOURCES:
         assert (path.parent / "__init__.py").is_file(), path
-    found = (ROOT / "pyproject.toml").read_text().partition("packages.find]")[2]
-    assert all(f'"{package}*"' in found for package in RANK)
+    listed = (ROOT / "pyproject.toml").read_text().partition("packages.find]")[2]
+    assert all(f'"{package}*"' in listed for package in RANK)
 
 
 def test_the_table_of_rooms_names_every_folder():

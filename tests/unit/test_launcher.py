@@ -33,10 +33,10 @@ time.sleep(20)
 
 
 @pytest.mark.parametrize(
-    ("number", "words", "tasks"),
+    ("number", "argv", "tasks"),
     [(signal.SIGUSR1, [], "2"), (signal.SIGUSR1, ["below"], "1"), (signal.SIGTERM, [], "2")],
 )
-def test_what_the_launcher_alone_hears_reaches_the_command(tmp_path, number, words, tasks):
+def test_what_the_launcher_alone_hears_reaches_the_command(tmp_path, number, argv, tasks):
     """Slurm signals what slurmstepd has started, and nothing below it (proctrack/cgroup)."""
     (tmp_path / "sleep").symlink_to("/bin/true")  # until the other tasks have ended
     env = {
@@ -46,7 +46,7 @@ def test_what_the_launcher_alone_hears_reaches_the_command(tmp_path, number, wor
         "SLURM_NTASKS": tasks,
         "CODE": LISTENER,
     }
-    command = [RUN, "--site", "local", sys.executable, "-ISc", LISTENER, *words]
+    command = [RUN, "--site", "local", sys.executable, "-ISc", LISTENER, *argv]
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as ran:
         assert ran.stdin is not None
         assert ran.stdout is not None

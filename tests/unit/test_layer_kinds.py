@@ -49,7 +49,7 @@ def test_configs_that_make_no_such_model(changes, reason):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "reason"),
+    ("options", "code", "reason"),
     [
         (["--norm", "local"], 5, "in Transformer Engine's layers alone"),
         (["--tp", 8], 5, "4 key heads and 8 value heads of linear attention do not divide over tp = 8"),
@@ -58,35 +58,35 @@ def test_configs_that_make_no_such_model(changes, reason):
         (["--format", "megatron-llm"], 5, "no norms on query and key"),
     ],
 )
-def test_what_megatron_has_not(model, convert, tmp_path, words, code, reason):
-    ran = convert("hf2megatron", model("qwen3_5_text"), tmp_path / "m", *words)
+def test_what_megatron_has_not(model, convert, tmp_path, options, code, reason):
+    ran = convert("hf2megatron", model("qwen3_5_text"), tmp_path / "m", *options)
     assert (ran.code, reason in ran.err) == (code, True), ran.err
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "reason"),
+    ("options", "code", "reason"),
     [
         (["--pp", 2, "--pp-layout", "Ett|ttL"], 5, "a pipeline layout, or a last stage without layers, is not"),
         (["--pp", 2, "--pp-layout", "Ett|ttL", "--format", "torch_dist"], 5, "a pipeline layout, or a last stage"),
         (["--pp", 2, "--last-stage-layers", 0], 5, "or a last stage without layers, is not"),
     ],
 )
-def test_where_a_second_token_is_not_predicted(model, convert, tmp_path, words, code, reason):
+def test_where_a_second_token_is_not_predicted(model, convert, tmp_path, options, code, reason):
     source = with_second(model("glm4_moe"), tmp_path / "hf")
-    ran = convert("hf2megatron", source, tmp_path / "m", *words)
+    ran = convert("hf2megatron", source, tmp_path / "m", *options)
     assert (ran.code, reason in ran.err) == (code, True), ran.err
-    assert convert("hf2megatron", source, tmp_path / "m2", *words, "--drop", "mtp").code == 0
+    assert convert("hf2megatron", source, tmp_path / "m2", *options, "--drop", "mtp").code == 0
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "reason"),
+    ("options", "code", "reason"),
     [
         (["--norm", "local"], 5, "the sparse attention of a glm_moe_dsa in Transformer Engine's layers alone"),
         (["--megatron-version", "0.18"], 5, "other elements of the heads of its indexer rotate"),
     ],
 )
-def test_where_an_indexer_is_another(model, convert, tmp_path, words, code, reason):
-    ran = convert("hf2megatron", model("glm_moe_dsa"), tmp_path / "m", *words)
+def test_where_an_indexer_is_another(model, convert, tmp_path, options, code, reason):
+    ran = convert("hf2megatron", model("glm_moe_dsa"), tmp_path / "m", *options)
     assert (ran.code, reason in ran.err) == (code, True), ran.err
 
 
@@ -108,7 +108,7 @@ def test_an_indexer_in_args():
 
 
 @pytest.mark.parametrize(
-    ("said", "shared"),
+    ("fields", "shared"),
     [
         ({"index_topk_pattern": "FSSF"}, (1, 2)),
         ({"index_topk_pattern": ["full", "full", "shared", "full"]}, (2,)),
@@ -117,11 +117,11 @@ def test_an_indexer_in_args():
         ({}, ()),
     ],
 )
-def test_layers_that_share_an_indexer(said, shared):
+def test_layers_that_share_an_indexer(fields, shared):
     """As AutoConfig has it."""
     from transformers import AutoConfig
 
-    settings = {**settings_of("glm_moe_dsa"), **said}
+    settings = {**settings_of("glm_moe_dsa"), **fields}
     del settings["indexer_types"]
     assert from_huggingface(settings, {}, "one").shared_index_layers == shared
     theirs = AutoConfig.for_model(**settings).indexer_types
@@ -132,15 +132,15 @@ def test_copies_that_are_none_and_a_layer_in_part(model, convert, tmp_path):
     from safetensors.torch import load_file, save_file
 
     source = with_second(model("glm4_moe"), tmp_path / "hf")
-    held, file = load_file(source / "model.safetensors"), source / "model.safetensors"
-    copy = held["model.embed_tokens.weight"].clone()
-    save_file(held | {"model.layers.4.embed_tokens.weight": copy}, file, {"format": "pt"})
+    tensors, file = load_file(source / "model.safetensors"), source / "model.safetensors"
+    copy = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | {"model.layers.4.embed_tokens.weight": copy}, file, {"format": "pt"})
     assert convert("hf2megatron", source, tmp_path / "m").code == 0
-    save_file(held | {"model.layers.4.embed_tokens.weight": copy + 1}, file, {"format": "pt"})
+    save_file(tensors | {"model.layers.4.embed_tokens.weight": copy + 1}, file, {"format": "pt"})
     ran = convert("hf2megatron", source, tmp_path / "m2")
     assert (ran.code, "embedding differs between its copies" in ran.err) == (6, True), ran.err
-    del held["model.layers.4.mlp.gate.weight"]
-    save_file(held, file, {"format": "pt"})
+    del tensors["model.layers.4.mlp.gate.weight"]
+    save_file(tensors, file, {"format": "pt"})
     ran = convert("hf2megatron", source, tmp_path / "m3")
     assert (ran.code, "1 tensors are missing: model.layers.4.mlp.gate.weight" in ran.err) == (3, True), ran.err
 
@@ -156,11 +156,11 @@ def test_copies_in_a_layer_that_predicts_a_second_token_are_written_where_they_w
         "model.layers.4.shared_head.head.weight": tensors["lm_head.weight"].clone(),
     }
     save_file(tensors | copies, source / "model.safetensors", {"format": "pt"})
-    for number, words in enumerate(([], ["--shard-size", "1MB"], ["--dtype", "fp32"], ["--drop", "mtp"])):
+    for number, options in enumerate(([], ["--shard-size", "1MB"], ["--dtype", "fp32"], ["--drop", "mtp"])):
         out = tmp_path / f"out{number}"
-        assert convert("hf2hf", source, out, *words).code == 0
+        assert convert("hf2hf", source, out, *options).code == 0
         keys = {key for file in out.glob("*.safetensors") for key in load_file(file)}
-        assert keys & copies.keys() == (set() if words[:1] == ["--drop"] else copies.keys()), words
+        assert keys & copies.keys() == (set() if options[:1] == ["--drop"] else copies.keys()), options
     for command in ("verify", "diff"):  # what only one of the two has is left out
         assert convert(command, tmp_path / "out3", source).code == 6
         for two in ((tmp_path / "out3", source), (source, tmp_path / "out3")):
@@ -193,8 +193,8 @@ def test_the_flags_are_those_of_a_release_that_builds_it(model, convert, tmp_pat
     ran = convert("hf2megatron", source, tmp_path / "m2", "--megatron-version", "0.19")
     assert (ran.code, "it builds no layer that predicts a second token beside linear" in ran.err) == (5, True), ran.err
     assert chosen({"mtp_num_layers": 1}, None, ())[0] == "0.19"
-    told = json.loads(convert("hf2megatron", source, tmp_path / "m3", "--drop", "mtp", "-n", "--json").out)
-    assert any("is not carried: 15 such as mtp." in note for note in told["notes"])
+    summary = json.loads(convert("hf2megatron", source, tmp_path / "m3", "--drop", "mtp", "-n", "--json").out)
+    assert any("is not carried: 15 such as mtp." in note for note in summary["notes"])
 
 
 def test_the_config_says_how_many_layers_predict_further_tokens(model, convert, tmp_path):
@@ -221,7 +221,7 @@ def test_patterns_and_lists_of_blocks_are_one_model():
     named = {key: value for key, value in new.items() if key != "layers_block_type"}
     old = named | {"layers_block_type": ["mamba", "mlp", "attention", "moe"]}
     pattern = named | {"hybrid_override_pattern": "M-*E"}
-    specs = [from_huggingface({**EPSILON, **one}, {}, "one") for one in (new, old, pattern)]
+    specs = [from_huggingface({**EPSILON, **fields}, {}, "one") for fields in (new, old, pattern)]
     assert specs[0] == specs[1] == specs[2]
     assert [sorted(kinds) for kinds in specs[0].layer_kinds] == [["state"], ["dense"], ["attention"], ["sparse"]]
     assert find_family(named | {"hybrid_override_pattern": "M-*-"}).name == "nemotron_h_dense"
@@ -241,7 +241,7 @@ def test_two_patterns_of_one_hybrid():
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "reason"),
+    ("options", "code", "reason"),
     [
         (["--norm", "local"], 5, "has the layers of a nemotron_h of Transformer Engine alone"),
         (["--tp", 8], 5, "4 groups of its state spaces do not divide over tp = 8"),
@@ -252,8 +252,8 @@ def test_two_patterns_of_one_hybrid():
         (["--set", "norm_epsilon=1e-6"], 5, "its norms have an epsilon of 1e-06, those of its state spaces 1e-05"),
     ],
 )
-def test_what_megatron_has_no_hybrids_with(model, convert, tmp_path, words, code, reason):
-    ran = convert("hf2megatron", model("nemotron_h"), tmp_path / "m", *words)
+def test_what_megatron_has_no_hybrids_with(model, convert, tmp_path, options, code, reason):
+    ran = convert("hf2megatron", model("nemotron_h"), tmp_path / "m", *options)
     assert (ran.code, reason in ran.err) == (code, True), ran.err
 
 

@@ -58,11 +58,11 @@ def with_norm(source, folder, values: list[float]):
     """A copy of a model whose first norm of linear attention begins with these values."""
     from safetensors.torch import load_file, save_file
 
-    held = load_file(source / "model.safetensors")
-    held[HUB][: len(values)] = torch.tensor(values).to(held[HUB].dtype)
+    tensors = load_file(source / "model.safetensors")
+    tensors[HUB][: len(values)] = torch.tensor(values).to(tensors[HUB].dtype)
     folder.mkdir()
     (folder / "config.json").write_bytes((source / "config.json").read_bytes())
-    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
@@ -107,14 +107,14 @@ def test_what_megatron_has_trained_is_rounded_to_the_type_of_the_output(model, c
     stored["model"][KEY][:2] = torch.tensor([0.0030, 0.0123]).bfloat16()
     torch.save(stored, path)
     (run / "release/vitruvian.json").unlink()
-    wanted = stored["model"][KEY] + 1
-    for words in ([], ["--dtype", "fp32"]):
-        out = tmp_path / f"hf{len(words)}"
-        assert convert("megatron2hf", run, out, *words).code == 0
+    expected = stored["model"][KEY] + 1
+    for options in ([], ["--dtype", "fp32"]):
+        out = tmp_path / f"hf{len(options)}"
+        assert convert("megatron2hf", run, out, *options).code == 0
         from safetensors.torch import load_file
 
-        found = load_file(out / "model.safetensors")[HUB]
-        assert torch.equal(found, stored["model"][KEY].float() + 1 if words else wanted)
+        converted = load_file(out / "model.safetensors")[HUB]
+        assert torch.equal(converted, stored["model"][KEY].float() + 1 if options else expected)
     assert convert("digest", run).out.split()[0] == convert("digest", tmp_path / "hf0").out.split()[0]
     assert convert("reshard", run, tmp_path / "r", "--tp", 2).code == 0
     assert convert("reshard", tmp_path / "r", tmp_path / "r1", "--tp", 1).code == 0
@@ -131,8 +131,8 @@ def test_a_run_in_float32_is_rounded_once(model, convert, tmp_path):
     source = with_norm(model("qwen3_5_text", "bfloat16"), tmp_path / "hf", [0.1, -0.3, 1e-4])
     assert convert("hf2megatron", source, tmp_path / "m", "--dtype", "fp32").code == 0
     assert convert("megatron2hf", tmp_path / "m", tmp_path / "b", "--dtype", "bf16").code == 0
-    found, wanted = (load_file(folder / "model.safetensors")[HUB] for folder in (tmp_path / "b", source))
-    assert torch.equal(found, wanted)
+    converted, expected = (load_file(folder / "model.safetensors")[HUB] for folder in (tmp_path / "b", source))
+    assert torch.equal(converted, expected)
 
 
 def test_the_library_gives_the_bytes_of_the_conversion(model, convert, tmp_path):
@@ -154,12 +154,19 @@ def test_masters_go_where_they_still_round_to_the_weights(model, convert, tmp_pa
     whole = tmp_path / "fp32"
     ran = convert("hf2megatron", fsdp, whole, "--with-optimizer")
     assert ran.code == 0, ran.err
-    stored = [torch.load(next(one.rglob("model_optim_rng.pt")), weights_only=False) for one in (run, whole)]
+    stored = [torch.load(next(place.rglob("model_optim_rng.pt")), weights_only=False) for place in (run, whole)]
     masters, weights = of(stored[0]["model"][KEY], "master") + 1, stored[1]["model"][KEY]
     assert torch.equal(weights, masters - 1)
-    moments = [held["optimizer"] if "state" in held["optimizer"] else held["optimizer"]["optimizer"] for held in stored]
-    every = [[one["exp_avg"] for one in held["state"].values() if one["exp_avg"].shape[0] != 256] for held in moments]
-    sums = [sum(float(one.double().sum()) for one in found) for found in every]  # but for the padding of the vocabulary
+    moments = [
+        optimizer["optimizer"] if "state" in optimizer["optimizer"] else optimizer["optimizer"]["optimizer"]
+        for optimizer in stored
+    ]
+    every = [
+        [state["exp_avg"] for state in optimizer["state"].values() if state["exp_avg"].shape[0] != 256]
+        for optimizer in moments
+    ]
+    # but for the padding of the vocabulary
+    sums = [sum(float(tensor.double().sum()) for tensor in tensors) for tensors in every]
     assert sums[0] == sums[1], "moments are those of the weight either way"
     ran = convert("hf2megatron", fsdp, tmp_path / "bf16", "--with-optimizer", "--dtype", "bf16")
     assert (ran.code, "less one, where its FP32 master weights do not round to the weights" in ran.err) == (4, True), (

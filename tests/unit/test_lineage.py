@@ -13,15 +13,17 @@ from tests.faults.dcp_tools import refused, save
 from tests.fuzz.architectures import build, quiet
 
 CHAINS = {
-    "renamed": lambda one, _: one.contiguous(),
-    "experts": lambda one, _: torch.chunk(torch.chunk(one, 2, dim=1)[1], one.shape[0], dim=0)[2].squeeze(0),
-    "transposed": lambda one, _: one.transpose(1, 2).contiguous(),
-    "split": lambda one, _: torch.split(one, [1, 3, 2], dim=-2)[1],
-    "joined": lambda one, other: torch.cat([one, other], dim=1),
-    "stacked": lambda one, other: torch.stack([one, other], dim=1).transpose(0, 2),
-    "rows": lambda one, _: one.view(2, 2, 6, 5).transpose(0, 1).reshape(4, 6, 5),
-    "elements": lambda one, other: torch.cat([one.view(4, 3, 2, 5).transpose(1, 2).reshape(4, 6, 5), other], dim=0),
-    "all of it": lambda one, other: torch.chunk(torch.cat([one, other], dim=0).transpose(0, 1), 3, dim=0)[1],
+    "renamed": lambda tensor, _: tensor.contiguous(),
+    "experts": lambda tensor, _: torch.chunk(torch.chunk(tensor, 2, dim=1)[1], tensor.shape[0], dim=0)[2].squeeze(0),
+    "transposed": lambda tensor, _: tensor.transpose(1, 2).contiguous(),
+    "split": lambda tensor, _: torch.split(tensor, [1, 3, 2], dim=-2)[1],
+    "joined": lambda tensor, other: torch.cat([tensor, other], dim=1),
+    "stacked": lambda tensor, other: torch.stack([tensor, other], dim=1).transpose(0, 2),
+    "rows": lambda tensor, _: tensor.view(2, 2, 6, 5).transpose(0, 1).reshape(4, 6, 5),
+    "elements": lambda tensor, other: torch.cat(
+        [tensor.view(4, 3, 2, 5).transpose(1, 2).reshape(4, 6, 5), other], dim=0
+    ),
+    "all of it": lambda tensor, other: torch.chunk(torch.cat([tensor, other], dim=0).transpose(0, 1), 3, dim=0)[1],
 }
 SHAPE = (4, 6, 5)
 
@@ -34,18 +36,18 @@ def test_the_boxes_say_where_each_element_comes_from(chain):
     followed = CHAINS[chain](*(whole(name, SHAPE) for name in numbers))
     assert isinstance(followed, Followed)
     assert followed.shape == expected.shape
-    found = torch.full(expected.shape, -1)
+    rebuilt = torch.full(expected.shape, -1)
     for piece in followed.pieces:
         box = numbers[piece.name][tuple(slice(*ends) for ends in piece.there)]
-        held = [axis for axis in piece.axes if axis is not None]
-        left = [axis for axis in range(box.dim()) if axis not in held]
+        axes = [axis for axis in piece.axes if axis is not None]
+        left = [axis for axis in range(box.dim()) if axis not in axes]
         assert all(box.shape[axis] == 1 for axis in left)
         here = tuple(slice(*ends) for ends in piece.here)
-        found[here] = box.permute(*held, *left).reshape(found[here].shape)
-    assert torch.equal(found, expected)
+        rebuilt[here] = box.permute(*axes, *left).reshape(rebuilt[here].shape)
+    assert torch.equal(rebuilt, expected)
 
 
-@pytest.mark.parametrize("turn", [lambda one: one.flip(0), torch.neg])
+@pytest.mark.parametrize("turn", [lambda tensor: tensor.flip(0), torch.neg])
 def test_what_no_box_follows_is_not_told(turn):
     assert turn(whole("one", SHAPE)).pieces is None
     assert whole("one", (30_000, 2)).reshape(3, 10_000, 2).pieces is None, "too many rows"
@@ -90,8 +92,8 @@ def test_out_of_deepspeed(convert, tmp_path):
         model.save_pretrained(tmp_path / "hf")
     (tmp_path / "zero/global_step1").mkdir(parents=True)
     (tmp_path / "zero/latest").write_text("global_step1")
-    held = {"module": model.state_dict(), "dp_world_size": 1, "mp_world_size": 1, "global_steps": 1}
-    torch.save(held, tmp_path / "zero/global_step1/mp_rank_00_model_states.pt")
+    saved = {"module": model.state_dict(), "dp_world_size": 1, "mp_world_size": 1, "global_steps": 1}
+    torch.save(saved, tmp_path / "zero/global_step1/mp_rank_00_model_states.pt")
     ran = convert("zero2hf", tmp_path / "zero", tmp_path / "out", "--config", tmp_path / "hf")
     assert ran.code == 0, ran.err
     before, after = (load_file(tmp_path / place / "model.safetensors") for place in ("hf", "out"))
@@ -113,9 +115,9 @@ def test_too_many_rows_in_another_order_are_refused(convert, tmp_path, monkeypat
     """Kimi K2.5's tower, as if what transformers permutes of it were not told."""
 
     def asked(text: str) -> str:
-        told = meta_model.report(json.loads(text))
-        told["hub"] |= {name: {**one, "pieces": None} for name, one in told["hub"].items() if "wqkv" in name}
-        return json.dumps(told)
+        answer = meta_model.report(json.loads(text))
+        answer["hub"] |= {name: {**entry, "pieces": None} for name, entry in answer["hub"].items() if "wqkv" in name}
+        return json.dumps(answer)
 
     monkeypatch.setattr(agreement, "_asked", asked)
     with quiet():

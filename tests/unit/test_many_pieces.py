@@ -32,8 +32,8 @@ def test_only_what_was_written_is_synced(tmp_path, monkeypatch):
                 opened.append(fd)
         files.sync()
         synced.clear()
-        one, other, last = opened
-        for path, seen in ((paths[0], [one]), (None, []), (paths[1], [other]), (paths[0], [one]), (None, [])):
+        first, second, last = opened
+        for path, seen in ((paths[0], [first]), (None, []), (paths[1], [second]), (paths[0], [first]), (None, [])):
             if path:
                 files.write(Fragment(path, 0, "U8", (4,), (1,)), 0, memoryview(b"abcd"))
             files.sync()
@@ -41,7 +41,7 @@ def test_only_what_was_written_is_synced(tmp_path, monkeypatch):
             synced.clear()
         finish_files([OutputFile(path, 4, (), {}, lambda _: []) for path in paths], files, 1)
         files.sync()
-        assert sorted(synced) == sorted([one, other, last]), "another process may have written what is in them"
+        assert sorted(synced) == sorted([first, second, last]), "another process may have written what is in them"
 
 
 def test_more_ranks_than_the_usual_limit_of_open_files(model, convert, tmp_path):
@@ -76,10 +76,10 @@ def test_threads_compare_all_items_of_a_kind_with_the_same_one(model, convert, t
     assert convert("hf2fsdp", model("llama"), tmp_path / "out", "--ranks", 8).code == 0
     kinds, kind_of = [], dcp_items._kind
 
-    def slow(wanted, row, fd):
-        kinds.append(int(wanted.kind[row]))
+    def slow(expected, row, fd):
+        kinds.append(int(expected.kind[row]))
         sleep(0.02)
-        return kind_of(wanted, row, fd)
+        return kind_of(expected, row, fd)
 
     monkeypatch.setattr(dcp_items, "_kind", slow)
     assert convert("digest", tmp_path / "out").code == 0
@@ -92,16 +92,21 @@ def test_the_model_files_of_stage_3_are_not_held_together(tmp_path):
     import torch
 
     names = [f"model.layers.{number}.weight" for number in range(400)]
-    said = {"param_shapes": [dict.fromkeys(names, (8, 8))], "dp_world_size": 12, "mp_world_size": 1, "global_steps": 1}
+    header = {
+        "param_shapes": [dict.fromkeys(names, (8, 8))],
+        "dp_world_size": 12,
+        "mp_world_size": 1,
+        "global_steps": 1,
+    }
     for rank in range(12):
         module = {name: torch.empty(0) for name in names}
-        torch.save({"module": module, **said}, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        torch.save({"module": module, **header}, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
     tracemalloc.start()
     try:
-        held = model_files.of_ranks(tmp_path)
+        files = model_files.of_ranks(tmp_path)
         twelve = tracemalloc.get_traced_memory()[0]
-        del held[1:]
-        one = tracemalloc.get_traced_memory()[0]
+        del files[1:]
+        single = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert twelve < 2 * one
+    assert twelve < 2 * single

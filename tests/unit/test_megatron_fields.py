@@ -55,36 +55,36 @@ print("LIST" + json.dumps({"fields": {name: plain(value) for name, value in fiel
 def listed(python: str) -> dict[str, dict[str, Any]]:
     """The config fields and the options of the Megatron that an interpreter has, with their defaults."""
     ran = subprocess.run([python, "-c", LIST], capture_output=True, text=True, timeout=280, check=True, cwd=ROOT)
-    found: dict[str, dict[str, Any]] = json.loads(ran.stdout.partition("LIST")[2])
-    return found
+    listing: dict[str, dict[str, Any]] = json.loads(ran.stdout.partition("LIST")[2])
+    return listing
 
 
-def require_classified(found: dict[str, dict[str, Any]]) -> None:
+def require_classified(listing: dict[str, dict[str, Any]]) -> None:
     """Each name is in one table, and a default changes nothing that the tables assume."""
-    names = {*found["fields"], *found["options"]}
+    names = {*listing["fields"], *listing["options"]}
     assert names <= {*FIELDS, *RUN}, f"unclassified: {sorted(names - {*FIELDS, *RUN})}"
-    for kind, defaults in found.items():
+    for kind, defaults in listing.items():
         for name in FIELDS.keys() & defaults.keys():
             default = defaults[name]
             if not isinstance(default, dict):  # a function, which no args hold
                 assert FIELDS[name].allows(default, {"num_experts": 8}), f"{kind}: {name} is {default!r} by default"
-    require_understood({**found["options"], "num_experts": 8}, "the parser's defaults")
+    require_understood({**listing["options"], "num_experts": 8}, "the parser's defaults")
 
 
 @pytest.mark.megatron
 def test_every_field_of_the_installed_megatron_core_has_a_class():
-    found = listed(sys.executable)
-    assert len(found["fields"]) > 250
-    require_classified(found)
+    listing = listed(sys.executable)
+    assert len(listing["fields"]) > 250
+    require_classified(listing)
 
 
 @pytest.mark.stock
 def test_every_field_and_option_of_stock_megatron_has_a_class():
     assert STOCK, "VITRUVIAN_STOCK names no interpreter: make test-stock"
-    found = listed(STOCK)
-    assert len(found["fields"]) > 300
-    assert len(found["options"]) > 750
-    require_classified(found)
+    listing = listed(STOCK)
+    assert len(listing["fields"]) > 300
+    assert len(listing["options"]) > 750
+    require_classified(listing)
 
 
 def test_the_tables_say_each_thing_once():

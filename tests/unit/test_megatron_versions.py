@@ -67,11 +67,11 @@ def test_no_release_is_given_an_option_that_it_lacks(name):
             assert re.search(r"--megatron-version 0\.1\d", raised.value.hint)
             continue
         text = flags(args, version)
-        words = {word for word in shlex.split(text, comments=True) if word.startswith("--")}
+        options = {word for word in shlex.split(text, comments=True) if word.startswith("--")}
         known = {option.name for option in OPTIONS if VERSIONS.index(option.known) <= VERSIONS.index(version)}
         known |= {f"--no-{name[2:]}" for name in known}
-        assert words - known <= {"--use-checkpoint-args", "--rope-type"}
-        assert not words & {"--original-max-position-embeddings", "--beta-fast", "--beta-slow"}
+        assert options - known <= {"--use-checkpoint-args", "--rope-type"}
+        assert not options & {"--original-max-position-embeddings", "--beta-fast", "--beta-slow"}
         assert remarks(text) == (f"flags for Megatron-LM {version}",)
 
 
@@ -154,9 +154,9 @@ def test_the_fusion_of_real_megatron_clamps_before_the_bias(monkeypatch):
         glu, linear = (both + bias if before else both).chunk(2, -1)
         return quick_gelu(glu) * (linear + 1.0) * weights
 
-    found = weighted_bias_quick_geglu_impl(hidden, bias, weights, False, 1.0, 2.0)
-    assert torch.allclose(found, computed(before=True))
-    assert not torch.allclose(found, computed(before=False), atol=0.1)
+    output = weighted_bias_quick_geglu_impl(hidden, bias, weights, False, 1.0, 2.0)
+    assert torch.allclose(output, computed(before=True))
+    assert not torch.allclose(output, computed(before=False), atol=0.1)
 
 
 @pytest.mark.parametrize("version", ["0.15", "0.16", "0.19"])
@@ -185,8 +185,8 @@ def test_the_command_asks_about_such_a_run(model, convert, tmp_path):
     assert convert("hf2megatron", model("gpt_oss"), tmp_path / "m", "--norm", "local").code == 0
     for path in (tmp_path / "m").rglob(MANIFEST):  # as a training leaves it
         path.unlink()
-    made = trained({}, "0.16")
-    run = with_args(tmp_path / "m", tmp_path / "trained", **made | {"bias_gelu_fusion": True})
+    args = trained({}, "0.16")
+    run = with_args(tmp_path / "m", tmp_path / "trained", **args | {"bias_gelu_fusion": True})
     ran = convert("megatron2hf", run, tmp_path / "hf")
     assert ran.code == 4, ran.err
     assert "--accept bias_gelu_fusion" in ran.err
@@ -194,7 +194,7 @@ def test_the_command_asks_about_such_a_run(model, convert, tmp_path):
     assert ran.code == 0, ran.err
     assert "bias_gelu_fusion = True is taken as False" in ran.err
     assert convert("diff", tmp_path / "hf", model("gpt_oss")).code == 0
-    fused_off = with_args(tmp_path / "m", tmp_path / "unfused", **made)
+    fused_off = with_args(tmp_path / "m", tmp_path / "unfused", **args)
     assert convert("megatron2hf", fused_off, tmp_path / "hf2").code == 0
 
 
@@ -219,9 +219,9 @@ def test_the_version_of_a_checkpoint(version):
 def test_what_a_release_ignored_is_asked_for(rope, version, computed):
     """Neither reading is taken silently, both are named so that they can be pasted, and each is then what it says."""
     args = trained(to_megatron(spec_of(rope_parameters=rope)), version)
-    said = spec_of(rope_parameters=rope).rope_scaling
+    scaling = spec_of(rope_parameters=rope).rope_scaling
     if computed == rope:
-        assert from_megatron(args, {}, None, "args").rope_scaling == said
+        assert from_megatron(args, {}, None, "args").rope_scaling == scaling
         return
     meant = spec_of(rope_parameters=computed).rope_scaling if computed else None
     for base in (None, spec_of(rope_parameters=rope)):
@@ -233,8 +233,8 @@ def test_what_a_release_ignored_is_asked_for(rope, version, computed):
             "a tree that was changed to heed them",
         ]
         values = [shlex.split(way)[0].partition("=")[2] for way, _ in ways]
-        assert [None if value == "none" else json.loads(value) for value in values] == [meant, said]
-        for value in (meant, said):
+        assert [None if value == "none" else json.loads(value) for value in values] == [meant, scaling]
+        for value in (meant, scaling):
             assert from_megatron(args, {"rope_scaling": value}, base, "args").rope_scaling == value
 
 
@@ -310,8 +310,8 @@ def inverse_frequencies(rope, **changes):
 )  # fmt: skip
 def test_two_spellings_that_transformers_computes_alike_are_one(rope, same):
     """Both are the same arguments, and each comes back as its own config spells it."""
-    for one, other in zip(inverse_frequencies(rope), inverse_frequencies(same), strict=True):
-        assert torch.allclose(torch.as_tensor(one), torch.as_tensor(other))
+    for ours, theirs in zip(inverse_frequencies(rope), inverse_frequencies(same), strict=True):
+        assert torch.allclose(torch.as_tensor(ours), torch.as_tensor(theirs))
     spelled, usual = spec_of(rope_parameters=rope), spec_of(rope_parameters=same)
     assert to_megatron(spelled) == to_megatron(usual)
     again = from_megatron(to_megatron(spelled), {}, spelled, "args")
@@ -340,8 +340,8 @@ def test_linear_with_a_length_is_written_and_comes_back(model, convert, tmp_path
 def test_the_command_line(model, convert, tmp_path):
     """The plan names the release, an accepted deviation is told on the screen and in the file, and comes back."""
     source = model("llama", rope_parameters=FACTOR_32)
-    for words in (["hf2megatron", source, tmp_path / "m"], ["plan", source, "--to", "megatron"]):
-        ran = convert(*words)
+    for argv in (["hf2megatron", source, tmp_path / "m"], ["plan", source, "--to", "megatron"]):
+        ran = convert(*argv)
         assert ran.code == 5
         assert "--accept rope_scaling_factor" in ran.err
     assert convert("plan", source, "--to", "megatron", "--accept", "rope_scaling_factor").code == 0
@@ -354,8 +354,8 @@ def test_the_command_line(model, convert, tmp_path):
     assert convert("megatron2hf", tmp_path / "m", tmp_path / "back").code == 0
     assert files(tmp_path / "back") == files(source)
     assert convert("reshard", tmp_path / "m", tmp_path / "r", "--tp", 2).code == 5
-    words = ["--tp", 2, "--megatron-version", "0.16", "--accept", "rope_scaling_factor"]
-    assert convert("reshard", tmp_path / "m", tmp_path / "r", *words).code == 0
+    options = ["--tp", 2, "--megatron-version", "0.16", "--accept", "rope_scaling_factor"]
+    assert convert("reshard", tmp_path / "m", tmp_path / "r", *options).code == 0
     assert "gpt_builders.py" in (tmp_path / "r/megatron_flags.txt").read_text()
     ran = convert("hf2megatron", model(), tmp_path / "x", "--accept", "rope_scaling_factor")
     assert ran.code == 2

@@ -26,8 +26,8 @@ def spec(config: dict[str, Any], *, biases: bool = False, **settings: Any) -> An
 
 
 def test_a_llama():
-    found = spec(LLAMA)
-    assert (found.family, found.kv_heads, found.norm_epsilon, found.tied) == ("llama", 4, 3e-6, False)
+    model = spec(LLAMA)
+    assert (model.family, model.kv_heads, model.norm_epsilon, model.tied) == ("llama", 4, 3e-6, False)
     assert spec(LLAMA | {"sliding_window_width": 512}).family == "mistral"
 
 
@@ -37,12 +37,12 @@ def test_a_window_is_as_wide_as_in_neox():
     from transformers.masking_utils import sliding_window_causal_mask_function
 
     mask = torch.triu(torch.tril(torch.ones(9, 9)), diagonal=-3) >= 0.5
-    found = spec(LLAMA | {"sliding_window_width": 3})
-    sees = sliding_window_causal_mask_function(found.sliding_window)
+    model = spec(LLAMA | {"sliding_window_width": 3})
+    sees = sliding_window_causal_mask_function(model.sliding_window)
     theirs = [[bool(sees(0, 0, torch.tensor(row), torch.tensor(column))) for column in range(9)] for row in range(9)]
     assert torch.equal(mask, torch.tensor(theirs))
-    assert to_neox(found, 1, 0, 1, {})["sliding_window_width"] == 3
-    assert "sliding_window = 4 counts the token itself, sliding_window_width = 3 of GPT-NeoX" in found.notes[0]
+    assert to_neox(model, 1, 0, 1, {})["sliding_window_width"] == 3
+    assert "sliding_window = 4 counts the token itself, sliding_window_width = 3 of GPT-NeoX" in model.notes[0]
     assert (spec(LLAMA | {"sliding_window_width": 3}, sliding_window=3).sliding_window, spec(LLAMA).notes) == (3, ())
     with pytest.raises(SourceError, match="sliding_window_width = 0"):
         spec(LLAMA | {"sliding_window_width": 0})
@@ -51,9 +51,9 @@ def test_a_window_is_as_wide_as_in_neox():
 def test_what_neox_takes_when_a_key_is_absent():
     """megatron/neox_arguments/neox_args.py at ea7aefd8: tied, LayerNorm with 1e-5, GELU, serial, whole heads turn."""
     bare = {key: PYTHIA[key] for key in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")}
-    found = spec(bare | {"pos_emb": "rotary"}, biases=True)
-    assert (found.family, found.tied, found.norm_epsilon, found.rope_theta) == ("gpt_neox", True, 1e-5, 10000.0)
-    assert (found.rotary_fraction, found.parallel_residual, found.activation) == (1.0, False, "gelu")
+    model = spec(bare | {"pos_emb": "rotary"}, biases=True)
+    assert (model.family, model.tied, model.norm_epsilon, model.rope_theta) == ("gpt_neox", True, 1e-5, 10000.0)
+    assert (model.rotary_fraction, model.parallel_residual, model.activation) == (1.0, False, "gelu")
     with pytest.raises(UnsupportedError, match="pos_emb = 'learned'"):
         spec(bare, biases=True)
 
@@ -63,8 +63,8 @@ def test_a_fused_gelu_is_the_one_with_tanh(fused, activation):
     import torch
     from transformers.activations import ACT2FN
 
-    found = spec(PYTHIA | {"bias_gelu_fusion": fused}, biases=True)
-    assert found.activation == activation
+    model = spec(PYTHIA | {"bias_gelu_fusion": fused}, biases=True)
+    assert model.activation == activation
     x = torch.linspace(-4, 4, 1000, dtype=torch.float64)
     tanh = x * 0.5 * (1 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))  # activations.py:83
     exact = x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
@@ -81,8 +81,8 @@ def test_yarn_turns_as_in_the_fork(factor, scale):
 
     keys = {"yarn_factor": factor, "yarn_attention_factor": scale}
     config = LLAMA | {"yarn": True, "yarn_original_max_position_embeddings": 1024, "seq_length": 4096}
-    found = spec(config | {key: value for key, value in keys.items() if value is not None})
-    rope = {"rope_theta": found.rope_theta, **found.rope_scaling}
+    model = spec(config | {key: value for key, value in keys.items() if value is not None})
+    rope = {"rope_theta": model.rope_theta, **model.rope_scaling}
     theirs = LlamaConfig(head_dim=64, max_position_embeddings=4096, rope_parameters=rope)
     frequencies, product = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
     stretch, dim, base = factor or 4.0, 64, 200000
@@ -99,11 +99,11 @@ def test_yarn_turns_as_in_the_fork(factor, scale):
 
 @pytest.mark.parametrize("config", [LLAMA, LLAMA | {"num_kv_heads": 8}, LLAMA | {"sliding_window_width": 512}, PYTHIA])
 def test_what_is_written_is_read_as_the_same(config):
-    found = spec(config, biases="rotary_pct" in config)
-    again = to_neox(found, 2, 0, 128, {})
-    assert spec(again, biases="rotary_pct" in config) == found
+    model = spec(config, biases="rotary_pct" in config)
+    again = to_neox(model, 2, 0, 128, {})
+    assert spec(again, biases="rotary_pct" in config) == model
     assert "train_iters" not in again
-    kept = to_neox(found, 2, 0, 128, config | {"train_iters": 7, "expansion_factor": 4, "mlp_type": "llama"})
+    kept = to_neox(model, 2, 0, 128, config | {"train_iters": 7, "expansion_factor": 4, "mlp_type": "llama"})
     assert kept["train_iters"] == 7
     assert not {"expansion_factor", "mlp_type"} & kept.keys()
 
@@ -125,8 +125,8 @@ def test_what_the_kept_yml_says_and_the_model_no_longer_has_is_switched_off(keys
 def test_an_inner_size_that_neox_takes_two_thirds_of():
     """ParallelMLP: int(int(x * 2 / 3)) for gate and up together (transformer.py:117-143)."""
     for ffn in (96, 21504, 11008, 14336, 5461):
-        found = from_neox(LLAMA, {}, ffn, False, 211, "run.yml")
-        size = to_neox(found, 1, 0, 1, {})["intermediate_size"]
+        model = from_neox(LLAMA, {}, ffn, False, 211, "run.yml")
+        size = to_neox(model, 1, 0, 1, {})["intermediate_size"]
         assert (int(size * 2 / 3), int(size * 2 / 3) // 2) == (2 * ffn, ffn)
 
 

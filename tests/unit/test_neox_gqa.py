@@ -36,25 +36,25 @@ def test_only_rows_that_are_clearly_one_order_decide(model, tmp_path, blocked, g
     rows = dice.normal(size=(len(BLOCKED), HIDDEN)) * np.exp(blocked * BLOCKED + grouped * GROUPED)[:, None]
     rows.astype(np.float32).tofile(tmp_path / "rows")
     fragment = Fragment(tmp_path / "rows", 0, "F32", rows.shape, (HIDDEN, 1))
-    found = {"file": {f"0.{QKV}": fragment}}
+    fragments = {"file": {f"0.{QKV}": fragment}}
     if seen is None:
         with pytest.raises(
             OptionNeededError, match=r"the rows do not tell \(of the variance of their lengths blocked explains"
         ):
-            choose(spec, found, 1, "auto", old=False)
+            choose(spec, fragments, 1, "auto", old=False)
     else:
-        assert choose(spec, found, 1, "auto", old=False)[0] == seen
+        assert choose(spec, fragments, 1, "auto", old=False)[0] == seen
 
 
 def test_layers_that_differ_in_what_is_long_decide_nothing(model, tmp_path):
     """In one layer values have the longest rows, in another queries: a pattern of the heads, and none of their kind."""
     spec = open_checkpoint(model("llama")).spec
-    dice, found = np.random.default_rng(0), {}
+    dice, fragments = np.random.default_rng(0), {}
     for layer, sign in enumerate((0.5, -0.5)):
         rows = dice.normal(size=(len(BLOCKED), HIDDEN)) * np.exp(sign * BLOCKED)[:, None]
         rows.astype(np.float32).tofile(tmp_path / str(layer))
-        found[f"{layer}.{QKV}"] = Fragment(tmp_path / str(layer), 0, "F32", rows.shape, (HIDDEN, 1))
+        fragments[f"{layer}.{QKV}"] = Fragment(tmp_path / str(layer), 0, "F32", rows.shape, (HIDDEN, 1))
     with pytest.raises(OptionNeededError, match="the rows do not tell"):
-        choose(spec, {"file": found}, 1, "auto", old=False)
+        choose(spec, {"file": fragments}, 1, "auto", old=False)
     with pytest.raises(OptionNeededError, match="the rows do not tell"):
         choose(spec, {"file": {}}, 1, "auto", old=False)

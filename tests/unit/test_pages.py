@@ -32,8 +32,8 @@ def made(tmp_path_factory):
 @pytest.mark.slow
 def test_a_page_shows_what_its_commands_print(path, made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for _, command, said, printed in pages.played(path.read_text(), made, tmp_path):
-        assert pages.same(said, printed), f"$ {command}\n{printed}\n\npython -m tests.pages {path}"
+    for _, command, expected, printed in pages.played(path.read_text(), made, tmp_path):
+        assert pages.same(expected, printed), f"$ {command}\n{printed}\n\npython -m tests.pages {path}"
 
 
 @pytest.mark.parametrize("path", pages.PAGES, ids=NAMES.get)
@@ -41,16 +41,16 @@ def test_what_is_not_run_can_be_typed(path):
     for block in pages.blocks(path.read_text()):
         assert block.kind in ("console", "bash", "python"), f"{path}: a block of {block.kind}"
         for line in re.sub(r"\\\n", " ", block.text).splitlines() if block.kind == "bash" else ():
-            words = shlex.split(line, comments=True)
-            if words and words[0] in GROUPS:
-                parse(GROUPS[words[0]], words[1:])
-            elif words and words[0].startswith("containers/"):
-                assert (pages.ROOT / words[0]).is_file(), f"{path}: {words[0]}"
+            argv = shlex.split(line, comments=True)
+            if argv and argv[0] in GROUPS:
+                parse(GROUPS[argv[0]], argv[1:])
+            elif argv and argv[0].startswith("containers/"):
+                assert (pages.ROOT / argv[0]).is_file(), f"{path}: {argv[0]}"
 
 
-def parse(group: click.Group, words: list[str]) -> None:
+def parse(group: click.Group, argv: list[str]) -> None:
     """Parse a command and, where it takes one, the command in it."""
-    name, command, rest = group.resolve_command(click.Context(group), words)
+    name, command, rest = group.resolve_command(click.Context(group), argv)
     assert command is not None
     inside = command.make_context(name, rest).params.get("words") or ()
     if inside and name == "submit":

@@ -94,9 +94,9 @@ def test_a_split_that_does_not_divide_is_refused():
 def test_errors_point_at_the_character(text, at, problem):
     with pytest.raises(PatternError) as raised:
         parse(text)
-    message, shown, arrow = str(raised.value).split("\n")
+    message, line, arrow = str(raised.value).split("\n")
     assert problem.replace("the end", "'the end'") in message
-    assert shown.strip() == text
+    assert line.strip() == text
     assert arrow.index("^") - 4 == at - 1
 
 

@@ -49,16 +49,16 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def same(one: Any, two: Any) -> bool:
+def same(first: Any, second: Any) -> bool:
     """Equal in value, type and order of entries."""
-    if type(one) is not type(two):
+    if type(first) is not type(second):
         return False
-    if isinstance(one, dict):
-        pairs = zip(one.items(), two.items(), strict=True) if len(one) == len(two) else [((0, 0), (1, 1))]
+    if isinstance(first, dict):
+        pairs = zip(first.items(), second.items(), strict=True) if len(first) == len(second) else [((0, 0), (1, 1))]
         return all(same(a, b) and same(x, y) for (a, x), (b, y) in pairs)
-    if isinstance(one, list | tuple):
-        return len(one) == len(two) and all(same(a, b) for a, b in zip(one, two, strict=True))
-    return repr(one) == repr(two) and one == two
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(same(a, b) for a, b in zip(first, second, strict=True))
+    return repr(first) == repr(second) and first == second
 
 
 @pytest.mark.parametrize("value", PLAIN.values(), ids=PLAIN)
@@ -80,13 +80,13 @@ def test_nan_keeps_its_bits():
                                    [b"x" * 300, {"k": b"v"}]], ids=lambda value: type(value).__name__)  # fmt: skip
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_bytes_and_sets_are_read_as_python_reads_them(value, protocol):
-    found = loads(pickle.dumps(value, protocol), "it")
+    parsed = loads(pickle.dumps(value, protocol), "it")
     if (isinstance(value, bytearray | frozenset) and protocol < 5) or (value == b"" and protocol < 3):
-        assert isinstance(found, Opaque | type(value))
+        assert isinstance(parsed, Opaque | type(value))
     elif isinstance(value, bytearray):
-        assert found == bytes(value)
+        assert parsed == bytes(value)
     else:
-        assert same(found, value)
+        assert same(parsed, value)
 
 
 @pytest.mark.parametrize("size", [256, 1 << 16, 1 << 20])
@@ -104,20 +104,20 @@ def test_a_lone_surrogate_is_no_text(value):
 
 
 def test_a_number_that_is_given_again_is_that_of_the_new_object():
-    again = b"\x80\x02(]q\x00}q\x01)q\x00h\x00h\x01t."  # a list 0, a map 1, a tuple 0, then 0 and 1
-    assert same(loads(again, "it"), pickle.loads(again))
+    data = b"\x80\x02(]q\x00}q\x01)q\x00h\x00h\x01t."  # a list 0, a map 1, a tuple 0, then 0 and 1
+    assert same(loads(data, "it"), pickle.loads(data))
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_a_namespace_comes_back(protocol):
     original = argparse.Namespace(a=1, b=[1.5, None], c=argparse.Namespace(d="é"))
-    held = loads(pickle.dumps(original, protocol), "it")
-    assert isinstance(held, Namespace)
-    assert isinstance(held.c, Namespace)
-    again = pickle.loads(dumps(held))
+    namespace = loads(pickle.dumps(original, protocol), "it")
+    assert isinstance(namespace, Namespace)
+    assert isinstance(namespace.c, Namespace)
+    again = pickle.loads(dumps(namespace))
     assert again == original
     assert list(vars(again)) == ["a", "b", "c"]
-    assert vars(loads(dumps(held), "it").c) == {"d": "é"}
+    assert vars(loads(dumps(namespace), "it").c) == {"d": "é"}
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -185,9 +185,9 @@ def test_members_of_known_enums_travel(value):
 @pytest.mark.parametrize("data", [pickle.dumps(signal.SIGTERM, 2), b"\x80\x02csignal\nSIGTERM\n."])
 def test_a_signal_comes_back_as_itself(data):
     """The second is how Python up to 3.11.3 pickles it."""
-    held = loads(data, "it")
-    assert keeps({"exit_signal": held})
-    assert pickle.loads(data) is pickle.loads(dumps(held)) is signal.SIGTERM
+    parsed = loads(data, "it")
+    assert keeps({"exit_signal": parsed})
+    assert pickle.loads(data) is pickle.loads(dumps(parsed)) is signal.SIGTERM
 
 
 def source_of(module: str) -> str:
@@ -208,8 +208,8 @@ def test_enums_as_python_3_11_0_to_3_11_3_pickles_them(module, name):
     assert list(kind)
     for member in kind:
         text = b"X" + struct.pack("<I", len(member.name)) + member.name.encode()
-        held = loads(b"\x80\x02c__builtin__\ngetattr\n" + f"c{module}\n{name}\n".encode() + text + b"\x86R.", "it")
-        assert (held.module, held.name, held.args) == (module, name, (member.value,))
+        parsed = loads(b"\x80\x02c__builtin__\ngetattr\n" + f"c{module}\n{name}\n".encode() + text + b"\x86R.", "it")
+        assert (parsed.module, parsed.name, parsed.args) == (module, name, (member.value,))
 
 
 @pytest.mark.parametrize("entries", [(iter([1]),), (None, iter([("a", 1)]))], ids=["list", "map"])
@@ -222,15 +222,15 @@ def test_a_member_that_is_given_entries_does_not_travel(entries):
 
 
 def stateful() -> Opaque:
-    one = opaque("signal", "Signals", 15)
-    one.state = {"x": 1}
-    return one
+    value = opaque("signal", "Signals", 15)
+    value.state = {"x": 1}
+    return value
 
 
 def filled() -> Opaque:
-    one = opaque("signal", "Signals", 15)
-    one.filled = True
-    return one
+    value = opaque("signal", "Signals", 15)
+    value.filled = True
+    return value
 
 
 NOT_KEPT = {
@@ -274,9 +274,9 @@ def test_other_objects_are_read_as_data_and_not_kept(value, protocol):
         written = pickle.dumps(value, protocol)
     except (pickle.PicklingError, TypeError, ImportError):
         pytest.skip("this protocol cannot pickle it")
-    held = loads(written, "it")
-    assert isinstance(held, Opaque)
-    assert not keeps(held)
+    parsed = loads(written, "it")
+    assert isinstance(parsed, Opaque)
+    assert not keeps(parsed)
 
 
 @pytest.mark.parametrize("value", [PLAIN["mixed"], Namespace({"a": [1, "é"], "b": 2.5})], ids=["plain", "namespace"])

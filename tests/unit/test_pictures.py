@@ -24,25 +24,25 @@ def test_the_same_rows_in_three_formats(model, convert, tmp_path):
     """The order within Megatron's rank is group by group, within GPT-NeoX's tensor by tensor."""
     ran = convert("explain", "megatron", "linear_qkv.weight", "--model", model("llama"), "--svg", tmp_path / "qkv.svg")
     assert ran.code == 0, ran.err
-    told = texts(tmp_path / "qkv.svg")
+    labels = texts(tmp_path / "qkv.svg")
     heads = ["Hugging Face", "Megatron, TP 2", "GPT-NeoX, TP 2"]
-    assert [one for one in told if one in heads] == heads
+    assert [label for label in labels if label in heads] == heads
     for rank, first, bars in (
         ("linear_qkv · rank 1", 2, "q{0} k{0} v{0} q{1} k{1} v{1}"),
         ("query_key_value · rank 1", 2, "q{0} q{1} k{0} k{1} v{0} v{1}"),
         ("k_proj", 0, "k{0} k{1} k{2} k{3}"),
     ):
-        wanted = re.sub(r"([qkv])(\d)", r"\1 · group \2", bars.format(*range(first, first + 4)))
-        after = told[told.index(rank) + 1 :]
-        assert " ".join(after).startswith(wanted), rank
+        expected = re.sub(r"([qkv])(\d)", r"\1 · group \2", bars.format(*range(first, first + 4)))
+        after = labels[labels.index(rank) + 1 :]
+        assert " ".join(after).startswith(expected), rank
     assert PICTURE.read_text() == (tmp_path / "qkv.svg").read_text(), "make docs/pictures/qkv.svg anew"
 
 
 def test_a_picture_is_readable_without_colour_and_loads_nothing(model, convert, tmp_path):
     convert("explain", "megatron", "linear_fc1.weight", "--model", model("mixtral"), "--svg", tmp_path / "moe.svg")
     tree = ElementTree.parse(tmp_path / "moe.svg")
-    blocks = [one for one in tree.iter(f"{SVG}rect") if (one.get("class") or "").startswith("k ")]
-    hatched = {one.get("fill") for one in tree.iter(f"{SVG}rect")} - {None}
+    blocks = [rect for rect in tree.iter(f"{SVG}rect") if (rect.get("class") or "").startswith("k ")]
+    hatched = {rect.get("fill") for rect in tree.iter(f"{SVG}rect")} - {None}
     assert len(blocks) > 4
     assert hatched == {"url(#h1)"}  # the first tensor is plain
     assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", (tmp_path / "moe.svg").read_text())
@@ -50,16 +50,16 @@ def test_a_picture_is_readable_without_colour_and_loads_nothing(model, convert, 
 
 def test_a_legend_of_many_tensors_stays_in_the_picture(model, convert, tmp_path):
     """The kinds of a linear attention's projection, as wide as their names are drawn in the largest usual font."""
-    words = ["in_proj.weight", "--model", model("qwen3_next"), "--svg", tmp_path / "delta.svg"]
-    assert convert("explain", "megatron", *words).code == 0
+    options = ["in_proj.weight", "--model", model("qwen3_next"), "--svg", tmp_path / "delta.svg"]
+    assert convert("explain", "megatron", *options).code == 0
     tree = ElementTree.parse(tmp_path / "delta.svg")
     width, height = map(float, (tree.getroot().get("width", ""), tree.getroot().get("height", "")))
-    kinds = [one for one in tree.iter(f"{SVG}text") if not one.get("class")]
-    assert [one.text for one in kinds] == [
+    kinds = [label for label in tree.iter(f"{SVG}text") if not label.get("class")]
+    assert [label.text for label in kinds] == [
         f"linear_{kind}" for kind in ("query", "key", "value", "gate", "beta", "alpha")
     ]
-    assert all(float(one.get("x", "")) + 8 * len(one.text or "") < width for one in kinds)
-    assert all(float(one.get("y", "")) < height for one in kinds)
+    assert all(float(label.get("x", "")) + 8 * len(label.text or "") < width for label in kinds)
+    assert all(float(label.get("y", "")) < height for label in kinds)
 
 
 def test_many_blocks_are_counted_and_padding_is_shown(model, convert, tmp_path):
@@ -72,53 +72,53 @@ def test_many_blocks_are_counted_and_padding_is_shown(model, convert, tmp_path):
 
 def test_a_picture_that_cannot_be_drawn(model, convert, tmp_path):
     (tmp_path / "there.svg").write_text("mine")
-    for words, code, said in (
+    for argv, code, message in (
         (["megatron", "linear_qkv", "--svg", tmp_path / "there.svg"], 7, "exists"),
         (["megatron", "linear_qkv", "--svg", tmp_path / "no/folder.svg"], 7, "is not a folder"),
         (["megatron", "--svg", tmp_path / "a.svg"], 2, "--svg draws some tensors"),
         (["megatron", "weight", "--svg", tmp_path / "b.svg"], 2, "one picture shows 1 to 6 tensors"),
     ):
-        ran = convert("explain", *words)
-        assert (ran.code, said in ran.err) == (code, True), ran.err
+        ran = convert("explain", *argv)
+        assert (ran.code, message in ran.err) == (code, True), ran.err
     assert (tmp_path / "there.svg").read_text() == "mine"
-    words = ["linear_qkv.weight", "--tp", 5, "--model", model("llama"), "--svg", tmp_path / "c.svg"]
-    assert convert("explain", "megatron", *words).code == 0
+    options = ["linear_qkv.weight", "--tp", 5, "--model", model("llama"), "--svg", tmp_path / "c.svg"]
+    assert convert("explain", "megatron", *options).code == 0
     assert "128 rows do not divide over tp = 5" in " ".join(texts(tmp_path / "c.svg"))
 
 
 def browser() -> str:
     """A headless browser on this machine."""
     for name in ("chromium", "chromium-browser", "google-chrome"):
-        if found := shutil.which(name):
-            return found
+        if path := shutil.which(name):
+            return path
     pytest.skip("no chromium on this machine (apt-get install chromium)")
 
 
 def seen(page: Path, search: str, profile: Path) -> str:
     """What a browser makes of a page: its document, after its script ran."""
-    words = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", "--dump-dom"]
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", "--dump-dom"]
     ran = subprocess.run(
-        [browser(), *words, f"{page.as_uri()}#{search}"], capture_output=True, text=True, timeout=120, check=True
+        [browser(), *options, f"{page.as_uri()}#{search}"], capture_output=True, text=True, timeout=120, check=True
     )
     return ran.stdout
 
 
 def facts(page: Path) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL)
-    assert found
-    return json.loads(found[1])
+    script = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert script
+    return json.loads(script[1])
 
 
 def test_a_plan_is_a_page(model, convert, tmp_path):
     page = tmp_path / "plan.html"
-    words = ["plan", model("llama"), "--to", "megatron", "--tp", 2, "--pp", 2, "--dtype", "bf16", "--html", page]
-    assert convert(*words).code == 0
+    argv = ["plan", model("llama"), "--to", "megatron", "--tp", 2, "--pp", 2, "--dtype", "bf16", "--html", page]
+    assert convert(*argv).code == 0
     assert not re.findall(r"https?://", page.read_text())
-    told = facts(page)
-    up = next(kind for kind in told["kinds"] if kind["tensor"] == "up")
+    data = facts(page)
+    up = next(kind for kind in data["kinds"] if kind["tensor"] == "up")
     assert (up["layers"], up["count"], up["edges"]) == ("0-3", 4, ["cast F32 to BF16"])
     assert up["keys"] == ["model.layers.*.mlp.up_proj.weight", "model decoder.layers.*.mlp.linear_fc1.weight"]
-    to = [[told["target"]["names"][file], key, rank] for file, key, rank, _ in up["jobs"][3]["to"]]
+    to = [[data["target"]["names"][file], key, rank] for file, key, rank, _ in up["jobs"][3]["to"]]
     assert to == [
         [
             f"release/mp_rank_{rank:02}_001/model_optim_rng.pt",
@@ -127,19 +127,19 @@ def test_a_plan_is_a_page(model, convert, tmp_path):
         ]
         for rank in (0, 1)
     ]
-    assert sum(kind["count"] for kind in told["kinds"]) == told["tensors"] == 39
-    assert sum(kind["bytes"] for kind in told["kinds"]) == told["source"]["bytes"]
-    assert convert(*words).code == 7  # a page is not replaced
+    assert sum(kind["count"] for kind in data["kinds"]) == data["tensors"] == 39
+    assert sum(kind["bytes"] for kind in data["kinds"]) == data["source"]["bytes"]
+    assert convert(*argv).code == 7  # a page is not replaced
 
 
 def test_a_browser_shows_the_page_and_searches_it(model, convert, tmp_path):
     page = tmp_path / "plan.html"
     convert("plan", model("llama"), "--to", "megatron", "--tp", 2, "--html", page)
-    shown = seen(page, "up_proj", tmp_path / "profile")
-    assert "1 of 12 kinds of tensors" in shown
-    assert shown.count('<details hidden="">') == 11
-    assert "tp 1 of 2" in shown  # the only one that was found is open
-    assert "39</b> tensors" in shown
+    document = seen(page, "up_proj", tmp_path / "profile")
+    assert "1 of 12 kinds of tensors" in document
+    assert document.count('<details hidden="">') == 11
+    assert "tp 1 of 2" in document  # the only one that was found is open
+    assert "39</b> tensors" in document
 
 
 def test_names_in_a_page_are_no_markup(model, convert, tmp_path):
@@ -156,11 +156,11 @@ def test_a_plan_of_very_many_pieces_lists_the_first_layer_of_each_kind(model, co
     monkeypatch.setattr("converters.commands.pages.plan.MOST_PARTS", 10)
     monkeypatch.setattr("converters.commands.pages.plan.MOST_OF_ONE", 1)
     convert("plan", model("llama"), "--to", "megatron", "--tp", 2, "--html", tmp_path / "plan.html")
-    told = facts(tmp_path / "plan.html")
-    assert told["brief"]
-    assert {len(kind["jobs"]) for kind in told["kinds"]} == {1}
-    assert told["kinds"][1]["jobs"][0]["to"][-1] == [-1, "1 more", "", 0]
-    assert sum(kind["count"] for kind in told["kinds"]) == 39
+    data = facts(tmp_path / "plan.html")
+    assert data["brief"]
+    assert {len(kind["jobs"]) for kind in data["kinds"]} == {1}
+    assert data["kinds"][1]["jobs"][0]["to"][-1] == [-1, "1 more", "", 0]
+    assert sum(kind["count"] for kind in data["kinds"]) == 39
 
 
 @pytest.fixture
@@ -178,24 +178,24 @@ def changed(model, tmp_path):
 
 
 def test_a_comparison_is_a_page_that_says_where_and_how(changed, convert, tmp_path):
-    one, two = changed
-    ran = convert("diff", one, two, "--html", tmp_path / "diff.html")
+    first, second = changed
+    ran = convert("diff", first, second, "--html", tmp_path / "diff.html")
     assert (ran.code, "2 tensors" in ran.err) == (6, True)
-    told = facts(tmp_path / "diff.html")
+    data = facts(tmp_path / "diff.html")
     assert not re.findall(r"https?://", (tmp_path / "diff.html").read_text())
-    kinds = {kind["name"]: kind["tensors"] for kind in told["kinds"]}
+    kinds = {kind["name"]: kind["tensors"] for kind in data["kinds"]}
     assert [each["layer"] for each in kinds["query"]] == ["2"]
-    found = kinds["query"][0]["distances"]
-    query, axes = kinds["query"][0], {axis["name"]: axis for axis in found["axes"]}
-    assert query["count"] == sum(size[2] for size in found["sizes"]) == 4 * axes["hidden"]["length"]
-    assert [size[:2] for size in found["sizes"]] == [["1e-1", "1e0"]]
+    distances = kinds["query"][0]["distances"]
+    query, axes = kinds["query"][0], {axis["name"]: axis for axis in distances["axes"]}
+    assert query["count"] == sum(size[2] for size in distances["sizes"]) == 4 * axes["hidden"]["length"]
+    assert [size[:2] for size in distances["sizes"]] == [["1e-1", "1e0"]]
     for axis in ("group", "head", "half"):
         assert sum(map(bool, axes[axis]["counts"])) == 1, axis
     assert all(axes["hidden"]["counts"])
-    assert found["rms"] == pytest.approx(0.25 * (query["count"] / found["elements"]) ** 0.5, rel=1e-5)
+    assert distances["rms"] == pytest.approx(0.25 * (query["count"] / distances["elements"]) ** 0.5, rel=1e-5)
     element = kinds["embedding"][0]["distances"]
     assert [(place, two, apart) for place, _, two, apart in element["farthest"]] == [([7, 5], "nan", None)]
-    assert convert("diff", one, two, "--html", tmp_path / "diff.html").code == 7  # a page is not replaced
+    assert convert("diff", first, second, "--html", tmp_path / "diff.html").code == 7  # a page is not replaced
 
 
 def test_distances_are_those_of_numpy_whatever_the_tiles():
@@ -204,31 +204,31 @@ def test_distances_are_those_of_numpy_whatever_the_tiles():
     from converters.prove.distances import FARTHEST, Distances
 
     shape = (5, 6, 7)
-    one, two = (np.random.default_rng(seed).standard_normal(shape) for seed in (1, 2))
-    two[1:4] = one[1:4]
-    apart = np.abs(one - two)
-    found = Distances(("a", "b", "c"), shape)
+    first, second = (np.random.default_rng(seed).standard_normal(shape) for seed in (1, 2))
+    second[1:4] = first[1:4]
+    apart = np.abs(first - second)
+    distances = Distances(("a", "b", "c"), shape)
     for start in range(0, 5, 2):
         part = slice(start, start + 2)
         tile = apart[part]
-        found.add((start, 0, 0), tile.shape, one[part].ravel(), two[part].ravel(), tile.ravel())
+        distances.add((start, 0, 0), tile.shape, first[part].ravel(), second[part].ravel(), tile.ravel())
     for axis in range(3):
         others = tuple({0, 1, 2} - {axis})
-        assert np.array_equal(found.counts[axis], (apart != 0).sum(axis=others))
-        assert np.array_equal(found.largest[axis], apart.max(axis=others))
-    assert found.rms == pytest.approx(float(np.sqrt(np.mean(apart**2))))
-    assert [element[0] for element in found.farthest] == sorted(apart.ravel(), reverse=True)[:FARTHEST]
-    assert all(apart[place] == distance for distance, place, _, _ in found.farthest)
+        assert np.array_equal(distances.counts[axis], (apart != 0).sum(axis=others))
+        assert np.array_equal(distances.largest[axis], apart.max(axis=others))
+    assert distances.rms == pytest.approx(float(np.sqrt(np.mean(apart**2))))
+    assert [element[0] for element in distances.farthest] == sorted(apart.ravel(), reverse=True)[:FARTHEST]
+    assert all(apart[place] == distance for distance, place, _, _ in distances.farthest)
 
 
 def test_a_checkpoint_is_a_page(model, convert, tmp_path):
     assert convert("hf2megatron", model("llama"), tmp_path / "run", "--tp", 2, "--pp", 2).code == 0
     page = tmp_path / "run.html"
     assert convert("inspect", tmp_path / "run", "--html", page).code == 0
-    told = facts(page)
-    assert ["layers", "4"] in told["rows"]
-    assert sum(file[1] for file in told["files"]) == sum(kind["bytes"] for kind in told["kinds"]) == told["bytes"]
-    kind = next(kind for kind in told["kinds"] if "linear_fc1.weight" in kind["key"])
+    data = facts(page)
+    assert ["layers", "4"] in data["rows"]
+    assert sum(file[1] for file in data["files"]) == sum(kind["bytes"] for kind in data["kinds"]) == data["bytes"]
+    kind = next(kind for kind in data["kinds"] if "linear_fc1.weight" in kind["key"])
     assert (kind["count"], "gate" in kind["holds"]) == (8, True)
     assert {place[2] for place in kind["places"]} == {"tp 0 of 2", "tp 1 of 2"}
     ran = convert("inspect", tmp_path, "--html", tmp_path / "none.html")
@@ -238,13 +238,13 @@ def test_a_checkpoint_is_a_page(model, convert, tmp_path):
 
 def test_a_browser_shows_a_comparison_and_a_checkpoint(changed, convert, tmp_path):
     convert("diff", *changed, "--html", tmp_path / "diff.html")
-    shown = seen(tmp_path / "diff.html", "q_proj", tmp_path / "profile")
-    assert "1 of 2 kinds of tensors" in shown
-    assert "1 of 2 differ" in shown  # the half of a head
+    document = seen(tmp_path / "diff.html", "q_proj", tmp_path / "profile")
+    assert "1 of 2 kinds of tensors" in document
+    assert "1 of 2 differ" in document  # the half of a head
     convert("inspect", changed[0], "--html", tmp_path / "hf.html")
-    shown = seen(tmp_path / "hf.html", "q_proj", tmp_path / "profile")
-    assert "1 of 12 kinds of tensors" in shown
-    assert "model.layers.3.self_attn.q_proj.weight" in shown
+    document = seen(tmp_path / "hf.html", "q_proj", tmp_path / "profile")
+    assert "1 of 12 kinds of tensors" in document
+    assert "model.layers.3.self_attn.q_proj.weight" in document
 
 
 def test_tables_are_in_colour_on_a_terminal_alone(monkeypatch):

@@ -54,10 +54,10 @@ def metadata(*, twice: bool = False, lost: int | None = None) -> Metadata:
 def test_columns_are_what_the_objects_say(tmp_path, twice):
     """With an offset that two objects share, rows are made into objects after all."""
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata(twice=twice)))
-    found = dcp_metadata.read(tmp_path / ".metadata")
-    assert found.planner["b"] == ("model", "b")
+    columns = dcp_metadata.read(tmp_path / ".metadata")
+    assert columns.planner["b"] == ("model", "b")
     for number, (name, width) in enumerate({"a": (70000,), "b": (5,), "norm": ()}.items()):
-        items = found.items[name]
+        items = columns.items[name]
         for rank in range(RANKS):
             box = ((rank * ROWS, (rank + 1) * ROWS), *((0, n) for n in width))
             assert items.item(rank) == (box, tmp_path / f"__{rank}_0.distcp", number << 33, 1000 + number, ())
@@ -67,9 +67,9 @@ def test_nearly_all_of_it_is_read_as_rows():
     rows = Reader(
         {dcp_metadata.CHUNK: dcp_metadata.CHUNK, dcp_metadata.EXTENT: dcp_metadata.INDEX}, dcp_metadata.FIELDS
     )
-    held = loads(pickle.dumps(metadata()), "metadata", rows).state
-    assert sum(not isinstance(key, Rows) for key in held["storage_data"]) <= 3
-    chunks = held["state_dict_metadata"]["a"].state["chunks"]
+    state = loads(pickle.dumps(metadata()), "metadata", rows).state
+    assert sum(not isinstance(key, Rows) for key in state["storage_data"]) <= 3
+    chunks = state["state_dict_metadata"]["a"].state["chunks"]
     assert sum(not isinstance(chunk, Rows) for chunk in chunks) <= 2
 
 
@@ -80,15 +80,15 @@ def test_a_piece_that_is_not_described_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ranges", "said"),
+    ("ranges", "message"),
     [([(0, 3), (4, 8)], "1 of the 8 elements"), ([(0, 4), (3, 7)], "overlap"), ([(0, 4), (4, 9)], "outside")],
 )
-def test_columns_that_do_not_tile_a_tensor_are_refused(ranges, said):
+def test_columns_that_do_not_tile_a_tensor_are_refused(ranges, message):
     """As pieces are that are objects."""
     cuts = boxes(np.array(ranges, np.int64)[:, None])
-    held = Columns("F32", cuts, [Path("a")], np.zeros(2, np.int32), np.zeros(2, np.int64), None)
-    with pytest.raises(SourceError, match=said):
-        scattered("w", (8,), "F32", held)
+    columns = Columns("F32", cuts, [Path("a")], np.zeros(2, np.int32), np.zeros(2, np.int64), None)
+    with pytest.raises(SourceError, match=message):
+        scattered("w", (8,), "F32", columns)
 
 
 def test_files_are_closed_and_opened_again(tmp_path):

@@ -48,7 +48,9 @@ def test_the_long_description_of_a_release_has_absolute_links(tmp_path, monkeypa
 
 
 def test_metadata_say_which_pythons_and_nothing_that_is_made_up():
-    named = [one.rpartition(" ")[2] for one in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", one)]
+    named = [
+        classifier.rpartition(" ")[2] for classifier in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", classifier)
+    ]
     assert named == PYTHONS
     assert PROJECT["authors"] == [{"name": "The maintainers of Vitruvian"}]
     assert "urls" not in PROJECT
@@ -63,12 +65,12 @@ def test_the_version_stands_in_one_place():
     texts = [
         path for room in rooms for path in room.rglob("*.*") if path.suffix in {".py", ".yml", ".def", ".sh", ".cff"}
     ]
-    held = [
+    repeating = [
         path
         for path in [*texts, ROOT / "CITATION.cff"]
         if re.search(rf'["= ]{re.escape(version)}"?$', path.read_text(), re.M)
     ]
-    assert held == []
+    assert repeating == []
     assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text()
 
 
@@ -79,13 +81,13 @@ def test_workflows_run_what_the_makefile_has(path):
     assert flow["permissions"] == {"contents": "read"}
     ran = [step["run"] for job in flow["jobs"].values() for step in job["steps"] if "run" in step]
     for line in ran:
-        for words in re.findall(r"^make ([a-z -]+)", line, re.MULTILINE):
-            assert set(words.split()) <= targets, line
+        for typed in re.findall(r"^make ([a-z -]+)", line, re.MULTILINE):
+            assert set(typed.split()) <= targets, line
         for file in re.findall(r"python (\.github/\S+)", line):
             assert (ROOT / file).is_file()
     assert all("timeout-minutes" in job for job in flow["jobs"].values())
     used = [step["uses"] for job in flow["jobs"].values() for step in job["steps"] if "uses" in step]
-    assert all(re.fullmatch(r"[\w-]+/[\w-]+@(?:v\d+|release/v\d+)", one) for one in used)
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@(?:v\d+|release/v\d+)", action) for action in used)
 
 
 FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"))
@@ -100,8 +102,8 @@ SCHEMAS = {
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_files_for_github_are_of_their_schemas(schema):
     """In a flow mapping of YAML a comma ends a text: what is after it was a key of its own."""
-    words = ["-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", *map(str, SCHEMAS[schema])]
-    ran = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, check=False)
+    argv = ["-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", *map(str, SCHEMAS[schema])]
+    ran = subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
@@ -124,7 +126,7 @@ def test_issue_forms_ask_for_what_is_needed():
         form = yaml.safe_load(path.read_text())
         assert form["name"]
         assert form["description"]
-        assert any(one.get("validations", {}).get("required") for one in form["body"])
+        assert any(field.get("validations", {}).get("required") for field in form["body"])
 
 
 def test_both_container_files_are_of_one_recipe():
@@ -133,8 +135,8 @@ def test_both_container_files_are_of_one_recipe():
     assert re.findall(r"^FROM (.*)$", docker, re.MULTILINE) == re.findall(r"^    BASE=(.*)$", recipe, re.MULTILINE)
     copied = re.search(r"%files\n(.*?)\n\n", recipe, re.DOTALL)
     assert copied
-    wanted = {line.split()[0] for line in copied[1].splitlines()}
-    assert {word for line in re.findall(r"^COPY (.*) \S+$", docker, re.MULTILINE) for word in line.split()} == wanted
+    expected = {line.split()[0] for line in copied[1].splitlines()}
+    assert {word for line in re.findall(r"^COPY (.*) \S+$", docker, re.MULTILINE) for word in line.split()} == expected
     pip = re.findall(r"^    PIP_ARGS=(.*)$", recipe, re.MULTILINE)[0]
     assert f"post.sh cpu {pip}\n" in docker
 

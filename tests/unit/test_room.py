@@ -20,10 +20,10 @@ case $3 in -u) echo "{user}" ;; -g) echo "{group}" ;; -p) echo "$5
 
 @pytest.fixture
 def lustre(tmp_path, monkeypatch):
-    def answer(**said: str) -> list[room.Room]:
+    def answer(**quotas: str) -> list[room.Room]:
         none = "/l 8 0 0 - 2 0 0 -"
         script = tmp_path / "lfs"
-        script.write_text(LFS.format(**{"project": "0", "user": none, "group": none, "shared": none, **said}))
+        script.write_text(LFS.format(**{"project": "0", "user": none, "group": none, "shared": none, **quotas}))
         script.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
         monkeypatch.setattr(room, "mounted", lambda _: "lustre")
@@ -48,17 +48,17 @@ def test_quotas_of_lustre_count(lustre, tmp_path):
 @pytest.mark.parametrize("options", [[], ["--no-stripes"]])
 def test_an_output_on_lustre_is_striped_before_its_files_are_made(convert, model, tmp_path, monkeypatch, options):
     """`lfs` of a site is called once, with the new folder, in which nothing is yet; the layout is inherited."""
-    script, said = tmp_path / "lfs", tmp_path / "said"
+    script, log = tmp_path / "lfs", tmp_path / "said"
     empty = '[ -z "$(ls -A "$last")" ]'
     script.write_text(
-        f'#!/bin/sh\n[ "$1" = setstripe ] || exit 1\nfor last; do :; done\n{empty} && echo "$@" >> {said}\n'
+        f'#!/bin/sh\n[ "$1" = setstripe ] || exit 1\nfor last; do :; done\n{empty} && echo "$@" >> {log}\n'
     )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     for module in (room, stripes):
         monkeypatch.setattr(module, "mounted", lambda _: "lustre")
     assert convert("hf2megatron", model(), tmp_path / "out", "--tp", 2, *options).code == 0
-    called = said.read_text().splitlines() if said.exists() else []
+    called = log.read_text().splitlines() if log.exists() else []
     assert called == ([] if options else [f"setstripe {' '.join(stripes.LAYOUT)} {tmp_path / 'out.partial' / 'out'}"])
 
 
@@ -68,8 +68,8 @@ def test_the_type_of_a_file_system_is_that_of_the_innermost_mount(tmp_path):
     assert room._plain(r"/a\040b") == "/a b"
 
 
-@pytest.mark.parametrize(("limit", "words"), [("size=64k", "needs"), ("nr_inodes=9", "files and folders")])
-def test_a_small_file_system_is_seen_before_anything_is_written(convert, model, tmp_path, limit, words):
+@pytest.mark.parametrize(("limit", "message"), [("size=64k", "needs"), ("nr_inodes=9", "files and folders")])
+def test_a_small_file_system_is_seen_before_anything_is_written(convert, model, tmp_path, limit, message):
     """As a quota is at a site: bytes or files are too few."""
     place = tmp_path / "small"
     place.mkdir()
@@ -79,9 +79,9 @@ def test_a_small_file_system_is_seen_before_anything_is_written(convert, model, 
     try:
         for more in (["-n"], []):
             ran = convert("hf2megatron", model(), place / "out", "--tp", 2, *more)
-            assert (ran.code, f"{place} has " in ran.err, words in ran.err) == (7, True, True), ran.err
+            assert (ran.code, f"{place} has " in ran.err, message in ran.err) == (7, True, True), ran.err
         ran = convert("submit", "hf2megatron", model(), place / "out", "--tp", 2, "-n")
-        assert (ran.code, words in ran.err) == (7, True), ran.err
+        assert (ran.code, message in ran.err) == (7, True), ran.err
         assert not [*place.iterdir()]
     finally:
         subprocess.run(["umount", place], check=True)
@@ -89,10 +89,10 @@ def test_a_small_file_system_is_seen_before_anything_is_written(convert, model, 
 
 def test_what_is_said_is_what_is_made(convert, model, tmp_path):
     ran = convert("hf2megatron", model(), tmp_path / "out", "--tp", 2, "-n")
-    said = ran.out.partition("room   ")[2].splitlines()[0]
+    line = ran.out.partition("room   ")[2].splitlines()[0]
     assert convert("hf2megatron", model(), tmp_path / "out", "--tp", 2).code == 0
-    made = len([*(tmp_path / "out").rglob("*")]) + 1
-    assert said.split()[-4:] == [str(made + 2), "files", "and", "folders"]  # and OUT.partial with its journal
+    count = len([*(tmp_path / "out").rglob("*")]) + 1
+    assert line.split()[-4:] == [str(count + 2), "files", "and", "folders"]  # and OUT.partial with its journal
     assert files(tmp_path / "out")
 
 
@@ -114,7 +114,7 @@ def test_quotas_of_a_project_at_jsc_count(tmp_path, monkeypatch, limits, left):
         return [*room.rooms(place)][1:]
 
     other = {**entry, "project-dir": "/elsewhere"}
-    (found,) = prints(json.dumps([other, {**entry, "project-dir": str(tmp_path)}]))
-    assert (found.nbytes, found.files) == left
+    (quota,) = prints(json.dumps([other, {**entry, "project-dir": str(tmp_path)}]))
+    assert (quota.nbytes, quota.files) == left
     assert prints("no such project") == []
     assert prints("[{}]") == []

@@ -29,8 +29,8 @@ def base(model, tmp_path):
         shutil.copytree(model(name, dtype, **changes), folder)
         (folder / "tokenizer.model").unlink()
         (folder / "chat_template.jinja").unlink()
-        words = {"<s>": 0, "</s>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, TOKENS)}
-        tokenizer = Tokenizer(models.WordLevel(words, "<unk>"))
+        vocabulary = {"<s>": 0, "</s>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, TOKENS)}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         tokenizer.add_special_tokens(["<s>", "</s>"])
         tokenizer.save(str(folder / "tokenizer.json"))
@@ -121,10 +121,10 @@ def test_a_head_with_a_bias_grows_by_its_mean(base, tmp_path, convert):
 
     source, out = base("llama"), tmp_path / "out"
     weights = load_file(source / "model.safetensors")
-    bias, words = torch.linspace(-1, 3, TOKENS), ("--verbatim", "--allow-missing", "lm_head.bias")
+    bias, options = torch.linspace(-1, 3, TOKENS), ("--verbatim", "--allow-missing", "lm_head.bias")
     save_file({**weights, "lm_head.bias": bias}, source / "model.safetensors", {"format": "pt"})
-    assert convert("hf2fsdp", source, tmp_path / "dcp", "--ranks", 2, *words).code == 0
-    assert convert("fsdp2hf", tmp_path / "dcp", out, "--chat-template", "chatml", *words).code == 0
+    assert convert("hf2fsdp", source, tmp_path / "dcp", "--ranks", 2, *options).code == 0
+    assert convert("fsdp2hf", tmp_path / "dcp", out, "--chat-template", "chatml", *options).code == 0
     grown_bias = load_file(out / "model.safetensors")["lm_head.bias"]
     assert torch.equal(grown_bias[:TOKENS], bias)
     assert torch.equal(grown_bias[TOKENS:], bias.double().mean().float().expand(2))

@@ -17,13 +17,13 @@ def piece(start: int, stop: int, file: str, dtype: str = "F32") -> Piece:
 
 
 def test_a_part_that_is_there_once_belongs_to_every_copy():
-    found = scattered("w", (4,), "F32", [piece(0, 3, "a"), piece(3, 4, "b"), piece(0, 3, "c"), piece(0, 3, "d")])
-    files = [[one.fragment.path.name for one in copy] for copy in found.copies]
+    tensor = scattered("w", (4,), "F32", [piece(0, 3, "a"), piece(3, 4, "b"), piece(0, 3, "c"), piece(0, 3, "d")])
+    files = [[part.fragment.path.name for part in copy] for copy in tensor.copies]
     assert files == [["a", "b"], ["c", "b"], ["d", "b"]]
 
 
 @pytest.mark.parametrize(
-    ("pieces", "told"),
+    ("pieces", "message"),
     [
         ([piece(0, 3, "a"), piece(3, 4, "b", "BF16")], "b holds w as BF16, it should be F32"),
         ([piece(0, 3, "a")], "1 of the 4 elements of w .* are missing"),
@@ -32,6 +32,6 @@ def test_a_part_that_is_there_once_belongs_to_every_copy():
         ([], "4 of the 4 elements"),
     ],
 )
-def test_pieces_that_make_no_tensor_are_refused(pieces, told):
-    with pytest.raises(SourceError, match=told):
+def test_pieces_that_make_no_tensor_are_refused(pieces, message):
+    with pytest.raises(SourceError, match=message):
         scattered("w", (4,), "F32", pieces)

@@ -69,8 +69,8 @@ def test_both_spellings_of_transformers_mean_the_same(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_config_that_nothing_changed_comes_back_as_it_was(name):
-    for one in (config(name), old_spelling(config(name))):
-        assert to_huggingface(from_huggingface(one, {}, "one"), one) == one
+    for settings in (config(name), old_spelling(config(name))):
+        assert to_huggingface(from_huggingface(settings, {}, "one"), settings) == settings
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -130,10 +130,10 @@ def test_settings_survive_megatron(name):
 )
 def test_what_only_one_family_computes_is_a_difference(name, key, value):
     """Its config keys are settings: two models that differ in one of them are not the same."""
-    one, other = from_huggingface(config(name), {}, "one"), from_huggingface(config(name, **{key: value}), {}, "other")
-    assert [line.partition(":")[0] for line in differences(one, other)] == ["own"]
+    spec, other = from_huggingface(config(name), {}, "one"), from_huggingface(config(name, **{key: value}), {}, "other")
+    assert [line.partition(":")[0] for line in differences(spec, other)] == ["own"]
     assert other.own[key] == value
-    assert FAMILIES[one.family].only_here
+    assert FAMILIES[spec.family].only_here
 
 
 def test_the_second_rotary_base_of_gemma_3_is_a_setting():
@@ -257,10 +257,10 @@ def test_null_in_the_rotary_settings_is_read_as_transformers_does(name, kind):
 
 
 def test_a_base_of_a_window_that_is_null_is_refused():
-    held = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_theta": None}}
+    rotary = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_theta": None}}
     plain = config("gemma3")
     with pytest.raises(SourceError, match="rope_theta = null"):
-        from_huggingface({**plain, "rope_parameters": held}, {}, "config.json")
+        from_huggingface({**plain, "rope_parameters": rotary}, {}, "config.json")
 
 
 def test_null_is_no_activation():
@@ -341,8 +341,8 @@ def test_without_biases_megatron_fuses_no_activation():
 def test_norms_that_are_stored_less_one_have_two_names_and_a_flag():
     spec = from_huggingface(config("nemotron"), {}, "config.json")
     args = to_megatron(spec)
-    for one in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"):  # of which a tree has either
-        other = {name: value for name, value in args.items() if name != one}
+    for flag in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"):  # of which a tree has either
+        other = {name: value for name, value in args.items() if name != flag}
         assert from_megatron(other, {}, None, "args").family == "nemotron"
     assert "\n--apply-layernorm-1p\n" in flags(namespace(spec, ["F32"], Options(), 256, {}, None))
     for llama in ({"apply_layernorm_1p": True}, {"layernorm_zero_centered_gamma": True}):
@@ -421,9 +421,9 @@ def test_some_layers_can_be_set_by_hand(name):
 
 
 def test_the_scaling_that_transformers_assumes_of_cwm():
-    said = {key: value for key, value in config("cwm").items() if key != "rope_parameters"}
-    spec = from_huggingface(said, {}, "config.json")
-    assert differences(from_huggingface(AutoConfig.for_model(**said).to_dict(), {}, "one"), spec) == []
+    settings = {key: value for key, value in config("cwm").items() if key != "rope_parameters"}
+    spec = from_huggingface(settings, {}, "config.json")
+    assert differences(from_huggingface(AutoConfig.for_model(**settings).to_dict(), {}, "one"), spec) == []
     assert (spec.rope_theta, to_megatron(spec)["rope_scaling_factor"]) == (1e6, 16.0)
 
 
@@ -446,9 +446,9 @@ def test_a_config_that_says_nothing_of_some_layers_is_refused(changes):
 @pytest.mark.parametrize("name", ["seed_oss", "ernie4_5"])
 def test_a_width_of_heads_that_is_null_is_that_of_all_others(name):
     """What a family assumes without the key is another."""
-    held = config(name)
-    assert from_huggingface(held | {"head_dim": None}, {}, "config.json").head_dim == 8
-    assert from_huggingface({key: held[key] for key in held if key != "head_dim"}, {}, "one").head_dim in (64, 128)
+    base = config(name)
+    assert from_huggingface(base | {"head_dim": None}, {}, "config.json").head_dim == 8
+    assert from_huggingface({key: base[key] for key in base if key != "head_dim"}, {}, "one").head_dim in (64, 128)
 
 
 @pytest.mark.parametrize(
@@ -469,10 +469,10 @@ def test_a_width_of_heads_that_is_null_is_that_of_all_others(name):
     ],
 )
 def test_a_config_of_another_computation_is_refused(name, changes):
-    held = config(name)
-    held |= {"rope_parameters": held["rope_parameters"] | changes} if "partial_rotary_factor" in changes else changes
+    base = config(name)
+    base |= {"rope_parameters": base["rope_parameters"] | changes} if "partial_rotary_factor" in changes else changes
     with pytest.raises(UnsupportedError, match="not supported for"):
-        from_huggingface(held, {}, "config.json")
+        from_huggingface(base, {}, "config.json")
 
 
 def test_the_activation_of_starcoder_2_is_a_fusion_of_megatron():
@@ -523,16 +523,16 @@ def test_rotary_scalings_that_megatron_lacks_are_refused(scaling):
 
 
 @pytest.mark.parametrize(
-    ("scaling", "said", "hint"),
+    ("scaling", "message", "hint"),
     [
         ({**YARN, "attn_factor": 0.88, "finetuned": True}, "yarn with these settings: attn_factor", "it knows llama3"),
         ({**YARN, "factor": 1.0}, "yarn with these settings: factor, beta_fast, ", "a factor above 1"),
         ({"rope_type": "dynamic", "factor": 2.0}, "dynamic", "--set rope_scaling=none .* up to 128 tokens"),
     ],
 )
-def test_a_refusal_names_what_megatron_lacks(scaling, said, hint):
+def test_a_refusal_names_what_megatron_lacks(scaling, message, hint):
     spec = from_huggingface(config("llama") | {"rope_parameters": scaling}, {}, "config.json")
-    with pytest.raises(RefusedError, match=said) as raised:
+    with pytest.raises(RefusedError, match=message) as raised:
         to_megatron(spec)
     assert re.search(hint, raised.value.hint)
     assert "finetuned" not in str(raised.value)
@@ -560,7 +560,7 @@ def test_an_original_length_beside_the_rotary_settings_is_that_of_transformers(r
     theirs = AutoConfig.for_model(**deepcopy(outer))
     theirs.standardize_rope_params()  # as it does before it computes
     scaling = from_huggingface(outer, {}, "config.json").rope_scaling
-    assert [one["original_max_position_embeddings"] for one in (scaling, theirs.rope_parameters)] == [64, 64]
+    assert [settings["original_max_position_embeddings"] for settings in (scaling, theirs.rope_parameters)] == [64, 64]
     with pytest.raises(SourceError, match=r"contradicts itself: original_max_position_embeddings = 64, and \d+ in its"):
         from_huggingface(outer | {"rope_parameters": rope}, {}, "config.json")
 
@@ -597,8 +597,8 @@ def test_yarn_is_the_same_whatever_its_config_leaves_out(scale):
     assert "--yarn-correction-range-round-to-int\n" in flags(namespace(spec, ["F32"], Options(), 256, {}, None))
     assert from_megatron(args, {}, spec, "args") == spec
     alone = from_megatron(args, {}, None, "args").rope_scaling
-    said = {key: value for key, value in short.items() if key != "rope_theta"}
-    assert alone == said | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+    expected = {key: value for key, value in short.items() if key != "rope_theta"}
+    assert alone == expected | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 
 
 @pytest.mark.parametrize(
@@ -662,9 +662,9 @@ def test_the_config_of_deepseek_v3():
     "name", ["first_k_dense_replace", "n_shared_experts", "n_group", "v_head_dim", "moe_intermediate_size"]
 )
 def test_what_transformers_assumes_of_deepseek_v3(name):
-    said = {key: value for key, value in DEEPSEEK_V3.items() if key != name}
-    held = from_huggingface(AutoConfig.for_model(**said).to_dict(), {}, "config.json")
-    assert differences(from_huggingface(said, {}, "config.json"), held) == []
+    settings = {key: value for key, value in DEEPSEEK_V3.items() if key != name}
+    expected = from_huggingface(AutoConfig.for_model(**settings).to_dict(), {}, "config.json")
+    assert differences(from_huggingface(settings, {}, "config.json"), expected) == []
 
 
 @pytest.mark.parametrize(
@@ -858,15 +858,15 @@ def test_the_weight_of_a_single_expert_after_a_sigmoid_is_its_score():
 def test_rotary_settings_in_two_places_have_to_agree():
     """transformers 5 heeds `rope_scaling` where both are there."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-    said = config("llama", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
-    assert from_huggingface(said | {"rope_scaling": None}, {}, "one").rope_scaling is None
+    settings = config("llama", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    assert from_huggingface(settings | {"rope_scaling": None}, {}, "one").rope_scaling is None
     with pytest.raises(SourceError, match="rope_parameters and a rope_scaling that differs"):
-        from_huggingface(said | {"rope_scaling": yarn}, {}, "one")
-    assert from_huggingface(said | {"rope_theta": 1e4}, {}, "one").rope_theta == 1e4
+        from_huggingface(settings | {"rope_scaling": yarn}, {}, "one")
+    assert from_huggingface(settings | {"rope_theta": 1e4}, {}, "one").rope_theta == 1e4
     with pytest.raises(SourceError, match=r"contradicts itself: rope_theta = 5\.0 and 10000\.0"):
-        from_huggingface(said | {"rope_theta": 5.0}, {}, "one")
+        from_huggingface(settings | {"rope_theta": 5.0}, {}, "one")
     both = {"rope_parameters": yarn, "rope_scaling": yarn}
-    assert from_huggingface(said | both, {}, "one").rope_scaling == yarn
+    assert from_huggingface(settings | both, {}, "one").rope_scaling == yarn
 
 
 @pytest.mark.parametrize(

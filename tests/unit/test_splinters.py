@@ -33,11 +33,13 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize(("program", "name", "command"), EVERY, ids=lambda one: one if isinstance(one, str) else "")
+@pytest.mark.parametrize(
+    ("program", "name", "command"), EVERY, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_help_fits_and_shows_what_to_type(program, name, command):
     text = command.get_help(click.Context(command, info_name=f"{program} {name}", terminal_width=80))
     assert max(map(len, text.splitlines())) <= 80, max(text.splitlines(), key=len)
-    options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
+    options = [option for option in command.params if isinstance(option, click.Option) and not option.hidden]
     assert "INTEGER" not in text  # an option says N
     titles = [title for title in TITLES if f"\n{title}:\n" in text]
     assert len(titles) >= 2 if len(options) > MANY else titles == []
@@ -63,7 +65,7 @@ def test_formats_fit_a_terminal(convert):
     assert max(map(len, lines)) <= 80
     marked = {line.split()[0]: re.search(r"- \((\d+)\)", line) for line in lines if "- (" in line}
     notes = {line.split("(")[1].split(")")[0] for line in lines if line.startswith("  (")}
-    assert {found[1] for found in marked.values() if found} == notes
+    assert {match[1] for match in marked.values() if match} == notes
     assert "gemma2" in marked
 
 
@@ -72,7 +74,7 @@ def test_one_verb_is_every_pair(model, convert, tmp_path):
     assert convert("to", "megatron", source, tmp_path / "to", "--tp", 2, "--pp", 2).code == 0
     assert convert("hf2megatron", source, tmp_path / "pair", "--tp", 2, "--pp", 2).code == 0
     assert files(tmp_path / "to") == files(tmp_path / "pair")
-    for target, from_, said in (
+    for target, from_, message in (
         ("mcore", "to", "next: --load"),  # reshard
         ("fsdp", "to", "next: dcp.load"),
         ("gpt-neox", "to", "next: GPT-NeoX"),
@@ -80,7 +82,7 @@ def test_one_verb_is_every_pair(model, convert, tmp_path):
         ("transformers", "hf", "next: AutoModelForCausalLM"),  # hf2hf
     ):
         ran = convert("to", target, tmp_path / from_, tmp_path / target.replace("transformers", "again"))
-        assert (ran.code, said in ran.out) == (0, True), ran.err
+        assert (ran.code, message in ran.out) == (0, True), ran.err
         if target == "hf":
             assert files(tmp_path / "hf") == files(source)
     ran = convert("to", "hf", tmp_path / "to", tmp_path / "no", "--tp", 2)
@@ -102,13 +104,13 @@ def test_inspect_without_a_config_says_what_the_files_tell(model, convert, tmp_p
             path.unlink()
     ran = convert("inspect", tmp_path / "checkpoint-9")
     assert ran.code == 0, ran.err
-    for said in ("fsdp, ranks 2", "39 tensors, 39 F32", "model 39", "has no config.json: add --config BASE"):
-        assert said in ran.out
+    for message in ("fsdp, ranks 2", "39 tensors, 39 F32", "model 39", "has no config.json: add --config BASE"):
+        assert message in ran.out
     facts = json.loads(convert("inspect", tmp_path / "checkpoint-9", "--json").out)
-    whole = json.loads(convert("inspect", tmp_path / "checkpoint-9", "--config", model("llama"), "--json").out)
-    assert (facts["bytes"], facts["tensors"]) == (whole["bytes"], 39)
+    with_config = json.loads(convert("inspect", tmp_path / "checkpoint-9", "--config", model("llama"), "--json").out)
+    assert (facts["bytes"], facts["tensors"]) == (with_config["bytes"], 39)
     parent = json.loads(convert("inspect", tmp_path, "--json").out)["checkpoints"]
-    assert [one["path"].rpartition("/")[2] for one in parent] == ["checkpoint-10", "checkpoint-9"]
+    assert [checkpoint["path"].rpartition("/")[2] for checkpoint in parent] == ["checkpoint-10", "checkpoint-9"]
 
 
 def test_diff_sums_up(model, convert, tmp_path):
@@ -148,15 +150,15 @@ def test_the_time_left_covers_what_follows(monkeypatch):
 
 
 def test_errors_are_json_where_json_was_asked_for(model, convert, tmp_path):
-    for words, code in (
+    for argv, code in (
         (["inspect", tmp_path / "gone", "--json"], 3),
         (["hf2megatron", model("llama"), tmp_path / "out", "--tp", 3, "--json"], 5),
         (["hf2hf", model("llama"), "--json"], 2),
     ):
-        ran = convert(*words)
-        told = json.loads(ran.err)
-        assert (ran.code, told["exit_code"], ran.out) == (code, code, "")
-        assert told.keys() == {"error", "hint", "exit_code"}
+        ran = convert(*argv)
+        report = json.loads(ran.err)
+        assert (ran.code, report["exit_code"], ran.out) == (code, code, "")
+        assert report.keys() == {"error", "hint", "exit_code"}
     keys = json.dumps([json.loads(convert("plan", model("llama"), "--to", "megatron", "--json").out)["target"]])
     assert not re.findall(r'"\w+ \w+":', keys)
     assert "held_by" in json.loads(convert("formats", "--json").out)
@@ -164,11 +166,11 @@ def test_errors_are_json_where_json_was_asked_for(model, convert, tmp_path):
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tracebacks have notes from Python 3.11 on")
 def test_a_traceback_in_a_notebook_has_the_hint(tmp_path):
-    with pytest.raises(vitruvian.SourceError) as told:
+    with pytest.raises(vitruvian.SourceError) as raised:
         vitruvian.open(tmp_path / "gone")
-    shown = "".join(traceback.format_exception(told.value))
-    assert shown.rstrip().endswith("--local-dir FOLDER")
-    assert "\nhint: a model of the Hub" in shown
+    text = "".join(traceback.format_exception(raised.value))
+    assert text.rstrip().endswith("--local-dir FOLDER")
+    assert "\nhint: a model of the Hub" in text
 
 
 class Terminal(io.StringIO):
@@ -182,12 +184,12 @@ def test_colour_is_for_terminals(convert, monkeypatch, plain, coloured):
     assert "\x1b" not in convert("paint").err
     if plain:
         monkeypatch.setenv("NO_COLOR", plain)
-    told = Terminal()
+    terminal = Terminal()
     monkeypatch.setattr(sys, "argv", ["convert", "paint"])
-    monkeypatch.setattr(sys, "stderr", told)
+    monkeypatch.setattr(sys, "stderr", terminal)
     with pytest.raises(SystemExit):
         converters.cli.main()
-    assert ("\x1b[31m" in told.getvalue()) is coloured
+    assert ("\x1b[31m" in terminal.getvalue()) is coloured
 
 
 def test_the_line_of_a_training(tmp_path):
@@ -198,14 +200,14 @@ def test_the_line_of_a_training(tmp_path):
     log = object.__new__(Log)
     log.folder, log.every, log.peak, log.ranks, log.seconds, log.trackers = tmp_path, 20, None, 1, 0.0, []
     log.spike, log.losses = None, []
-    said: list[str] = []
+    lines: list[str] = []
     step = Step(2.3141, 0.6999, 3923, 7693, 1, 462_000_000, 2.4e-6, False, False, False)
-    log.line(SimpleNamespace(step=60, offset=0, tokens=1), 1000, step, 1.0, said.append)
+    log.line(SimpleNamespace(step=60, offset=0, tokens=1), 1000, step, 1.0, lines.append)
     speed = "7,693 tokens/s (51 % in the loss)"
-    assert said == [f"step 60/1000 · loss 2.314 · lr 2.4e-06 · grad-norm 0.7 · {speed} · 462.0 MB · 15:40 left"]
-    log.line(SimpleNamespace(step=1000, offset=1000, tokens=1), 1000, step, 1.0, said.append)
-    assert said[-1].startswith("step 1000/1000 (global 2000) · loss ")
-    assert said[-1].endswith(" · 0:00 left")
+    assert lines == [f"step 60/1000 · loss 2.314 · lr 2.4e-06 · grad-norm 0.7 · {speed} · 462.0 MB · 15:40 left"]
+    log.line(SimpleNamespace(step=1000, offset=1000, tokens=1), 1000, step, 1.0, lines.append)
+    assert lines[-1].startswith("step 1000/1000 (global 2000) · loss ")
+    assert lines[-1].endswith(" · 0:00 left")
 
 
 def test_verify_says_that_a_cast_differs(model, convert, tmp_path):

@@ -56,12 +56,12 @@ SETS = {
 def tensors_for(entries: list[Entry]) -> dict[str, torch.Tensor]:
     """Tensors with distinct bytes; valid booleans."""
     generator = torch.Generator().manual_seed(1)
-    found = {}
+    tensors = {}
     for name, dtype, shape in entries:
         nbytes = prod(shape) * DTYPES[dtype]
         raw = torch.randint(0, 2 if dtype == "BOOL" else 256, (nbytes,), dtype=torch.uint8, generator=generator)
-        found[name] = raw.view(TORCH[dtype]).reshape(shape) if nbytes else torch.empty(shape, dtype=TORCH[dtype])
-    return found
+        tensors[name] = raw.view(TORCH[dtype]).reshape(shape) if nbytes else torch.empty(shape, dtype=TORCH[dtype])
+    return tensors
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -124,12 +124,12 @@ def test_several_metadata_entries_are_read_back(tmp_path):
 def test_what_the_official_library_writes_is_read(tmp_path, entries, metadata):
     path = tmp_path / "model.safetensors"
     save_file(tensors_for(entries), path, metadata)
-    found, held = read_safetensors(path)
+    fragments, header = read_safetensors(path)
     official, content = load_file(path), path.read_bytes()
-    assert held == (metadata or {})
-    assert set(found) == set(official) == {entry.name for entry in entries}
+    assert header == (metadata or {})
+    assert set(fragments) == set(official) == {entry.name for entry in entries}
     for entry in entries:
-        fragment = found[entry.name]
+        fragment = fragments[entry.name]
         assert (fragment.dtype, fragment.shape, fragment.path) == (entry.dtype, entry.shape, path)
         assert fragment.row_major
         assert content[fragment.offset : fragment.offset + fragment.nbytes] == raw(official[entry.name])

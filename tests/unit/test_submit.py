@@ -68,10 +68,10 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def said(words: list[object], env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def said(argv: list[object], env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a program."""
     return subprocess.run(
-        [str(word) for word in words],
+        [str(word) for word in argv],
         env=env,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -82,7 +82,7 @@ def said(words: list[object], env: dict[str, str] | None = None) -> subprocess.C
     )
 
 
-def launcher(site: str, *words: str, path: str) -> str:
+def launcher(site: str, *argv: str, path: str) -> str:
     """What `containers/run -n` prints."""
     env = {
         "PATH": path,
@@ -93,7 +93,7 @@ def launcher(site: str, *words: str, path: str) -> str:
         "SLURM_NTASKS": "8",
         "SLURM_JOB_PARTITION": "gpus",
     }
-    ran = said([CONTAINERS / "run", "-n", "--site", site, *words], env)
+    ran = said([CONTAINERS / "run", "-n", "--site", site, *argv], env)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
@@ -102,23 +102,23 @@ def launcher(site: str, *words: str, path: str) -> str:
 def test_jobs_and_launcher_are_the_golden_ones(site, train, convert, folder, model, tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/apptainer").symlink_to("/bin/true")
-    shown = []
-    for name, (program, *asked) in ASKED.items():
-        words = [str(model()) if word == "MODEL" else word for word in asked]
+    texts = []
+    for name, (program, *template) in ASKED.items():
+        argv = [str(model()) if word == "MODEL" else word for word in template]
         image = [] if name == "conversion" else ["--image", "/scratch/v.sif"]
         ran = (train if program == "train" else convert)(
-            "submit", "--site", site, "--account", "P", *image, *words, "-n"
+            "submit", "--site", site, "--account", "P", *image, *argv, "-n"
         )
         assert ran.code == 0, ran.err
         kind = "preflight" if name == "preflight" else "chain"
         body = (CONTAINERS / f"slurm/{kind}.sh").read_text()
         assert ran.out.count(body) == 1 + (name == "conversion in parts")
-        shown.append(f"### {name}: {program} submit\n{ran.out.replace(chr(10) + body, '')}")
+        texts.append(f"### {name}: {program} submit\n{ran.out.replace(chr(10) + body, '')}")
     path = f"{tmp_path}/bin:/usr/bin:/bin"
     if site != "local":  # where the flag for GPUs is that of this machine
-        shown.append("### launcher\n" + launcher(site, "--image", "/scratch/v.sif", "train", "run", path=path))
-    shown.append("### launcher, no image\n" + launcher(site, "train", "run", path=path))
-    text = "\n".join(shown)
+        texts.append("### launcher\n" + launcher(site, "--image", "/scratch/v.sif", "train", "run", path=path))
+    texts.append("### launcher, no image\n" + launcher(site, "train", "run", path=path))
+    text = "\n".join(texts)
     for here, name in (
         (tmp_path, "HERE"),
         (Path(sys.executable).parent, "BIN"),
@@ -133,12 +133,12 @@ def test_jobs_and_launcher_are_the_golden_ones(site, train, convert, folder, mod
 @pytest.mark.parametrize("site", SITES)
 def test_the_shell_and_the_submission_read_the_same_facts(site):
     code = f'CACHE=x; . {CONTAINERS}/sites/{site}.sh; for name in "${{!SITE_@}}"; do echo "$name=${{!name}}"; done'
-    said = subprocess.run(["bash", "-euc", code], capture_output=True, text=True, timeout=20, check=True).stdout
-    facts = dict(line.split("=", 1) for line in said.splitlines())
-    found = load_site(site)
-    assert options_of(facts["SITE_GPU"].split()) == found.gpu
-    assert facts["SITE_SRUN"].split() == found.srun
-    assert [options_of(facts[f"SITE_CPU_{number}"].split()) for number in range(1, 1 + len(found.cpu))] == found.cpu
+    output = subprocess.run(["bash", "-euc", code], capture_output=True, text=True, timeout=20, check=True).stdout
+    facts = dict(line.split("=", 1) for line in output.splitlines())
+    loaded = load_site(site)
+    assert options_of(facts["SITE_GPU"].split()) == loaded.gpu
+    assert facts["SITE_SRUN"].split() == loaded.srun
+    assert [options_of(facts[f"SITE_CPU_{number}"].split()) for number in range(1, 1 + len(loaded.cpu))] == loaded.cpu
 
 
 def test_where_memory_comes_with_cores_no_memory_is_asked_for():
@@ -155,11 +155,11 @@ def test_the_masks_of_lumi_are_seven_cores_each_beside_their_die():
     masks = [int(mask, 16) for mask in option.removeprefix("--cpu-bind=mask_cpu:").split(",")]
     assert len(masks) == site.tasks == 8
     cores = [[core for core in range(64) if mask >> core & 1] for mask in masks]
-    assert all(len(one) == int(site.gpu["cpus-per-task"]) == 7 for one in cores)
-    assert len({core for one in cores for core in one}) == 56
-    assert not any(core % 8 == 0 for one in cores for core in one)  # the first of eight is the system's
-    assert [one[0] // 16 for one in cores] == [3, 3, 1, 1, 0, 0, 2, 2]  # NUMA domain of each die, 16 cores each
-    assert all(one[-1] - one[0] == 6 for one in cores)
+    assert all(len(group) == int(site.gpu["cpus-per-task"]) == 7 for group in cores)
+    assert len({core for group in cores for core in group}) == 56
+    assert not any(core % 8 == 0 for group in cores for core in group)  # the first of eight is the system's
+    assert [group[0] // 16 for group in cores] == [3, 3, 1, 1, 0, 0, 2, 2]  # NUMA domain of each die, 16 cores each
+    assert all(group[-1] - group[0] == 6 for group in cores)
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
@@ -180,7 +180,7 @@ def test_a_script_of_all_sites_passes_bash(train, folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "message"),
     [
         (["--nodes", "5", "--site", "lumi", "run1/config.yml"], "batch.size is 192"),
         (["--site", "mars", "run1/config.yml"], "there is no site 'mars'"),
@@ -201,9 +201,9 @@ def test_a_script_of_all_sites_passes_bash(train, folder):
         (["--sbatch", "ntasks-per-node", "--preflight"], "ntasks-per-node is '', not a number"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(train, folder, words, message):
+def test_what_cannot_be_meant_is_refused(train, folder, argv, message):
     Path("time.yml").write_text("slurm: {time: 20:00:00}\n")
-    ran = train("submit", *words, "-n")
+    ran = train("submit", *argv, "-n")
     assert ran.code == 2
     assert message in ran.err
 
@@ -211,15 +211,15 @@ def test_what_cannot_be_meant_is_refused(train, folder, words, message):
 @pytest.mark.parametrize("site", ["lumi", "leonardo"])
 def test_a_header_is_shown_though_the_batch_is_too_small(train, folder, site):
     """F18 and F22: the header of the guide has more ranks than its yml has rows."""
-    words = ["submit", "run1/config.yml", "--site", site, "--account", "P", "--nodes", "192"]
-    ran = train(*words, "-n")
+    argv = ["submit", "run1/config.yml", "--site", site, "--account", "P", "--nodes", "192"]
+    ran = train(*argv, "-n")
     assert (ran.code, "\n#SBATCH --nodes=192\n" in ran.out) == (2, True), ran.err
     assert "batch.size: 192 rows are fewer than" in ran.err
-    ran = train(*words)
+    ran = train(*argv)
     assert (ran.code, ran.out) == (2, "")
-    ran = train(*words, "--parallel.context", "8", "-n")
+    ran = train(*argv, "--parallel.context", "8", "-n")
     assert ran.code == 0, ran.err
-    ran = train(*words, "--parallel.context", "5", "-n")
+    ran = train(*argv, "--parallel.context", "5", "-n")
     assert (ran.code, "cannot be groups of 5 that share rows" in ran.err) == (2, True)
 
 
@@ -260,7 +260,7 @@ def test_a_folder_may_have_any_name(train, folder, monkeypatch, name):
     ran = train("submit", "tokenize", "--input", "a", "--sbatch", "comment=a #b", "--time", "1", "-n")
     lines = [line.removeprefix("#SBATCH ") for line in ran.out.splitlines() if line.startswith("#SBATCH ")]
     words = [shlex.split(line) for line in lines]
-    assert all(len(one) == 1 for one in words)
+    assert all(len(parts) == 1 for parts in words)
     here = f"{folder}/{name}"
     for option in (
         f"--chdir={here}",
@@ -314,8 +314,8 @@ def test_parts_share_the_time(convert, folder, model, monkeypatch):
 
 def test_a_watch_is_a_chain_of_short_jobs(convert, folder):
     (folder / "run2").mkdir()  # no checkpoint yet
-    words = ["watch", "run2", "--out", "models", "--every", "20", "--idle", "24"]
-    ran = convert("submit", "--site", "leonardo", *words, "-n")
+    argv = ["watch", "run2", "--out", "models", "--every", "20", "--idle", "24"]
+    ran = convert("submit", "--site", "leonardo", *argv, "-n")
     assert ran.code == 0, ran.err
     for line in (
         "#SBATCH --partition=lrd_all_serial",
@@ -326,7 +326,7 @@ def test_a_watch_is_a_chain_of_short_jobs(convert, folder):
         "PAUSE=1200",
     ):
         assert f"{line}\n" in ran.out, line
-    assert convert("submit", "--part", "2", *words, "-n").code == 2
+    assert convert("submit", "--part", "2", *argv, "-n").code == 2
 
 
 def test_a_job_without_internet_is_not_given_what_needs_it(convert, folder, model):
@@ -352,21 +352,21 @@ def test_a_watch_is_submitted_beside_a_checkpoint_that_is_cut_off(convert, folde
         (folder / f"run3/checkpoint-{step}/trainer_state.json").write_text(f'{{"global_step": {step}}}')
     (weights,) = (folder / "run3/checkpoint-10").glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-100])
-    words = ["submit", "--site", "local", "watch", folder / "run3", "--out", folder / "models", "-n"]
-    ran = convert(*words)
+    argv = ["submit", "--site", "local", "watch", folder / "run3", "--out", folder / "models", "-n"]
+    ran = convert(*argv)
     assert ran.code == 0, ran.err
     assert "note: checkpoint-10: " in ran.err
     shutil.rmtree(folder / "run3/checkpoint-20")
-    assert convert(*words).code == 3
+    assert convert(*argv).code == 3
 
 
 def test_what_a_site_binds_is_in_the_image():
     """A bind needs an existing place where the image is mounted without an overlay."""
-    made = set(shlex.split((CONTAINERS / "post.sh").read_text().partition("mkdir -p ")[2].partition("\n\n")[0]))
+    folders = set(shlex.split((CONTAINERS / "post.sh").read_text().partition("mkdir -p ")[2].partition("\n\n")[0]))
     for site in SITES:
         binds = re.search("^SITE_BIND='(.*)'$", (CONTAINERS / f"sites/{site}.sh").read_text(), re.MULTILINE)
         assert binds is not None
-        assert {*filter(None, binds[1].split(","))} <= made, site
+        assert {*filter(None, binds[1].split(","))} <= folders, site
 
 
 def test_a_conversion_beyond_every_partition_is_refused():
@@ -445,8 +445,8 @@ def test_a_site_file_needs_neither_binds_nor_masks(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("wish", ["nodes=2-4", "nodes=0", "ntasks-per-node", "ntasks-per-node=0", "cpus-per-task=x"])
 def test_numbers_of_nodes_and_tasks_are_numbers(train, folder, wish):
-    for words in (["run1/config.yml", "--launcher", "torchrun"], ["--preflight"], ["tokenize", "--input", "x"]):
-        ran = train("submit", *words, "--sbatch", wish, "-n")
+    for argv in (["run1/config.yml", "--launcher", "torchrun"], ["--preflight"], ["tokenize", "--input", "x"]):
+        ran = train("submit", *argv, "--sbatch", wish, "-n")
         assert (ran.code, f"{wish.partition('=')[0]} is '" in ran.err, "not a number" in ran.err) == (2, True, True)
 
 
@@ -477,33 +477,33 @@ def test_the_launcher_knows_what_is_unwise(folder, tmp_path):
         "HF_HOME": f"{tmp_path}/hf",
         "PYTHONPATH": "/mine",
     }
-    words = [CONTAINERS / "run", "-n", "--image", f"{tmp_path}/unpacked", "train"]
-    ran = subprocess.run(words, env=env, capture_output=True, text=True, timeout=20, check=True)
+    argv = [CONTAINERS / "run", "-n", "--image", f"{tmp_path}/unpacked", "train"]
+    ran = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=20, check=True)
     assert ran.stderr.count("is in the home folder") == 2
     assert "is an unpacked image" in ran.stderr
     assert "PYTHONPATH" not in ran.stdout
     del env["HOME"]  # a job of sbatch --export=NONE
-    ran = subprocess.run(words, env=env, capture_output=True, text=True, timeout=20, check=True)
+    ran = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=20, check=True)
     assert "home folder" not in ran.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("argv", "message"),
     [([], "no command"), (["--site", "mars", "train"], "no site mars"), (["--image", "x.sif", "train"], "neither")],
 )
-def test_the_launcher_refuses(words, message, tmp_path):
+def test_the_launcher_refuses(argv, message, tmp_path):
     (tmp_path / "bin").mkdir()
     for name in ("bash", "dirname", "uname"):  # and no apptainer, wherever it may be installed
         (tmp_path / "bin" / name).symlink_to(str(which(name)))
-    ran = said([CONTAINERS / "run", *words], {"PATH": f"{tmp_path}/bin", "HOME": "/"})
+    ran = said([CONTAINERS / "run", *argv], {"PATH": f"{tmp_path}/bin", "HOME": "/"})
     assert (ran.returncode, message in ran.stderr) == (2, True), ran.stderr
 
 
 def test_schedule_wants_a_job_of_ours(folder):
     (folder / "launch.sh").write_text("#!/bin/bash\ndeepy.py train.py x.yml\n")
     (folder / "job_log.txt").write_text("41 link 1\n")
-    words = ["bash", CONTAINERS / "schedule.sh", "launch.sh", "3", "pp.sh"]
-    ran = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
+    argv = ["bash", CONTAINERS / "schedule.sh", "launch.sh", "3", "pp.sh"]
+    ran = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False)
     assert (ran.returncode, "train submit CONFIG.yml -n > launch.sh" in ran.stderr) == (2, True)
     assert (folder / "job_log.txt").read_text() == "41 link 1\n"
 
@@ -516,14 +516,15 @@ def test_the_users_call_submits_a_chain(folder):
     path = f"{folder}:{Path(sys.executable).parent}:/usr/bin:/bin"
     env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "VITRUVIAN_SITE": "lumi"}
     env |= {"SLURM_MEM_PER_CPU": "1", "SLURM_CONF": "lab.conf"}  # in a shell of salloc
-    words = ["bash", CONTAINERS / "schedule.sh", "run1/config.yml", "3", "pp.sh"]
-    ran = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+    argv = ["bash", CONTAINERS / "schedule.sh", "run1/config.yml", "3", "pp.sh"]
+    ran = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert (ran.returncode, ran.stdout) == (0, "Submitted batch job 42\n"), ran.stderr
     assert "1 node for 48 h, at the most 48 node hours a job" in ran.stderr
     assert (folder / "job_log.txt").read_text() == "42 run1\n"
-    said = (folder / "said").read_text().split()
-    assert {"--partition=standard-g", "--time=2-00:00:00", "--requeue"} <= set(said)  # SBATCH_ variables beat a script
-    assert said[-3:] == [f"{folder}/run1/slurm/run1.sbatch", "none", "lab.conf"]
+    submitted = (folder / "said").read_text().split()
+    # SBATCH_ variables beat a script
+    assert {"--partition=standard-g", "--time=2-00:00:00", "--requeue"} <= set(submitted)
+    assert submitted[-3:] == [f"{folder}/run1/slurm/run1.sbatch", "none", "lab.conf"]
     script = (folder / "run1/slurm/run1.sbatch").read_text()
     assert "LINKS=${VITRUVIAN_LINKS:-3}\n" in script
     assert f"BENCH=${{VITRUVIAN_BENCH-{folder}/pp.sh}}\n" in script
@@ -543,9 +544,9 @@ def test_the_next_link_comes_before_the_evaluation_and_is_asked_for_again(train,
         (folder / name).write_text(f"#!/bin/bash\n{code}\n")
         (folder / name).chmod(0o755)
     (folder / "save").mkdir()
-    words = ["run1/config.yml", "--time", "20:00:00", "--sbatch", "comment=a b", "--bench", "pp.sh", "-n"]
-    shown = train("submit", *words).out.replace("--nodes=1\n", "--nodes=1 # one\n")
-    (folder / "job").write_text(shown)
+    argv = ["run1/config.yml", "--time", "20:00:00", "--sbatch", "comment=a b", "--bench", "pp.sh", "-n"]
+    script = train("submit", *argv).out.replace("--nodes=1\n", "--nodes=1 # one\n")
+    (folder / "job").write_text(script)
     env = {
         "PATH": f"{folder}:/usr/bin:/bin",
         "SLURM_JOB_ID": "7",
@@ -553,7 +554,7 @@ def test_the_next_link_comes_before_the_evaluation_and_is_asked_for_again(train,
         "SLURM_JOB_NUM_NODES": "1",
     }
     env |= {"SLURM_JOB_NAME": "run1", "VITRUVIAN_LINK": "2", "VITRUVIAN_BENCH": f"{folder}/pp.sh"}
-    ran = subprocess.run(["bash"], input=shown, env=env, capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run(["bash"], input=script, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout
     assert "srun --export=ALL" in ran.stdout
     first, again, bench = (folder / "said").read_text().splitlines()
@@ -571,7 +572,7 @@ TCP = "echo 'n: NCCL INFO Using network Socket'"
 
 
 @pytest.mark.parametrize(
-    ("site", "rule", "bad", "told"),
+    ("site", "rule", "bad", "message"),
     [
         ("local", "true", "", "PREFLIGHT OK: 3 nodes, 3 tasks"),
         ("local", TCP, "", "NCCL INFO Using network Socket\nPREFLIGHT OK: 3 nodes, 3 tasks"),
@@ -587,21 +588,21 @@ TCP = "echo 'n: NCCL INFO Using network Socket'"
         ("local", "[[ $nodes != *,*,* && $nodes != b,c ]]", "b,c", "FAULT between b and c"),
     ],
 )
-def test_a_preflight_of_three_nodes(train, folder, site, rule, bad, told):
+def test_a_preflight_of_three_nodes(train, folder, site, rule, bad, message):
     """Slurm is played: `srun` writes what the doctor would say of the nodes that it is given."""
     srun = "for word; do case $word in --nodelist=*) nodes=${word#*=};; --output=*) log=${word#*=};; esac; done"
     for name, code in (("srun", f'{srun}\nexec >>"$log"\n{rule}'), ("scontrol", "printf '%s\\n' a b c")):
         (folder / name).write_text(f"#!/bin/bash\n{code}\n")
         (folder / name).chmod(0o755)
-    shown = train("submit", "--preflight", "--site", site, "--nodes", "3", "-n").out
+    script = train("submit", "--preflight", "--site", site, "--nodes", "3", "-n").out
     env = {
         "PATH": f"{folder}:/usr/bin:/bin",
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "x",
         "SLURM_CPUS_PER_TASK": "1",
     }
-    ran = subprocess.run(["bash"], input=shown, env=env, capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run(["bash"], input=script, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert (ran.returncode, ran.stderr) == (int(bool(bad)), "")
-    assert told in ran.stdout
+    assert message in ran.stdout
     exclude = folder / "slurm/preflight-7/exclude"
     assert (exclude.read_text() if exclude.exists() else "").strip() == bad

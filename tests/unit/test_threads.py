@@ -23,8 +23,8 @@ PATIENCE = 0.2
 class Between(dict[Any, Any]):
     """A dict that lets another thread come when it is asked for the n-th time."""
 
-    def __init__(self, held: dict[Any, Any], turn: int, work: Callable[[], object]) -> None:
-        super().__init__(held)
+    def __init__(self, entries: dict[Any, Any], turn: int, work: Callable[[], object]) -> None:
+        super().__init__(entries)
         self.turn, self.thread = turn, Thread(target=work)
 
     def come(self) -> None:
@@ -34,23 +34,23 @@ class Between(dict[Any, Any]):
             self.thread.join(PATIENCE)
 
     def __getitem__(self, key: Any) -> Any:
-        found = super().__getitem__(key)
+        value = super().__getitem__(key)
         self.come()
-        return found
+        return value
 
     def __contains__(self, key: object) -> bool:
-        found = super().__contains__(key)
+        present = super().__contains__(key)
         self.come()
-        return found
+        return present
 
 
 def test_a_storage_that_is_forgotten_while_another_thread_counts_stays_forgotten():
     file = OutputFile(Path("f"), 8, (), {"s": (0, 8)}, lambda _: ())
     sums, fragment = Checksums([file]), Fragment(Path("f"), 0, "U8", (8,), (1,))
-    sums.small = held = Between(sums.small, 2, lambda: sums.forget(fragment))
+    sums.small = watched = Between(sums.small, 2, lambda: sums.forget(fragment))
     sums.add(fragment, 0, memoryview(b"12345678"))
-    held.thread.join(10)
-    assert dict(held) == {(Path("f"), 0): MANY}
+    watched.thread.join(10)
+    assert dict(watched) == {(Path("f"), 0): MANY}
     assert sums.get(Path("f"), 0) is None
 
 
@@ -60,18 +60,18 @@ def test_an_entry_that_another_thread_begins_meanwhile_is_counted_once():
     fragment = Fragment(Path("f"), 0, "U8", (len(content),), (1,), member=member)
     job = SimpleNamespace(name="t", sources=[SimpleNamespace(fragment=fragment)], replicas={}, twins=(), partial=False)
     checks = SourceChecks([SimpleNamespace(reads=[job])])
-    checks.entries = held = Between({}, 1, lambda: checks.passed(fragment, 0, memoryview(content)))
+    checks.entries = watched = Between({}, 1, lambda: checks.passed(fragment, 0, memoryview(content)))
 
     def read(_: Fragment, at: int, buffer: memoryview) -> None:
         buffer[:] = content[at : at + len(buffer)]
 
     assert checks.complete(read, 1).entries == 1
-    held.thread.join(10)
+    watched.thread.join(10)
     assert len(checks.noted()) == 1
 
 
 def test_threads_have_the_same_store(monkeypatch):
-    slow, done, found = Event(), Event(), list[object]()
+    slow, done, stores = Event(), Event(), list[object]()
 
     def store(*_: object) -> object:
         if not slow.is_set():
@@ -82,11 +82,11 @@ def test_threads_have_the_same_store(monkeypatch):
     monkeypatch.setattr(remote_path, "_store", store)
     monkeypatch.setattr(remote_path, "MOUNTS", {})
     path = RemotePath("s3://bucket/run")
-    first = Thread(target=lambda: found.append(path.mount()[0]))
+    first = Thread(target=lambda: stores.append(path.mount()[0]))
     first.start()
     assert slow.wait(10)
-    found.append(path.mount()[0])
+    stores.append(path.mount()[0])
     done.set()
     first.join(10)
-    assert len(found) == 2
-    assert found[0] is found[1]
+    assert len(stores) == 2
+    assert stores[0] is stores[1]

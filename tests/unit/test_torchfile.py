@@ -121,24 +121,24 @@ def test_a_state_dict_as_megatron_saves_it(tmp_path):
         "set": {1, 2},
     }
     file = saved(tmp_path / "x.pt", value)
-    held = file.value
-    assert isinstance(held["args"], Namespace)
-    assert vars(held["args"]) == vars(args) | {"params_dtype": pickle_values.Dtype("bfloat16")}
-    assert list(held["model"]) == ["weight", "bias"]
-    assert elements(file.fragment(held["model"]["weight"], "w")) == expected(layer.weight)
-    assert elements(file.fragment(held["parameter"], "p")) == expected(layer.weight)
-    assert elements(file.fragment(held["buffer"], "b")) == expected(torch.ones(2))
-    assert (held["iteration"], held["shape"], held["set"]) == (7, (2, 3), {1, 2})
-    assert held["rng_state"][0]["bytes"] == b"\x00\xff"
-    assert repr(held["rng_state"][0]["np"]).startswith("<numpy")
+    stored = file.value
+    assert isinstance(stored["args"], Namespace)
+    assert vars(stored["args"]) == vars(args) | {"params_dtype": pickle_values.Dtype("bfloat16")}
+    assert list(stored["model"]) == ["weight", "bias"]
+    assert elements(file.fragment(stored["model"]["weight"], "w")) == expected(layer.weight)
+    assert elements(file.fragment(stored["parameter"], "p")) == expected(layer.weight)
+    assert elements(file.fragment(stored["buffer"], "b")) == expected(torch.ones(2))
+    assert (stored["iteration"], stored["shape"], stored["set"]) == (7, (2, 3), {1, 2})
+    assert stored["rng_state"][0]["bytes"] == b"\x00\xff"
+    assert repr(stored["rng_state"][0]["np"]).startswith("<numpy")
 
 
 def test_a_state_dict_with_metadata_keeps_its_methods(tmp_path):
     """Module.state_dict sets `_metadata` on its OrderedDict, and a pickle can set any attribute the same way."""
     state = torch.nn.Linear(1, 1).state_dict()
     state.get = 5
-    held = saved(tmp_path / "x.pt", {"model": state}).value["model"]
-    assert [key for key, _ in held.items()] == ["weight", "bias"]
+    stored = saved(tmp_path / "x.pt", {"model": state}).value["model"]
+    assert [key for key, _ in stored.items()] == ["weight", "bias"]
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -211,14 +211,14 @@ def test_torch_reads_what_is_written(tmp_path, options):
         }
     )
     write(tmp_path / "x.pt", {"args": args, "model": refs, "iteration": 5}, storages)
-    held = load(tmp_path / "x.pt", **options)
-    assert vars(held["args"]) == vars(args) | {"dtype": torch.bfloat16}
-    assert held["iteration"] == 5
-    assert list(held["model"]) == WRITABLE
+    loaded = load(tmp_path / "x.pt", **options)
+    assert vars(loaded["args"]) == vars(args) | {"dtype": torch.bfloat16}
+    assert loaded["iteration"] == 5
+    assert list(loaded["model"]) == WRITABLE
     for name, tensor in tensors.items():
-        assert held["model"][name].dtype == tensor.dtype
-        assert held["model"][name].shape == tensor.shape
-        assert expected(held["model"][name]) == expected(tensor), name
+        assert loaded["model"][name].dtype == tensor.dtype
+        assert loaded["model"][name].shape == tensor.shape
+        assert expected(loaded["model"][name]) == expected(tensor), name
     again = read_torch(tmp_path / "x.pt")
     assert {name: elements(again.fragment(again.value["model"][name], name)) for name in WRITABLE} == {
         name: expected(tensor) for name, tensor in tensors.items()
@@ -285,11 +285,11 @@ def test_past_4_gib(tmp_path, sizes):
     named = {str(i): size for i, size in enumerate(sizes)}
     write_sparse(path, {key: ref("U8", key, (size,)) for key, size in named.items()}, named)
     assert path.stat().st_blocks * 512 < 1 << 20, "this file system has no holes"
-    held, ours = torch.load(path, mmap=True, weights_only=True), read_torch(path)
+    theirs, ours = torch.load(path, mmap=True, weights_only=True), read_torch(path)
     with zipfile.ZipFile(path) as archive, path.open("rb") as raw:
         for key, size in named.items():
-            assert held[key].numel() == size
-            assert (bytes(held[key][:4].tolist()), bytes(held[key][-4:].tolist())) == ENDS[key]
+            assert theirs[key].numel() == size
+            assert (bytes(theirs[key][:4].tolist()), bytes(theirs[key][-4:].tolist())) == ENDS[key]
             fragment = ours.fragment(ours.value[key], key)
             raw.seek(fragment.offset)
             assert (fragment.nbytes, raw.read(4)) == (size, ENDS[key][0])
@@ -323,10 +323,10 @@ def test_directories_are_those_that_zipfile_finds(tmp_path, members):
         plain = io.BytesIO()
         with zipfile.ZipFile(plain, "w") as archive:
             archive.writestr("a/data.pkl", bytes([number]))
-        for one in (stream, plain):
-            with zipfile.ZipFile(one) as archive:
-                ends.append(one.getvalue()[archive.start_dir :])
-            raw += one.getvalue()
+        for buffer in (stream, plain):
+            with zipfile.ZipFile(buffer) as archive:
+                ends.append(buffer.getvalue()[archive.start_dir :])
+            raw += buffer.getvalue()
     path = tmp_path / "__0_0.distcp"
     path.write_bytes(raw)
     with path.open("rb") as file:

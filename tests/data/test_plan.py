@@ -246,16 +246,11 @@ def test_the_line_that_users_know(train, prefix, tmp_path):
 def test_counts(train, tmp_path):
     prefix = made(tmp_path / "P", [0, 1, 2, 3, 8, 9, 1000, 2_000_000], dtype="uint16")
     ran = train("count", prefix, tmp_path / "out.txt", "--seq-length", 7, "--json")
-    report = json.loads(ran.out)
-    assert (report["documents"], report["tokens"], report["shortest"], report["longest"]) == (
-        8,
-        2_001_023,
-        0,
-        2_000_000,
-    )
-    assert report["bars"] == [[0, 0, 1], [1, 1, 1], [2, 3, 2], [8, 15, 2], [512, 1023, 1], [1048576, 2_000_000, 1]]
-    assert report["over"] == [3, 2_001_009]
-    assert report["quantiles"]["0.5"] == 3
+    stats = json.loads(ran.out)
+    assert (stats["documents"], stats["tokens"], stats["shortest"], stats["longest"]) == (8, 2_001_023, 0, 2_000_000)
+    assert stats["bars"] == [[0, 0, 1], [1, 1, 1], [2, 3, 2], [8, 15, 2], [512, 1023, 1], [1048576, 2_000_000, 1]]
+    assert stats["over"] == [3, 2_001_009]
+    assert stats["quantiles"]["0.5"] == 3
     assert (tmp_path / "out.txt").read_text().split() == ["0", "1", "2", "3", "8", "9", "1000", "2000000"]
     assert train("count", prefix, tmp_path / "out.txt").code == 7
     (tmp_path / "P.bin").unlink()
@@ -264,8 +259,8 @@ def test_counts(train, tmp_path):
 
 def test_the_last_bar_has_the_longest_document(train, tmp_path):
     prefix = made(tmp_path / "P", [7, 1 << 20, 5_000_000], dtype="int8")
-    report = json.loads(train("count", prefix, "--json").out)
-    assert report["bars"] == [[4, 7, 1], [1 << 20, 5_000_000, 2]]
+    stats = json.loads(train("count", prefix, "--json").out)
+    assert stats["bars"] == [[4, 7, 1], [1 << 20, 5_000_000, 2]]
 
 
 def test_a_full_disk_leaves_no_numbers(prefix, tmp_path):

@@ -62,16 +62,18 @@ def test_a_layer_that_is_missing_is_named(convert, run, tmp_path, layer):
 def test_arguments_of_a_run(convert, run, tmp_path):
     """What every run says that was started with a DeepSpeed config; and norms of queries, which its tables have not."""
 
-    def said(**settings: object) -> None:
+    def change_args(**settings: object) -> None:
         for rank in range(2):
             changed(run, f"mp_rank_{rank:02d}_model_states.pt", lambda value: vars(value["args"]).update(settings))
 
-    said(deepspeed_config="ds_config.json", use_flash_attn_v2=True, train_tokens=10**12, partition_activations=True)
+    change_args(
+        deepspeed_config="ds_config.json", use_flash_attn_v2=True, train_tokens=10**12, partition_activations=True
+    )
     ran = convert("zero2hf", run, tmp_path / "out")
     assert ran.code == 0, ran.err
-    said(compression_training=True)
+    change_args(compression_training=True)
     refused(convert("zero2hf", run, tmp_path / "no"), 4, "compression_training = True")
-    said(compression_training=False, qk_layernorm=True)
+    change_args(compression_training=False, qk_layernorm=True)
     refused(convert("zero2hf", run, tmp_path / "no"), 4, "Megatron-DeepSpeed is read of gpt2 and llama")
 
 
@@ -111,15 +113,15 @@ def test_files_under_each_others_names(convert, run, tmp_path):
     refused(convert("inspect", run), 3, "was saved by rank 1, which belongs elsewhere")
 
 
-def said(name: str, value: Any) -> Callable[[Any], object]:
+def argument(name: str, value: Any) -> Callable[[Any], object]:
     return lambda stored: setattr(stored["args"], name, value)
 
 
 MIXED = {
     "iteration": (RANK, lambda state: state.update(iteration=2), "iteration"),
-    "model": (RANK, said("ffn_hidden_size", 96), "ffn_hidden_size = 96"),
-    "rows": (RANK, said("padded_vocab_size", 128), "padded_vocab_size = 128"),
-    "topology": (RANK, said("tensor_model_parallel_size", 4), "tensor_model_parallel_size = 4"),
+    "model": (RANK, argument("ffn_hidden_size", 96), "ffn_hidden_size = 96"),
+    "rows": (RANK, argument("padded_vocab_size", 128), "padded_vocab_size = 128"),
+    "topology": (RANK, argument("tensor_model_parallel_size", 4), "tensor_model_parallel_size = 4"),
     "world": (RANK, lambda state: state.update(mp_world_size=4), "one of 4 model parallel ranks"),
     "no args": (RANK, lambda state: state.pop("args"), "holds no args"),
     "another key": (LAYER, lambda state: state.update({"self_attention.gate.weight": state["input_layernorm.weight"]}),
@@ -163,11 +165,14 @@ def test_masters_of_another_model(convert, run, tmp_path):
 
 
 UNKNOWN = {
-    "experts": (said("num_experts", [4]), "[4] experts"),
-    "residual": (said("mlp_type", "residual"), "mlp_type = 'residual'"),
-    "embedding norm": (said("embed_layernorm", True), "embed_layernorm = True"),
-    "compression": (said("compression_training", True), "compression_training = True"),
-    "post norm": (said("apply_residual_connection_post_layernorm", True), "apply_residual_connection_post_layernorm"),
+    "experts": (argument("num_experts", [4]), "[4] experts"),
+    "residual": (argument("mlp_type", "residual"), "mlp_type = 'residual'"),
+    "embedding norm": (argument("embed_layernorm", True), "embed_layernorm = True"),
+    "compression": (argument("compression_training", True), "compression_training = True"),
+    "post norm": (
+        argument("apply_residual_connection_post_layernorm", True),
+        "apply_residual_connection_post_layernorm",
+    ),
     "version": (lambda state: state.update(checkpoint_version=1.0), "before 2.0"),
     "whole": (lambda state: state.update(module={"language_model": {}}), "--no-pipeline-parallel"),
 }

@@ -29,7 +29,7 @@ class Case(NamedTuple):
     name: str
     model: str
     kind: str
-    asked: str
+    task: str
     options: Mapping[str, int] = {}
     layers: int = 0
 
@@ -74,8 +74,8 @@ def measure(case: Case, work: Path) -> dict[str, object]:
         size = ["--layers", str(case.layers)] if case.layers else []
         command = [sys.executable, "-m", "tests.bench.make_large", case.model, case.kind, str(source), *size]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    argv = [sys.executable, "-c", PLAN, str(source), case.asked, json.dumps(case.options)]
-    if case.asked == "inspect":
+    argv = [sys.executable, "-c", PLAN, str(source), case.task, json.dumps(case.options)]
+    if case.task == "inspect":
         argv = [CONVERT, "inspect", str(source), "--json"]
     with tempfile.TemporaryFile() as out:
         pid = os.posix_spawn(

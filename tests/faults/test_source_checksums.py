@@ -243,7 +243,7 @@ def test_a_flipped_bit_in_a_pickle(source, convert, model, tmp_path, kind):
         ("zero", ["zero2universal", "OUT", "--gqa-layout", "blocked"]),
         ("dcp", ["hf2fsdp", "OUT", "--config", "CONFIG"]),
     ],
-    ids=lambda one: one if isinstance(one, str) else one[0],
+    ids=lambda value: value if isinstance(value, str) else value[0],
 )
 def test_every_command_that_reads_weights(source, convert, model, tmp_path, kind, argv):
     folder, _ = source(kind)

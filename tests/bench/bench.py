@@ -121,7 +121,7 @@ def interleave(
     contenders: Sequence[Contender], rounds: int, out: Path, free: int = KEEP_FREE
 ) -> dict[str, list[Sample]]:
     """Run A B C A B C ...; the first round does not count. Outputs are deleted, and the disk is idle, before each."""
-    found: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
+    samples: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
     for i in range(rounds + 1):
         for contender in contenders:
             if shutil.disk_usage(out.parent).free < free:
@@ -130,8 +130,8 @@ def interleave(
             shutil.rmtree(out, ignore_errors=True)
             os.sync()
             if i:
-                found[contender.name].append(sample)
-    return found
+                samples[contender.name].append(sample)
+    return samples
 
 
 # --- printing --------------------------------------------------------------------------------------------------------
@@ -143,16 +143,16 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 def ratios(samples: Sequence[Sample], base: Sequence[Sample], of: str = "wall") -> tuple[float, float]:
     """The ratio of the medians of the wall (or `cpu`) time, and the median of the ratios within each round."""
-    ours, others = ([float(getattr(one, of)) for one in each] for each in (samples, base))
-    return median(ours) / median(others), median([one / other for one, other in zip(ours, others, strict=True)])
+    ours, others = ([float(getattr(sample, of)) for sample in each] for each in (samples, base))
+    return median(ours) / median(others), median([sample / other for sample, other in zip(ours, others, strict=True)])
 
 
-def show(title: str, found: Mapping[str, list[Sample]], bases: Sequence[str] = (), of: str = "wall") -> None:
+def show(title: str, samples_of: Mapping[str, list[Sample]], bases: Sequence[str] = (), of: str = "wall") -> None:
     rows = [["", "wall s", "CPU s", "peak RSS MB", *(f"x {base}" for base in bases)]]
-    for name, samples in found.items():
+    for name, samples in samples_of.items():
         row = [name, spread([s.wall for s in samples]), spread([s.cpu for s in samples])]
         row.append(spread([s.rss / 1e6 for s in samples], 0))
-        rows.append(row + ["{:.2f} ({:.2f})".format(*ratios(samples, found[base], of)) for base in bases])
+        rows.append(row + ["{:.2f} ({:.2f})".format(*ratios(samples, samples_of[base], of)) for base in bases])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     print(f"\n{title} (load {os.getloadavg()[0]:.1f})")
     for row in rows:
@@ -205,23 +205,23 @@ def speed(work: Path, rounds: int, results: Results) -> None:
         ]
         if compare:
             contenders.append(Contender("naive.py", (sys.executable, naive, source, "{out}", *options)))
-        found = interleave(contenders, rounds, work / "out")
-        results.samples[title] = found
-        show(title, found, ["cp -r", "cp -r + sync"])
+        samples = interleave(contenders, rounds, work / "out")
+        results.samples[title] = samples
+        show(title, samples, ["cp -r", "cp -r + sync"])
         if "cast" not in title:
             for name in ("convert", "convert --no-verify"):
                 for base in ("cp -r", "cp -r + sync"):
-                    value = ratios(found[name], found[base])[0]
+                    value = ratios(samples[name], samples[base])[0]
                     results.targets.append((f"{title}, {name}: wall x {base}", value, 1.5, "x"))
-        rss = max(sample.rss for name in ("convert", "convert --no-verify") for sample in found[name])
+        rss = max(sample.rss for name in ("convert", "convert --no-verify") for sample in samples[name])
         results.targets.append((f"{title}: peak RSS", rss / 1e6, 64, "MB"))
 
     case("hf2megatron TP2xPP2, bf16", "hf2megatron", bf16, cut, bf16, True)
     case("megatron2hf, bf16", "megatron2hf", megatron, (), megatron, False)
     case("reshard TP2xPP2 -> TP4, bf16", "reshard", megatron, ("--tp", "4"), megatron, False)
-    for wanted, source in (("fp32", bf16), ("bf16", fp32)):  # compared with a copy of the larger side
-        title = f"cast to {wanted}, hf2megatron TP2xPP2"
-        case(title, "hf2megatron", source, (*cut, "--dtype", wanted), fp32, True)
+    for dtype, source in (("fp32", bf16), ("bf16", fp32)):  # compared with a copy of the larger side
+        title = f"cast to {dtype}, hf2megatron TP2xPP2"
+        case(title, "hf2megatron", source, (*cut, "--dtype", dtype), fp32, True)
 
 
 def floor(work: Path, rounds: int, results: Results) -> None:
@@ -242,33 +242,33 @@ def floor(work: Path, rounds: int, results: Results) -> None:
         shutil.rmtree(IN_MEMORY)
         IN_MEMORY.mkdir()
         bf16, fp32 = model(IN_MEMORY, "617M"), model(IN_MEMORY, "617M", "--dtype", "fp32")
-        for wanted, source in (("fp32", bf16), ("bf16", fp32)):
-            command = ("hf2megatron", source, "{out}", *cut, "--dtype", wanted)
-            against_floor(f"cast to {wanted}, hf2megatron TP2xPP2", command, fp32, 1.6, rounds, results)
+        for dtype, source in (("fp32", bf16), ("bf16", fp32)):
+            command = ("hf2megatron", source, "{out}", *cut, "--dtype", dtype)
+            against_floor(f"cast to {dtype}, hf2megatron TP2xPP2", command, fp32, 1.6, rounds, results)
     finally:
         shutil.rmtree(IN_MEMORY, ignore_errors=True)
 
 
-def against_floor(title: str, words: Sequence[str], copied: str, most: float, rounds: int, results: Results) -> None:
+def against_floor(title: str, options: Sequence[str], copied: str, most: float, rounds: int, results: Results) -> None:
     """One conversion; a cast beside what its larger side takes."""
-    ours, hashing = (CONVERT, *words, "-q"), (sys.executable, "-m", "tests.bench.hashing", copied)
+    ours, hashing = (CONVERT, *options, "-q"), (sys.executable, "-m", "tests.bench.hashing", copied)
     cases = {"convert": (*ours,), "convert --no-verify": (*ours, "--no-verify"), "convert -j 1": (*ours, "-j", "1")}
     floors = {"cp + 2 reads": (*hashing, "{out}"), "cp + 1 read": hashing}
     contenders = [Contender(name, command) for name, command in cases.items()]
     contenders += [Contender(name, ("sh", "-c", READ, copied, "{out}", *reads)) for name, reads in floors.items()]
-    found = results.samples[f"floor: {title}"] = interleave(contenders, rounds, IN_MEMORY / "out", FREE_IN_MEMORY)
-    show(f"{title}, in memory; x of CPU s", found, [*floors], "cpu")
+    samples = results.samples[f"floor: {title}"] = interleave(contenders, rounds, IN_MEMORY / "out", FREE_IN_MEMORY)
+    show(f"{title}, in memory; x of CPU s", samples, [*floors], "cpu")
     verified, unverified = (
-        ratios(found[name], found[base], "cpu")[0] for name, base in zip(cases, floors, strict=False)
+        ratios(samples[name], samples[base], "cpu")[0] for name, base in zip(cases, floors, strict=False)
     )
     results.targets.append((f"{title}: CPU s x (cp + 2 hashing reads)", verified, most, "x"))
     results.targets.append((f"{title}, --no-verify: CPU s x (cp + 1)", unverified, most if most > 1.5 else 1.2, "x"))
     if most < 1.5:
         nbytes = sum(path.stat().st_size for path in Path(copied).rglob("*") if path.is_file())
-        whole, alone = (median([sample.wall for sample in found[name]]) for name in ("convert", "convert -j 1"))
-        results.targets.append((f"{title}: speed", -nbytes / 1e9 / whole, -1.4, "GB/s"))
+        wall, alone = (median([sample.wall for sample in samples[name]]) for name in ("convert", "convert -j 1"))
+        results.targets.append((f"{title}: speed", -nbytes / 1e9 / wall, -1.4, "GB/s"))
         cores = min(2, len(os.sched_getaffinity(0)))
-        results.targets.append((f"{title}: efficiency on {cores} cores", -alone / cores / whole, -0.9, "x"))
+        results.targets.append((f"{title}: efficiency on {cores} cores", -alone / cores / wall, -0.9, "x"))
 
 
 def fsdp(work: Path, rounds: int, results: Results) -> None:
@@ -301,14 +301,16 @@ def merge(title: str, source: str, config: str, out: Path, rounds: int, results:
     if "fp32" in title:
         contenders.insert(2, Contender("convert, to bf16", cast))
         contenders.insert(5, Contender("convert --no-verify, to bf16", (*cast, "--no-verify")))
-    found = results.samples[title] = interleave(contenders, rounds, out)
-    show(title, found, ["accelerate", "cat", "cat + sync"])
-    for name in (name for name in found if name.startswith("convert")):
-        faster = 1 / ratios(found[name], found["accelerate"])[0]
+    samples = results.samples[title] = interleave(contenders, rounds, out)
+    show(title, samples, ["accelerate", "cat", "cat + sync"])
+    for name in (name for name in samples if name.startswith("convert")):
+        faster = 1 / ratios(samples[name], samples["accelerate"])[0]
         results.targets.append((f"{title}, {name}: times as fast as accelerate", -faster, -5, "x"))
         for base in ("cat", "cat + sync"):
-            results.targets.append((f"{title}, {name}: wall x {base}", ratios(found[name], found[base])[0], 1.3, "x"))
-        results.targets.append((f"{title}, {name}: peak RSS", max(s.rss for s in found[name]) / 1e6, 64, "MB"))
+            results.targets.append(
+                (f"{title}, {name}: wall x {base}", ratios(samples[name], samples[base])[0], 1.3, "x")
+            )
+        results.targets.append((f"{title}, {name}: peak RSS", max(s.rss for s in samples[name]) / 1e6, 64, "MB"))
 
 
 def zero(work: Path, rounds: int, results: Results) -> None:
@@ -336,27 +338,27 @@ def zero(work: Path, rounds: int, results: Results) -> None:
             Contender("convert, to bf16", (*ours, "--dtype", "bf16")),
         ]
         title = f"zero2hf, stage {stage}, 2 ranks, FP32 master weights"
-        found = results.samples[title] = interleave(contenders, rounds, out)
-        show(title, found, ["zero_to_fp32"])
-        for name in (name for name in found if name.startswith("convert")):
-            faster = 1 / ratios(found[name], found["zero_to_fp32"])[0]
+        samples = results.samples[title] = interleave(contenders, rounds, out)
+        show(title, samples, ["zero_to_fp32"])
+        for name in (name for name in samples if name.startswith("convert")):
+            faster = 1 / ratios(samples[name], samples["zero_to_fp32"])[0]
             results.targets.append((f"{title}, {name}: times as fast as zero_to_fp32", -faster, -3, "x"))
-            results.targets.append((f"{title}, {name}: peak RSS", max(s.rss for s in found[name]) / 1e6, 64, "MB"))
+            results.targets.append((f"{title}, {name}: peak RSS", max(s.rss for s in samples[name]) / 1e6, 64, "MB"))
 
 
 def ranks(work: Path, rounds: int, results: Results) -> None:
     """An FSDP checkpoint of many ranks, without weights: what planning takes, and how much memory."""
     many, title = model(work, "8B", "--fsdp", "128"), "8B, 128 ranks (sparse)"
-    whole = (CONVERT, "fsdp2hf", many, "{out}", "-q")
+    command = (CONVERT, "fsdp2hf", many, "{out}", "-q")
     contenders = [
         Contender("inspect", (CONVERT, "inspect", many)),
-        Contender("fsdp2hf -n", (*whole, "-n")),
-        Contender("fsdp2hf", whole),
-        Contender("fsdp2hf --no-verify, to fp32", (*whole, "--dtype", "fp32", "--no-verify")),
+        Contender("fsdp2hf -n", (*command, "-n")),
+        Contender("fsdp2hf", command),
+        Contender("fsdp2hf --no-verify, to fp32", (*command, "--dtype", "fp32", "--no-verify")),
     ]
-    found = results.samples[title] = interleave(contenders, rounds, work / "out")
-    show(title, found)
-    for name, samples in found.items():
+    samples_of = results.samples[title] = interleave(contenders, rounds, work / "out")
+    show(title, samples_of)
+    for name, samples in samples_of.items():
         results.targets.append((f"{title}, {name}: peak RSS", max(s.rss for s in samples) / 1e6, 64, "MB"))
 
 
@@ -374,11 +376,11 @@ def checksums(work: Path, rounds: int, results: Results) -> None:
         for how in ("with", "without"):
             command = (sys.executable, "-m", "tests.bench.unchecked", how, back[0], str(source), "{out}", *back[1:])
             contenders.append(Contender(f"{how} checksums", (*command, "-q")))
-        found = interleave(contenders, 4 * rounds, work / "out")
-        results.samples[f"checksums: {title}"] = found
-        show(title, found)
+        samples_of = interleave(contenders, 4 * rounds, work / "out")
+        results.samples[f"checksums: {title}"] = samples_of
+        show(title, samples_of)
         for name, of in (("minima", min), ("medians", median)):
-            ours, other = (of([sample.cpu for sample in samples]) for samples in found.values())
+            ours, other = (of([sample.cpu for sample in samples]) for samples in samples_of.values())
             results.targets.append((f"{title}: CPU time x without checksums, {name}", ours / other, 1.05, "x"))
 
 
@@ -429,11 +431,11 @@ def start(work: Path, results: Results) -> None:
         Contender("inspect 70B Hugging Face", (CONVERT, "inspect", hf)),
         Contender("inspect 70B Megatron TP8xPP4", (CONVERT, "inspect", megatron)),
     ]
-    found = interleave(contenders, STARTS, work / "out")
-    results.samples["start-up"] = found
-    show("start-up", found)
+    samples = interleave(contenders, STARTS, work / "out")
+    results.samples["start-up"] = samples
+    show("start-up", samples)
     for contender in contenders[1:]:
-        wall = median([sample.wall for sample in found[contender.name]])
+        wall = median([sample.wall for sample in samples[contender.name]])
         results.targets.append((f"{contender.name}: wall", wall, 0.3, "s"))
 
 
@@ -459,13 +461,13 @@ def main() -> None:
         shutil.rmtree(options.work / name, ignore_errors=True)
     results = Results(machine())
     print(", ".join(f"{name} {value}" for name, value in results.machine.items()))
-    wanted, rounds = options.only or PARTS, 3 if options.quick else 5
-    if "start" in wanted:
+    parts, rounds = options.only or PARTS, 3 if options.quick else 5
+    if "start" in parts:
         start(options.work, results)
     for part in (floor, speed, fsdp, zero, checksums, ranks):
-        if part.__name__ in wanted:
+        if part.__name__ in parts:
             part(options.work, rounds, results)
-    if "memory" in wanted:
+    if "memory" in parts:
         print("\nmemory")
         memory(options.work, options.quick, results)
     report(results, options.json)

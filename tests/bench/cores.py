@@ -71,12 +71,12 @@ def main() -> None:
         for place, folder in places.items():
             out = str(folder / "out")
             for jobs in steps if place == "memory" else (1, cores):
-                for command, source, more in (
+                for command, source, extra in (
                     ("hf2megatron", "hf", ["--tp", "2", "--pp", "2"]),
                     ("megatron2hf", "run", []),
                 ):
-                    words = [CONVERT, command, str(folder / source), out, *more, "-j", str(jobs), "-q"]
-                    ways[f"{command}, {place}", f"-j {jobs}"] = words
+                    argv = [CONVERT, command, str(folder / source), out, *extra, "-j", str(jobs), "-q"]
+                    ways[f"{command}, {place}", f"-j {jobs}"] = argv
             fsdp = str(folder / "fsdp")
             ways[f"fsdp2hf, {place}", f"-j {cores}"] = [
                 CONVERT,

@@ -35,8 +35,8 @@ def text(work: Path) -> Path:
 
 
 def ours(folder: Path, out: Path, source: str = "chat.jsonl") -> tuple[str, ...]:
-    words = ("--input", str(folder / source), "--vocab-file", str(folder / "spm.model"), "--append-eod", "-q")
-    return (TRAIN, "tokenize", *words, "--output-prefix", str(out / "P"))
+    options = ("--input", str(folder / source), "--vocab-file", str(folder / "spm.model"), "--append-eod", "-q")
+    return (TRAIN, "tokenize", *options, "--output-prefix", str(out / "P"))
 
 
 def tokenize(work: Path, rounds: int, results: Results) -> None:
@@ -47,24 +47,24 @@ def tokenize(work: Path, rounds: int, results: Results) -> None:
         Contender("train tokenize", ours(folder, out)),
         Contender("imap pipeline", (*PEERS, "imap", str(folder), str(out / "imap"))),
     ]
-    found: dict[str, list[Sample]] = {one.name: [] for one in contenders}
+    samples: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
     alone: list[Sample] = []
     for number in range(rounds + 1):
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
-        taken = [run(one.command) for one in contenders]
+        taken = [run(contender.command) for contender in contenders]
         if not filecmp.cmp(out / "imap", out / "P_text_document.bin", shallow=False):
             raise FailedError("the two pipelines wrote different tokens")
         bound = run([*PEERS, "bound", str(folder), str(out / "seconds")])
         if number:
-            for one, sample in zip(contenders, taken, strict=True):
-                found[one.name].append(sample)
+            for contender, sample in zip(contenders, taken, strict=True):
+                samples[contender.name].append(sample)
             alone.append(Sample(float((out / "seconds").read_text()), bound.cpu, bound.rss))
-    found["SentencePiece alone"] = alone
-    results.samples[title] = found
-    show(title, found, ["SentencePiece alone"])
-    share = 1 / ratios(found["train tokenize"], alone)[0]
-    faster = 1 / ratios(found["train tokenize"], found["imap pipeline"])[0]
+    samples["SentencePiece alone"] = alone
+    results.samples[title] = samples
+    show(title, samples, ["SentencePiece alone"])
+    share = 1 / ratios(samples["train tokenize"], alone)[0]
+    faster = 1 / ratios(samples["train tokenize"], samples["imap pipeline"])[0]
     results.targets.append((f"{title}: share of SentencePiece's own speed", -100 * share, -95, "%"))
     results.targets.append((f"{title}: times as fast as an imap pipeline", -faster, -1, "x"))
 
@@ -79,15 +79,15 @@ def memory(work: Path, rounds: int, results: Results) -> None:
         if not source.exists():
             with source.open("w") as file:
                 file.writelines(line % place for place in range(number))
-        found: list[Sample] = []
+        samples: list[Sample] = []
         for _ in range(rounds):
             shutil.rmtree(out, ignore_errors=True)
             out.mkdir()
-            found.append(run(ours(folder, out, source.name)))
+            samples.append(run(ours(folder, out, source.name)))
         title = f"tokenize {number} short documents"
-        results.samples[title] = {"train tokenize": found}
+        results.samples[title] = {"train tokenize": samples}
         show(title, results.samples[title])
-        peaks[number] = median([sample.rss for sample in found])
+        peaks[number] = median([sample.rss for sample in samples])
     grown = peaks[1_000_000] / peaks[10_000]
     results.targets.append(("tokenize: memory for a million documents over ten thousand", grown, 1.1, "x"))
 
@@ -98,22 +98,22 @@ def pack(_: Path, rounds: int, results: Results) -> None:
     ran = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     if ran.returncode:
         raise FailedError(ran.stderr[-2000:])
-    found = json.loads(ran.stdout)
-    for kind, packers in found.items():
+    figures = json.loads(ran.stdout)
+    for kind, packers in figures.items():
         results.samples[f"pack {kind}"] = {
             name: [Sample(cpu, cpu, 0) for cpu in measured["cpu"]] for name, measured in packers.items()
         }
         for name, measured in packers.items():
             fill = f", fill {measured['fill'][0]:.5f}" if measured["fill"] else ""
             print(f"  {kind:12} {name:13} {1000 * median(measured['cpu']):8.1f} ms{fill}", flush=True)
-    seconds = median(found["million"]["ours"]["cpu"])
+    seconds = median(figures["million"]["ours"]["cpu"])
     results.targets.append(("packing of a million documents", seconds, 0.1, "s"))
-    results.targets.append(("count of 20 million documents", median(found["count"]["ours"]["cpu"]), 1, "s"))
+    results.targets.append(("count of 20 million documents", median(figures["count"]["ours"]["cpu"]), 1, "s"))
     for kind in ("chat", "translation", "bimodal"):
-        if "TRL, loop" not in found[kind]:
+        if "TRL, loop" not in figures[kind]:
             print("  TRL is not installed: pip install --no-deps trl==1.16.0")
             break
-        mine, trl = (found[kind][name] for name in ("ours", "TRL, loop"))
+        mine, trl = (figures[kind][name] for name in ("ours", "TRL, loop"))
         faster = median(trl["cpu"]) / median(mine["cpu"])
         results.targets.append((f"packing, {kind}: times as fast as TRL's loop", -faster, -60, "x"))
         results.targets.append((f"packing, {kind}: fill of TRL's", -mine["fill"][0] / trl["fill"][0], -1, "x"))

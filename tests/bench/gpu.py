@@ -52,8 +52,8 @@ def make_model(folder: Path, size: str) -> None:
     for tensor in model.parameters():
         torch.nn.init.ones_(tensor) if tensor.dim() == 1 else torch.nn.init.uniform_(tensor, -0.03, 0.03)
     model.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({"a": 0, "</s>": END}, unk_token="a"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="</s>").save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "</s>": END}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>").save_pretrained(folder)
 
 
 def make_documents() -> list[list[int]]:

@@ -14,11 +14,11 @@ STEP = 1 << 20
 def main() -> None:
     buffer = memoryview(bytearray(STEP))
     for path in (path for folder in sys.argv[1:] for path in Path(folder).rglob("*") if path.is_file()):
-        found = blake3()
+        hasher = blake3()
         with path.open("rb", buffering=0) as file:
             while count := os.readv(file.fileno(), [buffer]):
-                found.update(buffer[:count])
-        found.hexdigest()
+                hasher.update(buffer[:count])
+        hasher.hexdigest()
 
 
 if __name__ == "__main__":

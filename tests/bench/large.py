@@ -29,7 +29,7 @@ class Case(NamedTuple):
     name: str
     model: str
     kind: str
-    asked: str
+    task: str
     options: Mapping[str, int] = {}
     layers: int = 0
 
@@ -71,24 +71,24 @@ def measure(case: Case, work: Path) -> dict[str, object]:
     if not source.exists():
         if shutil.disk_usage(work).free < KEEP_FREE:
             sys.exit(f"less than {KEEP_FREE / 1e9:.0f} GB are free in {work}")
-        made = ["--layers", str(case.layers)] if case.layers else []
-        command = [sys.executable, "-m", "tests.bench.make_large", case.model, case.kind, str(source), *made]
+        size = ["--layers", str(case.layers)] if case.layers else []
+        command = [sys.executable, "-m", "tests.bench.make_large", case.model, case.kind, str(source), *size]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    asked = [sys.executable, "-c", PLAN, str(source), case.asked, json.dumps(case.options)]
-    if case.asked == "inspect":
-        asked = [CONVERT, "inspect", str(source), "--json"]
+    argv = [sys.executable, "-c", PLAN, str(source), case.task, json.dumps(case.options)]
+    if case.task == "inspect":
+        argv = [CONVERT, "inspect", str(source), "--json"]
     with tempfile.TemporaryFile() as out:
         pid = os.posix_spawn(
-            asked[0], asked, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, out.fileno(), 1)]
+            argv[0], argv, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, out.fileno(), 1)]
         )  # this process stays small: Linux counts the memory of a parent into the peak of its child
         _, status, usage = os.wait4(pid, 0)
         out.seek(0)
-        said = json.loads(out.read() or b"{}")
+        report = json.loads(out.read() or b"{}")
     if status:
         sys.exit(f"{case.name}: failed")
     return {
         "case": case.name, "cpu": round(usage.ru_utime + usage.ru_stime, 2), "mb": usage.ru_maxrss * 1024 // 10**6,
-        "jobs": said.get("jobs"), "blocks": said.get("blocks") or said.get("tensors"),
+        "jobs": report.get("jobs"), "blocks": report.get("blocks") or report.get("tensors"),
     }  # fmt: skip
 
 
@@ -101,17 +101,17 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), min(1024, hard)))  # any number of ranks
-    found = []
+    results = []
     for case in CASES:
         if all(word in case.name for word in options.only):
-            found.append(measure(case, options.work))
-            row = found[-1]
+            results.append(measure(case, options.work))
+            row = results[-1]
             per = f"{row['cpu'] / row['blocks'] * 1e6:.1f} µs" if row["blocks"] else ""  # type: ignore[operator]
             print(
                 f"{row['case']:46} {row['cpu']:8} s {row['mb']:6} MB  {row['jobs']} jobs, {row['blocks']} blocks {per}"
             )
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

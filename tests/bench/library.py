@@ -88,13 +88,13 @@ def main() -> None:
         for number in range(options.rounds + 1):
             for name, expression in WAYS.items():
                 code = PROGRAM.replace("{expression}", expression)
-                words = [sys.executable, "-c", code, str(hf), str(run), options.device]
-                ran = subprocess.run(words, capture_output=True, text=True, timeout=600, check=True)
+                argv = [sys.executable, "-c", code, str(hf), str(run), options.device]
+                ran = subprocess.run(argv, capture_output=True, text=True, timeout=600, check=True)
                 count, seconds = ran.stdout.split()[-2:]
                 rates[name] += [int(count) / float(seconds) / 1e9] if number else []
     first = median(next(iter(rates.values())))
-    for name, held in rates.items():
-        rate, spread = median(held), f"({min(held):.2f} to {max(held):.2f})"
+    for name, samples in rates.items():
+        rate, spread = median(samples), f"({min(samples):.2f} to {max(samples):.2f})"
         print(f"{name:50} {rate:5.2f} GB/s  {rate / first:5.2f} of the first  {spread}")
 
 

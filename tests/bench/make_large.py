@@ -116,8 +116,8 @@ class Metadata:
     def size(self, sizes: Sequence[int]) -> None:
         """A `torch.Size` of one or two dimensions."""
         self.of("torch", "Size")
-        for one in sizes:
-            self.number(one)
+        for length in sizes:
+            self.number(length)
         for code in (bytes([0x84 + len(sizes)]), b"\x85", b"R"):
             self.write(code)
             self.named(None)
@@ -156,15 +156,15 @@ def make_fsdp(out: Path, settings: dict[str, Any], ranks: int, states: Sequence[
         buffer = io.BytesIO()
         torch.save(torch.tensor(5.0), buffer)
         steps = dict.fromkeys((f"optim.state.{name}.step" for name in weights), buffer.getvalue())
-    starts, made = [0] * ranks, dict[tuple[object, ...], Path]()
-    held = [list(_items(shapes, ranks, rank)) for rank in range(ranks)]
-    for _, _, shape in (one for every in held for one in every):
+    starts, files = [0] * ranks, dict[tuple[object, ...], Path]()
+    items = [list(_items(shapes, ranks, rank)) for rank in range(ranks)]
+    for _, _, shape in (item for every in items for item in every):
         if shape not in archives:
             buffer = io.BytesIO()
             torch.save(torch.zeros(shape, dtype=getattr(torch, dtype)), buffer)
             raw = buffer.getvalue()
             archives[shape] = raw[:4096], raw[4096:][-4096:], len(raw)
-    pieces = sum(map(len, held)) + len(steps)
+    pieces = sum(map(len, items)) + len(steps)
     with (out / ".metadata").open("wb") as file:
         pickle = Metadata(file)
         pickle.begin("Metadata")
@@ -173,7 +173,7 @@ def make_fsdp(out: Path, settings: dict[str, Any], ranks: int, states: Sequence[
         pickle.named(None)
         pickle.write(b"(")
         chunks = {name: [] for name in shapes}  # type: dict[str, list[tuple[int, tuple[int, ...]]]]
-        for every in held:
+        for every in items:
             for name, start, shape in every:
                 chunks[name].append((start, shape))
         for name, shape in shapes.items():
@@ -195,7 +195,7 @@ def make_fsdp(out: Path, settings: dict[str, Any], ranks: int, states: Sequence[
         pickle.write(b"}")
         pickle.named(None)
         pickle.write(b"(")
-        for rank, every in enumerate(held):
+        for rank, every in enumerate(items):
             for number, (name, start, shape) in enumerate(every):
                 if number % 1000 == 0 and (rank or number):
                     pickle.write(b"u(")
@@ -211,13 +211,13 @@ def make_fsdp(out: Path, settings: dict[str, Any], ranks: int, states: Sequence[
             pickle.text(name)
             file.write(b"N")
         file.write(b"ub.")
-    for rank, every in enumerate(held):
+    for rank, every in enumerate(items):
         kind = (rank == 0, *(shape for _, _, shape in every))
         path = out / f"__{rank}_0.distcp"
-        if kind in made:
-            os.link(made[kind], path)
+        if kind in files:
+            os.link(files[kind], path)
             continue
-        made[kind] = path
+        files[kind] = path
         with path.open("wb") as file:
             at = 0
             for _, _, shape in every:
@@ -325,19 +325,19 @@ def make_zero3(out: Path, settings: dict[str, Any], ranks: int) -> int:
     flat = [tensor(numel, (numel,)) for _ in range(3)]
     state = {0: {"step": 5.0, "exp_avg": flat[1], "exp_avg_sq": flat[2]}}
     group = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": [0]}
-    kept = {
+    optimizer = {
         "zero_stage": 3, "partition_count": ranks, "fp32_flat_groups": flat[:1],
         "optimizer_state_dict": {"state": state, "param_groups": [group]},
     }  # fmt: skip
     sizes = OrderedDict((name, Opaque("torch", "Size", (shape,))) for name, shape in shapes.items())
-    said = {
+    module = {
         "module": OrderedDict(), "buffer_names": [], "optimizer": None, "param_shapes": [sizes],
         "frozen_param_shapes": None, "frozen_param_fragments": None, "shared_params": {}, "global_steps": 5,
         "skipped_steps": 0, "dp_world_size": ranks, "mp_world_size": 1, "ds_config": {}, "ds_version": "0.19.8",
     }  # fmt: skip
     for name, value, needed in (
-        ("zero_pp_rank_{}_mp_rank_00_model_states.pt", said, {}),
-        ("bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt", {"optimizer_state_dict": kept}, storages),
+        ("zero_pp_rank_{}_mp_rank_00_model_states.pt", module, {}),
+        ("bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt", {"optimizer_state_dict": optimizer}, storages),
     ):
         archive, first = plan_archive(value, needed), tag / name.format(0)
         with first.open("wb") as file:

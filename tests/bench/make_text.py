@@ -24,29 +24,29 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--megabytes", type=int, default=300)
     parser.add_argument("--vocabulary", type=int, default=32_000)
-    told = parser.parse_args()
-    told.out.mkdir(parents=True)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True)
     chosen = random.Random(1)
     syllables = f"{SYLLABLES} {LETTERS}".split()
     words = list({"".join(chosen.choices(syllables, k=chosen.randint(1, 5))) for _ in range(300_000)})
     weights = list(accumulate(1 / (place + 5) for place in range(len(words))))
 
     def sentence() -> str:
-        held = " ".join(chosen.choices(words, cum_weights=weights, k=chosen.randint(4, 20)))
-        return held.capitalize() + chosen.choice([".", "?", "!", ",\n", "..."])
+        joined = " ".join(chosen.choices(words, cum_weights=weights, k=chosen.randint(4, 20)))
+        return joined.capitalize() + chosen.choice([".", "?", "!", ",\n", "..."])
 
     lines = [sentence() for _ in range(SENTENCES)]
-    (told.out / "corpus.txt").write_text("\n".join(line.replace("\n", " ") for line in lines for _ in range(2)))
-    train(told.out, told.vocabulary)
-    with (told.out / "chat.jsonl").open("w") as file:
-        while file.tell() < told.megabytes * 10**6:
+    (args.out / "corpus.txt").write_text("\n".join(line.replace("\n", " ") for line in lines for _ in range(2)))
+    train(args.out, args.vocabulary)
+    with (args.out / "chat.jsonl").open("w") as file:
+        while file.tell() < args.megabytes * 10**6:
             block = []
             for _ in range(1000):
                 turns = []
                 for _ in range(chosen.choice([1, 1, 1, 2])):
                     turns.append(("user", " ".join(chosen.choices(lines, k=chosen.randint(1, 2)))))
                     turns.append(("assistant", " ".join(chosen.choices(lines, k=chosen.randint(1, 5)))))
-                text = "".join(f"<<<|{role}|>>>{said}<<<|{role}|>>>" for role, said in turns)
+                text = "".join(f"<<<|{role}|>>>{sentences}<<<|{role}|>>>" for role, sentences in turns)
                 block.append(json.dumps({"text": text}, ensure_ascii=False) + "\n")
             file.writelines(block)
 

@@ -21,11 +21,11 @@ from safetensors import safe_open
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a folder."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return found
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return tensors
 
 
 def make(source: Path, out: Path, stage: int, ranks: int) -> None:
@@ -43,21 +43,28 @@ def make(source: Path, out: Path, stage: int, ranks: int) -> None:
     }  # fmt: skip
     for rank in range(ranks):
         flats = [flat(group, stage, rank, ranks) for group in groups]
-        state = {index: {"step": torch.tensor(1.0), "exp_avg": one * 0.1, "exp_avg_sq": one * one} for index, one in
-                 enumerate(flats)}  # fmt: skip
+        state = {
+            index: {"step": torch.tensor(1.0), "exp_avg": value * 0.1, "exp_avg_sq": value * value}
+            for index, value in enumerate(flats)
+        }
         inner = {"state": state, "param_groups": [{"lr": 1e-3, "params": [index]} for index in range(len(flats))]}
         if stage == 3:
-            held = {"zero_stage": 3, "partition_count": ranks, "optimizer_state_dict": inner, "fp32_flat_groups": flats}
+            states = {
+                "zero_stage": 3,
+                "partition_count": ranks,
+                "optimizer_state_dict": inner,
+                "fp32_flat_groups": flats,
+            }
             empty = OrderedDict((name, torch.empty(0, dtype=torch.bfloat16)) for name in module)
             torch.save({"module": empty, **head}, tag / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
         else:
-            held = {
+            states = {
                 "zero_stage": 2, "partition_count": [ranks] * 2, "base_optimizer_state": inner,
                 "single_partition_of_fp32_groups": flats, "group_paddings": [0, 0],
             }  # fmt: skip
-        held["ds_version"] = "0.19.8"
+        states["ds_version"] = "0.19.8"
         path = tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        torch.save({"optimizer_state_dict": held, "ds_config": {}, "ds_version": "0.19.8"}, path)
+        torch.save({"optimizer_state_dict": states, "ds_config": {}, "ds_version": "0.19.8"}, path)
     if stage < 3:
         torch.save({"module": OrderedDict(module), **head}, tag / "mp_rank_00_model_states.pt")
 
@@ -65,13 +72,13 @@ def make(source: Path, out: Path, stage: int, ranks: int) -> None:
 def flat(group: dict[str, torch.Tensor], stage: int, rank: int, ranks: int) -> torch.Tensor:
     """A rank's part of a group: an interval of all, or in stage 3 an interval of each."""
     if stage == 3:
-        return torch.cat([one.flatten().float().chunk(ranks)[rank] for one in group.values()])
-    return torch.cat([one.flatten() for one in group.values()]).chunk(ranks)[rank].float().clone()
+        return torch.cat([tensor.flatten().float().chunk(ranks)[rank] for tensor in group.values()])
+    return torch.cat([tensor.flatten() for tensor in group.values()]).chunk(ranks)[rank].float().clone()
 
 
-def same(one: Path, two: Path) -> bool:
+def same(first: Path, second: Path) -> bool:
     """Whether two folders hold the same tensors."""
-    ours, theirs = weights(one), weights(two)
+    ours, theirs = weights(first), weights(second)
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 

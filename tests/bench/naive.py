@@ -70,11 +70,11 @@ def convert(source: Path, out: Path, tp: int, pp: int, dtype: str | None) -> Non
     (out / "latest_checkpointed_iteration.txt").write_text("release")
 
 
-def same(one: Path, two: Path) -> bool:
+def same(first: Path, second: Path) -> bool:
     """Whether two run folders hold the same files of the same tensors, bit for bit."""
-    names = [sorted(str(path.relative_to(root)) for path in root.glob("*/*/*.pt")) for root in (one, two)]
+    names = [sorted(str(path.relative_to(root)) for path in root.glob("*/*/*.pt")) for root in (first, second)]
     for name in names[0] if names[0] == names[1] else ():
-        a, b = (torch.load(root / name, weights_only=False)["model"] for root in (one, two))
+        a, b = (torch.load(root / name, weights_only=False)["model"] for root in (first, second))
         if a.keys() != b.keys() or not all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a):
             return False
     return names[0] == names[1] != []

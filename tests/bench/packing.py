@@ -31,22 +31,22 @@ COUNTED = 20_000_000
 def lengths(kind: str, number: int) -> np.ndarray:
     random = np.random.default_rng(7)
     if kind == "chat":
-        found = random.lognormal(5.7, 0.9, number)
+        sizes = random.lognormal(5.7, 0.9, number)
     elif kind == "translation":
-        found = random.lognormal(4.1, 0.6, number)
+        sizes = random.lognormal(4.1, 0.6, number)
     else:
-        found = np.where(random.random(number) < 0.5, random.normal(1700, 500, number), random.normal(250, 80, number))
-    return np.clip(found, 4, CAPACITY).astype(np.int32)
+        sizes = np.where(random.random(number) < 0.5, random.normal(1700, 500, number), random.normal(250, 80, number))
+    return np.clip(sizes, 4, CAPACITY).astype(np.int32)
 
 
-def trl_loop(found: np.ndarray) -> int:
+def trl_loop(sizes: np.ndarray) -> int:
     """Rows of TRL's algorithm: its tree of free spaces, asked once for each document."""
     from trl.data_utils import _SegmentTree
 
     tree, spaces, rows = _SegmentTree(CAPACITY), defaultdict(deque), []
     tree.add(CAPACITY)
-    order = np.argsort(-found, kind="stable")
-    for length, document in zip(found[order], order, strict=True):
+    order = np.argsort(-sizes, kind="stable")
+    for length, document in zip(sizes[order], order, strict=True):
         space = tree.search(length)
         if space < CAPACITY:
             row = spaces[space].popleft()
@@ -64,11 +64,11 @@ def trl_loop(found: np.ndarray) -> int:
     return len(rows)
 
 
-def trl_shipped(found: np.ndarray) -> int:
+def trl_shipped(sizes: np.ndarray) -> int:
     import pyarrow
     from trl.data_utils import _pack_bfd
 
-    ends = np.concatenate([[0], np.cumsum(found)]).astype(np.int64)
+    ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     tokens = pyarrow.LargeListArray.from_arrays(ends, pyarrow.array(np.zeros(ends[-1], np.int8)))
     return len(_pack_bfd(pyarrow.table({"input_ids": tokens}), CAPACITY))
 
@@ -76,23 +76,23 @@ def trl_shipped(found: np.ndarray) -> int:
 def main() -> None:
     rounds = int(sys.argv[1])
     packers: dict[str, Callable[[np.ndarray], int]] = {
-        "ours": lambda found: len(best_fit(found, CAPACITY, 1).offsets) - 1,
-        "k_bin": lambda found: len(k_bin(found, CAPACITY, 1).offsets) - 1,
-        "overflow": lambda found: len(next_fit(found, CAPACITY, 1).offsets) - 1,
+        "ours": lambda sizes: len(best_fit(sizes, CAPACITY, 1).offsets) - 1,
+        "k_bin": lambda sizes: len(k_bin(sizes, CAPACITY, 1).offsets) - 1,
+        "overflow": lambda sizes: len(next_fit(sizes, CAPACITY, 1).offsets) - 1,
     }
     if find_spec("trl"):
         packers |= {"TRL, loop": trl_loop, "TRL, shipped": trl_shipped}
     result: dict[str, dict[str, dict[str, list[float]]]] = {}
     for kind in ("chat", "translation", "bimodal"):
-        found = lengths(kind, DOCUMENTS)
+        sizes = lengths(kind, DOCUMENTS)
         result[kind] = {name: {"cpu": [], "fill": []} for name in packers}
         for number in range(rounds + 1):
             for name, pack in packers.items():
                 began = time.process_time()
-                rows = pack(found)
+                rows = pack(sizes)
                 if number:
                     result[kind][name]["cpu"].append(time.process_time() - began)
-                    result[kind][name]["fill"].append(float(found.sum()) / (rows * CAPACITY))
+                    result[kind][name]["fill"].append(float(sizes.sum()) / (rows * CAPACITY))
     many = lengths("chat", MANY)
     result["million"] = {"ours": {"cpu": [], "fill": []}}
     for number in range(rounds + 1):

@@ -56,16 +56,16 @@ def main() -> None:
                 here = place / "here"
                 here.mkdir()
                 began = time.monotonic()
-                for code, *words in programs:
-                    subprocess.run([sys.executable, "-c", code, *words], cwd=here, env=env, check=True, timeout=900,
+                for code, *argv in programs:
+                    subprocess.run([sys.executable, "-c", code, *argv], cwd=here, env=env, check=True, timeout=900,
                                    capture_output=True)  # fmt: skip
                 seconds[way] += [time.monotonic() - began] if number else []
                 disk[way] = sum(path.stat().st_size for path in here.rglob("*") if path.is_file())
                 shutil.rmtree(here)
                 shutil.rmtree(place / "home", ignore_errors=True)
-    for way, held in seconds.items():
-        spread = f"({min(held):.1f} to {max(held):.1f})"
-        print(f"{way:28} {median(held):6.1f} s {spread}  {nbytes / median(held) / 1e6:5.0f} MB/s")
+    for way, samples in seconds.items():
+        spread = f"({min(samples):.1f} to {max(samples):.1f})"
+        print(f"{way:28} {median(samples):6.1f} s {spread}  {nbytes / median(samples) / 1e6:5.0f} MB/s")
         print(f"{'':28} {disk[way] / nbytes:.1f} times the model is on the disk at the end")
 
 

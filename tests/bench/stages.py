@@ -70,8 +70,8 @@ def count(stage: str, seconds: float) -> None:
 class Hasher:
     """A hash whose updates are counted."""
 
-    def __init__(self, made: Any) -> None:
-        self.update, self.hexdigest = timed(made.update, "hash"), made.hexdigest
+    def __init__(self, hasher: Any) -> None:
+        self.update, self.hexdigest = timed(hasher.update, "hash"), hasher.hexdigest
 
 
 def child() -> None:
@@ -108,25 +108,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("words", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    found: list[dict[str, float]] = []
+    runs: list[dict[str, float]] = []
     for _ in range(options.rounds):
-        made = subprocess.run(
+        ran = subprocess.run(
             [sys.executable, "-m", "tests.bench.stages", "--child", *options.words],
             capture_output=True,
             text=True,
             check=False,
         )
-        if made.returncode:
-            sys.exit(made.stderr)
-        found.append(json.loads(made.stderr.splitlines()[-1]))
+        if ran.returncode:
+            sys.exit(ran.stderr)
+        runs.append(json.loads(ran.stderr.splitlines()[-1]))
         shutil.rmtree(options.words[2], ignore_errors=True)
     stages = sorted(
-        {stage for one in found for stage in one}, key=lambda stage: -median(one.get(stage, 0) for one in found)
+        {stage for seconds_of in runs for stage in seconds_of},
+        key=lambda stage: -median(seconds_of.get(stage, 0) for seconds_of in runs),
     )
-    total = median(one["all"] for one in found)
+    total = median(seconds_of["all"] for seconds_of in runs)
     named = 0.0
     for stage in stages:
-        seconds = median(one.get(stage, 0) for one in found)
+        seconds = median(seconds_of.get(stage, 0) for seconds_of in runs)
         named += seconds if stage != "all" else 0
         print(f"{stage:32} {seconds:6.2f}  {100 * seconds / total:4.0f} %")
     print(f"{'start, threads and end':32} {total - named:6.2f}")

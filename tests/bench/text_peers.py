@@ -48,13 +48,13 @@ def encode_all(folder: Path, number: int, of: int, ready, out) -> None:
 
 def bound(folder: Path, out: Path) -> None:
     cores = len(os.sched_getaffinity(0))
-    ready, found = multiprocessing.Barrier(cores), multiprocessing.Queue()
-    shares = [(folder, number, cores, ready, found) for number in range(cores)]
-    held = [multiprocessing.Process(target=encode_all, args=share) for share in shares]
-    for process in held:
+    ready, queue = multiprocessing.Barrier(cores), multiprocessing.Queue()
+    shares = [(folder, number, cores, ready, queue) for number in range(cores)]
+    processes = [multiprocessing.Process(target=encode_all, args=share) for share in shares]
+    for process in processes:
         process.start()
-    times = [found.get() for _ in held]
-    for process in held:
+    times = [queue.get() for _ in processes]
+    for process in processes:
         process.join()
     out.write_text(str(max(end for _, end in times) - min(begin for begin, _ in times)))
 

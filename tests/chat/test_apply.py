@@ -22,12 +22,12 @@ CHAT = [
 
 def applied(folder, name, rows=10_000):
     """Apply a template, and put the new files in the folder."""
-    made = apply_template(dict(files(folder)), load_template(name), rows)
-    for file, text in made.texts.items():
+    result = apply_template(dict(files(folder)), load_template(name), rows)
+    for file, text in result.texts.items():
         (folder / file).write_bytes(text)
-    for file in made.removed:
+    for file in result.removed:
         (folder / file).unlink()
-    return made
+    return result
 
 
 def held(folder, name):
@@ -44,12 +44,12 @@ def test_transformers_reads_what_comes_out(tmp_path, name, style, known):
     tokenizer = worlds.tokenizer(*(needed if known else ()))
     before, first = worlds.length(tokenizer), worlds.length(worlds.tokenizer())
     folder = worlds.folder(tmp_path / "model", tokenizer, style)
-    made = applied(folder, name)
-    assert made.added == (() if known else needed)
-    assert made.length == first + len(needed) == before + len(made.added)
+    result = applied(folder, name)
+    assert result.added == (() if known else needed)
+    assert result.length == first + len(needed) == before + len(result.added)
 
     loaded = AutoTokenizer.from_pretrained(folder)
-    assert len(loaded) == made.length
+    assert len(loaded) == result.length
     for number, token in enumerate(needed):
         assert loaded.encode(token, add_special_tokens=False) == [first + number]
         inside = loaded.encode(f"x{token}y {token}", add_special_tokens=False)
@@ -64,7 +64,7 @@ def test_transformers_reads_what_comes_out(tmp_path, name, style, known):
     stop = loaded.convert_tokens_to_ids(TEMPLATES[name].terminators[0])
     assert trained.count(stop) == 2
     assert GenerationConfig.from_pretrained(folder).eos_token_id == [1, stop]
-    assert made.terminator == TEMPLATES[name].terminators[0]
+    assert result.terminator == TEMPLATES[name].terminators[0]
 
 
 @pytest.mark.parametrize("kind", ["LlamaTokenizerFast", "Qwen2TokenizerFast", "GPT2TokenizerFast"])
@@ -75,10 +75,10 @@ def test_tokenizer_classes_of_a_model_read_them_too(tmp_path, kind):
     tokenizer = worlds.tokenizer()
     changes = {"tokenizer_class": kind, "unk_token": "<pad>"}
     folder = worlds.folder(tmp_path / "model", tokenizer, 4, tokenizer_config=changes)
-    made = applied(folder, "chatml")
+    result = applied(folder, "chatml")
     loaded = AutoTokenizer.from_pretrained(folder)
     ids = [worlds.length(tokenizer), worlds.length(tokenizer) + 1]
-    assert loaded.convert_tokens_to_ids(list(made.added)) == ids
+    assert loaded.convert_tokens_to_ids(list(result.added)) == ids
     assert loaded.encode("x<|im_end|>y", add_special_tokens=False).count(ids[1]) == 1
 
 
@@ -87,7 +87,7 @@ def test_every_other_byte_stays(tmp_path, style):
     """tokenizer.json gets its entries, tokenizer_config.json loses its template, nothing else moves."""
     folder = worlds.folder(tmp_path / "model", worlds.tokenizer(), style)
     before = {path.name: path.read_text() for path in folder.iterdir()}
-    made = applied(folder, "chatml")
+    result = applied(folder, "chatml")
     after = {path.name: path.read_text() for path in folder.iterdir()}
     assert after.keys() - before.keys() == {"chat_template.jinja"}
     assert after["chat_template.jinja"] == load_template("chatml")
@@ -95,14 +95,14 @@ def test_every_other_byte_stays(tmp_path, style):
     lost = [line for line in before["tokenizer.json"].splitlines() if line not in after["tokenizer.json"].splitlines()]
     assert lost == []
     assert after["tokenizer.json"].partition('"normalizer"')[2] == before["tokenizer.json"].partition('"normalizer"')[2]
-    assert set(made.texts) == {"chat_template.jinja", "generation_config.json", "tokenizer.json"} | (
+    assert set(result.texts) == {"chat_template.jinja", "generation_config.json", "tokenizer.json"} | (
         {"tokenizer_config.json"} if style == 4 else set()
     )
     config = held(folder, "tokenizer_config.json")
     assert list(config) == [key for key in json.loads(before["tokenizer_config.json"]) if key != "chat_template"]
     if style == 4:
         decoder = config["added_tokens_decoder"]
-        assert {decoder[key]["content"] for key in list(decoder)[-2:]} == set(made.added)
+        assert {decoder[key]["content"] for key in list(decoder)[-2:]} == set(result.added)
         assert set(decoder[list(decoder)[-1]]) == set(decoder["0"])
     made_again = apply_template(dict(files(folder)), load_template("chatml"), 10_000)
     assert (made_again.texts, made_again.added) == ({}, ())
@@ -129,9 +129,9 @@ def test_a_token_that_is_no_special_one_becomes_one(tmp_path):
     tokenizer = Tokenizer.from_str(json.dumps(tokenizer))
     assert len(tokenizer.encode("a<|im_end|>").ids) > 2
     folder = worlds.folder(tmp_path / "model", tokenizer, 4)
-    made = applied(folder, "chatml", rows=worlds.length(tokenizer))
-    assert (made.added, made.length, made.rows_needed) == ((), worlds.length(tokenizer), made.rows)
-    assert "<|im_end|>, <|im_start|> become special tokens, which they were not" in made.notes
+    result = applied(folder, "chatml", rows=worlds.length(tokenizer))
+    assert (result.added, result.length, result.rows_needed) == ((), worlds.length(tokenizer), result.rows)
+    assert "<|im_end|>, <|im_start|> become special tokens, which they were not" in result.notes
     loaded = AutoTokenizer.from_pretrained(folder)
     assert loaded.encode("a<|im_end|>", add_special_tokens=False)[-1] == last
     assert loaded.decode([last, last + 1], skip_special_tokens=True) == ""
@@ -170,10 +170,10 @@ def test_generation_stops_at_all_old_ids_and_the_terminator(tmp_path, generation
         (folder / "generation_config.json").unlink()
     applied(folder, "control")
     end = worlds.length(tokenizer) + 1
-    made = held(folder, "generation_config.json")
-    assert made["eos_token_id"] == [end if one == "end" else one for one in expected]
-    assert made["bos_token_id"] == 0
-    assert made.get("pad_token_id") == config.get("pad_token_id")
+    generated = held(folder, "generation_config.json")
+    assert generated["eos_token_id"] == [end if token == "end" else token for token in expected]
+    assert generated["bos_token_id"] == 0
+    assert generated.get("pad_token_id") == config.get("pad_token_id")
 
 
 def test_users_templates(tmp_path):
@@ -181,12 +181,12 @@ def test_users_templates(tmp_path):
     theirs = "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<end>{% endfor %}"
     (tmp_path / "mine.jinja").write_text(theirs)
     folder = worlds.folder(tmp_path / "model", worlds.tokenizer(AddedToken("<end>", special=False)))
-    made = applied(folder, str(tmp_path / "mine.jinja"))
-    assert (made.terminator, made.added) == ("<end>", ("<|turn|>",))
-    assert made.texts["chat_template.jinja"] == theirs.encode()
+    result = applied(folder, str(tmp_path / "mine.jinja"))
+    assert (result.terminator, result.added) == ("<end>", ("<|turn|>",))
+    assert result.texts["chat_template.jinja"] == theirs.encode()
     zephyr = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
-    made = apply_template(dict(files(folder)), zephyr, 999)
-    assert (made.terminator, made.added) == ("</s>", ("<|user|>", "<|assistant|>", "<|system|>"))
+    result = apply_template(dict(files(folder)), zephyr, 999)
+    assert (result.terminator, result.added) == ("</s>", ("<|user|>", "<|assistant|>", "<|system|>"))
     with pytest.raises(RefusedError, match="never stop"):
         apply_template(dict(files(folder)), "{% for m in messages %}{{ m.content }}\n{% endfor %}", 999)
     with pytest.raises(SourceError, match="TemplateSyntaxError"):
@@ -200,11 +200,11 @@ def test_other_files_with_tokens_and_templates(tmp_path):
     (folder / "chat_template.json").write_text('{"chat_template": "x"}')
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tools.jinja").write_text("x")
-    made = applied(folder, "chatml")
-    assert set(made.removed) == {"chat_template.json", "additional_chat_templates/tools.jinja"}
-    count = made.length
+    result = applied(folder, "chatml")
+    assert set(result.removed) == {"chat_template.json", "additional_chat_templates/tools.jinja"}
+    count = result.length
     assert held(folder, "added_tokens.json") == {"<pad>": 2, "<|im_start|>": count - 2, "<|im_end|>": count - 1}
-    assert any(note.startswith("tokenizer.model lacks them") for note in made.notes)
+    assert any(note.startswith("tokenizer.model lacks them") for note in result.notes)
 
 
 def test_no_fast_tokenizer_is_refused(tmp_path):
@@ -228,12 +228,12 @@ def test_ids_with_holes_are_refused(tmp_path):
 
 def test_a_tokenizer_that_changes_the_text_first_still_sees_the_token():
     """Lower case, the SentencePiece prefix: control tokens are matched as they are written."""
-    made = worlds.tokenizer()
-    made.normalizer = normalizers.Sequence([normalizers.Lowercase(), normalizers.Prepend("▁")])
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    edited, known = with_tokens(made.to_str().encode(), ["<|IM|>"])
+    lowercasing = worlds.tokenizer()
+    lowercasing.normalizer = normalizers.Sequence([normalizers.Lowercase(), normalizers.Prepend("▁")])
+    lowercasing.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    edited, known = with_tokens(lowercasing.to_str().encode(), ["<|IM|>"])
     assert known.single("<|IM|>")
-    assert read_vocabulary(edited).ids["<|IM|>"] == worlds.length(made)
+    assert read_vocabulary(edited).ids["<|IM|>"] == worlds.length(lowercasing)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"model": 1}', b"\xff\xfe", b"raw"])

@@ -18,9 +18,9 @@ from formats.errors import RefusedError, SourceError, UsageError, VitruvianError
 from tests.chat import worlds
 
 
-def run(*words):
+def run(*argv):
     """Run the command: (stdout, stderr); errors are raised."""
-    done = CliRunner().invoke(assets, [str(word) for word in words], standalone_mode=False)
+    done = CliRunner().invoke(assets, [str(word) for word in argv], standalone_mode=False)
     if done.exception is not None:
         raise done.exception
     return done.stdout, done.stderr
@@ -51,15 +51,15 @@ def test_a_model_becomes_one_that_chats(world):
 
     out, base = world
     config = (out / "config.json").read_bytes()
-    printed, said = run(out, "--from", base, "--chat-template", "chatml")
+    printed, notes = run(out, "--from", base, "--chat-template", "chatml")
     assert set(snapshot(out)) == {
         "LICENSE", "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
         "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
     assert (out / "config.json").read_bytes() == config
     assert "new  chat_template.jinja" in printed
-    assert "note: the tokenizer gets <|im_start|> (" in said
-    assert "train them" in said
+    assert "note: the tokenizer gets <|im_start|> (" in notes
+    assert "train them" in notes
     tokenizer = AutoTokenizer.from_pretrained(out)
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert GenerationConfig.from_pretrained(out).eos_token_id == [1, stop]
@@ -69,10 +69,10 @@ def test_a_model_becomes_one_that_chats(world):
 
 def test_twice_is_once(world):
     out, base = world
-    words = (out, "--from", base, "--chat-template", "control")
-    run(*words)
+    argv = (out, "--from", base, "--chat-template", "control")
+    run(*argv)
     first, inodes = snapshot(out), {path.name: path.stat().st_ino for path in out.iterdir()}
-    printed, _ = run(*words)
+    printed, _ = run(*argv)
     assert snapshot(out) == first
     assert {path.name: path.stat().st_ino for path in out.iterdir()} == inodes
     assert "new" not in printed
@@ -94,12 +94,12 @@ def test_dry_run_writes_nothing(world):
     out, base = world
     before = snapshot(out)
     printed, _ = run(out, "--from", base, "--chat-template", "llama3", "-n", "--json")
-    told = json.loads(printed)
+    report = json.loads(printed)
     assert snapshot(out) == before
-    assert told["files"]["tokenizer.json"] == "new"
-    assert told["added"] == list(worlds.NEEDED["llama3"])
-    assert (told["rows"], told["rows_needed"], told["terminator"]) == (embedding_rows(out),) * 2 + ("<|eot_id|>",)
-    assert told["problems"] == []
+    assert report["files"]["tokenizer.json"] == "new"
+    assert report["added"] == list(worlds.NEEDED["llama3"])
+    assert (report["rows"], report["rows_needed"], report["terminator"]) == (embedding_rows(out),) * 2 + ("<|eot_id|>",)
+    assert report["problems"] == []
 
 
 def test_rows_that_lack_are_refused_and_nothing_changes(world):
@@ -130,11 +130,11 @@ def test_a_poor_template_of_the_base_model_is_a_note_unless_it_is_asked_for(worl
     out, base = world
     template = load_template("chatml")
     (base / "chat_template.jinja").write_text(template)
-    _, said = run(out, "--from", base)
-    assert "note: <|im_end|>, which ends a reply, is not a single special token" in said
+    _, notes = run(out, "--from", base)
+    assert "note: <|im_end|>, which ends a reply, is not a single special token" in notes
     run(out, "--chat-template", base / "chat_template.jinja")
-    _, said = run(out, "--from", out, "--chat-template", "chatml")
-    assert "not a single" not in said
+    _, notes = run(out, "--from", out, "--chat-template", "chatml")
+    assert "not a single" not in notes
 
 
 def test_parts_of_two_tokenizers_are_refused(world):
@@ -209,7 +209,7 @@ def test_rows_of_sharded_weights_and_without_weights(world, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("argv", "sentence"),
     [
         (["OUT"], "nothing to do"),
         (["OUT", "--from", "OUT/nowhere"], "is not a folder"),
@@ -219,9 +219,9 @@ def test_rows_of_sharded_weights_and_without_weights(world, tmp_path):
         (["OUT", "--chat-template", "chatml"], "no tokenizer at all"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_sentence(world, words, sentence):
+def test_what_cannot_be_done_is_said_in_one_sentence(world, argv, sentence):
     with pytest.raises(VitruvianError, match=sentence):
-        run(*(word.replace("OUT", str(world[0])) for word in words))
+        run(*(word.replace("OUT", str(world[0])) for word in argv))
     assert not list(world[0].glob(".*"))
 
 

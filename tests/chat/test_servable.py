@@ -34,14 +34,14 @@ def sound(path, **changes):
 @pytest.mark.parametrize("style", [4, 5])
 def test_nothing_is_wrong_after_a_template_was_applied(tmp_path, name, style):
     folder = worlds.folder(tmp_path / "model", worlds.tokenizer(), style)
-    made = apply_template(dict(files(folder)), load_template(name), 999)
-    for file, text in made.texts.items():
+    applied = apply_template(dict(files(folder)), load_template(name), 999)
+    for file, text in applied.texts.items():
         (folder / file).write_bytes(text)
-    assert problems(folder, made.rows_needed, need_template=True) == []
-    assert problems(folder, made.length, need_template=True) == []
+    assert problems(folder, applied.rows_needed, need_template=True) == []
+    assert problems(folder, applied.length, need_template=True) == []
     assert problems(folder, None, need_template=True) == []
-    too_few = problems(folder, made.length - 1, need_template=True)
-    entries = f"the tokenizer has {made.length} entries, the embedding {made.length - 1} rows"
+    too_few = problems(folder, applied.length - 1, need_template=True)
+    entries = f"the tokenizer has {applied.length} entries, the embedding {applied.length - 1} rows"
     assert too_few[0].startswith(f"{entries}: no text may have ")
 
 
@@ -50,9 +50,9 @@ def test_a_special_token_after_the_last_row_that_nothing_writes(tmp_path):
     tokenizer = worlds.tokenizer(*worlds.NEEDED["chatml"], "<image>")
     rows = worlds.length(tokenizer) - 1
     folder = worlds.folder(tmp_path / "model", tokenizer, rows=rows)
-    made = apply_template(dict(files(folder)), load_template("chatml"), rows)
-    assert (made.added, made.rows_needed) == ((), rows)
-    for file, text in made.texts.items():
+    applied = apply_template(dict(files(folder)), load_template("chatml"), rows)
+    assert (applied.added, applied.rows_needed) == ((), rows)
+    for file, text in applied.texts.items():
         (folder / file).write_bytes(text)
     (finding,) = findings(dict(files(folder)), rows, need_template=True)
     entries = f"the tokenizer has {rows + 1} entries, the embedding {rows} rows"
@@ -84,7 +84,7 @@ SETTINGS = {
 def test_settings(tmp_path, sentence):
     folder, _ = sound(tmp_path / "model", **SETTINGS[sentence])
     assert problems(folder, 400, need_template=True) == [sentence]
-    assert [one.blocks for one in findings(dict(files(folder)), 400)] == [True]
+    assert [finding.blocks for finding in findings(dict(files(folder)), 400)] == [True]
 
 
 def test_ids_that_are_fine(tmp_path):
@@ -145,15 +145,16 @@ def test_templates(tmp_path, sentence):
     if template:
         (folder / "chat_template.jinja").write_text(template)
     for needed in (True, False):
-        found = [one for one in findings(dict(files(folder)), length, needed) if one.sentence.startswith(sentence)]
-        assert [one.blocks for one in found] == [needed]
+        every = findings(dict(files(folder)), length, needed)
+        faults = [finding for finding in every if finding.sentence.startswith(sentence)]
+        assert [finding.blocks for finding in faults] == [needed]
 
 
 def test_a_template_that_only_training_suffers_from(tmp_path):
     folder, length = sound(tmp_path / "model")
     (folder / "chat_template.jinja").write_text(NO_BLOCKS)
-    found = findings(dict(files(folder)), length, need_template=True)
-    assert [(one.sentence.partition(",")[0], one.blocks) for one in found] == [
+    faults = findings(dict(files(folder)), length, need_template=True)
+    assert [(finding.sentence.partition(",")[0], finding.blocks) for finding in faults] == [
         ("the chat template has no {% generation %} block", False)
     ]
 
@@ -175,7 +176,7 @@ def test_templates_lie_in_several_places(tmp_path):
     for default, expected in ((load_template("chatml"), []), ("{% for %}", ["the chat template does not render"])):
         named = [{"name": "tool_use", "template": "{% if %}"}, {"name": "default", "template": default}]
         (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
-        assert [one.partition(":")[0] for one in problems(folder, length, need_template=True)] == expected
+        assert [problem.partition(":")[0] for problem in problems(folder, length, need_template=True)] == expected
 
 
 @pytest.mark.parametrize("flags", [{"special": False}, {"special": True, "single_word": True}])

@@ -44,12 +44,12 @@ def real():
     """`real(name)`: a tokenizer of transformers with the template's tokens."""
     from transformers import PreTrainedTokenizerFast
 
-    made = {}
+    tokenizers = {}
     for name in TEMPLATES:
         tokenizer = worlds.tokenizer(*worlds.NEEDED[name])
-        made[name] = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-        made[name].chat_template = load_template(name)
-    return made.__getitem__
+        tokenizers[name] = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+        tokenizers[name].chat_template = load_template(name)
+    return tokenizers.__getitem__
 
 
 @pytest.mark.parametrize(("name", "dialogue"), CASES)
@@ -59,10 +59,12 @@ def test_text_and_blocks_are_those_of_transformers(real, name, dialogue):
         text, spans = render(load_template(name), dialogue, **TOKENS, add_generation_prompt=prompt)
         options = {"add_generation_prompt": prompt}
         assert text == tokenizer.apply_chat_template(dialogue, tokenize=False, **options)
-        held = tokenizer.apply_chat_template(dialogue, return_dict=True, return_assistant_tokens_mask=True, **options)
+        expected = tokenizer.apply_chat_template(
+            dialogue, return_dict=True, return_assistant_tokens_mask=True, **options
+        )
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        assert encoded["input_ids"] == held["input_ids"]
-        assert masked(encoded["offset_mapping"], spans) == held["assistant_masks"]
+        assert encoded["input_ids"] == expected["input_ids"]
+        assert masked(encoded["offset_mapping"], spans) == expected["assistant_masks"]
         assert len(spans) == sum(message["role"] == "assistant" for message in dialogue)
 
 
@@ -75,11 +77,11 @@ def masked(offsets, spans):
 def test_the_terminator_is_trained_and_what_follows_is_not(real, name):
     """In every turn the token that ends it has mask 1, and so has nothing before the reply and behind that token."""
     tokenizer, end = real(name), TEMPLATES[name].terminators[0]
-    held = tokenizer.apply_chat_template(
+    expected = tokenizer.apply_chat_template(
         messages(DIALOGUES["turns"]), return_dict=True, return_assistant_tokens_mask=True
     )
-    tokens = tokenizer.convert_ids_to_tokens(held["input_ids"])
-    trained = [token for token, mask in zip(tokens, held["assistant_masks"], strict=True) if mask]
+    tokens = tokenizer.convert_ids_to_tokens(expected["input_ids"])
+    trained = [token for token, mask in zip(tokens, expected["assistant_masks"], strict=True) if mask]
     last = ["</s>"] if name == "control" else []
     assert trained == ["b", end, "d", end, "f", end, *last]
 
@@ -106,8 +108,8 @@ def test_chatml_and_llama3_as_published():
 @pytest.mark.parametrize(("name", "dialogue"), CASES)
 def test_a_prompt_is_the_beginning_of_what_is_trained(name, dialogue):
     template, text = load_template(name), render(load_template(name), dialogue, **TOKENS)[0]
-    for (place, asked), replied in pairwise(enumerate(dialogue)):
-        if asked["role"] == "user" and replied[1]["role"] == "assistant":
+    for (place, message), replied in pairwise(enumerate(dialogue)):
+        if message["role"] == "user" and replied[1]["role"] == "assistant":
             prompt = render(template, dialogue[: place + 1], **TOKENS, add_generation_prompt=True)[0]
             assert text.startswith(prompt)
 
@@ -115,10 +117,10 @@ def test_a_prompt_is_the_beginning_of_what_is_trained(name, dialogue):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_table_says_what_the_template_does(name):
     template, shipped = load_template(name), TEMPLATES[name]
-    seen = probe(template, **TOKENS)
-    assert set(seen.markers()) == set(shipped.tokens) == set(worlds.NEEDED[name])
-    assert seen.terminator({"</s>", *seen.markers(), TOKENS["eos_token"]}) == shipped.terminators[0]
-    assert seen.faults(shipped.terminators[0]) == []
+    probed = probe(template, **TOKENS)
+    assert set(probed.markers()) == set(shipped.tokens) == set(worlds.NEEDED[name])
+    assert probed.terminator({"</s>", *probed.markers(), TOKENS["eos_token"]}) == shipped.terminators[0]
+    assert probed.faults(shipped.terminators[0]) == []
 
 
 @pytest.mark.parametrize(("name", "role"), [("control", "system"), ("chatml", "tool"), ("llama3", "gpt")])
@@ -166,11 +168,11 @@ def test_other_templates_render_as_in_transformers(real, name):
     tokenizer = real("chatml")
     assert text == tokenizer.apply_chat_template(chat, chat_template=FOREIGN[name], tokenize=False)
     if "generation" in FOREIGN[name]:
-        held = tokenizer.apply_chat_template(
+        expected = tokenizer.apply_chat_template(
             chat, chat_template=FOREIGN[name], return_dict=True, return_assistant_tokens_mask=True
         )
         offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        assert masked(offsets, spans) == held["assistant_masks"] != []
+        assert masked(offsets, spans) == expected["assistant_masks"] != []
 
 
 def test_a_block_that_moves_is_an_error_and_not_a_wrong_mask():
@@ -236,12 +238,12 @@ def test_memory_is_bounded(monkeypatch):
 def test_a_guarded_process_tells_what_this_one_would():
     template = load_template("llama3")
     chat = messages(DIALOGUES["unicode"] + ["\ud800"], "S")
-    told = guarded(template, [Dialogue(chat), Dialogue(chat, True)], **TOKENS)
-    assert told.rendered == [
+    answer = guarded(template, [Dialogue(chat), Dialogue(chat, True)], **TOKENS)
+    assert answer.rendered == [
         render(template, chat, **TOKENS), render(template, chat, **TOKENS, add_generation_prompt=True)
     ]  # fmt: skip
-    assert told.names == {"messages", "bos_token", "add_generation_prompt"}
-    assert json.dumps(told.rendered)
+    assert answer.names == {"messages", "bos_token", "add_generation_prompt"}
+    assert json.dumps(answer.rendered)
 
 
 FAULTY = {
@@ -258,17 +260,17 @@ FAULTY = {
 
 @pytest.mark.parametrize("fault", FAULTY)
 def test_templates_that_train_badly_are_seen(fault):
-    seen = probe(FAULTY[fault], **TOKENS)
-    assert seen.terminator(["<|end|>", "</s>"]) == "<|end|>"
-    assert any(fault in said for said in seen.faults("<|end|>"))
+    probed = probe(FAULTY[fault], **TOKENS)
+    assert probed.terminator(["<|end|>", "</s>"]) == "<|end|>"
+    assert any(fault in sentence for sentence in probed.faults("<|end|>"))
 
 
 def test_terminators_of_other_formats():
     """Of templates without generation blocks too, and where an eos follows only the last reply."""
 
     def terminator(template, eos, *tokens):
-        seen = probe(template, bos_token=None, eos_token=eos)
-        return seen.terminator({*tokens, *seen.markers(), eos})
+        probed = probe(template, bos_token=None, eos_token=eos)
+        return probed.terminator({*tokens, *probed.markers(), eos})
 
     zephyr = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
     gemma = "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"

@@ -19,17 +19,17 @@ def folder(tmp_path):
 def altered(folder, **flags):
     """Flags of every added token."""
     path = folder / "tokenizer.json"
-    held = json.loads(path.read_text())
-    for token in held["added_tokens"]:
+    content = json.loads(path.read_text())
+    for token in content["added_tokens"]:
         token.update(flags)
-    path.write_text(json.dumps(held))
+    path.write_text(json.dumps(content))
 
 
 def tokenized(train, tmp_path, folder, template):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (tmp_path / "c.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
-    words = ["--input", tmp_path / "c.jsonl", "--tokenizer", folder, "--chat-template", template]
-    return train("tokenize", *words, "--output-prefix", tmp_path / "P", "--workers", 1)
+    options = ["--input", tmp_path / "c.jsonl", "--tokenizer", folder, "--chat-template", template]
+    return train("tokenize", *options, "--output-prefix", tmp_path / "P", "--workers", 1)
 
 
 def test_a_token_that_stands_alone_only_is_no_token_of_a_template(train, convert, model, tmp_path, folder):
@@ -39,8 +39,8 @@ def test_a_token_that_stands_alone_only_is_no_token_of_a_template(train, convert
     assert ran.code == 5, ran.err
     assert "has the token <|im_start|>, and does not find it beside letters" in ran.err
     assert '"single_word": false' in ran.err
-    made = convert("hf2hf", model("llama", vocab_size=500), tmp_path / "m")
-    assert made.code == 0, made.err
+    converted = convert("hf2hf", model("llama", vocab_size=500), tmp_path / "m")
+    assert converted.code == 0, converted.err
     (tmp_path / "m/tokenizer.model").unlink()
     ran = convert("assets", tmp_path / "m", "--from", folder, "--chat-template", "chatml")
     assert ran.code == 5, ran.err

@@ -19,27 +19,27 @@ NEEDED = {
 
 def tokenizer(*extra: str | AddedToken) -> Tokenizer:
     """A byte-level BPE whose last ids are the extra special tokens."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    built = Tokenizer(models.BPE())
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(
+    built.train_from_iterator(
         TEXTS,
         trainers.BpeTrainer(vocab_size=300, special_tokens=list(BASIC), initial_alphabet=alphabet, show_progress=False),
     )
     for token in extra:
         if isinstance(token, AddedToken):
-            made.add_tokens([token])
+            built.add_tokens([token])
         else:
-            made.add_special_tokens([token])
-    return made
+            built.add_special_tokens([token])
+    return built
 
 
-def length(made: Tokenizer) -> int:
-    return made.get_vocab_size(with_added_tokens=True)
+def length(built: Tokenizer) -> int:
+    return built.get_vocab_size(with_added_tokens=True)
 
 
-def folder(path: Path, made: Tokenizer, style: int = 5, rows: int | None = None, **changes: dict[str, Any]) -> Path:
+def folder(path: Path, built: Tokenizer, style: int = 5, rows: int | None = None, **changes: dict[str, Any]) -> Path:
     """A model folder without weights.
 
     Args:
@@ -50,10 +50,10 @@ def folder(path: Path, made: Tokenizer, style: int = 5, rows: int | None = None,
         changes: to `config`, `generation` and `tokenizer_config`; a value of None deletes a key.
     """
     path.mkdir(parents=True)
-    made.save(str(path / "tokenizer.json"))
+    built.save(str(path / "tokenizer.json"))
     files: dict[str, dict[str, Any]] = {
         "config": {
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": rows or length(made),
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": rows or length(built),
             "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
             "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 1,
         },
@@ -61,10 +61,10 @@ def folder(path: Path, made: Tokenizer, style: int = 5, rows: int | None = None,
         "tokenizer_config": {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"} | STYLES[style],
     }  # fmt: skip
     if style == 4:
-        decoder = {str(number): vars_of(token) for number, token in sorted(made.get_added_tokens_decoder().items())}
+        decoder = {str(number): vars_of(token) for number, token in sorted(built.get_added_tokens_decoder().items())}
         files["tokenizer_config"] |= {"added_tokens_decoder": decoder, "chat_template": "{{ messages[0]['content'] }}"}
-    for name, held in files.items():
-        values = {key: value for key, value in (held | changes.get(name, {})).items() if value is not None}
+    for name, settings in files.items():
+        values = {key: value for key, value in (settings | changes.get(name, {})).items() if value is not None}
         file = path / {"generation": "generation_config.json"}.get(name, f"{name}.json")
         file.write_text(json.dumps(values, indent=2) + "\n")
     return path

@@ -33,8 +33,8 @@ for words in json.loads(sys.argv[1]):
 
 def environment(home: Path, **changes: str) -> dict[str, str]:
     """Variables for a process of its own, whatever this one is set to."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    return kept | {
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    return variables | {
         "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1",
         "PYTHONPATH": str(ROOT),
     } | changes  # fmt: skip
@@ -42,21 +42,21 @@ def environment(home: Path, **changes: str) -> dict[str, str]:
 
 def there(env: Mapping[str, str], *commands: Sequence[object]) -> list[Ran]:
     """Run commands, one after the other, in one process of its own."""
-    words = json.dumps([[str(word) for word in command] for command in commands])
+    argvs = json.dumps([[str(word) for word in command] for command in commands])
     done = subprocess.run(
-        [sys.executable, "-c", MANY, words], check=False, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", MANY, argvs], check=False, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
-    found = [Ran(*json.loads(line)) for line in done.stdout.splitlines()]
-    for one in found:
-        assert "Traceback" not in one.err, one.err
-        assert "bug:" not in one.err, one.err
-    return found
+    results = [Ran(*json.loads(line)) for line in done.stdout.splitlines()]
+    for result in results:
+        assert "Traceback" not in result.err, result.err
+        assert "bug:" not in result.err, result.err
+    return results
 
 
-def start(env: Mapping[str, str], *words: object) -> subprocess.Popen[str]:
+def start(env: Mapping[str, str], *argv: object) -> subprocess.Popen[str]:
     """Start the command in a process of its own."""
-    command = [sys.executable, "-c", MAIN, "fetch", *map(str, words)]
+    command = [sys.executable, "-c", MAIN, "fetch", *map(str, argv)]
     return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

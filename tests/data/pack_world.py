@@ -57,35 +57,35 @@ def contents(folder: Path) -> dict[str, bytes]:
 def world(folder: Path, train, totals=TOTALS, **changes) -> tuple[list[object], dict[str, Path]]:
     """Data sets, a state file and a slices json: the words of a slicing, and the prefixes of the data sets."""
     dice = np.random.default_rng(5)
-    made = {
+    prefixes = {
         name: make(folder / "in" / name, dice.integers(0, 40, 260), seed=i, **changes) for i, name in enumerate(totals)
     }
     slices_json(folder / "slices.json", totals)
     assert train("packs", "state", folder / "in", folder / "state.0.yaml").code == 0
-    words = [*FLAGS, "--out_dir", folder / "out", "--slices_json", folder / "slices.json"]
-    return ["packs", "slice", *words, "--state_file", folder / "state.0.yaml", "-q"], made
+    argv = [*FLAGS, "--out_dir", folder / "out", "--slices_json", folder / "slices.json"]
+    return ["packs", "slice", *argv, "--state_file", folder / "state.0.yaml", "-q"], prefixes
 
 
-def check_cuts(out: Path, made: dict[str, Path], begin: int = 0) -> None:
+def check_cuts(out: Path, prefixes: dict[str, Path], begin: int = 0) -> None:
     """Every slice against its source, by brute force: no gap, no overlap, and the crossing document belongs to it."""
     record = json.loads((out / "packs.json").read_text())
-    for name, prefix in made.items():
+    for name, prefix in prefixes.items():
         source = open_indexed(prefix)
         rows = zip(record["packs"], yaml.safe_load((out / f"states/{name}/tokens.yaml").read_text())[name], strict=True)
-        document, wanted = begin, 0
+        document, requested = begin, 0
         for k, (pack, target) in enumerate(rows):
             number = k if record["packs"][0]["name"] == "warmup_0" else k + 1
-            wanted += target
+            requested += target
             behind = document
-            while source.sizes[begin:behind].sum() < wanted:
+            while source.sizes[begin:behind].sum() < requested:
                 behind += 1
-            one = pack["slices"].get(name)
-            assert (one is None) == (behind == document)
-            if one is None:
+            entry = pack["slices"].get(name)
+            assert (entry is None) == (behind == document)
+            if entry is None:
                 continue
-            slice_ = open_indexed(out / pack["name"] / one["files"])
-            assert one["documents"] == [document, behind]
-            assert one["files"].startswith(f"{name}_slice{number}_{document}_")
+            slice_ = open_indexed(out / pack["name"] / entry["files"])
+            assert entry["documents"] == [document, behind]
+            assert entry["files"].startswith(f"{name}_slice{number}_{document}_")
             assert slice_.whole
             assert np.array_equal(slice_.sizes, source.sizes[document:behind])
             tokens = [source[i] for i in range(document, behind)]

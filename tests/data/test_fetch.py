@@ -17,7 +17,7 @@ PAIR = "source: {}\nuser: q\nassistant: a\n"
 def fetch(train, monkeypatch, tmp_path):
     """`fetch(...)`: run the command in the test's own folder."""
     monkeypatch.chdir(tmp_path)
-    return lambda *words: train("fetch", *words)
+    return lambda *argv: train("fetch", *argv)
 
 
 def pairs(count: int, start: int = 0):
@@ -25,7 +25,7 @@ def pairs(count: int, start: int = 0):
 
 
 def asked(path):
-    return [one["conversations"][0]["content"] for one in lines_of(path)]
+    return [record["conversations"][0]["content"] for record in lines_of(path)]
 
 
 # --- what is written -------------------------------------------------------------------------------------------------
@@ -40,8 +40,8 @@ def test_lines_are_those_of_the_users_script(fetch, tmp_path):
     assert (ran.code, ran.err) == (0, "")
     assert ran.out == "2 read, 2 kept, 0 dropped\nSaved 2 examples to out.jsonl\n"
     turns = [[("user", odd), ("assistant", "bai")], [("user", "nola?"), ("assistant", odd)]]
-    records = [{"conversations": [{"role": role, "content": said} for role, said in one]} for one in turns]
-    expected = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in records)
+    records = [{"conversations": [{"role": role, "content": content} for role, content in record]} for record in turns]
+    expected = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     assert (tmp_path / "out.jsonl").read_bytes() == expected.encode()
 
 
@@ -59,7 +59,9 @@ def test_pairs_of_tables_are_text_and_nothing_else(fetch, tmp_path):
         ("Hello, how are you?", "Sveiki, kā jums klājas?"), ("NA", "007"), ('a "b"\nc', "null"), ("1e5", "2024-01-01"),
         ("True", " x "),
     ]  # fmt: skip
-    assert lines_of(tmp_path / "out.jsonl") == [{"text": before + one + between + two + after} for one, two in cells]
+    assert lines_of(tmp_path / "out.jsonl") == [
+        {"text": before + first + between + second + after} for first, second in cells
+    ]
 
 
 def test_the_readers_of_training_take_what_is_written(fetch, tmp_path):
@@ -70,8 +72,8 @@ def test_the_readers_of_training_take_what_is_written(fetch, tmp_path):
         recipe(tmp_path / "r.yml", PAIR.format("in.jsonl") + f"system: s\nas: {form}\n")
         assert fetch("r.yml", f"{form}.jsonl").code == 0
         read = reader(form, ("system", "user", "assistant"))
-        found = [read(one) for one in lines_of(tmp_path / f"{form}.jsonl")]
-        assert [list(one.roles) for one in found] == [["system", "user", "assistant"], ["user", "assistant"]]
+        records = [read(record) for record in lines_of(tmp_path / f"{form}.jsonl")]
+        assert [list(record.roles) for record in records] == [["system", "user", "assistant"], ["user", "assistant"]]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".jsonl.gz", ".csv.gz"])
@@ -79,14 +81,14 @@ def test_every_format_gives_the_same(fetch, tmp_path, suffix):
     records = pairs(300)
     text = {
         "json": json.dumps(records),
-        "csv": "q,a\n" + "".join(f"{one['q']},{one['a']}\n" for one in records),
-        "tsv": "q\ta\n" + "".join(f"{one['q']}\t{one['a']}\n" for one in records),
+        "csv": "q,a\n" + "".join(f"{record['q']},{record['a']}\n" for record in records),
+        "tsv": "q\ta\n" + "".join(f"{record['q']}\t{record['a']}\n" for record in records),
     }.get(suffix.removesuffix(".gz")[1:], "\n".join(map(json.dumps, records)))
     content = parquet(records) if suffix == ".parquet" else text.encode()
     (tmp_path / f"in{suffix}").write_bytes(gzip.compress(content) if suffix.endswith(".gz") else content)
     recipe(tmp_path / "r.yml", PAIR.format(f"in{suffix}"))
     assert fetch("r.yml", "out.jsonl").code == 0
-    assert asked(tmp_path / "out.jsonl") == [one["q"] for one in records]
+    assert asked(tmp_path / "out.jsonl") == [record["q"] for record in records]
 
 
 def test_several_files_are_read_in_order(fetch, tmp_path):
@@ -115,10 +117,10 @@ def test_out_has_the_name_of_the_recipe(fetch, tmp_path):
 
 
 def test_sharegpt_with_many_turns(fetch, tmp_path):
-    said = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}] * 2
-    columns = {"from": [one["from"] for one in said], "value": [one["value"] for one in said]}
+    dialogue = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}] * 2
+    columns = {"from": [turn["from"] for turn in dialogue], "value": [turn["value"] for turn in dialogue]}
     write_lines(
-        tmp_path / "in.jsonl", [{"c": said, "id": 7}, {"c": columns, "id": None}, {"c": [*said, {"from": "x"}]}]
+        tmp_path / "in.jsonl", [{"c": dialogue, "id": 7}, {"c": columns, "id": None}, {"c": [*dialogue, {"from": "x"}]}]
     )
     shape = "turns: {role: from, content: value}\nroles: {human: user, gpt: assistant, system: system}\n"
     recipe(tmp_path / "r.yml", "source: in.jsonl\nconversations: c\nkeep: id\n" + shape)
@@ -146,8 +148,8 @@ def test_kept_fields(fetch, tmp_path):
     (tmp_path / "in.parquet").write_bytes(parquet(rows))
     recipe(tmp_path / "r.yml", PAIR.format("in.parquet") + "keep: [t, n, l]\n")
     assert "2 kept, 1 dropped (type 1)" in fetch("r.yml", "out.jsonl").out
-    kept = [{name: one.get(name) for name in "tnl"} for one in lines_of(tmp_path / "out.jsonl")]
-    assert kept == [{"t": "2024-01-02T03:04:05", "n": number, "l": [1.5, None]} for number in (1.5, None)]
+    fields = [{name: record.get(name) for name in "tnl"} for record in lines_of(tmp_path / "out.jsonl")]
+    assert fields == [{"t": "2024-01-02T03:04:05", "n": number, "l": [1.5, None]} for number in (1.5, None)]
     deep = '{"q": "x", "a": "y", "t": ' + "[" * 100_000 + "]" * 100_000 + "}"
     (tmp_path / "deep.jsonl").write_text(deep + "\n" + json.dumps({**pairs(1)[0], "t": 1}))
     recipe(tmp_path / "d.yml", PAIR.format("deep.jsonl") + "keep: t\n")
@@ -162,12 +164,12 @@ def test_every_dropped_record_is_counted(fetch, tmp_path):
         '{"q": "x"}', '{"q": "x", "a": null}', '{"q": "x", "a": 5}', '{"q": "x", "a": ["y"]}', '{"q": "", "a": "y"}',
         '{"q": "x", "a": " \\n"}', "[]", "{", '"x"', '{"q": "\\ud83d", "a": "y"}', '{"q": NaN, "a": "y"}',
     ]  # fmt: skip
-    good = [json.dumps(one) for one in [*pairs(2), *pairs(1)]]
+    good = [json.dumps(record) for record in [*pairs(2), *pairs(1)]]
     (tmp_path / "in.jsonl").write_text("\n".join([*bad, "", "  ", *good]) + "\n")
     recipe(tmp_path / "r.yml", PAIR.format("in.jsonl") + "where: {q: {not: question 1}}\ndedup: prompt\n")
     ran = fetch("r.yml", "out.jsonl", "--json")
-    told = json.loads(ran.out)
-    assert told["dropped"] == {
+    report = json.loads(ran.out)
+    assert report["dropped"] == {
         "json": 3,
         "type": 2,
         "object": 2,
@@ -176,8 +178,8 @@ def test_every_dropped_record_is_counted(fetch, tmp_path):
         "duplicate": 1,
         "filter": 1,
     }
-    assert (told["read"], told["kept"], told["examples"]) == (14, 1, 1)
-    assert told["read"] == told["kept"] + sum(told["dropped"].values())
+    assert (report["read"], report["kept"], report["examples"]) == (14, 1, 1)
+    assert report["read"] == report["kept"] + sum(report["dropped"].values())
     strict = fetch("r.yml", "strict.jsonl", "--strict")
     assert strict.code == 3
     assert "record 1 of in.jsonl: the field is missing" in strict.err
@@ -223,7 +225,7 @@ def test_the_first_of_equal_prompts_stays(fetch, tmp_path):
     write_lines(tmp_path / "in.jsonl", [*records, {"q": "p1 ", "a": "other"}])
     recipe(tmp_path / "r.yml", PAIR.format("in.jsonl") + "system: s\n")
     assert "8 kept, 43 dropped (duplicate 43)" in fetch("r.yml", "out.jsonl", "--dedup", "prompt").out
-    assert [one["conversations"][-1]["content"] for one in lines_of(tmp_path / "out.jsonl")] == [*"0123456", "other"]
+    assert [row["conversations"][-1]["content"] for row in lines_of(tmp_path / "out.jsonl")] == [*"0123456", "other"]
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------
@@ -232,15 +234,15 @@ def test_the_first_of_equal_prompts_stays(fetch, tmp_path):
 def test_samples(fetch, tmp_path):
     write_lines(tmp_path / "in.jsonl", pairs(2000))
     recipe(tmp_path / "r.yml", PAIR.format("in.jsonl"))
-    for name, words in {"a": (100, 33), "b": (100, 33), "c": (100, 34), "d": (300, 33), "e": (5000, 33)}.items():
-        assert fetch("r.yml", f"{name}.jsonl", "--sample", words[0], "--seed", words[1]).code == 0
-    found = {name: asked(tmp_path / f"{name}.jsonl") for name in "abcde"}
-    assert found["a"] == found["b"] != found["c"]
-    assert len(set(found["a"])) == 100
-    assert set(found["a"]) < set(found["d"])
-    for one in found.values():  # the order of the source
-        assert one == sorted(one, key=lambda text: int(text.split()[1]))
-    assert len(found["e"]) == 2000
+    for name, draw in {"a": (100, 33), "b": (100, 33), "c": (100, 34), "d": (300, 33), "e": (5000, 33)}.items():
+        assert fetch("r.yml", f"{name}.jsonl", "--sample", draw[0], "--seed", draw[1]).code == 0
+    prompts = {name: asked(tmp_path / f"{name}.jsonl") for name in "abcde"}
+    assert prompts["a"] == prompts["b"] != prompts["c"]
+    assert len(set(prompts["a"])) == 100
+    assert set(prompts["a"]) < set(prompts["d"])
+    for sample in prompts.values():  # the order of the source
+        assert sample == sorted(sample, key=lambda text: int(text.split()[1]))
+    assert len(prompts["e"]) == 2000
 
 
 def test_a_sample_is_what_its_definition_says(fetch, tmp_path):
@@ -269,7 +271,7 @@ def test_samples_are_uniform(tmp_path):
         for line in sample.lines():
             hits[int(line)] += 1
     assert sum(hits) == 20000
-    assert sum((one - 1000) ** 2 / 1000 for one in hits) < 43.8 * 0.75
+    assert sum((count - 1000) ** 2 / 1000 for count in hits) < 43.8 * 0.75
 
 
 def test_candidates_are_forgotten(tmp_path):
@@ -294,7 +296,7 @@ def test_candidates_are_forgotten(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "content", "code", "said"),
+    ("text", "content", "code", "message"),
     [
         (PAIR.format("none.jsonl"), None, 2, "there is no file none.jsonl"),
         (PAIR.format("'*.csv'"), None, 2, "there is no file *.csv"),
@@ -317,21 +319,21 @@ def test_candidates_are_forgotten(tmp_path):
         (PAIR.format("in.jsonl"), b"", 3, "nothing is left of in.jsonl: 0 read"),
     ],
 )  # fmt: skip
-def test_errors(fetch, tmp_path, text, content, code, said):
-    made = recipe(tmp_path / "r.yml", text)
+def test_errors(fetch, tmp_path, text, content, code, message):
+    path = recipe(tmp_path / "r.yml", text)
     if content is not None:
         (tmp_path / text.split("\n")[0].removeprefix("source: ")).write_bytes(content)
     before = sorted(tmp_path.iterdir())
-    ran = fetch(made, "out.jsonl")
+    ran = fetch(path, "out.jsonl")
     assert ran.code == code, ran.err
-    assert said in ran.err
+    assert message in ran.err
     assert ran.out == ""
     assert len([line for line in ran.err.splitlines() if line.startswith("error: ")]) == 1
     assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("argv", "code", "message"),
     [
         ((), 2, "no recipe is named"),
         (("r.yml", "--seed", "3"), 2, "--seed has no effect without --sample"),
@@ -349,15 +351,15 @@ def test_errors(fetch, tmp_path, text, content, code, said):
         (("r.yml", "--source", "in.txt.bz2"), 2, "HF_HUB_OFFLINE"),
     ],
 )
-def test_usage(fetch, tmp_path, words, code, said, monkeypatch):
+def test_usage(fetch, tmp_path, argv, code, message, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     write_lines(tmp_path / "in.jsonl", pairs(2))
     recipe(tmp_path / "r.yml", PAIR.format("in.jsonl"))
     (tmp_path / "folder").mkdir()
     (tmp_path / "old.jsonl").write_text("old")
-    ran = fetch(*words)
+    ran = fetch(*argv)
     assert ran.code == code
-    assert said in ran.err
+    assert message in ran.err
     assert (tmp_path / "old.jsonl").read_text() == "old"
     assert not list(tmp_path.glob("*.tmp"))
 
@@ -391,7 +393,7 @@ def test_the_list(fetch):
     ran = fetch("--list")
     assert len(ran.out.splitlines()) == 10
     assert "aya-basque" in ran.out
-    assert {one["name"] for one in json.loads(fetch("--list", "--json").out)} >= {"codeact", "general"}
+    assert {entry["name"] for entry in json.loads(fetch("--list", "--json").out)} >= {"codeact", "general"}
 
 
 def test_quotes_of_tables(fetch, tmp_path):

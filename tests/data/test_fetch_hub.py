@@ -98,22 +98,22 @@ def magpie(count: int) -> list[dict[str, object]]:
 
 
 def interactions(count: int, name: str) -> list[dict[str, object]]:
-    said = [("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "q"), ("assistant", "a")]
-    turns = [{"content": content, "role": role} for role, content in said]
+    messages = [("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "q"), ("assistant", "a")]
+    turns = [{"content": content, "role": role} for role, content in messages]
     return [{"id": f"{name}/{number}", "conversations": turns} for number in range(count)]
 
 
 def test_aya_in_basque(hub, env, tmp_path):
     """Both splits in one file, in the order of the source: the users' pool of processes has another order each time."""
     commit = add_aya(hub)
-    ran, again, one = there(
+    ran, report, sampled = there(
         env,
         ["aya-basque", tmp_path / "AYA.jsonl"],
         ["aya-basque", tmp_path / "again.jsonl", "--json"],
         ["aya-basque", tmp_path / "test.jsonl", "--split", "test"],
     )
     assert (ran.code, ran.err) == (0, "")
-    expected = [one for one in aya(310) if one["language_code"] == "eus"]
+    expected = [record for record in aya(310) if record["language_code"] == "eus"]
     assert len(expected) == 104
     assert ran.out == (
         f"310 read, 104 kept, 206 dropped (filter 206); commit {commit}\n"
@@ -123,19 +123,19 @@ def test_aya_in_basque(hub, env, tmp_path):
         json.dumps(
             {
                 "conversations": [
-                    {"role": "user", "content": one["inputs"]}, {"role": "assistant", "content": one["targets"]}
+                    {"role": "user", "content": record["inputs"]}, {"role": "assistant", "content": record["targets"]}
                 ]
             },
             ensure_ascii=False,
         )
         + "\n"
-        for one in expected
+        for record in expected
     )  # fmt: skip
     assert (tmp_path / "AYA.jsonl").read_text() == (tmp_path / "again.jsonl").read_text() == text
-    told = json.loads(again.out)
-    assert told["commit"] == commit
-    assert told["parts"] == [f"{split} of CohereForAI/aya_dataset default" for split in ("train", "test")]
-    assert one.code == 0
+    about = json.loads(report.out)
+    assert about["commit"] == commit
+    assert about["parts"] == [f"{split} of CohereForAI/aya_dataset default" for split in ("train", "test")]
+    assert sampled.code == 0
     assert len(lines_of(tmp_path / "test.jsonl")) == 20
 
 
@@ -146,22 +146,22 @@ def test_magpie_ultra(hub, env, tmp_path):
     add_set(
         hub, "argilla/magpie-ultra-v0.1", {"README.md": card(default={"train": "data/*"}), "data/t.parquet": content}
     )
-    whole, drawn = there(
+    complete, drawn = there(
         env,
         ["magpie-ultra", tmp_path / "50K.jsonl"],
         ["magpie-ultra", tmp_path / "1K.jsonl", "--sample", 100, "--seed", 33],
     )
-    assert "1,500 read, 400 kept, 1,100 dropped (duplicate 1,100)" in whole.out
-    assert (whole.code, drawn.code) == (0, 0)
+    assert "1,500 read, 400 kept, 1,100 dropped (duplicate 1,100)" in complete.out
+    assert (complete.code, drawn.code) == (0, 0)
     first = {}
-    for one in records:
-        first.setdefault(one["instruction"], one["response"])
-    turns = [[turn["content"] for turn in one["conversations"]] for one in lines_of(tmp_path / "50K.jsonl")]
+    for record in records:
+        first.setdefault(record["instruction"], record["response"])
+    turns = [[turn["content"] for turn in record["conversations"]] for record in lines_of(tmp_path / "50K.jsonl")]
     assert turns == [[prompt, reply] for prompt, reply in first.items()]
-    held = (tmp_path / "50K.jsonl").read_bytes().splitlines()
+    lines = (tmp_path / "50K.jsonl").read_bytes().splitlines()
     sample = (tmp_path / "1K.jsonl").read_bytes().splitlines()
     assert len(sample) == 100
-    assert [one for one in held if one in set(sample)] == sample
+    assert [line for line in lines if line in set(sample)] == sample
 
 
 @pytest.mark.parametrize("name", ["magpie-8b", "magpie-8b-filtered", "magpie-70b", "magpie-70b-filtered"])
@@ -194,9 +194,10 @@ def test_code_act(hub, env, tmp_path):
     )
     assert ran[0].out.endswith(f"Saved 71 examples to {tmp_path / 'data/codeact.jsonl'}\n")
     assert ran[1].out.endswith(f"Saved 712 examples to {tmp_path / 'data/general.jsonl'}\n")
-    held = lines_of(tmp_path / "data/codeact.jsonl")
-    assert [one["id"] for one in held] == [f"codeact/{number}" for number in range(71)]
-    assert [turn["role"] for turn in held[0]["conversations"]] == ["system", "user", "assistant", "user", "assistant"]
+    records = lines_of(tmp_path / "data/codeact.jsonl")
+    assert [record["id"] for record in records] == [f"codeact/{number}" for number in range(71)]
+    roles = ["system", "user", "assistant", "user", "assistant"]
+    assert [turn["role"] for turn in records[0]["conversations"]] == roles
     assert ran[2].code == 2
     assert "has 2 splits, and the recipe names none" in ran[2].err
 
@@ -238,8 +239,8 @@ def test_a_folder_here_is_not_taken_for_a_set(hub, env, tmp_path, monkeypatch):
 def test_a_program_is_not_run(hub, env, tmp_path):
     trap = f"open({str(tmp_path / 'ran')!r}, 'w')\n"
     add_set(hub, "acme/script", {"script.py": trap.encode(), "README.md": b"x"})
-    made = recipe(tmp_path / "r.yml", "source: acme/script\nuser: q\nassistant: a\n")
-    (ran,) = there(env, [made, tmp_path / "out.jsonl"])
+    recipe_file = recipe(tmp_path / "r.yml", "source: acme/script\nuser: q\nassistant: a\n")
+    (ran,) = there(env, [recipe_file, tmp_path / "out.jsonl"])
     assert ran.code == 4, ran.err
     assert "scripts of others are not run here" in ran.err
     assert not (tmp_path / "ran").exists()
@@ -248,29 +249,29 @@ def test_a_program_is_not_run(hub, env, tmp_path):
 def test_what_does_not_exist(hub, env, tmp_path):
     add_aya(hub)
     hub.store.create("datasets/acme/secret", private=True)
-    made = {
+    recipes = {
         "set": "source: acme/nothing\nuser: q\nassistant: a\n",
         "secret": "source: acme/secret\nuser: q\nassistant: a\n",
         "config": "source: CohereForAI/aya_dataset\nconfig: defalt\nuser: inputs\nassistant: targets\nsplits: train\n",
         "field": "source: CohereForAI/aya_dataset\nconfig: default\nuser: input\nassistant: targets\nsplits: train\n",
     }
-    files = [recipe(tmp_path / f"{name}.yml", text) for name, text in made.items()]
+    files = [recipe(tmp_path / f"{name}.yml", text) for name, text in recipes.items()]
     out = tmp_path / "out.jsonl"
     ran = there(
         env,
-        *([one, out] for one in files),
+        *([file, out] for file in files),
         ["aya-basque", out, "--split", "tran"],
         ["aya-basque", out, "--revision", "v9"],
     )
-    assert [one.code for one in ran] == [2] * 6
+    assert [result.code for result in ran] == [2] * 6
     expected = (
         "acme/nothing or its revision does not exist", "does not give acme/secret to this token",
         "BuilderConfig 'defalt'", "has no field 'input': did you mean inputs?",
         "has no split 'tran': did you mean train?", "or its revision",
     )  # fmt: skip
-    for one, said in zip(ran, expected, strict=True):
-        assert said in one.err
-        assert one.out == ""
+    for result, message in zip(ran, expected, strict=True):
+        assert message in result.err
+        assert result.out == ""
     assert not list(tmp_path.glob("out*"))
 
 
@@ -284,14 +285,14 @@ def test_no_network(hub, env, tmp_path):
     nowhere = env | {"HF_ENDPOINT": "http://127.0.0.1:9"}
     unknown = env | {"HF_ENDPOINT": "http://no-such-host.invalid"}
     offline = env | {"HF_HUB_OFFLINE": "1"}
-    made = recipe(tmp_path / "r.yml", "source: acme/x\nuser: q\nassistant: a\n")
-    for one, code, said in (
+    recipe_file = recipe(tmp_path / "r.yml", "source: acme/x\nuser: q\nassistant: a\n")
+    for variables, code, message in (
         (env, 8, "the Hub is not able to serve acme/x now (503"), (nowhere, 8, "acme/x cannot be reached"),
         (unknown, 8, "acme/x cannot be reached"), (offline, 2, "HF_HUB_OFFLINE is set"),
     ):  # fmt: skip
-        (ran,) = there(one, [made, out])
+        (ran,) = there(variables, [recipe_file, out])
         assert (ran.code, ran.out) == (code, "")
-        assert said in ran.err
+        assert message in ran.err
         assert len(ran.err.splitlines()) == 2, ran.err  # the sentence and the hint
     assert not list(tmp_path.glob("out*"))
 
@@ -311,17 +312,17 @@ def test_a_network_that_goes_away_leaves_nothing(hub, env, tmp_path, monkeypatch
 
     lines = "".join(json.dumps({"q": f"{number}" * 200, "a": "y"}) + "\n" for number in range(10000))
     add_set(hub, "acme/long", {"a.jsonl": lines.encode(), "b.jsonl": lines.encode()})
-    made = recipe(tmp_path / "r.yml", "source: acme/long\nuser: q\nassistant: a\n")
+    recipe_file = recipe(tmp_path / "r.yml", "source: acme/long\nuser: q\nassistant: a\n")
     monkeypatch.setattr(module, "MANY", IMPATIENT + module.MANY)
     add_set(hub, "acme/table", {"a.parquet": parquet(aya(250)), "b.parquet": parquet(aya(250))})
     table = recipe(tmp_path / "t.yml", "source: acme/table\nuser: inputs\nassistant: targets\n")
     hub.faults.append(Fault("GET /datasets/acme/.*/resolve/.*/b[.]", drop_after=0, times=9999))
-    for ran in there(env, [made, tmp_path / "out.jsonl"], [table, tmp_path / "out.jsonl"]):
+    for ran in there(env, [recipe_file, tmp_path / "out.jsonl"], [table, tmp_path / "out.jsonl"]):
         assert ran.code == 8, ran.err
         assert "cannot be reached" in ran.err
         assert not list(tmp_path.glob("out*"))
     hub.faults.clear()
-    (ran,) = there(env, [made, tmp_path / "out.jsonl"])
+    (ran,) = there(env, [recipe_file, tmp_path / "out.jsonl"])
     assert "Saved 20000 examples" in ran.out
 
 
@@ -349,8 +350,8 @@ def test_interrupted(hub, env, tmp_path):
     hub.faults.append(Fault("GET /datasets/CohereForAI/aya_dataset/resolve/.*/test", stall=(0, stuck), times=9))
     for number in (15, 2):
         process = start(env, "aya-basque", tmp_path / "AYA.jsonl")
-        began, asked = time.monotonic(), len(hub.log)
-        while time.monotonic() - began < 60 and not any("/data/train" in one[1] for one in hub.log[asked:]):
+        began, requests = time.monotonic(), len(hub.log)
+        while time.monotonic() - began < 60 and not any("/data/train" in request[1] for request in hub.log[requests:]):
             time.sleep(0.05)
         time.sleep(0.5)
         process.send_signal(number)
@@ -375,12 +376,12 @@ def test_a_copy_is_read_where_there_is_no_network(hub, env, tmp_path):
     copy = tmp_path / "shared/aya"
     (ran,) = there(env, ["aya-basque", tmp_path / "one.jsonl", "--cache", copy])
     assert f"commit {commit}" in ran.out, ran.err
-    files = sorted(str(one.relative_to(copy)) for one in copy.rglob("*") if one.is_file())
+    files = sorted(str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file())
     assert files == [
         ".gitattributes", ".vitruvian.json", "README.md", "data/test-00000-of-00001.parquet",
         "data/train-00000-of-00001.parquet", "demographics/train.parquet",
     ][1:]  # fmt: skip
-    asked = len(hub.log)
+    requests = len(hub.log)
     offline = env | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "other")}
     again, direct = there(
         offline,
@@ -388,7 +389,7 @@ def test_a_copy_is_read_where_there_is_no_network(hub, env, tmp_path):
         ["aya-basque", tmp_path / "three.jsonl", "--source", copy],
     )
     assert (again.code, direct.code) == (0, 0), again.err + direct.err
-    assert len(hub.log) == asked
+    assert len(hub.log) == requests
     assert len({(tmp_path / f"{name}.jsonl").read_bytes() for name in ("one", "two", "three")}) == 1
     code = f"from datasets import load_dataset; print({{k: len(v) for k, v in load_dataset({str(copy)!r}).items()}})"
     done = subprocess.run(
@@ -412,7 +413,7 @@ def test_copies_are_never_mixed(hub, env, tmp_path):
         ["aya-basque", tmp_path / "5.jsonl", "--cache", tmp_path / "odd"],
         ["aya-basque", tmp_path / "6.jsonl", "--cache", tmp_path / "full/thesis.tex"],
     )
-    assert [one.code for one in ran] == [0, 7, 7, 7, 3, 7]
+    assert [result.code for result in ran] == [0, 7, 7, 7, 3, 7]
     assert "is a copy of CohereForAI/aya_dataset at its newest commit" in ran[1].err
 
 
@@ -461,18 +462,18 @@ def test_folders(tmp_path):
         tmp_path / "saved"
     )
     Dataset.from_list(aya(30)).save_to_disk(tmp_path / "one")
-    made = recipe(tmp_path / "r.yml", "source: ./x\nuser: inputs\nassistant: targets\n")
+    recipe_file = recipe(tmp_path / "r.yml", "source: ./x\nuser: inputs\nassistant: targets\n")
     env = environment(tmp_path / "home", HF_HUB_OFFLINE="1")
     ran = there(
         env,
         ["aya-basque", tmp_path / "1.jsonl", "--source", folder],
-        [made, tmp_path / "2.jsonl", "--source", tmp_path / "saved", "--split", "test", "--split", "train"],
-        [made, tmp_path / "3.jsonl", "--source", tmp_path / "one"],
-        [made, tmp_path / "4.jsonl", "--source", tmp_path / "saved"],
-        [made, tmp_path / "5.jsonl", "--source", tmp_path / "saved", "--split", "dev"],
-        [made, tmp_path / "6.jsonl", "--source", tmp_path / "hub/empty"],
+        [recipe_file, tmp_path / "2.jsonl", "--source", tmp_path / "saved", "--split", "test", "--split", "train"],
+        [recipe_file, tmp_path / "3.jsonl", "--source", tmp_path / "one"],
+        [recipe_file, tmp_path / "4.jsonl", "--source", tmp_path / "saved"],
+        [recipe_file, tmp_path / "5.jsonl", "--source", tmp_path / "saved", "--split", "dev"],
+        [recipe_file, tmp_path / "6.jsonl", "--source", tmp_path / "hub/empty"],
     )
-    assert [one.code for one in ran] == [0, 0, 0, 2, 2, 2], [one.err for one in ran]
+    assert [result.code for result in ran] == [0, 0, 0, 2, 2, 2], [result.err for result in ran]
     assert len(lines_of(tmp_path / "1.jsonl")) == 12
     assert len(lines_of(tmp_path / "2.jsonl")) == 36
     assert lines_of(tmp_path / "2.jsonl")[6:] == lines_of(tmp_path / "3.jsonl")

@@ -35,12 +35,12 @@ def dialogue(*flags, names=("role", "content")):
 def tokenized(train, tmp_path):
     """`tokenized(records, words)`: what the command did, and the prefix of the files."""
 
-    def make(records, *words):
+    def make(records, *options):
         source = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
         lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
         source.write_text("".join(line + "\n" for line in lines))
-        words = words or ("--vocab-file", MODEL, "--append-eod")
-        ran = train("tokenize", "--input", source, "--output-prefix", source.with_suffix(""), "--workers", 1, *words)
+        options = options or ("--vocab-file", MODEL, "--append-eod")
+        ran = train("tokenize", "--input", source, "--output-prefix", source.with_suffix(""), "--workers", 1, *options)
         return ran, source.with_name(source.stem + "_text_document")
 
     return make
@@ -52,14 +52,14 @@ def test_a_reply_that_its_record_leaves_out_is_not_trained(tokenized, train, fla
     assert ran.code == 0, ran.err
     assert "2 replies are not trained, as their records say" in ran.err
     documents, model = open_documents(prefix), SentencePieceProcessor(str(MODEL))
-    said = [[*model.encode(f"say {number}"), model.piece_to_id("<|assistant|>")] for number in range(3)]
+    replies = [[*model.encode(f"say {number}"), model.piece_to_id("<|assistant|>")] for number in range(3)]
     tokens, mask = documents.indexed[0], documents.trained(0, 1)
-    assert tokens[mask].tolist() == [*said[0], *said[2], model.piece_to_id("<|endoftext|>")]
-    assert documents.indexed[1][documents.trained(1, 2)].tolist() == said[0]  # the end belongs to the last reply
+    assert tokens[mask].tolist() == [*replies[0], *replies[2], model.piece_to_id("<|endoftext|>")]
+    assert documents.indexed[1][documents.trained(1, 2)].tolist() == replies[0]  # the end belongs to the last reply
     assert documents.indexed[1][documents.trained(1, 2, "last_turn")].tolist() == []
     assert documents.trained(0, 1, "all").sum() == len(tokens) - 1
-    shown = train("show", prefix, "--tokenizer", MODEL, "--no-color").out
-    assert f"{len(said[0]) + len(said[2]) + 1} trained" in shown
+    stdout = train("show", prefix, "--tokenizer", MODEL, "--no-color").out
+    assert f"{len(replies[0]) + len(replies[2]) + 1} trained" in stdout
     prefix.with_name(prefix.name + ".mask").unlink()
     assert train("show", prefix).code == 3  # control tokens alone would train all replies
 
@@ -77,15 +77,15 @@ def test_the_mask_of_control_tokens_is_the_same_whether_stored_or_read_off(token
     texts[3]["messages"].insert(0, {"role": "user", "content": "first"})
     texts[5]["messages"].append({"role": "user", "content": "last"})
     for ending in (("--append-eod",), ()):
-        words = ("--vocab-file", MODEL, "--format", "mixed", *ending)
-        ran, prefix = tokenized([*texts, dialogue({}, {"weight": 0})], *words)
+        options = ("--vocab-file", MODEL, "--format", "mixed", *ending)
+        ran, prefix = tokenized([*texts, dialogue({}, {"weight": 0})], *options)
         assert ran.code == 0, ran.err
-        _, bare = tokenized(texts, *words)
-        stored, found = open_documents(prefix), open_documents(bare)
+        _, bare = tokenized(texts, *options)
+        stored, derived = open_documents(prefix), open_documents(bare)
         assert stored.stored is not None
-        assert found.stored is None
+        assert derived.stored is None
         for loss in ("assistant", "last_turn", "all"):
-            assert np.array_equal(stored.trained(0, len(texts), loss), found.trained(0, len(texts), loss)), loss
+            assert np.array_equal(stored.trained(0, len(texts), loss), derived.trained(0, len(texts), loss)), loss
 
 
 @pytest.mark.parametrize("flag", WRONG, ids=str)
@@ -103,7 +103,7 @@ def test_a_flag_that_nobody_understands_ends_the_work(tokenized, train, flag):
 
 
 @pytest.mark.parametrize(
-    ("record", "told"),
+    ("record", "message"),
     [
         ({"weight": 0}, "the record has 'weight'"),
         ({"train": False}, "the record has 'train'"),
@@ -114,10 +114,10 @@ def test_a_flag_that_nobody_understands_ends_the_work(tokenized, train, flag):
     ],
     ids=str,
 )
-def test_what_a_record_says_of_all_its_turns(tokenized, record, told):
+def test_what_a_record_says_of_all_its_turns(tokenized, record, message):
     ran, _ = tokenized([dialogue({}), dialogue({}) | record])
     assert ran.code == 5
-    assert f".jsonl:2, {told}" in ran.err
+    assert f".jsonl:2, {message}" in ran.err
 
 
 MARKED = "<<<|user|>>>ask<<<|user|>>><<<|assistant|>>>say<<<|assistant|>>>"
@@ -143,9 +143,9 @@ def test_a_key_that_stands_twice(tokenized):
         assert ran.code == 5
         assert ".jsonl:2, '" in ran.err
         assert "a key is given twice" in ran.err
-    said = 'a "b": c \\" \\\\": d\\'
-    reply = {"role": "assistant", "content": said, 'x\\": 1': None}
-    record = {"messages": [{"role": "user", "content": said}, reply]}
+    quoted = 'a "b": c \\" \\\\": d\\'
+    reply = {"role": "assistant", "content": quoted, 'x\\": 1': None}
+    record = {"messages": [{"role": "user", "content": quoted}, reply]}
     assert tokenized([record])[0].code == 0  # what only looks like it
 
 
@@ -178,8 +178,8 @@ def test_blocks_that_are_no_replies_cannot_be_left_out(tokenized, tmp_path):
         "{% endgeneration %}{% generation %}{{ m.content[2:] }}<|im_end|>{% endgeneration %}"
         "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
     )
-    words = ("--tokenizer", folder, "--chat-template", tmp_path / "t.jinja", "--max-drop-rate", 1)
-    ran, _ = tokenized([dialogue({}, {}), dialogue({}, {"weight": 0})], *words)
+    options = ("--tokenizer", folder, "--chat-template", tmp_path / "t.jinja", "--max-drop-rate", 1)
+    ran, _ = tokenized([dialogue({}, {}), dialogue({}, {"weight": 0})], *options)
     if ran.code == 0:
         assert "1 dropped: a reply is excluded from the training, but the chat template" in ran.err
     else:  # the check of templates has refused it before
@@ -187,17 +187,19 @@ def test_blocks_that_are_no_replies_cannot_be_left_out(tokenized, tmp_path):
 
 
 def test_role_bins_and_markers_cannot_leave_a_reply_out(train, tmp_path):
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(one) + "\n" for one in [dialogue({}), dialogue({}, OFF[0])]))
-    words = ["--vocab-file", MODEL, "--vocab-extra-ids-list", "<|im_start|>,<|im_end|>", "--max-drop-rate", 1]
-    ran = train("role-bins", "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "R", *words)
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in [dialogue({}), dialogue({}, OFF[0])])
+    )
+    options = ["--vocab-file", MODEL, "--vocab-extra-ids-list", "<|im_start|>,<|im_end|>", "--max-drop-rate", 1]
+    ran = train("role-bins", "--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "R", *options)
     assert ran.code == 0, ran.err
     assert "1 dropped: a reply is excluded from the training, which role bins and markers cannot express" in ran.err
-    for form, kept in (("control-text", 1), ("conversations", 2)):
+    for form, count in (("control-text", 1), ("conversations", 2)):
         (tmp_path / "r.yml").write_text(f"source: {tmp_path}/in.jsonl\nconversations: messages\nas: {form}\n")
         ran = train("fetch", tmp_path / "r.yml", tmp_path / f"{form}.jsonl")
         assert ran.code == 0, ran.err
         lines = (tmp_path / f"{form}.jsonl").read_text().splitlines()
-        assert len(lines) == kept
+        assert len(lines) == count
     assert json.loads(lines[1])["conversations"][3] == {"role": "assistant", "content": "say 1", "weight": 0}
 
 
@@ -207,8 +209,8 @@ def test_columns_of_parquet_are_looked_at(tokenized, train, tmp_path):
 
     rows = [dialogue({"weight": None}) | {"system": None}, dialogue({"weight": 1}) | {"system": "be kind"}]
     parquet.write_table(Table.from_pylist(rows), tmp_path / "a.parquet")
-    words = ["--vocab-file", MODEL, "--output-prefix", tmp_path / "P", "--workers", 1]
-    ran = train("tokenize", "--input", tmp_path / "a.parquet", *words)
+    options = ["--vocab-file", MODEL, "--output-prefix", tmp_path / "P", "--workers", 1]
+    ran = train("tokenize", "--input", tmp_path / "a.parquet", *options)
     assert ran.code == 5
     assert "a.parquet:2, the record has 'system'" in ran.err
 

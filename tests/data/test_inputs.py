@@ -21,14 +21,16 @@ def read(paths, key="text"):
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(found=lines, size=st.integers(4, 50), end=st.booleans(), crlf=st.booleans(), bom=st.booleans())
-def test_every_line_once_wherever_the_file_is_cut(tmp_path, monkeypatch, found, size, end, crlf, bom):
+@given(texts=lines, size=st.integers(4, 50), end=st.booleans(), crlf=st.booleans(), bom=st.booleans())
+def test_every_line_once_wherever_the_file_is_cut(tmp_path, monkeypatch, texts, size, end, crlf, bom):
     monkeypatch.setattr(input_ranges, "RANGE", size)
     path, cut = tmp_path / "x.jsonl", "\r\n" if crlf else "\n"
-    text = cut.join("" if one is None else json.dumps({"text": one}, ensure_ascii=False) for one in found)
+    text = cut.join("" if entry is None else json.dumps({"text": entry}, ensure_ascii=False) for entry in texts)
     content = b"\xef\xbb\xbf" * bom + (text + cut * end).encode()
     path.write_bytes(content or b"\n")
-    assert [value for value in read([path]) if value is not None] == [{"text": one} for one in found if one is not None]
+    assert [value for value in read([path]) if value is not None] == [
+        {"text": entry} for entry in texts if entry is not None
+    ]
     parts = input_ranges.ranges([path])
     assert sum(parts.size(part) for part in parts) == parts.nbytes == path.stat().st_size
     assert len(parts) == len(list(parts))
@@ -37,8 +39,8 @@ def test_every_line_once_wherever_the_file_is_cut(tmp_path, monkeypatch, found, 
 def test_lines_keep_their_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(input_ranges, "RANGE", 7)
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n\n\n{]\n{"text": "b"}\n')
-    found = read([tmp_path / "x.jsonl"])
-    assert [value if not isinstance(value, Malformed) else value.reason for value in found] == [
+    records = read([tmp_path / "x.jsonl"])
+    assert [value if not isinstance(value, Malformed) else value.reason for value in records] == [
         {"text": "a"}, None, None, "json", {"text": "b"},
     ]  # fmt: skip
 
@@ -47,7 +49,7 @@ def test_lines_keep_their_numbers(tmp_path, monkeypatch):
 def test_other_files_have_the_same_records(tmp_path, kind):
     records = [{"text": f"document {number} ā"} for number in range(2500)]
     path = tmp_path / (f"x.{kind}" if "txt" in kind or kind == "parquet" else f"x.jsonl.{kind}")
-    text = "".join((one["text"] if "txt" in kind else json.dumps(one)) + "\n" for one in records).encode()
+    text = "".join((record["text"] if "txt" in kind else json.dumps(record)) + "\n" for record in records).encode()
     if kind == "parquet":
         import pyarrow
         from pyarrow import parquet
@@ -69,8 +71,10 @@ def test_long_lines_are_counted_and_not_kept(tmp_path, monkeypatch):
     (tmp_path / "x.jsonl").write_text(text)
     (tmp_path / "y.jsonl.gz").write_bytes(gzip.compress(text.encode()))
     for name in ("x.jsonl", "y.jsonl.gz"):
-        found = read([tmp_path / name])
-        assert [one.reason if isinstance(one, Malformed) else one["text"] for one in found] == ["a", "long", "b"], name
+        records = read([tmp_path / name])
+        assert [row.reason if isinstance(row, Malformed) else row["text"] for row in records] == ["a", "long", "b"], (
+            name
+        )
 
 
 @pytest.mark.parametrize(
@@ -109,10 +113,10 @@ def packed(kind, text):
 @pytest.mark.parametrize("cut", [1, 5, 40, "frame"])
 def test_compressed_files_that_are_cut_short(tmp_path, kind, cut):
     text = b"".join(b'{"text": "%x"}\n' % (number**7) for number in range(5000))
-    whole = packed(kind, text)
-    keep = len(packed(kind, text[:1000])) // 2 if cut == "frame" else len(whole) - cut
+    content = packed(kind, text)
+    keep = len(packed(kind, text[:1000])) // 2 if cut == "frame" else len(content) - cut
     path = tmp_path / f"x.jsonl.{kind}"
-    path.write_bytes(whole[:keep])
+    path.write_bytes(content[:keep])
     with pytest.raises(
         SourceError, match=rf"x\.jsonl\.{kind} is cut short: its \d+ bytes end within a compressed stream"
     ):
@@ -123,8 +127,8 @@ def test_compressed_files_that_are_cut_short(tmp_path, kind, cut):
 def test_compressed_files_with_other_bytes(tmp_path, kind):
     text = b"".join(b'{"text": "%x"}\n' % (number**7) for number in range(5000))
     path = tmp_path / f"x.jsonl.{kind}"
-    whole = packed(kind, text)
-    for content in (whole[: len(whole) // 2] + b"\xff" * 300 + whole[len(whole) // 2 + 300 :], whole + b"no frame"):
+    valid = packed(kind, text)
+    for content in (valid[: len(valid) // 2] + b"\xff" * 300 + valid[len(valid) // 2 + 300 :], valid + b"no frame"):
         path.write_bytes(content)
         with pytest.raises(SourceError, match=r"is damaged after|is cut short"):
             read([path])
@@ -132,7 +136,7 @@ def test_compressed_files_with_other_bytes(tmp_path, kind):
     with pytest.raises(SourceError, match="is not compressed with"):
         input_ranges.ranges([path])
     plain = tmp_path / "x y.jsonl"
-    plain.write_bytes(whole)
+    plain.write_bytes(valid)
     with pytest.raises(SourceError, match=rf"is compressed with .*does not end in \.{kind}") as caught:
         input_ranges.ranges([plain])
     assert caught.value.hint == f"mv '{plain}' '{plain}.{kind}'"

@@ -61,20 +61,20 @@ def tokenizer(request, tmp_path):
 def test_lint_finds_what_tokenize_drops(train, tmp_path, tokenizer, form):
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps(record) + "\n" for record in WRITTEN[form]))
-    words = ("--tokenizer", tokenizer, "--format", form)
+    options = ("--tokenizer", tokenizer, "--format", form)
     done = train(
-        "tokenize", "--input", source, *words, "--output-prefix", tmp_path / "P", "--max-drop-rate", 1, "--json",
+        "tokenize", "--input", source, *options, "--output-prefix", tmp_path / "P", "--max-drop-rate", 1, "--json",
         "--workers", 1,
     )  # fmt: skip
-    found = train("lint", source, *words, "--json")
+    linted = train("lint", source, *options, "--json")
     if done.code:
-        assert (found.code, found.err) == (done.code, done.err)
+        assert (linted.code, linted.err) == (done.code, done.err)
         return
     dropped = {reason: number for reason, number in json.loads(done.out).items() if reason in REASONS}
-    findings = json.loads(found.out)["findings"]
+    findings = json.loads(linted.out)["findings"]
     assert {reason: number for reason, number in findings.items() if reason not in NOTES} == dropped
     assert dropped, form
-    assert found.code == 6, found.err
+    assert linted.code == 6, linted.err
 
 
 def test_a_template_that_is_named_is_the_one_that_lint_checks(train, tmp_path):

@@ -31,27 +31,27 @@ def slow(document, loss):
     if loss == "all":
         return [place > 0 for place in range(len(document))]
     if loss == "last_turn" and replies:
-        return [one and place > replies[-1] for place, one in enumerate(trained)]
+        return [bit and place > replies[-1] for place, bit in enumerate(trained)]
     return trained
 
 
-@given(found=documents, loss=st.sampled_from(["assistant", "last_turn", "all"]))
-def test_masks_are_those_of_the_slow_reference(found, loss):
-    tokens, sizes = np.concatenate(found), np.array([len(one) for one in found])
-    expected = [one for document in found for one in slow(document, loss)]
+@given(sequences=documents, loss=st.sampled_from(["assistant", "last_turn", "all"]))
+def test_masks_are_those_of_the_slow_reference(sequences, loss):
+    tokens, sizes = np.concatenate(sequences), np.array([len(ids) for ids in sequences])
+    expected = [bit for document in sequences for bit in slow(document, loss)]
     assert label_mask(tokens, sizes, CONTROL, None, loss).tolist() == expected
 
 
-@given(found=documents, loss=st.sampled_from(["assistant", "last_turn"]))
-def test_a_document_has_the_mask_that_it_has_alone(found, loss):
-    tokens, sizes = np.concatenate(found), np.array([len(one) for one in found])
-    alone = [label_mask(np.array(one), np.array([len(one)]), CONTROL, None, loss) for one in found]
+@given(sequences=documents, loss=st.sampled_from(["assistant", "last_turn"]))
+def test_a_document_has_the_mask_that_it_has_alone(sequences, loss):
+    tokens, sizes = np.concatenate(sequences), np.array([len(ids) for ids in sequences])
+    alone = [label_mask(np.array(ids), np.array([len(ids)]), CONTROL, None, loss) for ids in sequences]
     assert np.array_equal(label_mask(tokens, sizes, CONTROL, None, loss), np.concatenate(alone))
 
 
-@given(found=documents, bits=st.data())
-def test_stored_masks(found, bits):
-    tokens, sizes = np.concatenate(found), np.array([len(one) for one in found])
+@given(sequences=documents, bits=st.data())
+def test_stored_masks(sequences, bits):
+    tokens, sizes = np.concatenate(sequences), np.array([len(ids) for ids in sequences])
     stored = np.array(bits.draw(st.lists(st.integers(0, 3), min_size=len(tokens), max_size=len(tokens))), np.uint8)
     firsts = np.cumsum(sizes) - sizes
     for loss, bit in (("assistant", 1), ("last_turn", 2)):
@@ -61,9 +61,9 @@ def test_stored_masks(found, bits):
         assert np.array_equal(mask[rest], (stored[rest] & bit) != 0)
 
 
-@given(found=documents)
-def test_each_pair_of_the_fork_is_masked_by_itself(found):
-    rows = np.array([[7, 8, *one, *[20] * 30][:30] for one in found])
+@given(pairs=documents)
+def test_each_pair_of_the_fork_is_masked_by_itself(pairs):
+    rows = np.array([[7, 8, *pair, *[20] * 30][:30] for pair in pairs])
     both = fork_mask(rows, [7, 8, 6, 6], [21], [22])
     parts = [fork_mask(rows, [7, 8]), fork_mask(rows, [6, 6]), fork_mask(rows, (), [21]), fork_mask(rows, (), (), [22])]
     assert np.array_equal(both, np.logical_and.reduce(parts))

@@ -14,14 +14,14 @@ from formats.errors import UsageError
 from train.data.packing.k_bin import k_bin
 from train.data.packing.packing import best_fit, concatenated, longest_first, next_fit
 
-lengths = st.lists(st.integers(1, 64), min_size=1, max_size=300).map(lambda found: np.array(found, np.int32))
+lengths = st.lists(st.integers(1, 64), min_size=1, max_size=300).map(lambda sizes: np.array(sizes, np.int32))
 seeds = st.integers(0, 2**32 - 1)
 
 
-def rows_of_textbook(found, capacity):
+def rows_of_textbook(sizes, capacity):
     """Rows that best-fit decreasing needs, one document at a time."""
     free, rows = [], 0
-    for length in sorted(found.tolist(), reverse=True):
+    for length in sorted(sizes.tolist(), reverse=True):
         place = bisect_left(free, length)
         if place < len(free):
             left = free.pop(place) - length
@@ -31,34 +31,34 @@ def rows_of_textbook(found, capacity):
     return rows
 
 
-def require_partition(rows, found, capacity):
+def require_partition(rows, sizes, capacity):
     assert rows.offsets[0] == 0
-    assert rows.offsets[-1] == len(rows.documents) == len(found)
+    assert rows.offsets[-1] == len(rows.documents) == len(sizes)
     assert (np.diff(rows.offsets) > 0).all()
-    assert np.array_equal(np.sort(rows.documents), np.arange(len(found)))
-    assert np.add.reduceat(found[rows.documents], rows.offsets[:-1]).max() <= capacity
+    assert np.array_equal(np.sort(rows.documents), np.arange(len(sizes)))
+    assert np.add.reduceat(sizes[rows.documents], rows.offsets[:-1]).max() <= capacity
 
 
 @pytest.mark.parametrize("pack", [best_fit, next_fit, k_bin])
-@given(found=lengths, seed=seeds)
-def test_every_packing_is_an_exact_partition(pack, found, seed):
-    rows = pack(found, 64, seed)
-    require_partition(rows, found, 64)
-    again = pack(found, 64, seed)
-    assert np.array_equal(rows.documents, again.documents)
-    assert np.array_equal(rows.offsets, again.offsets)
+@given(sizes=lengths, seed=seeds)
+def test_every_packing_is_an_exact_partition(pack, sizes, seed):
+    rows = pack(sizes, 64, seed)
+    require_partition(rows, sizes, 64)
+    repeated = pack(sizes, 64, seed)
+    assert np.array_equal(rows.documents, repeated.documents)
+    assert np.array_equal(rows.offsets, repeated.offsets)
 
 
-@given(found=lengths, seed=seeds)
-def test_best_fit_needs_the_rows_of_the_textbook(found, seed):
-    assert len(best_fit(found, 64, seed).offsets) - 1 == rows_of_textbook(found, 64)
+@given(sizes=lengths, seed=seeds)
+def test_best_fit_needs_the_rows_of_the_textbook(sizes, seed):
+    assert len(best_fit(sizes, 64, seed).offsets) - 1 == rows_of_textbook(sizes, 64)
 
 
-def rows_of_megatron_llm(found, capacity):
+def rows_of_megatron_llm(sizes, capacity):
     """The rule of `pack_docs`, one document at a time: (document, tokens) of each row."""
     rows, used = [], 0
-    for document in sorted(range(len(found)), key=lambda one: -found[one]):
-        length = int(found[document])
+    for document in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        length = int(sizes[document])
         if used and used + 1 + length <= capacity:
             rows[-1].append((document, length))
             used += 1 + length
@@ -70,37 +70,37 @@ def rows_of_megatron_llm(found, capacity):
     return rows
 
 
-@given(found=lengths, capacity=st.integers(1, 70))
-def test_longest_first_is_what_megatron_llm_does(found, capacity):
-    rows = longest_first(found, capacity)
+@given(sizes=lengths, capacity=st.integers(1, 70))
+def test_longest_first_is_what_megatron_llm_does(sizes, capacity):
+    rows = longest_first(sizes, capacity)
     pieces = list(zip(rows.documents.tolist(), rows.lengths.tolist(), strict=True))
-    assert [pieces[first:stop] for first, stop in pairwise(rows.offsets)] == rows_of_megatron_llm(found, capacity)
+    assert [pieces[first:stop] for first, stop in pairwise(rows.offsets)] == rows_of_megatron_llm(sizes, capacity)
 
 
 @settings(deadline=None, max_examples=10)
 @given(seed=seeds, capacity=st.sampled_from([97, 8193, 70_000]))
 def test_many_documents(seed, capacity):
     random = np.random.default_rng(seed)
-    found = np.clip(random.lognormal(4, 1.2, 20_000), 1, capacity).astype(np.int32)
-    rows = best_fit(found, capacity, seed)
-    require_partition(rows, found, capacity)
-    assert len(rows.offsets) - 1 == rows_of_textbook(found, capacity)
-    if capacity > 10 * found.mean():
-        assert len(rows.offsets) - 1 <= -(-int(found.sum()) // capacity) + 1
+    sizes = np.clip(random.lognormal(4, 1.2, 20_000), 1, capacity).astype(np.int32)
+    rows = best_fit(sizes, capacity, seed)
+    require_partition(rows, sizes, capacity)
+    assert len(rows.offsets) - 1 == rows_of_textbook(sizes, capacity)
+    if capacity > 10 * sizes.mean():
+        assert len(rows.offsets) - 1 <= -(-int(sizes.sum()) // capacity) + 1
 
 
 def test_documents_of_equal_length_are_shuffled():
-    found = np.full(1000, 10, np.int32)
-    one, other = best_fit(found, 100, 1), best_fit(found, 100, 2)
-    assert not np.array_equal(one.documents, other.documents)
-    assert not np.array_equal(one.documents, np.sort(one.documents))
+    sizes = np.full(1000, 10, np.int32)
+    first, second = best_fit(sizes, 100, 1), best_fit(sizes, 100, 2)
+    assert not np.array_equal(first.documents, second.documents)
+    assert not np.array_equal(first.documents, np.sort(first.documents))
 
 
-@given(found=lengths, seed=seeds, capacity=st.integers(2, 80))
-def test_concatenation_has_every_label_once(found, seed, capacity):
+@given(sizes=lengths, seed=seeds, capacity=st.integers(2, 80))
+def test_concatenation_has_every_label_once(sizes, seed, capacity):
     """The rows laid behind each other, without the token that each shares with the one before, are the documents."""
-    rows = concatenated(found, capacity, seed)
-    texts = [np.arange(length) + 1000 * number for number, length in enumerate(found.tolist())]
+    rows = concatenated(sizes, capacity, seed)
+    texts = [np.arange(length) + 1000 * number for number, length in enumerate(sizes.tolist())]
     parts = zip(rows.documents.tolist(), rows.begins.tolist(), rows.lengths.tolist(), strict=True)
     pieces = [texts[document][low : low + many] for document, low, many in parts]
     assert min(map(len, pieces)) > 0
@@ -110,13 +110,13 @@ def test_concatenation_has_every_label_once(found, seed, capacity):
     assert len(joined[-1]) <= capacity
     for before, after in pairwise(joined):
         assert before[-1] == after[0]
-    whole = np.concatenate([joined[0], *(row[1:] for row in joined[1:])])
+    tokens = np.concatenate([joined[0], *(row[1:] for row in joined[1:])])
     order = list(dict.fromkeys(rows.documents.tolist()))
-    assert np.array_equal(whole, np.concatenate([texts[document] for document in order]))
-    assert sorted(order) == list(range(len(found)))
+    assert np.array_equal(tokens, np.concatenate([texts[document] for document in order]))
+    assert sorted(order) == list(range(len(sizes)))
 
 
-@pytest.mark.parametrize("found", [[0, 3], [3, 65]])
-def test_documents_that_do_not_fit_are_refused(found):
+@pytest.mark.parametrize("sizes", [[0, 3], [3, 65]])
+def test_documents_that_do_not_fit_are_refused(sizes):
     with pytest.raises(UsageError, match="do not fit rows of 64"):
-        best_fit(np.array(found, np.int32), 64, 1)
+        best_fit(np.array(sizes, np.int32), 64, 1)

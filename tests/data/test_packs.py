@@ -40,13 +40,13 @@ def test_state_file_of_the_users_script(train, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["<u2", "<i4"])
 def test_slices(train, tmp_path, dtype):
-    words, made = world(tmp_path, train, dtype=dtype)
-    dry = train(*words, "-n")
+    argv, prefixes = world(tmp_path, train, dtype=dtype)
+    dry = train(*argv, "-n")
     assert dry.code == 0, dry.err
     assert not (tmp_path / "out").exists()
-    ran = train(*words)
+    ran = train(*argv)
     assert ran.code == 0, ran.err
-    check_cuts(tmp_path / "out", made)
+    check_cuts(tmp_path / "out", prefixes)
     folders = sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir())
     record = json.loads((tmp_path / "out/packs.json").read_text())
     assert record["complete"]
@@ -55,71 +55,74 @@ def test_slices(train, tmp_path, dtype):
     assert "N_2" in dry.out
     assert "no tokens and no file of ķīna" in dry.out
     before = contents(tmp_path / "out")
-    again = train(*words)
-    assert "were there" in again.out
+    repeated = train(*argv)
+    assert "were there" in repeated.out
     assert contents(tmp_path / "out") == before
 
 
 def test_the_plan_as_json_is_what_is_written(train, tmp_path):
-    words, _ = world(tmp_path, train)
-    plan = json.loads(train(*words, "-n", "--json").out)
-    assert train(*words).code == 0
+    argv, _ = world(tmp_path, train)
+    plan = json.loads(train(*argv, "-n", "--json").out)
+    assert train(*argv).code == 0
     assert plan["pools"]["N"] == {"tokens": 3251, "packs": 3251}
     for pack in plan["packs"]:
         assert sum(entry["target"] for entry in pack["sets"].values()) == pack["tokens"]
         written = 0
         for entry in pack["sets"].values():
             if entry["files"]:
-                found = open_indexed(tmp_path / "out" / pack["pack"] / entry["files"])
-                assert (found.total, len(found)) == (entry["tokens"], entry["documents"][1] - entry["documents"][0])
-                written += found.total
+                indexed = open_indexed(tmp_path / "out" / pack["pack"] / entry["files"])
+                assert (indexed.total, len(indexed)) == (entry["tokens"], entry["documents"][1] - entry["documents"][0])
+                written += indexed.total
         assert written == pack["written_tokens"]
         assert pack["train_iters"] == -(-pack["tokens"] // 64)
 
 
 def test_a_state_goes_on_where_a_slicing_ended(train, tmp_path):
     """Two slicings one after the other give a data set no document twice, and lose none between them."""
-    words, made = world(tmp_path, train, {"lv": [500, 0, 100, 200, 50], "en": [400, 100, 100, 200, 0]})
-    assert train(*words).code == 0
+    argv, prefixes = world(tmp_path, train, {"lv": [500, 0, 100, 200, 50], "en": [400, 100, 100, 200, 0]})
+    assert train(*argv).code == 0
     packs = len(json.loads((tmp_path / "out/packs.json").read_text())["packs"])
     state = tmp_path / f"out/state.{packs}.yaml"
     content = yaml.safe_load(state.read_text())
     assert list(content) == ["en", "lv"]
-    assert all(len(one["idxs"]) == packs + 1 and one["idxs"][0] == 0 for one in content.values())
+    assert all(len(entry["idxs"]) == packs + 1 and entry["idxs"][0] == 0 for entry in content.values())
     assert yaml.safe_load((tmp_path / f"out/states/lv/{state.name}").read_text()) == {"lv": content["lv"]}
-    words = [str(word).replace(str(tmp_path / "out"), str(tmp_path / "two")) for word in words]
-    words[words.index("--state_file") + 1] = str(state)
-    assert train(*words).code == 0
-    for name, prefix in made.items():
+    argv = [str(word).replace(str(tmp_path / "out"), str(tmp_path / "two")) for word in argv]
+    argv[argv.index("--state_file") + 1] = str(state)
+    assert train(*argv).code == 0
+    for name, prefix in prefixes.items():
         check_cuts(tmp_path / "two", {name: prefix}, begin=content[name]["idxs"][-1])
     after = yaml.safe_load((tmp_path / f"two/state.{2 * packs}.yaml").read_text())
     assert after["lv"]["idxs"][: packs + 1] == content["lv"]["idxs"]
 
 
 def test_a_data_set_without_tokens_is_not_even_opened(train, tmp_path):
-    words, made = world(tmp_path, train, TOTALS | {"zz": [0, 0, 0, 0, 0]})
-    idx_path(made.pop("zz")).unlink()
-    ran = train(*words)
+    argv, prefixes = world(tmp_path, train, TOTALS | {"zz": [0, 0, 0, 0, 0]})
+    idx_path(prefixes.pop("zz")).unlink()
+    ran = train(*argv)
     assert ran.code == 0, ran.err
-    check_cuts(tmp_path / "out", made)
+    check_cuts(tmp_path / "out", prefixes)
     (state,) = (tmp_path / "out").glob("state.*.yaml")
     after = yaml.safe_load(state.read_text())
     assert (after["zz"]["idxs"], len(after["lv"]["idxs"])) == ([0], int(state.suffixes[0][1:]) + 1)
 
 
 def test_masks_and_facts_travel(train, tmp_path):
-    words, made = world(tmp_path, train, mask=True, facts=FACTS)
-    assert train(*words).code == 0
+    argv, prefixes = world(tmp_path, train, mask=True, facts=FACTS)
+    assert train(*argv).code == 0
     for pack in json.loads((tmp_path / "out/packs.json").read_text())["packs"]:
-        for name, one in pack["slices"].items():
-            prefix = tmp_path / "out" / pack["name"] / one["files"]
-            source = open_indexed(made[name])
-            low = int(source.sizes[: one["documents"][0]].sum())
-            assert mask_path(prefix).read_bytes() == mask_path(made[name]).read_bytes()[low : low + one["tokens"]]
+        for name, entry in pack["slices"].items():
+            prefix = tmp_path / "out" / pack["name"] / entry["files"]
+            source = open_indexed(prefixes[name])
+            low = int(source.sizes[: entry["documents"][0]].sum())
+            assert mask_path(prefix).read_bytes() == mask_path(prefixes[name]).read_bytes()[low : low + entry["tokens"]]
             facts = read_facts(prefix)
             assert facts is not None
             assert facts.encoding == FACTS.encoding
-            assert facts.counts == {"documents": one["documents"][1] - one["documents"][0], "tokens": one["tokens"]}
+            assert facts.counts == {
+                "documents": entry["documents"][1] - entry["documents"][0],
+                "tokens": entry["tokens"],
+            }
 
 
 def test_documents_of_several_sequences_are_not_torn(train, tmp_path):
@@ -135,22 +138,22 @@ def test_documents_of_several_sequences_are_not_torn(train, tmp_path):
     record = json.loads((tmp_path / "out/packs.json").read_text())
     at, first = 0, 0
     for pack in record["packs"]:
-        one = pack["slices"]["lv"]
-        found = open_indexed(tmp_path / "out" / pack["name"] / one["files"])
-        low, high = one["documents"]
+        entry = pack["slices"]["lv"]
+        indexed = open_indexed(tmp_path / "out" / pack["name"] / entry["files"])
+        low, high = entry["documents"]
         assert low == first
-        assert np.array_equal(found.documents, marks[low : high + 1] - marks[low])
-        assert np.array_equal(found.sizes, sizes[marks[low] : marks[high]])
-        at, first = at + found.total, high
+        assert np.array_equal(indexed.documents, marks[low : high + 1] - marks[low])
+        assert np.array_equal(indexed.sizes, sizes[marks[low] : marks[high]])
+        at, first = at + indexed.total, high
     assert at == sizes[: marks[first]].sum()
 
 
 def test_a_merge_of_neox_is_cut_by_its_sequences(train, tmp_path):
     """Its index has no documents: each sequence is one."""
-    words, made = world(tmp_path, train, marks=[0])
-    ran = train(*words)
+    argv, prefixes = world(tmp_path, train, marks=[0])
+    ran = train(*argv)
     assert ran.code == 0, ran.err
-    check_cuts(tmp_path / "out", made)
+    check_cuts(tmp_path / "out", prefixes)
 
 
 @pytest.mark.parametrize(
@@ -162,34 +165,34 @@ def test_long_and_empty_documents(train, tmp_path, sizes, totals):
     make(tmp_path / "in/lv", sizes)
     slices_json(tmp_path / "slices.json", {"lv": totals})
     train("packs", "state", tmp_path / "in", tmp_path / "state.yaml")
-    words = ["packs", "slice", *FLAGS, "--out-dir", tmp_path / "out", "--slices-json", tmp_path / "slices.json",
+    argv = ["packs", "slice", *FLAGS, "--out-dir", tmp_path / "out", "--slices-json", tmp_path / "slices.json",
              "--state-file", tmp_path / "state.yaml", "-q"]  # fmt: skip
-    ran = train(*words)
+    ran = train(*argv)
     assert ran.code == 0, ran.err
     assert "no file of lv: a long document of an earlier pack covers it" in ran.err
     check_cuts(tmp_path / "out", {"lv": tmp_path / "in/lv"})
-    assert "were there" in train(*words).out
+    assert "were there" in train(*argv).out
 
 
 def test_where_the_kernel_does_not_copy(train, tmp_path, monkeypatch):
     """Two file systems, an old kernel: the bytes are the same."""
     import errno
 
-    words, _ = world(tmp_path, train)
-    assert train(*words).code == 0
+    argv, _ = world(tmp_path, train)
+    assert train(*argv).code == 0
     before = contents(tmp_path / "out")
 
     def refuse(*_):
         raise OSError(errno.EXDEV, "no")
 
     monkeypatch.setattr(os, "copy_file_range", refuse)
-    assert train(*words, "--force").code == 0
+    assert train(*argv, "--force").code == 0
     assert contents(tmp_path / "out") == before
 
 
 def test_a_slice_that_is_not_whole_is_made_again(train, tmp_path):
-    words, _ = world(tmp_path, train, mask=True, facts=FACTS)
-    assert train(*words).code == 0
+    argv, _ = world(tmp_path, train, mask=True, facts=FACTS)
+    assert train(*argv).code == 0
     before = contents(tmp_path / "out")
     bins = sorted((tmp_path / "out").rglob("*.bin"))
     bins[0].write_bytes(b"")
@@ -199,5 +202,5 @@ def test_a_slice_that_is_not_whole_is_made_again(train, tmp_path):
     idx = bytearray(bins[4].with_suffix(".idx").read_bytes())
     idx[34] ^= 1
     bins[4].with_suffix(".idx").write_bytes(idx)
-    assert train(*words).code == 0
+    assert train(*argv).code == 0
     assert contents(tmp_path / "out") == before

@@ -27,7 +27,7 @@ TOTALS = {"lv": [700, 0, 900, 900, 300], "en": [300, 0, 900, 600, 99]}
 @pytest.fixture(scope="session")
 def kill(killed) -> Callable[..., Killed]:
     """`kill(N, WORD, ...)`: `slice_killed_at.py`."""
-    return lambda limit, *words: killed(limit, *words, script=HERE / "slice_killed_at.py")
+    return lambda limit, *argv: killed(limit, *argv, script=HERE / "slice_killed_at.py")
 
 
 def calls_of(ran: Killed) -> int:
@@ -57,7 +57,7 @@ def slicing(sets: Path, out: Path) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def whole(kill, sets, tmp_path_factory) -> tuple[dict[str, bytes], int]:
+def undisturbed(kill, sets, tmp_path_factory) -> tuple[dict[str, bytes], int]:
     """The files of an undisturbed slicing, and how many calls it made."""
     out = tmp_path_factory.mktemp("whole") / "out"
     calls = calls_of(kill(0, *slicing(sets, out)))
@@ -69,14 +69,14 @@ def check_visible(out: Path, expected: dict[str, bytes]) -> None:
     for path in out.rglob("*.idx"):
         if not path.parent.name.endswith(".partial"):
             for end in ("bin", "idx", "mask", "json"):
-                one = path.with_suffix(f".{end}")
-                assert one.read_bytes() == expected[str(one.relative_to(out))]
+                file = path.with_suffix(f".{end}")
+                assert file.read_bytes() == expected[str(file.relative_to(out))]
 
 
 @pytest.mark.parametrize("part", range(10))
-def test_a_slicing_killed_anywhere_goes_on_to_the_same_bytes(kill, sets, whole, tmp_path, part):
+def test_a_slicing_killed_anywhere_goes_on_to_the_same_bytes(kill, sets, undisturbed, tmp_path, part):
     """Each part kills at two random points of its tenth of the run, the second time while it goes on."""
-    expected, calls = whole
+    expected, calls = undisturbed
     out, dice = tmp_path / "out", random.Random(part)
     for _ in range(2):
         ran = kill(dice.randint(1 + calls * part // 10, calls * (part + 1) // 10), *slicing(sets, out))
@@ -86,8 +86,8 @@ def test_a_slicing_killed_anywhere_goes_on_to_the_same_bytes(kill, sets, whole, 
     assert contents(out) == expected
 
 
-def test_finished_slices_are_not_made_again(kill, sets, whole, tmp_path):
-    expected, calls = whole
+def test_finished_slices_are_not_made_again(kill, sets, undisturbed, tmp_path):
+    expected, calls = undisturbed
     kill(calls * 3 // 4, *slicing(sets, tmp_path / "out"))
     assert calls_of(kill(0, *slicing(sets, tmp_path / "out"))) < calls * 0.7
     assert contents(tmp_path / "out") == expected
@@ -97,21 +97,21 @@ def test_finished_slices_are_not_made_again(kill, sets, whole, tmp_path):
 @pytest.mark.parametrize("command", ["merge", "append-eod"])
 def test_others_killed_anywhere_are_made_again(kill, sets, tmp_path, command, part):
     """A merge of all, or an append: killed once, then run; what is there in between is whole or absent."""
-    words = {
+    argv = {
         "merge": ["packs", "merge", sets / "in", tmp_path / "out", "-q"],
         "append-eod": ["packs", "append-eod", tmp_path / "lv.bin", 60000, "append", "-q"],
     }[command]
     make(tmp_path / "lv", [5] * 40)
     folder, name = (tmp_path / "out", "in") if command == "merge" else (tmp_path, "eod_lv")
-    calls = calls_of(kill(0, *words))
+    calls = calls_of(kill(0, *argv))
     expected = {path.name: path.read_bytes() for path in folder.glob(f"{name}.*") if not path.name.endswith("log")}
     for path in folder.glob(f"{name}.*"):
         path.unlink()
-    ran = kill(random.Random(part).randint(1 + calls * part // 4, calls * (part + 1) // 4), *words)
+    ran = kill(random.Random(part).randint(1 + calls * part // 4, calls * (part + 1) // 4), *argv)
     assert ran.returncode == -signal.SIGKILL
     if (folder / f"{name}.idx").exists():
         assert all((folder / file).read_bytes() == content for file, content in expected.items())
-    assert kill(0, *words, "--force").returncode == 0
+    assert kill(0, *argv, "--force").returncode == 0
     assert {file: (folder / file).read_bytes() for file in expected} == expected
     assert not list(folder.glob("*.partial"))
 
@@ -120,7 +120,7 @@ def test_others_killed_anywhere_are_made_again(kill, sets, tmp_path, command, pa
 @pytest.mark.parametrize("command", ["slice", "merge", "append-eod"])
 def test_a_signal_ends_with_75(kill, sets, tmp_path, command, number):
     prefix = make(tmp_path / "big/big", [500] * 4000)
-    words = {
+    argv = {
         "slice": slicing(sets, tmp_path / "out"),
         "merge": ["packs", "merge", prefix.parent, tmp_path / "out"],
         "append-eod": ["packs", "append-eod", prefix, 60000, "append"],
@@ -138,7 +138,7 @@ def test_a_signal_ends_with_75(kill, sets, tmp_path, command, number):
         "os.pwrite, os.copy_file_range = slow(os.pwrite), slow(os.copy_file_range)\n"
         "from train import cli\ncli.main()"
     )
-    line = [sys.executable, "-c", code, *map(str, words)]
+    line = [sys.executable, "-c", code, *map(str, argv)]
     process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=ENV)
     assert process.stderr is not None
     process.stderr.readline()
@@ -148,14 +148,14 @@ def test_a_signal_ends_with_75(kill, sets, tmp_path, command, number):
     assert process.returncode == 75, err
     assert "stopped by a signal" in err
     assert not list(tmp_path.rglob("*.partial"))
-    assert kill(0, *words).returncode == 0
+    assert kill(0, *argv).returncode == 0
 
 
 def test_two_processes_do_not_write_the_same_packs(kill, sets, tmp_path):
     out = tmp_path / "out"
     (out / "states").mkdir(parents=True)
-    with (out / "states/lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with (out / "states/lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         ran = kill(0, *slicing(sets, out))
     assert ran.returncode == 7
     assert "another process" in ran.out
@@ -164,14 +164,14 @@ def test_two_processes_do_not_write_the_same_packs(kill, sets, tmp_path):
 @pytest.mark.parametrize("command", ["slice", "merge", "append-eod"])
 def test_a_disk_that_is_full_half_way(kill, sets, tmp_path, command):
     """The limit of a file's size stands for a full disk: exit 7, nothing half there, and it goes on with room."""
-    words = {
+    argv = {
         "slice": slicing(sets, tmp_path / "out"),
         "merge": ["packs", "merge", sets / "in", tmp_path / "out"],
         "append-eod": ["packs", "append-eod", tmp_path / "x", 60000, "append"],
     }[command]
     make(tmp_path / "x", [50] * 40)
     before = contents(tmp_path)
-    line = [sys.executable, "-m", "tests.data.limited", "900", *map(str, words)]
+    line = [sys.executable, "-m", "tests.data.limited", "900", *map(str, argv)]
     ran = subprocess.run(line, capture_output=True, text=True, timeout=60, env=ENV, check=False, cwd=HERE.parents[1])
     assert ran.returncode == 7, ran.stderr
     assert "File too large" in ran.stderr
@@ -179,7 +179,7 @@ def test_a_disk_that_is_full_half_way(kill, sets, tmp_path, command):
     assert not list(tmp_path.rglob("*.partial"))
     if command != "slice":
         assert contents(tmp_path) == before
-    assert kill(0, *words).returncode == 0
+    assert kill(0, *argv).returncode == 0
 
 
 def test_a_folder_that_cannot_be_written(kill, sets, tmp_path):

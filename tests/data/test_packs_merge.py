@@ -79,8 +79,8 @@ def test_one_pack_of_a_slicing(train, tmp_path):
         make(tmp_path / "sliced/warmup_0" / name, [3, 4], mask=True, facts=FACTS)
     ran = train("packs", "merge", tmp_path / "sliced/warmup_0", tmp_path / "sliced/merged/warmup_0")
     assert ran.code == 0, ran.err
-    made = sorted(path.name for path in (tmp_path / "sliced/merged/warmup_0").iterdir())
-    assert made == [f"warmup_0.{end}" for end in ("bin", "idx", "json", "mask", "merge.log")]
+    names = sorted(path.name for path in (tmp_path / "sliced/merged/warmup_0").iterdir())
+    assert names == [f"warmup_0.{end}" for end in ("bin", "idx", "json", "mask", "merge.log")]
     prefix = tmp_path / "sliced/merged/warmup_0/warmup_0"
     parts = [tmp_path / f"sliced/warmup_0/{name}_slice0_0_10" for name in "ab"]
     assert mask_path(prefix).read_bytes() == b"".join(mask_path(part).read_bytes() for part in parts)
@@ -98,20 +98,20 @@ def test_documents_of_all_kinds(train, tmp_path):
     ran = train("packs", "merge", tmp_path / "XX", tmp_path / "out")
     assert ran.code == 0, ran.err
     assert "2 indexes do not list all documents, each sequence is taken as one: d, e" in ran.err
-    found = open_indexed(tmp_path / "out/XX")
-    assert list(found.sizes) == [3, 0, 4, 2, 2, 2, 2, 5, 5, 1]
-    assert list(found.documents) == [0, 1, 2, 3, 4, 4, 7, 8, 9, 10]
+    merged = open_indexed(tmp_path / "out/XX")
+    assert list(merged.sizes) == [3, 0, 4, 2, 2, 2, 2, 5, 5, 1]
+    assert list(merged.documents) == [0, 1, 2, 3, 4, 4, 7, 8, 9, 10]
     assert "9 documents" in ran.out
 
 
 def test_long_columns_are_joined_a_piece_at_a_time():
     dice = np.random.default_rng(3)
     parts = [(dice.integers(0, 9, n).astype("<i8"), int(plus)) for n, plus in [(5, 0), (0, 7), (1, -2), (40, 100)]]
-    whole = np.concatenate([part + plus for part, plus in parts])
+    expected = np.concatenate([part + plus for part, plus in parts])
     joined = files.Joined(parts, "<i8")
-    for low in range(len(whole) + 2):
-        for high in range(len(whole) + 2):
-            assert np.array_equal(joined[low:high], whole[low:high])
+    for low in range(len(expected) + 2):
+        for high in range(len(expected) + 2):
+            assert np.array_equal(joined[low:high], expected[low:high])
 
 
 @pytest.mark.parametrize("extra", [[], ["--no-verify"], ["-j", 4]])
@@ -305,9 +305,9 @@ def test_bytes_of_the_users_tool(train, tmp_path, monkeypatch, name, mode, chunk
         assert len(list(tmp_path.iterdir())) == 2
     ran = train("packs", "append-eod", path, 3, mode, *force)
     assert ran.code == 0, ran.err
-    made = {file.name: file.read_bytes() for file in tmp_path.glob("eod_*")}
+    ours = {file.name: file.read_bytes() for file in tmp_path.glob("eod_*")}
     theirs = {file.name: file.read_bytes() for file in (GOLDEN / "3_eod" / mode).glob(f"eod_{name}*")}
-    assert made == theirs
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 17, 1000])
@@ -321,27 +321,27 @@ def test_append_to_anything(train, tmp_path, monkeypatch, chunk, marked):
     monkeypatch.setattr(append, "CHUNK", chunk)
     ran = train("packs", "append-eod", prefix, 999, "append", "--doubled")
     assert ran.code == 0, ran.err
-    source, made = open_indexed(prefix), open_indexed(tmp_path / "eod_x")
+    source, appended = open_indexed(prefix), open_indexed(tmp_path / "eod_x")
     mask = np.fromfile(mask_path(prefix), "u1")
     lows = np.r_[0, np.cumsum(sizes)]
     tokens = [np.r_[source.tokens[lows[a] : lows[b]], 999] for a, b in pairwise(marks)]
     masks = [np.r_[mask[lows[a] : lows[b]], REPLY | LAST_REPLY] for a, b in pairwise(marks)]
-    assert np.array_equal(made.tokens, np.concatenate(tokens))
-    assert np.array_equal(np.fromfile(mask_path(made.prefix), "u1"), np.concatenate(masks))
-    assert np.array_equal(made.documents, marks)
-    assert np.array_equal(made.sizes, sizes + np.isin(np.arange(len(sizes)), marks[1:] - 1))
-    facts = read_facts(made.prefix)
+    assert np.array_equal(appended.tokens, np.concatenate(tokens))
+    assert np.array_equal(np.fromfile(mask_path(appended.prefix), "u1"), np.concatenate(masks))
+    assert np.array_equal(appended.documents, marks)
+    assert np.array_equal(appended.sizes, sizes + np.isin(np.arange(len(sizes)), marks[1:] - 1))
+    facts = read_facts(appended.prefix)
     assert facts is not None
-    assert (facts.eod, facts.counts) == (999, {"documents": len(marks) - 1, "tokens": made.total})
+    assert (facts.eod, facts.counts) == (999, {"documents": len(marks) - 1, "tokens": appended.total})
 
 
 def test_replace_trains_the_last_token(train, tmp_path):
     prefix = make(tmp_path / "x", [3, 1], mask=True)
     before = np.fromfile(mask_path(prefix), "u1")
     assert train("packs", "append-eod", bin_path(prefix), 5, "replace").code == 0
-    found = open_indexed(tmp_path / "eod_x")
-    assert list(found.tokens[[2, 3]]) == [5, 5]
-    assert list(np.fromfile(mask_path(found.prefix), "u1")) == [*before[:2], 3, 3]
+    replaced = open_indexed(tmp_path / "eod_x")
+    assert list(replaced.tokens[[2, 3]]) == [5, 5]
+    assert list(np.fromfile(mask_path(replaced.prefix), "u1")) == [*before[:2], 3, 3]
 
 
 def test_ends_that_are_refused(train, tmp_path):

@@ -57,8 +57,8 @@ def test_the_chain_of_the_real_run(real):
     schedule = schedule_of(REAL["flags"])
     packs = phases.packs(real[1], schedule)
     ends = phases.ends(packs, schedule)
-    found = [(pack.name, pack.tokens, pack.steps(schedule), end) for pack, end in zip(packs, ends, strict=True)]
-    assert found == CHAIN
+    chain = [(pack.name, pack.tokens, pack.steps(schedule), end) for pack, end in zip(packs, ends, strict=True)]
+    assert chain == CHAIN
     assert [pack.phase for pack in packs] == REAL["phases"]
     assert [pack.tokens for pack in packs] == [floor(total + 0.5) for total in REAL["pack_totals"]]
     phases.sums(packs, real[1])
@@ -70,10 +70,10 @@ def test_the_names_of_the_real_run(real):
     named = {name: [pack.named[i] for pack in packs] for i, name in enumerate(real[0])}
     assert hashlib.sha256(json.dumps(named).encode()).hexdigest() == REAL["int_tokens_sha256_of_all"]
     assert named["arxiv1"][:2] == [933600, 13905583], "as document 002 has them"
-    for name, wanted in REAL["tokens_of_some_names"].items():
+    for name, expected in REAL["tokens_of_some_names"].items():
         targets = [pack.targets[real[0].index(name)] for pack in packs]
-        assert all(abs(target - want) < 2 for target, want in zip(targets, wanted, strict=True))
-        assert abs(sum(targets) - sum(wanted)) < 2
+        assert all(abs(target - want) < 2 for target, want in zip(targets, expected, strict=True))
+        assert abs(sum(targets) - sum(expected)) < 2
 
 
 def world_of(case: str) -> tuple[list[str], dict[str, phases.Pool], Schedule]:
@@ -94,12 +94,12 @@ def test_packs_and_names_of_the_users_tool(case):
     names, pools, schedule = world_of(case)
     packs, tokens = phases.packs(pools, schedule), yamls_of(case, "tokens")
     for row in yamls_of(case, "slices").values():
-        held = [i for i in range(len(row)) if any(one[i] for one in tokens.values())]
-        assert [pack.phase for pack in packs] == [row[i] for i in held], "but for theirs without tokens"
-        if len(held) == len(row):
-            assert [pack.number for pack in packs] == held
+        numbers = [i for i in range(len(row)) if any(counts[i] for counts in tokens.values())]
+        assert [pack.phase for pack in packs] == [row[i] for i in numbers], "but for theirs without tokens"
+        if len(numbers) == len(row):
+            assert [pack.number for pack in packs] == numbers
     for name, row in tokens.items():
-        assert [pack.named[names.index(name)] for pack in packs] == [int(row[i]) for i in held]
+        assert [pack.named[names.index(name)] for pack in packs] == [int(row[i]) for i in numbers]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def worlds(draw: st.DrawFn) -> tuple[dict[str, phases.Pool], Schedule]:
     count = draw(st.integers(1, 6))
     values = st.one_of(st.just(0.0), st.integers(0, 5).map(float), st.floats(0, 30), st.floats(0, 1e5))
     pools = {name: phases.pool([Fraction(draw(values)) for _ in range(count)]) for name in POOLS}
-    total = sum(one.total for one in pools.values())
+    total = sum(pool.total for pool in pools.values())
     most = draw(st.integers(1 + total // 40, 10 + total))
     return pools, Schedule(draw(st.integers(1, 100)), draw(st.integers(0, 20)), draw(st.integers(0, 40)), most)
 
@@ -149,7 +149,7 @@ def test_all_sums_are_equal(world):
         train = sum(pools[name].total for name in ("U1", "N", "U3"))
         down = train * schedule.cool_down // 100 + 1
         short = warmup > schedule.most or warmup >= pools["U1"].total or down > pools["U3"].total
-        assert short or not any(one.total for one in pools.values())
+        assert short or not any(pool.total for pool in pools.values())
         return
     phases.sums(packs, pools)
     assert [pack.phase for pack in packs] == sorted((pack.phase for pack in packs), key=list(ORDER).index)
@@ -162,24 +162,24 @@ def test_all_sums_are_equal(world):
         assert 0 < rest.tokens <= schedule.most
         assert phase != "warmup" or not full
     assert all(min(pack.targets) >= 0 for pack in packs)
-    for one in pools.values():
-        assert abs(one.total - sum(one.requested)) <= Fraction(1, 2)
-        assert all(abs(total - share) < 1 for total, share in zip(one.totals, one.requested, strict=True))
+    for pool in pools.values():
+        assert abs(pool.total - sum(pool.requested)) <= Fraction(1, 2)
+        assert all(abs(total - share) < 1 for total, share in zip(pool.totals, pool.requested, strict=True))
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=8).filter(any), st.data())
 def test_rounding_never_accumulates(totals, data):
     """However many packs: no data set is ever two tokens ahead of its share."""
-    one = phases.pool([Fraction(total) for total in totals])
-    most = data.draw(st.integers(1 + one.total // 50, 1 + one.total))
-    pools = {"U1": one, **{name: phases.pool([Fraction(0)] * len(totals)) for name in ("N", "U3", "E")}}
+    pool = phases.pool([Fraction(total) for total in totals])
+    most = data.draw(st.integers(1 + pool.total // 50, 1 + pool.total))
+    pools = {"U1": pool, **{name: phases.pool([Fraction(0)] * len(totals)) for name in ("N", "U3", "E")}}
     packs = phases.packs(pools, Schedule(1, 0, 0, most))
-    assert len(packs) == ceil(one.total / most)
+    assert len(packs) == ceil(pool.total / most)
     given_, upto = [0] * len(totals), 0
     for pack in packs:
         upto += pack.tokens
         given_ = [had + target for had, target in zip(given_, pack.targets, strict=True)]
-        shares = [Fraction(total * upto, one.total) for total in totals]
+        shares = [Fraction(total * upto, pool.total) for total in totals]
         assert all(had - share < 2 for had, share in zip(given_, shares, strict=True))
-    assert tuple(given_) == one.totals
+    assert tuple(given_) == pool.totals

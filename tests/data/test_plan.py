@@ -71,11 +71,11 @@ def test_splits_are_kept_apart(prefix):
     bounds = {"train": (0, 1800), "validation": (1800, 1900), "test": (1900, 2000)}
     for name, (low, high) in bounds.items():
         rows = range(*plan.splits[name])
-        held = sorted(document for number in rows for document, _, _ in plan.row(number, indexed.sizes))
-        assert held == list(range(low, high))
+        documents = sorted(document for number in rows for document, _, _ in plan.row(number, indexed.sizes))
+        assert documents == list(range(low, high))
         part = plan.part(name, indexed.sizes)
         rows = [part.row(number, indexed.sizes) for number in range(len(part))]
-        assert sorted(document for row in rows for document, _, _ in row) == held
+        assert sorted(document for row in rows for document, _, _ in row) == documents
         assert part.counts["tokens"] == sum(many for row in rows for _, _, many in row)
     with pytest.raises(UsageError, match="validation data would be trained"):
         make_plan(indexed, algorithm="k_bin", seq_length=511, seed=1, split=(90, 10))
@@ -84,9 +84,9 @@ def test_splits_are_kept_apart(prefix):
 def test_megatrons_splits():
     from train.data.packing.pack_plan import _bounds
 
-    told = json.loads((GOLDEN / "4_pack/splits_weights.json").read_text())["get_train_valid_test_split_"]
-    for text, number, ends in told:
-        shares = [float(one) for one in text.replace("/", ",").split(",")]
+    cases = json.loads((GOLDEN / "4_pack/splits_weights.json").read_text())["get_train_valid_test_split_"]
+    for text, number, ends in cases:
+        shares = [float(share) for share in text.replace("/", ",").split(",")]
         bounds = _bounds(number, shares + [0.0] * (3 - len(shares)))
         assert [0, *(high for _, high in bounds)] == ends
 
@@ -104,19 +104,19 @@ def test_splits_never_overlap_and_leave_nothing_out():
             assert all(low == high for (low, high), share in zip(bounds, split, strict=True) if not share)
     for number in range(301):
         for split in ((0, 50, 50), (1, 1, 1), (0, 1, 1), (2, 1, 1), (0, 3, 1), (98, 1, 1)):
-            held = [one for low, high in _bounds(number, split) for one in range(number)[low:high]]
-            assert held == list(range(number))
+            documents = [document for low, high in _bounds(number, split) for document in range(number)[low:high]]
+            assert documents == list(range(number))
 
 
 @pytest.mark.parametrize(
-    "words",
+    "options",
     [
         ("--split", "nan"), ("--split", "inf,1"), ("--split", "1e308,1e308"), ("--split", "-1,2"),
         ("--split", "0"), ("--seq-length", 2**31 - 1), ("--seq-length", 2**70),
     ],
 )  # fmt: skip
-def test_shares_and_lengths_that_are_none(train, prefix, words):
-    assert train("pack", prefix, "--seq-length", 63, *words).code == 2
+def test_shares_and_lengths_that_are_none(train, prefix, options):
+    assert train("pack", prefix, "--seq-length", 63, *options).code == 2
     assert not prefix.with_name("P.pack").exists()
 
 
@@ -136,8 +136,8 @@ def test_only_a_plan_is_replaced(train, prefix, tmp_path):
 
 
 def test_a_full_disk_leaves_no_plan(prefix, tmp_path):
-    words = ["tests.data.limited", "4096", "pack", str(prefix), "--seq-length", "63"]
-    ran = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
+    argv = ["tests.data.limited", "4096", "pack", str(prefix), "--seq-length", "63"]
+    ran = subprocess.run([sys.executable, "-m", *argv], capture_output=True, text=True, check=False)
     assert ran.returncode == 7
     assert "documents.npy: File too large" in ran.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["P.bin", "P.idx"]
@@ -145,13 +145,13 @@ def test_a_full_disk_leaves_no_plan(prefix, tmp_path):
 
 @pytest.mark.parametrize("name", ["", ".", "/", ".."])
 def test_prefixes_without_a_name(train, tmp_path, name):
-    for words in (("count", name), ("show", name), ("pack", name, "--seq-length", 8),
+    for argv in (("count", name), ("show", name), ("pack", name, "--seq-length", 8),
                   ("packs", "append-eod", name, 3, "append")):  # fmt: skip
-        ran = train(*words)
-        assert (ran.code, "not a prefix" in ran.err) == (2, True), words
+        ran = train(*argv)
+        assert (ran.code, "not a prefix" in ran.err) == (2, True), argv
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
-    words = ("--vocab-file", GOLDEN / "1_sft/model.model", "--format", "text", "--output-prefix", name)
-    assert train("tokenize", "--input", tmp_path / "x.jsonl", *words).code == 2
+    argv = ("--vocab-file", GOLDEN / "1_sft/model.model", "--format", "text", "--output-prefix", name)
+    assert train("tokenize", "--input", tmp_path / "x.jsonl", *argv).code == 2
 
 
 def test_an_index_with_a_negative_size_is_not_counted(train, tmp_path):
@@ -167,10 +167,10 @@ def test_an_index_with_a_negative_size_is_not_counted(train, tmp_path):
 def test_a_plan_is_for_the_files_that_it_was_made_from(prefix, tmp_path):
     plan = make_plan(open_indexed(prefix), algorithm="bfd", seq_length=127, seed=1)
     write_plan(plan, tmp_path / "plan")
-    found = open_plan(tmp_path / "plan")
-    assert np.array_equal(found.documents, plan.documents)
-    assert np.array_equal(found.rows, plan.rows)
-    assert found.splits == {"train": [0, len(plan)]}
+    opened = open_plan(tmp_path / "plan")
+    assert np.array_equal(opened.documents, plan.documents)
+    assert np.array_equal(opened.rows, plan.rows)
+    assert opened.splits == {"train": [0, len(plan)]}
     tokens = np.fromfile(f"{prefix}.bin", np.uint16)
     tokens[len(tokens) // 2 :] ^= 1
     tokens.tofile(f"{prefix}.bin")
@@ -219,11 +219,11 @@ def test_files_of_other_programs(tmp_path):
 )
 def test_a_share_that_gets_no_row_is_told(train, tmp_path, split, lost):
     few = made(tmp_path / "F", [30] * 20)
-    for more in ((), ("--json",), ("-n",)):
-        ran = train("pack", few, "--seq-length", 63, "--split", split, "--force", *more)
+    for options in ((), ("--json",), ("-n",)):
+        ran = train("pack", few, "--seq-length", 63, "--split", split, "--force", *options)
         assert ran.code == 0, ran.err
-        told = f"note: --split leaves {lost} without a row, 20 of 20 documents are packed: too few for such a share"
-        assert (told in ran.err) == bool(lost)
+        message = f"note: --split leaves {lost} without a row, 20 of 20 documents are packed: too few for such a share"
+        assert (message in ran.err) == bool(lost)
         assert "without a row" not in ran.err or lost
 
 
@@ -246,11 +246,11 @@ def test_the_line_that_users_know(train, prefix, tmp_path):
 def test_counts(train, tmp_path):
     prefix = made(tmp_path / "P", [0, 1, 2, 3, 8, 9, 1000, 2_000_000], dtype="uint16")
     ran = train("count", prefix, tmp_path / "out.txt", "--seq-length", 7, "--json")
-    found = json.loads(ran.out)
-    assert (found["documents"], found["tokens"], found["shortest"], found["longest"]) == (8, 2_001_023, 0, 2_000_000)
-    assert found["bars"] == [[0, 0, 1], [1, 1, 1], [2, 3, 2], [8, 15, 2], [512, 1023, 1], [1048576, 2_000_000, 1]]
-    assert found["over"] == [3, 2_001_009]
-    assert found["quantiles"]["0.5"] == 3
+    stats = json.loads(ran.out)
+    assert (stats["documents"], stats["tokens"], stats["shortest"], stats["longest"]) == (8, 2_001_023, 0, 2_000_000)
+    assert stats["bars"] == [[0, 0, 1], [1, 1, 1], [2, 3, 2], [8, 15, 2], [512, 1023, 1], [1048576, 2_000_000, 1]]
+    assert stats["over"] == [3, 2_001_009]
+    assert stats["quantiles"]["0.5"] == 3
     assert (tmp_path / "out.txt").read_text().split() == ["0", "1", "2", "3", "8", "9", "1000", "2000000"]
     assert train("count", prefix, tmp_path / "out.txt").code == 7
     (tmp_path / "P.bin").unlink()
@@ -259,13 +259,13 @@ def test_counts(train, tmp_path):
 
 def test_the_last_bar_has_the_longest_document(train, tmp_path):
     prefix = made(tmp_path / "P", [7, 1 << 20, 5_000_000], dtype="int8")
-    found = json.loads(train("count", prefix, "--json").out)
-    assert found["bars"] == [[4, 7, 1], [1 << 20, 5_000_000, 2]]
+    stats = json.loads(train("count", prefix, "--json").out)
+    assert stats["bars"] == [[4, 7, 1], [1 << 20, 5_000_000, 2]]
 
 
 def test_a_full_disk_leaves_no_numbers(prefix, tmp_path):
-    words = ["tests.data.limited", "1000", "count", str(prefix), str(tmp_path / "out.txt")]
-    ran = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, check=False)
+    argv = ["tests.data.limited", "1000", "count", str(prefix), str(tmp_path / "out.txt")]
+    ran = subprocess.run([sys.executable, "-m", *argv], capture_output=True, text=True, check=False)
     assert ran.returncode == 7
     assert "out.txt.tmp: File too large" in ran.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["P.bin", "P.idx"]
@@ -287,10 +287,10 @@ def test_numbers_of_documents_go_to_a_file(train, prefix, tmp_path):
     ],
 )  # fmt: skip
 def test_odd_facts(tmp_path, change):
-    held = {"tokenizer": "aa", "vocabulary": 1000, "control": {"user": 7}, "eod": None, "template": None, "counts": {}}
-    facts_path(tmp_path / "P").write_text(json.dumps(held))
-    assert read_facts(tmp_path / "P") == Facts(**held)
-    facts_path(tmp_path / "P").write_text(json.dumps(held | change))
+    facts = {"tokenizer": "aa", "vocabulary": 1000, "control": {"user": 7}, "eod": None, "template": None, "counts": {}}
+    facts_path(tmp_path / "P").write_text(json.dumps(facts))
+    assert read_facts(tmp_path / "P") == Facts(**facts)
+    facts_path(tmp_path / "P").write_text(json.dumps(facts | change))
     with pytest.raises(SourceError, match=f"does not say how the tokens were made: .*{next(iter(change))}"):
         read_facts(tmp_path / "P")
 
@@ -303,13 +303,13 @@ def test_facts_that_are_none(tmp_path, text):
 
 
 def test_showing(train, tmp_path):
-    words = [GOLDEN / "1_sft/sft_text_document", "--tokenizer", GOLDEN / "1_sft/model.model", "--first", 1000]
-    ran = train("show", *words)
+    argv = [GOLDEN / "1_sft/sft_text_document", "--tokenizer", GOLDEN / "1_sft/model.model", "--first", 1000]
+    ran = train("show", *argv)
     assert ran.code == 0, ran.err
     assert ran.out.count("document ") == 200
-    given = train("show", f"{words[0]}.bin", words[2], *words[3:])  # as vis.py is called
+    given = train("show", f"{argv[0]}.bin", argv[2], *argv[3:])  # as vis.py is called
     assert given.out == ran.out
-    assert train("show", *words, words[2]).code == 2
+    assert train("show", *argv, argv[2]).code == 2
     first = ran.out.splitlines()[:4]
     assert first == [
         "document 0, 16 tokens, 5 trained",
@@ -318,18 +318,18 @@ def test_showing(train, tmp_path):
         "▁sveiki ▁tulko <|assistant|> <|endoftext|>«",
         "  ids     7 120 117 105 75 106 120 85 96 7 8 »78 124 35 8 3«",
     ]
-    coloured = train("show", *words[:-1], 1, "--color")
+    coloured = train("show", *argv[:-1], 1, "--color")
     assert "\x1b[32m" in coloured.out
     assert "»" not in coloured.out
-    assert train("show", words[0], "--document", 200).code == 2
-    other = train("show", words[0], "--tokenizer", GOLDEN / "1_sft/sft.jsonl")
+    assert train("show", argv[0], "--document", 200).code == 2
+    other = train("show", argv[0], "--tokenizer", GOLDEN / "1_sft/sft.jsonl")
     assert other.code == 3
-    neox = train("show", words[0], "--compat", "neox", "--control-tokens", "user=7,assistant=8", "--document", 0)
+    neox = train("show", argv[0], "--compat", "neox", "--control-tokens", "user=7,assistant=8", "--document", 0)
     assert "5 trained" in neox.out
-    unknown = train("show", words[0], "--document", 0)
+    unknown = train("show", argv[0], "--document", 0)
     assert "document 0, 16 tokens, it is not known which of them are trained: --control-tokens" in unknown.out
     assert "»" not in unknown.out
-    assert "15 trained" in train("show", words[0], "--document", 0, "--loss", "all").out
+    assert "15 trained" in train("show", argv[0], "--document", 0, "--loss", "all").out
     small = made(tmp_path / "S", [300])
     wrong = train("show", small, "--tokenizer", GOLDEN / "1_sft/model.model")
     assert wrong.code == 5

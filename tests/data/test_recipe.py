@@ -37,7 +37,7 @@ def test_a_recipe_says_what_it_says():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (PAIR + "asistant: b\n", "'asistant' is no key of a recipe: did you mean assistant?"),
         (PAIR + "source: c/d\n", "'source' is given twice in line 4"),
@@ -83,8 +83,8 @@ def test_a_recipe_says_what_it_says():
         ("\0", "is no recipe"),
     ],
 )
-def test_what_has_no_meaning_is_refused(text, said):
-    with pytest.raises(UsageError, match=re.escape(said)):
+def test_what_has_no_meaning_is_refused(text, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
         read(text)
 
 
@@ -103,15 +103,15 @@ def test_every_key_is_read():
 
 
 def test_shipped_recipes_are_sound():
-    found = {one.name: one for one in shipped()}
-    assert set(found) == {
+    recipes = {recipe.name: recipe for recipe in shipped()}
+    assert set(recipes) == {
         "aya-basque", "magpie-ultra", "magpie-8b", "magpie-8b-filtered", "magpie-70b", "magpie-70b-filtered",
         "latxa-corpus", "codeact", "general", "english-latvian",
     }  # fmt: skip
-    for one in found.values():
-        assert one.about
-        assert "\n" not in one.about
-        assert load(one.name) == one
+    for recipe in recipes.values():
+        assert recipe.about
+        assert "\n" not in recipe.about
+        assert load(recipe.name) == recipe
 
 
 def test_the_nearest_recipe_is_named():
@@ -133,7 +133,7 @@ def test_the_command_line_overrides():
 
 
 @pytest.mark.parametrize(
-    ("test", "wanted", "passes", "fails"),
+    ("test", "value", "passes", "fails"),
     [
         ("is", "eus", ["eus"], ["Eus", "eus ", "", None]),
         ("is", None, [None], ["", 0]),
@@ -149,9 +149,9 @@ def test_the_command_line_overrides():
         ("min", "2024-02-01", ["2024-02-01", "2025-01-01", datetime.date(2024, 3, 1)], ["2023-12-31", None]),
     ],
 )
-def test_conditions(test, wanted, passes, fails):
-    assert all(Condition("f", test, wanted).holds({"f": one}) for one in passes)
-    assert not any(Condition("f", test, wanted).holds({"f": one}) for one in fails)
+def test_conditions(test, value, passes, fails):
+    assert all(Condition("f", test, value).holds({"f": cell}) for cell in passes)
+    assert not any(Condition("f", test, value).holds({"f": cell}) for cell in fails)
 
 
 def test_every_condition_is_tested():
@@ -159,10 +159,10 @@ def test_every_condition_is_tested():
     assert {case[0] for case in marks[0].args[1]} == set(TESTS)
 
 
-@pytest.mark.parametrize(("cell", "wanted"), [("true", True), (True, "true"), (1, "1"), (True, 1), ([1], 1)])
-def test_a_comparison_that_can_never_hold_is_an_error(cell, wanted):
+@pytest.mark.parametrize(("cell", "value"), [("true", True), (True, "true"), (1, "1"), (True, 1), ([1], 1)])
+def test_a_comparison_that_can_never_hold_is_an_error(cell, value):
     with pytest.raises(UsageError, match=r"where f: it holds .* can never be compared"):
-        Condition("f", "is", wanted).holds({"f": cell})
+        Condition("f", "is", value).holds({"f": cell})
 
 
 def test_templates():

@@ -97,21 +97,21 @@ print(json.dumps([kills, seen, sorted(expected)]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [BINS, PLAIN, TOKENS], ids=["packed", "bins", "tokenize"])
-def test_killed_at_every_step(tmp_path, words):
+@pytest.mark.parametrize("argv", [BINS, PLAIN, TOKENS], ids=["packed", "bins", "tokenize"])
+def test_killed_at_every_step(tmp_path, argv):
     source = tmp_path / "in.jsonl"
     source.write_text((GOLDEN / "7_megatron_llm/conv_a.jsonl").read_text())
     (tmp_path / "out").mkdir()
-    command = [*words, "--input", source, "--output-prefix", tmp_path / "out/P", "--force", "--quiet", "--workers", 1]
+    command = [*argv, "--input", source, "--output-prefix", tmp_path / "out/P", "--force", "--quiet", "--workers", 1]
     (tmp_path / "program.py").write_text(PROGRAM)
     ran = subprocess.run(
-        [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "out"), INDEX[words[0]], *map(str, command)],
+        [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "out"), INDEX[argv[0]], *map(str, command)],
         capture_output=True, text=True, timeout=240, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     kills, _, names = json.loads(ran.stdout.splitlines()[-1])
     assert kills >= 15
-    assert set(names) == set(FILES[words[0]])
+    assert set(names) == set(FILES[argv[0]])
 
 
 def test_a_signal_stops_the_packing_and_the_same_command_goes_on(train, tmp_path, monkeypatch):
@@ -121,30 +121,30 @@ def test_a_signal_stops_the_packing_and_the_same_command_goes_on(train, tmp_path
         os.kill(os.getpid(), signal.SIGTERM)
         return real(*args)
 
-    words = [
+    argv = [
         *BINS, "--no-new-tokens", "--input", GOLDEN / "7_megatron_llm/conv_a.jsonl", "--output-prefix", tmp_path / "P"
     ]  # fmt: skip
     monkeypatch.setattr(role_bins, "longest_first", signalled)
-    stopped = train(*words)
+    stopped = train(*argv)
     assert stopped.code == 75
     assert "run the same command again to resume" in stopped.err
     assert [path.name for path in tmp_path.iterdir()] == ["P.partial"]
     monkeypatch.setattr(role_bins, "longest_first", real)
-    assert train(*words).code == 0
+    assert train(*argv).code == 0
     assert not (tmp_path / "P.partial").exists()
-    assert train(*words[:-1], tmp_path / "Q").code == 0
+    assert train(*argv[:-1], tmp_path / "Q").code == 0
     for name in FILES["role-bins"][:4]:
         assert (tmp_path / name).read_bytes() == (tmp_path / name.replace("P", "Q")).read_bytes()
 
 
 def test_what_is_there_is_never_replaced_unasked(train, tmp_path):
-    words = [*PLAIN, "--input", GOLDEN / "7_megatron_llm/conv_a.jsonl", "--output-prefix", tmp_path / "P"]
+    argv = [*PLAIN, "--input", GOLDEN / "7_megatron_llm/conv_a.jsonl", "--output-prefix", tmp_path / "P"]
     (tmp_path / "P-role.idx").write_bytes(b"somebody's")
-    refused = train(*words)
+    refused = train(*argv)
     assert refused.code == 7
     assert "P-role.idx exists" in refused.err
-    assert train(*words, "--force").code == 0
-    assert train(*words).code == 7
+    assert train(*argv, "--force").code == 0
+    assert train(*argv).code == 7
 
 
 def test_a_stream_that_became_shorter_is_an_error(tmp_path):

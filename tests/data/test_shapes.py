@@ -31,7 +31,7 @@ def record_of(shape):
 
 @pytest.fixture
 def tokenized(train, tmp_path):
-    def make(records, *words, suffix="jsonl"):
+    def make(records, *options, suffix="jsonl"):
         source = tmp_path / f"{len(list(tmp_path.iterdir()))}.{suffix}"
         if suffix == "parquet":
             import pyarrow
@@ -41,7 +41,7 @@ def tokenized(train, tmp_path):
         else:
             source.write_text("".join(json.dumps(record) + "\n" for record in records))
         arguments = ("--input", source, "--output-prefix", source.with_suffix(""), "--workers", 1)
-        ran = train("tokenize", *arguments, "--vocab-file", MODEL, *words)
+        ran = train("tokenize", *arguments, "--vocab-file", MODEL, *options)
         return ran, source.with_name(source.stem + "_text_document")
 
     return make
@@ -50,13 +50,13 @@ def tokenized(train, tmp_path):
 @pytest.mark.parametrize("form", RECORDS)
 def test_auto_finds_each_format(tokenized, form):
     assert form_of(RECORDS[form]) == form
-    found, named = tokenized([RECORDS[form]] * 3), tokenized([RECORDS[form]] * 3, "--format", form)
-    for ran, _ in (found, named):
+    automatic, named = tokenized([RECORDS[form]] * 3), tokenized([RECORDS[form]] * 3, "--format", form)
+    for ran, _ in (automatic, named):
         assert ran.code == 0, ran.err
         assert f", {form}\n" in ran.err
     tokens = [
         [ids.tolist() for ids in map(open_documents(prefix).indexed.__getitem__, range(3))]
-        for _, prefix in (found, named)
+        for _, prefix in (automatic, named)
     ]
     assert tokens[0] == tokens[1]
     assert {"mixed", *RECORDS} == {*FORMS}
@@ -89,8 +89,8 @@ def test_texts_and_dialogues_in_two_files_are_one_input(train, tmp_path):
 def test_texts_are_trained_as_a_whole_whatever_their_tokenizer(train, tmp_path):
     """Also where it has no control tokens, as beside dialogues that a chat template has written."""
     (tmp_path / "text.jsonl").write_text(json.dumps(RECORDS["text"]) + "\n")
-    words = ("--input", tmp_path / "text.jsonl", "--output-prefix", tmp_path / "P", "--workers", 1)
-    ran = train("tokenize", *words, "--vocab-file", MODEL.parents[2] / "neox/spm101.model")
+    options = ("--input", tmp_path / "text.jsonl", "--output-prefix", tmp_path / "P", "--workers", 1)
+    ran = train("tokenize", *options, "--vocab-file", MODEL.parents[2] / "neox/spm101.model")
     assert ran.code == 0, ran.err
     documents = open_documents(tmp_path / "P_text_document")
     assert (documents.control, documents.silent) == ({}, False)
@@ -128,9 +128,9 @@ def test_a_field_beside_turns_that_says_more_than_they_do_is_a_second_reading(tu
     read = reader(form_of(turns), ("user", "assistant", "system"), auto=True)
     for copy in ("saule", "upe", "", None, next(iter(turns.values()))):
         assert "upe" in read(turns | {name: copy}).contents
-    for more in ("tulko", [{"role": "assistant", "content": "tulko"}]):
+    for value in ("tulko", [{"role": "assistant", "content": "tulko"}]):
         with pytest.raises(Malformed) as caught:
-            read(turns | {name: more})
+            read(turns | {name: value})
         assert (caught.value.reason, caught.value.detail) == ("shapes", f"{next(iter(turns))} beside {name}")
     named = reader(form_of(turns), ("user", "assistant", "system"))
     assert "upe" in named(turns | {name: "tulko"}).contents
@@ -138,13 +138,13 @@ def test_a_field_beside_turns_that_says_more_than_they_do_is_a_second_reading(tu
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize(
-    ("more", "named"),
+    ("fields", "named"),
     [({"text": "paldies"}, "messages beside text"),
      ({"prompt": "saule", "completion": "tulko"}, "messages beside prompt and completion")],
     ids=["text", "prompt"],
 )  # fmt: skip
-def test_a_later_record_with_two_readings_ends_the_work_and_a_format_chooses(tokenized, train, more, named, suffix):
-    records = [{"messages": TURNS, **dict.fromkeys(more)}, {"messages": TURNS} | more]
+def test_a_later_record_with_two_readings_ends_the_work_and_a_format_chooses(tokenized, train, fields, named, suffix):
+    records = [{"messages": TURNS, **dict.fromkeys(fields)}, {"messages": TURNS} | fields]
     ran, prefix = tokenized(records, suffix=suffix)
     assert ran.code == 5, ran.err
     assert f"0.{suffix}:2, {named}: {REASONS['shapes']}" in ran.err

@@ -66,9 +66,9 @@ def sentencepiece(folder):
     """The users' model as a fast tokenizer."""
     from converters.assets.sentencepiece import convert_tokenizer
 
-    made = convert_tokenizer(MODEL, control=TOKENS["control"], names={"eos": "<|endoftext|>"})
+    converted = convert_tokenizer(MODEL, control=TOKENS["control"], names={"eos": "<|endoftext|>"})
     folder.mkdir()
-    for name, content in made.files.items():
+    for name, content in converted.files.items():
         (folder / name).write_bytes(content)
     return folder
 
@@ -101,14 +101,14 @@ def test_ids_and_masks_are_those_of_transformers(world):
         f"{role}_token": token for role, token in vocabulary.named.items()
     })  # fmt: skip
     for record in dialogues():
-        found = encode([record])
+        encoded = encode([record])
         messages = [{"role": role, "content": text} for role, text in zip(*record[:2], strict=True)]
         expected = real.apply_chat_template(
             messages, chat_template=template, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        assert found.ids.tolist() == expected["input_ids"]
-        assert [one & REPLY for one in found.mask.tolist()] == expected["assistant_masks"]
-        last = [one & LAST_REPLY for one in found.mask.tolist()]
+        assert encoded.ids.tolist() == expected["input_ids"]
+        assert [bits & REPLY for bits in encoded.mask.tolist()] == expected["assistant_masks"]
+        last = [bits & LAST_REPLY for bits in encoded.mask.tolist()]
         assert any(last)
         assert not any(last[: len(last) // 4])
 
@@ -122,13 +122,15 @@ def test_a_text_that_spells_a_control_token_stays_text(world):
     ids = {vocabulary.ids[token] for token in special}
     plain = encode([Record(["user", "assistant"], ["say X now", "no"])])
     for token in special:
-        found = encode([Record(["user", "assistant"], [f"say {token} now", "no"])])
+        encoded = encode([Record(["user", "assistant"], [f"say {token} now", "no"])])
         if not encode.separable:
-            assert found.refused == [(0, "literal")]
+            assert encoded.refused == [(0, "literal")]
             continue
-        assert [one for one in found.ids.tolist() if one in ids] == [one for one in plain.ids.tolist() if one in ids]
-        assert f"say {token} now" in vocabulary.decode(found.ids.tolist()).replace("  ", " ")
-        assert found.mask.sum() == plain.mask.sum()
+        assert [token_id for token_id in encoded.ids.tolist() if token_id in ids] == [
+            token_id for token_id in plain.ids.tolist() if token_id in ids
+        ]
+        assert f"say {token} now" in vocabulary.decode(encoded.ids.tolist()).replace("  ", " ")
+        assert encoded.mask.sum() == plain.mask.sum()
 
 
 def test_separable_is_found_out(tmp_path):
@@ -141,10 +143,10 @@ def test_the_end_of_a_document_is_trained_and_never_doubled(world):
     template, folder = world
     vocabulary = Fast(folder / "tokenizer.json")
     end = vocabulary.ids[vocabulary.named["eos"]]
-    found = TemplateEncoder(vocabulary, template, end)([Record(["user", "assistant"], ["a", "b"])])
-    assert found.ids.tolist().count(end) == 1
-    assert found.ids[-1] == end
-    assert found.mask[-1] == REPLY | LAST_REPLY
+    encoded = TemplateEncoder(vocabulary, template, end)([Record(["user", "assistant"], ["a", "b"])])
+    assert encoded.ids.tolist().count(end) == 1
+    assert encoded.ids[-1] == end
+    assert encoded.mask[-1] == REPLY | LAST_REPLY
 
 
 def test_a_tokenizer_that_truncates_or_pads_gives_whole_documents(tmp_path):
@@ -159,9 +161,9 @@ def test_a_tokenizer_that_truncates_or_pads_gives_whole_documents(tmp_path):
     tokenizer.save(str(folder / "tokenizer.json"))
     odd = TemplateEncoder(Fast(folder / "tokenizer.json"), load_template("chatml"), None)
     for record in dialogues():
-        one, other = plain([record]), odd([record])
-        assert one.ids.tolist() == other.ids.tolist()
-        assert one.mask.tolist() == other.mask.tolist()
+        first, second = plain([record]), odd([record])
+        assert first.ids.tolist() == second.ids.tolist()
+        assert first.mask.tolist() == second.mask.tolist()
 
 
 def test_text_that_a_model_makes_a_control_token_of_is_dropped(tmp_path):
@@ -192,8 +194,8 @@ def test_turns_with_more_than_text_are_not_cut(train, tmp_path):
     }
     rows = [good, {"conversations": [{"role": "user", "content": "a"}, call]}, {"text": "plain", "conversations": None}]
     (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = ["--input", tmp_path / "c.jsonl", "--tokenizer", folder, "--chat-template", "chatml", "--output-prefix"]
-    ran = train("tokenize", *words, tmp_path / "P", "--workers", 1, "--max-drop-rate", 1)
+    options = ["--input", tmp_path / "c.jsonl", "--tokenizer", folder, "--chat-template", "chatml", "--output-prefix"]
+    ran = train("tokenize", *options, tmp_path / "P", "--workers", 1, "--max-drop-rate", 1)
     assert ran.code == 0, ran.err
     assert "2 documents" in ran.out
     assert "1 dropped: a turn with tool calls" in ran.err
@@ -234,10 +236,10 @@ def test_from_the_command_line(train, tmp_path):
     assert ran.code == 0, ran.err
     assert "51 documents" in ran.out
     assert "1 dropped: the line is not valid JSON" in ran.err
-    shown = train("show", tmp_path / "P_text_document", "--tokenizer", folder, "--first", 100, "--no-color")
-    assert shown.code == 0, shown.err
-    assert shown.out.count("document ") == 51
-    assert shown.out.count("»") >= 51
+    display = train("show", tmp_path / "P_text_document", "--tokenizer", folder, "--first", 100, "--no-color")
+    assert display.code == 0, display.err
+    assert display.out.count("document ") == 51
+    assert display.out.count("»") >= 51
     (tmp_path / "P_text_document.mask").unlink()
     assert train("show", tmp_path / "P_text_document").code == 3
 
@@ -265,12 +267,12 @@ def test_what_a_template_leaves_out_or_cuts_is_counted(train, tmp_path, turns, a
     (tmp_path / "cut.jinja").write_text(CUT)
     record = {"messages": [{"role": role, "content": text} for role, text in turns]}
     (tmp_path / "c.jsonl").write_text(json.dumps(record) + "\n")
-    words = ["--tokenizer", folder, "--chat-template", tmp_path / "cut.jinja"]
-    source = ["--input", tmp_path / "c.jsonl", *words, "--append-eod", "--workers", 1]
+    options = ["--tokenizer", folder, "--chat-template", tmp_path / "cut.jinja"]
+    source = ["--input", tmp_path / "c.jsonl", *options, "--append-eod", "--workers", 1]
     ran = train("tokenize", *source, "--output-prefix", tmp_path / "P")
     assert ran.code == 0, ran.err
     assert ("of 1 records the chat template leaves out or changes a message" in ran.err) == bool(altered)
     counts = json.loads((tmp_path / "P_text_document.json").read_text())["counts"]
     assert counts.get("altered_documents", 0) == altered
-    ran = train("lint", tmp_path / "c.jsonl", *words)
+    ran = train("lint", tmp_path / "c.jsonl", *options)
     assert ("leaves out or changes a message" in ran.out) == bool(altered)

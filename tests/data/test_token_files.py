@@ -22,10 +22,10 @@ def prefix(train, tmp_path):
     source.write_text("".join(json.dumps(record) + "\n" for record in records))
     ran = train("tokenize", "--input", source, "--tokenizer", MODEL, "--output-prefix", tmp_path / "P", "--workers", 1)
     assert ran.code == 0, ran.err
-    found = tmp_path / "P_text_document"
-    for words in (COUNT, PACK, SHOW):
-        assert train(words[0], found, *words[1:]).code == 0, words
-    return found
+    path = tmp_path / "P_text_document"
+    for argv in (COUNT, PACK, SHOW):
+        assert train(argv[0], path, *argv[1:]).code == 0, argv
+    return path
 
 
 def cut(path):
@@ -46,7 +46,7 @@ def impossible(path):
 
 
 @pytest.mark.parametrize(
-    ("suffix", "change", "told", "commands"),
+    ("suffix", "change", "message", "commands"),
     [
         ("bin", cut, "bytes, its index has", (COUNT, PACK, SHOW)),
         ("idx", move_pointer, "points to other places than its sizes tell", (COUNT, PACK, SHOW)),
@@ -55,8 +55,8 @@ def impossible(path):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_files_that_contradict_each_other(train, prefix, suffix, change, told, commands):
+def test_files_that_contradict_each_other(train, prefix, suffix, change, message, commands):
     change(prefix.with_name(f"{prefix.name}.{suffix}"))
-    for words in commands:
-        ran = train(words[0], prefix, *words[1:])
-        assert (ran.code, told in ran.err) == (3, True), (words, ran.out, ran.err)
+    for argv in commands:
+        ran = train(argv[0], prefix, *argv[1:])
+        assert (ran.code, message in ran.err) == (3, True), (argv, ran.out, ran.err)

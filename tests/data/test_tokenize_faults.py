@@ -20,14 +20,14 @@ ROOT = Path(__file__).parents[2]
 
 def corpus(path, number=4000):
     chosen = random.Random(1)
-    words = "thanks not sentence lūdzu to diena paldies saule sveiki tulko upe māja house the you river"
+    vocabulary = "thanks not sentence lūdzu to diena paldies saule sveiki tulko upe māja house the you river"
     with path.open("w") as file:
         for place in range(number):
             if place % 97 == 5:
                 file.write("{broken\n")
                 continue
             turns = "".join(
-                f"<<<|{role}|>>>{' '.join(chosen.choices(words.split(), k=chosen.randint(1, 60)))}<<<|{role}|>>>"
+                f"<<<|{role}|>>>{' '.join(chosen.choices(vocabulary.split(), k=chosen.randint(1, 60)))}<<<|{role}|>>>"
                 for role in ("user", "assistant")
             )
             file.write(json.dumps({"text": turns}) + "\n\n" * (place % 50 == 0))
@@ -35,10 +35,10 @@ def corpus(path, number=4000):
     return path
 
 
-def words_of(tmp_path, name, *more):
+def words_of(tmp_path, name, *options):
     return [
         "tokenize", "--input", str(tmp_path / "in.jsonl"), "--vocab-file", str(GOLDEN / "model.model"), "--append-eod",
-        "--output-prefix", str(tmp_path / name), "--workers", "2", *map(str, more),
+        "--output-prefix", str(tmp_path / name), "--workers", "2", *map(str, options),
     ]  # fmt: skip
 
 
@@ -47,13 +47,13 @@ PROGRAM = (
 )
 
 
-def spawn(words, before=""):
+def spawn(argv, before=""):
     """The command in a process of its own, with small ranges and a note of every one."""
     code = f"{PROGRAM}{before}\nif __name__ == '__main__':\n    from train.cli import main; main()"
-    script = Path(words[words.index("--output-prefix") + 1]).parent / "program.py"
+    script = Path(argv[argv.index("--output-prefix") + 1]).parent / "program.py"
     script.write_text(code)
     return subprocess.Popen(
-        [sys.executable, str(script), *words], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        [sys.executable, str(script), *argv], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
 
@@ -136,9 +136,9 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(tmp_path, expected, send
     assert ran.returncode == 75, err
     assert "run the same command again" in err
     assert json.loads(done.read_text())["ranges"] > 0
-    again = spawn(words_of(tmp_path, "P"))
-    _, err = again.communicate(timeout=120)
-    assert again.returncode == 0, err
+    resumed = spawn(words_of(tmp_path, "P"))
+    _, err = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0, err
     assert outputs(tmp_path, "P") == expected
 
 
@@ -148,19 +148,19 @@ def test_no_room_is_told_and_a_later_run_goes_on(tmp_path, expected):
     def small():
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 
-    words = words_of(tmp_path, "P")
+    argv = words_of(tmp_path, "P")
     script = f"import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n{PROGRAM}"
     (tmp_path / "program.py").write_text(script + "if __name__ == '__main__':\n    from train.cli import main; main()")
     ran = subprocess.run(
-        [sys.executable, str(tmp_path / "program.py"), *words], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        [sys.executable, str(tmp_path / "program.py"), *argv], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=120, preexec_fn=small, check=False,
     )  # fmt: skip
     assert ran.returncode == 7, ran.stderr
     assert f"error: {tmp_path / 'P_text_document.partial'}: File too large" in ran.stderr
     assert not (tmp_path / "P_text_document.idx").exists()
-    again = spawn(words)
-    _, err = again.communicate(timeout=120)
-    assert again.returncode == 0, err
+    resumed = spawn(argv)
+    _, err = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0, err
     assert outputs(tmp_path, "P") == expected
 
 
@@ -173,8 +173,8 @@ def test_a_worker_that_dies_is_an_error_and_the_work_is_kept(tmp_path, expected)
     assert ran.returncode == 3, err
     assert "a worker died on" in err
     assert "bytes 40960 to 49152" in err
-    again = spawn(words_of(tmp_path, "P"))
-    assert again.wait(timeout=120) == 0
+    resumed = spawn(words_of(tmp_path, "P"))
+    assert resumed.wait(timeout=120) == 0
     assert outputs(tmp_path, "P") == expected
 
 
@@ -228,9 +228,9 @@ def test_a_run_killed_while_it_publishes_is_finished_by_the_next(tmp_path, expec
     ran = spawn(words_of(tmp_path, "P"), die)
     assert ran.wait(timeout=120) == -signal.SIGKILL
     assert (tmp_path / "P_text_document.bin").exists()
-    again = spawn(words_of(tmp_path, "P"))
-    _, err = again.communicate(timeout=120)
-    assert again.returncode == 0, err
+    resumed = spawn(words_of(tmp_path, "P"))
+    _, err = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0, err
     assert outputs(tmp_path, "P") == expected
 
 
@@ -252,10 +252,10 @@ def test_control_c_ends_at_once(tmp_path):
     corpus(tmp_path / "in.jsonl", 400)
     text = (tmp_path / "in.jsonl").read_bytes()
     (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(text * 200, 1))
-    words = words_of(tmp_path, "P")
-    words[2] += ".gz"
+    argv = words_of(tmp_path, "P")
+    argv[2] += ".gz"
     for seconds in (0.0, 2.0):
-        ran = spawn(words)
+        ran = spawn(argv)
         latest = time.monotonic() + 30
         while not Path(f"/proc/{ran.pid}/task/{ran.pid}/children").read_text() and time.monotonic() < latest:
             time.sleep(0.01)
@@ -293,7 +293,7 @@ def test_other_work_in_the_same_place_is_refused(train, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "message"),
+    ("options", "code", "message"),
     [
         (["--eod", "<|assistant|>"], 2, "<|assistant|> opens and closes turns"),
         (["--jsonl-keys", "a/b"], 2, "cannot hold a slash"),
@@ -308,8 +308,8 @@ def test_other_work_in_the_same_place_is_refused(train, tmp_path):
         (["--output-prefix", "nowhere/P"], 2, "mkdir -p nowhere"),
     ],
 )
-def test_wrong_words(train, tmp_path, words, code, message):
+def test_wrong_words(train, tmp_path, options, code, message):
     corpus(tmp_path / "in.jsonl", 20)
-    ran = train(*words_of(tmp_path, "P", *words))
+    ran = train(*words_of(tmp_path, "P", *options))
     assert ran.code == code
     assert message in ran.err

@@ -19,14 +19,14 @@ TURNS = "<<<|user|>>>{}<<<|user|>>><<<|assistant|>>>{}<<<|assistant|>>>"
 def tokenized(train, tmp_path):
     """`tokenized(records, words)`: the bytes of the files of each field."""
 
-    def make(records, *words):
+    def make(records, *options):
         number = len(list(tmp_path.iterdir()))
         source, folder = tmp_path / f"{number}.jsonl", tmp_path / f"out{number}"
         folder.mkdir()
         source.write_text("".join(json.dumps(record) + "\n" for record in records))
         ran = train(
             "tokenize", "--input", source, "--vocab-file", GOLDEN / "model.model", "--output-prefix", folder / "P",
-            "--workers", 1, "-q", *words,
+            "--workers", 1, "-q", *options,
         )  # fmt: skip
         assert ran.code == 0, ran.err
         return {path.stem: path.with_suffix(".bin").read_bytes() for path in folder.glob("*.idx")}
@@ -36,10 +36,10 @@ def tokenized(train, tmp_path):
 
 def test_several_fields_get_files_of_their_own(tokenized):
     records = [{"text": f"saule {place}", "summary": f"upe {place} māja"} for place in range(20)]
-    found = tokenized(records, "--jsonl-keys", "text,summary")
-    assert found.keys() == {"P_text_document", "P_summary_document"}
+    files = tokenized(records, "--jsonl-keys", "text,summary")
+    assert files.keys() == {"P_text_document", "P_summary_document"}
     for key in ("text", "summary"):
-        assert found[f"P_{key}_document"] == tokenized(records, "--jsonl-keys", key)[f"P_{key}_document"]
+        assert files[f"P_{key}_document"] == tokenized(records, "--jsonl-keys", key)[f"P_{key}_document"]
 
 
 @pytest.mark.parametrize(
@@ -77,14 +77,14 @@ TALK = {"conversations": [{"role": "user", "content": "saule"}, {"role": "assist
 
 
 @pytest.mark.parametrize(
-    ("record", "words", "messages"),
+    ("record", "options", "messages"),
     [
         ({"text": TURNS.format("saule", "diena")}, [], ["records with markers need a tokenizer that has them"]),
         (TALK, [], ["and no chat template", "FOLDER --add --control '<|im_start|>' --control '<|im_end|>'"]),
         (TALK, ["--chat-template", "chatml"], ["the chat template chatml needs a fast tokenizer"]),
     ],
 )
-def test_hints_lead_on(train, tmp_path, roleless, record, words, messages):
+def test_hints_lead_on(train, tmp_path, roleless, record, options, messages):
     (tmp_path / "in.jsonl").write_text(json.dumps(record) + "\n")
     ran = train(
         "tokenize",
@@ -94,15 +94,15 @@ def test_hints_lead_on(train, tmp_path, roleless, record, words, messages):
         roleless,
         "--output-prefix",
         tmp_path / "P",
-        *words,
+        *options,
     )
-    assert (ran.code, [one for one in messages if one not in ran.err]) == (2, []), ran.err
+    assert (ran.code, [message for message in messages if message not in ran.err]) == (2, []), ran.err
 
 
 def test_a_sentencepiece_model_gets_the_tokens_of_a_template(train, convert, tmp_path, roleless):
     """What the hints say, done."""
     (tmp_path / "in.jsonl").write_text(json.dumps(TALK) + "\n")
-    words = [
+    argv = [
         "tokenize",
         "--input",
         tmp_path / "in.jsonl",
@@ -112,11 +112,11 @@ def test_a_sentencepiece_model_gets_the_tokens_of_a_template(train, convert, tmp
         tmp_path / "P",
     ]
     assert convert("tokenizer", roleless, tmp_path / "bare", "--check", 1).code == 0
-    bare = train(*words, "--vocab-file", tmp_path / "bare")
+    bare = train(*argv, "--vocab-file", tmp_path / "bare")
     assert "FOLDER --add --control '<|im_start|>' --control '<|im_end|>'" in bare.err
     control = ["--control", "<|im_start|>", "--control", "<|im_end|>"]
     assert convert("tokenizer", roleless, tmp_path / "with", "--check", 1, "--add", *control).code == 0
-    ran = train(*words, "--vocab-file", tmp_path / "with", "--workers", 1)
+    ran = train(*argv, "--vocab-file", tmp_path / "with", "--workers", 1)
     assert ran.code == 0, ran.err
 
 
@@ -128,8 +128,8 @@ def test_plain_text_of_a_tokenizer_without_roles(train, tmp_path, roleless):
         "--workers", 1,
     )  # fmt: skip
     assert (ran.code, f"{tmp_path}/P/NAME writes them into it" in ran.err) == (0, True), ran.err
-    shown = train("show", tmp_path / "P_text_document", "--tokenizer", roleless)
-    assert "document 0, 4 tokens, 3 trained\n" in shown.out  # all but the first, which nothing predicts
+    display = train("show", tmp_path / "P_text_document", "--tokenizer", roleless)
+    assert "document 0, 4 tokens, 3 trained\n" in display.out  # all but the first, which nothing predicts
 
 
 def test_lint_tells_of_the_others_before_a_file_that_is_empty(train, tmp_path):

@@ -39,11 +39,11 @@ SIMPLE = (
 )
 
 
-def call(city, **more):
+def call(city, **fields):
     """A tool call as OpenAI writes it."""
     function = {"name": "weather", "arguments": json.dumps({"city": city})}
     calls = [{"id": "abc123xyz", "type": "function", "function": function}]
-    return {"role": "assistant", "content": None, "tool_calls": calls} | more
+    return {"role": "assistant", "content": None, "tool_calls": calls} | fields
 
 
 def result(text):
@@ -54,8 +54,8 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def reply(text, **more):
-    return {"role": "assistant", "content": text} | more
+def reply(text, **fields):
+    return {"role": "assistant", "content": text} | fields
 
 
 PLAIN = [user("Hello"), reply("there"), user("two  spaces"), reply("don't")]
@@ -84,8 +84,8 @@ def transformers_ids(folder, template, record, stop, asking=False):
     for message in messages:
         if isinstance(message["content"], list):
             message["content"] = "".join(part["text"] for part in message["content"])
-        for one in message.get("tool_calls", ()):
-            one["function"]["arguments"] = json.loads(one["function"]["arguments"])
+        for tool_call in message.get("tool_calls", ()):
+            tool_call["function"]["arguments"] = json.loads(tool_call["function"]["arguments"])
     return tokenizer.apply_chat_template(
         messages, tools=record.get("tools"), chat_template=template.replace("strftime_now('%Y-%m-%d')", f"'{DATE}'"),
         add_generation_prompt=asking, tokenize=True, return_dict=True, **record.get("chat_template_kwargs", {}),
@@ -97,7 +97,7 @@ def documents_of(encoded):
     place = 0
     for size in encoded.sizes:
         ids, mask = encoded.ids[place : place + size].tolist(), encoded.mask[place : place + size].tolist()
-        yield ids, [one if bit & REPLY else None for one, bit in zip(ids, mask, strict=True)]
+        yield ids, [label if bit & REPLY else None for label, bit in zip(ids, mask, strict=True)]
         place += size
 
 
@@ -129,31 +129,31 @@ def test_each_reply_is_trained_once_after_the_prompt_of_transformers(world, dial
     for number, turn in enumerate(record["messages"]):
         if turn["role"] == "assistant":
             prompt = transformers_ids(folder, template, record, number, asking=True)
-            whole = transformers_ids(folder, template, record, number + 1)
-            assert whole[: len(prompt)] == prompt
-            while vocabulary.decode(whole[-1:]).isspace():
-                whole.pop()  # the new line after <|im_end|>
-            expected.append((prompt, whole[len(prompt) :]))
-    found = []
+            ids_with_reply = transformers_ids(folder, template, record, number + 1)
+            assert ids_with_reply[: len(prompt)] == prompt
+            while vocabulary.decode(ids_with_reply[-1:]).isspace():
+                ids_with_reply.pop()  # the new line after <|im_end|>
+            expected.append((prompt, ids_with_reply[len(prompt) :]))
+    replies = []
     for ids, labels in documents:
         begins = [at for at in range(len(ids)) if labels[at] is not None and (not at or labels[at - 1] is None)]
         for at in begins:
             stop = next((later for later in range(at, len(ids)) if labels[later] is None), len(ids))
-            found.append((ids[:at], ids[at:stop]))
-    assert sorted(found) == sorted(expected)
+            replies.append((ids[:at], ids[at:stop]))
+    assert sorted(replies) == sorted(expected)
 
 
 @pytest.mark.parametrize(
-    ("name", "dialogue", "more"),
+    ("name", "dialogue", "splits"),
     [("llama31", "agent", 0), ("mistral", "called", 0), ("mistral", "agent", 1), ("qwen3", "plain", 1),
      ("qwen3", "agent", 3), ("gptoss", "plain", 1)],
 )  # fmt: skip
-def test_only_what_a_longer_dialogue_shows_otherwise_gets_a_document_of_its_own(tmp_path, name, dialogue, more):
+def test_only_what_a_longer_dialogue_shows_otherwise_gets_a_document_of_its_own(tmp_path, name, dialogue, splits):
     tokens, end = TOKENS[name]
     vocabulary = Fast(byte_level(tmp_path / "t", tokens, end) / "tokenizer.json")
     template = (FOLDER / f"{name}.jinja").read_text()
     record = reader("conversations", (), template=template)({"messages": DIALOGUES[dialogue], "tools": TOOLS})
-    assert TemplateEncoder(vocabulary, template, None, DATE)([record]).counts.get(SPLIT, 0) == more
+    assert TemplateEncoder(vocabulary, template, None, DATE)([record]).counts.get(SPLIT, 0) == splits
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3"])
@@ -165,9 +165,9 @@ def test_prompts_tell_replies_as_blocks_do(tmp_path, name):
     bare = TemplateEncoder(vocabulary, re.sub(r"\{%-? *(end)?generation *-?%\}", "", template), 0)
     assert (marked.marks, bare.marks) == (True, False)
     for record in dialogues():
-        expected, found = marked([record]), bare([record])
-        assert found.ids.tolist() == expected.ids.tolist()
-        assert found.mask.tolist() == expected.mask.tolist()
+        expected, encoded = marked([record]), bare([record])
+        assert encoded.ids.tolist() == expected.ids.tolist()
+        assert encoded.mask.tolist() == expected.mask.tolist()
 
 
 def test_variables_of_a_record_reach_its_template(tmp_path):
@@ -175,9 +175,9 @@ def test_variables_of_a_record_reach_its_template(tmp_path):
     template = (FOLDER / "gptoss.jinja").read_text()
     record = {"messages": PLAIN[:2], "chat_template_kwargs": {"reasoning_effort": "high"}}
     read = reader("conversations", (), template=template)(record)
-    found = TemplateEncoder(Fast(folder / "tokenizer.json"), template, None, DATE)([read])
-    assert found.ids.tolist() == transformers_ids(folder, template, record, 2)
-    assert "high" in Fast(folder / "tokenizer.json").decode(found.ids.tolist())
+    encoded = TemplateEncoder(Fast(folder / "tokenizer.json"), template, None, DATE)([read])
+    assert encoded.ids.tolist() == transformers_ids(folder, template, record, 2)
+    assert "high" in Fast(folder / "tokenizer.json").decode(encoded.ids.tolist())
 
 
 def test_no_text_of_a_call_becomes_a_control_token(tmp_path):
@@ -191,9 +191,9 @@ def test_no_text_of_a_call_becomes_a_control_token(tmp_path):
     tame = [user("a"), call("b", reasoning_content="c"), result("d"), reply("e")]
     for messages in (record, tame):
         tools = [{"name": evil}, *TOOLS] if messages is record else TOOLS
-        found = TemplateEncoder(vocabulary, template, None)([read({"messages": messages, "tools": tools})])
-        ends.append([one for one in found.ids.tolist() if vocabulary.special[one]])
-        assert not found.refused
+        encoded = TemplateEncoder(vocabulary, template, None)([read({"messages": messages, "tools": tools})])
+        ends.append([token_id for token_id in encoded.ids.tolist() if vocabulary.special[token_id]])
+        assert not encoded.refused
     assert ends[0] == ends[1]
     spelled = TemplateEncoder(vocabulary, SIMPLE, None)([Record([f"user{evil}", "assistant"], ["a", "b"])])
     assert spelled.ids.tolist().count(vocabulary.ids["<|im_start|>"]) == 2
@@ -212,15 +212,17 @@ def test_what_a_template_leaves_out_is_counted_by_kind(train, tmp_path):
         "tools": json.dumps(TOOLS),
     }
     (tmp_path / "c.jsonl").write_text(json.dumps(record) + "\n" + json.dumps({"messages": PLAIN}) + "\n")
-    words = ["--tokenizer", folder, "--chat-template", tmp_path / "t.jinja"]
-    ran = train("tokenize", "--input", tmp_path / "c.jsonl", *words, "--output-prefix", tmp_path / "P", "--workers", 1)
+    options = ["--tokenizer", folder, "--chat-template", tmp_path / "t.jinja"]
+    ran = train(
+        "tokenize", "--input", tmp_path / "c.jsonl", *options, "--output-prefix", tmp_path / "P", "--workers", 1
+    )
     assert ran.code == 0, ran.err
     counts = json.loads((tmp_path / "P_text_document.json").read_text())["counts"]
     assert {kind: counts.get(kind, 0) for kind in LOST} == {
         "altered_documents": 0, "lost_reasoning": 1, "lost_tool_calls": 1, "lost_tools": 1
     }  # fmt: skip
     assert "of 1 records the chat template leaves out or changes a tool call" in ran.err
-    looked = train("lint", tmp_path / "c.jsonl", *words)
+    looked = train("lint", tmp_path / "c.jsonl", *options)
     assert "1  records of which the chat template leaves out or changes reasoning" in looked.out
     assert looked.code == 0, looked.out
 
@@ -250,7 +252,7 @@ def test_a_reply_that_is_left_out_is_not_trained_without_blocks(tmp_path):
     messages = [*PLAIN[:1], reply("there", weight=0), *PLAIN[2:]]
     record = reader("conversations", (), template=template)({"messages": messages})
     ((ids, labels),) = documents_of(TemplateEncoder(vocabulary, template, None)([record]))
-    assert vocabulary.decode([one for one in labels if one is not None]) == "don't<|eot_id|>"
+    assert vocabulary.decode([label for label in labels if label is not None]) == "don't<|eot_id|>"
     assert "there" in vocabulary.decode(ids)
 
 
@@ -275,10 +277,10 @@ def test_a_date_is_given_once(train, tmp_path):
     folder = byte_level(tmp_path / "t", *TOKENS["gptoss"])
     (folder / "chat_template.jinja").write_text((FOLDER / "gptoss.jinja").read_text())
     (tmp_path / "c.jsonl").write_text(json.dumps({"messages": PLAIN}) + "\n")
-    words = ["--input", tmp_path / "c.jsonl", "--tokenizer", folder, "--output-prefix", tmp_path / "P", "--workers", 1]
-    ran = train("tokenize", *words, "--date", DATE)
+    argv = ["--input", tmp_path / "c.jsonl", "--tokenizer", folder, "--output-prefix", tmp_path / "P", "--workers", 1]
+    ran = train("tokenize", *argv, "--date", DATE)
     assert ran.code == 0, ran.err
     assert f"which takes {DATE} for today" in ran.err
     assert DATE in train("show", tmp_path / "P_text_document", "--tokenizer", folder, "--no-color").out
-    refused = train("tokenize", *words, "--date", DATE, "--force", "--chat-template", FOLDER / "qwen3.jinja")
+    refused = train("tokenize", *argv, "--date", DATE, "--force", "--chat-template", FOLDER / "qwen3.jinja")
     assert refused.code == 2

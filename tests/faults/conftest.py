@@ -14,8 +14,8 @@ from tests.conftest import Ran
 def merge(model, convert, tmp_path) -> Callable[..., Ran]:
     """`merge(folder)`: fsdp2hf with the right config; an output that it refuses is not there."""
 
-    def run(folder: Path, *words: object) -> Ran:
-        ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", model("llama"), "-q", *words)
+    def run(folder: Path, *options: object) -> Ran:
+        ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", model("llama"), "-q", *options)
         assert (tmp_path / "out").exists() == (ran.code == 0)
         return ran
 

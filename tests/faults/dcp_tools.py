@@ -58,14 +58,14 @@ def edit(folder: Path, change: Callable[[Any], object]) -> None:
 
 def places(metadata: Any, name: str) -> list[tuple[Any, Any]]:
     """Index and storage of each stored piece of a tensor, by offset."""
-    found = [(index, info) for index, info in metadata.storage_data.items() if index.fqn == name]
-    return sorted(found, key=lambda one: tuple(one[0].offset))
+    items = [(index, info) for index, info in metadata.storage_data.items() if index.fqn == name]
+    return sorted(items, key=lambda item: tuple(item[0].offset))
 
 
 def with_config(folder: Path, source: Path, **changes: Any) -> Path:
     """A folder with the config of another one, changed; None takes a key out."""
     folder.mkdir(exist_ok=True)
     config = json.loads((source / "config.json").read_text()) | changes
-    kept = {key: value for key, value in config.items() if value is not None or key not in changes}
-    (folder / "config.json").write_text(json.dumps(kept))
+    settings = {key: value for key, value in config.items() if value is not None or key not in changes}
+    (folder / "config.json").write_text(json.dumps(settings))
     return folder

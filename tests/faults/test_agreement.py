@@ -69,10 +69,10 @@ def loads(out: Path) -> dict[str, Any]:
     return loaded.state_dict()
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def same(state: dict[str, Any], other: dict[str, Any]) -> bool:
     import torch
 
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    return state.keys() == other.keys() and all(torch.equal(state[key], other[key]) for key in state)
 
 
 # --- lost shards of torch's Hugging Face writer ----------------------------------------------------------------------
@@ -93,21 +93,21 @@ def test_a_lost_shard(plain, convert, tmp_path, request, kind, judge):
         from safetensors.torch import load_file, save_file
 
         head = "lm_head.weight" in load_file(names / "model.safetensors")
-        kept = {key: value.clone() for key, value in state.items() if head or key != "lm_head.weight"}
-        save_file(kept, base / "model.safetensors", {"format": "pt"})
+        tensors = {key: value.clone() for key, value in state.items() if head or key != "lm_head.weight"}
+        save_file(tensors, base / "model.safetensors", {"format": "pt"})
     whole = tmp_path / "whole"
     as_shards(whole, state, random.Random(2))
     shards = sorted(path.name for path in whole.iterdir())
     assert len(shards) > 1
-    words = ("--config", base, "-q", *WORDS[judge])
-    ran = convert("fsdp2hf", whole, tmp_path / "out", *words)
+    options = ("--config", base, "-q", *WORDS[judge])
+    ran = convert("fsdp2hf", whole, tmp_path / "out", *options)
     assert ran.code == 0, ran.err
     assert f"checked against: {judge}" in ran.err
     assert same(loads(tmp_path / "out"), state)
     for name in {shards[0], shards[len(shards) // 2], shards[-1]}:
         folder = shutil.copytree(whole, tmp_path / f"without {name}")
         (folder / name).unlink()
-        refused(convert("fsdp2hf", folder, tmp_path / "lost", *words), 3, folder)
+        refused(convert("fsdp2hf", folder, tmp_path / "lost", *options), 3, folder)
         assert not (tmp_path / "lost").exists()
 
 
@@ -117,8 +117,8 @@ def test_every_command_sees_a_lost_shard(plain, convert, tmp_path):
     folder = tmp_path / "shards"
     as_shards(folder, state, random.Random(2))
     max(folder.iterdir()).unlink()
-    words = (folder, tmp_path / "out", "--config", base)
-    for ran in (convert("fsdp2hf", *words, "-n"), convert("hf2fsdp", *words), convert("digest", folder, *words[2:])):
+    argv = (folder, tmp_path / "out", "--config", base)
+    for ran in (convert("fsdp2hf", *argv, "-n"), convert("hf2fsdp", *argv), convert("digest", folder, *argv[2:])):
         refused(ran, 3, folder, "backbone.")
 
 
@@ -135,9 +135,9 @@ def test_shards_of_which_nothing_tells_how_many_there_were(plain, convert, tmp_p
 
 
 def without(state: dict[str, Any], *parts: str) -> dict[str, Any]:
-    kept = {key: value for key, value in state.items() if not any(part in key for part in parts)}
-    assert len(kept) < len(state)
-    return kept
+    tensors = {key: value for key, value in state.items() if not any(part in key for part in parts)}
+    assert len(tensors) < len(state)
+    return tensors
 
 
 LOSSES = {
@@ -184,9 +184,9 @@ def test_what_the_config_alone_tells(plain, convert, tmp_path, alone, kind):
     base = config_of(base, tmp_path / "base")
     for number, part in enumerate(PARTS[kind]):
         folder = save(tmp_path / f"c{number}", {"model": without(state, part, "lm_head")})
-        words = ("fsdp2hf", folder, tmp_path / "out", "--config", base)
-        refused(convert(*words), 3, "not one whole model", "--allow-missing")
-        refused(convert(*words, "--verbatim"), 3, "not one whole model", "--allow-missing")
+        argv = ("fsdp2hf", folder, tmp_path / "out", "--config", base)
+        refused(convert(*argv), 3, "not one whole model", "--allow-missing")
+        refused(convert(*argv, "--verbatim"), 3, "not one whole model", "--allow-missing")
 
 
 @pytest.mark.parametrize("kind", EVERYWHERE)
@@ -194,11 +194,11 @@ def test_what_is_missing_from_every_layer(plain, convert, tmp_path, alone, kind)
     """Nothing tells: it is refused, as the whole model is, unless the user says that the tensors are those."""
     base, state = plain(kind)
     base = config_of(base, tmp_path / "base")
-    for held in (without(state, EVERYWHERE[kind]), state):
-        folder = save(tmp_path / f"c{len(held)}", {"model": held})
-        words = ("fsdp2hf", folder, tmp_path / f"out{len(held)}", "--config", base)
-        refused(convert(*words), 4, "nothing here tells whether", kind, "--verbatim")
-        ran = convert(*words, "--verbatim")
+    for tensors in (without(state, EVERYWHERE[kind]), state):
+        folder = save(tmp_path / f"c{len(tensors)}", {"model": tensors})
+        argv = ("fsdp2hf", folder, tmp_path / f"out{len(tensors)}", "--config", base)
+        refused(convert(*argv), 4, "nothing here tells whether", kind, "--verbatim")
+        ran = convert(*argv, "--verbatim")
         assert ran.code == 0, ran.err
         assert "missing from every layer would not be seen" in ran.err
 
@@ -263,7 +263,7 @@ def test_the_config_of_another_family(plain, convert, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
             {"model_type": "olmo"},
@@ -275,12 +275,12 @@ def test_the_config_of_another_family(plain, convert, tmp_path):
         ),
     ],
 )
-def test_a_class_of_another_type(plain, convert, tmp_path, changes, said):
+def test_a_class_of_another_type(plain, convert, tmp_path, changes, message):
     """AutoModelForCausalLM goes by the model type: the class that the tensors fit is none that it makes."""
     base, state = plain("gpt_bigcode")
     folder = save(tmp_path / "c", {"model": state})
-    words = ("fsdp2hf", folder, tmp_path / "out", "--config", config_of(base, tmp_path / "base", **changes))
-    refused(convert(*words), 3, said, "take config.json from where the weights come from")
+    argv = ("fsdp2hf", folder, tmp_path / "out", "--config", config_of(base, tmp_path / "base", **changes))
+    refused(convert(*argv), 3, message, "take config.json from where the weights come from")
 
 
 def test_a_config_that_names_no_class_is_that_of_text(plain, convert, tmp_path):
@@ -293,8 +293,8 @@ def test_a_config_that_names_no_class_is_that_of_text(plain, convert, tmp_path):
     lost = {key: value for key, value in state.items() if "h.0.ln_1" not in key}
     folder = save(tmp_path / "less", {"model": lost})
     refused(convert("fsdp2hf", folder, tmp_path / "none", "--config", other), 3, folder, "h.0.ln_1.")
-    told = meta_model.report({"config": {"model_type": "siglip"}, "shapes": {}})
-    assert "does not know a class that generates text with siglip" in told["why"]
+    report = meta_model.report({"config": {"model_type": "siglip"}, "shapes": {}})
+    assert "does not know a class that generates text with siglip" in report["why"]
 
 
 @pytest.mark.parametrize(("kind", "name"), [("llama4", "Llama4ForCausalLM"), ("internlm3", "LlamaForCausalLM")])
@@ -325,8 +325,8 @@ def test_hugging_face_and_deepspeed_are_checked_too(plain, convert, tmp_path):
     zero = tmp_path / "zero"
     (zero / "global_step1").mkdir(parents=True)
     (zero / "latest").write_text("global_step1")
-    held = {"module": without(state, "norm_f"), "dp_world_size": 1, "mp_world_size": 1, "global_steps": 1}
-    torch.save(held, zero / "global_step1/mp_rank_00_model_states.pt")
+    stored = {"module": without(state, "norm_f"), "dp_world_size": 1, "mp_world_size": 1, "global_steps": 1}
+    torch.save(stored, zero / "global_step1/mp_rank_00_model_states.pt")
     ran = convert("zero2hf", zero, tmp_path / "out", "--config", config_of(base, tmp_path / "base"))
     refused(ran, 3, zero, "backbone.norm_f.weight is missing")
 
@@ -338,9 +338,9 @@ def test_hugging_face_and_deepspeed_are_checked_too(plain, convert, tmp_path):
 def test_what_is_allowed_to_be_missing(plain, convert, tmp_path, name):
     base, state = plain("mamba")
     folder, base = save(tmp_path / "c", {"model": without(state, "norm_f")}), config_of(base, tmp_path / "base")
-    words = ("fsdp2hf", folder, tmp_path / "out", "--config", base, "-q")
-    refused(convert(*words, "--allow-missing", "backbone.norm.weight"), 3, "backbone.norm_f.weight is missing")
-    assert convert(*words, "--allow-missing", name).code == 0
+    argv = ("fsdp2hf", folder, tmp_path / "out", "--config", base, "-q")
+    refused(convert(*argv, "--allow-missing", "backbone.norm.weight"), 3, "backbone.norm_f.weight is missing")
+    assert convert(*argv, "--allow-missing", name).code == 0
     assert weights(tmp_path / "out").keys() == without(state, "norm_f", "lm_head").keys()  # which is the embedding
 
 
@@ -352,17 +352,17 @@ def test_what_is_left_over(plain, convert, tmp_path):
         save(tmp_path / "c", {"model": state | {"probe.weight": torch.ones(3, 3)}}),
         config_of(base, tmp_path / "b"),
     )
-    words = ("fsdp2hf", folder, tmp_path / "out", "--config", base, "-q")
-    refused(convert(*words), 3, "probe.weight is no tensor of the model", "--allow-missing 'probe.weight'")
-    assert convert(*words, "--allow-missing", "probe.*").code == 0
+    argv = ("fsdp2hf", folder, tmp_path / "out", "--config", base, "-q")
+    refused(convert(*argv), 3, "probe.weight is no tensor of the model", "--allow-missing 'probe.weight'")
+    assert convert(*argv, "--allow-missing", "probe.*").code == 0
 
 
 def test_a_shared_head_that_is_cut(plain, convert, tmp_path, alone):
     """The base has no head, as it is the embedding; that of the checkpoint has fewer rows."""
     base, state = plain("gpt_bigcode")
     cut = state | {"lm_head.weight": state["lm_head.weight"][:54].clone()}
-    words = ("fsdp2hf", save(tmp_path / "c", {"model": cut}), tmp_path / "out", "--config", base, "-q")
-    refused(convert(*words), 3, "lm_head.weight is [54, ", "--allow-missing 'lm_head.weight'")
+    argv = ("fsdp2hf", save(tmp_path / "c", {"model": cut}), tmp_path / "out", "--config", base, "-q")
+    refused(convert(*argv), 3, "lm_head.weight is [54, ", "--allow-missing 'lm_head.weight'")
 
 
 def test_a_head_that_is_no_copy_of_the_embedding(plain, convert, tmp_path, alone):
@@ -385,8 +385,8 @@ def test_a_vocabulary_that_the_user_says(plain, convert, tmp_path, alone):
         for key, value in state.items()
     }
     folder, bare = save(tmp_path / "c", {"model": grown}), config_of(base, tmp_path / "b")
-    words = ("--config", bare, "--vocab-size", rows, "-q", "--verbatim")
-    assert convert("fsdp2hf", folder, tmp_path / "out", *words).code == 0
+    options = ("--config", bare, "--vocab-size", rows, "-q", "--verbatim")
+    assert convert("fsdp2hf", folder, tmp_path / "out", *options).code == 0
     assert json.loads((tmp_path / "out/config.json").read_text())["text_config"]["vocab_size"] == rows
     assert same(loads(tmp_path / "out"), grown)
 
@@ -402,8 +402,8 @@ def test_transformers_is_asked_in_a_process_of_its_own(plain, tmp_path):
         "import sys\nfrom converters import cli\ntry:\n    cli.main()\nfinally:\n"
         "    print('LOADED', [name for name in ('torch', 'transformers') if name in sys.modules])"
     )
-    words = ["fsdp2hf", str(folder), str(tmp_path / "out"), "--config", str(config_of(base, tmp_path / "base"))]
-    ran = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    argv = ["fsdp2hf", str(folder), str(tmp_path / "out"), "--config", str(config_of(base, tmp_path / "base"))]
+    ran = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False)
     assert ran.returncode == 3, ran.stderr
     assert "model.visual.merger.linear_fc1.weight is missing" in ran.stderr
     assert "LOADED []" in ran.stdout
@@ -420,9 +420,9 @@ def test_a_process_that_gives_no_answer(plain, convert, tmp_path, monkeypatch, p
     monkeypatch.setattr(agreement, "SECONDS", 1)
     monkeypatch.setattr(agreement, "PROGRAM", ("-c", program))
     folder = save(tmp_path / "c", {"model": state})
-    words = ("fsdp2hf", folder, tmp_path / "out", "--config", config_of(base, tmp_path / "b"))
-    refused(convert(*words), 4, "nothing here tells whether", f"transformers {why[:-1]}", "--verbatim")
-    ran = convert(*words, "--verbatim")
+    argv = ("fsdp2hf", folder, tmp_path / "out", "--config", config_of(base, tmp_path / "b"))
+    refused(convert(*argv), 4, "nothing here tells whether", f"transformers {why[:-1]}", "--verbatim")
+    ran = convert(*argv, "--verbatim")
     assert ran.code == 0, ran.err
     assert f"checked against: config only (transformers {why}" in ran.err
 
@@ -435,10 +435,10 @@ def test_a_process_that_gives_no_answer(plain, convert, tmp_path, monkeypatch, p
 def test_what_transformers_does_not_know(plain, convert, tmp_path, changes, why):
     base, state = plain("mamba")
     folder = save(tmp_path / "c", {"model": state})
-    words = ("fsdp2hf", folder, tmp_path / "out", "--config", config_of(base, tmp_path / "b", **changes))
-    refused(convert(*words), 4, "nothing here tells whether", why, "--config BASE", "--verbatim")
+    argv = ("fsdp2hf", folder, tmp_path / "out", "--config", config_of(base, tmp_path / "b", **changes))
+    refused(convert(*argv), 4, "nothing here tells whether", why, "--config BASE", "--verbatim")
     assert not (tmp_path / "out").exists()
-    ran = convert(*words, "--verbatim")
+    ran = convert(*argv, "--verbatim")
     assert ran.code == 0, ran.err
     assert "checked against: config only" in ran.err
     assert "missing from every layer would not be seen" in ran.err

@@ -41,36 +41,36 @@ def test_a_conversion_that_has_not_ended_is_named_where_its_output_is_read(conve
 def test_averaged_norms_take_no_folder_from_others(model, convert, tmp_path):
     """Neither what is no work of ours, nor that of another process or conversion; a killed run's begins anew."""
     assert convert("hf2neox", model(), tmp_path / "run", "--tp", 2).code == 0
-    words = ["average-norms", tmp_path / "run", tmp_path / "out"]
+    argv = ["average-norms", tmp_path / "run", tmp_path / "out"]
     staging = tmp_path / "out.partial"
     staging.mkdir()
     (staging / "thesis.tex").write_text("precious")
-    refused = convert(*words, "--force")
+    refused = convert(*argv, "--force")
     assert (refused.code, "holds something else" in refused.err) == (7, True)
     assert (staging / "thesis.tex").read_text() == "precious"
     (staging / "thesis.tex").unlink()
     with (staging / "journal.jsonl").open("w") as journal:
         fcntl.flock(journal, fcntl.LOCK_SH)
-        assert "other processes are writing" in convert(*words, "--force").err
+        assert "other processes are writing" in convert(*argv, "--force").err
         journal.write("vitruvian 1 of another one\n")
-    assert "another conversion" in convert(*words).err
+    assert "another conversion" in convert(*argv).err
     (staging / "journal.jsonl").write_text("average-norms\n")
     (staging / "out/global_step0").mkdir(parents=True)
     (staging / "out/global_step0/half").touch()
-    assert convert(*words).code == 0
+    assert convert(*argv).code == 0
     assert not staging.exists()
     assert "half" not in files(tmp_path / "out/global_step0")
 
 
 @pytest.mark.parametrize(
-    ("name", "leads", "words"),
+    ("name", "leads", "message"),
     [
         ("tokenizer.json", "../../secret/id_rsa", "which is not in"),
         ("logs", "../../secret", "which is not in"),
         ("gone", "/nonexistent", "is a broken link"),
     ],
 )
-def test_averaged_norms_follow_no_link_out_of_the_run(model, convert, tmp_path, name, leads, words):
+def test_averaged_norms_follow_no_link_out_of_the_run(model, convert, tmp_path, name, leads, message):
     """Neither a second name of a file of the user's, nor a copy of it; and no link is left out without a word."""
     assert convert("hf2neox", model(), tmp_path / "run", "--tp", 2).code == 0
     (tmp_path / "secret").mkdir()
@@ -79,7 +79,7 @@ def test_averaged_norms_follow_no_link_out_of_the_run(model, convert, tmp_path, 
     link.unlink(missing_ok=True)
     link.symlink_to(leads)
     ran = convert("average-norms", tmp_path / "run", tmp_path / "out")
-    assert (ran.code, str(link) in ran.err, words in ran.err) == (3, True, True), ran.err
+    assert (ran.code, str(link) in ran.err, message in ran.err) == (3, True, True), ran.err
     assert not (tmp_path / "out").exists()
     assert (tmp_path / "secret/id_rsa").stat().st_nlink == 1
 
@@ -96,9 +96,9 @@ def test_weights_of_averaged_norms_may_be_linked(model, convert, tmp_path):
 def test_averaged_norms_are_numbers(model, convert, tmp_path):
     assert convert("hf2neox", model(), tmp_path / "run", "--tp", 2).code == 0
     path = tmp_path / "run/global_step0/mp_rank_01_model_states.pt"
-    held = torch.load(path, weights_only=False)
-    next(one for name, one in held["module"].items() if "norm" in name)[3] = float("nan")
-    torch.save(held, path)
+    stored = torch.load(path, weights_only=False)
+    next(tensor for name, tensor in stored["module"].items() if "norm" in name)[3] = float("nan")
+    torch.save(stored, path)
     ran = convert("average-norms", tmp_path / "run", tmp_path / "out")
     assert (ran.code, "holds NaN or infinity" in ran.err) == (6, True), ran.err
     assert not (tmp_path / "out").exists()
@@ -111,27 +111,27 @@ def test_averaged_norms_are_numbers(model, convert, tmp_path):
 def test_nothing_that_is_read_is_deleted(model, convert, tmp_path, named):
     """Whatever it is an input for, and by whatever path."""
     out = Path(shutil.copytree(model(), tmp_path / "out"))
-    words = ["hf2hf", model()]
+    argv = ["hf2hf", model()]
     if named == "linked weights":
         (tmp_path / "hf").mkdir()
         shutil.copy(model() / "config.json", tmp_path / "hf")
         (tmp_path / "hf/model.safetensors").symlink_to(out / "model.safetensors")
-        words = ["hf2hf", tmp_path / "hf"]
+        argv = ["hf2hf", tmp_path / "hf"]
     elif named == "second of an average":
-        words = ["average", model(), out]
+        argv = ["average", model(), out]
     else:
         assert convert("hf2fsdp", model(), tmp_path / "run").code == 0
         for path in (tmp_path / "run").glob("*.json"):
             path.unlink()
-        words = ["fsdp2hf", tmp_path / "run"]
+        argv = ["fsdp2hf", tmp_path / "run"]
     base = {"config": out, "config within": out / "sub", "linked": tmp_path / "link"}.get(named)
     if named == "config within":
         shutil.copytree(model(), out / "sub")
     if named == "linked":
         (tmp_path / "link").symlink_to(out)
-    more = ["--config", base] if base else []
+    options = ["--config", base] if base else []
     before = files(out)
-    ran = convert(*words, out, *more, "--force")
+    ran = convert(*argv, out, *options, "--force")
     assert (ran.code, "is read, and is in" in ran.err or "inside each other" in ran.err) == (7, True), ran.err
     assert files(out) == before
 
@@ -175,8 +175,8 @@ def test_what_no_checkpoint_has_is_not_deleted_with_one(model, convert, tmp_path
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text("precious")
     before = files(out)
-    for more in ((), ("-n",)):
-        ran = convert("hf2megatron", model(), out, "--force", *more)
+    for options in ((), ("-n",)):
+        ran = convert("hf2megatron", model(), out, "--force", *options)
         assert (ran.code, f"{out} holds what no checkpoint has: {named}\n" in ran.err) == (7, True), ran.err
     assert files(out) == before
     for name in mine:
@@ -232,8 +232,8 @@ def test_what_we_write_can_be_replaced(model, convert, tmp_path, command):
 @pytest.mark.parametrize("value", [211, [1, 10**6]])
 def test_an_end_of_text_that_no_model_generates_is_told(model, convert, tmp_path, name, value):
     run = Path(shutil.copytree(model(), tmp_path / "hf"))
-    held = json.loads((run / name).read_text()) if (run / name).exists() else {}
-    (run / name).write_text(json.dumps(held | {"eos_token_id": value}))
+    settings = json.loads((run / name).read_text()) if (run / name).exists() else {}
+    (run / name).write_text(json.dumps(settings | {"eos_token_id": value}))
     last = value if isinstance(value, int) else value[-1]
     ran = convert("hf2hf", run, tmp_path / "out")
     assert (ran.code, f"note: {name} names token {last}, the vocabulary has 211" in ran.err) == (0, True), ran.err
@@ -258,25 +258,25 @@ def test_a_tokenizer_that_is_cut_off_is_told(model, convert, tmp_path, keep):
 def test_code_that_a_config_names_and_that_is_not_there_is_told(model, convert, tmp_path, name, there):
     run = Path(shutil.copytree(model(), tmp_path / "hf"))
     name = "config.json" if there else name
-    held = json.loads((run / name).read_text()) if (run / name).exists() else {}
+    settings = json.loads((run / name).read_text()) if (run / name).exists() else {}
     named = {"AutoModel": "there.One", "AutoTokenizer": [None, "mine.Two"], "AutoConfig": "org/name--far.Three"}
-    (run / name).write_text(json.dumps(held | {"auto_map": named}))
+    (run / name).write_text(json.dumps(settings | {"auto_map": named}))
     for code in ("there.py", *(["mine.py"] if there else [])):
         (run / code).write_text("")
     ran = convert("hf2hf", run, tmp_path / "out")
-    told = f"auto_map of {name} names code in 'mine.py', which is not there"
-    assert (ran.code, told in ran.err, "there.py" in ran.err or "far" in ran.err) == (0, not there, False), ran.err
-    assert (told in convert("push", tmp_path / "out", "org/name", "-n").err) != there
+    message = f"auto_map of {name} names code in 'mine.py', which is not there"
+    assert (ran.code, message in ran.err, "there.py" in ran.err or "far" in ran.err) == (0, not there, False), ran.err
+    assert (message in convert("push", tmp_path / "out", "org/name", "-n").err) != there
     assert (tmp_path / "out/there.py").is_file()
 
 
 def test_a_training_is_not_replaced(model, convert, tmp_path):
     """Neither one that began in an output of ours, nor one of another program, whose `latest` names its newest."""
     run = tmp_path / "m"
-    words = ("hf2megatron", model(), run, "--force")
-    assert convert(*words).code == 0
+    argv = ("hf2megatron", model(), run, "--force")
+    assert convert(*argv).code == 0
     shutil.copytree(run / "release", run / "iter_0000100")
-    ran = convert(*words)
+    ran = convert(*argv)
     assert (ran.code, "holds 2 checkpoints: iter_0000100, release" in ran.err) == (7, True)
     assert convert("hf2fsdp", model(), tmp_path / "run/global_step2").code == 0
     shutil.copytree(tmp_path / "run/global_step2", tmp_path / "run/global_step4")
@@ -340,8 +340,8 @@ def test_settings_are_verified_too(model, convert, tmp_path):
     assert convert("verify", tmp_path / "h").code == 0
     config = tmp_path / "h/config.json"
     config.write_text(config.read_text().replace("10000.0", "77777.0"))
-    for words in ([tmp_path / "h"], [tmp_path / "h", tmp_path / "m"]):
-        ran = convert("verify", *words)
+    for argv in ([tmp_path / "h"], [tmp_path / "h", tmp_path / "m"]):
+        ran = convert("verify", *argv)
         assert ran.code == 6
         assert "rope_theta: 77777.0 | 10000.0" in ran.err
 
@@ -375,12 +375,12 @@ def test_optimizer_and_padding_that_stay_behind_are_said(model, convert, tmp_pat
     path = tmp_path / "m/iter_0000009/mp_rank_00/model_optim_rng.pt"
     stored = torch.load(path, weights_only=False)
     torch.save(stored | {"optimizer": {"state": {}}, "rng_state": [1]}, path)
-    for words in (
+    for argv in (
         ["inspect", tmp_path / "m"],
         ["plan", tmp_path / "m", "--to", "megatron"],
         ["reshard", tmp_path / "m", tmp_path / "r"],
     ):
-        ran = convert(*words)
+        ran = convert(*argv)
         assert "only the weights are converted, not optimizer, rng_state" in ran.out + ran.err
     assert "45 rows of vocabulary padding" in convert("plan", tmp_path / "m", "--to", "huggingface").out
     flags = (tmp_path / "r/megatron_flags.txt").read_text()
@@ -508,17 +508,17 @@ def test_a_manifest_that_contradicts_itself(model, convert, tmp_path, what):
     """Its line of the whole and those of the tensors are of one model, or somebody has edited one of them."""
     out = tmp_path / "out"
     assert convert("hf2fsdp", model(), out).code == 0
-    held = json.loads((out / "vitruvian.json").read_text())
-    first = min(held["tensors"])
+    manifest = json.loads((out / "vitruvian.json").read_text())
+    first = min(manifest["tensors"])
     if what == "digest":
-        held["digest"] = held["digest"][::-1]
+        manifest["digest"] = manifest["digest"][::-1]
     elif what == "blake3":
-        held["tensors"][first]["blake3"] = held["digest"]
+        manifest["tensors"][first]["blake3"] = manifest["digest"]
     else:
-        held["tensors"]["another"] = held["tensors"].pop(first)
-    (out / "vitruvian.json").write_text(json.dumps(held))
-    for words in (["verify", out], ["fsdp2hf", out, tmp_path / "hf"]):
-        ran = convert(*words)
+        manifest["tensors"]["another"] = manifest["tensors"].pop(first)
+    (out / "vitruvian.json").write_text(json.dumps(manifest))
+    for argv in (["verify", out], ["fsdp2hf", out, tmp_path / "hf"]):
+        ran = convert(*argv)
         assert (ran.code, "vitruvian.json contradicts itself: its digest '" in ran.err) == (3, True), ran.err
 
 
@@ -527,5 +527,5 @@ def test_weights_in_files_that_are_not_read_are_told(model, convert, tmp_path):
     source = shutil.copytree(model("llama"), tmp_path / "source")
     shutil.copy(source / "model.safetensors", source / "model-00001-of-00002.safetensors")
     ran = convert("hf2hf", source, tmp_path / "out", "-n")
-    told = f"in {source} are not read, nor does transformers: the model is in other files"
-    assert (ran.code, f"model-00001-of-00002.safetensors {told}" in ran.out + ran.err) == (0, True), ran
+    message = f"in {source} are not read, nor does transformers: the model is in other files"
+    assert (ran.code, f"model-00001-of-00002.safetensors {message}" in ran.out + ran.err) == (0, True), ran

@@ -25,11 +25,11 @@ GOLDEN = HERE.parent / "golden/peft/dora_embedding"
 
 
 @pytest.fixture
-def words(model, tmp_path) -> dict[str, list[object]]:
+def commands(model, tmp_path) -> dict[str, list[object]]:
     """The words of each command, OUT left out."""
     moved = tmp_path / "moved"
     shutil.copytree(model("llama"), moved)
-    tensors = {name: -one for name, one in load_file(moved / "model.safetensors").items()}
+    tensors = {name: -tensor for name, tensor in load_file(moved / "model.safetensors").items()}
     save_file(tensors, moved / "model.safetensors", {"format": "pt"})
     return {
         "average": ["average", "-j1", "-q", "--weights", "0.75,0.25", model("llama"), moved],
@@ -38,33 +38,33 @@ def words(model, tmp_path) -> dict[str, list[object]]:
 
 
 @pytest.mark.parametrize("command", ["average", "merge"])
-def test_killed_anywhere_it_goes_on_to_the_same_bytes(killed, words, tmp_path, command):
+def test_killed_anywhere_it_goes_on_to_the_same_bytes(killed, commands, tmp_path, command):
     whole, dice = tmp_path / "whole", random.Random(command)
-    ran = killed(0, *words[command], whole)
+    ran = killed(0, *commands[command], whole)
     assert ran.returncode == 0, ran.out
     calls = ran.calls
     for number in range(4):
         out = tmp_path / f"out{number}"
         for limit in (calls * (number + 1) // 5, dice.randint(1, calls)):
-            ran = killed(limit, *words[command], out)
+            ran = killed(limit, *commands[command], out)
             assert ran.returncode in (-signal.SIGKILL, 0), ran.out
             assert not out.exists() or files(out) == files(whole), "published, but not complete"
             if out.exists():
                 break
         if not out.exists():
-            assert killed(0, *words[command], out).returncode == 0
+            assert killed(0, *commands[command], out).returncode == 0
         assert files(out) == files(whole)
 
 
-def test_what_is_resumed_is_the_same_mean(killed, words, tmp_path):
-    assert killed(60, *words["average"], tmp_path / "out").returncode == -signal.SIGKILL
-    other = [word if word != "0.75,0.25" else "0.25,0.75" for word in words["average"]]
+def test_what_is_resumed_is_the_same_mean(killed, commands, tmp_path):
+    assert killed(60, *commands["average"], tmp_path / "out").returncode == -signal.SIGKILL
+    other = [word if word != "0.75,0.25" else "0.25,0.75" for word in commands["average"]]
     ran = killed(0, *other, tmp_path / "out")
     assert (ran.returncode, "of another conversion" in ran.out) == (7, True)
-    assert killed(0, *words["average"], tmp_path / "out").returncode == 0
+    assert killed(0, *commands["average"], tmp_path / "out").returncode == 0
 
 
-def test_another_adapter_is_another_merge(killed, words, tmp_path):
+def test_another_adapter_is_another_merge(killed, commands, tmp_path):
     adapter = tmp_path / "adapter"
     shutil.copytree(GOLDEN / "adapter", adapter)
     merge = ["merge", "-j1", "-q", GOLDEN / "base", adapter, tmp_path / "out"]
@@ -88,9 +88,9 @@ def merged(convert, tmp_path) -> Callable[..., Any]:
         adapter = tmp_path / "adapter"
         shutil.rmtree(adapter, ignore_errors=True)
         shutil.copytree(GOLDEN / "adapter", adapter)
-        held = load_file(adapter / "adapter_model.safetensors")
-        tensors(held)
-        save_file(held, adapter / "adapter_model.safetensors", {"format": "pt"})
+        state = load_file(adapter / "adapter_model.safetensors")
+        tensors(state)
+        save_file(state, adapter / "adapter_model.safetensors", {"format": "pt"})
         config = json.loads((adapter / "adapter_config.json").read_text())
         (adapter / "adapter_config.json").write_text(json.dumps(config | keys))
         return convert("merge", GOLDEN / "base", adapter, tmp_path / "out")
@@ -99,9 +99,9 @@ def merged(convert, tmp_path) -> Callable[..., Any]:
 
 
 def test_a_sum_that_is_too_large_is_told_by_its_key(merged, tmp_path):
-    def plain(held: dict[str, Any]) -> None:
-        for key in [key for key in held if key.endswith("lora_magnitude_vector")]:
-            del held[key]
+    def plain(state: dict[str, Any]) -> None:
+        for key in [key for key in state if key.endswith("lora_magnitude_vector")]:
+            del state[key]
 
     ran = merged(plain, use_dora=False, lora_alpha=1e300)
     assert (ran.code, "too large for F32 (" in ran.err, "or another lora_alpha" in ran.err) == (5, True, True), ran.err
@@ -164,32 +164,36 @@ HEAD = "base_model.model.lm_head.weight"
 @pytest.mark.parametrize(
     ("change", "code", "text"),
     [
-        (lambda held: held.pop(f"{Q}.lora_A.weight"), 3, "holds no lora_A of model.layers.1.self_attn.q_proj"),
-        (lambda held: held.pop(f"{Q}.lora_magnitude_vector"), 3, "holds no lora_magnitude_vector"),
-        (lambda held: [held.pop(key) for key in [*held] if key.startswith(Q)], 3, "model.layers.1.self_attn.q_proj"),
-        (lambda held: held.update({f"{Q}.lora_A.weight": held[f"{Q}.lora_A.weight"][:3]}), 3, "of no matrix"),
-        (lambda held: held.update({f"{Q}.lora_B.weight": np.ones((7, 4), "f4")}), 3, "fit no tensor of [32, 32]"),
-        (lambda held: held.update({f"{Q}.lora_magnitude_vector": np.ones(5, "f4")}), 3, "lora_magnitude_vector of"),
+        (lambda state: state.pop(f"{Q}.lora_A.weight"), 3, "holds no lora_A of model.layers.1.self_attn.q_proj"),
+        (lambda state: state.pop(f"{Q}.lora_magnitude_vector"), 3, "holds no lora_magnitude_vector"),
+        (lambda state: [state.pop(key) for key in [*state] if key.startswith(Q)], 3, "model.layers.1.self_attn.q_proj"),
+        (lambda state: state.update({f"{Q}.lora_A.weight": state[f"{Q}.lora_A.weight"][:3]}), 3, "of no matrix"),
+        (lambda state: state.update({f"{Q}.lora_B.weight": np.ones((7, 4), "f4")}), 3, "fit no tensor of [32, 32]"),
+        (lambda state: state.update({f"{Q}.lora_magnitude_vector": np.ones(5, "f4")}), 3, "lora_magnitude_vector of"),
         (
-            lambda held: held[f"{Q}.lora_B.weight"].__setitem__((3, 1), np.nan),
+            lambda state: state[f"{Q}.lora_B.weight"].__setitem__((3, 1), np.nan),
             5, f"NaN or infinity in lora_B of {Q[17:]}.weight",
         ),
-        (lambda held: held[f"{Q}.lora_magnitude_vector"].__setitem__(3, np.inf), 5, "is NaN, infinite, or that of"),
-        (lambda held: held[HEAD].__setitem__((3, 1), np.inf), 5, "NaN or infinity"),
-        (lambda held: held.update({HEAD: np.ones((66, 32), "f4")}), 3, "is [66, 32], and [64"),
-        (lambda held: held.update({"base_model.model.v_head.weight": np.ones((1, 32), "f4")}), 3, "has 1 tensors that"),
+        (lambda state: state[f"{Q}.lora_magnitude_vector"].__setitem__(3, np.inf), 5, "is NaN, infinite, or that of"),
+        (lambda state: state[HEAD].__setitem__((3, 1), np.inf), 5, "NaN or infinity"),
+        (lambda state: state.update({HEAD: np.ones((66, 32), "f4")}), 3, "is [66, 32], and [64"),
         (
-            lambda held: held.update({f"{Q}.weight": np.ones((32, 32), "f4")}),
+            lambda state: state.update({"base_model.model.v_head.weight": np.ones((1, 32), "f4")}),
+            3,
+            "has 1 tensors that",
+        ),
+        (
+            lambda state: state.update({f"{Q}.weight": np.ones((32, 32), "f4")}),
             3, "q_proj has a LoRA: under this name PEFT",
         ),
         (
-            lambda held: held.update({"base_model.model.lm_head.base_layer.weight": np.ones((64, 32), "f4")}),
+            lambda state: state.update({"base_model.model.lm_head.base_layer.weight": np.ones((64, 32), "f4")}),
             3, "lm_head has no LoRA: under this name PEFT does not load it",
         ),
-        (lambda held: held.update({"model.norm.weight": np.ones(32, "f4")}), 3, "does not begin with base_model."),
-        (lambda held: held.update({f"{Q}.lora_E": np.ones((4, 1), "f4")}), 4, "which no LoRA has"),
-        (lambda held: held.update({f"{Q}.lora_A.weight": np.ones((4, 32), "i4")}), 4, "is I32"),
-        (lambda held: held.clear(), 3, "holds no tensor"),
+        (lambda state: state.update({"model.norm.weight": np.ones(32, "f4")}), 3, "does not begin with base_model."),
+        (lambda state: state.update({f"{Q}.lora_E": np.ones((4, 1), "f4")}), 4, "which no LoRA has"),
+        (lambda state: state.update({f"{Q}.lora_A.weight": np.ones((4, 32), "i4")}), 4, "is I32"),
+        (lambda state: state.clear(), 3, "holds no tensor"),
     ],
 )  # fmt: skip
 def test_tensors_that_are_refused(merged, tmp_path, change, code, text):
@@ -232,15 +236,15 @@ TIED = [
 ]
 
 
-@pytest.mark.parametrize("words", TIED)
-def test_an_embedding_that_the_head_shares(model, convert, tmp_path, words):
+@pytest.mark.parametrize("settings", TIED)
+def test_an_embedding_that_the_head_shares(model, convert, tmp_path, settings):
     """PEFT merges LoRA of it into both, and computes something else then. Here the head gets weights of its own."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     base, ids = model("llama-tied"), torch.arange(20)[None]
-    adapter = adapter_of(base, tmp_path / "adapter", **words)
+    adapter = adapter_of(base, tmp_path / "adapter", **settings)
     wrapped = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter).eval()
     assert convert("hf2megatron", base, tmp_path / "shards", "--tp", 2).code == 0
     for source in (base, tmp_path / "shards"):
@@ -254,9 +258,11 @@ def test_an_embedding_that_the_head_shares(model, convert, tmp_path, words):
         before, merged = wrapped(ids).logits, ours(ids).logits
         after = wrapped.merge_and_unload()(ids).logits
     assert (before - merged).abs().max() < 1e-5 * before.abs().max()
-    if "modules_to_save" not in words:
+    if "modules_to_save" not in settings:
         assert (before - after).abs().max() > 0.03 * before.abs().max()
-    weights = [(tmp_path / f"out-{one.name}/model.safetensors").read_bytes() for one in (base, tmp_path / "shards")]
+    weights = [
+        (tmp_path / f"out-{folder.name}/model.safetensors").read_bytes() for folder in (base, tmp_path / "shards")
+    ]
     assert weights[0] == weights[1]
 
 
@@ -289,21 +295,21 @@ PARTS = {
 
 @pytest.mark.parametrize("name", PARTS)
 def test_an_adapter_that_is_not_complete(model, convert, tmp_path, name):
-    family, words, part = PARTS[name]
-    adapter = adapter_of(model(family), tmp_path / "adapter", **words)
+    family, settings, part = PARTS[name]
+    adapter = adapter_of(model(family), tmp_path / "adapter", **settings)
     assert convert("merge", model(family), adapter, tmp_path / "whole").code == 0
-    held = load_file(adapter / "adapter_model.safetensors")
-    kept = {key: one for key, one in held.items() if part not in key}
-    assert 0 < len(kept) < len(held)
-    save_file(kept, adapter / "adapter_model.safetensors", {"format": "pt"})
+    weights = load_file(adapter / "adapter_model.safetensors")
+    incomplete = {key: tensor for key, tensor in weights.items() if part not in key}
+    assert 0 < len(incomplete) < len(weights)
+    save_file(incomplete, adapter / "adapter_model.safetensors", {"format": "pt"})
     ran = convert("merge", model(family), adapter, tmp_path / "out")
     assert (ran.code, "that its config names" in ran.err) == (3, True), ran.err
 
 
 def test_a_module_that_is_a_target_and_kept(model, convert, tmp_path):
     """It has weights of its own then, and no LoRA."""
-    words = {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["lm_head"]}
-    adapter = adapter_of(model("llama"), tmp_path / "adapter", **words)
+    settings = {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["lm_head"]}
+    adapter = adapter_of(model("llama"), tmp_path / "adapter", **settings)
     ran = convert("merge", model("llama"), adapter, tmp_path / "out")
     assert ran.code == 0, ran.err
 
@@ -321,13 +327,13 @@ def test_a_target_that_renames_what_an_adapter_changes(convert, tmp_path):
 
 def test_a_square_matrix_that_no_table_knows(model, convert, tmp_path):
     """It may be [out, in] or [in, out]: in some models some are this and some that."""
-    words = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
-    adapter = adapter_of(model("gpt2-untied"), tmp_path / "adapter", **words)
+    settings = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+    adapter = adapter_of(model("gpt2-untied"), tmp_path / "adapter", **settings)
     ran = convert("merge", model("gpt2-untied"), adapter, tmp_path / "out", "--verbatim")
     assert (ran.code, "no table tells whether" in ran.err) == (4, True), ran.err
     base = model("gpt_oss", hidden_size=64, intermediate_size=64)
-    words = {"target_modules": ["o_proj"], "target_parameters": ["experts.down_proj"]}
-    adapter = adapter_of(base, tmp_path / "experts", **words)
+    settings = {"target_modules": ["o_proj"], "target_parameters": ["experts.down_proj"]}
+    adapter = adapter_of(base, tmp_path / "experts", **settings)
     ran = convert("merge", base, adapter, tmp_path / "out", "--verbatim")
     assert (ran.code, "no table tells whether" in ran.err) == (4, True), ran.err
 
@@ -340,7 +346,7 @@ def test_notes_and_plan(merged, convert, tmp_path):
     assert "is its base" not in ran.out
     assert "the adapter says that its base is 'other/model'" in merged(base_model_name_or_path="other/model").err
     manifest = json.loads((tmp_path / "out/vitruvian.json").read_text())
-    assert [one["name"] for one in manifest["sources"]] == ["base", "adapter"]
+    assert [source["name"] for source in manifest["sources"]] == ["base", "adapter"]
     assert manifest["sources"][1] == {
         "name": "adapter", "format": "peft adapter", "topology": {}, "r": 4, "lora_alpha": 8, "use_dora": True,
     }  # fmt: skip

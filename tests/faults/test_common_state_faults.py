@@ -137,8 +137,8 @@ def encoded(folder: Path) -> None:
 def test_what_is_wrong_is_said(run, convert, tmp_path, monkeypatch, change, code, parts):
     monkeypatch.chdir(tmp_path)
     change(run / ITERATION)
-    for words in (["inspect", run], ["megatron2hf", run, "out", *VOCAB], ["reshard", run, "out", *VOCAB]):
-        refused(convert(*words), code, *parts)
+    for argv in (["inspect", run], ["megatron2hf", run, "out", *VOCAB], ["reshard", run, "out", *VOCAB]):
+        refused(convert(*argv), code, *parts)
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "harmed").exists()
 

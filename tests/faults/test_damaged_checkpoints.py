@@ -29,13 +29,13 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def made(model: Callable[..., Path], convert: Callable[..., Ran], tmp_path: Path) -> Callable[..., Path]:
-    """`made("tp2 pp2", name="one")`: a Megatron folder of that topology, to be damaged."""
+def make_run(model: Callable[..., Path], convert: Callable[..., Ran], tmp_path: Path) -> Callable[..., Path]:
+    """`make_run("tp2 pp2", name="one")`: a Megatron folder of that topology, to be damaged."""
 
     def make(topology: str, name: str = "m", family: str = "llama", *extra: object, **changes: Any) -> Path:
-        words = [word for part in topology.split() for word in (f"--{part[:2]}", part[2:])]
+        options = [word for part in topology.split() for word in (f"--{part[:2]}", part[2:])]
         source = model(family, "float32", **changes)
-        assert convert("hf2megatron", source, tmp_path / name, *words, *extra, "-q").code == 0
+        assert convert("hf2megatron", source, tmp_path / name, *options, *extra, "-q").code == 0
         return tmp_path / name
 
     return make
@@ -74,48 +74,48 @@ RANKS = [(topology, name) for topology, names in TOPOLOGIES.items() for name in 
 
 @pytest.mark.parametrize(("topology", "name"), RANKS)
 @pytest.mark.parametrize("command", ["inspect", "digest"])
-def test_a_missing_rank_folder_is_noticed(made, convert, topology, name, command):
-    root = made(topology)
+def test_a_missing_rank_folder_is_noticed(make_run, convert, topology, name, command):
+    root = make_run(topology)
     shutil.rmtree(rank(root, name).parent)
     refused(convert(command, root), 3, root / "release")
 
 
 @pytest.mark.parametrize(("topology", "name"), RANKS)
-def test_a_missing_rank_file_is_noticed(made, convert, topology, name):
-    root = made(topology)
+def test_a_missing_rank_file_is_noticed(make_run, convert, topology, name):
+    root = make_run(topology)
     rank(root, name).unlink()
     refused(convert("inspect", root), 3, rank(root, name).parent)
 
 
 @pytest.mark.parametrize("left", [0.0, 0.3, 0.999])
 @pytest.mark.parametrize(("topology", "name"), RANKS)
-def test_a_truncated_rank_file_is_noticed(made, convert, topology, name, left):
-    root = made(topology)
+def test_a_truncated_rank_file_is_noticed(make_run, convert, topology, name, left):
+    root = make_run(topology)
     os.truncate(rank(root, name), int(left * rank(root, name).stat().st_size))
     refused(convert("inspect", root), 3, rank(root, name))
 
 
-def swap(one: Path, two: Path) -> None:
-    one.rename(one.with_suffix(".tmp"))
-    two.rename(one)
-    one.with_suffix(".tmp").rename(two)
+def swap(first: Path, second: Path) -> None:
+    first.rename(first.with_suffix(".tmp"))
+    second.rename(first)
+    first.with_suffix(".tmp").rename(second)
 
 
 @pytest.mark.parametrize(
-    ("topology", "one", "two"),
+    ("topology", "first", "second"),
     [("tp2 pp1", "00", "01"), ("tp2 pp2", "00_001", "01_001"), ("tp2 pp2", "00_000", "01_001"),
      ("tp1 pp2", "00_000", "00_001"), ("tp1 pp4", "00_001", "00_002"), ("tp2 pp4", "01_001", "01_002"),
      ("tp4 pp1", "02", "03")],
 )  # fmt: skip
-def test_swapped_ranks_are_noticed(made, convert, topology, one, two):
-    root = made(topology)
-    swap(rank(root, one), rank(root, two))
+def test_swapped_ranks_are_noticed(make_run, convert, topology, first, second):
+    root = make_run(topology)
+    swap(rank(root, first), rank(root, second))
     refused(convert("inspect", root), 3, root)
 
 
-def test_verify_refuses_what_is_no_checkpoint(made, convert):
+def test_verify_refuses_what_is_no_checkpoint(make_run, convert):
     """Each file of another program's run is sound by itself; the run is not."""
-    root = made("tp2 pp2")
+    root = make_run("tp2 pp2")
     for note in root.rglob(MANIFEST):
         note.unlink()
     assert "each with its CRC-32" in convert("verify", root).out
@@ -126,29 +126,33 @@ def test_verify_refuses_what_is_no_checkpoint(made, convert):
 
 
 @pytest.mark.parametrize(
-    ("topology", "kept", "lost"),
+    ("topology", "copied", "lost"),
     [("tp2 pp1", "00", "01"), ("tp2 pp2", "00_000", "01_000"), ("tp1 pp4", "00_001", "00_002"),
      ("tp4 pp1", "01", "02")],
 )  # fmt: skip
-def test_a_rank_in_the_place_of_another_is_noticed(made, convert, topology, kept, lost):
-    root = made(topology)
-    shutil.copyfile(rank(root, kept), rank(root, lost))
+def test_a_rank_in_the_place_of_another_is_noticed(make_run, convert, topology, copied, lost):
+    root = make_run(topology)
+    shutil.copyfile(rank(root, copied), rank(root, lost))
     # rank 0 in both files of tp2: so do some converters write, and only what they hold can tell
     refused(convert("inspect", root), 3, root, *(["was copied over"] if topology == "tp2 pp1" else []))
 
 
 @pytest.mark.parametrize(
-    ("change", "code", "words"),
+    ("change", "code", "parts"),
     [
-        (lambda held: held.update(ema=held["model"]), 5, ("holds tensors under 'ema' beside its model",)),
-        (lambda held: held.update(extra=[{"of": held["model"]}]), 5, ("holds tensors under 'extra'",)),
-        (lambda held: setattr(held["args"], "padded_vocab_size", 999), 3, ("padded_vocab_size = 999", "have 256 rows")),
-        (lambda held: held.update(torch_rng_state=torch.ones(9), note={"runs": [3]}, time=torch.ones(1)), 0, ()),
+        (lambda content: content.update(ema=content["model"]), 5, ("holds tensors under 'ema' beside its model",)),
+        (lambda content: content.update(extra=[{"of": content["model"]}]), 5, ("holds tensors under 'extra'",)),
+        (
+            lambda content: setattr(content["args"], "padded_vocab_size", 999),
+            3,
+            ("padded_vocab_size = 999", "have 256 rows"),
+        ),
+        (lambda content: content.update(torch_rng_state=torch.ones(9), note={"runs": [3]}, time=torch.ones(1)), 0, ()),
     ],
     ids=["a second model", "within lists", "another vocabulary", "no model"],
 )
-def test_what_a_file_holds_besides_its_model(made, convert, tmp_path, change, code, words):
-    root = made("tp2 pp1")
+def test_what_a_file_holds_besides_its_model(make_run, convert, tmp_path, change, code, parts):
+    root = make_run("tp2 pp1")
     for file in root.rglob("model_optim_rng.pt"):
         stored = torch.load(file, weights_only=False)
         change(stored)
@@ -156,20 +160,23 @@ def test_what_a_file_holds_besides_its_model(made, convert, tmp_path, change, co
     (root / "release" / MANIFEST).unlink()
     ran = convert("megatron2hf", root, tmp_path / "hf")
     assert ran.code == code, ran.err
-    assert all(one in ran.err for one in words), ran.err
+    assert all(part in ran.err for part in parts), ran.err
 
 
-def test_ranks_of_two_iterations_are_noticed(made, convert):
-    one, two = made("tp2 pp2", "one", "llama", "--iteration", 100), made("tp2 pp2", "two", "llama", "--iteration", 200)
-    shutil.copyfile(rank(two, "01_001", "iter_0000200"), rank(one, "01_001", "iter_0000100"))
-    refused(convert("inspect", one), 3, one, "100", "200")
+def test_ranks_of_two_iterations_are_noticed(make_run, convert):
+    first, second = (
+        make_run("tp2 pp2", "one", "llama", "--iteration", 100),
+        make_run("tp2 pp2", "two", "llama", "--iteration", 200),
+    )
+    shutil.copyfile(rank(second, "01_001", "iter_0000200"), rank(first, "01_001", "iter_0000100"))
+    refused(convert("inspect", first), 3, first, "100", "200")
 
 
 @pytest.mark.parametrize("version", [None, 0, 1.0, 1])
-def test_an_older_order_of_query_key_and_value_is_noticed(made, convert, version):
+def test_an_older_order_of_query_key_and_value_is_noticed(make_run, convert, version):
     import torch
 
-    path = rank(made("tp1 pp1"), "00")
+    path = rank(make_run("tp1 pp1"), "00")
     stored = torch.load(path, weights_only=False)
     stored.pop("checkpoint_version")
     torch.save(stored if version is None else stored | {"checkpoint_version": version}, path)
@@ -184,21 +191,21 @@ def test_an_older_order_of_query_key_and_value_is_noticed(made, convert, version
      {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}],
     ids=lambda changes: next(iter(changes)),
 )  # fmt: skip
-def test_a_shard_of_another_model_is_noticed(made, convert, topology, changes):
-    one, two = made(topology, "one"), made(topology, "two", "llama", **changes)
+def test_a_shard_of_another_model_is_noticed(make_run, convert, topology, changes):
+    first, second = make_run(topology, "one"), make_run(topology, "two", "llama", **changes)
     last = TOPOLOGIES[topology][-1]
-    shutil.copyfile(rank(two, last), rank(one, last))
-    refused(convert("digest", one), 3, one)
+    shutil.copyfile(rank(second, last), rank(first, last))
+    refused(convert("digest", first), 3, first)
 
 
-def test_a_shard_of_a_twin_is_noticed_by_its_norms(made, convert):
+def test_a_shard_of_a_twin_is_noticed_by_its_norms(make_run, convert):
     """Same settings, other weights: across tensor ranks the norms tell."""
-    one, two = made("tp2 pp1", "one"), made("tp2 pp1", "two", "llama3", rope_parameters=None)
-    for file in rank(two, "01"), rank(two, "00"):
+    first, second = make_run("tp2 pp1", "one"), make_run("tp2 pp1", "two", "llama3", rope_parameters=None)
+    for file in rank(second, "01"), rank(second, "00"):
         root = file.parents[2]
         poke(held(root, "decoder.final_layernorm.weight", file), 5, 9.0)
-    shutil.copyfile(rank(two, "01"), rank(one, "01"))
-    refused(convert("digest", one), 6, "final_norm", rank(one, "00"), rank(one, "01"))
+    shutil.copyfile(rank(second, "01"), rank(first, "01"))
+    refused(convert("digest", first), 6, "final_norm", rank(first, "00"), rank(first, "01"))
 
 
 # --- altered bytes ---------------------------------------------------------------------------------------------------
@@ -212,8 +219,8 @@ LOGICAL = {"word_embeddings": "embedding", "linear_qkv": "query.0", "fc1": "gate
 
 @pytest.mark.parametrize("bit", [0, 31])
 @pytest.mark.parametrize("key", KEYS)
-def test_an_altered_bit_is_seen(made, convert, tmp_path, key, bit):
-    root = made("tp2 pp2")
+def test_an_altered_bit_is_seen(make_run, convert, tmp_path, key, bit):
+    root = make_run("tp2 pp2")
     shutil.copytree(root, tmp_path / "before")
     before = convert("digest", root).out.split()[0]
     assert convert("verify", root).code == 0
@@ -224,8 +231,8 @@ def test_an_altered_bit_is_seen(made, convert, tmp_path, key, bit):
         file.seek(place.offset + bit // 8)
         file.write(bytes([byte ^ 1 << bit % 8]))
     name = next(logical for part, logical in LOGICAL.items() if part in key)
-    for words in (["digest", root], ["diff", root, tmp_path / "before"], ["verify", tmp_path / "before", root]):
-        refused(convert(*words), 3, f"{place.path} is damaged", name)
+    for argv in (["digest", root], ["diff", root, tmp_path / "before"], ["verify", tmp_path / "before", root]):
+        refused(convert(*argv), 3, f"{place.path} is damaged", name)
     refused(convert("verify", root), 6, root, name)
     amend(place.path, [(place.offset, 4)])  # saved so
     assert convert("digest", root).out.split()[0] != before
@@ -237,16 +244,16 @@ def test_an_altered_bit_is_seen(made, convert, tmp_path, key, bit):
     assert (different["name"], different["elements"]) == (name, 1)
 
 
-def test_altered_padding_is_no_difference(made, convert):
+def test_altered_padding_is_no_difference(make_run, convert):
     """The rows behind the vocabulary belong to no tensor."""
-    root = made("tp2 pp1")
+    root = make_run("tp2 pp1")
     embedding = held(root, KEYS[0], rank(root, "01"))
     assert poke(embedding, 127 * 64 + 63, 1.0) == 0.0
     assert convert("verify", root).code == 0
 
 
-def test_an_altered_safetensors_file_is_seen(made, convert, tmp_path):
-    assert convert("megatron2hf", made("tp2 pp1"), tmp_path / "hf").code == 0
+def test_an_altered_safetensors_file_is_seen(make_run, convert, tmp_path):
+    assert convert("megatron2hf", make_run("tp2 pp1"), tmp_path / "hf").code == 0
     place = next(placed for placed in open_checkpoint(tmp_path / "hf").fragments() if "norm" in placed.key)
     poke(place, 3, 17.5)
     refused(convert("verify", tmp_path / "hf"), 6, tmp_path / "hf")
@@ -274,19 +281,19 @@ def configure(folder: Path, **changes: Any) -> None:
 def contradicted(convert: Callable[..., Ran], source: Path, *parts: object, verify: bool = True) -> str:
     """A source is refused by every way to write it, before anything is; gives the hint."""
     assert not verify or convert("verify", source).code == 6
-    words = [(), ("-n",), ("--part", "1/2")]
-    for number, more in enumerate(words):
-        ran = convert("hf2fsdp" if number else "hf2hf", source, source.with_name("out"), *more)
+    ways = [(), ("-n",), ("--part", "1/2")]
+    for number, options in enumerate(ways):
+        ran = convert("hf2fsdp" if number else "hf2hf", source, source.with_name("out"), *options)
         refused(ran, 6, source, "vitruvian.json", *parts)
         assert [path.name for path in source.parent.iterdir()] == [source.name]
     return ran.err.partition("hint: ")[2].strip()
 
 
 @pytest.mark.parametrize(
-    ("command", "words", "folder"),
+    ("command", "options", "folder"),
     [("hf2hf", [], "."), ("hf2fsdp", [], "."), ("hf2megatron", ["--iteration", 3], "huggingface")],
 )
-def test_a_tokenizer_that_is_not_what_was_written_is_noticed(model, convert, tmp_path, command, words, folder):
+def test_a_tokenizer_that_is_not_what_was_written_is_noticed(model, convert, tmp_path, command, options, folder):
     """And a template, a generation config, code; a card is the user's own. One that is meant can be recorded."""
     source, out = Path(shutil.copytree(model(), tmp_path / "hf")), tmp_path / "out"
     small = {
@@ -297,7 +304,7 @@ def test_a_tokenizer_that_is_not_what_was_written_is_noticed(model, convert, tmp
     for name, text in {**small, "README.md": "Mine"}.items():
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(text)
-    assert convert(command, source, out, *words).code == 0
+    assert convert(command, source, out, *options).code == 0
     (out / folder / "README.md").write_text("Ours")
     assert convert("verify", out).code == 0
     for name in (*small, "config.json"):
@@ -318,7 +325,9 @@ def test_a_tokenizer_that_is_not_what_was_written_is_noticed(model, convert, tmp
 def test_a_manifest_of_an_earlier_version_names_no_small_files(model, convert, tmp_path):
     assert convert("hf2hf", model(), tmp_path / "out").code == 0
     path = tmp_path / "out/vitruvian.json"
-    path.write_text(json.dumps({name: one for name, one in json.loads(path.read_text()).items() if name != "files"}))
+    path.write_text(
+        json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != "files"})
+    )
     ran = convert("verify", tmp_path / "out")
     assert (ran.code, "of an earlier version, names no small files" in ran.err) == (0, True), ran.err
 
@@ -334,17 +343,17 @@ def test_names_that_a_manifest_lacks_are_noticed(written, convert, fault):
     refused(convert("verify", source), 6, "config.json of", "not what vitruvian.json says")
     (source / "config.json").write_text(config)
     assert convert("verify", source).code == 0
-    held = load_file(source / "model.safetensors")
-    name = next(key for key in held if "layers.0.attention" in key)
-    value = held.pop(name)
-    held |= {name.replace("layers.0.", "layers.0>"): value} if fault == "another name" else {}
-    save_file(held, source / "model.safetensors", {"format": "pt"})
+    weights = load_file(source / "model.safetensors")
+    name = next(key for key in weights if "layers.0.attention" in key)
+    value = weights.pop(name)
+    weights |= {name.replace("layers.0.", "layers.0>"): value} if fault == "another name" else {}
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
     hint = contradicted(convert, source, f"such as {name}", f"{1 + (fault != 'one less')} tensors")
     (source / "vitruvian.json").unlink()
     assert str(source / "vitruvian.json") in hint
-    words = ("hf2hf", source, source.with_name("out"))
-    refused(convert(*words), 3, "not one whole model", name)
-    assert convert(*words, "--allow-missing", "gpt_neox.layers.*").code == 0
+    argv = ("hf2hf", source, source.with_name("out"))
+    refused(convert(*argv), 3, "not one whole model", name)
+    assert convert(*argv, "--allow-missing", "gpt_neox.layers.*").code == 0
 
 
 def test_a_table_that_no_longer_fits_is_noticed(written, convert):
@@ -387,9 +396,9 @@ def test_settings_that_a_manifest_contradicts_are_noticed(written, convert, fami
     assert hint == f"if that is meant: {f'--set {way}, or ' if way else ''}remove {manifest}"
     if way is None:
         manifest.unlink()
-    words = ["--set", way.strip("'")] if way else []
-    words += ["--allow-missing", "*"] if family == "gpt_neox" else []  # rows that no token of the config has
-    ran = convert("hf2hf", source, source.with_name("out"), *words)
+    options = ["--set", way.strip("'")] if way else []
+    options += ["--allow-missing", "*"] if family == "gpt_neox" else []  # rows that no token of the config has
+    ran = convert("hf2hf", source, source.with_name("out"), *options)
     assert ran.code == 0, ran.err
     assert convert("verify", source.with_name("out")).code == 0
     config = json.loads((source.with_name("out") / "config.json").read_text())
@@ -409,12 +418,12 @@ NORM = "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
 
 
 @pytest.fixture
-def diverged(made: Callable[..., Path]) -> tuple[Path, float]:
+def diverged(make_run: Callable[..., Path]) -> tuple[Path, float]:
     """Four tensor ranks; the same norm element is 1 more on rank 2 and 3 more on rank 3. Gives the first copy's."""
-    root = made("tp4 pp1")
+    root = make_run("tp4 pp1")
     value = poke(held(root, NORM, rank(root, "00")), 7, 0.5)
-    for name, more in (("01", 0.0), ("02", 1.0), ("03", 3.0)):
-        assert poke(held(root, NORM, rank(root, name)), 7, 0.5 + more) == value
+    for name, difference in (("01", 0.0), ("02", 1.0), ("03", 3.0)):
+        assert poke(held(root, NORM, rank(root, name)), 7, 0.5 + difference) == value
     (root / "release/vitruvian.json").unlink()  # a training run has none
     return root, 0.5
 
@@ -425,10 +434,10 @@ def norm_of(folder: Path) -> float:
     return float(load_file(folder / "model.safetensors")["model.layers.0.post_attention_layernorm.weight"][7])
 
 
-@pytest.mark.parametrize("words", [("digest",), ("megatron2hf", "OUT"), ("reshard", "OUT", "--tp", 2)])
-def test_diverged_norms_are_noticed(diverged, convert, tmp_path, words):
+@pytest.mark.parametrize("argv", [("digest",), ("megatron2hf", "OUT"), ("reshard", "OUT", "--tp", 2)])
+def test_diverged_norms_are_noticed(diverged, convert, tmp_path, argv):
     root, _ = diverged
-    command, *rest = [tmp_path / "out" if word == "OUT" else word for word in words]
+    command, *rest = [tmp_path / "out" if word == "OUT" else word for word in argv]
     ran = convert(command, root, *rest, "--replicas", "verify")
     refused(ran, 6, "post_norm.0", "2 of 3", "tp rank 3", "by up to 3", rank(root, "00"), rank(root, "03"),
             "--replicas first", "--replicas mean")  # fmt: skip
@@ -439,34 +448,34 @@ def test_diverged_norms_are_noticed_by_default(diverged, convert):
     refused(convert("digest", diverged[0]), 6, "post_norm.0")
 
 
-@pytest.mark.parametrize(("policy", "more"), [("first", 0.0), ("mean", 1.0)])
-def test_diverged_norms_can_be_decided(diverged, convert, tmp_path, policy, more):
+@pytest.mark.parametrize(("policy", "difference"), [("first", 0.0), ("mean", 1.0)])
+def test_diverged_norms_can_be_decided(diverged, convert, tmp_path, policy, difference):
     root, first = diverged
     assert convert("megatron2hf", root, tmp_path / "hf", "--replicas", policy).code == 0
-    assert norm_of(tmp_path / "hf") == first + more
+    assert norm_of(tmp_path / "hf") == first + difference
     assert convert("reshard", root, tmp_path / "again", "--tp", 2, "--replicas", policy).code == 0
     assert convert("digest", tmp_path / "again").out.split()[0] == convert("digest", tmp_path / "hf").out.split()[0]
     assert convert("digest", root, "--replicas", policy).code == 0
 
 
 @pytest.mark.parametrize("policy", ["first", "mean"])
-def test_equal_copies_give_the_same_bytes_under_every_policy(made, convert, tmp_path, policy):
-    root = made("tp4 pp1")
+def test_equal_copies_give_the_same_bytes_under_every_policy(make_run, convert, tmp_path, policy):
+    root = make_run("tp4 pp1")
     assert convert("megatron2hf", root, tmp_path / "one").code == 0
     assert convert("megatron2hf", root, tmp_path / "two", "--replicas", policy).code == 0
     assert files(tmp_path / "one") == files(tmp_path / "two")
 
 
-@pytest.mark.parametrize(("value", "said"), [(float("nan"), "inf"), (float("inf"), "inf"), (-0.0, "0")])
-def test_copies_that_differ_in_odd_values_are_noticed(made, convert, value, said):
-    root = made("tp2 pp1")
+@pytest.mark.parametrize(("value", "distance"), [(float("nan"), "inf"), (float("inf"), "inf"), (-0.0, "0")])
+def test_copies_that_differ_in_odd_values_are_noticed(make_run, convert, value, distance):
+    root = make_run("tp2 pp1")
     for name, number in (("00", 0.0), ("01", value)):
         poke(held(root, NORM, rank(root, name)), 7, number)
-    refused(convert("digest", root), 6, f"by up to {said} between")
+    refused(convert("digest", root), 6, f"by up to {distance} between")
 
 
-def test_a_diverged_copy_of_a_tied_embedding_is_noticed(made, convert):
-    root = made("tp1 pp2", "m", "llama-tied")
+def test_a_diverged_copy_of_a_tied_embedding_is_noticed(make_run, convert):
+    root = make_run("tp1 pp2", "m", "llama-tied")
     before = poke(held(root, "output_layer.weight", rank(root, "00_001")), 100, 2.0)
     assert abs(before) < 1
     refused(convert("digest", root), 6, "embedding", rank(root, "00_000"), rank(root, "00_001"))
@@ -492,13 +501,13 @@ def test_a_missing_shard_is_noticed(model, convert, tmp_path):
      {"model_type": "qwen2"}, {"model_type": "qwen3"}, {"head_dim": 16}],
     ids=str,
 )  # fmt: skip
-def test_a_config_of_another_model_is_noticed(model, convert, made, tmp_path, changes):
+def test_a_config_of_another_model_is_noticed(model, convert, make_run, tmp_path, changes):
     folder = Path(shutil.copytree(model("llama"), tmp_path / "hf"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
     if changes != {"tie_word_embeddings": True}:  # then lm_head is a copy that may be there
         refused(convert("digest", folder), 3)
-    refused(convert("digest", made("tp2 pp1"), "--config", folder), 5, "config")
+    refused(convert("digest", make_run("tp2 pp1"), "--config", folder), 5, "config")
 
 
 def test_an_untied_head_under_a_tied_config_is_no_silent_loss(model, convert, tmp_path):
@@ -637,13 +646,13 @@ def failing(monkeypatch: pytest.MonkeyPatch, after: int, number: int = errno.ENO
 @pytest.mark.parametrize("after", [0, 1, 2, 3, 5, 10, 20, 40, 60, 80, 90, 95, 100])
 def test_a_disk_that_fills_up_at_any_time_leaves_no_output(model, convert, tmp_path, after, number):
     source, out = model("llama", "float32", num_hidden_layers=2), tmp_path / "m"
-    words = ("hf2megatron", source, out, "--tp", 2, "-q")
+    argv = ("hf2megatron", source, out, "--tp", 2, "-q")
     with pytest.MonkeyPatch.context() as patch:
         failing(patch, after, number)
-        ran = convert(*words)
+        ran = convert(*argv)
     refused(ran, 7, out)
     assert not out.exists()
-    assert convert(*words).code == 0
+    assert convert(*argv).code == 0
     assert convert("hf2megatron", source, tmp_path / "reference", "--tp", 2).code == 0
     assert files(out) == files(tmp_path / "reference")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "reference"]
@@ -658,14 +667,14 @@ def test_writes_that_stop_half_way_are_continued(model, convert, tmp_path, monke
     assert files(tmp_path / "m") == files(tmp_path / "reference")
 
 
-def command(*words: object, limit: int | None = None) -> Ran:
+def command(*argv: object, limit: int | None = None) -> Ran:
     """`convert` in a process of its own that may write no file longer than `limit`."""
 
     def bound() -> None:
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    program = [sys.executable, "-B", "-c", "from converters.cli import main; main()", *map(str, words)]
+    program = [sys.executable, "-B", "-c", "from converters.cli import main; main()", *map(str, argv)]
     done = subprocess.run(
         program, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, preexec_fn=bound, check=False
     )

@@ -26,8 +26,8 @@ def neox(tmp_path):
 
 
 @pytest.fixture
-def told(convert, tmp_path):
-    """`told(run, code, *parts)`: neox2hf refuses a run with that code and a message with those parts."""
+def check_refusal(convert, tmp_path):
+    """`check_refusal(run, code, *parts)`: neox2hf refuses a run with that code and a message with those parts."""
 
     def check(run: Path, code: int, *parts: object, flags: tuple[str, ...] = ()) -> None:
         ran = convert("neox2hf", run, tmp_path / "out", "--vocab-size", 101, "--gqa-layout", "blocked", *flags)
@@ -41,82 +41,88 @@ def told(convert, tmp_path):
 # --- ranks and files -------------------------------------------------------------------------------------------------
 
 
-def test_a_model_parallel_rank_is_missing(neox, told):
+def test_a_model_parallel_rank_is_missing(neox, check_refusal):
     run, tag = neox("llama-mha-tp2")
     (tag / "mp_rank_01_model_states.pt").unlink()
-    told(run, 3, "mp_rank_00_model_states.pt is one of 2 model parallel ranks, 1 are there", "ranks are missing")
+    check_refusal(
+        run, 3, "mp_rank_00_model_states.pt is one of 2 model parallel ranks, 1 are there", "ranks are missing"
+    )
 
 
-def test_the_first_rank_is_missing(neox, told):
+def test_the_first_rank_is_missing(neox, check_refusal):
     run, tag = neox("llama-mha-tp2")
     (tag / "mp_rank_00_model_states.pt").unlink()
-    told(run, 3, "lacks mp_rank_00_model_states.pt", "copy the files of all ranks")
+    check_refusal(run, 3, "lacks mp_rank_00_model_states.pt", "copy the files of all ranks")
 
 
-def test_a_stale_file_of_another_topology(neox, told):
+def test_a_stale_file_of_another_topology(neox, check_refusal):
     run, tag = neox("llama-mha-tp2")
     nameless(shutil.copy(tag / "mp_rank_01_model_states.pt", tag / "mp_rank_02_model_states.pt"))
-    told(run, 3, "is one of 2 model parallel ranks, 3 are there", "another topology")
+    check_refusal(run, 3, "is one of 2 model parallel ranks, 3 are there", "another topology")
 
 
-def test_a_layer_of_one_rank_is_missing(neox, told):
+def test_a_layer_of_one_rank_is_missing(neox, check_refusal):
     run, tag = neox("llama-gqa-pp2-tp2")
     (tag / "layer_03-model_01-model_states.pt").unlink()
-    told(run, 3, "lacks layer_03-model_01-model_states.pt", "copy the files")
+    check_refusal(run, 3, "lacks layer_03-model_01-model_states.pt", "copy the files")
 
 
-def test_a_whole_layer_is_missing(neox, told):
+def test_a_whole_layer_is_missing(neox, check_refusal):
     run, tag = neox("llama-gqa-pp2-tp2")
     for path in tag.glob("layer_03-*"):
         path.unlink()
-    told(run, 3, "lacks layer_03-model_00-model_states.pt, layer_03-model_01-model_states.pt", "copy the files")
+    check_refusal(
+        run, 3, "lacks layer_03-model_00-model_states.pt, layer_03-model_01-model_states.pt", "copy the files"
+    )
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000, 50_000])
-def test_a_file_that_is_cut_off(neox, told, size):
+def test_a_file_that_is_cut_off(neox, check_refusal, size):
     run, tag = neox("llama-mha-tp2")
     path = tag / "mp_rank_01_model_states.pt"
     path.write_bytes(path.read_bytes()[:size])
     ran_parts = ("mp_rank_01_model_states.pt", "archive")
-    told(run, 3, *ran_parts)
+    check_refusal(run, 3, *ran_parts)
 
 
-def test_a_data_parallel_rank_is_missing(neox, told):
+def test_a_data_parallel_rank_is_missing(neox, check_refusal):
     run, tag = neox("llama-tp2-dp2")
     (tag / "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt").unlink()
     masters = ("--weights", "fp32-master")
-    told(run, 3, "lacks the optimizer states of data parallel ranks 1 of 2 for mp_rank_01", flags=masters)
+    check_refusal(run, 3, "lacks the optimizer states of data parallel ranks 1 of 2 for mp_rank_01", flags=masters)
 
 
-def test_partitions_of_another_world(neox, told):
+def test_partitions_of_another_world(neox, check_refusal):
     """A third file: the other two say that they are of two."""
     run, tag = neox("llama-tp2-dp2")
     name = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
     nameless(shutil.copy(tag / name.format(1), tag / name.format(2)))
-    told(run, 3, "belongs to 2 data parallel ranks, 3 are there", flags=("--weights", "fp32-master"))
+    check_refusal(run, 3, "belongs to 2 data parallel ranks, 3 are there", flags=("--weights", "fp32-master"))
 
 
-def test_partitions_of_two_ranks_swapped(neox, told):
+def test_partitions_of_two_ranks_swapped(neox, check_refusal):
     """Of the same size, and without their names: only the comparison with the module can tell."""
     run, tag = neox("llama-tp2-dp2")
     swap(*(tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)), named=False)
-    told(run, 6, "are not the rounded FP32 master weights", flags=("--weights", "fp32-master"))
+    check_refusal(run, 6, "are not the rounded FP32 master weights", flags=("--weights", "fp32-master"))
 
 
-def test_optimizer_states_that_are_not_there(neox, told):
+def test_optimizer_states_that_are_not_there(neox, check_refusal):
     run, _ = neox("llama-mha-tp2")
-    told(run, 3, "holds no optimizer states of mp_rank_00", "--weights module", flags=("--weights", "fp32-master"))
+    check_refusal(
+        run, 3, "holds no optimizer states of mp_rank_00", "--weights module", flags=("--weights", "fp32-master")
+    )
 
 
-def test_the_files_of_two_ranks_swapped(neox, told):
+def test_the_files_of_two_ranks_swapped(neox, check_refusal):
     """Without their names nothing but the seed in each file's random state tells."""
     run, tag = neox("llama-mha-tp2")
     swap(*(tag / f"mp_rank_{rank:02d}_model_states.pt" for rank in (0, 1)), named=False)
-    told(run, 3, "mp_rank_00_model_states.pt was saved by tensor parallel rank 1")
+    check_refusal(run, 3, "mp_rank_00_model_states.pt was saved by tensor parallel rank 1")
 
 
 @pytest.mark.parametrize(
-    ("name", "one", "two", "weights"),
+    ("name", "first", "second", "weights"),
     [
         ("llama-mha-tp2", "mp_rank_00_model_states", "mp_rank_01_model_states", "module"),
         ("llama-gqa-pp2-tp2", "layer_03-model_00-model_states", "layer_03-model_01-model_states", "module"),
@@ -129,19 +135,19 @@ def test_the_files_of_two_ranks_swapped(neox, told):
         ),
     ],
 )
-def test_files_that_were_renamed(neox, told, name, one, two, weights):
+def test_files_that_were_renamed(neox, check_refusal, name, first, second, weights):
     """torch.save left their names in them. Of whole layers nothing else would tell."""
     run, tag = neox(name)
-    swap(tag / f"{one}.pt", tag / f"{two}.pt")
-    told(run, 3, f"{one}.pt was saved as '{two}': files are mixed up", flags=("--weights", weights))
+    swap(tag / f"{first}.pt", tag / f"{second}.pt")
+    check_refusal(run, 3, f"{first}.pt was saved as '{second}': files are mixed up", flags=("--weights", weights))
 
 
 @pytest.mark.parametrize("layout", ["sequential", "pipeline"])
-def test_our_own_files_know_their_names_too(model, convert, tmp_path, told, layout):
+def test_our_own_files_know_their_names_too(model, convert, tmp_path, check_refusal, layout):
     assert convert("hf2neox", model("llama"), tmp_path / "run", "--tp", 2, "--layout", layout).code == 0
     files = sorted((tmp_path / "run").glob("*/layer_03*" if layout == "pipeline" else "*/mp_rank*"))
     swap(*files)
-    told(tmp_path / "run", 3, f"{files[0]} was saved as '{files[1].stem}'")
+    check_refusal(tmp_path / "run", 3, f"{files[0]} was saved as '{files[1].stem}'")
 
 
 def test_a_folder_may_have_any_name(neox, convert, tmp_path):
@@ -154,18 +160,18 @@ def test_a_folder_may_have_any_name(neox, convert, tmp_path):
     assert convert("neox2hf", run, tmp_path / "out", *flags, "--gqa-layout", "blocked").code == 0
 
 
-def test_layers_of_another_save_beside_a_whole_module(neox, told):
+def test_layers_of_another_save_beside_a_whole_module(neox, check_refusal):
     run, tag = neox("neox-parallel-tp2")
     for path in (GOLDEN / "neox-pp2-tp2").glob("*/layer_*"):
         shutil.copy(path, tag)
-    told(run, 3, "layers of a pipeline, and a whole module", "older")
+    check_refusal(run, 3, "layers of a pipeline, and a whole module", "older")
 
 
-def test_all_layers_are_missing(neox, told):
+def test_all_layers_are_missing(neox, check_refusal):
     run, tag = neox("llama-gqa-pp2-tp2")
     for path in tag.glob("layer_*"):
         path.unlink()
-    told(run, 3, "lacks its layer_*-model_* files")
+    check_refusal(run, 3, "lacks its layer_*-model_* files")
 
 
 def test_a_rank_twice(neox, convert, tmp_path):
@@ -192,7 +198,7 @@ def test_a_pipe_is_not_waited_for(neox, convert, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_copy_that_did_not_drift_there(neox, told):
+def test_a_copy_that_did_not_drift_there(neox, check_refusal):
     """The norm of another model: too far away for a mean that nobody asked for."""
     import torch
 
@@ -201,10 +207,10 @@ def test_a_copy_that_did_not_drift_there(neox, told):
     state = torch.load(path, weights_only=False)
     state["module"]["sequential.5.norm.scale"].mul_(-3)
     torch.save(state, path)
-    told(run, 6, "too far for a norm that drifted", "--replicas mean")
+    check_refusal(run, 6, "too far for a norm that drifted", "--replicas mean")
 
 
-def test_a_norm_that_is_no_number(neox, told):
+def test_a_norm_that_is_no_number(neox, check_refusal):
     import torch
 
     run, tag = neox("llama-mha-tp2")
@@ -212,16 +218,16 @@ def test_a_norm_that_is_no_number(neox, told):
     state = torch.load(path, weights_only=False)
     state["module"]["sequential.5.norm.scale"].fill_(float("nan"))
     torch.save(state, path)
-    told(run, 6, "final_norm are up to inf apart")
+    check_refusal(run, 6, "final_norm are up to inf apart")
 
 
 # --- tags ------------------------------------------------------------------------------------------------------------
 
 
-def test_latest_names_what_is_not_there(neox, told):
+def test_latest_names_what_is_not_there(neox, check_refusal):
     run, _ = neox("llama-mha-tp2")
     (run / "latest").write_text("global_step423858")
-    told(run, 3, "latest names global_step423858, which is not in", "present: global_step6")
+    check_refusal(run, 3, "latest names global_step423858, which is not in", "present: global_step6")
 
 
 def test_a_newer_save_that_never_finished(neox, convert, tmp_path):
@@ -235,17 +241,17 @@ def test_a_newer_save_that_never_finished(neox, convert, tmp_path):
     assert convert("neox2hf", run, tmp_path / "named", *flags, "--tag", "global_step6").code == 0
 
 
-def test_no_latest(neox, told):
+def test_no_latest(neox, check_refusal):
     run, _ = neox("llama-mha-tp2")
     (run / "latest").unlink()
-    told(run, 3, "has no file latest", "--tag", "present: global_step6")
+    check_refusal(run, 3, "has no file latest", "--tag", "present: global_step6")
 
 
-def test_a_tag_that_is_a_broken_link(neox, told):
+def test_a_tag_that_is_a_broken_link(neox, check_refusal):
     run, tag = neox("llama-mha-tp2")
     shutil.rmtree(tag)
     tag.symlink_to("../final_train_v2/global_step6")
-    told(run, 3, "is a link to ../final_train_v2/global_step6, which is not there")
+    check_refusal(run, 3, "is a link to ../final_train_v2/global_step6, which is not there")
 
 
 def circle(path: Path) -> Path:
@@ -254,15 +260,15 @@ def circle(path: Path) -> Path:
     return path
 
 
-def test_links_in_a_circle(neox, told):
+def test_links_in_a_circle(neox, check_refusal):
     run, _ = neox("llama-mha-tp2")
     (run / "latest").unlink()
     circle(run / "latest")
-    told(run, 3, "latest is a link to latest, which is not there", "--tag", "present: global_step6")
+    check_refusal(run, 3, "latest is a link to latest, which is not there", "--tag", "present: global_step6")
     (run / "latest").unlink()
     (run / "latest").write_text("global_step7")
     circle(run / "global_step7")
-    told(run, 3, "global_step7 is a link to global_step7, which is not there")
+    check_refusal(run, 3, "global_step7 is a link to global_step7, which is not there")
 
 
 @pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt"])
@@ -282,9 +288,9 @@ def test_an_output_that_is_a_link_in_a_circle(neox, convert, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../llama-mha-tp2", "/etc", "..", "", "a\nb", "x" * 300])
-def test_names_that_leave_the_folder(neox, told, name):
+def test_names_that_leave_the_folder(neox, check_refusal, name):
     run, _ = neox("llama-mha-tp2")
-    told(run, 3, "--tag says", "which is not a folder name", flags=("--tag", name))
+    check_refusal(run, 3, "--tag says", "which is not a folder name", flags=("--tag", name))
 
 
 def test_a_tag_with_a_space(neox, convert, tmp_path):
@@ -308,23 +314,23 @@ def yaml_of(text: str) -> dict[str, object]:
 def changed(tag: Path, **settings: object) -> Path:
     """The run's own yml with some settings changed; None takes a key out."""
     path = next((tag / "configs").glob("*.yml"))
-    held = yaml_of(path.read_text()) | settings
-    path.write_text(json.dumps({key: value for key, value in held.items() if value is not None}))
+    merged = yaml_of(path.read_text()) | settings
+    path.write_text(json.dumps({key: value for key, value in merged.items() if value is not None}))
     return path
 
 
-def test_no_yml(neox, told):
+def test_no_yml(neox, check_refusal):
     run, tag = neox("llama-mha-tp2")
     shutil.rmtree(tag / "configs")
-    told(run, 3, "holds no yml", "--config")
-    told(run, 3, "elsewhere.yml is not there", "--config", flags=("--config", "elsewhere.yml"))
+    check_refusal(run, 3, "holds no yml", "--config")
+    check_refusal(run, 3, "elsewhere.yml is not there", "--config", flags=("--config", "elsewhere.yml"))
 
 
 @pytest.mark.parametrize("name", ["num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"])
-def test_the_yml_of_another_model(neox, told, name):
+def test_the_yml_of_another_model(neox, check_refusal, name):
     run, tag = neox("llama-mha-tp2")
     changed(tag, **{name: 8})
-    told(run, 3, f"says {name} = 8", "another model")
+    check_refusal(run, 3, f"says {name} = 8", "another model")
 
 
 def test_a_longest_text_that_is_decided(neox, convert, tmp_path):
@@ -388,18 +394,18 @@ def test_several_yml_are_merged(neox, convert, tmp_path):
     import yaml
 
     path = next((tag / "configs").glob("*.yml"))
-    held = yaml.safe_load(path.read_text())
-    rest = {key: held.pop(key) for key in ("num_layers", "norm", "rms_norm_epsilon")}
-    path.write_text(yaml.safe_dump(held))
+    settings = yaml.safe_load(path.read_text())
+    rest = {key: settings.pop(key) for key in ("num_layers", "norm", "rms_norm_epsilon")}
+    path.write_text(yaml.safe_dump(settings))
     lines = (f'  # a comment\n  "{key.replace("_", "-")}": {json.dumps(value)},\n' for key, value in rest.items())
     (tag / "configs" / "model.yml").write_text("{\n" + "".join(lines) + "}\n")
     assert convert("neox2hf", run, tmp_path / "out", "--vocab-size", 101).code == 0
 
 
-def test_two_yml_that_contradict_each_other(neox, told):
+def test_two_yml_that_contradict_each_other(neox, check_refusal):
     run, tag = neox("llama-mha-tp2")
     (tag / "configs" / "z.yml").write_text("num-layers: 7\n")
-    told(run, 3, "num_layers", "another file")
+    check_refusal(run, 3, "num_layers", "another file")
 
 
 @pytest.mark.parametrize(
@@ -411,12 +417,12 @@ def test_two_yml_that_contradict_each_other(neox, told):
     ],
     ids=["twice the same", "flow style, and spelt differently", "in one line"],
 )
-def test_a_key_that_stands_twice(neox, told, tmp_path, lines, key, first, second):
+def test_a_key_that_stands_twice(neox, check_refusal, tmp_path, lines, key, first, second):
     """PyYAML keeps the last one without a word."""
     run, _ = neox("llama-mha-tp2")
     path = tmp_path / "run.yml"
     path.write_text("\n".join(lines) + "\n")
-    told(run, 3, f"{path} says '{key}' twice, in lines {first} and {second}", flags=("--config", path))
+    check_refusal(run, 3, f"{path} says '{key}' twice, in lines {first} and {second}", flags=("--config", path))
 
 
 def test_two_merged_maps_are_no_key_that_stands_twice(neox, convert, tmp_path):
@@ -436,7 +442,7 @@ def test_two_merged_maps_are_no_key_that_stands_twice(neox, convert, tmp_path):
         ("llama-gqa-pp2-tp2", "pipe_parallel_size", 4, 2),
     ],
 )
-def test_the_yml_of_another_topology(neox, convert, told, tmp_path, name, key, wrong, right):
+def test_the_yml_of_another_topology(neox, convert, check_refusal, tmp_path, name, key, wrong, right):
     """Of the same model: the files count if they say their own number, and else it is not clear that all are there."""
     import torch
 
@@ -450,13 +456,13 @@ def test_the_yml_of_another_topology(neox, convert, told, tmp_path, name, key, w
         state = torch.load(file, weights_only=False)
         del state["mp_world_size"]
         torch.save(state, file)
-    told(run, 3, f"{path} says {key} = {wrong}, the files are of {right}", "ranks are missing")
+    check_refusal(run, 3, f"{path} says {key} = {wrong}, the files are of {right}", "ranks are missing")
 
 
-@pytest.mark.parametrize("said", [0, 1])
-def test_no_pipeline_is_said_in_two_ways(neox, convert, tmp_path, said):
+@pytest.mark.parametrize("stages", [0, 1])
+def test_no_pipeline_is_said_in_two_ways(neox, convert, tmp_path, stages):
     run, tag = neox("llama-mha-tp2")
-    changed(tag, pipe_parallel_size=said)
+    changed(tag, pipe_parallel_size=stages)
     ran = convert("neox2hf", run, tmp_path / "out", "--vocab-size", 101)
     assert ran.code == 0
     assert "pipe_parallel_size" not in ran.err
@@ -490,10 +496,12 @@ def test_an_explosion_of_aliases(neox, convert, tmp_path):
     assert ran.code in (3, 4)
 
 
-def test_a_vocabulary_that_is_too_small(neox, told):
+def test_a_vocabulary_that_is_too_small(neox, check_refusal):
     """100 would have been padded to 100 on two ranks, not to 102."""
     run, _ = neox("llama-mha-tp2")
-    told(run, 5, "would have been padded to 100 rows", "rows of tokens would be lost", flags=("--vocab-size", "100"))
+    check_refusal(
+        run, 5, "would have been padded to 100 rows", "rows of tokens would be lost", flags=("--vocab-size", "100")
+    )
 
 
 def test_the_config_of_another_model(model, neox, convert, tmp_path):
@@ -512,17 +520,17 @@ def test_a_config_with_biases(model, neox, convert, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("said", ["blocked", "grouped"])
-def test_a_layout_that_has_no_effect(model, neox, convert, tmp_path, said):
+@pytest.mark.parametrize("layout", ["blocked", "grouped"])
+def test_a_layout_that_has_no_effect(model, neox, convert, tmp_path, layout):
     """Of a model whose heads share no keys, and of files that say their own."""
     run, _ = neox("llama-mha-tp2")
-    told = convert("neox2hf", run, tmp_path / "mha", "--vocab-size", 101, "--gqa-layout", said)
-    assert told.code == 0
-    assert f"note: --gqa-layout {said} has no effect: no heads share keys" in told.err
+    ran = convert("neox2hf", run, tmp_path / "mha", "--vocab-size", 101, "--gqa-layout", layout)
+    assert ran.code == 0
+    assert f"note: --gqa-layout {layout} has no effect: no heads share keys" in ran.err
     convert("hf2neox", model("llama"), tmp_path / "ours")
-    told = convert("neox2hf", tmp_path / "ours", tmp_path / "gqa", "--gqa-layout", said)
-    assert told.code == 0
-    assert ("has no effect: the files say that they are blocked" in told.err) == (said == "grouped")
+    ran = convert("neox2hf", tmp_path / "ours", tmp_path / "gqa", "--gqa-layout", layout)
+    assert ran.code == 0
+    assert ("has no effect: the files say that they are blocked" in ran.err) == (layout == "grouped")
 
 
 def test_choices_that_a_family_does_not_leave(neox, convert, tmp_path):
@@ -532,9 +540,9 @@ def test_choices_that_a_family_does_not_leave(neox, convert, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_vocabulary_that_is_too_large(neox, told):
+def test_a_vocabulary_that_is_too_large(neox, check_refusal):
     run, _ = neox("llama-mha-tp2")
-    told(run, 3, "holds 102 rows of embeddings, the vocabulary has 103", flags=("--vocab-size", "103"))
+    check_refusal(run, 3, "holds 102 rows of embeddings, the vocabulary has 103", flags=("--vocab-size", "103"))
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -556,12 +564,12 @@ def test_a_neox_model_of_a_parallel_residual_has_no_megatron_layout(model, conve
     refused(convert("hf2megatron", model("gpt_neox"), tmp_path / "out"), 5, "read the same residual")
 
 
-def test_a_key_that_no_gpt_neox_has(neox, told, convert, tmp_path):
+def test_a_key_that_no_gpt_neox_has(neox, check_refusal, convert, tmp_path):
     """A misspelt `rotary_emb_base` would be 10000, and a fork may compute what this table has no key for."""
     run, tag = neox("llama-mha-tp2")
     yml = next((tag / "configs").glob("*.yml"))
     yml.write_text(json.dumps(yaml_of(yml.read_text()) | {"rotary-emb-bsae": 500000, "qk_clip": 0.0}))
-    told(run, 4, "no GPT-NeoX that is known here has rotary_emb_bsae = 500000", "--accept rotary_emb_bsae")
+    check_refusal(run, 4, "no GPT-NeoX that is known here has rotary_emb_bsae = 500000", "--accept rotary_emb_bsae")
     ran = convert("neox2hf", run, tmp_path / "out", "--vocab-size", 101, "--accept", "rotary_emb_bsae")
     assert ran.code == 0, ran.err
     assert "unknown keys are taken for settings of the run: rotary_emb_bsae" in ran.out + ran.err

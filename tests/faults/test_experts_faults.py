@@ -28,7 +28,7 @@ def run(model, tmp_path_factory):
 
 
 @pytest.fixture
-def made(run, tmp_path):
+def copy(run, tmp_path):
     """A copy of it."""
     return Path(shutil.copytree(run, tmp_path / "run"))
 
@@ -51,29 +51,29 @@ EXPERT = "decoder.layers.2.mlp.experts.linear_fc1.weight1"
 ROUTER = "decoder.layers.2.mlp.router.weight"
 
 
-def test_a_missing_expert_rank_is_noticed(made, convert):
-    shutil.rmtree(made / "release/mp_rank_00_001")
-    refused(convert("digest", made), 3, "args say expert parallel size 2, 1 ranks are there")
+def test_a_missing_expert_rank_is_noticed(copy, convert):
+    shutil.rmtree(copy / "release/mp_rank_00_001")
+    refused(convert("digest", copy), 3, "args say expert parallel size 2, 1 ranks are there")
 
 
-def test_a_missing_expert_and_one_too_many_are_noticed(made, convert):
-    change(file_of(made, 1), lambda state, args: state.pop(EXPERT))
-    refused(convert("digest", made), 3, "1 tensors are missing", EXPERT, "mp_rank_00_001")
-    change(file_of(made, 1), lambda state, args: state.update({EXPERT: state[f"{EXPERT[:-1]}0"]}))
-    change(file_of(made, 0), lambda state, args: state.update({f"{EXPERT}7": state[EXPERT]}))
-    refused(convert("digest", made), 3, "no place in this model", f"{EXPERT}7")
+def test_a_missing_expert_and_one_too_many_are_noticed(copy, convert):
+    change(file_of(copy, 1), lambda state, args: state.pop(EXPERT))
+    refused(convert("digest", copy), 3, "1 tensors are missing", EXPERT, "mp_rank_00_001")
+    change(file_of(copy, 1), lambda state, args: state.update({EXPERT: state[f"{EXPERT[:-1]}0"]}))
+    change(file_of(copy, 0), lambda state, args: state.update({f"{EXPERT}7": state[EXPERT]}))
+    refused(convert("digest", copy), 3, "no place in this model", f"{EXPERT}7")
 
 
-def test_expert_ranks_in_each_others_place_are_noticed(made, convert):
-    one, two = (file_of(made, rank).parent for rank in (0, 1))
-    for source, target in ((one, made / "x"), (two, one), (made / "x", two)):
+def test_expert_ranks_in_each_others_place_are_noticed(copy, convert):
+    first, second = (file_of(copy, rank).parent for rank in (0, 1))
+    for source, target in ((first, copy / "x"), (second, first), (copy / "x", second)):
         source.rename(target)
-    refused(convert("digest", made), 3, "was written by rank 1", "files are mixed up")
+    refused(convert("digest", copy), 3, "was written by rank 1", "files are mixed up")
 
 
-def test_copies_of_a_router_that_differ_are_noticed(made, convert):
-    change(file_of(made, 1), lambda state, args: state[ROUTER][0].add_(1))
-    refused(convert("digest", made), 6, "router.2 differs between its copies", "ep rank 1")
+def test_copies_of_a_router_that_differ_are_noticed(copy, convert):
+    change(file_of(copy, 1), lambda state, args: state[ROUTER][0].add_(1))
+    refused(convert("digest", copy), 6, "router.2 differs between its copies", "ep rank 1")
 
 
 @pytest.mark.parametrize(
@@ -91,21 +91,21 @@ def test_copies_of_a_router_that_differ_are_noticed(made, convert):
         ({"qk_layernorm": True, "add_qkv_bias": True}, 4, ["no known family"]),
     ],
 )
-def test_arguments_that_fit_no_model_are_refused(made, convert, claims, code, parts):
-    shutil.rmtree(made / "huggingface")
+def test_arguments_that_fit_no_model_are_refused(copy, convert, claims, code, parts):
+    shutil.rmtree(copy / "huggingface")
     for rank in (0, 1):
-        change(file_of(made, rank), lambda state, args: vars(args).update(claims))
-    refused(convert("digest", made, "--vocab-size", 211), code, *parts)
+        change(file_of(copy, rank), lambda state, args: vars(args).update(claims))
+    refused(convert("digest", copy, "--vocab-size", 211), code, *parts)
 
 
-def test_arguments_and_config_contradict_each_other(made, convert):
+def test_arguments_and_config_contradict_each_other(copy, convert):
     for rank in (0, 1):
-        change(file_of(made, rank), lambda state, args: setattr(args, "moe_router_topk", 1))
-    refused(convert("digest", made), 5, "top_k: 1 | 2")
+        change(file_of(copy, rank), lambda state, args: setattr(args, "moe_router_topk", 1))
+    refused(convert("digest", copy), 5, "top_k: 1 | 2")
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "words", "code", "reason"),
+    ("name", "changes", "options", "code", "reason"),
     [
         ("mixtral", {}, ["--ep", 3], 5, "4 experts do not divide over ep = 3"),
         ("mixtral", {}, ["--tp", 2, "--etp", 1], 5, "do not hold all of a model"),
@@ -124,8 +124,8 @@ def test_arguments_and_config_contradict_each_other(made, convert):
         ("qwen3_moe", {"decoder_sparse_step": 5}, [], 4, "none of 4 layers has experts"),
     ],
 )
-def test_what_megatron_cannot_hold_is_refused(model, convert, tmp_path, name, changes, words, code, reason):
-    refused(convert("hf2megatron", model(name, **changes), tmp_path / "out", *words), code, reason)
+def test_what_megatron_cannot_hold_is_refused(model, convert, tmp_path, name, changes, options, code, reason):
+    refused(convert("hf2megatron", model(name, **changes), tmp_path / "out", *options), code, reason)
 
 
 @pytest.mark.parametrize(
@@ -164,10 +164,10 @@ def test_what_predicts_a_second_token_is_there_as_a_whole_or_refused(model, conv
     from safetensors.torch import load_file, save_file
 
     folder = Path(shutil.copytree(model("deepseek_v3"), tmp_path / "hf"))
-    held, file = load_file(folder / "model.safetensors"), folder / "model.safetensors"
-    norm = held["model.norm.weight"].clone()
+    weights, file = load_file(folder / "model.safetensors"), folder / "model.safetensors"
+    norm = weights["model.norm.weight"].clone()
     refused(convert("hf2megatron", folder, tmp_path / "m", "--drop", "mtp"), 2, "no layer that predicts further tokens")
-    save_file(held | {"model.layers.4.enorm.weight": norm}, file)
+    save_file(weights | {"model.layers.4.enorm.weight": norm}, file)
     refused(convert("hf2megatron", folder, tmp_path / "m2"), 3, "no place in this model: model.layers.4.enorm.weight")
     refused(convert("inspect", folder), 3, "a layer that predicts further tokens is in no table", "--verbatim")
     ran = convert("hf2megatron", folder, tmp_path / "m", "--drop", "mtp")
@@ -188,30 +188,30 @@ def test_what_is_left_out_takes_nothing_with_it(model, convert, tmp_path):
     from safetensors.torch import load_file, save_file
 
     folder = Path(shutil.copytree(model("deepseek_v3"), tmp_path / "hf"))
-    held, other = load_file(folder / "model.safetensors"), {}
+    weights, other = load_file(folder / "model.safetensors"), {}
     for layer in (4, 5, 6):
-        more = {key: value for key, value in held.items() if key.startswith("model.layers.3.")}
-        other |= {key.replace("layers.3.", f"layers.{layer}."): value.clone() for key, value in more.items()}
-        norm = held["model.norm.weight"]
+        layer_weights = {key: value for key, value in weights.items() if key.startswith("model.layers.3.")}
+        other |= {key.replace("layers.3.", f"layers.{layer}."): value.clone() for key, value in layer_weights.items()}
+        norm = weights["model.norm.weight"]
         names = dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), norm) | {"eh_proj": norm.repeat(64, 2)}
         other |= {f"model.layers.{layer}.{name}.weight": value.clone() for name, value in names.items()}
-    every = [*(held | other).items()]
+    every = [*(weights | other).items()]
     for number in range(3):
         save_file(dict(every[number::3]), folder / f"model-{number + 1:05d}-of-00003.safetensors", {"format": "pt"})
     (folder / "model.safetensors").unlink()
     index = {key: f"model-{place % 3 + 1:05d}-of-00003.safetensors" for place, (key, _) in enumerate(every)}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     assert convert("hf2hf", folder, tmp_path / "all").code == 0
-    assert load_file(tmp_path / "all/model.safetensors").keys() == held.keys() | other.keys()
-    for words in (("hf2hf", folder, tmp_path / "out"), ("hf2megatron", folder, tmp_path / "m", "--tp", 2)):
-        ran = convert(*words, "--drop", "mtp")
+    assert load_file(tmp_path / "all/model.safetensors").keys() == weights.keys() | other.keys()
+    for argv in (("hf2hf", folder, tmp_path / "out"), ("hf2megatron", folder, tmp_path / "m", "--tp", 2)):
+        ran = convert(*argv, "--drop", "mtp")
         assert ran.code == 0, ran.err
         assert f"is not carried: {len(other)} such as" in ran.err
     assert convert("megatron2hf", tmp_path / "m", tmp_path / "back").code == 0
     for out in ("out", "back"):
         after = load_file(tmp_path / out / "model.safetensors")
-        assert after.keys() == held.keys()
-        assert all(value.equal(held[key]) for key, value in after.items())
+        assert after.keys() == weights.keys()
+        assert all(value.equal(weights[key]) for key, value in after.items())
 
 
 def test_the_width_of_no_layer_is_that_of_the_config(model, convert, tmp_path):

@@ -45,13 +45,13 @@ def all_dumps(model, tmp_path_factory) -> Path:
     for rank in range(RANKS):
         with rank_of_none(rank):
             mesh = init_device_mesh("cpu", (RANKS,))
-            held = {}
-            for key, whole in state.items():
-                parts = [*whole.chunk(RANKS), *[whole[:0]] * RANKS]
-                held[key] = DTensor.from_local(
-                    parts[rank].clone(), mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+            dump = {}
+            for key, tensor in state.items():
+                parts = [*tensor.chunk(RANKS), *[tensor[:0]] * RANKS]
+                dump[key] = DTensor.from_local(
+                    parts[rank].clone(), mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
                 )
-            torch.save(held, folder / str(rank))
+            torch.save(dump, folder / str(rank))
     return folder
 
 
@@ -90,12 +90,12 @@ def swap(first: Path, second: Path) -> None:
     other.rename(second)
 
 
-@pytest.mark.parametrize(("one", "two"), [(0, 1), (2, 3)])
-def test_swapped_ranks_are_noticed(dumps, merge, one, two):
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (2, 3)])
+def test_swapped_ranks_are_noticed(dumps, merge, first, second):
     """The mesh of their DTensors says which rank they are of, whatever the files were called."""
     folder, name = dumps
-    swap(folder / name.format(one), folder / name.format(two))
-    refused(merge(folder), 3, name.format(one), "was saved by another rank", f"rank {one} at [{one}]", "mixed up")
+    swap(folder / name.format(first), folder / name.format(second))
+    refused(merge(folder), 3, name.format(first), "was saved by another rank", f"rank {first} at [{first}]", "mixed up")
 
 
 @pytest.mark.parametrize("how", [swap, shutil.copy], ids=["swapped", "copied over"])
@@ -171,11 +171,11 @@ def flat(model, tmp_path) -> Path:
     folder = tmp_path / "c"
     folder.mkdir()
     for rank in range(RANKS):
-        held: dict[str, Any] = {"_flat_param": torch.zeros(0)}
-        for key, whole in weights(model("llama")).items():
-            step = -(-whole.numel() // RANKS)
-            held[key] = whole.flatten()[rank * step : (rank + 1) * step].clone()
-        torch.save(held, folder / f"pytorch_model_fsdp_rank{rank}.bin")
+        dump: dict[str, Any] = {"_flat_param": torch.zeros(0)}
+        for key, tensor in weights(model("llama")).items():
+            step = -(-tensor.numel() // RANKS)
+            dump[key] = tensor.flatten()[rank * step : (rank + 1) * step].clone()
+        torch.save(dump, folder / f"pytorch_model_fsdp_rank{rank}.bin")
     return folder
 
 
@@ -196,10 +196,10 @@ def test_a_flat_piece_with_gaps_is_refused(flat, merge):
     import torch
 
     path = flat / f"pytorch_model_fsdp_rank{RANKS - 1}.bin"
-    held = torch.load(path)
-    key = next(key for key, one in held.items() if one.numel() > 1)
-    held[key] = held[key].repeat_interleave(2)[::2]
-    torch.save(held, path)
+    dump = torch.load(path)
+    key = next(key for key, piece in dump.items() if piece.numel() > 1)
+    dump[key] = dump[key].repeat_interleave(2)[::2]
+    torch.save(dump, path)
     refused(merge(flat), 3, path, key, "in a flat piece with gaps: strides (2,)")
 
 
@@ -218,18 +218,18 @@ def shards(model, tmp_path) -> Path:
     folder = tmp_path / "c"
     folder.mkdir()
     for rank in range(RANKS):
-        held, offsets = {}, {}
-        for key, whole in weights(model("llama")).items():
-            step = -(-len(whole) // RANKS)
-            held[key] = whole[rank * step : (rank + 1) * step].clone()
-            offsets[key] = {"saved_offsets": [rank * step, *[0] * (whole.dim() - 1)]}
-        write_shard(folder / SHARD.format(rank + 1), held, offsets, save_file)
+        shard, offsets = {}, {}
+        for key, tensor in weights(model("llama")).items():
+            step = -(-len(tensor) // RANKS)
+            shard[key] = tensor[rank * step : (rank + 1) * step].clone()
+            offsets[key] = {"saved_offsets": [rank * step, *[0] * (tensor.dim() - 1)]}
+        write_shard(folder / SHARD.format(rank + 1), shard, offsets, save_file)
     return folder
 
 
-def write_shard(path: Path, held: dict[str, Any], offsets: dict[str, Any], save_file: Callable[..., None]) -> None:
+def write_shard(path: Path, shard: dict[str, Any], offsets: dict[str, Any], save_file: Callable[..., None]) -> None:
     about = {"DCP_VERSION": "1.0", "format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
-    save_file(held, path, metadata=about)
+    save_file(shard, path, metadata=about)
 
 
 def test_all_shards_are_the_model(shards, merge, model, tmp_path):
@@ -237,13 +237,13 @@ def test_all_shards_are_the_model(shards, merge, model, tmp_path):
     assert files(tmp_path / "out") == files(model("llama"))
 
 
-@pytest.mark.parametrize("words", [(), ("--verbatim",)])
+@pytest.mark.parametrize("options", [(), ("--verbatim",)])
 @pytest.mark.parametrize("lost", [{1}, {2}, {4}, {1, 2}, {3, 4}, {2, 3, 4}])
-def test_missing_shards_are_noticed(shards, merge, lost, words):
+def test_missing_shards_are_noticed(shards, merge, lost, options):
     """torch fills the gap with zeros, or makes the tensors shorter; the other files do not say that one is gone."""
     for number in lost:
         (shards / SHARD.format(number)).unlink()
-    refused(merge(shards, *words), 3, shards)
+    refused(merge(shards, *options), 3, shards)
 
 
 def test_a_shard_twice_is_noticed(shards, merge):
@@ -269,9 +269,9 @@ def test_shards_that_overlap_or_leave_holes_are_noticed(shards, merge, start):
     from safetensors.torch import load_file, save_file
 
     path = shards / SHARD.format(2)
-    held = load_file(path)
+    shard = load_file(path)
     offsets = {key: {"saved_offsets": [len(value) if value.dim() else 0, *[0] * (value.dim() - 1)]}
-               for key, value in held.items()}  # fmt: skip
+               for key, value in shard.items()}  # fmt: skip
     offsets["model.norm.weight"] = {"saved_offsets": [start]}
-    write_shard(path, held, offsets, save_file)
+    write_shard(path, shard, offsets, save_file)
     refused(merge(shards), 3, "model.norm.weight")

@@ -21,8 +21,8 @@ EMBEDDING, NORM = "model.model.embed_tokens.weight", "model.model.norm.weight"
 
 
 @pytest.fixture
-def made(model: Callable[..., Path], convert: Callable[..., Ran], tmp_path: Path) -> Callable[..., Path]:
-    """`made(4)`: a DCP folder of four ranks, as a training leaves it."""
+def make_dcp(model: Callable[..., Path], convert: Callable[..., Ran], tmp_path: Path) -> Callable[..., Path]:
+    """`make_dcp(4)`: a DCP folder of four ranks, as a training leaves it."""
 
     def make(ranks: int = 4, name: str = "llama", dtype: str = "float32") -> Path:
         folder = tmp_path / "checkpoint-7"
@@ -32,9 +32,9 @@ def made(model: Callable[..., Path], convert: Callable[..., Ran], tmp_path: Path
     return make
 
 
-def test_sound_it_is_merged(made, merge, model, tmp_path):
+def test_sound_it_is_merged(make_dcp, merge, model, tmp_path):
     """What the tests below damage is sound."""
-    assert merge(made()).code == 0
+    assert merge(make_dcp()).code == 0
     assert files(tmp_path / "out") == files(model("llama"))
 
 
@@ -42,16 +42,16 @@ def test_sound_it_is_merged(made, merge, model, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_missing_metadata_is_explained(made, merge, ranks):
-    folder = made(ranks)
+def test_missing_metadata_is_explained(make_dcp, merge, ranks):
+    folder = make_dcp(ranks)
     (folder / ".metadata").unlink()
     whose = "0-3" if ranks == 4 else "0"
     refused(merge(folder), 3, folder, f"ranks {whose}", "no .metadata", "node of rank 0", "earlier checkpoint")
 
 
 @pytest.mark.parametrize("lost", [{0}, {1}, {3}, {0, 2}, {0, 1, 2, 3}])
-def test_missing_files_are_named_with_their_ranks(made, merge, lost):
-    folder = made()
+def test_missing_files_are_named_with_their_ranks(make_dcp, merge, lost):
+    folder = make_dcp()
     for rank in lost:
         (folder / f"__{rank}_0.distcp").unlink()
     whose = "0-3" if len(lost) == 4 else ", ".join(map(str, sorted(lost)))
@@ -61,41 +61,41 @@ def test_missing_files_are_named_with_their_ranks(made, merge, lost):
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("left", [0.0, 0.3, 0.9999])
 @pytest.mark.parametrize("command", ["inspect", "fsdp2hf"])
-def test_a_truncated_file_is_noticed(made, merge, model, convert, rank, left, command):
-    folder = made()
+def test_a_truncated_file_is_noticed(make_dcp, merge, model, convert, rank, left, command):
+    folder = make_dcp()
     file = folder / f"__{rank}_0.distcp"
     os.truncate(file, int(left * file.stat().st_size))
-    words = ("inspect", folder, "--config", model("llama"))
-    refused(convert(*words) if command == "inspect" else merge(folder), 3, file, "cut off")
+    argv = ("inspect", folder, "--config", model("llama"))
+    refused(convert(*argv) if command == "inspect" else merge(folder), 3, file, "cut off")
 
 
-def test_swapped_files_are_noticed(made, merge):
-    folder = made()
-    one, two = folder / "__0_0.distcp", folder / "__3_0.distcp"
-    one.rename(folder / "x")
-    two.rename(one)
-    (folder / "x").rename(two)
+def test_swapped_files_are_noticed(make_dcp, merge):
+    folder = make_dcp()
+    first, last = folder / "__0_0.distcp", folder / "__3_0.distcp"
+    first.rename(folder / "x")
+    last.rename(first)
+    (folder / "x").rename(last)
     refused(merge(folder), 3, folder)
 
 
-def test_a_folder_in_the_place_of_a_file_is_noticed(made, merge):
-    folder = made()
+def test_a_folder_in_the_place_of_a_file_is_noticed(make_dcp, merge):
+    folder = make_dcp()
     (folder / "__2_0.distcp").unlink()
     (folder / "__2_0.distcp").mkdir()
     refused(merge(folder), 3, "__2_0.distcp")
 
 
-def test_an_unreadable_metadata_is_noticed(made, merge):
-    folder = made()
+def test_an_unreadable_metadata_is_noticed(make_dcp, merge):
+    folder = make_dcp()
     raw = (folder / ".metadata").read_bytes()
     for left in (0, 1, len(raw) // 2, len(raw) - 1):
         (folder / ".metadata").write_bytes(raw[:left])
         refused(merge(folder), 3, folder / ".metadata")
 
 
-def test_altered_metadata_never_alters_the_model(made, merge, model, tmp_path):
+def test_altered_metadata_never_alters_the_model(make_dcp, merge, model, tmp_path):
     """Any one byte: refused, or the same files."""
-    folder, dice = made(2), random.Random(0)
+    folder, dice = make_dcp(2), random.Random(0)
     raw = (folder / ".metadata").read_bytes()
     codes = []
     for _ in range(60):
@@ -113,11 +113,11 @@ def test_altered_metadata_never_alters_the_model(made, merge, model, tmp_path):
 # --- items -----------------------------------------------------------------------------------------------------------
 
 
-def test_altered_heads_of_items_never_alter_the_model(made, merge, model, tmp_path):
+def test_altered_heads_of_items_never_alter_the_model(make_dcp, merge, model, tmp_path):
     """An item is an archive; whatever byte of it is no weight may change: refused, or the same files."""
-    folder, dice, found = made(2), random.Random(1), []
-    edit(folder, lambda metadata: found.extend(places(metadata, NORM)))
-    info = found[0][1]
+    folder, dice, items = make_dcp(2), random.Random(1), []
+    edit(folder, lambda metadata: items.extend(places(metadata, NORM)))
+    info = items[0][1]
     path, payload = folder / info.relative_path, 32 * 4
     raw = path.read_bytes()
     item = raw[info.offset : info.offset + info.length]
@@ -140,10 +140,10 @@ def test_altered_heads_of_items_never_alter_the_model(made, merge, model, tmp_pa
 
 
 @pytest.mark.parametrize("region", ["local header", "pickle", "directory", "end"])
-def test_a_wiped_part_of_an_item_is_noticed(made, merge, region):
-    folder, found = made(), []
-    edit(folder, lambda metadata: found.extend(places(metadata, EMBEDDING)))
-    info = found[1][1]
+def test_a_wiped_part_of_an_item_is_noticed(make_dcp, merge, region):
+    folder, items = make_dcp(), []
+    edit(folder, lambda metadata: items.extend(places(metadata, EMBEDDING)))
+    info = items[1][1]
     path = folder / info.relative_path
     raw = bytearray(path.read_bytes())
     start = {"local header": 0, "pickle": 64, "directory": info.length - 300, "end": info.length - 22}[region]
@@ -152,33 +152,33 @@ def test_a_wiped_part_of_an_item_is_noticed(made, merge, region):
     refused(merge(folder), 3, path, EMBEDDING)
 
 
-@pytest.mark.parametrize("more", [-1, -22, -1000, 1, 22, 1000])
-def test_an_item_of_another_length_is_noticed(made, merge, more):
-    folder = made()
+@pytest.mark.parametrize("difference", [-1, -22, -1000, 1, 22, 1000])
+def test_an_item_of_another_length_is_noticed(make_dcp, merge, difference):
+    folder = make_dcp()
     edit(folder, lambda metadata: setattr(places(metadata, EMBEDDING)[1][1], "length",
-                                          places(metadata, EMBEDDING)[1][1].length + more))  # fmt: skip
+                                          places(metadata, EMBEDDING)[1][1].length + difference))  # fmt: skip
     refused(merge(folder), 3, folder / "__1_0.distcp", EMBEDDING)
 
 
-@pytest.mark.parametrize("more", [-64, -1, 1, 64])
-def test_an_item_at_another_place_is_noticed(made, merge, more):
+@pytest.mark.parametrize("distance", [-64, -1, 1, 64])
+def test_an_item_at_another_place_is_noticed(make_dcp, merge, distance):
     def move(metadata):
         info = places(metadata, NORM)[1][1]
-        info.offset += more
+        info.offset += distance
 
-    folder = made()
+    folder = make_dcp()
     edit(folder, move)
     refused(merge(folder), 3, folder / "__1_0.distcp", NORM)
 
 
-def test_an_item_of_another_tensor_is_noticed(made, merge):
+def test_an_item_of_another_tensor_is_noticed(make_dcp, merge):
     """Two tensors whose pieces have other shapes change places."""
 
     def swap(metadata):
-        (one, a), (two, b) = places(metadata, NORM)[0], places(metadata, EMBEDDING)[0]
-        metadata.storage_data[one], metadata.storage_data[two] = b, a
+        (first, a), (second, b) = places(metadata, NORM)[0], places(metadata, EMBEDDING)[0]
+        metadata.storage_data[first], metadata.storage_data[second] = b, a
 
-    folder = made()
+    folder = make_dcp()
     edit(folder, swap)
     refused(merge(folder), 3, "__0_0.distcp", "the metadata says")
 
@@ -201,15 +201,15 @@ def test_compressed_and_sound_it_is_merged(compressed, merge, model, tmp_path):
 @pytest.mark.parametrize("name", [NORM, EMBEDDING, "model.model.layers.1.mlp.up_proj.weight"])
 @pytest.mark.parametrize("part", ["beginning", "second half", "end"])
 def test_a_damaged_stream_is_noticed(compressed, merge, name, part):
-    found = []
-    edit(compressed, lambda metadata: found.extend(places(metadata, name)))
-    info = found[0][1]
+    items = []
+    edit(compressed, lambda metadata: items.extend(places(metadata, name)))
+    info = items[0][1]
     path = compressed / info.relative_path
     raw = bytearray(path.read_bytes())
     start, stop = {"beginning": (0, 8), "second half": (0.5, 1.0), "end": (-8, 0)}[part]
-    start, stop = (int(one * info.length) if part == "second half" else one for one in (start, stop))
+    start, stop = (int(end * info.length) if part == "second half" else end for end in (start, stop))
     low, high = info.offset + start % info.length, info.offset + (stop or info.length)
-    raw[low:high] = bytes(255 - one for one in raw[low:high])
+    raw[low:high] = bytes(255 - byte for byte in raw[low:high])
     path.write_bytes(raw)
     refused(merge(compressed), 3, path)
 
@@ -243,11 +243,11 @@ def merged_until(killed) -> Callable[..., Killed]:
     return lambda limit, folder, out, config: killed(-limit, "fsdp2hf", folder, out, "--config", config, "-q")
 
 
-def test_killed_it_goes_on_to_the_same_bytes(made, merged_until, model, tmp_path):
-    folder, out, expected = made(), tmp_path / "out", files(model("llama"))
-    whole = merged_until(0, folder, tmp_path / "whole", model("llama"))
+def test_killed_it_goes_on_to_the_same_bytes(make_dcp, merged_until, model, tmp_path):
+    folder, out, expected = make_dcp(), tmp_path / "out", files(model("llama"))
+    undisturbed = merged_until(0, folder, tmp_path / "whole", model("llama"))
     assert files(tmp_path / "whole") == expected
-    writes = whole.writes
+    writes = undisturbed.writes
     assert writes > 30
     for part in (0.2, 0.9, 0.5):
         ran = merged_until(int(writes * part), folder, out, model("llama"))
@@ -260,11 +260,11 @@ def test_killed_it_goes_on_to_the_same_bytes(made, merged_until, model, tmp_path
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_killed_it_does_not_go_on_with_another_source(made, merged_until, model, tmp_path, convert):
-    folder = made()
+def test_killed_it_does_not_go_on_with_another_source(make_dcp, merged_until, model, tmp_path, convert):
+    folder = make_dcp()
     merged_until(20, folder, tmp_path / "out", model("llama"))
     assert (tmp_path / "out.partial").is_dir()
     shutil.rmtree(folder)
-    made(3)
+    make_dcp(3)
     ran = convert("fsdp2hf", folder, tmp_path / "out", "--config", model("llama"), "-q")
     refused(ran, 7, "another conversion")

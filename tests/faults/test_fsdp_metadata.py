@@ -49,7 +49,7 @@ def relocate(metadata: Any, name: str, number: int, offsets: tuple[int, ...]) ->
 
     index, info = places(metadata, name)[number]
     chunks = about(metadata, name).chunks
-    (old,) = (one for one in chunks if one.offsets == index.offset)
+    (old,) = (piece for piece in chunks if piece.offsets == index.offset)
     chunks[chunks.index(old)] = ChunkStorageMetadata(torch.Size(offsets), old.sizes)
     del metadata.storage_data[index]
     metadata.storage_data[MetadataIndex(name, torch.Size(offsets), index.index)] = info
@@ -61,7 +61,9 @@ def without(metadata: Any, name: str, number: int, *, described: bool = False, s
     if not stored:
         del metadata.storage_data[index]
     if not described:
-        about(metadata, name).chunks[:] = [one for one in about(metadata, name).chunks if one.offsets != index.offset]
+        about(metadata, name).chunks[:] = [
+            piece for piece in about(metadata, name).chunks if piece.offsets != index.offset
+        ]
 
 
 @pytest.mark.parametrize("low", [70, 0, 141])
@@ -149,9 +151,9 @@ def test_two_models_in_metadata_without_paths(merge, model, tmp_path):
     state = weights(model("llama"))
     both = save(tmp_path / "c", {"model": state, "ema": {key: value * 2 for key, value in state.items()}})
     edit(both, lambda metadata: setattr(metadata, "planner_data", None))
-    words = ("--config", model("llama"))
-    refused(merge(both, *words), 5, "several models: ", "ema", "model", "--container")
-    assert merge(both, *words, "--container", "ema").code == 0
+    options = ("--config", model("llama"))
+    refused(merge(both, *options), 5, "several models: ", "ema", "model", "--container")
+    assert merge(both, *options, "--container", "ema").code == 0
     assert all((weights(tmp_path / "out")[key] == value * 2).all() for key, value in state.items())
 
 
@@ -275,8 +277,8 @@ def test_a_hostile_metadata_executes_nothing(folder, convert, model, tmp_path, w
         path.write_bytes(pickle.dumps(metadata))
     if where == "per rank":
         path.rename(folder / "__0.metadata")
-    words = {"fsdp2hf": (tmp_path / "out", "-q"), "plan": ("--to", "huggingface")}.get(command, ())
-    ran = convert(command, folder, *words, "--config", model("llama"))
+    options = {"fsdp2hf": (tmp_path / "out", "-q"), "plan": ("--to", "huggingface")}.get(command, ())
+    ran = convert(command, folder, *options, "--config", model("llama"))
     assert not (tmp_path / "executed").exists()
     allowed = {"storage_meta": {0}, "key": {0, 3}, "dtype": {3, 4}}.get(where, {3})
     assert ran.code in allowed, ran
@@ -287,8 +289,8 @@ def test_a_hostile_item_executes_nothing(model, merge, tmp_path):
     import torch
 
     folder = save(tmp_path / "c", {"model": weights(model("llama"))})
-    found = []
-    edit(folder, lambda metadata: found.extend(places(metadata, NORM)))
+    items = []
+    edit(folder, lambda metadata: items.extend(places(metadata, NORM)))
     torch.save(Runs(f"touch {tmp_path / 'executed'}"), folder / "bomb")
 
     def point(metadata):
@@ -307,5 +309,5 @@ def test_a_file_that_is_cut_within_an_object_is_refused(convert, model, tmp_path
     assert convert("hf2megatron", model("llama"), run, "--format", "torch_dist", "--norm", "te", "-q").code == 0
     file = run / "release" / "__0_0.distcp"
     os.truncate(file, file.stat().st_size - 16)
-    for words in (["megatron2hf", run, tmp_path / "out"], ["verify", run]):
-        refused(convert(*words), 3, f"{file} is cut off")
+    for argv in (["megatron2hf", run, tmp_path / "out"], ["verify", run]):
+        refused(convert(*argv), 3, f"{file} is cut off")

@@ -26,8 +26,8 @@ def folder(model, convert, tmp_path) -> Path:
 def merge(convert, tmp_path) -> Callable[..., Ran]:
     """`merge(folder, ...)`: fsdp2hf; an output that it refuses is not there."""
 
-    def run(folder: Path, *words: object) -> Ran:
-        ran = convert("fsdp2hf", folder, tmp_path / "out", "-q", *words)
+    def run(folder: Path, *options: object) -> Ran:
+        ran = convert("fsdp2hf", folder, tmp_path / "out", "-q", *options)
         assert (tmp_path / "out").exists() == (ran.code == 0)
         return ran
 
@@ -146,18 +146,18 @@ def run_folder(folder) -> Path:
 def test_every_checkpoint_of_a_run_is_merged_the_newest_first(run_folder, convert, model, tmp_path):
     ran = convert("fsdp2hf", run_folder, tmp_path / "out", "--config", model("llama"), "-q")
     assert ran.code == 0, ran.err
-    said = [ran.out.index(f"out/checkpoint-{number}:") for number in (100, 10, 7)]
-    assert said == sorted(said)
+    positions = [ran.out.index(f"out/checkpoint-{number}:") for number in (100, 10, 7)]
+    assert positions == sorted(positions)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"checkpoint-7", "checkpoint-10", "checkpoint-100"}
     assert all(files(path) == files(model("llama")) for path in (tmp_path / "out").iterdir())
 
 
 def test_a_run_that_was_interrupted_between_two_checkpoints_goes_on(run_folder, convert, model, tmp_path):
     """The same command again does what is left."""
-    words = ("fsdp2hf", run_folder, tmp_path / "out", "--config", model("llama"), "-q")
-    assert convert(*words).code == 0
+    argv = ("fsdp2hf", run_folder, tmp_path / "out", "--config", model("llama"), "-q")
+    assert convert(*argv).code == 0
     shutil.rmtree(tmp_path / "out/checkpoint-7")
-    ran = convert(*words)
+    ran = convert(*argv)
     assert ran.code == 0, ran.err
     assert files(tmp_path / "out/checkpoint-7") == files(model("llama"))
 
@@ -170,7 +170,9 @@ def test_the_final_weights_of_a_run_are_not_passed_over(run_folder, convert, mod
     save(run_folder / "pytorch_model_fsdp_0", {"model": final})
     ran = convert("fsdp2hf", run_folder, tmp_path / "out", "--config", model("llama"), "-q")
     merged = [load_file(path) for path in (tmp_path / "out").rglob("model.safetensors")]
-    assert ran.code != 0 or any((one["model.norm.weight"] == final["model.norm.weight"]).all() for one in merged)
+    assert ran.code != 0 or any(
+        (tensors["model.norm.weight"] == final["model.norm.weight"]).all() for tensors in merged
+    )
 
 
 def test_a_command_that_reads_one_checkpoint_names_the_newest(run_folder, convert, model):
@@ -181,8 +183,8 @@ def test_a_command_that_reads_one_checkpoint_names_the_newest(run_folder, conver
 
 @pytest.mark.parametrize("command", ["fsdp2hf", "inspect", "digest"])
 def test_a_source_that_is_not_there_is_a_bad_source(convert, model, tmp_path, command):
-    words = (tmp_path / "out",) if command == "fsdp2hf" else ()
-    ran = convert(command, tmp_path / "nowhere", *words, "--config", model("llama"))
+    options = (tmp_path / "out",) if command == "fsdp2hf" else ()
+    ran = convert(command, tmp_path / "nowhere", *options, "--config", model("llama"))
     refused(ran, 3, tmp_path / "nowhere", "does not exist")
     assert not (tmp_path / "out").exists()
 
@@ -199,7 +201,9 @@ def test_weights_inside_a_checkpoint_are_found(folder, merge, model, tmp_path, i
 def test_an_optimizer_is_no_model(merge, model, tmp_path):
     import torch
 
-    state = {f"optimizer.state.{key}.exp_avg": torch.zeros(one.shape) for key, one in weights(model("llama")).items()}
+    state = {
+        f"optimizer.state.{key}.exp_avg": torch.zeros(tensor.shape) for key, tensor in weights(model("llama")).items()
+    }
     folder = save(tmp_path / "optimizer_0", {"optimizer": state})
     ran = merge(folder, "--config", model("llama"))
     assert ran.code in (3, 5), ran
@@ -210,12 +214,12 @@ def test_two_models_are_ambiguous(merge, model, tmp_path):
     state = weights(model("llama"))
     twice = {key: value * 2 for key, value in state.items()}
     folder = save(tmp_path / "c", {"actor": state, "critic": twice})
-    words = ("--config", model("llama"))
-    refused(merge(folder, *words), 5, folder, "several models", "actor", "critic", "--container")
-    refused(merge(folder, *words, "--container", "reference"), 5, "reference", "actor", "critic")
-    assert merge(folder, *words, "--container", "critic").code == 0
-    found = weights(tmp_path / "out")
-    assert all((found[key] == value).all() for key, value in twice.items())
+    options = ("--config", model("llama"))
+    refused(merge(folder, *options), 5, folder, "several models", "actor", "critic", "--container")
+    refused(merge(folder, *options, "--container", "reference"), 5, "reference", "actor", "critic")
+    assert merge(folder, *options, "--container", "critic").code == 0
+    merged = weights(tmp_path / "out")
+    assert all((merged[key] == value).all() for key, value in twice.items())
 
 
 def test_a_dump_that_holds_a_key_twice_is_refused(merge, model, tmp_path):
@@ -225,8 +229,8 @@ def test_a_dump_that_holds_a_key_twice_is_refused(merge, model, tmp_path):
     refused(merge(save(tmp_path / "c", {"model": state}), "--config", model("llama")), 3, "model.norm.weight", "twice")
 
 
-@pytest.mark.parametrize("words", [(), ("--verbatim",)])
-def test_an_adapter_is_no_model(merge, model, tmp_path, words):
+@pytest.mark.parametrize("options", [(), ("--verbatim",)])
+def test_an_adapter_is_no_model(merge, model, tmp_path, options):
     import torch
 
     state: dict[str, Any] = {}
@@ -234,7 +238,7 @@ def test_an_adapter_is_no_model(merge, model, tmp_path, words):
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_"
         state |= {f"{name}A.default.weight": torch.randn(4, 64), f"{name}B.default.weight": torch.randn(64, 4)}
     folder = save(tmp_path / "c", {"model": state})
-    refused(merge(folder, "--config", model("llama"), *words), 4, "PEFT adapter", "lora_A", "--adapter merged")
+    refused(merge(folder, "--config", model("llama"), *options), 4, "PEFT adapter", "lora_A", "--adapter merged")
 
 
 def test_a_model_with_an_adapter_in_it_is_refused(merge, model, tmp_path):
@@ -266,17 +270,17 @@ def diverged(model, tmp_path) -> Path:
     return save(tmp_path / "c", {"model": state | {"lm_head.weight": head}})
 
 
-@pytest.mark.parametrize("words", [(), ("--verbatim",)])
-def test_a_head_that_is_tied_in_name_only_is_noticed(diverged, merge, model, words):
-    ran = merge(diverged, "--config", model("llama-tied"), *words)
-    refused(ran, 6, "model.embed_tokens.weight" if words else "embedding", "--set tied=false")
+@pytest.mark.parametrize("options", [(), ("--verbatim",)])
+def test_a_head_that_is_tied_in_name_only_is_noticed(diverged, merge, model, options):
+    ran = merge(diverged, "--config", model("llama-tied"), *options)
+    refused(ran, 6, "model.embed_tokens.weight" if options else "embedding", "--set tied=false")
 
 
-@pytest.mark.parametrize("words", [(), ("--verbatim",)])
-def test_it_can_be_untied(diverged, merge, model, tmp_path, words):
+@pytest.mark.parametrize("options", [(), ("--verbatim",)])
+def test_it_can_be_untied(diverged, merge, model, tmp_path, options):
     from transformers import AutoModelForCausalLM
 
-    assert merge(diverged, "--config", model("llama-tied"), "--set", "tied=false", *words).code == 0
+    assert merge(diverged, "--config", model("llama-tied"), "--set", "tied=false", *options).code == 0
     assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values())

@@ -26,14 +26,21 @@ def training(source: Path) -> tuple[Path, State]:
     """The same of any model."""
     import torch
 
-    held = weights(source)
-    state = {key: {"step": torch.tensor(3.0), "exp_avg": one / 2, "exp_avg_sq": one * one} for key, one in held.items()}
+    tensors = weights(source)
+    state = {
+        key: {"step": torch.tensor(3.0), "exp_avg": weight / 2, "exp_avg_sq": weight * weight}
+        for key, weight in tensors.items()
+    }
     about = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": False, "decoupled_weight_decay": True}
     groups = [
-        {**about, "weight_decay": decay, "params": [key for key, tensor in held.items() if (tensor.dim() == 1) == norm]}
+        {
+            **about,
+            "weight_decay": decay,
+            "params": [key for key, tensor in tensors.items() if (tensor.dim() == 1) == norm],
+        }
         for decay, norm in ((0.1, False), (0.0, True))
     ]
-    return source, {"model": held, "optim": {"state": state, "param_groups": groups}}
+    return source, {"model": tensors, "optim": {"state": state, "param_groups": groups}}
 
 
 def of(key: str) -> Callable[[State], State]:
@@ -43,16 +50,16 @@ def of(key: str) -> Callable[[State], State]:
 
 def flat(saved: State) -> State:
     """The same optimizer, flattened."""
-    held = saved.pop("optim")
-    found = {f"state.{key}.{name}": one for key, about in held["state"].items() for name, one in about.items()}
-    for group in held["param_groups"]:
-        found |= {
-            f"param_groups.{key}.{name}": one
+    optim = saved.pop("optim")
+    entries = {f"state.{key}.{name}": value for key, about in optim["state"].items() for name, value in about.items()}
+    for group in optim["param_groups"]:
+        entries |= {
+            f"param_groups.{key}.{name}": value
             for key in group["params"]
-            for name, one in group.items()
+            for name, value in group.items()
             if name != "params"
         }
-    return found
+    return entries
 
 
 def every(saved: State, change: Callable[[State], object]) -> None:
@@ -79,7 +86,7 @@ UP_LOST = (f"{UP} [96, 64]", "is it frozen, or has it made no step yet?")
 REFUSED: dict[str, tuple[Callable[[State], object], int, tuple[str, ...]]] = {
     "no first moment": (lambda s: of(UP)(s).pop("exp_avg"), 3, ("exp_avg of its optimizer", *UP_LOST)),
     "no second moment": (lambda s: of(UP)(s).pop("exp_avg_sq"), 3, ("exp_avg_sq of its optimizer", *UP_LOST)),
-    "Lion's": (lambda s: every(s, lambda one: one.pop("exp_avg_sq")), 4, ("its optimizer (Lion)", "exp_avg alone")),
+    "Lion's": (lambda s: every(s, lambda entry: entry.pop("exp_avg_sq")), 4, ("its optimizer (Lion)", "exp_avg alone")),
     "no step of one": (lambda s: of(UP)(s).pop("step"), 3, (f"holds no step of {UP}",)),
     "no step yet": (lambda s: of(UP)(s)["step"].zero_(), 3, (f"{UP} has made 0 steps",)),
     "steps differ": (lambda s: of(UP)(s)["step"].add_(1), 4, ("different numbers of steps", f"{UP} 4")),
@@ -116,7 +123,7 @@ REFUSED: dict[str, tuple[Callable[[State], object], int, tuple[str, ...]]] = {
     "a beta of one": (lambda s: s["optim"]["param_groups"][0].update(betas=(0.9, 1.0)), 3, ("its betas is 1, which",)),
     "a negative eps": (lambda s: s["optim"]["param_groups"][0].update(eps=-1e-8), 3, ("its eps is -1e-08",)),
     "momentum": (
-        lambda s: every(s, lambda one: one.update(momentum_buffer=one.pop("exp_avg"))), 4,
+        lambda s: every(s, lambda entry: entry.update(momentum_buffer=entry.pop("exp_avg"))), 4,
         ("its optimizer (Muon or SGD with momentum) is not Adam or AdamW: it keeps momentum_buffer",),
     ),
     "momentum of an unknown optimizer": (
@@ -163,14 +170,14 @@ REFUSED: dict[str, tuple[Callable[[State], object], int, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_an_optimizer_is_whole_or_refused(trained, convert, tmp_path, what):
-    (source, saved), (change, code, words) = trained, REFUSED[what]
+    (source, saved), (change, code, parts) = trained, REFUSED[what]
     change(saved)
     folder = save(tmp_path / "c", saved)
     ran = convert("hf2fsdp", folder, tmp_path / "out", "--with-optimizer", "--config", source)
-    refused(ran, code, folder, *words)
+    refused(ran, code, folder, *parts)
     assert not (tmp_path / "out").exists()
-    told = convert("inspect", folder, "--config", source).out
-    assert ("cannot be converted" in told) == (what != "none")
+    stdout = convert("inspect", folder, "--config", source).out
+    assert ("cannot be converted" in stdout) == (what != "none")
     assert convert("hf2fsdp", folder, tmp_path / "out", "--config", source, "-q").code == 0, "the weights alone"
 
 
@@ -198,30 +205,34 @@ def test_optimizers_are_told_by_what_they_keep():
 def test_momentum_goes_where_it_was_seen_to_be_loaded(trained, convert, tmp_path):
     source, saved = trained
     muon(saved)
-    begun = save(tmp_path / "c", saved)
-    ran = convert("hf2fsdp", begun, tmp_path / "fsdp", "--with-optimizer", "--config", source)
+    checkpoint = save(tmp_path / "c", saved)
+    ran = convert("hf2fsdp", checkpoint, tmp_path / "fsdp", "--with-optimizer", "--config", source)
     assert (ran.code, "get_state_dict(model, [adamw, muon])" in ran.err) == (0, True), "in the order of the source"
-    ran = convert("zero2universal", begun, tmp_path / "out", "--config", source)
+    ran = convert("zero2universal", checkpoint, tmp_path / "out", "--config", source)
     refused(ran, 4, "momentum_buffer is not carried there")
-    words = ["--with-optimizer", "--lr", 0.01, "--config", source]
-    dist = [*words, "--format", "torch_dist"]
-    refused(convert("hf2megatron", begun, tmp_path / "out", *dist), 4, "at the rate 0.02", "one for all of them")
+    options = ["--with-optimizer", "--lr", 0.01, "--config", source]
+    dist = [*options, "--format", "torch_dist"]
+    refused(convert("hf2megatron", checkpoint, tmp_path / "out", *dist), 4, "at the rate 0.02", "one for all of them")
     groups(saved)[2]["lr"] = 0.01
-    begun = save(tmp_path / "d", saved)
-    refused(convert("hf2megatron", begun, tmp_path / "out", *dist), 4, "was trained with Adam, and Megatron trains all")
+    checkpoint = save(tmp_path / "d", saved)
     refused(
-        convert("hf2megatron", begun, tmp_path / "out", *words), 4, "momentum_buffer is written to torch_dist alone"
+        convert("hf2megatron", checkpoint, tmp_path / "out", *dist), 4, "was trained with Adam, and Megatron trains all"
     )
-    refused(convert("hf2megatron", begun, tmp_path / "out", words[0], *dist[3:]), 2, "--lr, and --min-lr")
+    refused(
+        convert("hf2megatron", checkpoint, tmp_path / "out", *options),
+        4,
+        "momentum_buffer is written to torch_dist alone",
+    )
+    refused(convert("hf2megatron", checkpoint, tmp_path / "out", options[0], *dist[3:]), 2, "--lr, and --min-lr")
     of(UP)(saved)["momentum_buffer"][0, 0] = float("nan")
-    begun = save(tmp_path / "e", saved)
-    ran = convert("hf2fsdp", begun, tmp_path / "out", "--with-optimizer", "--config", source)
+    checkpoint = save(tmp_path / "e", saved)
+    ran = convert("hf2fsdp", checkpoint, tmp_path / "out", "--with-optimizer", "--config", source)
     refused(ran, 5, "holds nan", "Muon's momentum is finite", "--accept momentum_buffer")
 
 
 def test_more_steps_than_a_float32_counts_are_not_written(trained, convert, tmp_path):
     source, saved = trained
-    every(saved, lambda one: one.update(step=2**24 + 1))
+    every(saved, lambda state: state.update(step=2**24 + 1))
     ran = convert("hf2fsdp", save(tmp_path / "c", saved), tmp_path / "out", "--with-optimizer", "--config", source)
     refused(ran, 4, "counts steps in float32, and 16777217 is not one")
     assert not (tmp_path / "out").exists()
@@ -241,8 +252,8 @@ MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "gate_proj", "up
 def test_embedding_and_head_are_trained_with_adam_in_megatron(trained, convert, tmp_path):
     source, saved = trained
     muon(saved, [key for key, tensor in saved["model"].items() if tensor.dim() == 2], lr=0.01)
-    begun, words = save(tmp_path / "c", saved), ["--with-optimizer", "--lr", 0.01, "--format", "torch_dist"]
-    ran = convert("hf2megatron", begun, tmp_path / "out", *words, "--config", source)
+    checkpoint, options = save(tmp_path / "c", saved), ["--with-optimizer", "--lr", 0.01, "--format", "torch_dist"]
+    ran = convert("hf2megatron", checkpoint, tmp_path / "out", *options, "--config", source)
     refused(ran, 4, "trains all of its matrices with Muon, and Megatron trains embedding and head with Adam")
 
 
@@ -252,8 +263,8 @@ def test_what_is_one_matrix_to_muon_on_one_side_alone(model, convert, tmp_path, 
     source, saved = training(model(name))
     keys = [key for key in saved["model"] if key.split(".")[-2] in (*MATRICES, "c_fc", "c_proj") and "bias" not in key]
     muon(saved, keys, lr=0.01)
-    begun, words = save(tmp_path / "c", saved), ["--with-optimizer", "--lr", 0.01, "--format", "torch_dist"]
-    ran = convert("hf2megatron", begun, tmp_path / "run", *words, "--config", source)
+    checkpoint, options = save(tmp_path / "c", saved), ["--with-optimizer", "--lr", 0.01, "--format", "torch_dist"]
+    ran = convert("hf2megatron", checkpoint, tmp_path / "run", *options, "--config", source)
     assert ran.code == 0, ran.err
     assert (f"to Muon {fused} are one matrix on one side" in ran.err) == bool(fused), ran.err
     ran = convert("hf2fsdp", tmp_path / "run", tmp_path / "back", "--with-optimizer")
@@ -275,11 +286,11 @@ def as_tensor(rate: float) -> Any:
 
 ACCEPTED: dict[str, Callable[[State], object]] = {
     "as it is": lambda s: None,
-    "steps as numbers": lambda s: every(s, lambda one: one.update(step=3)),
-    "whole steps": lambda s: every(s, lambda one: one.update(step=one["step"].long())),
-    "a rate as a tensor": lambda s: [one.update(lr=as_tensor(one["lr"])) for one in groups(s)],
+    "steps as numbers": lambda s: every(s, lambda entry: entry.update(step=3)),
+    "whole steps": lambda s: every(s, lambda entry: entry.update(step=entry["step"].long())),
+    "a rate as a tensor": lambda s: [entry.update(lr=as_tensor(entry["lr"])) for entry in groups(s)],
     "compiled": lambda s: s["optim"].update(
-        state={f"_orig_mod.{key}": one for key, one in s["optim"]["state"].items()}
+        state={f"_orig_mod.{key}": entry for key, entry in s["optim"]["state"].items()}
     ),
     "flat": lambda s: s.update(optimizer=flat(s)),
     "as torch 2.3 did": lambda s: None,
@@ -305,16 +316,16 @@ def test_an_optimizer_is_the_same_however_it_was_saved(trained, convert, tmp_pat
     assert ran.code == 0, ran.err
     known = "once" not in what
     assert ("no rate, betas and weight decay" in ran.err) == (not known)
-    nothing = {key: {name: torch.zeros_like(one) for name, one in about.items()} for key, about in expected.items()}
-    held: State = {"optim": {"state": nothing}}
+    nothing = {key: {name: torch.zeros_like(value) for name, value in about.items()} for key, about in expected.items()}
+    loaded: State = {"optim": {"state": nothing}}
     if known:
-        held["optim"]["param_groups"] = [{"lr": 0, "params": 0}, {"lr": 0, "params": 0}]
-    dcp.load(held, checkpoint_id=tmp_path / "out", no_dist=True)
+        loaded["optim"]["param_groups"] = [{"lr": 0, "params": 0}, {"lr": 0, "params": 0}]
+    dcp.load(loaded, checkpoint_id=tmp_path / "out", no_dist=True)
     for key, about in expected.items():
-        assert all(torch.equal(nothing[key][name], one) for name, one in about.items()), key
+        assert all(torch.equal(nothing[key][name], value) for name, value in about.items()), key
     if known:
         members = [{key for key in expected if ("norm" in key) == norm} for norm in (False, True)]
-        assert [(one["lr"], set(one["params"])) for one in groups(held)] == [(0.01, keys) for keys in members]
+        assert [(value["lr"], set(value["params"])) for value in groups(loaded)] == [(0.01, keys) for keys in members]
 
 
 @pytest.mark.parametrize(
@@ -337,29 +348,29 @@ def test_moments_that_no_adam_computes_are_refused(trained, convert, tmp_path, s
     moment = of(UP)(saved)[state].to(getattr(torch, dtype))
     moment[7, 3] = moment[90, 1] = value
     of(UP)(saved)[state] = moment
-    words = ("hf2fsdp", save(tmp_path / "c", saved), tmp_path / "out", "--with-optimizer", "--config", source, "-q")
-    ran = convert(*words)
+    argv = ("hf2fsdp", save(tmp_path / "c", saved), tmp_path / "out", "--with-optimizer", "--config", source, "-q")
+    ran = convert(*argv)
     if fine:
         assert ran.code == 0, ran.err
         return
-    told = (f"{state}.up.0 in ", f"holds {value:g}, and 2 of {96 * 64} elements are such", f"--accept {state}")
-    refused(ran, 5, *told)
+    message = (f"{state}.up.0 in ", f"holds {value:g}, and 2 of {96 * 64} elements are such", f"--accept {state}")
+    refused(ran, 5, *message)
     assert not (tmp_path / "out").exists()
-    assert convert(*words, "--accept", state).code == 0
+    assert convert(*argv, "--accept", state).code == 0
     assert convert("verify", tmp_path / "out").code == 0
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "parts"),
     [
-        (lambda held: None, ()),
-        (lambda held: held["state"][UP]["step"].add_(1), ("different steps",)),
-        (lambda held: held["param_groups"][1].update(lr=0.02), ("other settings", "optimizer_0_rank1.bin")),
-        (lambda held: held["state"][UP]["exp_avg"].mul_(2), ("differs between its copies",)),
+        (lambda optim: None, ()),
+        (lambda optim: optim["state"][UP]["step"].add_(1), ("different steps",)),
+        (lambda optim: optim["param_groups"][1].update(lr=0.02), ("other settings", "optimizer_0_rank1.bin")),
+        (lambda optim: optim["state"][UP]["exp_avg"].mul_(2), ("differs between its copies",)),
     ],
     ids=["sound", "another step", "another rate", "another moment"],
 )
-def test_dumps_of_ranks_agree(trained, convert, tmp_path, change, words):
+def test_dumps_of_ranks_agree(trained, convert, tmp_path, change, parts):
     """Copies of replicas, of which those of one rank are of another save."""
     import torch
 
@@ -370,8 +381,8 @@ def test_dumps_of_ranks_agree(trained, convert, tmp_path, change, words):
         torch.save(saved["optim"], folder / f"optimizer_0_rank{rank}.bin")
         change(saved["optim"])
     ran = convert("hf2fsdp", folder, tmp_path / "out", "--with-optimizer", "--config", source)
-    if words:
-        refused(ran, 6 if "copies" in words[0] else 3, *words)
+    if parts:
+        refused(ran, 6 if "copies" in parts[0] else 3, *parts)
     else:
         assert ran.code == 0, ran.err
 
@@ -380,21 +391,21 @@ def test_a_truncated_file_is_noticed(trained, convert, tmp_path):
     source, saved = trained
     folder = save(tmp_path / "c/optimizer_0", {"optimizer": saved.pop("optim")})
     save(tmp_path / "c/pytorch_model_fsdp_0", saved)
-    words = (tmp_path / "c", tmp_path / "out", "--with-optimizer", "--config", source)
-    assert convert("hf2fsdp", *words, "-n").code == 0
+    argv = (tmp_path / "c", tmp_path / "out", "--with-optimizer", "--config", source)
+    assert convert("hf2fsdp", *argv, "-n").code == 0
     file = folder / "__0_0.distcp"
     os.truncate(file, file.stat().st_size // 2)
-    refused(convert("hf2fsdp", *words), 3, file, "cut off")
+    refused(convert("hf2fsdp", *argv), 3, file, "cut off")
     file.unlink()
-    refused(convert("hf2fsdp", *words), 3, folder, "lacks 1 of 1 files")
+    refused(convert("hf2fsdp", *argv), 3, folder, "lacks 1 of 1 files")
 
 
 def test_a_moment_that_is_damaged_is_noticed(trained, convert, tmp_path):
     """Of what we wrote: the manifest knows every moment, and step and groups are read back."""
     source, saved = trained
     out = tmp_path / "out"
-    words = ("--with-optimizer", "--config", source)
-    assert convert("hf2fsdp", save(tmp_path / "c", saved), out, *words).code == 0
+    options = ("--with-optimizer", "--config", source)
+    assert convert("hf2fsdp", save(tmp_path / "c", saved), out, *options).code == 0
     places: dict[str, Any] = {}
     edit(out, lambda metadata: places.update({index.fqn: info for index, info in metadata.storage_data.items()}))
     for name in (f"optim.state.{UP}.exp_avg", f"model.{UP}"):
@@ -406,7 +417,7 @@ def test_a_moment_that_is_damaged_is_noticed(trained, convert, tmp_path):
             file.write(bytes([byte ^ 1]))
             file.flush()
             refused(convert("verify", out), 6, "differ from vitruvian.json")
-            refused(convert("hf2fsdp", out, tmp_path / "two", *words), 3, "is damaged")
+            refused(convert("hf2fsdp", out, tmp_path / "two", *options), 3, "is damaged")
             file.seek(-1, 1)
             file.write(bytes([byte]))
     assert convert("verify", out).code == 0
@@ -417,14 +428,14 @@ def test_what_verl_saves_beside_its_model_is_told(model, convert, tmp_path):
     import torch
 
     source, actor = model("llama", num_hidden_layers=1), tmp_path / "actor"
-    module = torch.nn.ParameterDict({key.replace(".", "/"): one for key, one in weights(source).items()})
+    module = torch.nn.ParameterDict({key.replace(".", "/"): tensor for key, tensor in weights(source).items()})
     optimizer = torch.optim.AdamW(module.parameters())
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     actor.mkdir()
-    held = {key.replace("/", "."): one.detach() for key, one in module.items()}
-    torch.save(held, actor / "model_world_size_1_rank_0.pt")
+    tensors = {key.replace("/", "."): tensor.detach() for key, tensor in module.items()}
+    torch.save(tensors, actor / "model_world_size_1_rank_0.pt")
     torch.save(optimizer.state_dict(), actor / "optim_world_size_1_rank_0.pt")
     config = ("--config", source)
     refused(convert("hf2fsdp", actor, tmp_path / "out", "--with-optimizer", *config), 4, "numbers its parameters")

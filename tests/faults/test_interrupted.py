@@ -33,7 +33,7 @@ def run_killed(killed) -> Callable[[int, Path, Path], Killed]:
 
 
 @pytest.fixture(scope="module")
-def whole(run_killed, model, tmp_path_factory) -> tuple[Path, dict[str, bytes], int, int]:
+def undisturbed(run_killed, model, tmp_path_factory) -> tuple[Path, dict[str, bytes], int, int]:
     """The source, the files of an undisturbed conversion, how many calls it made, how many of them wrote weights."""
     source, out = model("llama", "bfloat16"), tmp_path_factory.mktemp("whole") / "out"
     ran = run_killed(0, source, out)
@@ -42,9 +42,9 @@ def whole(run_killed, model, tmp_path_factory) -> tuple[Path, dict[str, bytes], 
 
 
 @pytest.mark.parametrize("part", range(12))
-def test_killed_anywhere_it_goes_on_to_the_same_bytes(whole, run_killed, tmp_path, part):
+def test_killed_anywhere_it_goes_on_to_the_same_bytes(undisturbed, run_killed, tmp_path, part):
     """Each part kills at two random points of its twelfth of the run, the second time while it goes on."""
-    source, expected, calls, _ = whole
+    source, expected, calls, _ = undisturbed
     out, dice = tmp_path / "out", random.Random(part)
     low, high = 1 + calls * part // 12, calls * (part + 1) // 12
     for _ in range(2):
@@ -57,8 +57,8 @@ def test_killed_anywhere_it_goes_on_to_the_same_bytes(whole, run_killed, tmp_pat
     assert files(out) == expected
 
 
-def test_finished_work_is_not_done_again(whole, run_killed, tmp_path):
-    source, expected, _, writes = whole
+def test_finished_work_is_not_done_again(undisturbed, run_killed, tmp_path):
+    source, expected, _, writes = undisturbed
     out = tmp_path / "out"
     run_killed(-(writes * 2 // 3), source, out)
     done = (tmp_path / "out.partial/journal.jsonl").read_text().count("\n") - 1
@@ -69,16 +69,16 @@ def test_finished_work_is_not_done_again(whole, run_killed, tmp_path):
     assert files(out) == expected
 
 
-def test_a_journal_whose_files_are_gone_counts_for_nothing(whole, run_killed, tmp_path):
-    source, expected, _, writes = whole
+def test_a_journal_whose_files_are_gone_counts_for_nothing(undisturbed, run_killed, tmp_path):
+    source, expected, _, writes = undisturbed
     run_killed(-(writes * 2 // 3), source, tmp_path / "out")
     next((tmp_path / "out.partial/out").rglob("*.pt")).unlink()
     assert run_killed(0, source, tmp_path / "out").returncode == 0
     assert files(tmp_path / "out") == expected
 
 
-def test_another_conversion_does_not_go_on(whole, run_killed, convert, tmp_path):
-    source, _, _, writes = whole
+def test_another_conversion_does_not_go_on(undisturbed, run_killed, convert, tmp_path):
+    source, _, _, writes = undisturbed
     run_killed(-(writes // 2), source, tmp_path / "out")
     ran = convert("hf2megatron", source, tmp_path / "out", "--tp", 4)
     assert ran.code == 7
@@ -90,15 +90,15 @@ def test_another_conversion_does_not_go_on(whole, run_killed, convert, tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_ends_with_75_and_the_same_command_goes_on(whole, model, convert, tmp_path, number):
+def test_a_signal_ends_with_75_and_the_same_command_goes_on(undisturbed, model, convert, tmp_path, number):
     source, out = model("llama", "float32", num_hidden_layers=24, vocab_size=20000), tmp_path / "out"
     code = (
         "import os, time; from converters import cli; write = os.pwrite\n"
         "def slow(*args):\n    time.sleep(0.004)\n    return write(*args)\n"
         "os.pwrite = slow\ncli.main()"
     )
-    words = ["hf2megatron", str(source), str(out), "--tp", "2"]
-    process = subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.PIPE, text=True, env=ENV)
+    argv = ["hf2megatron", str(source), str(out), "--tp", "2"]
+    process = subprocess.Popen([sys.executable, "-c", code, *argv], stderr=subprocess.PIPE, text=True, env=ENV)
     journal = tmp_path / "out.partial/journal.jsonl"
     deadline = time.monotonic() + 60
     while not (journal.exists() and journal.read_text().count("\n") > 1) and time.monotonic() < deadline:
@@ -109,52 +109,54 @@ def test_a_signal_ends_with_75_and_the_same_command_goes_on(whole, model, conver
     assert "run the same command again to resume" in err
     assert not out.exists()
     assert journal.read_text().count("\n") > 1
-    assert convert(*words).code == 0
+    assert convert(*argv).code == 0
     assert convert("verify", out, source).code == 0
 
 
-@pytest.mark.parametrize("begun", [False, True], ids=["finished", "begun anew"])
-def test_a_folder_that_another_process_has_taken_away_is_not_written(whole, convert, tmp_path, monkeypatch, begun):
+@pytest.mark.parametrize("late_lock", [False, True], ids=["finished", "begun anew"])
+def test_a_folder_that_another_process_has_taken_away_is_not_written(
+    undisturbed, convert, tmp_path, monkeypatch, late_lock
+):
     """It was locked too late: the lock is that of a file that is no longer there."""
     from converters.move import journal
 
-    source, staging, lock = whole[0], tmp_path / "out.partial", journal.lock
+    source, staging, lock = undisturbed[0], tmp_path / "out.partial", journal.lock
 
-    def late(handle, *words, **options):
+    def late(handle, *args, **options):
         shutil.rmtree(staging)
-        if begun:
+        if late_lock:
             staging.mkdir()
             (staging / "journal.jsonl").write_text("of another conversion\n")
-        return lock(handle, *words, **options)
+        return lock(handle, *args, **options)
 
     monkeypatch.setattr(journal, "lock", late)
     ran = convert("hf2megatron", source, tmp_path / "out")
     assert ran.code == 7
     assert str(staging) in ran.err
-    assert [path.name for path in tmp_path.rglob("*")] == (["out.partial", "journal.jsonl"] if begun else [])
+    assert [path.name for path in tmp_path.rglob("*")] == (["out.partial", "journal.jsonl"] if late_lock else [])
 
 
-def test_a_disk_that_loses_data_once_has_lost_it(whole, convert, tmp_path, monkeypatch):
+def test_a_disk_that_loses_data_once_has_lost_it(undisturbed, convert, tmp_path, monkeypatch):
     """Linux tells of a failed write-back a single time: fdatasync succeeds after that, and the data is gone."""
     failed, finish, write = threading.Event(), convert_module.finish_files, os.pwrite
 
-    def slow(*words: Any) -> int:
+    def slow(*args: Any) -> int:
         time.sleep(0.01)  # some of the work is done before, some behind
-        return write(*words)
+        return write(*args)
 
     def lost(_: int) -> None:
         if not failed.is_set():
             failed.set()
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def late(*words: Any) -> None:
+    def late(*args: Any) -> None:
         assert failed.wait(60)
-        finish(*words)
+        finish(*args)
 
     monkeypatch.setattr(os, "pwrite", slow)
     monkeypatch.setattr(os, "fdatasync", lost)
     monkeypatch.setattr(convert_module, "finish_files", late)
-    ran = convert("hf2megatron", whole[0], tmp_path / "out")
+    ran = convert("hf2megatron", undisturbed[0], tmp_path / "out")
     assert (ran.code, os.strerror(errno.EIO) in ran.err) == (7, True)
     assert not (tmp_path / "out").exists()
     assert len((tmp_path / "out.partial/journal.jsonl").read_text().splitlines()) == 1, "nothing counts as done"
@@ -168,13 +170,13 @@ def test_an_interruption_before_anything_listens(convert, monkeypatch):
     assert (ran.code, ran.err) == (75, "error: interrupted\n")
 
 
-def test_two_processes_do_not_write_the_same_output(whole, run_killed, convert, tmp_path):
+def test_two_processes_do_not_write_the_same_output(undisturbed, run_killed, convert, tmp_path):
     import fcntl
 
-    source, _, _, writes = whole
+    source, _, _, writes = undisturbed
     run_killed(-(writes // 2), source, tmp_path / "out")
-    with (tmp_path / "out.partial/journal.jsonl").open("a") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with (tmp_path / "out.partial/journal.jsonl").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         ran = convert("hf2megatron", source, tmp_path / "out", "--tp", 2, "--pp", 2)
     assert ran.code == 7
     assert "another process" in ran.err

@@ -35,7 +35,7 @@ def changed(run: Path, name: str, change: Callable[[Any], object]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "told"),
+    ("name", "options", "message"),
     [
         (LAYER, (), f"lacks {LAYER}"),
         ("layer_05-model_00-model_states.pt", (), "lacks layer_05-model_00"),
@@ -45,9 +45,9 @@ def changed(run: Path, name: str, change: Callable[[Any], object]) -> Path:
         (OPTIM, MASTERS, "no optimizer states of mp_rank_01"),
     ],
 )
-def test_a_file_that_is_missing(convert, run, tmp_path, name, words, told):
+def test_a_file_that_is_missing(convert, run, tmp_path, name, options, message):
     (run / STEP / name).unlink()
-    refused(convert("zero2hf", run, tmp_path / "out", *words), 3, told)
+    refused(convert("zero2hf", run, tmp_path / "out", *options), 3, message)
 
 
 @pytest.mark.parametrize("layer", [2, 3, 4])
@@ -62,31 +62,34 @@ def test_a_layer_that_is_missing_is_named(convert, run, tmp_path, layer):
 def test_arguments_of_a_run(convert, run, tmp_path):
     """What every run says that was started with a DeepSpeed config; and norms of queries, which its tables have not."""
 
-    def said(**more: object) -> None:
+    def change_args(**settings: object) -> None:
         for rank in range(2):
-            changed(run, f"mp_rank_{rank:02d}_model_states.pt", lambda value: vars(value["args"]).update(more))
+            changed(run, f"mp_rank_{rank:02d}_model_states.pt", lambda value: vars(value["args"]).update(settings))
 
-    said(deepspeed_config="ds_config.json", use_flash_attn_v2=True, train_tokens=10**12, partition_activations=True)
+    change_args(
+        deepspeed_config="ds_config.json", use_flash_attn_v2=True, train_tokens=10**12, partition_activations=True
+    )
     ran = convert("zero2hf", run, tmp_path / "out")
     assert ran.code == 0, ran.err
-    said(compression_training=True)
+    change_args(compression_training=True)
     refused(convert("zero2hf", run, tmp_path / "no"), 4, "compression_training = True")
-    said(compression_training=False, qk_layernorm=True)
+    change_args(compression_training=False, qk_layernorm=True)
     refused(convert("zero2hf", run, tmp_path / "no"), 4, "Megatron-DeepSpeed is read of gpt2 and llama")
 
 
-@pytest.mark.parametrize(("name", "words"), [(LAYER, ()), (RANK, ()), (OPTIM, MASTERS)])
-def test_a_file_that_is_cut_off(convert, run, tmp_path, name, words):
+@pytest.mark.parametrize(("name", "options"), [(LAYER, ()), (RANK, ()), (OPTIM, MASTERS)])
+def test_a_file_that_is_cut_off(convert, run, tmp_path, name, options):
     path = run / STEP / name
     path.write_bytes(path.read_bytes()[:-100])
-    refused(convert("zero2hf", run, tmp_path / "out", *words), 3, name)
+    refused(convert("zero2hf", run, tmp_path / "out", *options), 3, name)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("name", "words", "code", "told"), [(LAYER, (), 3, "CRC-32"), (OPTIM, MASTERS, 6, "rounded FP32 master weights")]
+    ("name", "options", "code", "message"),
+    [(LAYER, (), 3, "CRC-32"), (OPTIM, MASTERS, 6, "rounded FP32 master weights")],
 )
-def test_a_flipped_bit(convert, run, tmp_path, name, words, code, told):
+def test_a_flipped_bit(convert, run, tmp_path, name, options, code, message):
     import torch
 
     path = run / STEP / name
@@ -97,49 +100,51 @@ def test_a_flipped_bit(convert, run, tmp_path, name, words, code, told):
     content = bytearray(path.read_bytes())
     content[content.index(raw) + 51] ^= 64
     path.write_bytes(content)
-    refused(convert("zero2hf", run, tmp_path / "out", *words), code, told)
+    refused(convert("zero2hf", run, tmp_path / "out", *options), code, message)
 
 
 def test_files_under_each_others_names(convert, run, tmp_path):
     import torch
 
     paths = [run / STEP / f"mp_rank_0{rank}_model_states.pt" for rank in (0, 1)]
-    held = [torch.load(path, weights_only=False) for path in paths]
-    for path, other in zip(paths, reversed(held), strict=True):
+    contents = [torch.load(path, weights_only=False) for path in paths]
+    for path, other in zip(paths, reversed(contents), strict=True):
         torch.save(other, path)
     refused(convert("inspect", run), 3, "was saved by rank 1, which belongs elsewhere")
 
 
-def said(name: str, value: Any) -> Callable[[Any], object]:
-    return lambda held: setattr(held["args"], name, value)
+def argument(name: str, value: Any) -> Callable[[Any], object]:
+    return lambda stored: setattr(stored["args"], name, value)
 
 
 MIXED = {
-    "iteration": (RANK, lambda held: held.update(iteration=2), "iteration"),
-    "model": (RANK, said("ffn_hidden_size", 96), "ffn_hidden_size = 96"),
-    "rows": (RANK, said("padded_vocab_size", 128), "padded_vocab_size = 128"),
-    "topology": (RANK, said("tensor_model_parallel_size", 4), "tensor_model_parallel_size = 4"),
-    "world": (RANK, lambda held: held.update(mp_world_size=4), "one of 4 model parallel ranks"),
-    "no args": (RANK, lambda held: held.pop("args"), "holds no args"),
-    "another key": (LAYER, lambda held: held.update({"self_attention.gate.weight": held["input_layernorm.weight"]}),
+    "iteration": (RANK, lambda state: state.update(iteration=2), "iteration"),
+    "model": (RANK, argument("ffn_hidden_size", 96), "ffn_hidden_size = 96"),
+    "rows": (RANK, argument("padded_vocab_size", 128), "padded_vocab_size = 128"),
+    "topology": (RANK, argument("tensor_model_parallel_size", 4), "tensor_model_parallel_size = 4"),
+    "world": (RANK, lambda state: state.update(mp_world_size=4), "one of 4 model parallel ranks"),
+    "no args": (RANK, lambda state: state.pop("args"), "holds no args"),
+    "another key": (LAYER, lambda state: state.update({"self_attention.gate.weight": state["input_layernorm.weight"]}),
                     "have no place in this model"),
-    "another shape": (LAYER, lambda held: held.update({"input_layernorm.weight": held["input_layernorm.weight"][:-1]}),
-                      "has shape [23]"),
-    "no tensor": (LAYER, lambda held: held.pop("mlp.dense_4h_to_h.weight"), "1 tensors are missing"),
+    "another shape": (
+        LAYER, lambda state: state.update({"input_layernorm.weight": state["input_layernorm.weight"][:-1]}),
+        "has shape [23]",
+    ),
+    "no tensor": (LAYER, lambda state: state.pop("mlp.dense_4h_to_h.weight"), "1 tensors are missing"),
 }  # fmt: skip
 """What is changed in one file, and what is said of it."""
 
 
 @pytest.mark.parametrize("kind", MIXED)
 def test_files_of_different_saves(convert, run, tmp_path, kind):
-    name, change, told = MIXED[kind]
-    refused(convert("zero2hf", changed(run, name, change), tmp_path / "out"), 3, told)
+    name, change, message = MIXED[kind]
+    refused(convert("zero2hf", changed(run, name, change), tmp_path / "out"), 3, message)
     assert not (tmp_path / "out").exists()
 
 
-def step(held: Any) -> None:
-    for one in held["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
-        one["step"] = one["step"] + 1
+def step(stored: Any) -> None:
+    for state in stored["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        state["step"] = state["step"] + 1
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -152,31 +157,34 @@ def test_optimizer_states_of_another_save(convert, run, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_masters_of_another_model(convert, run, tmp_path):
-    def other(held: Any) -> None:
-        held["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data.add_(1)
+    def other(stored: Any) -> None:
+        stored["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data.add_(1)
 
     changed(run, OPTIM, other)
     refused(convert("zero2hf", run, tmp_path / "out", *MASTERS), 6, "are not the rounded FP32 master weights")
 
 
 UNKNOWN = {
-    "experts": (said("num_experts", [4]), "[4] experts"),
-    "residual": (said("mlp_type", "residual"), "mlp_type = 'residual'"),
-    "embedding norm": (said("embed_layernorm", True), "embed_layernorm = True"),
-    "compression": (said("compression_training", True), "compression_training = True"),
-    "post norm": (said("apply_residual_connection_post_layernorm", True), "apply_residual_connection_post_layernorm"),
-    "version": (lambda held: held.update(checkpoint_version=1.0), "before 2.0"),
-    "whole": (lambda held: held.update(module={"language_model": {}}), "--no-pipeline-parallel"),
+    "experts": (argument("num_experts", [4]), "[4] experts"),
+    "residual": (argument("mlp_type", "residual"), "mlp_type = 'residual'"),
+    "embedding norm": (argument("embed_layernorm", True), "embed_layernorm = True"),
+    "compression": (argument("compression_training", True), "compression_training = True"),
+    "post norm": (
+        argument("apply_residual_connection_post_layernorm", True),
+        "apply_residual_connection_post_layernorm",
+    ),
+    "version": (lambda state: state.update(checkpoint_version=1.0), "before 2.0"),
+    "whole": (lambda state: state.update(module={"language_model": {}}), "--no-pipeline-parallel"),
 }
 """What has no layout here, in the arguments of every rank."""
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_what_is_not_supported(convert, run, tmp_path, kind):
-    change, told = UNKNOWN[kind]
+    change, message = UNKNOWN[kind]
     for rank in (0, 1):
         changed(run, f"mp_rank_0{rank}_model_states.pt", change)
-    refused(convert("zero2hf", run, tmp_path / "out"), 4, told)
+    refused(convert("zero2hf", run, tmp_path / "out"), 4, message)
 
 
 def test_a_universal_checkpoint(convert, run, tmp_path):
@@ -191,7 +199,7 @@ def test_a_vocabulary_that_contradicts_it(convert, tmp_path):
 
 def test_norms_that_drifted_are_averaged_and_told(convert, run, tmp_path):
     """As in GPT-NeoX, each tensor parallel rank has its own copy of a norm."""
-    changed(run, LAYER, lambda held: held["input_layernorm.weight"].mul_(1.01))
+    changed(run, LAYER, lambda stored: stored["input_layernorm.weight"].mul_(1.01))
     ran = convert("zero2hf", run, tmp_path / "out")
     assert ran.code == 0, ran.err
     assert "copies" in ran.err

@@ -27,8 +27,8 @@ ADAPTER = "decoder.layers.mlp.linear_fc2.adapter.linear_in.weight"
 @pytest.fixture
 def run(model, convert, tmp_path) -> Path:
     """A run folder whose checkpoint is cut for four ranks."""
-    words = ["--format", "torch_dist", "--tp", 2, "--pp", 2]
-    assert convert("hf2megatron", model("llama-tied"), tmp_path / "run", *words).code == 0
+    options = ["--format", "torch_dist", "--tp", 2, "--pp", 2]
+    assert convert("hf2megatron", model("llama-tied"), tmp_path / "run", *options).code == 0
     (tmp_path / "run/release/vitruvian.json").unlink()
     return tmp_path / "run"
 
@@ -41,7 +41,9 @@ def resaved(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
     folder = run / "release"
     about = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     state = {
-        name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in about.items() if hasattr(one, "size")
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in about.items()
+        if hasattr(entry, "size")
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -138,7 +140,7 @@ def hole(folder: Path) -> None:
     def change(metadata: Any) -> None:
         index, _ = places(metadata, FC2)[3]
         chunks = metadata.state_dict_metadata[FC2].chunks
-        chunks.remove(next(one for one in chunks if one.offsets == index.offset))
+        chunks.remove(next(chunk for chunk in chunks if chunk.offsets == index.offset))
         del metadata.storage_data[index]
 
     edit(folder, change)
@@ -206,11 +208,11 @@ def test_an_iteration_of_each_format_is_found_by_itself(run, model, convert, tmp
 @pytest.mark.parametrize("part", range(2))
 def test_killed_it_goes_on_to_the_same_bytes(killed, model, convert, tmp_path, part):
     source, out = model("llama-tied"), tmp_path / "out"
-    words = ["--format", "torch_dist", "--tp", 2, "--pp", 2]
-    assert convert("hf2megatron", source, tmp_path / "whole", *words).code == 0
+    options = ["--format", "torch_dist", "--tp", 2, "--pp", 2]
+    assert convert("hf2megatron", source, tmp_path / "whole", *options).code == 0
     limit = -random.Random(part).randint(1 + 40 * part, 40 + 40 * part)
     ran = killed(limit, source, out, 2, 2, "torch_dist", script=HERE / "killed_at.py")
     assert ran.returncode == -signal.SIGKILL, ran.out
     assert not out.exists()
-    assert convert("hf2megatron", source, out, *words).code == 0
+    assert convert("hf2megatron", source, out, *options).code == 0
     assert files(out) == files(tmp_path / "whole")

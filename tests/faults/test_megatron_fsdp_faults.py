@@ -31,9 +31,11 @@ def run(tmp_path: Path) -> Path:
 def objects(folder: Path) -> dict[str, Any]:
     """What is no tensor, but random states; of the arguments what is plain."""
     names = [name for name in dcp.contents(folder)[1] if not name.startswith("rng_state")]
-    found = {name: file.value for name, file in dcp.read_objects(folder, names).items()}
-    args = {name: value for name, value in vars(found["args"]).items() if keeps(value) and not isinstance(value, Dtype)}
-    return found | {"args": argparse.Namespace(**args)}
+    values = {name: file.value for name, file in dcp.read_objects(folder, names).items()}
+    args = {
+        name: value for name, value in vars(values["args"]).items() if keeps(value) and not isinstance(value, Dtype)
+    }
+    return values | {"args": argparse.Namespace(**args)}
 
 
 def resaved(run: Path, change: Callable[[dict[str, Any]], object]) -> Path:
@@ -76,9 +78,9 @@ def test_metadata_that_is_cut_off(convert, run):
 
 @pytest.mark.parametrize("name", [f"{MODEL}{FC1}_v", f"{STATE}{FC1}_v.exp_avg"])
 def test_a_flipped_bit(convert, run, tmp_path, name):
-    folder, found = run / "iter_0000003", []
-    edit(folder, lambda metadata: found.extend(places(metadata, name)))
-    ((_, about),) = found
+    folder, items = run / "iter_0000003", []
+    edit(folder, lambda metadata: items.extend(places(metadata, name)))
+    ((_, about),) = items
     path = folder / about.relative_path
     content = bytearray(path.read_bytes())
     content[about.offset + about.length // 2] ^= 1
@@ -128,8 +130,8 @@ Megatron-LM#4888: the head came out of Megatron-Bridge#3512 with the rows of one
 
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_weights(convert, run, tmp_path, kind):
-    change, code, told = WEIGHTS[kind]
-    refused(convert("megatron2hf", resaved(run, change), tmp_path / "out", *VOCAB), code, told)
+    change, code, message = WEIGHTS[kind]
+    refused(convert("megatron2hf", resaved(run, change), tmp_path / "out", *VOCAB), code, message)
     assert not (tmp_path / "out").exists()
 
 
@@ -157,20 +159,20 @@ OPTIMIZER = {
 
 @pytest.mark.parametrize("kind", OPTIMIZER)
 def test_optimizer(convert, run, tmp_path, kind):
-    change, code, *told = OPTIMIZER[kind]
-    words = [resaved(run, change), tmp_path / "out", "--format", "torch_dist", *VOCAB]
-    refused(convert("reshard", *words, "--with-optimizer"), code, *told)
+    change, code, *parts = OPTIMIZER[kind]
+    argv = [resaved(run, change), tmp_path / "out", "--format", "torch_dist", *VOCAB]
+    refused(convert("reshard", *argv, "--with-optimizer"), code, *parts)
     assert not (tmp_path / "out").exists()
-    assert convert("reshard", *words).code == 0
+    assert convert("reshard", *argv).code == 0
 
 
 def test_topologies_that_it_has_not(model, convert, tmp_path):
-    words = (model("llama"), tmp_path / "out", "--format", "fsdp_dtensor")
-    refused(convert("hf2megatron", *words, "--pp", 2), 5, "no pipeline stages")
-    refused(convert("hf2megatron", model("mixtral"), *words[1:], "--glu-interleave", 4), 4, "not gate and up")
+    argv = (model("llama"), tmp_path / "out", "--format", "fsdp_dtensor")
+    refused(convert("hf2megatron", *argv, "--pp", 2), 5, "no pipeline stages")
+    refused(convert("hf2megatron", model("mixtral"), *argv[1:], "--glu-interleave", 4), 4, "not gate and up")
     refused(
-        convert("hf2megatron", *words, "--with-optimizer", "--optimizer", "plain"), 2, "the distributed optimizer alone"
+        convert("hf2megatron", *argv, "--with-optimizer", "--optimizer", "plain"), 2, "the distributed optimizer alone"
     )
-    refused(convert("hf2megatron", model("gpt_oss"), *words[1:], "--ep", 2), 4, "biases of experts on 2 ranks")
-    refused(convert("hf2megatron", model("qwen3_next"), *words[1:]), 4, "linear attention is not supported")
+    refused(convert("hf2megatron", model("gpt_oss"), *argv[1:], "--ep", 2), 4, "biases of experts on 2 ranks")
+    refused(convert("hf2megatron", model("qwen3_next"), *argv[1:]), 4, "linear attention is not supported")
     refused(convert("reshard", REAL, tmp_path / "out", "--with-optimizer", *VOCAB), 5, "--dtype bf16")

@@ -20,19 +20,19 @@ def runs(model, tmp_path_factory):
 
     from converters.cli import cli
 
-    made = {}
+    folders = {}
     for kind, how, name, dtype, cut in (
         ("plain", "plain", "llama", "bfloat16", "--tp"),
         ("distributed", "distributed", "mistral", "float32", "--tp"),
         ("experts", "plain", "mixtral", "bfloat16", "--ep"),
         ("both", "distributed", "mixtral", "float32", "--ep"),
     ):
-        made[kind] = tmp_path_factory.mktemp(kind) / "run"
-        words = ["hf2megatron", str(model(name, dtype)), str(made[kind]), cut, "2", "--iteration", "3", "-q"]
-        cli(words, standalone_mode=False)
-        add_optimizer(made[kind], how)
+        folders[kind] = tmp_path_factory.mktemp(kind) / "run"
+        argv = ["hf2megatron", str(model(name, dtype)), str(folders[kind]), cut, "2", "--iteration", "3", "-q"]
+        cli(argv, standalone_mode=False)
+        add_optimizer(folders[kind], how)
     sys.stdout.flush()
-    return made
+    return folders
 
 
 def spoil(run: Path, change: Any, name: str = "model_optim_rng.pt", rank: int = 1) -> None:
@@ -68,13 +68,13 @@ PLAIN = {
     "another shape": (
         lambda s: adam(s)["state"][3].update(exp_avg=adam(s)["state"][3]["exp_avg"][:-1].clone()), 3, "has shape"
     ),
-    "another step": (lambda s: [one["step"].add_(1) for one in adam(s)["state"].values()], 3, "of different steps"),
+    "another step": (lambda s: [entry["step"].add_(1) for entry in adam(s)["state"].values()], 3, "of different steps"),
     "steps differ": (lambda s: adam(s)["state"][3]["step"].add_(1), 4, "different numbers of steps"),
     "another rate": (lambda s: adam(s)["param_groups"][0].update(lr=0.02), 3, "different steps or settings"),
     "several": (lambda s: s.update(optimizer=[s["optimizer"]]), 4, "several optimizers"),
     "amsgrad": (lambda s: adam(s)["state"][3].update(max=adam(s)["state"][3]["exp_avg"]), 4, "keeps 'max' of"),
     "set to amsgrad": (
-        lambda s: [one.update(amsgrad=True) for one in adam(s)["param_groups"]], 3, "different steps or settings"
+        lambda s: [entry.update(amsgrad=True) for entry in adam(s)["param_groups"]], 3, "different steps or settings"
     ),
     "moments exchanged": (
         lambda s: adam(s)["state"][3].update(exp_avg_sq=adam(s)["state"][3]["exp_avg"]), 5, "finite and not negative"
@@ -89,16 +89,16 @@ PLAIN = {
 
 @pytest.mark.parametrize("what", PLAIN)
 def test_a_plain_optimizer_is_whole_or_refused(runs, convert, tmp_path, what):
-    change, code, words = PLAIN[what]
+    change, code, message = PLAIN[what]
     run, out = shutil.copytree(runs["plain"], tmp_path / "run"), tmp_path / "out"
     spoil(run, change)
     ran = convert("reshard", run, out, "--with-optimizer")
-    assert (ran.code, words in ran.err, out.exists()) == (code, True, False), ran.err
+    assert (ran.code, message in ran.err, out.exists()) == (code, True, False), ran.err
     assert what in ("another master", "copies differ") or convert("inspect", run).code == 0
 
 
 @pytest.mark.parametrize(
-    ("setting", "words"),
+    ("setting", "message"),
     [
         ({"amsgrad": True}, "says amsgrad = True: such an optimizer keeps max_exp_avg_sq too"),
         ({"momentum_decay": 0.004}, "says momentum_decay = 0.004: such an optimizer keeps mu_product too"),
@@ -109,23 +109,25 @@ def test_a_plain_optimizer_is_whole_or_refused(runs, convert, tmp_path, what):
         ({"eps": float("inf")}, "its eps is inf"),
     ],
 )
-def test_settings_of_another_optimizer(runs, model, convert, tmp_path, setting, words):
+def test_settings_of_another_optimizer(runs, model, convert, tmp_path, setting, message):
     """On all ranks. Megatron itself takes the settings along; what else has states than Adam, it cannot go on with."""
     run, out = shutil.copytree(runs["plain"], tmp_path / "run"), tmp_path / "out"
     for rank in (0, 1):
         spoil(run, lambda stored: [group.update(setting) for group in adam(stored)["param_groups"]], rank=rank)
     for command in (["hf2fsdp"], ["zero2universal"], ["reshard", "--tp", 1]):
         ran = convert(command[0], run, out, *command[1:], *(["--with-optimizer"] * (command[0] != "zero2universal")))
-        if command[0] == "reshard" and "keeps" not in words:
+        if command[0] == "reshard" and "keeps" not in message:
             assert ran.code == 0, ran.err
         else:
-            assert (ran.code, words in ran.err, out.exists()) == (3 if "its eps" in words else 4, True, False), ran.err
+            assert (ran.code, message in ran.err, out.exists()) == (3 if "its eps" in message else 4, True, False), (
+                ran.err
+            )
 
 
 def test_files_of_a_distributed_optimizer(runs, convert, tmp_path):
-    def refused(run: Path, words: str, code: int = 3) -> None:
+    def refused(run: Path, message: str, code: int = 3) -> None:
         ran = convert("reshard", run, tmp_path / "out", "--with-optimizer")
-        assert (ran.code, words in ran.err) == (code, True), ran.err
+        assert (ran.code, message in ran.err) == (code, True), ran.err
 
     def copy(name: str) -> Path:
         return shutil.copytree(runs["distributed"], tmp_path / name)
@@ -157,9 +159,9 @@ def test_files_of_a_distributed_optimizer(runs, convert, tmp_path):
         "distrib_optim.pt",
     )
     refused(amsgrad, "the optimizer keeps 'max_exp_avg_sq'", 4)
-    more = copy("more")
-    spoil(more, lambda stored: stored.update({1: stored[0]}), "distrib_optim.pt")
-    refused(more, "more than one buffer", 4)
+    larger = copy("more")
+    spoil(larger, lambda stored: stored.update({1: stored[0]}), "distrib_optim.pt")
+    refused(larger, "more than one buffer", 4)
 
 
 def of_experts(stored: dict[str, Any]) -> dict[str, Any]:
@@ -183,15 +185,15 @@ EXPERTS = {
 
 @pytest.mark.parametrize("what", EXPERTS)
 def test_an_optimizer_of_experts_is_whole_or_refused(runs, convert, tmp_path, what):
-    change, code, words = EXPERTS[what]
+    change, code, message = EXPERTS[what]
     run, out = shutil.copytree(runs["experts"], tmp_path / "run"), tmp_path / "out"
     spoil(run, change)
     ran = convert("reshard", run, out, "--with-optimizer")
-    assert (ran.code, words in ran.err, out.exists()) == (code, True, False), ran.err
+    assert (ran.code, message in ran.err, out.exists()) == (code, True, False), ran.err
 
 
 def test_files_of_two_distributed_optimizers(runs, convert, tmp_path):
-    for number, (change, rank, code, words) in enumerate(
+    for number, (change, rank, code, message) in enumerate(
         (
             (lambda stored: stored.__setitem__(1, None), 1, 3, "tensors are missing"),
             (lambda stored: stored.__setitem__(0, None), 0, 3, "tensors are missing"),
@@ -203,7 +205,7 @@ def test_files_of_two_distributed_optimizers(runs, convert, tmp_path):
         spoil(run, change, "distrib_optim.pt", rank)
         for kind in ("plain", "distributed"):
             ran = convert("reshard", run, tmp_path / "out", "--with-optimizer", "--optimizer", kind)
-            assert (ran.code, words in ran.err) == (code, True), ran.err
+            assert (ran.code, message in ran.err) == (code, True), ran.err
 
 
 def test_a_buffer_with_gaps_is_refused(model, convert, tmp_path):
@@ -219,16 +221,16 @@ def test_states_of_a_distributed_checkpoint(runs, convert, tmp_path):
     run = tmp_path / "run"
     convert("reshard", runs["plain"], run, "--format", "torch_dist", "--with-optimizer")
     metadata, manifest = run / "iter_0000003/.metadata", run / "iter_0000003/vitruvian.json"
-    held = metadata.read_bytes()
-    for old, new, code, words in (
+    original = metadata.read_bytes()
+    for old, new, code, message in (
         (b"exp_avg.output_layer", b"exp_avg.output_lazer", 3, "tensors are missing"),
         (b"state.fp32_param.", b"state.fp32_parax.", 4, "the optimizer keeps fp32_parax"),
     ):
-        assert old in held
-        metadata.write_bytes(held.replace(old, new))
+        assert old in original
+        metadata.write_bytes(original.replace(old, new))
         ran = convert("reshard", run, tmp_path / "out", "--with-optimizer")
-        assert (ran.code, words in ran.err) == (code, True), ran.err
-    metadata.write_bytes(held)
+        assert (ran.code, message in ran.err) == (code, True), ran.err
+    metadata.write_bytes(original)
     manifest.write_text(manifest.read_text().replace('"exp_avg.final_norm": {', '"exp_avg.final_norm": {"x": 1,'))
     assert convert("verify", run).code == 0
     path = sorted((run / "iter_0000003").glob("*.distcp"))[0]
@@ -285,9 +287,9 @@ def test_an_optimizer_of_another_kind_asks_for_one(runs, convert, tmp_path):
 
 
 def test_what_cannot_go_on(runs, model, convert, tmp_path):
-    def refused(code: int, words: str, *more: object) -> None:
-        ran = convert("reshard", *more, "--with-optimizer")
-        assert (ran.code, words in ran.err) == (code, True), ran.err
+    def refused(code: int, message: str, *argv: object) -> None:
+        ran = convert("reshard", *argv, "--with-optimizer")
+        assert (ran.code, message in ran.err) == (code, True), ran.err
 
     refused(2, "--with-optimizer excludes --dtype fp32", runs["plain"], tmp_path / "out", "--dtype", "fp32")
     refused(
@@ -303,9 +305,9 @@ def test_what_cannot_go_on(runs, model, convert, tmp_path):
     uneven = tmp_path / "uneven"
     convert("hf2megatron", model("dots1", "bfloat16"), uneven, "--ep", 2, "--iteration", 3)
     add_optimizer(uneven, "plain")
-    words = ["--format", "torch_dist", "--ep", 2, "--pp", 2, "--first-stage-layers", 1]
-    refused(5, "stage 0 has no experts", uneven, tmp_path / "out", *words)
-    assert convert("reshard", uneven, tmp_path / "out", *words[:-2], "--with-optimizer", "-n").code == 0
+    options = ["--format", "torch_dist", "--ep", 2, "--pp", 2, "--first-stage-layers", 1]
+    refused(5, "stage 0 has no experts", uneven, tmp_path / "out", *options)
+    assert convert("reshard", uneven, tmp_path / "out", *options[:-2], "--with-optimizer", "-n").code == 0
     convert("hf2neox", model("llama"), tmp_path / "neox")
     refused(2, "--with-optimizer is for Megatron", tmp_path / "neox", tmp_path / "out")
 
@@ -365,6 +367,6 @@ def test_steps_that_contradict_each_other_are_refused(runs, convert, tmp_path):
     run = shutil.copytree(runs["plain"], tmp_path / "run")
     for rank in (0, 1):
         spoil(run, lambda stored: adam(stored)["param_groups"][0].update(step=99), rank=rank)
-    for words in (("reshard", run), ("hf2fsdp", run)):
-        ran = convert(*words, tmp_path / "out", "--with-optimizer")
+    for argv in (("reshard", run), ("hf2fsdp", run)):
+        ran = convert(*argv, tmp_path / "out", "--with-optimizer")
         assert (ran.code, "different numbers of steps: " in ran.err, ", 99" in ran.err) == (4, True, True), ran.err

@@ -22,9 +22,9 @@ def test_megatron_ranks_of_one_iteration_and_two_runs(model, convert, tmp_path, 
     assert convert("hf2megatron", model("llama"), tmp_path / "run", "--tp", 2, "--iteration", 100).code == 0
     paths = sorted((tmp_path / "run").glob("iter_0000100/*/model_optim_rng.pt"))
     for path, samples in zip(paths, (1600, 3200), strict=True):
-        held = torch.load(path, weights_only=False)
-        setattr(held["args"], name, samples)
-        torch.save(held, path)
+        stored = torch.load(path, weights_only=False)
+        setattr(stored["args"], name, samples)
+        torch.save(stored, path)
     ran = convert("megatron2hf", tmp_path / "run", tmp_path / "out")
     refused(ran, 3, f"{paths[1]} is of {name} 3200, {paths[0]} of 1600: files of different saves", "hint:")
 
@@ -36,9 +36,9 @@ def test_neox_ranks(convert, tmp_path, name):
 
     run = shutil.copytree(GOLDEN / "llama-mha-tp2", tmp_path / "run")
     path = next(run.glob("*/mp_rank_01_model_states.pt"))
-    held = torch.load(path, weights_only=False)
-    assert name in held
-    torch.save(held | {name: 3}, path)
+    stored = torch.load(path, weights_only=False)
+    assert name in stored
+    torch.save(stored | {name: 3}, path)
     ran = convert("neox2hf", run, tmp_path / "out", "--vocab-size", 101, "--gqa-layout", "blocked")
     refused(ran, 3, f"{path} is of {name} 3, ", "files of different saves")
 
@@ -50,13 +50,13 @@ def test_neox_partitions_of_one_tensor_rank(convert, tmp_path):
     run = shutil.copytree(GOLDEN / "llama-tp2-dp2", tmp_path / "run")
     paths = sorted(run.glob("*/*_mp_rank_01_optim_states.pt"))
     for path in paths:
-        held = torch.load(path, weights_only=False)
-        for state in held["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        stored = torch.load(path, weights_only=False)
+        for state in stored["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
             state["step"] -= 2
-        torch.save(held, path)
-    for words in (
+        torch.save(stored, path)
+    for argv in (
         ["neox2hf", run, tmp_path / "out", "--weights", "fp32-master"],
         ["zero2universal", run, tmp_path / "u"],
     ):
-        ran = convert(*words, "--vocab-size", 101, "--gqa-layout", "blocked")
+        ran = convert(*argv, "--vocab-size", 101, "--gqa-layout", "blocked")
         refused(ran, 3, f"{paths[0]} is of step 4.0, ", "of 6.0: files of different saves")

@@ -51,17 +51,17 @@ KINDS = {"hf2megatron": ("--tp", "2", "--pp", "2"), "megatron2hf": ("--shard-siz
 @pytest.fixture
 def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """`started(number, at, word, …)`: the command as a process that sends itself a signal at its at-th write."""
-    made: list[subprocess.Popen[str]] = []
+    processes: list[subprocess.Popen[str]] = []
 
-    def start(number: int, at: int, *words: object) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", CODE, str(int(number)), str(at), *map(str, words)]
-        made.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV))
+    def start(number: int, at: int, *args: object) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", CODE, str(int(number)), str(at), *map(str, args)]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV))
         if number == signal.SIGSTOP:
-            assert os.WIFSTOPPED(os.waitpid(made[-1].pid, os.WUNTRACED)[1])
-        return made[-1]
+            assert os.WIFSTOPPED(os.waitpid(processes[-1].pid, os.WUNTRACED)[1])
+        return processes[-1]
 
     yield start
-    for process in made:
+    for process in processes:
         process.kill()
         process.communicate(timeout=60)
 
@@ -69,58 +69,60 @@ def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 @pytest.fixture(scope="module")
 def sources(model, tmp_path_factory) -> dict[str, tuple[Path, dict[str, bytes]]]:
     """By command: the source, and the files of the unsplit conversion."""
-    folder, found = tmp_path_factory.mktemp("whole"), {}
+    folder, outputs = tmp_path_factory.mktemp("whole"), {}
     source = model("llama", "bfloat16")
-    for name, words in KINDS.items():
-        command = [sys.executable, "-c", CODE, "0", "0", name, str(source), str(folder / name), *words]
+    for name, options in KINDS.items():
+        command = [sys.executable, "-c", CODE, "0", "0", name, str(source), str(folder / name), *options]
         subprocess.run(command, env=ENV, timeout=120, check=True)
-        found[name] = source, files(folder / name)
+        outputs[name] = source, files(folder / name)
         source = folder / name
-    return found
+    return outputs
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_parts_at_once_one_of_them_killed_make_the_same_bytes(sources, started, convert, tmp_path, name):
     source, expected = sources[name]
-    words = [name, source, tmp_path / "out", *KINDS[name]]
-    parts = [started(signal.SIGKILL, 7 if number == 2 else 0, *words, "--part", f"{number}/3") for number in (1, 2, 3)]
-    told = [part.communicate(timeout=120) for part in parts]
-    assert [part.returncode for part in parts] == [0, -signal.SIGKILL, 0], told
-    assert "the same command without --part finishes" in told[0][0]
-    last = started(signal.SIGTERM, 5, *words)
+    command = [name, source, tmp_path / "out", *KINDS[name]]
+    parts = [
+        started(signal.SIGKILL, 7 if number == 2 else 0, *command, "--part", f"{number}/3") for number in (1, 2, 3)
+    ]
+    outputs = [part.communicate(timeout=120) for part in parts]
+    assert [part.returncode for part in parts] == [0, -signal.SIGKILL, 0], outputs
+    assert "the same command without --part finishes" in outputs[0][0]
+    last = started(signal.SIGTERM, 5, *command)
     assert "run the same command again to resume" in last.communicate(timeout=120)[1]
     assert last.returncode == 75
     assert not (tmp_path / "out").exists()
-    assert convert(*words).code == 0
+    assert convert(*command).code == 0
     assert files(tmp_path / "out") == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     assert convert("verify", tmp_path / "out", source).code == 0
 
 
 @pytest.fixture
-def words(sources, tmp_path) -> list[object]:
+def argv(sources, tmp_path) -> list[object]:
     return ["hf2megatron", sources["hf2megatron"][0], tmp_path / "out", *KINDS["hf2megatron"]]
 
 
-def test_what_is_done_is_not_done_again(sources, convert, words, tmp_path, monkeypatch):
-    assert [convert(*words, "--part", part).code for part in ("1/2", "2/2")] == [0, 0]
+def test_what_is_done_is_not_done_again(sources, convert, argv, tmp_path, monkeypatch):
+    assert [convert(*argv, "--part", part).code for part in ("1/2", "2/2")] == [0, 0]
     journals = files(tmp_path / "out.partial")
     monkeypatch.setattr("converters.move.engine.run_job", None)
-    assert convert(*words, "--part", "1/2").code == 0
-    assert convert(*words, "--part", "2/3").code == 0, "another number of parts"
-    again = files(tmp_path / "out.partial")
-    assert {name: again[name] for name in journals} == journals
-    assert convert(*words, "--no-verify").code == 0
+    assert convert(*argv, "--part", "1/2").code == 0
+    assert convert(*argv, "--part", "2/3").code == 0, "another number of parts"
+    contents = files(tmp_path / "out.partial")
+    assert {name: contents[name] for name in journals} == journals
+    assert convert(*argv, "--no-verify").code == 0
     assert files(tmp_path / "out") == sources["hf2megatron"][1]
 
 
-def test_a_killed_part_goes_on_where_it_was(started, convert, words, tmp_path):
-    killed = started(signal.SIGKILL, 250, *words, "--part", "1/1")
+def test_a_killed_part_goes_on_where_it_was(started, convert, argv, tmp_path):
+    killed = started(signal.SIGKILL, 250, *argv, "--part", "1/1")
     killed.communicate(timeout=120)
     lines = (tmp_path / "out.partial/journal-1-of-1.jsonl").read_text().splitlines()
     assert len(lines) > 5
-    ran = started(signal.SIGKILL, 0, *words, "--part", "1/1", "--json")
+    ran = started(signal.SIGKILL, 0, *argv, "--part", "1/1", "--json")
     assert json.loads(ran.communicate(timeout=120)[0])["part"] == "1/1"
     names = [
         json.loads(line)[0] for line in (tmp_path / "out.partial/journal-1-of-1.jsonl").read_text().splitlines()[1:]
@@ -132,41 +134,41 @@ def refused(ran, message: str) -> None:
     assert (ran.code, message in ran.err) == (7, True), ran
 
 
-def test_who_works_on_a_part_and_who_finishes_keep_apart(sources, started, convert, words, tmp_path):
-    part = started(signal.SIGSTOP, 20, *words, "--part", "1/2")
-    refused(convert(*words), "other processes are writing parts of")
-    refused(convert(*words, "--force"), "other processes are writing parts of")
-    refused(convert(*words, "--part", "1/2"), "another process is writing part 1/2 of")
-    assert convert(*words, "--part", "2/2").code == 0
+def test_who_works_on_a_part_and_who_finishes_keep_apart(sources, started, convert, argv, tmp_path):
+    part = started(signal.SIGSTOP, 20, *argv, "--part", "1/2")
+    refused(convert(*argv), "other processes are writing parts of")
+    refused(convert(*argv, "--force"), "other processes are writing parts of")
+    refused(convert(*argv, "--part", "1/2"), "another process is writing part 1/2 of")
+    assert convert(*argv, "--part", "2/2").code == 0
     part.send_signal(signal.SIGCONT)
     assert part.wait(timeout=60) == 0
-    last = started(signal.SIGSTOP, 1, *words)
-    refused(convert(*words, "--part", "1/2"), "another process is writing all of")
-    refused(convert(*words), f"another process is writing {tmp_path / 'out.partial'}")
+    last = started(signal.SIGSTOP, 1, *argv)
+    refused(convert(*argv, "--part", "1/2"), "another process is writing all of")
+    refused(convert(*argv), f"another process is writing {tmp_path / 'out.partial'}")
     last.send_signal(signal.SIGCONT)
     assert last.wait(timeout=60) == 0
     assert files(tmp_path / "out") == sources["hf2megatron"][1]
 
 
 @pytest.mark.parametrize("part", ["0/4", "5/4", "x", "1/0", "1", "-1/4", "1/4/4"])
-def test_no_part(convert, words, part):
-    ran = convert(*words, f"--part={part}")
+def test_no_part(convert, argv, part):
+    ran = convert(*argv, f"--part={part}")
     assert (ran.code, "is not a part such as" in ran.err) == (2, True)
 
 
-def test_another_source_between(sources, convert, words, tmp_path):
-    source = next(words[1].glob("*.safetensors"))
-    assert convert(*words, "--part", "1/2").code == 0
+def test_another_source_between(sources, convert, argv, tmp_path):
+    source = next(argv[1].glob("*.safetensors"))
+    assert convert(*argv, "--part", "1/2").code == 0
     before = source.stat()
     os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     try:
-        for more in (["--part", "2/2"], ["--part", "1/2"], ["--part", "2/2", "--force"], []):
-            refused(convert(*words, *more), "another conversion (or its source has changed since)")
+        for options in (["--part", "2/2"], ["--part", "1/2"], ["--part", "2/2", "--force"], []):
+            refused(convert(*argv, *options), "another conversion (or its source has changed since)")
     finally:
         os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert convert(*words, "--part", "2/2").code == 0
-    assert convert(*words[:3], "--tp", 4).code == 7
-    assert convert(*words[:3], "--tp", 4, "--force").code == 0
+    assert convert(*argv, "--part", "2/2").code == 0
+    assert convert(*argv[:3], "--tp", 4).code == 7
+    assert convert(*argv[:3], "--tp", 4, "--force").code == 0
     assert dict(open_checkpoint(tmp_path / "out").topology) == {"tp": 4, "pp": 1}
 
 
@@ -188,23 +190,23 @@ def test_another_source_of_the_same_sizes_and_times(model, convert, monkeypatch,
             os.utime(path, (10**9, 10**9))
 
     write(src, 0)
-    words = ["fsdp2hf" if kind == "torch" else "hf2fsdp", src, tmp_path / "out"]
-    words += ["--config", config] if kind == "torch" else []
+    command = ["fsdp2hf" if kind == "torch" else "hf2fsdp", src, tmp_path / "out"]
+    command += ["--config", config] if kind == "torch" else []
     if killed:
         with monkeypatch.context() as patch:
             patch.setattr(engine, "run_job", _stopping(engine.run_job, 3))
-            assert convert(*words, "-j", 1).code == 75
+            assert convert(*command, "-j", 1).code == 75
     else:
-        assert convert(*words, "--part", "1/2").code == 0
+        assert convert(*command, "--part", "1/2").code == 0
     src.rename(tmp_path / "before")
     write(src, 1)
-    sizes = [[(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(one.iterdir())]
-             for one in (src, tmp_path / "before")]  # fmt: skip
+    sizes = [[(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(place.iterdir())]
+             for place in (src, tmp_path / "before")]  # fmt: skip
     assert sizes[0] == sizes[1]
-    refused(convert(*words), "another conversion (or its source has changed since)")
+    refused(convert(*command), "another conversion (or its source has changed since)")
     shutil.rmtree(src)
     shutil.copytree(tmp_path / "before", src)  # copied again, with its times
-    ran = convert(*words)
+    ran = convert(*command)
     assert ran.code == 0, ran.err
 
 
@@ -245,82 +247,82 @@ def test_samples_are_of_the_whole_length_of_a_file(tmp_path, count, size):
 def test_another_model_of_the_same_countis_another_conversion(model, convert, tmp_path):
     state = weights(model("llama"))
     folder = save(tmp_path / "c", {"model": state, "ema": {key: value + 1 for key, value in state.items()}})
-    words = ["fsdp2hf", folder, tmp_path / "out", "--config", model("llama")]
-    assert convert(*words, "--container", "model", "--part", "1/2").code == 0
-    for more in (["--part", "2/2"], []):
-        refused(convert(*words, "--container", "ema", *more), "another conversion")
-    assert convert(*words, "--container", "model").code == 0
+    command = ["fsdp2hf", folder, tmp_path / "out", "--config", model("llama")]
+    assert convert(*command, "--container", "model", "--part", "1/2").code == 0
+    for options in (["--part", "2/2"], []):
+        refused(convert(*command, "--container", "ema", *options), "another conversion")
+    assert convert(*command, "--container", "model").code == 0
     assert {key: value.tolist() for key, value in weights(tmp_path / "out").items()} == {
         key: value.tolist() for key, value in state.items()
     }
 
 
-def test_the_same_folder_may_be_spelled_otherwise(convert, words, monkeypatch):
-    assert convert(*words, "--part", "1/2").code == 0
-    monkeypatch.chdir(words[1].parent)
-    ran = convert(words[0], words[1].name, *words[2:])
+def test_the_same_folder_may_be_spelled_otherwise(convert, argv, monkeypatch):
+    assert convert(*argv, "--part", "1/2").code == 0
+    monkeypatch.chdir(argv[1].parent)
+    ran = convert(argv[0], argv[1].name, *argv[2:])
     assert ran.code == 0, ran.err
 
 
-def test_what_was_damaged_on_the_way_is_written_anew(sources, convert, words, tmp_path):
-    assert convert(*words, "--part", "1/2").code == 0
+def test_what_was_damaged_on_the_way_is_written_anew(sources, convert, argv, tmp_path):
+    assert convert(*argv, "--part", "1/2").code == 0
     for path in (tmp_path / "out.partial/out").rglob("*.pt"):
         content = bytearray(path.read_bytes())
         middle = next(at for at in range(len(content) // 2, len(content)) if content[at])
         content[middle] ^= 1
         path.write_bytes(content)
-    ran = convert(*words)
+    ran = convert(*argv)
     assert ran.code == 6, ran
     assert "do not read back as written" in ran.err
     assert "the same command starts over" in ran.err
-    assert convert(*words).code == 0
+    assert convert(*argv).code == 0
     assert files(tmp_path / "out") == sources["hf2megatron"][1]
 
 
-def test_countthat_are_gone(sources, convert, words, tmp_path):
-    assert convert(*words, "--part", "1/2").code == 0
+def test_countthat_are_gone(sources, convert, argv, tmp_path):
+    assert convert(*argv, "--part", "1/2").code == 0
     next((tmp_path / "out.partial/out").rglob("*.pt")).unlink()
-    refused(convert(*words, "--part", "2/2"), "lacks files that its journals speak of")
-    assert convert(*words).code == 0
+    refused(convert(*argv, "--part", "2/2"), "lacks files that its journals speak of")
+    assert convert(*argv).code == 0
     assert files(tmp_path / "out") == sources["hf2megatron"][1]
 
 
-def test_an_output_that_exists_is_replaced_by_the_last_one(convert, words, tmp_path):
-    assert convert(*words[:3], "--tp", 4).code == 0
-    refused(convert(*words, "--part", "1/2"), "exists")
-    assert convert(*words, "--part", "1/2", "--force").code == 0
+def test_an_output_that_exists_is_replaced_by_the_last_one(convert, argv, tmp_path):
+    assert convert(*argv[:3], "--tp", 4).code == 0
+    refused(convert(*argv, "--part", "1/2"), "exists")
+    assert convert(*argv, "--part", "1/2", "--force").code == 0
     assert dict(open_checkpoint(tmp_path / "out").topology) == {"tp": 4, "pp": 1}
-    refused(convert(*words), "exists")
-    assert convert(*words, "--force").code == 0
+    refused(convert(*argv), "exists")
+    assert convert(*argv, "--force").code == 0
     assert dict(open_checkpoint(tmp_path / "out").topology) == {"tp": 2, "pp": 2}
 
 
 def test_a_part_that_fails_leaves_the_others_work(sources, convert, tmp_path):
     assert convert("hf2megatron", sources["hf2megatron"][0], tmp_path / "m", "--tp", 2).code == 0
     norm = next(
-        one
-        for one in open_checkpoint(tmp_path / "m").fragments()
-        if "input_layernorm" in one.key or "layer_norm_weight" in one.key
+        fragment
+        for fragment in open_checkpoint(tmp_path / "m").fragments()
+        if "input_layernorm" in fragment.key or "layer_norm_weight" in fragment.key
     ).fragment
     with norm.path.open("r+b") as file:
         file.seek(norm.offset)
         file.write(np.float16(7).tobytes())
     amend(norm.path, [(norm.offset, 2)])  # saved so, and not damaged since
-    words = ["megatron2hf", tmp_path / "m", tmp_path / "out"]
-    codes = [convert(*words, "--part", f"{number}/3").code for number in (1, 2, 3)]
+    command = ["megatron2hf", tmp_path / "m", tmp_path / "out"]
+    codes = [convert(*command, "--part", f"{number}/3").code for number in (1, 2, 3)]
     assert sorted(codes) == [0, 0, 6]
     assert (tmp_path / "out.partial/out").is_dir()
-    assert convert(*words).code == 6
+    assert convert(*command).code == 6
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_without_locks_there_are_no_parts(convert, words, tmp_path, monkeypatch):
+def test_without_locks_there_are_no_parts(convert, argv, tmp_path, monkeypatch):
     def flock(*_: object) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    refused(convert(*words, "--part", "1/2"), "file system without locks")
-    assert convert(*words).code == 0
+    refused(convert(*argv, "--part", "1/2"), "file system without locks")
+    assert convert(*argv).code == 0
 
 
 @pytest.mark.parametrize("of", [1, 2, 3, 7, 1000])

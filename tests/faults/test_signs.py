@@ -51,14 +51,14 @@ def test_every_command_names_it(convert, tmp_path, kind):
     make, inner, what, hint = KINDS[kind]
     run, out = make(tmp_path / "run"), tmp_path / "out"
     for place in (run, run / inner):
-        told = f"{place} is a checkpoint of"
-        for words in (
+        message = f"{place} is a checkpoint of"
+        for argv in (
             ["inspect", place],
             ["digest", place],
             ["diff", place, place],
             ["verify", REAL / "dp_reshardable", place],
         ):
-            refused(convert(*words), 4, told, what, hint)
+            refused(convert(*argv), 4, message, what, hint)
     for command in COMMANDS:
         refused(convert(command, run, out), 4, f"{run} is a checkpoint of", what, hint)
     assert not out.exists()
@@ -105,7 +105,7 @@ OTHERS = {
 
 def test_what_passes_for_nothing(convert, tmp_path):
     """Each folder is told by its own sign, also from the folder above; and every sign has a folder here."""
-    told = {}
+    kinds = {}
     for number, (what, names) in enumerate(OTHERS.items()):
         folder = tmp_path / str(number) / "step"
         folder.mkdir(parents=True)
@@ -117,8 +117,8 @@ def test_what_passes_for_nothing(convert, tmp_path):
             assert what in str(error.value)
             assert error.value.hint
             assert "{" not in error.value.hint
-        told[what] = next(sign.what for sign in signs.OTHERS if sign.told_by(folder))
-    assert sorted(told.values()) == sorted(sign.what for sign in signs.OTHERS)
+        kinds[what] = next(sign.what for sign in signs.OTHERS if sign.told_by(folder))
+    assert sorted(kinds.values()) == sorted(sign.what for sign in signs.OTHERS)
     refused(convert("inspect", tmp_path / "6/step/q4.gguf"), 4, "llama.cpp")
 
 

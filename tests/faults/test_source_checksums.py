@@ -67,8 +67,8 @@ def test_any_pieces_in_any_order_however_often(content, data, seed):
     verdict = checks.complete(rest, 1)
     assert (str(verdict), verdict.entries) == ("verified", 1)
     covered = {i for low, high in pieces for i in range(low, high)}
-    again = [i for low, high in read for i in range(low, high)]
-    assert sorted(again) == sorted(set(range(n)) - covered), "what passed is not read again"
+    reread = [i for low, high in read for i in range(low, high)]
+    assert sorted(reread) == sorted(set(range(n)) - covered), "what passed is not read again"
 
 
 @given(st.binary(min_size=1, max_size=200), st.integers(0, 10**6), st.integers(0, 200))
@@ -89,8 +89,8 @@ def test_any_bit_is_seen(content, bit, cut):
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=20))
 def test_intervals(ranges):
     bounds, covered = [], set()
-    for one, two in ranges:
-        low, high = min(one, two), max(one, two)
+    for first, last in ranges:
+        low, high = min(first, last), max(first, last)
         new = {i for start, stop in claim(bounds, low, high) for i in range(start, stop)}
         assert new == set(range(low, high)) - covered
         covered |= new
@@ -99,9 +99,9 @@ def test_intervals(ranges):
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
-def test_the_sum_of_two_parts(one, two):
-    added = crc32.part(memoryview(one), len(two)) ^ crc32.part(memoryview(two), 0)
-    assert crc32.whole(added, len(one) + len(two)) == zlib.crc32(one + two)
+def test_the_sum_of_two_parts(first, second):
+    added = crc32.part(memoryview(first), len(second)) ^ crc32.part(memoryview(second), 0)
+    assert crc32.whole(added, len(first) + len(second)) == zlib.crc32(first + second)
 
 
 def test_sizes_beyond_4_gib():
@@ -129,8 +129,8 @@ def source(model, convert, tmp_path) -> Callable[[str], Source]:
     def hf() -> Path:
         return shutil.copytree(model("llama", "bfloat16"), tmp_path / "hf", dirs_exist_ok=True)
 
-    def made(*words: object) -> Path:
-        assert convert(words[0], hf(), tmp_path / "src", *words[1:]).code == 0
+    def made(*argv: object) -> Path:
+        assert convert(argv[0], hf(), tmp_path / "src", *argv[1:]).code == 0
         return bare(tmp_path / "src")
 
     def dcp() -> Path:
@@ -194,8 +194,8 @@ def flip(path: Path, at: int) -> None:
 
 def flip_weight(folder: Path, **settings: object) -> Path:
     """Change one bit in the middle of a weight."""
-    fragments = [one.fragment for one in open_checkpoint(folder, Settings(**settings)).fragments()]
-    largest = max(fragments, key=lambda one: one.nbytes)
+    fragments = [piece.fragment for piece in open_checkpoint(folder, Settings(**settings)).fragments()]
+    largest = max(fragments, key=lambda piece: piece.nbytes)
     if largest.stream is not None:
         flip(largest.path, largest.stream.start + largest.stream.length // 2)
     else:
@@ -235,7 +235,7 @@ def test_a_flipped_bit_in_a_pickle(source, convert, model, tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "argv"),
     [
         ("megatron", ["digest"]),
         ("dcp", ["digest", "--config", "CONFIG"]),
@@ -243,13 +243,13 @@ def test_a_flipped_bit_in_a_pickle(source, convert, model, tmp_path, kind):
         ("zero", ["zero2universal", "OUT", "--gqa-layout", "blocked"]),
         ("dcp", ["hf2fsdp", "OUT", "--config", "CONFIG"]),
     ],
-    ids=lambda one: one if isinstance(one, str) else one[0],
+    ids=lambda value: value if isinstance(value, str) else value[0],
 )
-def test_every_command_that_reads_weights(source, convert, model, tmp_path, kind, words):
+def test_every_command_that_reads_weights(source, convert, model, tmp_path, kind, argv):
     folder, _ = source(kind)
     path = flip_weight(folder, **settings_of(kind, model))
     given = {"OUT": tmp_path / "out", "CONFIG": model("llama", "bfloat16")}
-    refused(convert(words[0], folder, *(given.get(str(word), word) for word in words[1:])), 3, f"{path} is damaged")
+    refused(convert(argv[0], folder, *(given.get(str(word), word) for word in argv[1:])), 3, f"{path} is damaged")
     assert not list(tmp_path.glob("out*"))
 
 
@@ -258,15 +258,15 @@ def test_diff_and_verify_against_a_source(source, convert, tmp_path):
     assert convert(command[0], folder, tmp_path / "out").code == 0
     assert convert("diff", tmp_path / "out", folder).code == 0
     path = flip_weight(folder)
-    for words in (["diff", tmp_path / "out", folder], ["verify", tmp_path / "out", folder]):
-        refused(convert(*words), 3, f"{path} is damaged")
+    for argv in (["diff", tmp_path / "out", folder], ["verify", tmp_path / "out", folder]):
+        refused(convert(*argv), 3, f"{path} is damaged")
 
 
 def test_averaged_norms(convert, tmp_path):
     """They are written with a new checksum, which would hide the damage."""
     run = shutil.copytree(GOLDEN / "llama-bf16-optimizer-tp2", tmp_path / "run")
     opened = open_checkpoint(run, Settings(weights="fp32-master", gqa_layout="blocked"))
-    norm = next(one.fragment for one in opened.fragments() if "norm" in one.key)
+    norm = next(fragment.fragment for fragment in opened.fragments() if "norm" in fragment.key)
     flip(norm.path, norm.offset + norm.nbytes // 2)
     refused(convert("average-norms", run, tmp_path / "out"), 3, f"{norm.path} is damaged", "norm")
     assert not (tmp_path / "out").exists()
@@ -276,10 +276,10 @@ def test_an_optimizer_that_goes_along(model, convert, tmp_path):
     assert convert("hf2megatron", model("llama", "bfloat16"), tmp_path / "m", "--iteration", 3).code == 0
     bare(add_optimizer(tmp_path / "m", "distributed"))
     path = next((tmp_path / "m").rglob("distrib_optim.pt"))
-    words = ["reshard", tmp_path / "m"]
-    assert convert(*words, tmp_path / "out", "--with-optimizer", "--tp", 2).code == 0
+    argv = ["reshard", tmp_path / "m"]
+    assert convert(*argv, tmp_path / "out", "--with-optimizer", "--tp", 2).code == 0
     flip(path, path.stat().st_size // 2)
-    refused(convert(*words, tmp_path / "again", "--with-optimizer", "--tp", 2), 3, f"{path} is damaged", "exp_avg")
+    refused(convert(*argv, tmp_path / "again", "--with-optimizer", "--tp", 2), 3, f"{path} is damaged", "exp_avg")
 
 
 def test_what_the_checksums_do_not_say(model, convert, tmp_path):
@@ -290,8 +290,8 @@ def test_what_the_checksums_do_not_say(model, convert, tmp_path):
     dcp.save(weights(model("llama", "bfloat16")), storage_writer=writer, no_dist=True)
     ran = convert("fsdp2hf", tmp_path / "src", tmp_path / "out", "--config", model("llama", "bfloat16"))
     assert ran.code == 0, ran.err
-    said = "source checksums: verified (each file by itself; nothing ties .distcp files to each other)\n"
-    assert said in ran.out
+    message = "source checksums: verified (each file by itself; nothing ties .distcp files to each other)\n"
+    assert message in ran.out
     assert convert("hf2megatron", tmp_path / "out", tmp_path / "m", "--format", "torch_dist", "--tp", 2).code == 0
     ran = convert("megatron2hf", tmp_path / "m", tmp_path / "hf")
     assert "source checksums: verified\n" in ran.out
@@ -303,8 +303,8 @@ def test_what_the_checksums_do_not_say(model, convert, tmp_path):
 def test_formats_without_checksums(model, convert, tmp_path):
     ran = convert("hf2fsdp", model("llama"), tmp_path / "a")
     assert "source checksums: none in this format\n" in ran.out
-    said = json.loads(convert("hf2fsdp", model("llama"), tmp_path / "b", "--json").out)["source_checksums"]
-    assert said["checked"] == "none in this format"
+    checksums = json.loads(convert("hf2fsdp", model("llama"), tmp_path / "b", "--json").out)["source_checksums"]
+    assert checksums["checked"] == "none in this format"
 
 
 def test_checksums_that_were_not_written(model, convert, tmp_path):
@@ -345,23 +345,23 @@ def stop_after(number, monkeypatch):
 def test_a_resumed_run_checks_what_the_first_one_read(source, convert, monkeypatch, tmp_path):
     """The first run reads the damaged tensor and is stopped before its entry is complete."""
     folder, command = source("zero")
-    words = [command[0], folder, tmp_path / "out", *command[1:], "-j", 1]
+    argv = [command[0], folder, tmp_path / "out", *command[1:], "-j", 1]
     flip_weight(folder, weights="fp32-master", gqa_layout="blocked")
     done = stop_after(3, monkeypatch)
-    assert convert(*words).code == 75
+    assert convert(*argv).code == 75
     monkeypatch.undo()
     journal = (tmp_path / "out.partial" / "journal.jsonl").read_text()
     assert all(json.dumps(name) in journal for name in done)
-    refused(convert(*words), 3, "is damaged")
+    refused(convert(*argv), 3, "is damaged")
     assert not list(tmp_path.glob("out*"))
 
 
 def test_what_a_first_run_found_sound_is_not_read_again(source, convert, monkeypatch, tmp_path):
     monkeypatch.setattr(source_checks, "SMALL", 1)
     folder, command = source("dcp")
-    words = [command[0], folder, tmp_path / "out", *command[1:], "-j", 1]
+    argv = [command[0], folder, tmp_path / "out", *command[1:], "-j", 1]
     stop_after(9, monkeypatch)
-    assert convert(*words).code == 75
+    assert convert(*argv).code == 75
     monkeypatch.undo()
     monkeypatch.setattr(source_checks, "SMALL", 1)
     read, complete = [], SourceChecks.complete
@@ -374,7 +374,7 @@ def test_what_a_first_run_found_sound_is_not_read_again(source, convert, monkeyp
         return complete(self, count, *rest)
 
     monkeypatch.setattr(SourceChecks, "complete", counted)
-    ran = convert(*words)
+    ran = convert(*argv)
     assert ran.code == 0, ran.err
     assert "source checksums: verified\n" in ran.out
     assert not read
@@ -382,14 +382,14 @@ def test_what_a_first_run_found_sound_is_not_read_again(source, convert, monkeyp
 
 def test_a_part_that_reads_damage_leaves_nothing_to_resume(source, convert, tmp_path):
     folder, command = source("megatron")
-    words = [command[0], folder, tmp_path / "out"]
-    last = next(one.fragment for one in open_checkpoint(folder).fragments() if one.slot.layer == 3)
+    argv = [command[0], folder, tmp_path / "out"]
+    last = next(fragment.fragment for fragment in open_checkpoint(folder).fragments() if fragment.slot.layer == 3)
     flip(last.path, last.offset + 9)
-    assert convert(*words, "--part", "1/2").code == 0, "what it has read is sound"
-    refused(convert(*words, "--part", "2/2"), 3, f"{last.path} is damaged")
-    for again in ([], ["--part", "1/2"], ["--part", "2/2"]):
-        refused(convert(*words, *again), 7, "a conversion whose source is damaged", "remove")
-    refused(convert(*words, "--force"), 3, f"{last.path} is damaged")
+    assert convert(*argv, "--part", "1/2").code == 0, "what it has read is sound"
+    refused(convert(*argv, "--part", "2/2"), 3, f"{last.path} is damaged")
+    for options in ([], ["--part", "1/2"], ["--part", "2/2"]):
+        refused(convert(*argv, *options), 7, "a conversion whose source is damaged", "remove")
+    refused(convert(*argv, "--force"), 3, f"{last.path} is damaged")
     assert not list(tmp_path.glob("out*"))
 
 
@@ -400,6 +400,6 @@ def test_read_back_blocks_are_those_of_the_file(tmp_path):
     checks = checks_of(content, 4)
     with (tmp_path / "x").open("rb") as file:
         verdict = checks.complete(
-            lambda one, at, buffer: read_into(file.fileno(), buffer, one.offset + at, tmp_path / "x"), 2
+            lambda block, at, buffer: read_into(file.fileno(), buffer, block.offset + at, tmp_path / "x"), 2
         )
     assert verdict.entries == 1

@@ -16,31 +16,31 @@ def copy(convert, model, tmp_path):
 
 
 def test_parts_together_are_the_whole(convert, copy, tmp_path, monkeypatch):
-    whole = convert("verify", copy).out
+    stdout = convert("verify", copy).out
     counts = [int(convert("verify", copy, "--part", f"{part}/3").out.split(": ")[1].split()[0]) for part in (1, 3)]
     assert (tmp_path / "copy.verify/journal-3-of-3.jsonl").is_file()
     read, execute = [], resumed.execute
 
-    def seen(jobs, *words, **more):
+    def seen(jobs, *args, **options):
         read.extend(jobs)
-        return execute(jobs, *words, **more)
+        return execute(jobs, *args, **options)
 
     monkeypatch.setattr(resumed, "execute", seen)
     ran = convert("verify", copy)
-    assert (ran.code, ran.out) == (0, whole)
-    assert len(read) + sum(counts) == int(whole.split(": ")[1].split()[0])
+    assert (ran.code, ran.out) == (0, stdout)
+    assert len(read) + sum(counts) == int(stdout.split(": ")[1].split()[0])
     assert not (tmp_path / "copy.verify").exists()
 
 
 def test_a_part_tells_what_differs_in_it_and_a_new_copy_is_read_anew(convert, copy, tmp_path):
     shard = next((copy / "release").rglob("*01/*.pt"))
-    whole = shard.read_bytes()
-    damaged = bytearray(whole)
-    damaged[len(whole) // 2] ^= 1
+    content = shard.read_bytes()
+    damaged = bytearray(content)
+    damaged[len(content) // 2] ^= 1
     shard.write_bytes(damaged)
     codes = [convert("verify", copy, "--part", f"{part}/2").code for part in (1, 2)]
     assert sorted(codes) == [0, 6]
-    shard.write_bytes(whole)
+    shard.write_bytes(content)
     os.utime(shard, ns=(0, 0))
     ran = convert("verify", copy, "--part", "1/2")
     assert (ran.code, "remove" in ran.err) == (7, True), ran.err

@@ -28,34 +28,34 @@ def run(model, tmp_path):
 
 
 def lines(out):
-    held = [json.loads(line) for line in (out / ".watch/log.jsonl").read_text().splitlines()]
-    return [(one.get("checkpoint", ""), one["state"]) for one in held]
+    records = [json.loads(line) for line in (out / ".watch/log.jsonl").read_text().splitlines()]
+    return [(record.get("checkpoint", ""), record["state"]) for record in records]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(250)
 def test_two_watchers_that_are_killed_convert_each_checkpoint_once(tmp_path):
     """`make watch-storm` does it with 200."""
-    told = storm(tmp_path, 5, 4, 0.3)
-    assert told["killed"] >= 2
-    assert told["converted"] >= 3
+    counts = storm(tmp_path, 5, 4, 0.3)
+    assert counts["killed"] >= 2
+    assert counts["converted"] >= 3
 
 
 def test_what_is_complete_is_converted_once_and_kept_by_rule(convert, run, tmp_path):
     out = tmp_path / "out"
-    words = ("watch", run, "--out", out, "--to", "hf", "--once")
-    ran = convert(*words, "-n")
+    argv = ("watch", run, "--out", out, "--to", "hf", "--once")
+    ran = convert(*argv, "-n")
     assert ran.out.splitlines() == ["step-1: to be converted", "step-2: to be converted", "step-3: not complete"]
     assert not out.exists()
-    ran = convert(*words)
+    ran = convert(*argv)
     assert (ran.code, len(ran.out.splitlines())) == (75, 2), ran.err
     assert vitruvian.verify(out / "step-2", run / "step-2").equal
     shutil.copy(run / "step-1" / ".metadata", run / "step-3")
-    ran = convert(*words, "--keep", "1", "--keep-every", "2")
+    ran = convert(*argv, "--keep", "1", "--keep-every", "2")
     assert (ran.code, ran.out.count("digest")) == (75, 1)
     assert sorted(path.name for path in out.iterdir()) == [".watch", "step-2", "step-3"]
     assert [path.name for path in (out / ".watch").iterdir()] == ["log.jsonl"]
-    ran = convert(*words, "--idle", "0")
+    ran = convert(*argv, "--idle", "0")
     assert (ran.code, ran.out) == (0, "")
     assert lines(out)[-1] == ("step-1", "removed")
 
@@ -63,34 +63,34 @@ def test_what_is_complete_is_converted_once_and_kept_by_rule(convert, run, tmp_p
 def test_what_was_finished_before_a_kill_is_not_done_again(convert, run, tmp_path):
     """Between a model in its place and the line that says so; and a line that was cut short."""
     out = tmp_path / "out"
-    words = ("watch", run, "--out", out, "--once")
+    argv = ("watch", run, "--out", out, "--once")
     shutil.rmtree(run / "step-2")
-    convert(*words)
+    convert(*argv)
     log, place = out / ".watch/log.jsonl", (out / "step-1").stat().st_ino
-    whole = log.read_text()
-    log.write_text(whole[:-20])
-    assert convert(*words).code == 75
+    content = log.read_text()
+    log.write_text(content[:-20])
+    assert convert(*argv).code == 75
     assert (out / "step-1").stat().st_ino == place
     digest = vitruvian.digest(run / "step-1").digest
     assert converted(out) == {"step-1": [digest]}
     # saved anew: a model is never replaced, one that was moved away is made again
     (run / "step-1" / ".metadata").touch()
-    assert convert(*words).out == ""
+    assert convert(*argv).out == ""
     (out / "step-1").rename(tmp_path / "old")
-    assert convert(*words).out.count(digest) == 1
+    assert convert(*argv).out.count(digest) == 1
 
 
 def test_what_was_begun_and_is_gone_is_ended(convert, run, tmp_path):
     """Killed at work, and the training has deleted the checkpoint since; and killed after it."""
     out = tmp_path / "out"
-    words = ("watch", run, "--out", out, "--once")
-    convert(*words)
+    argv = ("watch", run, "--out", out, "--once")
+    convert(*argv)
     log = out / ".watch/log.jsonl"
     log.write_text("".join(line for line in log.read_text().splitlines(True) if '"converted"' not in line))
     (out / "step-1").rename(out / "step-1.partial")
     for step in (1, 2):
         shutil.rmtree(run / f"step-{step}")
-    assert convert(*words).code == 75
+    assert convert(*argv).code == 75
     assert lines(out)[-2:] == [("step-1", "gone"), ("step-2", "converted")]
     assert sorted(path.name for path in out.iterdir()) == [".watch", "step-2"]
 
@@ -107,50 +107,50 @@ def test_a_checkpoint_that_another_watcher_has_is_left_to_it(run, tmp_path):
 
 def test_what_fails_is_told_and_does_not_stop_the_others(convert, run, tmp_path):
     out = tmp_path / "out"
-    words = ("watch", run, "--out", out, "--once")
+    argv = ("watch", run, "--out", out, "--once")
     (out / "step-2").mkdir(parents=True)
     next((run / "step-1").glob("*.distcp")).write_bytes(b"cut short")
     shutil.copy(run / "step-2" / ".metadata", run / "step-3")
-    ran = convert(*words)
+    ran = convert(*argv)
     assert (ran.code, ran.out.count("digest")) == (75, 1)
     assert "note: step-1: " in ran.err
     assert f"note: step-2: {out}/step-2 exists, and {out}/.watch/log.jsonl has no line of it: move it" in ran.err
-    ran = convert(*words, "--idle", "0")  # what cannot be read is looked at twice, as it may be half deleted
+    ran = convert(*argv, "--idle", "0")  # what cannot be read is looked at twice, as it may be half deleted
     assert (ran.code, ran.err.count("note: ")) == (3, 1)
     assert "2 checkpoints were not converted: step-1" in ran.err
-    ran = convert(*words, "--idle", "0")
+    ran = convert(*argv, "--idle", "0")
     assert (ran.code, ran.err.count("note: ")) == (3, 0)
     shutil.rmtree(run / "step-1")
     shutil.copytree(run / "step-3", run / "step-1")  # saved again
-    assert convert(*words).out.count("digest") == 1
+    assert convert(*argv).out.count("digest") == 1
 
 
 def test_a_line_of_the_log_that_is_damaged_is_named(convert, tmp_path):
     """In the middle: one at the end is of a writer that was killed."""
     out = tmp_path / "out"
     (tmp_path / "run").mkdir()
-    words = ("watch", tmp_path / "run", "--out", out, "--once")
-    assert convert(*words).code == 75
+    argv = ("watch", tmp_path / "run", "--out", out, "--once")
+    assert convert(*argv).code == 75
     log = out / ".watch/log.jsonl"
     first = log.read_bytes()
     for line in (b'{"state": "beg', b"\0\0\0\0", b"[]", b'{"time": 1, "state": "began", "checkpoint": "a"}', b"\xff"):
         log.write_bytes(first + line + b"\n" + first)
-        for more in ([], ["-n"]):
-            ran = convert(*words, *more)
+        for options in ([], ["-n"]):
+            ran = convert(*argv, *options)
             assert (ran.code, f"line 2 of {log} is damaged" in ran.err) == (7, True), (line, ran.err)
     for rest in (b"\0\0\0\0", b"garbage", b'{"state": "beg'):  # without an end
-        for whole, number in ((first, 2), (b"", 1)):
-            log.write_bytes(whole + rest)
-            ran = convert(*words)
+        for start, number in ((first, 2), (b"", 1)):
+            log.write_bytes(start + rest)
+            ran = convert(*argv)
             assert (ran.code, f"line {number} of {log} is damaged" in ran.err) == (7, True), (rest, ran.err)
-            assert log.read_bytes() == whole + rest
+            assert log.read_bytes() == start + rest
     for size in (len(first) - 10, 3):
         log.write_bytes(first + first[:size])
-        assert convert(*words).code == 75
+        assert convert(*argv).code == 75
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("options", "message"),
     [
         (["--idle", "nan"], "nan is not a finite number"),
         (["--every", "nan"], "nan is not a finite number"),
@@ -160,69 +160,69 @@ def test_a_line_of_the_log_that_is_damaged_is_named(convert, tmp_path):
     ],
 )
 @pytest.mark.parametrize("submitted", [False, True])
-def test_what_no_watch_can_be_asked_for(convert, run, tmp_path, words, told, submitted):
-    words = [word.replace("RUN", str(run)) for word in words]
+def test_what_no_watch_can_be_asked_for(convert, run, tmp_path, options, message, submitted):
+    options = [word.replace("RUN", str(run)) for word in options]
     before = ["submit", "--site", "local", "-n"] * submitted
-    ran = convert(*before, "watch", run, "--out", tmp_path / "out", *words, *["-n"] * (not submitted))
-    assert (ran.code, told.replace("RUN", str(run)) in ran.err) == (2, True), ran.err
+    ran = convert(*before, "watch", run, "--out", tmp_path / "out", *options, *["-n"] * (not submitted))
+    assert (ran.code, message.replace("RUN", str(run)) in ran.err) == (2, True), ran.err
     assert convert("watch", run, "--out", run / "models", "-n").code == 0
 
 
 def test_a_model_whose_lines_are_lost_is_left_alone_until_it_is_moved_away(convert, run, tmp_path):
     """A log that a copy has cut in half, say: nobody knows what the model was made of."""
     out = tmp_path / "out"
-    words = ("watch", run, "--out", out, "--once")
-    convert(*words)
+    argv = ("watch", run, "--out", out, "--once")
+    convert(*argv)
     log, place = out / ".watch/log.jsonl", (out / "step-1").stat().st_ino
     log.write_text(log.read_text().splitlines(keepends=True)[0])
-    ran = convert(*words)
+    ran = convert(*argv)
     assert (ran.code, ran.out, ran.err.count("has no line of it: move it away")) == (75, "", 2)
-    assert (convert(*words).err, (out / "step-1").stat().st_ino) == ("", place)
+    assert (convert(*argv).err, (out / "step-1").stat().st_ino) == ("", place)
     (out / "step-1").rename(tmp_path / "old")
-    assert convert(*words).out.count("digest") == 1
-    assert convert(*words, "--idle", "0").code == 7, "the other one is still in the way"
+    assert convert(*argv).out.count("digest") == 1
+    assert convert(*argv, "--idle", "0").code == 7, "the other one is still in the way"
 
 
 def test_a_watch_waits_for_room(convert, run, tmp_path):
     """Not even a claim, then no model, has room: no checkpoint is given up for that."""
     place = tmp_path / "small"
     place.mkdir()
-    words = ("watch", run, "--out", place / "out", "--once")
+    argv = ("watch", run, "--out", place / "out", "--once")
     mount = ["mount", "-t", "tmpfs", "-o", "nr_inodes=4", "none", place]
-    if (made := subprocess.run(mount, capture_output=True, text=True, check=False)).returncode:
-        pytest.skip(f"no file system can be mounted here: {made.stderr.strip()}")
+    if (mounted := subprocess.run(mount, capture_output=True, text=True, check=False)).returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
     try:
-        ran = convert(*words)
+        ran = convert(*argv)
         assert (ran.code, "No space left on device" in ran.err) == (75, True), ran.err
         subprocess.run(["mount", "-o", "remount,nr_inodes=12", place], check=True)
-        ran = convert(*words)
+        ran = convert(*argv)
         assert (ran.code, ran.err.count("files and folders")) == (75, 2), ran.err
         subprocess.run(["mount", "-o", "remount,nr_inodes=100", place], check=True)
-        assert convert(*words).out.count("digest") == 2
+        assert convert(*argv).out.count("digest") == 2
     finally:
         subprocess.run(["umount", place], check=True)
 
 
 def test_a_run_that_is_deleted_ends_the_watch(convert, run, tmp_path):
-    words = ("watch", run, "--out", tmp_path / "out", "--once")
+    argv = ("watch", run, "--out", tmp_path / "out", "--once")
     assert convert("watch", run, "--out", run, "--once").code == 2
-    convert(*words)
+    convert(*argv)
     shutil.rmtree(run)
-    ran = convert(*words)
+    ran = convert(*argv)
     assert (ran.code, "is not a folder" in ran.err) == (3, True)
     assert vitruvian.verify(tmp_path / "out/step-2").equal
 
 
 def test_an_error_of_the_options_ends_the_watch(convert, run, tmp_path):
     out = tmp_path / "out"
-    words = ("watch", run, "--out", out, "--once")
-    assert convert(*words, "--tag", "x").code == 2
-    ran = convert(*words, "--weights", "module")
+    argv = ("watch", run, "--out", out, "--once")
+    assert convert(*argv, "--tag", "x").code == 2
+    ran = convert(*argv, "--weights", "module")
     assert (ran.code, ran.out, "--weights has no effect" in ran.err) == (2, "", True), ran.err
-    assert convert(*words, "--keep-every", "2").code == 2
+    assert convert(*argv, "--keep-every", "2").code == 2
     assert convert("watch", tmp_path / "nothing", "--out", out).code == 3
-    assert convert(*words).code == 75  # the log was one of a command that was wrong
-    ran = convert(*words, "--dtype", "fp32")
+    assert convert(*argv).code == 75  # the log was one of a command that was wrong
+    ran = convert(*argv, "--dtype", "fp32")
     assert (ran.code, "is of another watch" in ran.err) == (2, True)
 
 
@@ -235,14 +235,14 @@ def test_a_checkpoint_that_is_being_saved_anew_is_left_out(model, convert, tmp_p
     sign.write_text("{}")
     long_ago = sign.stat().st_mtime - 3600
     os.utime(sign, (long_ago, long_ago))
-    words = ("watch", run, "--out", out, "--once")
-    ran = convert(*words)
+    argv = ("watch", run, "--out", out, "--once")
+    ran = convert(*argv)
     assert (ran.code, "model.safetensors was written after trainer_state.json" in ran.err) == (75, True), ran.err
-    assert convert(*words).err == "", "it is said once"
-    assert "touch " in convert(*words, "-n").out
-    assert convert(*words, "--idle", "0").code == 3
+    assert convert(*argv).err == "", "it is said once"
+    assert "touch " in convert(*argv, "-n").out
+    assert convert(*argv, "--idle", "0").code == 3
     sign.touch()
-    assert convert(*words).code == 75
+    assert convert(*argv).code == 75
     assert vitruvian.verify(out / "checkpoint-5", source).equal
 
 
@@ -253,13 +253,13 @@ def test_a_save_is_known_by_all_of_its_files(model, convert, tmp_path):
     shutil.copytree(model("llama", "bfloat16"), folder)
     (folder / "a note").write_text("ours")
     (folder / "trainer_state.json").write_text("{}")
-    words = ("watch", run, "--out", out, "--once")
-    assert convert(*words).code == 75
+    argv = ("watch", run, "--out", out, "--once")
+    assert convert(*argv).code == 75
     shutil.rmtree(out / "checkpoint-5")
-    assert "no longer in" in convert(*words, "-n").out
-    assert convert(*words).out == ""
+    assert "no longer in" in convert(*argv, "-n").out
+    assert convert(*argv).out == ""
     shutil.copyfile(model("llama-tied", "bfloat16") / "config.json", folder / "config.json")
     shutil.copyfile(model("llama-tied", "bfloat16") / "model.safetensors", folder / "model.safetensors")
     (folder / "trainer_state.json").touch()
-    assert "digest" in convert(*words).out
+    assert "digest" in convert(*argv).out
     assert vitruvian.verify(out / "checkpoint-5", model("llama-tied", "bfloat16")).equal

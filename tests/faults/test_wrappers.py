@@ -60,9 +60,9 @@ def test_every_method_of_peft(model, tmp_path, method):
     """All that the installed PEFT has: what a new one adds is seen. The wrapper's tensors, and those inside it."""
     if method in ELSEWHERE:
         pytest.skip(ELSEWHERE[method])
-    held = wrapped(model("llama"), method)
-    states = [held.state_dict(), peft.get_peft_model_state_dict(held)]
-    inner = held.get_base_model().state_dict()
+    adapted = wrapped(model("llama"), method)
+    states = [adapted.state_dict(), peft.get_peft_model_state_dict(adapted)]
+    inner = adapted.get_base_model().state_dict()
     states += [inner] if inner.keys() != weights(model("llama")).keys() else []
     for state in states:
         with pytest.raises(UnsupportedError, match="PEFT") as error:
@@ -99,8 +99,8 @@ def in_zero(folder: Path, _: Path, state: dict[str, Any]) -> Path:
 
     (folder / "global_step1").mkdir(parents=True)
     (folder / "latest").write_text("global_step1")
-    held = {"module": state, "dp_world_size": 1, "mp_world_size": 1, "global_steps": 1, "ds_version": "0.19.8"}
-    torch.save(held, folder / "global_step1/mp_rank_00_model_states.pt")
+    stored = {"module": state, "dp_world_size": 1, "mp_world_size": 1, "global_steps": 1, "ds_version": "0.19.8"}
+    torch.save(stored, folder / "global_step1/mp_rank_00_model_states.pt")
     return folder
 
 
@@ -126,8 +126,8 @@ PREFIXES = {"policy beside other models": ("policy.", "reference."), "TRL's wrap
 def test_every_sign_in_every_container(base, model, convert, tmp_path, container, sign):
     import torch
 
-    held = weights(model("llama"))
-    state = {f"{prefix}{key}": value.clone() for prefix in PREFIXES.get(sign, ("",)) for key, value in held.items()}
+    tensors = weights(model("llama"))
+    state = {f"{prefix}{key}": value.clone() for prefix in PREFIXES.get(sign, ("",)) for key, value in tensors.items()}
     state |= {key: torch.zeros(shape) for key, shape in OTHERS[sign].items()}
     folder = CONTAINERS[container](tmp_path / "source", base[0], state)
     ran = convert(container.split()[0], folder, tmp_path / "out", *base[1])

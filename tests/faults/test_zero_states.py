@@ -39,8 +39,8 @@ def partition(flat: Any, stage: int = 2) -> dict[str, Any]:
     inner = {"state": {0: {"step": 1, "exp_avg": flat, "exp_avg_sq": flat}}, "param_groups": [settings]}
     if stage == 3:
         return {"zero_stage": 3, "fp32_flat_groups": [flat], "optimizer_state_dict": inner, "partition_count": 1}
-    held = {"single_partition_of_fp32_groups": [flat], "group_paddings": [0], "partition_count": [1]}
-    return held | {"zero_stage": stage, "base_optimizer_state": inner}
+    states = {"single_partition_of_fp32_groups": [flat], "group_paddings": [0], "partition_count": [1]}
+    return states | {"zero_stage": stage, "base_optimizer_state": inner}
 
 
 def frozen(name: str, fragment: Any, shape: Sequence[int]) -> dict[str, Any]:
@@ -69,14 +69,14 @@ def test_a_part_of_a_frozen_matrix_lies_in_one_row(convert, tmp_path, kind):
 
     embedding, flat = torch.arange(32.0), torch.arange(12.0).bfloat16()
     part = {"one row": flat, "every other element": flat.repeat_interleave(2)[::2], "one element": flat[:1].expand(12)}
-    held = {"module": {EMBEDDING: torch.empty(0)}, "param_shapes": [{EMBEDDING: (8, 4)}]}
-    model = held | frozen("f.weight", part[kind], (3, 4))
-    told = convert("zero2hf", save(tmp_path / "run", model, partition(embedding, 3), 3), tmp_path / "out", *MASTERS)
+    stored = {"module": {EMBEDDING: torch.empty(0)}, "param_shapes": [{EMBEDDING: (8, 4)}]}
+    model = stored | frozen("f.weight", part[kind], (3, 4))
+    ran = convert("zero2hf", save(tmp_path / "run", model, partition(embedding, 3), 3), tmp_path / "out", *MASTERS)
     if kind == "one row":
-        assert told.code == 0
+        assert ran.code == 0
         assert torch.equal(weights(tmp_path / "out")["f.weight"], flat.reshape(3, 4))
     else:
-        refused(told, 3, "holds the frozen f.weight as", "no flat tensor")
+        refused(ran, 3, "holds the frozen f.weight as", "no flat tensor")
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -88,9 +88,9 @@ def test_the_module_is_no_way_out_where_stage_3_lacks_its_optimizer_states(conve
     run = save(tmp_path / "run", model, partition(flat, stage), stage)
     for path in run.glob("*/*optim_states.pt"):
         path.unlink()
-    told = convert("zero2hf", run, tmp_path / "out", *MASTERS)
-    refused(told, 3, "holds no optimizer states of mp_rank_00", "copy them from their nodes")
-    assert ("--weights module" in told.err) == (stage == 2)
+    ran = convert("zero2hf", run, tmp_path / "out", *MASTERS)
+    refused(ran, 3, "holds no optimizer states of mp_rank_00", "copy them from their nodes")
+    assert ("--weights module" in ran.err) == (stage == 2)
 
 
 @pytest.mark.parametrize("kind", ["fp32-master", "exp_avg"])
@@ -103,14 +103,14 @@ def test_states_without_names_are_compared_whatever_is_asked(convert, tmp_path, 
     module = {name: torch.full((4,), value).bfloat16() for name, value in values.items()}
     module[EMBEDDING] = torch.arange(32.0).reshape(8, 4).bfloat16()
     groups = [[module[name].float() for name in names] for names in (("a.weight", "b.weight", EMBEDDING), ("a.bias",))]
-    flat = [one for group in groups for one in group]
-    state = {number: {"step": 1, "exp_avg": one * 10, "exp_avg_sq": one} for number, one in enumerate(flat)}
+    flat = [tensor for group in groups for tensor in group]
+    state = {number: {"step": 1, "exp_avg": tensor * 10, "exp_avg_sq": tensor} for number, tensor in enumerate(flat)}
     inner = {"state": state, "param_groups": [{"params": [0, 1, 2]}, {"params": [3]}]}
     model = {"module": module, "optimizer": {"fp32_groups": groups, "optimizer_state_dict": inner}}
-    words = [save(tmp_path / "run", model), tmp_path / "out", "--weights", kind, "--replicas", policy, "--verbatim"]
-    told = convert("zero2hf", *words)
-    refused(told, 6, "are not the rounded FP32 master weights", "--weights module")
-    assert "--replicas" not in told.err
+    argv = [save(tmp_path / "run", model), tmp_path / "out", "--weights", kind, "--replicas", policy, "--verbatim"]
+    ran = convert("zero2hf", *argv)
+    refused(ran, 6, "are not the rounded FP32 master weights", "--weights module")
+    assert "--replicas" not in ran.err
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -129,13 +129,13 @@ def test_files_of_an_optimizer_of_another_step_are_refused(convert, tmp_path, st
         ("zero2universal", "-q"),
         *([("zero2hf", "--verbatim", "-q")] if stage < 3 else []),
     ]
-    for number, (command, *words) in enumerate(commands):
-        ran = convert(command, run, tmp_path / f"out{number}", *words)
+    for number, (command, *options) in enumerate(commands):
+        ran = convert(command, run, tmp_path / f"out{number}", *options)
         if fine:
             assert ran.code == 0, ran.err
             continue
         refused(ran, 3, "has made 1 steps", f"counts {counted}", "files of different saves", "--accept global_steps")
-        assert convert(command, run, tmp_path / f"out{number}", *words, "--accept", "global_steps").code == 0
+        assert convert(command, run, tmp_path / f"out{number}", *options, "--accept", "global_steps").code == 0
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -145,41 +145,45 @@ def test_states_that_a_universal_checkpoint_cannot_hold_are_refused(convert, tmp
     import torch
 
     flat = torch.arange(32.0)
-    held = partition(flat, stage)
-    inner = held["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+    states = partition(flat, stage)
+    inner = states["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
     inner["state"][0][state] = flat
     model = {"module": {} if stage == 3 else {EMBEDDING: flat.reshape(8, 4).bfloat16()}}
-    run = save(tmp_path / "run", model | {"param_shapes": [{EMBEDDING: (8, 4)}]}, held, stage)
-    told = convert("zero2universal", run, tmp_path / "out", "-q")
-    refused(told, 4, f"keeps {state} of each parameter")
+    run = save(tmp_path / "run", model | {"param_shapes": [{EMBEDDING: (8, 4)}]}, states, stage)
+    ran = convert("zero2universal", run, tmp_path / "out", "-q")
+    refused(ran, 4, f"keeps {state} of each parameter")
     assert not (tmp_path / "out").exists()
     assert convert("zero2hf", run, tmp_path / "out", *MASTERS).code == 0, "the weights alone"
 
 
 @pytest.mark.parametrize(
-    ("change", "code", "words"),
+    ("change", "code", "message"),
     [
-        (lambda held: held["param_groups"][0].update(amsgrad=True), 4, "says amsgrad = True"),
-        (lambda held: held["state"].update({1: held["state"][0]}), 3, "of group 1, and master weights of 1 groups"),
-        (lambda held: held["state"][0]["exp_avg_sq"].neg_(), 5, "holds -1, and 31 of 32 elements are such"),
-        (lambda held: held["state"][0]["exp_avg"].fill_(float("nan")), 5, "holds nan, and 32 of 32 elements"),
+        (lambda states: states["param_groups"][0].update(amsgrad=True), 4, "says amsgrad = True"),
+        (
+            lambda states: states["state"].update({1: states["state"][0]}),
+            3,
+            "of group 1, and master weights of 1 groups",
+        ),
+        (lambda states: states["state"][0]["exp_avg_sq"].neg_(), 5, "holds -1, and 31 of 32 elements are such"),
+        (lambda states: states["state"][0]["exp_avg"].fill_(float("nan")), 5, "holds nan, and 32 of 32 elements"),
     ],
     ids=["amsgrad", "a state of no group", "negative", "NaN"],
 )
-def test_what_an_optimizer_cannot_hold_is_refused(convert, tmp_path, change, code, words):
+def test_what_an_optimizer_cannot_hold_is_refused(convert, tmp_path, change, code, message):
     import torch
 
-    flat, held = torch.arange(32.0), partition(torch.arange(32.0))
+    flat, states = torch.arange(32.0), partition(torch.arange(32.0))
     for name in ("exp_avg", "exp_avg_sq"):
-        held["base_optimizer_state"]["state"][0][name] = flat.clone()
-    change(held["base_optimizer_state"])
+        states["base_optimizer_state"]["state"][0][name] = flat.clone()
+    change(states["base_optimizer_state"])
     model = {"module": {EMBEDDING: flat.reshape(8, 4).bfloat16()}, "param_shapes": [{EMBEDDING: (8, 4)}]}
-    refused(convert("zero2universal", save(tmp_path / "run", model, held), tmp_path / "out", "-q"), code, words)
+    refused(convert("zero2universal", save(tmp_path / "run", model, states), tmp_path / "out", "-q"), code, message)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("name", "value", "message"),
     [
         ("lr", 0.5, "has lr = 0.5 in group 0"),
         ("betas", (0.9, 0.999), "has betas = [0.9, 0.999] in group 0"),
@@ -189,24 +193,26 @@ def test_what_an_optimizer_cannot_hold_is_refused(convert, tmp_path, change, cod
         ("lr", "a tensor", "has lr = 0.5 in group 0"),
     ],
 )
-def test_ranks_treat_the_parameters_of_a_group_alike(convert, tmp_path, stage, name, value, words):
+def test_ranks_treat_the_parameters_of_a_group_alike(convert, tmp_path, stage, name, value, message):
     import torch
 
     flat = torch.arange(32.0)
     model = {"module": {} if stage == 3 else {EMBEDDING: flat.reshape(8, 4).bfloat16()}, "dp_world_size": 2}
     run = save(tmp_path / "run", model | {"param_shapes": [{EMBEDDING: (8, 4)}]}, None, stage)
     for rank, part in enumerate(flat.split(16)):
-        held = partition(part.clone(), stage)
-        held["partition_count"] = 2 if stage == 3 else [2]
-        inner = held["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+        states = partition(part.clone(), stage)
+        states["partition_count"] = 2 if stage == 3 else [2]
+        inner = states["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
         if rank:
             inner["param_groups"][0][name] = torch.tensor(0.5) if value == "a tensor" else value
-        torch.save({"optimizer_state_dict": held}, run / f"global_step1/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        torch.save(
+            {"optimizer_state_dict": states}, run / f"global_step1/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        )
     if stage == 3:
         first = run / "global_step1/zero_pp_rank_0_mp_rank_00_model_states.pt"
         torch.save(torch.load(first), first.with_name("zero_pp_rank_1_mp_rank_00_model_states.pt"))
-    told = convert("zero2universal", run, tmp_path / "out", "-q")
-    refused(told, 3, "zero_pp_rank_1", words, "zero_pp_rank_0_mp_rank_00_optim_states.pt has ")
+    ran = convert("zero2universal", run, tmp_path / "out", "-q")
+    refused(ran, 3, "zero_pp_rank_1", message, "zero_pp_rank_0_mp_rank_00_optim_states.pt has ")
     assert convert("zero2hf", run, tmp_path / "out", *MASTERS).code == 0, "the weights alone"
 
 
@@ -217,9 +223,9 @@ def test_masters_with_names_may_be_taken_unchecked(convert, tmp_path, stage):
 
     flat = torch.arange(32.0)
     model = {"module": {EMBEDDING: flat.reshape(8, 4).bfloat16() + 1}, "param_shapes": [{EMBEDDING: (8, 4)}]}
-    words = [save(tmp_path / "run", model, partition(flat, stage)), tmp_path / "out", *MASTERS]
-    refused(convert("zero2hf", *words), 6, "32 of 32 elements", "--replicas first takes the master weights unchecked")
-    assert convert("zero2hf", *words, "--replicas", "first").code == 0
+    argv = [save(tmp_path / "run", model, partition(flat, stage)), tmp_path / "out", *MASTERS]
+    refused(convert("zero2hf", *argv), 6, "32 of 32 elements", "--replicas first takes the master weights unchecked")
+    assert convert("zero2hf", *argv, "--replicas", "first").code == 0
     assert torch.equal(weights(tmp_path / "out")[EMBEDDING], flat.reshape(8, 4))
 
 
@@ -236,16 +242,16 @@ def test_rows_that_a_chat_template_adds_have_no_masters_to_be_compared(convert, 
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(run / "tokenizer.json"))
     (run / "tokenizer_config.json").write_text('{"eos_token": "w1"}')
-    words = [*MASTERS, "--chat-template", "chatml", "--memory", "3MiB", "-j", 1]
-    told = convert("zero2hf", run, tmp_path / "out", *words)
-    assert told.code == 0, told.err
-    held = weights(tmp_path / "out")[EMBEDDING]
-    assert len(held) > rows
-    assert torch.equal(held[:rows], embedding)
+    options = [*MASTERS, "--chat-template", "chatml", "--memory", "3MiB", "-j", 1]
+    ran = convert("zero2hf", run, tmp_path / "out", *options)
+    assert ran.code == 0, ran.err
+    merged = weights(tmp_path / "out")[EMBEDDING]
+    assert len(merged) > rows
+    assert torch.equal(merged[:rows], embedding)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"module": None}, "holds no module"),
         ({"module": {EMBEDDING: [1.0]}}, "which is not a tensor"),
@@ -260,13 +266,13 @@ def test_rows_that_a_chat_template_adds_have_no_masters_to_be_compared(convert, 
     ],
     ids=str,
 )
-def test_a_model_file_that_says_what_cannot_be_is_refused(convert, tmp_path, changes, told):
+def test_a_model_file_that_says_what_cannot_be_is_refused(convert, tmp_path, changes, message):
     import torch
 
     flat = torch.arange(32.0)
     model = {"module": {EMBEDDING: flat.reshape(8, 4).bfloat16()}, "param_shapes": [{EMBEDDING: (8, 4)}], **changes}
     ran = convert("zero2hf", save(tmp_path / "run", model, partition(flat)), tmp_path / "out", *MASTERS)
-    assert (ran.code in (3, 4), told in ran.err) == (True, True), ran.err
+    assert (ran.code in (3, 4), message in ran.err) == (True, True), ran.err
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -341,14 +347,14 @@ def test_ranks_of_stage_3_lay_out_the_same_parameters(convert, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (lambda inner: inner["state"][0].update(step=[3.0, 2.0]), "a tensor of 2 elements where one number"),
         (lambda inner: inner["param_groups"].clear(), "without a group of parameters"),
     ],
     ids=["step", "groups"],
 )
-def test_numbers_and_groups_of_an_optimizer_are_some(convert, tmp_path, change, words):
+def test_numbers_and_groups_of_an_optimizer_are_some(convert, tmp_path, change, message):
     import torch
 
     embedding = torch.arange(32.0)
@@ -358,12 +364,12 @@ def test_numbers_and_groups_of_an_optimizer_are_some(convert, tmp_path, change, 
     change(inner)
     if isinstance(inner["state"][0]["step"], list):
         inner["state"][0]["step"] = torch.tensor(inner["state"][0]["step"])
-    refused(convert("zero2hf", save(tmp_path / "run", model, states), tmp_path / "out", *MASTERS), 3, words)
+    refused(convert("zero2hf", save(tmp_path / "run", model, states), tmp_path / "out", *MASTERS), 3, message)
 
 
 @pytest.mark.parametrize("command", ["zero2universal", "zero2hf"])
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"param_shapes": [{"other.weight": (8, 4)}]}, "lays out 'other.weight' [8, 4], which its module lacks"),
         ({"param_shapes": [{EMBEDDING: (4, 8)}]}, f"lays out {EMBEDDING!r} [4, 8], which is [8, 4] in its module"),
@@ -371,20 +377,20 @@ def test_numbers_and_groups_of_an_optimizer_are_some(convert, tmp_path, change, 
         ({"frozen_param_shapes": {}}, "holds 'f.weight', which it calls neither trained nor frozen nor a buffer"),
     ],
 )
-def test_what_is_laid_out_is_of_the_module(convert, tmp_path, command, change, words):
+def test_what_is_laid_out_is_of_the_module(convert, tmp_path, command, change, message):
     """Whoever renames a parameter in one of both has another model in each."""
     import torch
 
-    flat, more = torch.arange(32.0), torch.ones(3).bfloat16()
+    flat, frozen_tensor = torch.arange(32.0), torch.ones(3).bfloat16()
     model = {
-        "module": {EMBEDDING: flat.reshape(8, 4).bfloat16(), "f.weight": more},
+        "module": {EMBEDDING: flat.reshape(8, 4).bfloat16(), "f.weight": frozen_tensor},
         "param_shapes": [{EMBEDDING: (8, 4)}],
     }
     options = MASTERS if command == "zero2hf" else ()
-    run = save(tmp_path / "sound", model | frozen("f.weight", more, (3,)), partition(flat))
+    run = save(tmp_path / "sound", model | frozen("f.weight", frozen_tensor, (3,)), partition(flat))
     assert convert(command, run, tmp_path / "out", *options).code == 0
     run = save(tmp_path / "run", model | change, partition(flat))
-    refused(convert(command, run, tmp_path / "none", *options), 3, words)
+    refused(convert(command, run, tmp_path / "none", *options), 3, message)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -394,17 +400,17 @@ def test_states_of_an_optimizer_are_floats(convert, tmp_path, stage, command, wh
     import torch
 
     flat = torch.arange(32.0)
-    held = partition(flat, stage)
+    states = partition(flat, stage)
     if which == "fp32":
-        held["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"] = [flat.int()]
+        states["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"] = [flat.int()]
     else:
-        held["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]["state"][0][which] = flat.int()
+        states["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]["state"][0][which] = flat.int()
     weight = torch.empty(0) if stage == 3 else flat.reshape(8, 4).bfloat16()
     model = {"module": {EMBEDDING: weight}, "param_shapes": [{EMBEDDING: (8, 4)}]}
     options = (
         () if command == "zero2universal" else ("--weights", {"fp32": "fp32-master"}.get(which, which), "--verbatim")
     )
-    ran = convert(command, save(tmp_path / "run", model, held, stage), tmp_path / "out", *options)
+    ran = convert(command, save(tmp_path / "run", model, states, stage), tmp_path / "out", *options)
     refused(ran, 3, f"holds {which} as I32, which is no float")
 
 
@@ -419,8 +425,10 @@ def test_weights_beside_the_module_are_told(convert, tmp_path, weights):
     model = {"module": {EMBEDDING: flat.reshape(8, 4).bfloat16()}, "param_shapes": [{EMBEDDING: (8, 4)}]}
     run = save(tmp_path / "run", model | beside, partition(flat))
     ran = convert("zero2hf", run, tmp_path / "out", "--weights", weights, "--verbatim", "-q")
-    told = f"note: 'ema' in {run}/global_step1/mp_rank_00_model_states.pt, 2 tensors beside the module, is not carried"
-    assert (ran.code, ran.err.count("not carried"), told in ran.err) == (0, 1, True), ran.err
+    message = (
+        f"note: 'ema' in {run}/global_step1/mp_rank_00_model_states.pt, 2 tensors beside the module, is not carried"
+    )
+    assert (ran.code, ran.err.count("not carried"), message in ran.err) == (0, 1, True), ran.err
 
 
 @pytest.mark.parametrize(
@@ -433,9 +441,9 @@ def test_experts_whose_files_are_lost_are_missed(convert, tmp_path, about):
     flat = torch.arange(32.0)
     model = {"module": {EMBEDDING: flat.reshape(8, 4).bfloat16()}, "param_shapes": [{EMBEDDING: (8, 4)}]}
     run = save(tmp_path / "run", model | about, partition(flat))
-    said = "num_experts = [" if "num_experts" in about else "ds_autoep_layers)"
-    for words in (["zero2hf", run, tmp_path / "out", "--verbatim"], ["zero2universal", run, tmp_path / "out"]):
-        refused(convert(*words), 4, f"of a model with DeepSpeed's MoE layers (it has {said}", "save the whole model")
+    sign = "num_experts = [" if "num_experts" in about else "ds_autoep_layers)"
+    for argv in (["zero2hf", run, tmp_path / "out", "--verbatim"], ["zero2universal", run, tmp_path / "out"]):
+        refused(convert(*argv), 4, f"of a model with DeepSpeed's MoE layers (it has {sign}", "save the whole model")
 
 
 @pytest.mark.parametrize("stage", [1, 3])

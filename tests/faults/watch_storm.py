@@ -36,14 +36,14 @@ ROOT = Path(__file__).parents[2]
 class Watchers:
     """Watches of one run, each in a process group of its own; one that is killed is replaced."""
 
-    def __init__(self, words: list[str], count: int, log: Path) -> None:
-        self.words, self.log = words, log
+    def __init__(self, options: list[str], count: int, log: Path) -> None:
+        self.options, self.log = options, log
         self.running = [self.start() for _ in range(count)]
 
     def start(self) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-m", "vitruvian", "convert", "watch", *self.words]
+        argv = [sys.executable, "-m", "vitruvian", "convert", "watch", *self.options]
         with self.log.open("ab") as log:
-            return subprocess.Popen(words, start_new_session=True, stdout=log, stderr=log, cwd=ROOT)
+            return subprocess.Popen(argv, start_new_session=True, stdout=log, stderr=log, cwd=ROOT)
 
     def kill(self, dice: random.Random) -> None:
         """One of them, alone or with the conversion that it waits for."""
@@ -53,15 +53,15 @@ class Watchers:
         self.running[index] = self.start()
 
     def stop(self) -> list[int]:
-        for one in self.running:
-            one.terminate()
-        return [one.wait(60) for one in self.running]
+        for process in self.running:
+            process.terminate()
+        return [process.wait(60) for process in self.running]
 
     def __exit__(self, *_: object) -> None:
-        for one in self.running:
+        for process in self.running:
             with suppress(ProcessLookupError):
-                os.killpg(one.pid, signal.SIGKILL)
-            one.wait(10)
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
 
     def __enter__(self) -> Watchers:
         return self
@@ -105,34 +105,36 @@ def write(source: Path, folder: Path, dice: random.Random) -> None:
 
 def prototypes(place: Path) -> tuple[Path, dict[Path, str]]:
     """A base, and folders of checkpoints of Megatron with other weights each; their digests."""
-    base, made = build(place / "base", "llama", "bfloat16"), {}
+    base, digests = build(place / "base", "llama", "bfloat16"), {}
     for number in range(3):
         model = place / f"model-{number}"
         shutil.copytree(base, model)
         weights = load_file(model / "model.safetensors")
-        save_file({key: one + number for key, one in weights.items()}, model / "model.safetensors", {"format": "pt"})
+        save_file(
+            {key: weight + number for key, weight in weights.items()}, model / "model.safetensors", {"format": "pt"}
+        )
         done = vitruvian.convert(model, place / f"run-{number}", to="megatron", tp=2, iteration=1)
-        made[done.out / name_of(1)] = done.digest
-    return base, made
+        digests[done.out / name_of(1)] = done.digest
+    return base, digests
 
 
 def storm(place: Path, count: int, seed: int, pause: float) -> dict[str, int]:
     """Let a training of so many checkpoints happen, and see what came of them. Returns how often what happened."""
     dice, happened = random.Random(seed), Counter[str]()
-    base, made = prototypes(place)
+    base, digest_of = prototypes(place)
     run, out = place / "run", place / "out"
     run.mkdir()
     out.mkdir()
-    words = [str(run), "--out", str(out), "--config", str(base), "--every", "0.01"]
-    with Watchers(words, 2, place / "log") as watchers, Places(out) as places:
-        digests = training(run, made, count, dice, happened, lambda: watchers.kill(dice), pause)
+    options = [str(run), "--out", str(out), "--config", str(base), "--every", "0.01"]
+    with Watchers(options, 2, place / "log") as watchers, Places(out) as places:
+        digests = training(run, digest_of, count, dice, happened, lambda: watchers.kill(dice), pause)
         half = run / name_of(count + 1)  # and one is being written at the end
-        write(next(iter(made)), half, dice)
-        wanted = {name for name in digests if (run / name).exists()}
+        write(next(iter(digest_of)), half, dice)
+        complete = {name for name in digests if (run / name).exists()}
         until = time.monotonic() + 60 + 4 * count
-        while not wanted <= (states := converted(out)).keys():
-            assert time.monotonic() < until, wanted - states.keys()
-            assert all(one.poll() is None for one in watchers.running), watchers.log.read_text()[-2000:]
+        while not complete <= (states := converted(out)).keys():
+            assert time.monotonic() < until, complete - states.keys()
+            assert all(process.poll() is None for process in watchers.running), watchers.log.read_text()[-2000:]
             time.sleep(0.2)
         assert watchers.stop() == [75, 75]
     models = {path.name for path in out.iterdir() if path.suffix != ".partial"} - {".watch"}
@@ -143,11 +145,11 @@ def storm(place: Path, count: int, seed: int, pause: float) -> dict[str, int]:
         assert states[name] == [digests[name]], f"{name}: {states[name]}, and {digests[name]} was saved"
         assert len(places.seen[name]) == 1, f"{name} was put in its place {len(places.seen[name])} times"
         assert vitruvian.verify(out / name).digest == digests[name]
-    return {"complete": len(digests), "stayed": len(wanted), "converted": len(models), **happened}
+    return {"complete": len(digests), "stayed": len(complete), "converted": len(models), **happened}
 
 
 def training(
-    run: Path, made: dict[Path, str], count: int, dice: random.Random, happened: Counter[str],
+    run: Path, sources: dict[Path, str], count: int, dice: random.Random, happened: Counter[str],
     kill: Callable[[], None], pause: float,
 ) -> dict[str, str]:  # fmt: skip
     """Save checkpoints, and disturb who watches. The digest of each that was complete, by its name."""
@@ -156,24 +158,24 @@ def training(
     for step in range(1, count + 1):
         name = name_of(step)
         if dice.random() < 0.15:  # the training dies while it saves, and saves again when it is resumed
-            write(dice.choice([*made]), run / name, dice)
+            write(dice.choice([*sources]), run / name, dice)
             next((run / name).rglob("*.pt")).unlink()
             happened["given up"] += 1
             if dice.random() < 0.5:
                 shutil.rmtree(run / name)
                 happened["never again"] += 1
                 continue
-        source = dice.choice([*made])
+        source = dice.choice([*sources])
         write(source, run / name, dice)
-        digests[name] = made[source]
+        digests[name] = sources[source]
         (run / TRACKER).write_text(str(step))
-        held = [one for one in digests if (run / one).exists()]
+        present = [checkpoint for checkpoint in digests if (run / checkpoint).exists()]
         what = dice.random()
         if what < 0.15:
-            shutil.rmtree(run / dice.choice(held))
+            shutil.rmtree(run / dice.choice(present))
             happened["deleted"] += 1
         elif what < 0.3:
-            away.append(dice.choice(held))
+            away.append(dice.choice(present))
             (run / away[-1]).rename(run / f"backup_{away[-1]}")
             happened["renamed"] += 1
         elif away and what < 0.5:
@@ -189,22 +191,22 @@ def training(
 
 def converted(out: Path) -> dict[str, list[str]]:
     """The digests with which the log says that each checkpoint was converted."""
-    found: dict[str, list[str]] = {}
+    digests: dict[str, list[str]] = {}
     log = out / ".watch" / "log.jsonl"
     for line in log.read_text().splitlines(keepends=True) if log.exists() else []:
         if line.endswith("\n") and (record := json.loads(line))["state"] == "converted":
-            found.setdefault(record["checkpoint"], []).append(record["digest"])
-    return found
+            digests.setdefault(record["checkpoint"], []).append(record["digest"])
+    return digests
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--checkpoints", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         began = time.monotonic()
-        print(storm(Path(place), asked.checkpoints, asked.seed, 1.0), f"{time.monotonic() - began:.0f} s")
+        print(storm(Path(place), args.checkpoints, args.seed, 1.0), f"{time.monotonic() - began:.0f} s")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def test_the_self_check_passes_and_is_fast_enough_for_every_start(model, backend
 
 
 @pytest.mark.parametrize(
-    ("family", "more"),
+    ("family", "changes"),
     [
         ("llama", {"head_dim": 264}),
         ("llama", {"head_dim": 20}),
@@ -61,10 +61,10 @@ def test_the_self_check_passes_and_is_fast_enough_for_every_start(model, backend
         ("deepseek_v3", {"qk_nope_head_dim": 12}),
     ],
 )
-def test_auto_takes_what_runs_with_heads_of_any_width(model, family, more):
+def test_auto_takes_what_runs_with_heads_of_any_width(model, family, changes):
     from transformers import AutoConfig
 
-    folder = model(family, vocab_size=1000, **WIDE | more)
+    folder = model(family, vocab_size=1000, **WIDE | changes)
     backend = available("auto", folder)
     assert backend in BACKENDS
     assert self_check(AutoConfig.from_pretrained(folder), DEVICE, backend, torch.bfloat16) < 2e-2
@@ -79,11 +79,11 @@ def test_packed_is_unpacked_in_losses_and_gradients(model, family, backend):
     packed, alone = loaded(folder, available(backend, folder)), loaded(folder, backend)
     total = packed(flat_of(documents), DEVICE)
     total.backward()
-    parts = [alone(flat_of([one]), DEVICE) for one in documents]
+    parts = [alone(flat_of([document]), DEVICE) for document in documents]
     torch.stack(parts).sum().backward()
     assert total.item() == pytest.approx(sum(part.item() for part in parts), rel=2e-3)
-    ours = torch.cat([one.grad.flatten().float() for one in packed.parameters()])
-    theirs = torch.cat([one.grad.flatten().float() for one in alone.parameters()])
+    ours = torch.cat([tensor.grad.flatten().float() for tensor in packed.parameters()])
+    theirs = torch.cat([tensor.grad.flatten().float() for tensor in alone.parameters()])
     assert float((ours - theirs).norm() / theirs.norm()) < NEAR
 
 
@@ -93,5 +93,5 @@ def test_every_attention_gives_what_eager_gives(model, backend):
     random = np.random.default_rng(2)
     flat = flat_of([(random.integers(0, 1000, size), np.ones(size, bool)) for size in (300, 7, 64)])
     with torch.no_grad():
-        found = loaded(folder, available(backend, folder))(flat, DEVICE).item()
-        assert found == pytest.approx(loaded(folder, "eager")(flat, DEVICE).item(), rel=2e-3)
+        loss = loaded(folder, available(backend, folder))(flat, DEVICE).item()
+        assert loss == pytest.approx(loaded(folder, "eager")(flat, DEVICE).item(), rel=2e-3)

@@ -41,16 +41,18 @@ def computed(folder, device, dtype, *, liger):
     loss = Trainee(model, "sdpa")(rows(), device)
     loss.backward()
     code.update(before)
-    return loss.item(), {name: one.grad.float() for name, one in model.named_parameters()}
+    return loss.item(), {name: tensor.grad.float() for name, tensor in model.named_parameters()}
 
 
 def require_same(folder, device, dtype):
     torchs = computed(folder, device, dtype, liger=False)
     ligers = computed(folder, device, dtype, liger=True)
     assert ligers[0] == pytest.approx(torchs[0], rel=NEAR[dtype])
-    assert ligers[0] != torchs[0] or any(not torch.equal(one, ligers[1][name]) for name, one in torchs[1].items())
-    for name, one in torchs[1].items():
-        assert (one - ligers[1][name]).norm() <= NEAR[dtype] * one.norm(), name
+    assert ligers[0] != torchs[0] or any(
+        not torch.equal(gradient, ligers[1][name]) for name, gradient in torchs[1].items()
+    )
+    for name, gradient in torchs[1].items():
+        assert (gradient - ligers[1][name]).norm() <= NEAR[dtype] * gradient.norm(), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -44,28 +44,28 @@ def both():
 
 def test_two_gpus_train_as_one_does(both, config, run):  # noqa: F811
     """NCCL; two micro-batches, whose gradients stay in shards; checkpoints in the background."""
-    whole, found = (run(config, ranks=ranks, save=f"of{ranks}") for ranks in (1, 2))
-    assert (whole.code, found.code) == (0, 0), whole.out + found.out
-    assert found.series("trained_tokens") == whole.series("trained_tokens")
-    assert found.series("loss") == pytest.approx(whole.series("loss"), abs=NEAR)
-    assert found.series("grad_norm") == pytest.approx(whole.series("grad_norm"), rel=5 * NEAR)
+    single, double = (run(config, ranks=ranks, save=f"of{ranks}") for ranks in (1, 2))
+    assert (single.code, double.code) == (0, 0), single.out + double.out
+    assert double.series("trained_tokens") == single.series("trained_tokens")
+    assert double.series("loss") == pytest.approx(single.series("loss"), abs=NEAR)
+    assert double.series("grad_norm") == pytest.approx(single.series("grad_norm"), rel=5 * NEAR)
     assert run(config, "--steps.exit_interval", 3, ranks=2).code == 75
-    again = run(config, ranks=2)
-    assert again.code == 0, again.out
-    assert again.series("loss") == pytest.approx(found.series("loss"), abs=NEAR)
+    resumed = run(config, ranks=2)
+    assert resumed.code == 0, resumed.out
+    assert resumed.series("loss") == pytest.approx(double.series("loss"), abs=NEAR)
 
 
-@pytest.mark.parametrize("more", [{"parallel": {"replicas": 2}}, {"lora": {}}, {}], ids=str)
-def test_what_two_ranks_do_together(both, settings, model, run, data, more):  # noqa: F811
+@pytest.mark.parametrize("changes", [{"parallel": {"replicas": 2}}, {"lora": {}}, {}], ids=str)
+def test_what_two_ranks_do_together(both, settings, model, run, data, changes):  # noqa: F811
     """Four micro-batches, clipped over ranks; and the perplexity of all."""
     path = str(model("llama", vocab_size=253, **WIDE))
     about = {"model": {"dtype": "bf16", "path": path}, "batch": {"micro": 1}, "optim": {"clip": 0.5}}
-    config = settings(data={"validation": {"one": str(data)}}, **about, **more)
-    whole = run(config, "--parallel.replicas", 1, save="of1")
-    found = run(config, ranks=2, save="of2")
-    assert (whole.code, found.code) == (0, 0), whole.out + found.out
-    assert found.series("loss") == pytest.approx(whole.series("loss"), abs=NEAR)
-    scores = [[json.loads(line) for line in (one.save / "evaluations.jsonl").open()] for one in (found, whole)]
+    config = settings(data={"validation": {"one": str(data)}}, **about, **changes)
+    single = run(config, "--parallel.replicas", 1, save="of1")
+    double = run(config, ranks=2, save="of2")
+    assert (single.code, double.code) == (0, 0), single.out + double.out
+    assert double.series("loss") == pytest.approx(single.series("loss"), abs=NEAR)
+    scores = [[json.loads(line) for line in (result.save / "evaluations.jsonl").open()] for result in (double, single)]
     for theirs, mine in zip(*scores, strict=True):
         assert theirs == pytest.approx(mine, rel=NEAR)
 
@@ -79,22 +79,22 @@ def test_a_rank_takes_memory_of_its_own_gpu_alone(both, config, forks, tmp_path)
 
 
 def test_a_gpu_trains_as_a_cpu_does(config, run, monkeypatch):  # noqa: F811
-    found = run(config, save="gpu")
-    assert found.code == 0, found.out
+    ran = run(config, save="gpu")
+    assert ran.code == 0, ran.out
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # DeepSpeed too takes the device that torch has
-    wanted = run(config, "--model.dtype", "fp32", save="cpu")
-    assert wanted.code == 0, wanted.out
-    assert found.series("trained_tokens") == wanted.series("trained_tokens")
-    assert found.series("loss") == pytest.approx(wanted.series("loss"), abs=0.05)
+    expected = run(config, "--model.dtype", "fp32", save="cpu")
+    assert expected.code == 0, expected.out
+    assert ran.series("trained_tokens") == expected.series("trained_tokens")
+    assert ran.series("loss") == pytest.approx(expected.series("loss"), abs=0.05)
 
 
 def test_an_interrupted_training_goes_on(config, run):  # noqa: F811
-    whole = run(config, save="whole")
+    reference = run(config, save="whole")
     assert run(config, "--steps.exit_interval", 3).code == 75
-    again = run(config)
-    assert again.code == 0, again.out
-    assert again.series("loss") == pytest.approx(whole.series("loss"), abs=NEAR)
-    assert again.series("trained_tokens") == whole.series("trained_tokens")
+    resumed = run(config)
+    assert resumed.code == 0, resumed.out
+    assert resumed.series("loss") == pytest.approx(reference.series("loss"), abs=NEAR)
+    assert resumed.series("trained_tokens") == reference.series("trained_tokens")
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "transformers"])
@@ -105,16 +105,18 @@ def test_recomputing_layers_takes_less_memory_and_changes_nothing(settings, mode
         engine=engine, model={"dtype": "bf16", "path": path}, data={"seq_length": 8192}, steps={"train_iters": 2},
         batch={"size": 2, "micro": 1},
     )  # fmt: skip
-    kept, again = (run(config, "--model.activation_checkpointing", word, save=word) for word in ("false", "true"))
-    assert (kept.code, again.code) == (0, 0), kept.out + again.out
-    assert again.series("loss") == pytest.approx(kept.series("loss"), abs=NEAR)
-    assert max(again.series("memory")) < 0.6 * max(kept.series("memory"))
+    stored, recomputed = (
+        run(config, "--model.activation_checkpointing", word, save=word) for word in ("false", "true")
+    )
+    assert (stored.code, recomputed.code) == (0, 0), stored.out + recomputed.out
+    assert recomputed.series("loss") == pytest.approx(stored.series("loss"), abs=NEAR)
+    assert max(recomputed.series("memory")) < 0.6 * max(stored.series("memory"))
 
 
-@pytest.mark.parametrize("more", [{"lora": {}}, {}], ids=["lora", "full"])
-def test_what_a_gpu_trained_is_evaluated_exported_and_talks(settings, run, data, talker, tmp_path, forks, more):  # noqa: F811
+@pytest.mark.parametrize("changes", [{"lora": {}}, {}], ids=["lora", "full"])
+def test_what_a_gpu_trained_is_evaluated_exported_and_talks(settings, run, data, talker, tmp_path, forks, changes):  # noqa: F811
     path = {"model": {"dtype": "bf16", "path": str(talker)}}
-    config = settings(data={"validation": {"one": str(data)}}, **path, **more)
+    config = settings(data={"validation": {"one": str(data)}}, **path, **changes)
     ran = run(config, "--export", tmp_path / "out")
     assert ran.code == 0, ran.out
     assert ran.series("loss")[-1] < ran.series("loss")[0]

@@ -113,10 +113,10 @@ class Lab:
     env: dict[str, str]
     inside: tuple[str, ...]
 
-    def call(self, *words: object, code: int | None = 0) -> str:
+    def call(self, *argv: object, code: int | None = 0) -> str:
         """Run a program that speaks to Slurm; its output."""
         ran = subprocess.run(
-            [str(word) for word in words], env=self.env, capture_output=True, text=True, timeout=120, check=False
+            [str(word) for word in argv], env=self.env, capture_output=True, text=True, timeout=120, check=False
         )
         assert code is None or ran.returncode == code, ran.stdout + ran.stderr
         return ran.stdout + ran.stderr
@@ -129,8 +129,8 @@ class Lab:
     def wait(self, job: str, *states: str, seconds: float = 120) -> dict[str, str]:
         """Until a job is in one of some states, or at its end."""
         until = time.monotonic() + seconds
-        wanted = states or ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY")
-        while (facts := self.facts(job))["JobState"] not in wanted:
+        awaited = states or ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY")
+        while (facts := self.facts(job))["JobState"] not in awaited:
             assert time.monotonic() < until, (facts, self.log())
             time.sleep(0.5)
         return facts
@@ -173,10 +173,10 @@ def cable() -> Iterator[None]:
     )  # fmt: skip
     _uncable()  # what a killed run left
     try:
-        for words in commands:
-            made = subprocess.run(["ip", *words.split()], capture_output=True, text=True, timeout=20, check=False)
-            if made.returncode:
-                pytest.skip(f"no network of nodes can be made here: {made.stderr.strip()}")
+        for command in commands:
+            ran = subprocess.run(["ip", *command.split()], capture_output=True, text=True, timeout=20, check=False)
+            if ran.returncode:
+                pytest.skip(f"no network of nodes can be made here: {ran.stderr.strip()}")
         yield
     finally:
         _uncable()
@@ -184,19 +184,19 @@ def cable() -> Iterator[None]:
 
 def _uncable() -> None:
     """Delete the namespace, and the cable of one that a process keeps."""
-    for words in (f"netns del {NETWORK}", "link del vitruvian0"):
-        subprocess.run(["ip", *words.split()], capture_output=True, timeout=20, check=False)
+    for command in (f"netns del {NETWORK}", "link del vitruvian0"):
+        subprocess.run(["ip", *command.split()], capture_output=True, timeout=20, check=False)
 
 
 def free_ports(count: int) -> list[int]:
     """Ports that nobody has."""
-    held = [socket.socket() for _ in range(count)]
-    for one in held:
-        one.bind(("127.0.0.1", 0))
-    found = [one.getsockname()[1] for one in held]
-    for one in held:
-        one.close()
-    return found
+    sockets = [socket.socket() for _ in range(count)]
+    for sock in sockets:
+        sock.bind(("127.0.0.1", 0))
+    numbers = [sock.getsockname()[1] for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return numbers
 
 
 def munge() -> subprocess.Popen[bytes] | None:
@@ -208,8 +208,8 @@ def munge() -> subprocess.Popen[bytes] | None:
         key.write_bytes(os.urandom(1024))
     for folder in ("/run/munge", "/var/log/munge", "/var/lib/munge"):
         Path(folder).mkdir(exist_ok=True)
-    for one in ("/run/munge", "/var/log/munge", "/var/lib/munge", "/etc/munge", key):
-        shutil.chown(one, "munge", "munge")
+    for owned_path in ("/run/munge", "/var/log/munge", "/var/lib/munge", "/etc/munge", key):
+        shutil.chown(owned_path, "munge", "munge")
     Path("/run/munge").chmod(0o755)
     key.chmod(0o400)
     started = subprocess.Popen(
@@ -246,9 +246,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory, network: None) -> Iterator[Lab
     (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={cgroups}\n")
     lines = [CONFIG.format(host=host, port=port, lab=folder, tracking=tracking, here=HERE)]
     shape = f"CPUs=64 SocketsPerBoard=1 CoresPerSocket=64 ThreadsPerCore=1 RealMemory=514000 Gres=gpu:mi250:{GPUS}"
-    for name, one in zip(names, ports, strict=True):
-        lines.append(f"NodeName={name} NodeHostname={host} NodeAddr={THERE} Port={one} {shape}")
-    lines += [f"PartitionName={words} Nodes=ALL State=UP" for words in PARTITIONS]
+    for name, node_port in zip(names, ports, strict=True):
+        lines.append(f"NodeName={name} NodeHostname={host} NodeAddr={THERE} Port={node_port} {shape}")
+    lines += [f"PartitionName={partition} Nodes=ALL State=UP" for partition in PARTITIONS]
     (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
     gres = [f"NodeName={name} Name=gpu Type=mi250 File={folder}/gpu[0-{GPUS - 1}]\n" for name in names]
     (folder / "gres.conf").write_text("".join(gres))
@@ -265,17 +265,19 @@ def lab(tmp_path_factory: pytest.TempPathFactory, network: None) -> Iterator[Lab
     hosts.write_text(f"{before.rstrip()}\n{THERE} {' '.join(names)} {MARK}\n")  # the first one is MASTER_ADDR
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     inside = ("nsenter", f"--net=/run/netns/{NETWORK}")
-    held = Lab(folder, environment() | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}, inside)
+    slurm = Lab(folder, environment() | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}, inside)
     try:
-        held.call("slurmctld", "-c", "-f", folder / "slurm.conf", code=None)
+        slurm.call("slurmctld", "-c", "-f", folder / "slurm.conf", code=None)
         for name in names:
-            held.node(name)
-        if not held.ready():  # a container without the rights for it, say: nothing of ours has run yet
-            told = (folder / "slurmctld.log").read_text()[-500:] if (folder / "slurmctld.log").is_file() else "no log"
-            pytest.skip(f"this machine cannot run Slurm's daemons: {told}")
-        yield held
+            slurm.node(name)
+        if not slurm.ready():  # a container without the rights for it, say: nothing of ours has run yet
+            log_end = (
+                (folder / "slurmctld.log").read_text()[-500:] if (folder / "slurmctld.log").is_file() else "no log"
+            )
+            pytest.skip(f"this machine cannot run Slurm's daemons: {log_end}")
+        yield slurm
     finally:
-        held.call("scancel", "--user=root", code=None)
+        slurm.call("scancel", "--user=root", code=None)
         for name in (*names, "slurmctld"):
             with suppress(FileNotFoundError, ProcessLookupError):
                 os.kill(int((folder / f"{name}.pid").read_text()), signal.SIGTERM)
@@ -301,8 +303,8 @@ def submitted(queue: Lab, tmp_path: Path, train: Callable[..., object], convert:
     for name, value in queue.env.items():
         monkeypatch.setenv(name, value)
 
-    def submit(program: str, *words: object) -> str:
-        ran = (train if program == "train" else convert)("submit", *words)
+    def submit(program: str, *argv: object) -> str:
+        ran = (train if program == "train" else convert)("submit", *argv)
         assert ran.code == 0, ran.err  # type: ignore[attr-defined]
         return str(ran.out.split()[-1])  # type: ignore[attr-defined]
 

@@ -28,8 +28,8 @@ def prefix() -> list[str]:
     return ["runuser", "-u", BUILDER, "--"] if os.geteuid() == 0 else []
 
 
-def call(*words: object, folder: str | Path = "/", **settings: str) -> subprocess.CompletedProcess[str]:
-    command = [*prefix(), *map(str, words)]
+def call(*argv: object, folder: str | Path = "/", **settings: str) -> subprocess.CompletedProcess[str]:
+    command = [*prefix(), *map(str, argv)]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | settings
     return subprocess.run(command, env=env, cwd=folder, check=False, capture_output=True, text=True, timeout=1200)
 
@@ -39,11 +39,11 @@ def place() -> Iterator[Path]:
     """A folder of the ordinary user, gone afterwards."""
     if shutil.which("apptainer") is None:
         pytest.skip("apptainer is not installed: tests/hpc/install_apptainer.sh")
-    made = call("mktemp", "-d", SHARED / "vitruvian-image-XXXXXX")
-    if made.returncode:
-        pytest.skip(f"no user {BUILDER} who could build with apptainer: {made.stderr.strip()}")
-    yield Path(made.stdout.strip())
-    shutil.rmtree(made.stdout.strip())
+    ran = call("mktemp", "-d", SHARED / "vitruvian-image-XXXXXX")
+    if ran.returncode:
+        pytest.skip(f"no user {BUILDER} who could build with apptainer: {ran.stderr.strip()}")
+    yield Path(ran.stdout.strip())
+    shutil.rmtree(ran.stdout.strip())
 
 
 @pytest.fixture(scope="session")
@@ -56,9 +56,9 @@ def sif(place: Path) -> Path:
     wheels = os.environ.get("PIP_FIND_LINKS", "")
     folders = [name for name in wheels.split() if Path(name).is_dir()]
     base = place / "base.sqsh"
-    made = subprocess.run([HERE / "make_base.sh", base, *folders], check=False, capture_output=True, text=True,
+    ran = subprocess.run([HERE / "make_base.sh", base, *folders], check=False, capture_output=True, text=True,
                           timeout=600)  # fmt: skip
-    assert made.returncode == 0, made.stderr
+    assert ran.returncode == 0, ran.stderr
     # What pip is told on this machine: where wheels lie, and whom to trust.
     pip = f"--find-links {wheels}" if wheels else "--extra-index-url https://download.pytorch.org/whl/cpu"
     binds = [word for name in (CERTIFICATES, *folders) for word in ("--bind", f"{name}:{name}:ro")]

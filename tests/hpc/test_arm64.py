@@ -39,15 +39,15 @@ PATH = (
 def locked() -> str:
     """What a conversion needs of the lock of `cpu-arm64`, with hashes."""
     blocks = re.split(r"^(?=\S)", (ROOT / "containers/locks/cpu-arm64.txt").read_text(), flags=re.MULTILINE)
-    held = {canonicalize_name(block.partition("==")[0]): block for block in blocks if block}
+    block_of = {canonicalize_name(block.partition("==")[0]): block for block in blocks if block}
     place = {"extra": "", "python_version": "3.11", "python_full_version": "3.11.2", "platform_machine": "aarch64"}
-    wanted, todo = set[str](), ["vitruvian"]
+    wanted_names, todo = set[str](), ["vitruvian"]
     while todo:
         needs = [Requirement(line) for line in requires(todo.pop()) or ()]
-        names = {canonicalize_name(one.name) for one in needs if one.marker is None or one.marker.evaluate(place)}
-        todo += names - wanted
-        wanted |= names
-    return "".join(held[name] for name in sorted(wanted))
+        names = {canonicalize_name(need.name) for need in needs if need.marker is None or need.marker.evaluate(place)}
+        todo += names - wanted_names
+        wanted_names |= names
+    return "".join(block_of[name] for name in sorted(wanted_names))
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +58,15 @@ def machine(tmp_path_factory):
             pytest.skip(f"{name} is not installed: apt-get install qemu-user-static mmdebstrap")
     root, wheels = tmp_path_factory.mktemp("arm64") / "root", tmp_path_factory.mktemp("wheels")
     options = ["--quiet", "--variant=extract", "--architectures=arm64", f"--include={DEBIAN}"]
-    made = subprocess.run(
+    unpacked = subprocess.run(
         ["mmdebstrap", *options, "bookworm", root], capture_output=True, text=True, timeout=300, check=False
     )
-    if made.returncode:
-        pytest.skip(f"the archive has no arm64 here: {made.stderr[-300:]}")
+    if unpacked.returncode:
+        pytest.skip(f"the archive has no arm64 here: {unpacked.stderr[-300:]}")
     (root.parent / "lock").write_text(locked())
-    words = [word for name in PLATFORMS for word in ("--platform", name)]
+    tags = [word for name in PLATFORMS for word in ("--platform", name)]
     subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", wheels, *words,
+        [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", wheels, *tags,
          "--only-binary=:all:", "--python-version", "3.11", "--no-deps", "--require-hashes",
          "--requirement", root.parent / "lock"],
         timeout=600, check=True,
@@ -82,16 +82,16 @@ def test_the_bytes_are_those_of_this_machine(machine, model, tmp_path):
         (tmp_path / name).mkdir()
         shutil.copytree(model("llama", "bfloat16"), tmp_path / name / "base")
         env = os.environ | {"PYTHONPATH": ":".join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1"}
-        told = subprocess.run(
+        architecture = subprocess.run(
             [*python, "-c", "import platform; print(platform.machine())"], env=env, capture_output=True, text=True,
             timeout=60, check=True,
         ).stdout  # fmt: skip
-        assert (told == "aarch64\n") == (name == "arm64")
-        for words in PATH:
+        assert (architecture == "aarch64\n") == (name == "arm64")
+        for argv in PATH:
             ran = subprocess.run(
-                [*python, "-m", "vitruvian", "convert", *words], cwd=tmp_path / name, env=env, capture_output=True,
+                [*python, "-m", "vitruvian", "convert", *argv], cwd=tmp_path / name, env=env, capture_output=True,
                 text=True, timeout=400, check=False,
             )  # fmt: skip
             assert ran.returncode == 0, ran.stderr
-    for words in PATH:
-        assert files(tmp_path / "arm64" / words[2]) == files(tmp_path / "here" / words[2]), words
+    for argv in PATH:
+        assert files(tmp_path / "arm64" / argv[2]) == files(tmp_path / "here" / argv[2]), argv

@@ -19,8 +19,8 @@ exec sh -c "$*"
 """
 
 
-def copy(*words, **variables):
-    ran = [COPY, *map(str, words)]
+def copy(*argv, **variables):
+    ran = [COPY, *map(str, argv)]
     env = os.environ | variables
     return subprocess.run(ran, capture_output=True, text=True, timeout=60, env=env, check=False)
 
@@ -64,16 +64,16 @@ def test_a_key_that_is_refused_is_told_at_once(checkpoint, tmp_path, home):
 
 def test_what_it_would_do_is_printed(checkpoint):
     ran = copy("-n", checkpoint, "me@host:/scratch/x/", RSYNC_FLAGS="--bwlimit=50m  --exclude='a *' -e \"ssh -p 22\"")
-    words = shlex.split(ran.stdout)
-    assert (words[0], words[-2:]) == ("rsync", [f"{checkpoint}/", "me@host:/scratch/x/"])
-    assert words[-6:-2] == ["--bwlimit=50m", "--exclude=a *", "-e", "ssh -p 22"]
+    argv = shlex.split(ran.stdout)
+    assert (argv[0], argv[-2:]) == ("rsync", [f"{checkpoint}/", "me@host:/scratch/x/"])
+    assert argv[-6:-2] == ["--bwlimit=50m", "--exclude=a *", "-e", "ssh -p 22"]
     open_quote = copy("-n", checkpoint, "host:/x", RSYNC_FLAGS="--exclude 'a")
     assert (open_quote.returncode, "cannot be split into words: --exclude 'a" in open_quote.stderr) == (2, True)
 
 
-@pytest.mark.parametrize(("words", "reason"), [((), "two folders"), (("nowhere", "x"), "nowhere is no folder")])
-def test_what_cannot_be_copied_is_said(words, reason):
-    ran = copy(*words)
+@pytest.mark.parametrize(("argv", "reason"), [((), "two folders"), (("nowhere", "x"), "nowhere is no folder")])
+def test_what_cannot_be_copied_is_said(argv, reason):
+    ran = copy(*argv)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert reason in ran.stderr
 

@@ -46,7 +46,7 @@ def arguments(variant):
 
 
 def pinned(name):
-    return {found["name"]: found["version"] for found in REQUIREMENT.finditer(LOCKS[name])}
+    return {match["name"]: match["version"] for match in REQUIREMENT.finditer(LOCKS[name])}
 
 
 def test_the_definition_has_what_it_needs_and_nothing_that_proot_refuses():
@@ -92,18 +92,18 @@ def test_every_line_of_a_lock_is_a_version_with_its_hashes(name):
 
 @pytest.mark.parametrize("name", ["cpu", "cpu-arm64", "cuda", "rocm"])
 def test_a_lock_has_what_the_project_pins_and_requires(name):
-    held = pinned(name)
+    locked_versions = pinned(name)
     pins = {
         package: version
         for package, version in PIN.findall((ROOT / "constraints.txt").read_text())
         if package != "torch"
     }
-    assert {package: held[package] for package in pins if package in held}.items() <= pins.items()
+    assert {package: locked_versions[package] for package in pins if package in locked_versions}.items() <= pins.items()
     extras = ("transformers", "lora", "zstd", "trackers", "data", "eval", "plot")
-    asked = [*PROJECT["dependencies"], *(line for extra in extras for line in PROJECT["optional-dependencies"][extra])]
-    wanted = [Requirement(line) for line in asked]
-    here = {one.name for one in wanted if one.marker is None or one.marker.evaluate({"python_version": "3.11"})}
-    assert here - set(held) == ({"torch"} if name == "rocm" else set())
+    lines = [*PROJECT["dependencies"], *(line for extra in extras for line in PROJECT["optional-dependencies"][extra])]
+    needs = [Requirement(line) for line in lines]
+    here = {need.name for need in needs if need.marker is None or need.marker.evaluate({"python_version": "3.11"})}
+    assert here - set(locked_versions) == ({"torch"} if name == "rocm" else set())
 
 
 def test_each_lock_has_the_torch_of_its_driver():
@@ -140,53 +140,53 @@ def test_shellcheck_has_nothing_to_say(script):
 def build(tmp_path):
     """`build(programs, words)`: build.sh where only these programs are installed; they write what they are given."""
 
-    def run(programs, *words):
+    def run(programs, *options):
         for name in programs:
             (tmp_path / name).write_text('#!/bin/sh\necho "$(basename "$0")" "$@"\n')
             (tmp_path / name).chmod(0o755)
         for name in ("bash", "dirname", "basename", "sed", "git"):
             (tmp_path / name).symlink_to(shutil.which(name))
-        command = [IMAGES / "build.sh", *words]
+        command = [IMAGES / "build.sh", *options]
         env = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
         return subprocess.run(command, check=False, env=env, cwd="/", capture_output=True, text=True, timeout=60)
 
     return run
 
 
-@pytest.mark.parametrize(("programs", "told"), [
+@pytest.mark.parametrize(("programs", "stdout"), [
     (["apptainer", "singularity"], "apptainer build --fakeroot --build-arg-file containers/variants/rocm-laif.args "),
     (["singularity", "proot"], "singularity build --build-arg-file containers/variants/rocm-laif.args "),
     (["singularity"], "singularity build --fakeroot "),
 ])  # fmt: skip
-def test_build_takes_the_runtime_that_is_there(build, programs, told):
+def test_build_takes_the_runtime_that_is_there(build, programs, stdout):
     ran = build(programs, "rocm-laif", "--build-arg", "BASE=newer.sif")
-    assert ran.stdout.startswith(told), ran.stderr
+    assert ran.stdout.startswith(stdout), ran.stderr
     assert ran.stdout.endswith("--build-arg BASE=newer.sif vitruvian-rocm-laif.sif containers/vitruvian.def\n")
 
 
-@pytest.mark.parametrize(("programs", "words", "told"), [
+@pytest.mark.parametrize(("programs", "options", "message"), [
     (["apptainer"], ["gpu"], "no variant gpu: cpu, cpu-arm64, cuda, rocm or rocm-laif"),
     (["apptainer"], [], "no variant named: cpu, cpu-arm64, cuda, rocm or rocm-laif"),
     ([], ["cpu"], "neither apptainer nor singularity is installed"),
 ])  # fmt: skip
-def test_build_says_what_it_lacks(build, programs, words, told):
-    ran = build(programs, *words)
-    assert (ran.returncode, ran.stderr) == (2, f"build.sh: {told}\n")
+def test_build_says_what_it_lacks(build, programs, options, message):
+    ran = build(programs, *options)
+    assert (ran.returncode, ran.stderr) == (2, f"build.sh: {message}\n")
 
 
 def test_an_image_that_is_not_what_its_lock_says_is_refused(tmp_path):
     spec = importlib.util.spec_from_file_location("sbom", IMAGES / "sbom.py")
     sbom = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sbom)
-    found = sbom.installed()
+    packages = sbom.installed()
     lock = tmp_path / "lock.txt"
-    lock.write_text(f"numpy=={found['numpy'].version} \\\n    --hash=sha256:00\n")
-    assert sbom.faults(lock, found) == []
+    lock.write_text(f"numpy=={packages['numpy'].version} \\\n    --hash=sha256:00\n")
+    assert sbom.faults(lock, packages) == []
     lock.write_text("numpy==1.0 \\\n    --hash=sha256:00\nno-such-package==2.0 \\\n    --hash=sha256:00\n")
-    assert sbom.faults(lock, found) == [
-        f"numpy is {found['numpy'].version}, the lock says 1.0", "no-such-package is missing, the lock says 2.0",
+    assert sbom.faults(lock, packages) == [
+        f"numpy is {packages['numpy'].version}, the lock says 1.0", "no-such-package is missing, the lock says 2.0",
     ]  # fmt: skip
     lock.write_text("")
-    old = found | {"torch": found["numpy"]}  # as a base image that brings another torch
-    told = [line for line in found["vitruvian"].requires if line.startswith("torch") and "transformers" in line]
-    assert sbom.faults(lock, old) == [f"vitruvian requires {told[0]}, and there is {found['numpy'].version}"]
+    old = packages | {"torch": packages["numpy"]}  # as a base image that brings another torch
+    required = [line for line in packages["vitruvian"].requires if line.startswith("torch") and "transformers" in line]
+    assert sbom.faults(lock, old) == [f"vitruvian requires {required[0]}, and there is {packages['numpy'].version}"]

@@ -57,8 +57,8 @@ def inside(sif, place):
         "--contain", "--net", "--network", "none", "--bind", f"{work},{place}/data:/data:ro", "--pwd", str(work),
     ]  # fmt: skip
 
-    def run(*words):
-        return call("apptainer", "exec", *options, sif, *words, TMPDIR=str(work / "tmp"))
+    def run(*argv):
+        return call("apptainer", "exec", *options, sif, *argv, TMPDIR=str(work / "tmp"))
 
     run.work = work
     return run
@@ -67,8 +67,8 @@ def inside(sif, place):
 def test_its_own_test_passes(sif):
     ran = call("apptainer", "test", sif)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    for told in ("torch 2.13.0+cpu", "to Megatron and back: the same bytes", "taken by model.attention auto"):
-        assert told in ran.stdout
+    for text in ("torch 2.13.0+cpu", "to Megatron and back: the same bytes", "taken by model.attention auto"):
+        assert text in ran.stdout
 
 
 def test_its_commands_are_found_as_users_call_them(sif):
@@ -87,15 +87,16 @@ def test_it_says_what_it_is_and_what_is_inside(sif, inside):
     assert labels["vitruvian.variant"] == "cpu"
     assert labels["org.opencontainers.image.version"] == importlib.metadata.version("vitruvian")
     document = json.loads(inside("cat", "/opt/vitruvian/sbom.json").stdout)
-    held = {one["name"]: one["version"] for one in document["components"] if one["purl"].startswith("pkg:pypi/")}
-    assert pinned("cpu").items() <= held.items()
-    assert {"libc6", "libssl3"} <= {one["name"] for one in document["components"]}
+    parts = document["components"]
+    versions = {part["name"]: part["version"] for part in parts if part["purl"].startswith("pkg:pypi/")}
+    assert pinned("cpu").items() <= versions.items()
+    assert {"libc6", "libssl3"} <= {part["name"] for part in parts}
 
 
 def test_from_dialogues_to_megatron_with_nothing_but_the_image(inside):
     settings = CONFIG.replace("train_iters: 60", "train_iters: 10")
-    made = inside("python", "-c", f"open('config.yml', 'w').write({settings!r})")
-    assert made.returncode == 0, made.stderr
+    written = inside("python", "-c", f"open('config.yml', 'w').write({settings!r})")
+    assert written.returncode == 0, written.stderr
     ran = inside("bash", "-c", PIPELINE)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "Network is unreachable" in ran.stdout
@@ -107,10 +108,10 @@ def test_it_writes_only_where_caches_belong(inside):
     for folder in ("/opt/vitruvian", "/usr", "/scratch"):
         ran = inside("touch", f"{folder}/new")
         assert "Read-only file system" in ran.stderr
-    shown = json.loads(inside("python", "-c", "import json, os; print(json.dumps(dict(os.environ)))").stdout)
+    environ = json.loads(inside("python", "-c", "import json, os; print(json.dumps(dict(os.environ)))").stdout)
     caches = inside.work / "tmp" / f"vitruvian-{_uid()}"
-    assert shown["TRITON_CACHE_DIR"] == f"{caches}/triton"
-    assert shown["TORCH_EXTENSIONS_DIR"] == f"{caches}/extensions"
+    assert environ["TRITON_CACHE_DIR"] == f"{caches}/triton"
+    assert environ["TORCH_EXTENSIONS_DIR"] == f"{caches}/extensions"
     # The training above has compiled nothing: had it, it would lie here.
     assert [path for path in caches.rglob("*") if path.is_file()] == []
 
@@ -118,12 +119,10 @@ def test_it_writes_only_where_caches_belong(inside):
 def test_the_launcher_hands_a_signal_on(sif):
     """Slurm signals the runtime of the image, and neither the command nor squashfuse, which would die of it."""
     code = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(9)); print('listens', flush=True); time.sleep(60)"
-    words = [IMAGES / "run", "--site", "local", "--image", sif, "python3", "-c", f"import signal, sys, time; {code}"]
+    argv = [IMAGES / "run", "--site", "local", "--image", sif, "python3", "-c", f"import signal, sys, time; {code}"]
     env = {"PATH": os.environ["PATH"], "HOME": "/", "USER": BUILDER, "SLURM_JOB_ID": "0", "SLURM_NTASKS": "2"}
     user = None if os.geteuid() else BUILDER
-    with subprocess.Popen(
-        words, env=env, user=user, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
-    ) as ran:
+    with subprocess.Popen(argv, env=env, user=user, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as ran:
         assert ran.stdout is not None
         assert ran.stdout.readline() == "listens\n"
         ran.send_signal(signal.SIGUSR1)

@@ -33,7 +33,7 @@ PROBE = "import os, socket; print(os.environ.get('HF_HUB_OFFLINE')); socket.crea
 @pytest.fixture
 def storage() -> Iterator[Callable[[str], Path]]:
     """`storage(site)`: a folder on a small file system in the place of the site's; and all else that it binds."""
-    made: list[Path] = []
+    created: list[Path] = []
     mounted: list[Path] = []
 
     def make(site: str) -> Path:
@@ -42,8 +42,8 @@ def storage() -> Iterator[Callable[[str], Path]]:
         places = [Path(name) for name in binds[1].split(",")]
         for place in (place for place in places if not place.exists()):
             place.mkdir()
-            made.append(place)
-        assert places[0] in made, "a file system of this machine is left alone"
+            created.append(place)
+        assert places[0] in created, "a file system of this machine is left alone"
         ran = subprocess.run(["mount", "-t", "tmpfs", "none", places[0]], capture_output=True, text=True, check=False)
         if ran.returncode:
             pytest.skip(f"no file system can be mounted here: {ran.stderr.strip()}")
@@ -56,15 +56,15 @@ def storage() -> Iterator[Callable[[str], Path]]:
     os.chdir("/")
     for place in mounted:
         subprocess.run(["umount", "--lazy", place], check=True)  # a job of a test that failed may be in it
-    for place in made:
+    for place in created:
         place.rmdir()
 
 
 def allow(work: Path, nbytes: int, count: int) -> None:
     """Set the quota of a storage: room for so many further bytes and files."""
-    held = os.statvfs(work)
-    size = held.f_frsize * (held.f_blocks - held.f_bfree) + nbytes
-    inodes = held.f_files - held.f_ffree + count
+    usage = os.statvfs(work)
+    size = usage.f_frsize * (usage.f_blocks - usage.f_bfree) + nbytes
+    inodes = usage.f_files - usage.f_ffree + count
     subprocess.run(["mount", "-o", f"remount,size={size},nr_inodes={inodes}", work.parent], check=True)
 
 
@@ -79,16 +79,16 @@ def test_a_conversion_at_each_site(queue: Lab, sif, model, convert, storage, mon
             works[site] = storage(site)
         monkeypatch.chdir(works[site])
         shutil.copytree(model(), "base")
-        words = ["submit", "--site", site, *CORES, *(["--image", sif] if site != "local" else [])]
+        argv = ["submit", "--site", site, *CORES, *(["--image", sif] if site != "local" else [])]
         if site != "local":
             needs = json.loads(convert(*CONVERSION, "-n", "--json").out)["target"]["needs"]
             allow(works[site], needs["bytes"] + 2**20, needs["files"] - 1)
-            ran = convert(*words, *CONVERSION)
+            ran = convert(*argv, *CONVERSION)
             assert (ran.code, "files and folders" in ran.err) == (7, True), ran.err
             allow(works[site], needs["bytes"] + 2**20, needs["files"] + OF_A_JOB)
-        ran = convert(*words, "--time", "6-00:00:00", *CONVERSION)
+        ran = convert(*argv, "--time", "6-00:00:00", *CONVERSION)
         assert (ran.code, "are more than a partition of" in ran.err) == (5, True), (site, ran)
-        ran = convert(*words, "--account", "P", *CONVERSION)
+        ran = convert(*argv, "--account", "P", *CONVERSION)
         assert ran.code == 0, ran.err
         jobs[site] = ran.out.split()[-1]
     for site, job in jobs.items():
@@ -119,10 +119,10 @@ def test_what_a_site_refuses_is_said(queue: Lab, model, convert, monkeypatch, tm
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(model(), "base")
-    for words, told in (
+    for options, message in (
         (("--site", "lumi", "--account", "nobody"), "Invalid account"),
         (("--site", "local", "--sbatch", "qos=gp_ehpc"), "--mem is not allowed"),
     ):
-        ran = convert("submit", *words, *CONVERSION)
-        assert (ran.code, told in ran.err) == (2, True), ran.err
+        ran = convert("submit", *options, *CONVERSION)
+        assert (ran.code, message in ran.err) == (2, True), ran.err
     assert not (tmp_path / "slurm/job_log.txt").exists()

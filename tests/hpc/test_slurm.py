@@ -63,12 +63,12 @@ def job(submitted, settings, queue, tmp_path):
     (tmp_path / "trainer").write_text(TRAINER)
     (tmp_path / "trainer").chmod(0o755)
 
-    def submit(*words: str, edit: tuple[str, str] = ("", ""), options: tuple[str, ...] = ()) -> str:
-        shown = subprocess.run(
+    def submit(*argv: str, edit: tuple[str, str] = ("", ""), options: tuple[str, ...] = ()) -> str:
+        sbatch = subprocess.run(
             ["train", "submit", str(settings()), "-n", *options],
             env=queue.env, capture_output=True, text=True, timeout=60, check=True,
         ).stdout  # fmt: skip
-        text = re.sub(r"^COMMAND=.*$", f"COMMAND=({tmp_path}/trainer {' '.join(words)})", shown, flags=re.MULTILINE)
+        text = re.sub(r"^COMMAND=.*$", f"COMMAND=({tmp_path}/trainer {' '.join(argv)})", sbatch, flags=re.MULTILINE)
         script = tmp_path / "job.sbatch"
         script.write_text(text.replace(*edit))
         return queue.call("sbatch", "--parsable", script).strip()
@@ -90,19 +90,19 @@ def logs(folder: Path) -> str:
 
 def test_two_nodes_train_like_one_process_in_a_chain_with_evaluations(submitted, settings, run, queue, data, tmp_path):
     config = settings(data={"validation": {"one": str(data)}}, evaluate={"every": 1000})
-    whole = run(config, save="whole")
+    reference = run(config, save="whole")
     bench = tmp_path / "pp.sh"
     bench.write_text(
         f"#!/bin/bash\n#SBATCH --output=/dev/null\necho $1 ${{SLURM_CPUS_PER_TASK-}} >> {tmp_path}/tested\n"
     )
-    words = ["--site", "lumi", "--nodes", "2", "--sbatch", "ntasks-per-node=2", "--time", "1:00:00", "--bench", bench]
-    first = submitted("train", config, "--steps.exit_interval", "4", *words)
+    options = ["--site", "lumi", "--nodes", "2", "--sbatch", "ntasks-per-node=2", "--time", "1:00:00", "--bench", bench]
+    first = submitted("train", config, "--steps.exit_interval", "4", *options)
     facts = queue.wait(first)
     assert facts["JobState"] == "COMPLETED", logs(tmp_path)
     assert (facts["NumNodes"], facts["Partition"], facts["Requeue"]) == ("2", "standard-g", "1")
     queue.idle()
     save = tmp_path / "save"
-    require_same(Trained(0, "", save), whole)
+    require_same(Trained(0, "", save), reference)
     assert not (save / "RESUME").exists()
     assert sorted((tmp_path / "tested").read_text().split()) == [f"{save}/global_step104", f"{save}/global_step108"]
     log = (tmp_path / "slurm/job_log.txt").read_text().splitlines()
@@ -114,9 +114,9 @@ def test_two_nodes_train_like_one_process_in_a_chain_with_evaluations(submitted,
     ]
     # the users' call, for a job too many: it ends at once, makes nothing, and nothing follows it
     script = tmp_path / f"slurm/{tmp_path.name}.sbatch"
-    said = queue.call("bash", ROOT / "containers/schedule.sh", script, 3, "no.sh")
-    assert "there is no no.sh" in said
-    last = said.partition("Submitted batch job ")[2].split()[0]
+    stdout = queue.call("bash", ROOT / "containers/schedule.sh", script, 3, "no.sh")
+    assert "there is no no.sh" in stdout
+    last = stdout.partition("Submitted batch job ")[2].split()[0]
     assert (tmp_path / "job_log.txt").read_text() == f"{last} link 1\n"
     assert queue.wait(last)["JobState"] == "COMPLETED"
     assert "nothing left to do" in logs(tmp_path)
@@ -133,17 +133,17 @@ def test_two_nodes_train_like_one_process_in_a_chain_with_evaluations(submitted,
 def test_told_to_save_a_training_saves(submitted, settings, queue, tmp_path, launcher):
     """torchrun knows no USR1: it has to live until its workers have saved."""
     config = settings(steps={"train_iters": 100_000}, save={"every": 100_000})
-    words = ["--nodes", "2", "--launcher", launcher, "--jobs", "1", "--time", "1:00:00"]
-    job = submitted("train", config, *words)
+    options = ["--nodes", "2", "--launcher", launcher, "--jobs", "1", "--time", "1:00:00"]
+    job = submitted("train", config, *options)
     until(tmp_path / "save/log.jsonl", 100)
     queue.call("scancel", "--batch", "--signal=USR1", job)
     queue.wait(job)
     done = len((tmp_path / "save/log.jsonl").read_text().splitlines())
     assert (tmp_path / "save/latest").read_text() == f"global_step{100 + done}"
-    told = logs(tmp_path)
-    assert "told to save, USR1 to the step" in told
-    assert f"stopped after step {done} of 100000" in told
-    assert "that was the last of 1 links" in told
+    log = logs(tmp_path)
+    assert "told to save, USR1 to the step" in log
+    assert f"stopped after step {done} of 100000" in log
+    assert "that was the last of 1 links" in log
     assert (tmp_path / "save/RESUME").exists()
 
 
@@ -151,9 +151,9 @@ def test_a_chain_goes_on_behind_a_time_limit(job, queue, tmp_path):
     job_id = job("until-told", edit=("--time=1-00:00:00", "--time=00:01:00"), options=("--save-seconds", "40"))
     assert queue.wait(job_id)["JobState"] == "COMPLETED"
     queue.idle()
-    told = logs(tmp_path)
-    assert told.count("told to save, USR1") == 1, told
-    assert "link 2: done" in told
+    log = logs(tmp_path)
+    assert log.count("told to save, USR1") == 1, log
+    assert "link 2: done" in log
     assert (tmp_path / "save/latest").read_text() == "told "
 
 
@@ -161,15 +161,15 @@ def test_a_chain_goes_on_though_a_save_was_late(job, queue, tmp_path):
     job_id = job("late", edit=("--time=1-00:00:00", "--time=00:01:00"), options=("--save-seconds", "40"))
     assert queue.wait(job_id)["JobState"] == "TIMEOUT"
     queue.idle()
-    told = logs(tmp_path)
-    assert "told to save, USR1" in told
-    assert "the time was up before all was saved" in told
-    assert "link 2: done" in told
+    log = logs(tmp_path)
+    assert "told to save, USR1" in log
+    assert "the time was up before all was saved" in log
+    assert "link 2: done" in log
 
 
 def test_a_conversion_whose_time_is_up_is_followed_by_another_job(job, queue, tmp_path):
-    words = (f"SAVE={tmp_path}/save\nSIGNAL=USR1\n", "SAVE=''\nSIGNAL=TERM\n")
-    job_id = job("until-told", edit=words)
+    edit = (f"SAVE={tmp_path}/save\nSIGNAL=USR1\n", "SAVE=''\nSIGNAL=TERM\n")
+    job_id = job("until-told", edit=edit)
     until(tmp_path / "save/running")
     queue.call("scancel", "--batch", "--signal=USR1", job_id)
     assert queue.wait(job_id)["JobState"] == "COMPLETED"
@@ -199,18 +199,18 @@ def test_a_job_that_is_put_back_goes_on(job, queue, tmp_path):
     queue.wait(job_id, "PENDING")
     queue.call("scontrol", "update", f"JobId={job_id}", "StartTime=now")
     assert queue.wait(job_id)["JobState"] == "COMPLETED"
-    told = logs(tmp_path)
-    assert "restart 0" in told
-    assert "restart 1" in told
+    log = logs(tmp_path)
+    assert "restart 0" in log
+    assert "restart 1" in log
 
 
 @pytest.mark.parametrize("options", [(), ("--sbatch", "export=NONE")], ids=["", "export"])
 def test_a_chain_without_progress_ends(job, queue, tmp_path, options):
     assert queue.wait(job("exit", "9", options=options))["ExitCode"] == "1:0"
     queue.idle()
-    told = logs(tmp_path)
-    assert told.count("nodes from") == 3, told
-    assert "exit code 9, and nothing new 3 times; the chain ends" in told
+    log = logs(tmp_path)
+    assert log.count("nodes from") == 3, log
+    assert "exit code 9, and nothing new 3 times; the chain ends" in log
 
 
 def test_what_is_refused_is_not_tried_again(job, queue, tmp_path):
@@ -237,16 +237,16 @@ def preflight(queue, tmp_path, monkeypatch):
     def run(code: str, site: str = "local") -> dict[str, str]:
         (tmp_path / "run").write_text(f"#!/bin/bash\n{code}\n")
         (tmp_path / "run").chmod(0o755)
-        shown = queue.call("train", "submit", "--preflight", "--site", site, "--nodes", "2", "-n")
-        shown = re.sub(r"^RUN=.*$", f"RUN={tmp_path}/run", shown, flags=re.MULTILINE)
-        (tmp_path / "job.sbatch").write_text(shown)
+        script = queue.call("train", "submit", "--preflight", "--site", site, "--nodes", "2", "-n")
+        script = re.sub(r"^RUN=.*$", f"RUN={tmp_path}/run", script, flags=re.MULTILINE)
+        (tmp_path / "job.sbatch").write_text(script)
         return queue.wait(queue.call("sbatch", "--parsable", tmp_path / "job.sbatch").strip())
 
     return run
 
 
-@pytest.mark.parametrize(("seconds", "told"), [("0", "PREFLIGHT OK: 2 nodes, 2 tasks"), ("3", "SLOW n2: matmul 3")])
-def test_a_preflight_measures_the_nodes(preflight, tmp_path, seconds, told):
+@pytest.mark.parametrize(("seconds", "message"), [("0", "PREFLIGHT OK: 2 nodes, 2 tasks"), ("3", "SLOW n2: matmul 3")])
+def test_a_preflight_measures_the_nodes(preflight, tmp_path, seconds, message):
     """On one machine with other work a node may well take twice what the other takes: here five times is slow."""
     (tmp_path / "slowed.py").write_text(f"""
 import os, sys, time, torch
@@ -259,12 +259,12 @@ sys.argv = sys.argv[1:] + ["--slower", "5"]
 cli.main()
 """)
     facts = preflight(f'PYTHONPATH={ROOT} exec {sys.executable} {tmp_path}/slowed.py "$@"')
-    said = logs(tmp_path)
-    assert told in said
-    assert "2 ranks sum 67.1 MB" in said
-    assert "67.1 MB to and from a neighbour in" in said
+    log = logs(tmp_path)
+    assert message in log
+    assert "2 ranks sum 67.1 MB" in log
+    assert "67.1 MB to and from a neighbour in" in log
     assert (facts["JobState"] == "COMPLETED") == (seconds == "0")
-    assert ("leave these out: --sbatch exclude=n2" in said) == (seconds == "3")
+    assert ("leave these out: --sbatch exclude=n2" in log) == (seconds == "3")
 
 
 @pytest.mark.parametrize(
@@ -302,27 +302,27 @@ def test_a_conversion_in_parts_is_finished_behind_one_that_fails(queue, model, c
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial/journal.jsonl").touch()
-    with (tmp_path / "out.partial/journal-2-of-3.jsonl").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        words = ["hf2megatron", model(), "out", "--tp", "2"]
-        said = queue.call("convert", "submit", "--part", "3", "--sbatch", "exclusive", *words)
-        parts, last = re.findall(r"Submitted batch job (\d+)", said)
+    with (tmp_path / "out.partial/journal-2-of-3.jsonl").open("w") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        argv = ["hf2megatron", model(), "out", "--tp", "2"]
+        stdout = queue.call("convert", "submit", "--part", "3", "--sbatch", "exclusive", *argv)
+        parts, last = re.findall(r"Submitted batch job (\d+)", stdout)
         assert queue.facts(last)["Dependency"].startswith(f"afterany:{parts}_")
-        found = [queue.wait(f"{parts}_{number}") for number in (1, 2, 3)]
-    assert [one["ExitCode"] for one in found] == ["0:0", "7:0", "0:0"], logs(tmp_path)
-    assert {one["NodeList"] for one in found} == {"n1", "n2"}
+        jobs = [queue.wait(f"{parts}_{number}") for number in (1, 2, 3)]
+    assert [facts["ExitCode"] for facts in jobs] == ["0:0", "7:0", "0:0"], logs(tmp_path)
+    assert {facts["NodeList"] for facts in jobs} == {"n1", "n2"}
     assert "another process is writing part 2/3" in logs(tmp_path)
     assert queue.wait(last)["JobState"] == "COMPLETED", logs(tmp_path)
     queue.idle()
     assert logs(tmp_path).count("nodes from") == 4
-    assert convert(*words[:2], tmp_path / "whole", *words[3:]).code == 0
+    assert convert(*argv[:2], tmp_path / "whole", *argv[3:]).code == 0
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     assert not (tmp_path / "out.partial").exists()
 
 
 def test_tokenizing_runs_without_gpus(submitted, queue, data, tmp_path):
     golden = ROOT / "tests/golden/data/1_sft"
-    words = [
+    options = [
         "--input",
         golden / "sft.jsonl",
         "--vocab-file",
@@ -331,7 +331,7 @@ def test_tokenizing_runs_without_gpus(submitted, queue, data, tmp_path):
         "--output-prefix",
         "P",
     ]
-    job = submitted("train", "--site", "lumi", "tokenize", *words, "--workers", "1")
+    job = submitted("train", "--site", "lumi", "tokenize", *options, "--workers", "1")
     facts = queue.wait(job)
     assert facts["JobState"] == "COMPLETED", logs(tmp_path)
     assert (facts["Partition"], "gres" in facts["TRES"]) == ("small", False)
@@ -361,15 +361,15 @@ def test_a_watch_goes_on_from_job_to_job_until_nothing_is_new(submitted, convert
     """The first job finds one checkpoint, a later one the other; the last ends the chain."""
     run, out = tmp_path / "run", tmp_path / "out"
     assert convert("hf2fsdp", model(), run / "step-1").code == 0
-    words = ["watch", run, "--out", out, "--every", "0.05", "--idle", "0.01"]
-    job = submitted("convert", "--site", "lumi", *words)
+    argv = ["watch", run, "--out", out, "--every", "0.05", "--idle", "0.01"]
+    job = submitted("convert", "--site", "lumi", *argv)
     assert queue.wait(job)["JobState"] == "COMPLETED", logs(tmp_path)
     assert (out / "step-1").is_dir()
     shutil.copytree(run / "step-1", run / "step-2")
     queue.idle()
-    told = logs(tmp_path)
-    assert (told.count("digest "), told.count("link 1: done")) == (2, 0), told
-    assert "link 2: " in told
+    log = logs(tmp_path)
+    assert (log.count("digest "), log.count("link 1: done")) == (2, 0), log
+    assert "link 2: " in log
     assert (out / "step-2").is_dir()
     assert convert("verify", out / "step-2", run / "step-1").code == 0
     assert [path.name for path in (tmp_path / "slurm").glob("*.out")] == ["watch.out"]

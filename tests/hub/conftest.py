@@ -32,16 +32,16 @@ TEMPLATE = """\
 
 def environment(hub: Hub, home: Path) -> dict[str, str]:
     """Variables that point huggingface_hub at the test's Hub, whatever this process is set to."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
-    return kept | {
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    return variables | {
         "HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1", "PYTHONPATH": str(ROOT),
     }  # fmt: skip
 
 
-def spawn(code: str, *words: object, env: dict[str, str]) -> subprocess.Popen[str]:
+def spawn(code: str, *argv: object, env: dict[str, str]) -> subprocess.Popen[str]:
     """Start Python code in a process of its own."""
-    command = [sys.executable, "-c", code, *map(str, words)]
+    command = [sys.executable, "-c", code, *map(str, argv)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT)
 
 
@@ -72,8 +72,8 @@ def env(hub: Hub, tmp_path: Path) -> dict[str, str]:
 def push(env: dict[str, str]) -> Callable[..., Ran]:
     """`push(folder, "acme/m", "--json")`: run the command and get (exit code, stdout, stderr)."""
 
-    def run(*words: object, **changes: str) -> Ran:
-        return finish(spawn(CONVERT, "push", *words, env=env | changes))
+    def run(*argv: object, **changes: str) -> Ran:
+        return finish(spawn(CONVERT, "push", *argv, env=env | changes))
 
     return run
 
@@ -97,11 +97,11 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fast.save_pretrained(source)
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": fast.eos_token_id}))
     env = dict(os.environ, PYTHONPATH=str(ROOT))
-    for words in (
+    for argv in (
         ["hf2megatron", source, place / "megatron", "--tp", 2],
         ["megatron2hf", place / "megatron", place / "hf", "--shard-size", "200kB"],
     ):
-        ran = finish(spawn("from converters.cli import main; main()", *words, env=env))
+        ran = finish(spawn("from converters.cli import main; main()", *argv, env=env))
         assert ran.code == 0, ran.err
     assert len(list((place / "hf").glob("model-*.safetensors"))) >= 3
     return place / "hf"

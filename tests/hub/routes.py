@@ -46,33 +46,36 @@ def validate_yaml(self: Handler) -> Reply:
     text = self.json()["content"]
     match = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
     try:
-        held = yaml.safe_load(match[1]) if match else None
+        metadata = yaml.safe_load(match[1]) if match else None
     except yaml.YAMLError as error:
         return 400, {"errors": [{"message": str(error)}], "warnings": []}
-    return 200, {"errors": [], "warnings": [] if held else [{"message": "empty or missing yaml metadata in repo card"}]}
+    return 200, {
+        "errors": [],
+        "warnings": [] if metadata else [{"message": "empty or missing yaml metadata in repo card"}],
+    }
 
 
 @route("POST", "/api/repos/create")
 def create(self: Handler) -> Reply:
-    asked = self.json()
-    name = f"{asked.get('organization') or 'tester'}/{asked['name']}"
+    request = self.json()
+    name = f"{request.get('organization') or 'tester'}/{request['name']}"
     self.user(name.partition("/")[0])
     facts = {"url": f"{self.hub.endpoint}/{name}", "name": name}
     if name in self.hub.store.repos:
         return 409, facts | {"error": "You already created this model repo"}
-    self.hub.store.create(name, asked.get("visibility") == "private" or bool(asked.get("private")))  # before 1.0
+    self.hub.store.create(name, request.get("visibility") == "private" or bool(request.get("private")))  # before 1.0
     return 200, facts
 
 
 @route("POST", "/api/models/{repo}/branch/(?P<branch>[^/]+)")
 def branch(self: Handler, repo: str, branch: str) -> Reply:
     _, oid, _ = self.tree(repo, (self.json() or {}).get("startingPoint", "main"), write=True)
-    held = self.hub.store.repos[repo]
+    stored_repo = self.hub.store.repos[repo]
     if branch.startswith("refs/"):
         raise RefusedError(400, f"Invalid reference for a branch: {branch}")
-    if branch in held.refs:
+    if branch in stored_repo.refs:
         raise RefusedError(409, "Reference already exists")
-    held.refs[branch] = oid
+    stored_repo.refs[branch] = oid
     return 200, {}
 
 
@@ -84,10 +87,10 @@ def delete_branch(self: Handler, repo: str, branch: str) -> Reply:
 
 @route("POST", "/api/models/{repo}/paths-info/{rev}")
 def paths_info(self: Handler, repo: str, rev: str) -> Reply:
-    asked = b"".join(self.pieces())
-    paths = json.loads(asked)["paths"] if asked[:1] == b"{" else parse_qs(asked.decode())["paths"]
-    _, _, held = self.tree(repo, rev)
-    return 200, [_described(path, held[path]) for path in paths if path in held]
+    body = b"".join(self.pieces())
+    paths = json.loads(body)["paths"] if body[:1] == b"{" else parse_qs(body.decode())["paths"]
+    _, _, entries = self.tree(repo, rev)
+    return 200, [_described(path, entries[path]) for path in paths if path in entries]
 
 
 @route("POST", "/api/models/{repo}/preupload/{rev}")
@@ -96,8 +99,8 @@ def preupload(self: Handler, repo: str, rev: str) -> Reply:
     files = []
     for file in self.json()["files"]:
         large = file["path"].endswith((".safetensors", ".model", ".bin")) or file["size"] > 10 << 20
-        held = tree.get(file["path"])
-        oid = (held.sha256 or held.blob) if held else None
+        entry = tree.get(file["path"])
+        oid = (entry.sha256 or entry.blob) if entry else None
         mode = "lfs" if large else "regular"
         files.append(
             {"path": file["path"], "uploadMode": mode, "shouldIgnore": self.hub.skips(file["path"]), "oid": oid}
@@ -108,13 +111,13 @@ def preupload(self: Handler, repo: str, rev: str) -> Reply:
 @route("POST", "/{repo}[.]git/info/lfs/objects/batch")
 def batch(self: Handler, repo: str) -> Reply:
     self.repo(repo, write=True)
-    asked, objects = self.json(), []
-    for one in asked["objects"]:
-        oid, size = one["oid"], one["size"]
+    request, objects = self.json(), []
+    for pointer in request["objects"]:
+        oid, size = pointer["oid"], pointer["size"]
         answer = {"oid": oid, "size": size}
         if not self.hub.store.lfs(oid).exists():
             upload: dict[str, Any] = {"href": f"{self.hub.endpoint}/lfs/{oid}"}
-            if size > self.hub.multipart and "multipart" in asked["transfers"]:
+            if size > self.hub.multipart and "multipart" in request["transfers"]:
                 count = -(-size // self.hub.multipart)
                 parts = {str(part): f"{upload['href']}/{part}" for part in range(1, count + 1)}
                 upload["header"] = {"chunk_size": str(self.hub.multipart), **parts}
@@ -135,7 +138,7 @@ def put(self: Handler, oid: str, part: str = "") -> Reply:
 
 @route("POST", "/lfs/(?P<oid>[0-9a-f]{64})")
 def complete(self: Handler, oid: str) -> Reply:
-    numbers = [one["partNumber"] for one in self.json()["parts"]]
+    numbers = [part["partNumber"] for part in self.json()["parts"]]
     if not self.hub.store.keep(oid, [self.hub.store.folder / f"{oid}.{number}" for number in numbers]):
         raise RefusedError(400, f"the parts are not {oid}")
     return 200, {}
@@ -144,17 +147,17 @@ def complete(self: Handler, oid: str) -> Reply:
 @route("POST", "/verify")
 def verify(self: Handler) -> Reply:
     self.user()
-    asked = self.json()
-    path = self.hub.store.lfs(asked["oid"])
-    if not path.exists() or path.stat().st_size != asked["size"]:
-        raise RefusedError(422, f"{asked['oid']} is not here")
+    request = self.json()
+    path = self.hub.store.lfs(request["oid"])
+    if not path.exists() or path.stat().st_size != request["size"]:
+        raise RefusedError(422, f"{request['oid']} is not here")
     return 200, {}
 
 
 @route("POST", "/api/models/{repo}/commit/{rev}")
 def commit(self: Handler, repo: str, rev: str) -> Reply:
-    held, _, before = self.tree(repo, rev, write=True)
-    if rev not in held.refs:
+    stored_repo, _, before = self.tree(repo, rev, write=True)
+    if rev not in stored_repo.refs:
         raise RefusedError(400, f"{rev} is no branch")
     lines = [json.loads(line) for line in b"".join(self.pieces()).splitlines()]
     message, tree, store = "", dict(before), self.hub.store
@@ -175,8 +178,8 @@ def commit(self: Handler, repo: str, rev: str) -> Reply:
         if self.hub.altered and path.startswith(self.hub.altered):
             tree[path] = Entry(entry.size, "0" * 40, entry.sha256 and "0" * 64)
     with self.hub.lock:
-        ref = f"refs/pr/{held.open_pull(message)}" if self.query.get("create_pr") else rev
-        oid = held.commit(ref, message, tree)
+        ref = f"refs/pr/{stored_repo.open_pull(message)}" if self.query.get("create_pr") else rev
+        oid = stored_repo.commit(ref, message, tree)
     url = f"{self.hub.endpoint}/{repo}"
     pull = f"{url}/discussions/{ref.rpartition('/')[2]}" if self.query.get("create_pr") else None
     return 200, {"commitUrl": f"{url}/commit/{oid}", "commitOid": oid, "pullRequestUrl": pull}
@@ -193,7 +196,7 @@ def _described(path: str, entry: Entry) -> dict[str, Any]:
 @route("GET", "/api/models/{repo}")
 @route("GET", "/api/models/{repo}/revision/{rev}")
 def info(self: Handler, repo: str, rev: str = "main") -> Reply:
-    held, oid, tree = self.tree(repo, rev)
+    stored_repo, oid, tree = self.tree(repo, rev)
     siblings: list[dict[str, Any]] = []
     for path, entry in sorted(tree.items()):
         siblings.append({"rfilename": path})
@@ -201,14 +204,22 @@ def info(self: Handler, repo: str, rev: str = "main") -> Reply:
             siblings[-1] |= {"size": entry.size, "blobId": entry.blob}
             if entry.sha256:
                 siblings[-1]["lfs"] = {"sha256": entry.sha256, "size": entry.size, "pointerSize": 134}
-    facts = {"_id": "0", "id": repo, "modelId": repo, "private": held.private, "tags": [], "downloads": 0, "likes": 0}
+    facts = {
+        "_id": "0",
+        "id": repo,
+        "modelId": repo,
+        "private": stored_repo.private,
+        "tags": [],
+        "downloads": 0,
+        "likes": 0,
+    }
     return 200, facts | {"sha": oid, "siblings": siblings}
 
 
 @route("GET", "/api/models/{repo}/tree/{rev}(?:/(?P<folder>.+))?")
 def tree(self: Handler, repo: str, rev: str, folder: str = "") -> Reply:
-    _, _, held = self.tree(repo, rev)
-    inside = {path: entry for path, entry in held.items() if not folder or path.startswith(f"{folder}/")}
+    _, _, entries = self.tree(repo, rev)
+    inside = {path: entry for path, entry in entries.items() if not folder or path.startswith(f"{folder}/")}
     if folder and not inside:
         raise RefusedError(404, f"{folder} does not exist on {rev}", "EntryNotFound")
     if self.query.get("recursive", "").lower() == "true":
@@ -216,22 +227,27 @@ def tree(self: Handler, repo: str, rev: str, folder: str = "") -> Reply:
     depth = len(PurePosixPath(folder).parts) + 1
     here = [_described(path, entry) for path, entry in sorted(inside.items()) if path.count("/") == depth - 1]
     folders = {"/".join(path.split("/")[:depth]) for path in inside if path.count("/") >= depth}
-    return 200, [*here, *({"type": "directory", "path": one, "size": 0, "oid": "0" * 40} for one in sorted(folders))]
+    return 200, [
+        *here,
+        *({"type": "directory", "path": name, "size": 0, "oid": "0" * 40} for name in sorted(folders)),
+    ]
 
 
 @route("GET", "/api/models/{repo}/refs")
 def refs(self: Handler, repo: str) -> Reply:
-    held = self.repo(repo)
-    listed = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": oid} for name, oid in held.refs.items()]
-    return 200, {"branches": [one for one in listed if "/" not in one["name"]], "converts": [], "tags": []}
+    stored_repo = self.repo(repo)
+    listed = [
+        {"name": name, "ref": f"refs/heads/{name}", "targetCommit": oid} for name, oid in stored_repo.refs.items()
+    ]
+    return 200, {"branches": [ref for ref in listed if "/" not in ref["name"]], "converts": [], "tags": []}
 
 
 def _pull(self: Handler, name: str, number: int) -> dict[str, Any]:
     """A pull request, as its page tells it."""
-    held = self.repo(name).pulls.get(number)
-    if held is None:
+    pull = self.repo(name).pulls.get(number)
+    if pull is None:
         raise RefusedError(404, f"there is no discussion {number}")
-    return held | {
+    return pull | {
         "num": number, "author": {"name": "tester"}, "createdAt": "2026-01-01T00:00:00.000Z", "isPullRequest": True,
         "repo": {"name": name, "type": "model"}, "events": [], "changes": {"base": "refs/heads/main"},
         "filesWithConflicts": [],
@@ -240,11 +256,11 @@ def _pull(self: Handler, name: str, number: int) -> dict[str, Any]:
 
 @route("POST", "/api/models/{repo}/discussions")
 def discuss(self: Handler, repo: str) -> Reply:
-    held, asked = self.repo(repo, write=True), self.json()
-    if not asked["pullRequest"]:
+    stored_repo, request = self.repo(repo, write=True), self.json()
+    if not request["pullRequest"]:
         raise RefusedError(400, "this Hub has pull requests only")
     with self.hub.lock:
-        number = held.open_pull(asked["title"])
+        number = stored_repo.open_pull(request["title"])
     return 200, {"num": number, "pullRequest": True, "url": f"{self.hub.endpoint}/{repo}/discussions/{number}"}
 
 
@@ -255,20 +271,20 @@ def discussion(self: Handler, repo: str, number: str) -> Reply:
 
 @route("GET", "/{repo}/resolve/{rev}/(?P<path>.+)")
 def resolve(self: Handler, repo: str, rev: str, path: str) -> Reply | None:
-    _, oid, held = self.tree(repo, rev)
-    if path not in held:
+    _, oid, entries = self.tree(repo, rev)
+    if path not in entries:
         self.extra = {"X-Repo-Commit": oid}
         raise RefusedError(404, "Entry not found", "EntryNotFound")
-    entry = held[path]
+    entry = entries[path]
     first, last = 0, entry.size - 1
-    asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-    if asked:
-        first, last = int(asked[1]), min(last, int(asked[2] or last))
+    range_match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+    if range_match:
+        first, last = int(range_match[1]), min(last, int(range_match[2] or last))
     headers = {
         "ETag": f'"{entry.sha256 or entry.blob}"', "X-Repo-Commit": oid, "Content-Length": str(last - first + 1),
         "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream",
     }  # fmt: skip
-    if asked:
+    if range_match:
         headers["Content-Range"] = f"bytes {first}-{last}/{entry.size}"
     if entry.sha256 and self.hub.storage:
         self.hub.storage += 1
@@ -277,7 +293,7 @@ def resolve(self: Handler, repo: str, rev: str, path: str) -> Reply | None:
             "X-Repo-Commit": oid, "X-Linked-Etag": headers["ETag"], "X-Linked-Size": str(entry.size),
         }  # fmt: skip
         return 302, {}
-    self.send_file(206 if asked else 200, headers, self.hub.store.path(entry), first, last - first + 1)
+    self.send_file(206 if range_match else 200, headers, self.hub.store.path(entry), first, last - first + 1)
     return None
 
 
@@ -289,12 +305,12 @@ def cdn(self: Handler, oid: str) -> Reply | None:
         raise RefusedError(403, "the signature has expired")
     path = self.hub.store.lfs(oid)
     size = path.stat().st_size
-    asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-    first, last = (int(asked[1]), int(asked[2] or size - 1)) if asked else (0, size - 1)
+    range_match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+    first, last = (int(range_match[1]), int(range_match[2] or size - 1)) if range_match else (0, size - 1)
     headers = {"Content-Length": str(last - first + 1)}
-    if asked:
+    if range_match:
         headers["Content-Range"] = f"bytes {first}-{last}/{size}"
-    self.send_file(206 if asked else 200, headers, path, first, last - first + 1)
+    self.send_file(206 if range_match else 200, headers, path, first, last - first + 1)
     return None
 
 

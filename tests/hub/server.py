@@ -90,10 +90,10 @@ class Hub:
     def fault(self, line: str) -> Fault | None:
         """The fault that is due for a request."""
         with self.lock:
-            for one in self.faults:
-                if one.times > 0 and re.search(one.pattern, line):
-                    one.times -= 1
-                    return one
+            for fault in self.faults:
+                if fault.times > 0 and re.search(fault.pattern, line):
+                    fault.times -= 1
+                    return fault
         return None
 
 
@@ -155,8 +155,8 @@ class Handler(BaseHTTPRequestHandler):
         elif fault:
             raise RefusedError(fault.status, f"the test wants {fault.status}")
         method = "GET" if self.command == "HEAD" else self.command
-        for wanted, pattern, function in ROUTES:
-            match = pattern.fullmatch(self.url.path) if wanted == method else None
+        for verb, pattern, function in ROUTES:
+            match = pattern.fullmatch(self.url.path) if verb == method else None
             if match:
                 return function(self, **{name: unquote(value) for name, value in match.groupdict("").items()})
         raise RefusedError(404, f"this Hub has no {self.url.path}")
@@ -261,12 +261,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def repo(self, name: str, write: bool = False) -> Repo:
         """A repository that the caller may see, and change."""
-        found = self.hub.store.repos.get(name)
-        if found is None:
+        stored_repo = self.hub.store.repos.get(name)
+        if stored_repo is None:
             raise RefusedError(404, "Repository not found", "RepoNotFound")
-        if write or found.private:
+        if write or stored_repo.private:
             self.user(name.partition("/")[0] if write else "")
-        return found
+        return stored_repo
 
     def tree(self, name: str, rev: str, write: bool = False) -> tuple[Repo, str, dict[str, Entry]]:
         """A repository, a commit of it and its files."""

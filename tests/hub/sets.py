@@ -19,20 +19,20 @@ LARGE = (".parquet", ".gz")
 
 def add_set(hub: Hub, name: str, files: dict[str, bytes]) -> str:
     """Put a dataset on the Hub, large formats as LFS objects. Returns its commit."""
-    store, held = hub.store, dict[str, Entry]()
+    store, entries = hub.store, dict[str, Entry]()
     for path, content in files.items():
         entry = store.put(content)
-        held[path] = entry
+        entries[path] = entry
         if path.endswith(LARGE):
             oid = hashlib.sha256(content).hexdigest()
             temporary = Path(store.folder) / f"{oid}.in"
             temporary.write_bytes(content)
             assert store.keep(oid, [temporary])
-            held[path] = store.pointer(oid, len(content))
+            entries[path] = store.pointer(oid, len(content))
     key = f"datasets/{name}"
     if key not in store.repos:
         store.create(key, False)
-    return store.repos[key].commit("main", "a set", held)
+    return store.repos[key].commit("main", "a set", entries)
 
 
 @route("GET", "/api/datasets/{repo}")
@@ -49,18 +49,18 @@ def set_tree(self: Handler, repo: str, rev: str, folder: str = "") -> Reply:
 
 @route("POST", "/api/datasets/{repo}/paths-info/{rev}")
 def paths_info(self: Handler, repo: str, rev: str) -> Reply:
-    asked = parse_qs(b"".join(self.pieces()).decode())
-    _, _, held = self.tree(f"datasets/{repo}", rev)
-    found: list[dict[str, Any]] = []
-    for path in (one.strip("/") for one in asked.get("paths", [])):
-        if path in held:
-            entry = held[path]
-            found.append({"type": "file", "path": path, "size": entry.size, "oid": entry.blob})
+    query = parse_qs(b"".join(self.pieces()).decode())
+    _, _, entries = self.tree(f"datasets/{repo}", rev)
+    infos: list[dict[str, Any]] = []
+    for path in (name.strip("/") for name in query.get("paths", [])):
+        if path in entries:
+            entry = entries[path]
+            infos.append({"type": "file", "path": path, "size": entry.size, "oid": entry.blob})
             if entry.sha256:
-                found[-1]["lfs"] = {"oid": entry.sha256, "size": entry.size, "pointerSize": 134}
-        elif any(one.startswith(f"{path}/") for one in held):
-            found.append({"type": "directory", "path": path, "size": 0, "oid": "0" * 40})
-    return 200, found
+                infos[-1]["lfs"] = {"oid": entry.sha256, "size": entry.size, "pointerSize": 134}
+        elif any(name.startswith(f"{path}/") for name in entries):
+            infos.append({"type": "directory", "path": path, "size": 0, "oid": "0" * 40})
+    return 200, infos
 
 
 @route("GET", "/datasets/{repo}/resolve/{rev}/(?P<path>.+)")

@@ -97,8 +97,8 @@ class Store:
 
     def keep(self, sha256: str, parts: Iterable[Path]) -> bool:
         """Make an LFS object of what came; False and nothing kept if it is not what was announced."""
-        counted, whole = hashlib.sha256(), self.folder / f"{sha256}.whole"
-        with whole.open("wb") as writer:
+        counted, joined = hashlib.sha256(), self.folder / f"{sha256}.whole"
+        with joined.open("wb") as writer:
             for part in parts:
                 with part.open("rb") as reader:
                     while piece := reader.read(BASE):
@@ -106,9 +106,9 @@ class Store:
                         writer.write(piece)
                 part.unlink()
         if counted.hexdigest() != sha256:
-            whole.unlink()
+            joined.unlink()
             return False
-        whole.rename(self.lfs(sha256))
+        joined.rename(self.lfs(sha256))
         return True
 
     def pointer(self, sha256: str, size: int) -> Entry:
@@ -118,6 +118,6 @@ class Store:
 
     def content(self, repo: str, revision: str = "main") -> dict[str, bytes]:
         """Every file of a revision, for a test to look at."""
-        held = self.repos[repo]
-        tree: Mapping[str, Entry] = held.commits[held.resolve(revision) or ""]
+        stored_repo = self.repos[repo]
+        tree: Mapping[str, Entry] = stored_repo.commits[stored_repo.resolve(revision) or ""]
         return {name: self.path(entry).read_bytes() for name, entry in tree.items()}

@@ -29,8 +29,8 @@ def tiny(tmp_path):
 def front(text):
     """The metadata of a card, and its body."""
     assert text.startswith("---\n")
-    held, _, body = text[4:].partition("\n---\n")
-    return yaml.safe_load(held), body
+    head, _, body = text[4:].partition("\n---\n")
+    return yaml.safe_load(head), body
 
 
 def card(folder, base_model=None, files=()):
@@ -39,8 +39,8 @@ def card(folder, base_model=None, files=()):
 
 def test_a_generated_card(converted):
     plan = plan_push(converted, "acme/m", base_model="meta-llama/Llama-3.1-8B")
-    held, body = front(plan.card)
-    assert held == {
+    metadata, body = front(plan.card)
+    assert metadata == {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "base_model": "meta-llama/Llama-3.1-8B",
@@ -56,8 +56,8 @@ def test_a_generated_card(converted):
 
 
 def test_nothing_is_invented(tiny):
-    held, body = front(card(tiny)[0])
-    assert not held.keys() & {"license", "base_model", "language", "datasets"}
+    metadata, body = front(card(tiny)[0])
+    assert not metadata.keys() & {"license", "base_model", "language", "datasets"}
     assert "Digest" not in body
     assert "Tokenizer" not in body
     (tiny / "config.json").write_text('{"architectures": ["LlamaModel"]}')
@@ -94,11 +94,11 @@ def test_a_card_that_exists_keeps_its_text_and_gets_what_it_lacks(tiny, ending):
     front_before, _, body = existing.partition(f"{ending}---{ending}")
     assert text.startswith(front_before.replace("---\r\n", "---\n"))
     assert text.endswith(f"---\n{body}")
-    held, _ = front(text)
-    assert held["tags"] == ["chat"]
-    assert held["license"] == "llama3.1"
-    assert held["base_model"] == "acme/base"
-    assert held["library_name"] == "transformers"
+    metadata, _ = front(text)
+    assert metadata["tags"] == ["chat"]
+    assert metadata["license"] == "llama3.1"
+    assert metadata["base_model"] == "acme/base"
+    assert metadata["library_name"] == "transformers"
     assert "its text is kept" in notes[0]
 
 
@@ -118,11 +118,11 @@ def test_a_card_that_exists_keeps_its_text_and_gets_what_it_lacks(tiny, ending):
 def test_metadata_in_every_shape(tiny, existing, kept):
     (tiny / "README.md").write_text(existing)
     text, _ = card(tiny)
-    held, body = front(text)
-    assert held["library_name"] == "transformers"
-    assert {name: held[name] for name in kept} == kept
-    wanted = existing.partition("\n---\n")[2] if existing.startswith("---") else existing
-    assert body.lstrip("\n") == wanted.lstrip("\n")
+    metadata, body = front(text)
+    assert metadata["library_name"] == "transformers"
+    assert {name: metadata[name] for name in kept} == kept
+    expected = existing.partition("\n---\n")[2] if existing.startswith("---") else existing
+    assert body.lstrip("\n") == expected.lstrip("\n")
     (tiny / "README.md").write_text(text)
     assert card(tiny)[0] == text, "nothing is missing any more"
 
@@ -138,16 +138,16 @@ def test_a_card_of_ours_gets_new_digests(tiny):
     old = File("model.safetensors", 7, "0" * 64, None)
     text, _ = card(tiny, files=[old])
     (tiny / "README.md").write_text(text.replace("## Usage", "Written by hand.\n\n## Usage"))
-    again, _ = card(tiny, files=[File("model.safetensors", 7, "1" * 64, None)])
-    assert "0" * 64 not in again
-    assert "1" * 64 in again
-    assert "Written by hand." in again
-    assert again.count(BEGIN) == again.count(END) == 1
-    assert again.replace("1" * 64, "0" * 64).replace("Written by hand.\n\n", "") == text
+    renewed, _ = card(tiny, files=[File("model.safetensors", 7, "1" * 64, None)])
+    assert "0" * 64 not in renewed
+    assert "1" * 64 in renewed
+    assert "Written by hand." in renewed
+    assert renewed.count(BEGIN) == renewed.count(END) == 1
+    assert renewed.replace("1" * 64, "0" * 64).replace("Written by hand.\n\n", "") == text
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"---\nlicense: [\n---\n", "is no YAML"),
         (b"---\n- a list\n---\n", "is no mapping"),
@@ -156,9 +156,9 @@ def test_a_card_of_ours_gets_new_digests(tiny):
         (b"x" * (2 << 20), "too many for a card"),
     ],
 )
-def test_a_card_that_cannot_be_read_is_refused(tiny, content, said):
+def test_a_card_that_cannot_be_read_is_refused(tiny, content, message):
     (tiny / "README.md").write_bytes(content)
-    with pytest.raises(SourceError, match=said):
+    with pytest.raises(SourceError, match=message):
         card(tiny)
 
 

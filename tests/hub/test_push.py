@@ -73,14 +73,14 @@ def test_pushed_then_pulled_back_by_transformers(hub, push, env, converted, tmp_
     assert bool(hub.asked("PUT /lfs")) == (way == "lfs")
     assert bool(hub.asked("GET .*/xet-write-token/")) == (way == "xet")
     assert hub.store.repos["acme/m"].private
-    held = hub.store.content("acme/m")
-    wanted = {path.name: path.read_bytes() for path in converted.iterdir()}
-    assert {name: held[name] for name in wanted} == wanted
-    assert held.keys() - wanted.keys() == {".gitattributes", "README.md"}
+    content = hub.store.content("acme/m")
+    local_files = {path.name: path.read_bytes() for path in converted.iterdir()}
+    assert {name: content[name] for name in local_files} == local_files
+    assert content.keys() - local_files.keys() == {".gitattributes", "README.md"}
     pulled = finish(spawn(PULL, converted, "acme/m", "main", env=env))
     assert pulled.code == 0, pulled.err
     facts = json.loads(pulled.out.splitlines()[-1])
-    assert facts["names"] == sorted(held)
+    assert facts["names"] == sorted(content)
     assert facts["new"] > 0, "the usage example of the card generates"
 
 
@@ -88,8 +88,8 @@ def test_objects_sent_in_parts(hub, push, converted):
     hub.multipart = 150_000
     assert push(converted, "acme/m").code == 0
     assert len(hub.asked("PUT /lfs/.*/2")) >= 3
-    held = hub.store.content("acme/m")
-    assert all(held[path.name] == path.read_bytes() for path in converted.iterdir())
+    content = hub.store.content("acme/m")
+    assert all(content[path.name] == path.read_bytes() for path in converted.iterdir())
 
 
 def test_a_second_push_sends_no_object(hub, push, converted):
@@ -118,21 +118,21 @@ def test_links_and_what_stays_at_home(hub, push, folder):
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates/tool [1].jinja").write_text("{{ messages }}")
     assert push(folder, "acme/m").code == 0
-    held = hub.store.content("acme/m")
-    assert held["LICENSE"] == b"ours"
-    assert held["additional_chat_templates/tool [1].jinja"] == b"{{ messages }}"
-    assert b"secret" not in held.values()
-    assert not [name for name in held if name.startswith("loop")]
+    content = hub.store.content("acme/m")
+    assert content["LICENSE"] == b"ours"
+    assert content["additional_chat_templates/tool [1].jinja"] == b"{{ messages }}"
+    assert b"secret" not in content.values()
+    assert not [name for name in content if name.startswith("loop")]
 
 
 def test_a_card_of_the_folder_is_sent_once_and_completed(hub, push, folder):
     (folder / "README.md").write_text("---\nlicense: mit\n---\nours\n")
     ran = push(folder, "acme/m", "-n", "--json")
-    assert [one["name"] for one in json.loads(ran.out)["files"]].count("README.md") == 1
+    assert [file["name"] for file in json.loads(ran.out)["files"]].count("README.md") == 1
     assert push(folder, "acme/m").code == 0
     added = "library_name: transformers\npipeline_tag: text-generation\ntags:\n- vitruvian\n"
-    held = hub.store.content("acme/m")["README.md"].decode()
-    assert held == json.loads(ran.out)["card"] == f"---\nlicense: mit\n{added}---\nours\n"
+    sent_card = hub.store.content("acme/m")["README.md"].decode()
+    assert sent_card == json.loads(ran.out)["card"] == f"---\nlicense: mit\n{added}---\nours\n"
     assert (folder / "README.md").read_text() == "---\nlicense: mit\n---\nours\n"
 
 
@@ -156,18 +156,18 @@ def test_a_dry_run_sends_nothing_and_needs_no_token(hub, push, converted, tmp_pa
     assert dry.code == text.code == 0
     assert hub.log == []
     facts = json.loads(dry.out)
-    listed = {one["name"]: one for one in facts["files"]}
-    wanted = hashes(converted)
-    assert {name: listed[name]["sha256"] for name in wanted} == wanted
-    assert all(f"{digest}  " in text.out and name in text.out for name, digest in wanted.items())
+    listed = {file["name"]: file for file in facts["files"]}
+    digests = hashes(converted)
+    assert {name: listed[name]["sha256"] for name in digests} == digests
+    assert all(f"{digest}  " in text.out and name in text.out for name, digest in digests.items())
     assert "private if it is new" in text.out
 
     assert push(converted, "acme/m", "--base-model", "acme/base").code == 0
-    held = hub.store.content("acme/m")
-    assert held.pop("README.md").decode() == facts["card"]
-    del held[".gitattributes"], listed["README.md"]
-    assert {name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in held.items()} == {
-        name: (one["bytes"], one["sha256"]) for name, one in listed.items()
+    sent_files = hub.store.content("acme/m")
+    assert sent_files.pop("README.md").decode() == facts["card"]
+    del sent_files[".gitattributes"], listed["README.md"]
+    assert {name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in sent_files.items()} == {
+        name: (file["bytes"], file["sha256"]) for name, file in listed.items()
     }
 
 
@@ -261,8 +261,8 @@ def test_a_pull_request_holds_all_and_main_nothing(hub, push, converted, tmp_pat
     assert facts["revision"] == "refs/pr/1"
     assert facts["url"].endswith("/acme/m/discussions/1")
     assert set(hub.store.content("acme/m")) == {".gitattributes"}
-    held = hub.store.content("acme/m", "refs/pr/1")
-    assert all(held[path.name] == path.read_bytes() for path in converted.iterdir())
+    content = hub.store.content("acme/m", "refs/pr/1")
+    assert all(content[path.name] == path.read_bytes() for path in converted.iterdir())
 
 
 def test_an_interrupted_pull_request_is_gone_on_with(hub, push, converted):
@@ -295,7 +295,7 @@ def test_create_pr_and_a_branch_exclude_each_other(hub, push, converted):
 def large(folder):
     """A Llama of 200 MB, its weights one hole."""
     hidden, ffn, layers, vocab = 2048, 5632, 2, 1000
-    block = {f"self_attn.{one}_proj": [hidden, hidden] for one in "qkvo"}
+    block = {f"self_attn.{letter}_proj": [hidden, hidden] for letter in "qkvo"}
     block |= {"mlp.gate_proj": [ffn, hidden], "mlp.up_proj": [ffn, hidden], "mlp.down_proj": [hidden, ffn]}
     block |= {"input_layernorm": [hidden], "post_attention_layernorm": [hidden]}
     shapes = {f"model.layers.{layer}.{name}": shape for layer in range(layers) for name, shape in block.items()}

@@ -38,7 +38,7 @@ def test_a_hub_that_is_not_there_is_exit_8(push, converted, env):
 
 
 @pytest.mark.parametrize(
-    ("repo", "changes", "said", "hint"),
+    ("repo", "changes", "message", "hint"),
     [
         ("acme/m", {"HF_TOKEN": "hf_of_somebody"}, "does not accept the token", "hf auth login"),
         ("acme/m", {"HF_TOKEN": ""}, "no token for the Hub is known", "hf auth login"),
@@ -50,10 +50,10 @@ def test_a_hub_that_is_not_there_is_exit_8(push, converted, env):
         ("m", {}, "does not say whose", "convert push OUT YOUR-NAME/m"),
     ],
 )
-def test_what_the_user_has_to_change_is_exit_2(hub, push, converted, repo, changes, said, hint):
+def test_what_the_user_has_to_change_is_exit_2(hub, push, converted, repo, changes, message, hint):
     ran = push(converted, repo, **changes)
     assert ran.code == 2, ran.err
-    assert said in ran.err
+    assert message in ran.err
     assert hint in ran.err
     assert ran.err.count("error:") == 1
     for token in (TOKEN, *changes.values()):
@@ -98,11 +98,11 @@ def test_a_folder_without_a_manifest_is_sent_with_a_note(hub, push, folder):
 def test_problems_that_the_checks_find_are_listed_and_nothing_is_sent(hub, env, converted):
     code = CONVERT.replace("cli.main()", "publishing.problems_of = lambda folder: ['no EOS', 'NaN']\ncli.main()")
     code = "from converters.library import publishing\n" + code
-    for words in (["-n"], []):
-        ran = finish(spawn(code, "push", converted, "acme/m", *words, env=env))
+    for options in (["-n"], []):
+        ran = finish(spawn(code, "push", converted, "acme/m", *options, env=env))
         assert ran.code == 5
         assert "not fit to be published: no EOS; NaN" in ran.err
-        assert bool(ran.out) == bool(words)
+        assert bool(ran.out) == bool(options)
     assert hub.log == []
 
 
@@ -133,7 +133,7 @@ def test_weights_of_another_model_are_not_mixed_with_ours(hub, push, converted):
     hint = "hf repos delete-files acme/m 'model-*-of-00009.safetensors' model.safetensors\n"
     assert f"hint: {hint}" in ran.err
     assert not hub.asked("PUT|/commit/")
-    repo.commit("main", "cleaned", {name: one for name, one in tree.items() if not name.startswith("model")})
+    repo.commit("main", "cleaned", {name: entry for name, entry in tree.items() if not name.startswith("model")})
     ran = push(converted, "acme/m")
     assert ran.code == 0
     assert "also holds 1 files that are not in" in ran.err

@@ -38,7 +38,7 @@ class Stored(NamedTuple):
 
 
 def _hex(raw: bytes) -> str:
-    return "".join(f"{one:016x}" for one in struct.unpack("<4Q", raw))
+    return "".join(f"{word:016x}" for word in struct.unpack("<4Q", raw))
 
 
 def stored(shard: bytes) -> Iterator[Stored]:
@@ -69,9 +69,9 @@ class Cas:
         with tempfile.TemporaryDirectory() as copy:
             shutil.copytree(self.folder, copy, dirs_exist_ok=True)
             for shard in Path(copy).rglob("shards/*.mdb"):
-                for one in stored(shard.read_bytes()):
-                    if one.sha256 == sha256:
-                        words = [f"local://{copy}", one.xet, str(one.size), str(path)]
-                        subprocess.run([sys.executable, "-c", FETCH, *words], check=True, timeout=60)
+                for entry in stored(shard.read_bytes()):
+                    if entry.sha256 == sha256:
+                        argv = [f"local://{copy}", entry.xet, str(entry.size), str(path)]
+                        subprocess.run([sys.executable, "-c", FETCH, *argv], check=True, timeout=60)
                         return True
         return False

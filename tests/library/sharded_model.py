@@ -35,7 +35,7 @@ def main() -> None:
     """Fill and compare."""
     source, run = sys.argv[1:]
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    wanted = AutoModelForCausalLM.from_pretrained(source, dtype="auto").state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(source, dtype="auto").state_dict()
     for how in ("fsdp2", "tp"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.bfloat16)
         model = sharded(model, how)
@@ -43,11 +43,11 @@ def main() -> None:
         spread = 0
         for name, tensor in model.state_dict().items():
             spread += isinstance(tensor, DTensor) and tensor.to_local().shape != tensor.shape
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            assert torch.equal(whole, wanted[name]), f"{how}: {name}"
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            assert torch.equal(full, expected[name]), f"{how}: {name}"
         assert spread >= 6, f"{how}: {spread} tensors are sharded"
-    whole = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
-    flat = FullyShardedDataParallel(whole, device_id=torch.device("cpu"))
+    full = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    flat = FullyShardedDataParallel(full, device_id=torch.device("cpu"))
     with pytest.raises(UnsupportedError, match="FSDP1"):
         vitruvian.torch.load(flat, run)
     dist.destroy_process_group()

@@ -21,24 +21,26 @@ def run(model, tmp_path) -> Path:
     for number, factor in enumerate((1, -3)):
         folder = tmp_path / f"run/checkpoint-{number + 1}"
         shutil.copytree(model("llama"), folder)
-        tensors = {name: one * factor for name, one in load_file(folder / "model.safetensors").items()}
+        tensors = {name: tensor * factor for name, tensor in load_file(folder / "model.safetensors").items()}
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return tmp_path / "run"
 
 
 def test_the_same_mean_by_every_spelling(run, convert, tmp_path):
-    one, two = run / "checkpoint-1", str(run / "checkpoint-2")
-    assert convert("average", one, two, tmp_path / "command", "--weights", "0.25,0.75").code == 0
+    first, second = run / "checkpoint-1", str(run / "checkpoint-2")
+    assert convert("average", first, second, tmp_path / "command", "--weights", "0.25,0.75").code == 0
     digests = {vitruvian.digest(tmp_path / "command").digest}
-    for number, (checkpoints, options) in enumerate((({one: 0.25, two: 0.75}, {}), (run, {"last": 2, "ema": 0.25}))):
+    for number, (checkpoints, options) in enumerate(
+        (({first: 0.25, second: 0.75}, {}), (run, {"last": 2, "ema": 0.25}))
+    ):
         done = vitruvian.average(checkpoints, tmp_path / f"out{number}", **options)
         digests.add(done.digest)
         assert done.verified
     assert len(digests) == 1
-    done = vitruvian.average({one: 0.25, two: 0.75}, tmp_path / "megatron", to="megatron", tp=2)
+    done = vitruvian.average({first: 0.25, second: 0.75}, tmp_path / "megatron", to="megatron", tp=2)
     assert {done.digest} == digests
     assert vitruvian.open(tmp_path / "megatron").topology == {"tp": 2, "pp": 1}
-    assert vitruvian.average([one, two], tmp_path / "plain").digest not in digests
+    assert vitruvian.average([first, second], tmp_path / "plain").digest not in digests
 
 
 def test_merged_into_shards(tmp_path, convert):
@@ -55,8 +57,8 @@ def test_an_adapter_for_bridge_and_back(convert, tmp_path, name, lora):
     vitruvian.convert(BRIDGE / "llama3_tied", base)
     vitruvian.convert(BRIDGE / name, adapter, adapter="only")
     done = vitruvian.peft2megatron(base, adapter, tmp_path / "out", lora=lora, tp=2, iteration=7)
-    words = ("--lora", lora, "--tp", 2, "--iteration", 7)
-    assert convert("peft2megatron", base, adapter, tmp_path / "command", *words).code == 0
+    options = ("--lora", lora, "--tp", 2, "--iteration", 7)
+    assert convert("peft2megatron", base, adapter, tmp_path / "command", *options).code == 0
     assert files(tmp_path / "out") == files(tmp_path / "command")
     assert done.verified
     assert done.tensors

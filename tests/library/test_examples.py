@@ -46,12 +46,12 @@ def test_the_page_of_the_library_is_that_of_its_docstrings():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_prints_what_it_should(model, tmp_path, name):
-    words, printed = EXAMPLES[name]
+    argv, printed = EXAMPLES[name]
     source = model("llama", "bfloat16")
     places = {"HF": source, "RUN": tmp_path / "run", "NEW": tmp_path / "new", "OUT": tmp_path / "out"}
     vitruvian.convert(source, places["RUN"], to="megatron", tp=2)
     ran = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *(str(places[word]) for word in words)],
+        [sys.executable, str(ROOT / "examples" / name), *(str(places[word]) for word in argv)],
         capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr

@@ -21,11 +21,11 @@ def test_checkpoints_are_exported_in_order_and_failures_are_told(model, tmp_path
     exporter = vitruvian.exporter(tmp_path / "hub", waiting=3, dtype="fp32")
     with caplog.at_level(logging.WARNING, "vitruvian"):
         assert all(exporter.submit(tmp_path / f"checkpoint-{step}") for step in (1, 2, 3))
-        one, two, three = exporter.close()
-    assert one.digest == two.digest == vitruvian.digest(tmp_path / "hub" / "checkpoint-1").digest
+        first, second, third = exporter.close()
+    assert first.digest == second.digest == vitruvian.digest(tmp_path / "hub" / "checkpoint-1").digest
     assert vitruvian.verify(tmp_path / "hub" / "checkpoint-2").equal
-    assert three.error.endswith("checkpoint-3 does not exist")
-    assert three.exit_code == vitruvian.SourceError.exit_code
+    assert third.error.endswith("checkpoint-3 does not exist")
+    assert third.exit_code == vitruvian.SourceError.exit_code
     assert "checkpoint-3 was not exported" in caplog.text
 
 
@@ -34,8 +34,8 @@ def test_what_finds_no_room_is_skipped(model, tmp_path):
     assert [exporter.submit(tmp_path / f"nothing-{number}") for number in range(4)] == [True, True, False, False]
     with pytest.raises(vitruvian.ExportError, match="4 of 4 exports failed"):
         exporter.close(strict=True)
-    assert [one.src.name for one in exporter.results] == [f"nothing-{number}" for number in range(4)]
-    assert [one.error.startswith("skipped") for one in exporter.results] == [False, False, True, True]
+    assert [result.src.name for result in exporter.results] == [f"nothing-{number}" for number in range(4)]
+    assert [result.error.startswith("skipped") for result in exporter.results] == [False, False, True, True]
     with pytest.raises(vitruvian.UsageError, match="is closed"):
         exporter.submit(tmp_path)
     assert len(exporter.close()) == 4
@@ -48,7 +48,7 @@ def test_what_finds_no_room_is_skipped(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"colour": 1}, "there is no option colour"),
         ({"dtype": "int4"}, "is not one of"),
@@ -57,17 +57,17 @@ def test_what_finds_no_room_is_skipped(model, tmp_path):
         ({"config": "./nowhere"}, "'./nowhere' is not a Hugging Face folder"),
     ],
 )
-def test_options_are_checked_at_the_start(tmp_path, options, words):
-    with pytest.raises(vitruvian.UsageError, match=words):
+def test_options_are_checked_at_the_start(tmp_path, options, message):
+    with pytest.raises(vitruvian.UsageError, match=message):
         vitruvian.exporter(tmp_path, **options)
-    with pytest.raises(vitruvian.UsageError, match=words):
+    with pytest.raises(vitruvian.UsageError, match=message):
         ExportCallback(tmp_path, **options)
 
 
 def test_what_nobody_waited_for_is_exported_before_the_program_ends(model, tmp_path):
     code = "import sys, vitruvian; assert vitruvian.exporter(sys.argv[1]).submit(sys.argv[2])"
-    words = [sys.executable, "-c", code, str(tmp_path / "hub"), str(model("llama"))]
-    subprocess.run(words, timeout=120, check=True)
+    argv = [sys.executable, "-c", code, str(tmp_path / "hub"), str(model("llama"))]
+    subprocess.run(argv, timeout=120, check=True)
     assert vitruvian.verify(tmp_path / "hub" / model("llama").name).equal
 
 

@@ -68,7 +68,7 @@ def test_a_mirror_goes_before_the_cache_and_a_folder_before_both(cache, model, c
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "words"),
+    ("name", "code", "message"),
     [
         ("hf://acme/other", 3, "acme/other is not a folder here, and not in"),
         ("hf://acme/tiny@v3", 3, "acme/tiny@v3 is not a folder here"),
@@ -77,8 +77,8 @@ def test_a_mirror_goes_before_the_cache_and_a_folder_before_both(cache, model, c
         ("acme/other", 3, "acme/other does not exist"),
     ],
 )
-def test_what_is_nowhere(cache, convert, name, code, words):
+def test_what_is_nowhere(cache, convert, name, code, message):
     ran = convert("inspect", name)
     assert ran.code == code
-    assert words in ran.err
+    assert message in ran.err
     assert "hint:" in ran.err

@@ -83,9 +83,9 @@ def test_rounding_and_missing_names_are_asked_for(model):
 def test_numbers_that_a_type_does_not_have_are_refused(model, tmp_path):
     source = tmp_path / "hf"
     shutil.copytree(model("llama", "float32"), source)
-    held = load_file(source / "model.safetensors")
-    held["model.norm.weight"][3] = 1e30
-    save_file(held, source / "model.safetensors", {"format": "pt"})
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"][3] = 1e30
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(vitruvian.RefusedError, match=r"model\.norm\.weight holds numbers that are too large"):
         vitruvian.torch.load(made(source, torch.float16), source, cast=True)
 
@@ -107,22 +107,22 @@ def test_wrapped_models_are_refused_with_a_way(model):
 
 def test_an_open_checkpoint_takes_no_options_of_opening(model):
     checkpoint = vitruvian.open(model("llama", "bfloat16"))
-    for options, words in (({"vocab_size": 7}, "is for opening"), ({"confg": 7}, "there is no option confg")):
-        with pytest.raises(vitruvian.UsageError, match=words):
+    for options, message in (({"vocab_size": 7}, "is for opening"), ({"confg": 7}, "there is no option confg")):
+        with pytest.raises(vitruvian.UsageError, match=message):
             next(vitruvian.torch.iterate(checkpoint, **options))
-        with pytest.raises(vitruvian.UsageError, match=words):
+        with pytest.raises(vitruvian.UsageError, match=message):
             vitruvian.torch.load(made(checkpoint.path), checkpoint, **options)
 
 
 def test_tensors_one_by_one(model, tmp_path):
     source = model("llama", "bfloat16")
     vitruvian.convert(source, tmp_path / "run", to="megatron", tp=2, pp=2)
-    wanted = AutoModelForCausalLM.from_pretrained(source, dtype="auto").state_dict()
-    found = dict(vitruvian.torch.iterate(tmp_path / "run", prefetch=3, device="cpu"))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    expected = AutoModelForCausalLM.from_pretrained(source, dtype="auto").state_dict()
+    iterated = dict(vitruvian.torch.iterate(tmp_path / "run", prefetch=3, device="cpu"))
+    assert iterated.keys() == expected.keys()
+    assert all(torch.equal(iterated[name], tensor) for name, tensor in expected.items())
     checkpoint = vitruvian.open(tmp_path / "run")
-    assert {name for name, _ in vitruvian.torch.iterate(checkpoint, to="fsdp")} == found.keys()
+    assert {name for name, _ in vitruvian.torch.iterate(checkpoint, to="fsdp")} == iterated.keys()
     shard = dict(vitruvian.torch.iterate(checkpoint, to="megatron", tp=(1, 2)))
     assert shard["output_layer.weight"].shape[0] == 128
 
@@ -132,9 +132,9 @@ def test_tensors_one_by_one(model, tmp_path):
 def test_sharded_models_read_their_own_rows(model, tmp_path):
     source = model("llama", "bfloat16")
     vitruvian.convert(source, tmp_path / "run", to="megatron", tp=2, pp=2)
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
     ran = subprocess.run(
-        [*words, str(source), str(tmp_path / "run")], capture_output=True, text=True, timeout=180, check=False
+        [*argv, str(source), str(tmp_path / "run")], capture_output=True, text=True, timeout=180, check=False
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.count("done") == 2

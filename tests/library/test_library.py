@@ -20,16 +20,16 @@ PACKAGES = ("vitruvian", "formats", "converters", "train")
 
 
 def test_a_conversion_is_that_of_the_command(model, convert, tmp_path):
-    source, seen = model("llama", "bfloat16"), []
+    source, reports = model("llama", "bfloat16"), []
     done = vitruvian.convert(
-        source, tmp_path / "one", to="megatron", tp=2, pp=2, progress=lambda *what: seen.append(what)
+        source, tmp_path / "one", to="megatron", tp=2, pp=2, progress=lambda *what: reports.append(what)
     )
     assert convert("hf2megatron", source, tmp_path / "two", "--tp", "2", "--pp", "2").code == 0
     assert files(tmp_path / "one") == files(tmp_path / "two")
     assert (done.out, done.verified, done.averaged) == (tmp_path / "one", True, {})
     assert done.digest == json.loads(convert("digest", source, "--json").out)["digest"]
-    assert {what for what, _, _ in seen} == {"converting", "verifying"}
-    assert all(0 < count <= total for _, count, total in seen)
+    assert {what for what, _, _ in reports} == {"converting", "verifying"}
+    assert all(0 < count <= total for _, count, total in reports)
     assert json.loads(json.dumps(done.to_dict()))["tensors"] == done.tensors
 
 
@@ -89,8 +89,8 @@ def test_proofs(model, tmp_path):
     verified = vitruvian.verify(tmp_path / "run", source)
     assert verified.digest == verified.against == vitruvian.digest(source).digest
     assert vitruvian.diff(tmp_path / "run", source).equal
-    found = vitruvian.diff(source, other)
-    assert {one.what for one in found.tensors} == {"BF16 | F32"}
+    difference = vitruvian.diff(source, other)
+    assert {tensor.what for tensor in difference.tensors} == {"BF16 | F32"}
     with pytest.raises(vitruvian.VerificationError, match="tensors of") as error:
         vitruvian.verify(other, source)
     assert error.value.exit_code == 6
@@ -107,13 +107,13 @@ def test_errors_say_what_the_command_says(model, tmp_path):
     with pytest.raises(vitruvian.OutputError) as error:
         vitruvian.convert(model("llama"), tmp_path / "taken")
     assert error.value.hint
-    for words, options in (
+    for message, options in (
         ("dtype = 'int4' is not one of", {"dtype": "int4"}),
         ("there is no option colour", {"colour": 1}),
         ("--tp has no effect on the target huggingface", {"tp": 2}),
         ("there is no target gguf", {"to": "gguf"}),
     ):
-        with pytest.raises(vitruvian.UsageError, match=words):
+        with pytest.raises(vitruvian.UsageError, match=message):
             vitruvian.convert(model("llama"), tmp_path / "out", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
@@ -134,27 +134,25 @@ def test_the_plain_path_loads_no_framework_and_no_network(model, tmp_path):
         "heavy = ('torch', 'transformers', 'huggingface_hub', 'httpx', 'requests', 'ssl', 'socket', 'obstore')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
-    words = [sys.executable, "-c", code, str(model("llama")), str(tmp_path / "out")]
-    ran = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path)
+    argv = [sys.executable, "-c", code, str(model("llama")), str(tmp_path / "out")]
+    ran = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path)
     assert ran.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("trap", ["train.py", "formats/__init__.py", "converters.py", "convert.py"])
 @pytest.mark.parametrize(
-    "words",
+    "argv",
     [
         ["-m", "vitruvian", "convert", "formats", "--json"],
         ["-m", "vitruvian", "train", "--help"],
         ["-c", "import vitruvian; print(vitruvian.open)"],
     ],
-    ids=lambda words: " ".join(words[:3]),
+    ids=lambda argv: " ".join(argv[:3]),
 )
-def test_files_of_the_user_with_our_names_are_not_taken_for_ours(tmp_path, trap, words):
+def test_files_of_the_user_with_our_names_are_not_taken_for_ours(tmp_path, trap, argv):
     (tmp_path / trap).parent.mkdir(exist_ok=True)
     (tmp_path / trap).write_text("raise SystemExit('the trap was run')\n")
-    ran = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
-    )
+    ran = subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout
 
@@ -170,7 +168,7 @@ def test_a_foreign_package_that_was_imported_before_is_named(tmp_path):
 
 
 def test_the_program(tmp_path):
-    for words, code, said in (
+    for argv, code, message in (
         (["--version"], 0, f"vitruvian {VERSION}"),
         (["--help"], 0, "vitruvian convert COMMAND"),
         (["convert", "--help"], 0, "fsdp2hf"),
@@ -178,30 +176,30 @@ def test_the_program(tmp_path):
         (["paint"], 2, "there is no command paint"),
     ):
         ran = subprocess.run(
-            [sys.executable, "-m", "vitruvian", *words],
+            [sys.executable, "-m", "vitruvian", *argv],
             capture_output=True,
             text=True,
             timeout=60,
             check=False,
             cwd=tmp_path,
         )
-        assert (ran.returncode, said in ran.stdout + ran.stderr) == (code, True), ran
+        assert (ran.returncode, message in ran.stdout + ran.stderr) == (code, True), ran
 
 
 @pytest.mark.parametrize(
-    ("program", "shell", "typed", "wanted"),
+    ("program", "shell", "typed", "completion"),
     [
         ("convert", "bash", "convert hf2mega", "plain,hf2megatron"),
         ("convert", "zsh", "convert hf2megatron --make-v", "--make-vocab-size-divisible-by"),
         ("train", "fish", "train pa", "plain,pack"),
     ],
 )
-def test_shells_complete_what_is_typed(program, shell, typed, wanted):
+def test_shells_complete_what_is_typed(program, shell, typed, completion):
     path = str(Path(sys.executable).with_name(program))
     line = {"COMP_WORDS": typed, "COMP_CWORD": typed.split()[-1] if shell == "fish" else str(typed.count(" "))}
     env = {**os.environ, f"_{program.upper()}_COMPLETE": f"{shell}_complete", **line}
     ran = subprocess.run([path], capture_output=True, text=True, timeout=60, check=True, env=env)
-    assert wanted in ran.stdout
+    assert completion in ran.stdout
     env[f"_{program.upper()}_COMPLETE"] = f"{shell}_source"
     assert "complet" in subprocess.run([path], capture_output=True, text=True, timeout=60, check=True, env=env).stdout
 

@@ -39,19 +39,19 @@ def plugin(monkeypatch):
         monkeypatch.setitem(sys.modules, base.__name__, base)
     for name in ours:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    made = import_module(ours[0]).ExportPlugin()
-    assert isinstance(made, base.BasePlugin)
-    module, _, name = made.get_input_args().rpartition(".")
-    yield made, getattr(import_module(module), name)
+    instance = import_module(ours[0]).ExportPlugin()
+    assert isinstance(instance, base.BasePlugin)
+    module, _, name = instance.get_input_args().rpartition(".")
+    yield instance, getattr(import_module(module), name)
     for name in ours:
         sys.modules.pop(name, None)
 
 
 def test_axolotl_exports_what_its_config_says(plugin, model, tmp_path):
-    made, args = plugin
-    said = args(vitruvian_export={"out": str(tmp_path / "hub"), "dtype": "fp16", "strict": True})
-    cfg = SimpleNamespace(base_model=str(model("llama", "float32")), vitruvian_export=said.vitruvian_export)
-    (callback,) = made.add_callbacks_post_trainer(cfg, None)
+    instance, args = plugin
+    parsed = args(vitruvian_export={"out": str(tmp_path / "hub"), "dtype": "fp16", "strict": True})
+    cfg = SimpleNamespace(base_model=str(model("llama", "float32")), vitruvian_export=parsed.vitruvian_export)
+    (callback,) = instance.add_callbacks_post_trainer(cfg, None)
     run = tmp_path / "run"
     vitruvian.convert(model("llama", "float32"), run / "checkpoint-3", to="fsdp", ranks=2)
     (run / "checkpoint-3" / "config.json").unlink()  # axolotl's base model has it
@@ -62,13 +62,13 @@ def test_axolotl_exports_what_its_config_says(plugin, model, tmp_path):
 
 
 def test_what_axolotl_is_told_is_checked_before_it_trains(plugin, tmp_path):
-    made, args = plugin
-    for said, words in (
+    instance, args = plugin
+    for settings, message in (
         (None, "vitruvian_export has no out"),
         ({"push": "acme/tiny"}, "vitruvian_export has no out"),
         ({"out": "hub", "colour": 1}, "there is no option colour"),
         ({"out": "hub", "push": "bad name!"}, "is not a valid name on the Hub"),
     ):
-        cfg = SimpleNamespace(base_model="base", vitruvian_export=args(vitruvian_export=said).vitruvian_export)
-        with pytest.raises(vitruvian.UsageError, match=words):
-            made.add_callbacks_post_trainer(cfg, None)
+        cfg = SimpleNamespace(base_model="base", vitruvian_export=args(vitruvian_export=settings).vitruvian_export)
+        with pytest.raises(vitruvian.UsageError, match=message):
+            instance.add_callbacks_post_trainer(cfg, None)

@@ -85,7 +85,7 @@ def register_model_loader(name):
 @pytest.fixture
 def stand_ins(monkeypatch):
     """The modules of both servers, and ours as they are imported there."""
-    for name, held in {
+    for name, members in {
         "vllm.model_executor.model_loader": {
             "DefaultModelLoader": Loader, "register_model_loader": register_model_loader},
         "sglang.srt.model_loader.loader": {"DefaultModelLoader": Loader},
@@ -94,7 +94,7 @@ def stand_ins(monkeypatch):
         for number in range(1, len(parts) + 1):
             module = ModuleType(".".join(parts[:number]))
             monkeypatch.setitem(sys.modules, module.__name__, module)
-        vars(module).update(held)
+        vars(module).update(members)
     for ours in ("vitruvian", "converters.library.frameworks"):
         for name in ("vllm", "sglang", "vllm_loader", "sglang_loader"):
             monkeypatch.delitem(sys.modules, f"{ours}.{name}", raising=False)
@@ -106,10 +106,10 @@ def stand_ins(monkeypatch):
 
 def same(taken, source):
     """Names, types and bits of what was taken are those of a Hugging Face folder, each once."""
-    held = load_file(source / "model.safetensors")
+    expected = load_file(source / "model.safetensors")
     assert [name for name, _ in taken] == list(dict.fromkeys(name for name, _ in taken))
-    assert {name for name, _ in taken} == held.keys()
-    assert all(tensor.dtype == held[name].dtype and torch.equal(tensor, held[name]) for name, tensor in taken)
+    assert {name for name, _ in taken} == expected.keys()
+    assert all(tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]) for name, tensor in taken)
 
 
 def test_a_server_is_given_the_tensors_of_the_conversion(model, tmp_path, monkeypatch):
@@ -122,8 +122,8 @@ def test_a_server_is_given_the_tensors_of_the_conversion(model, tmp_path, monkey
 
     monkeypatch.setattr(Reader, "read", counted)
     for number, folder in enumerate(outputs(source, tmp_path), start=1):
-        said = {"checkpoint": str(folder), "prefetch": 2, "threads": 1}
-        same(list(serving.weights(said, str(source), None, torch.nn.Module())), source)
+        config = {"checkpoint": str(folder), "prefetch": 2, "threads": 1}
+        same(list(serving.weights(config, str(source), None, torch.nn.Module())), source)
         assert set(read.values()) == {number}, "a tensor was read twice"
 
 
@@ -132,8 +132,8 @@ def test_what_is_not_the_server_s_model_is_refused_before_a_tensor_is_given(mode
     run = tmp_path / "run"
     vitruvian.convert(source, run, to="megatron", tp=2)
 
-    def first(said, base=source, model=None):
-        next(serving.weights(said, str(base), None, model))
+    def first(config, base=source, model=None):
+        next(serving.weights(config, str(base), None, model))
 
     with pytest.raises(vitruvian.UsageError, match="names no checkpoint"):
         first({})
@@ -156,18 +156,18 @@ def test_a_loader_of_each_server(model, tmp_path, stand_ins):
     source, run = model("llama", "bfloat16"), tmp_path / "run"
     vitruvian.convert(source, run, to="fsdp", ranks=2)
     (run / "config.json").unlink(missing_ok=True)  # config and tokenizer are the server's
-    said = Config(model_loader_extra_config={"checkpoint": str(run)})
+    config = Config(model_loader_extra_config={"checkpoint": str(run)})
     ((name, value),) = TOML["project"]["entry-points"]["vllm.general_plugins"].items()
     EntryPoint(name, value, "vllm.general_plugins").load()()
-    of_vllm = REGISTERED["vitruvian"](said)
+    of_vllm = REGISTERED["vitruvian"](config)
     filled, about = Model(), SimpleNamespace(model=str(source), model_path=str(source), revision=None)
     of_vllm.download_model(about)
     of_vllm.load_weights(filled, about)
     same(filled.taken, source)
-    of_sglang = import_module("vitruvian.sglang").CheckpointLoader(said)
+    of_sglang = import_module("vitruvian.sglang").CheckpointLoader(config)
     of_sglang.download_model(about)
     same(of_sglang.load_model(model_config=about, device_config=None).taken, source)
-    said.draft_model_idx = 1
+    config.draft_model_idx = 1
     with pytest.raises(vitruvian.UnsupportedError, match="layer 1 of multi-token prediction"):
         of_sglang.load_model(model_config=about, device_config=None)
 
@@ -206,8 +206,8 @@ def test_the_loader_that_sglang_makes(model, tmp_path):
 
     source, run = model("llama", "bfloat16"), tmp_path / "run"
     vitruvian.convert(source, run, to="megatron", tp=2)
-    said = f'{{"checkpoint": "{run}"}}'
-    loader = loaders.get_model_loader(LoadConfig(load_format=CheckpointLoader, model_loader_extra_config=said))
+    config = f'{{"checkpoint": "{run}"}}'
+    loader = loaders.get_model_loader(LoadConfig(load_format=CheckpointLoader, model_loader_extra_config=config))
     about, filled = SimpleNamespace(model_path=str(source), revision=None), Model()
     loader.download_model(about)
     loaders.DefaultModelLoader.load_weights_only(filled, loader._get_all_weights(about, filled), torch.device("cpu"))

@@ -22,11 +22,11 @@ from vitruvian import VitruvianError
 
 def held_by_safetensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a folder, as the official reader has it, in the order of the files."""
-    found = {}
+    tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
-    return found
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+    return tensors
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -38,18 +38,18 @@ def shard(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a file of Megatron, by chunk and name."""
     stored = torch.load(path, weights_only=False)
     chunks = {key: value for key, value in stored.items() if key.startswith("model")}
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
 
     def walk(prefix: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            found[prefix] = value
+            tensors[prefix] = value
         elif isinstance(value, dict):
             for key, inner in value.items():
                 walk(f"{prefix}.{key}" if prefix else key, inner)
 
     for chunk, value in chunks.items():
         walk("" if chunk == "model" else chunk, value)
-    return found
+    return tensors
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +83,10 @@ def test_tensors_of_a_run_are_those_of_its_conversion(run, model, tmp_path):
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_each_rank_of_megatron_is_its_file(model, tmp_path, topology):
     """Every topology in which megatron-core is given our files, each with one of its models."""
-    words = TOPOLOGIES[topology].flags
+    flags = TOPOLOGIES[topology].flags
     layout: dict[str, Any] = {
         flag[2:].replace("-", "_"): int(value) if value.isdecimal() else value
-        for flag, value in zip(words[::2], words[1::2], strict=True)
+        for flag, value in zip(flags[::2], flags[1::2], strict=True)
     }
     case = TOPOLOGIES[topology].cases[0]
     source = model(case.model, case.dtype)
@@ -100,22 +100,22 @@ def test_each_rank_of_megatron_is_its_file(model, tmp_path, topology):
         rank = {axis: (number, layout[axis]) for axis, number in zip(axes, numbers, strict=True)}
         view = checkpoint.as_("megatron", **{**layout, **rank})
         assert {tensor.file for tensor in view.values()} <= {f"release/{folder.name}/model_optim_rng.pt"}
-        wanted = shard(folder / "model_optim_rng.pt")
-        assert view.keys() == wanted.keys()
+        expected = shard(folder / "model_optim_rng.pt")
+        assert view.keys() == expected.keys()
         for key, tensor in view.items():
-            assert np.array_equal(tensor.words().reshape(-1).view(np.uint8), bits(wanted[key])), key
-            assert torch.equal(tensor.torch(), wanted[key])
+            assert np.array_equal(tensor.words().reshape(-1).view(np.uint8), bits(expected[key])), key
+            assert torch.equal(tensor.torch(), expected[key])
 
 
 @pytest.mark.parametrize("container", ["torch_dist", "fsdp_dtensor"])
 def test_a_rank_of_megatron_from_its_other_formats(model, run, tmp_path, container):
     """Their files say nothing of ranks: what a rank has in memory is asked for as of any source."""
     vitruvian.convert(run, tmp_path / "run", to="megatron", format=container)
-    asked: dict[str, Any] = {"tp": (1, 2), "pp": (1, 2)}
-    view = vitruvian.open(tmp_path / "run").as_("megatron", **asked)
-    wanted = vitruvian.open(model("llama", "bfloat16")).as_("megatron", **asked)
+    ranks: dict[str, Any] = {"tp": (1, 2), "pp": (1, 2)}
+    view = vitruvian.open(tmp_path / "run").as_("megatron", **ranks)
+    expected = vitruvian.open(model("llama", "bfloat16")).as_("megatron", **ranks)
     assert {name: tensor.words().tobytes() for name, tensor in view.items()} == {
-        name: tensor.words().tobytes() for name, tensor in wanted.items()
+        name: tensor.words().tobytes() for name, tensor in expected.items()
     }
 
 
@@ -132,11 +132,11 @@ def test_states_of_an_optimizer_are_those_of_a_reshard(model, tmp_path, kind):
         stored = torch.load(tmp_path / "out" / file, weights_only=False)["optimizer"]
         states = stored["optimizer"]["state"]
         for state in ("exp_avg", "exp_avg_sq"):
-            held = [tensor for key, tensor in view.items() if key.startswith(f"{state}.")]
-            assert len(held) == len(states)
-            assert {tuple(one.shape) for one in held} == {tuple(one[state].shape) for one in states.values()}
-            ours = sorted(one.words().tobytes() for one in held)
-            assert ours == sorted(bits(one[state]).tobytes() for one in states.values())
+            moments = [tensor for key, tensor in view.items() if key.startswith(f"{state}.")]
+            assert len(moments) == len(states)
+            assert {tuple(tensor.shape) for tensor in moments} == {tuple(of[state].shape) for of in states.values()}
+            ours = sorted(tensor.words().tobytes() for tensor in moments)
+            assert ours == sorted(bits(of[state]).tobytes() for of in states.values())
 
 
 def test_a_box_is_a_slice(run):
@@ -146,22 +146,22 @@ def test_a_box_is_a_slice(run):
             "model.layers.1.self_attn.k_proj.weight",
             "model.layers.0.mlp.up_proj.weight",
         ):
-            whole = view[name].words()
-            rows = whole.shape[0]
+            full = view[name].words()
+            rows = full.shape[0]
             for box in (
                 (slice(3, 9),),
                 (slice(None), slice(5, 17)),
                 (slice(rows - 1, None), slice(0, 1)),
                 (slice(2, 2),),
             ):
-                assert np.array_equal(view[name].words(*box), whole[box])
-            assert np.array_equal(view[name][1:4].view(np.uint16), whole[1:4])
+                assert np.array_equal(view[name].words(*box), full[box])
+            assert np.array_equal(view[name][1:4].view(np.uint16), full[1:4])
             for index in (3, -1, (..., 2), (np.int64(1), slice(2, 4)), (slice(-4, None), -1), (..., slice(3), 0)):
-                words = index if isinstance(index, tuple) else (index,)
-                assert np.array_equal(view[name].words(*words), whole[index])
+                key = index if isinstance(index, tuple) else (index,)
+                assert np.array_equal(view[name].words(*key), full[index])
             assert (len(view[name]), view[name].ndim) == (rows, 2)
-            assert np.array_equal(np.asarray(view[name]).view(np.uint16), whole)
-        for index, words in (
+            assert np.array_equal(np.asarray(view[name]).view(np.uint16), full)
+        for index, message in (
             (slice(0, 4, 2), "no step"),
             ((0, 0, 0), "2 axes"),
             (rows, "none is"),
@@ -169,7 +169,7 @@ def test_a_box_is_a_slice(run):
             (True, "not by True"),
             (None, "not by None"),
         ):
-            with pytest.raises(IndexError, match=words):
+            with pytest.raises(IndexError, match=message):
                 view[name][index]
 
 
@@ -179,11 +179,11 @@ def test_rows_of_a_shard_with_padding(model):
         "megatron", tp=(1, 2), make_vocab_size_divisible_by=64
     )
     embedding = view["embedding.word_embeddings.weight"]
-    whole = embedding.words()
-    assert whole.shape[0] == 128
-    assert whole[74].any()
-    assert not whole[75:].any()
-    assert np.array_equal(embedding.words(slice(70, 90)), whole[70:90])
+    rows = embedding.words()
+    assert rows.shape[0] == 128
+    assert rows[74].any()
+    assert not rows[75:].any()
+    assert np.array_equal(embedding.words(slice(70, 90)), rows[70:90])
 
 
 def test_fsdp_names_are_those_in_memory(model):
@@ -196,7 +196,7 @@ def test_fsdp_names_are_those_in_memory(model):
 
 def test_what_cannot_be_asked(model, run):
     checkpoint, experts = vitruvian.open(run), vitruvian.open(model("mixtral", "bfloat16"))
-    for words, asked in (
+    for message, ask in (
         ("names no rank", lambda: checkpoint.as_("megatron", tp=(0, 2), pp=2)),
         ("several files hold tensors of one name", lambda: checkpoint.as_("megatron", tp=2)),
         ("is not a size, or a rank", lambda: checkpoint.as_("megatron", tp=(2, 2))),
@@ -220,8 +220,8 @@ def test_what_cannot_be_asked(model, run):
         ("--container has no effect", lambda: vitruvian.open(run, container="model")),
         ("does not exist", lambda: vitruvian.open(run / "nothing")),
     ):
-        with pytest.raises(VitruvianError, match=words):
-            asked()
+        with pytest.raises(VitruvianError, match=message):
+            ask()
 
 
 def test_a_source_that_changes_is_refused(model, tmp_path):
@@ -253,12 +253,12 @@ def test_a_name_that_is_not_there_is_answered_with_one_that_is(model):
 
 def test_a_checkpoint_goes_to_other_processes_and_a_view_does_not(run):
     checkpoint = vitruvian.open(run)
-    again = pickle.loads(pickle.dumps(checkpoint))
+    unpickled = pickle.loads(pickle.dumps(checkpoint))
     name = "model.layers.0.mlp.down_proj.weight"
-    assert np.array_equal(again["huggingface"][name].words(), checkpoint["huggingface"][name].words())
-    for held in (checkpoint["huggingface"], checkpoint["huggingface"][name]):
+    assert np.array_equal(unpickled["huggingface"][name].words(), checkpoint["huggingface"][name].words())
+    for view in (checkpoint["huggingface"], checkpoint["huggingface"][name]):
         with pytest.raises(TypeError, match="pickle its checkpoint"):
-            pickle.dumps(held)
+            pickle.dumps(view)
 
 
 def test_a_view_is_read_by_several_threads(run):

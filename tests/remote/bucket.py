@@ -101,7 +101,7 @@ class Server:
     def names(self, bucket: str, prefix: str = "") -> list[str]:
         """The keys in a bucket."""
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
-        return [one["Key"] for page in pages for one in page.get("Contents", ())]
+        return [entry["Key"] for page in pages for entry in page.get("Contents", ())]
 
     def read(self, pattern: str = "GET .") -> int:
         """The bytes that the answers to some requests had."""
@@ -110,11 +110,11 @@ class Server:
     def fault(self, line: str) -> Fault | None:
         """The fault that is due for a request."""
         with self.lock:
-            for one in self.faults:
-                if one.times > 0 and re.search(one.pattern, line) and self.random.random() < one.chance:
-                    one.times -= 1
+            for fault in self.faults:
+                if fault.times > 0 and re.search(fault.pattern, line) and self.random.random() < fault.chance:
+                    fault.times -= 1
                     self.failed += 1
-                    return one
+                    return fault
         return None
 
 

@@ -64,8 +64,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    random.seed(asked.seed)
+    args = parser.parse_args()
+    random.seed(args.seed)
     with tempfile.TemporaryDirectory() as name, Server() as server, Unlucky(Path(name) / "hub") as hub:
         place = Path(name)
         server.reset("models")
@@ -80,39 +80,39 @@ def main() -> None:
             "PYTHONPATH": str(Path(__file__).parents[2]),
         }  # fmt: skip
 
-        def begin(*words: object) -> subprocess.Popen[str]:
-            command = [sys.executable, "-c", CODE, *map(str, words)]
+        def begin(*argv: object) -> subprocess.Popen[str]:
+            command = [sys.executable, "-c", CODE, *map(str, argv)]
             return subprocess.Popen(command, cwd=place, env=env, text=True, stdout=subprocess.PIPE)
 
         ran = begin("digest", source)
-        wanted = ran.communicate(timeout=100)[0].split()[0]
+        digest = ran.communicate(timeout=100)[0].split()[0]
         began, rounds, kills = time.monotonic(), 0, 0
-        while server.failed + hub.failed < asked.faults:
+        while server.failed + hub.failed < args.faults:
             server.faults = [Fault(".", status, 1 << 30, CHANCE / len(STATUSES)) for status in STATUSES]
             src = random.choice(["s3://models/source", "hf://acme/source"])
             out = random.choice(["s3://models/out", "hf://acme/out"]) + f"-{rounds}"
-            words = ["to", "huggingface", src, out, "--shard-size", "60kB", "--quiet"]
+            conversion = ["to", "huggingface", src, out, "--shard-size", "60kB", "--quiet"]
             for _ in range(random.choice([0, 0, 1, 2])):
-                process = begin(*words)
+                process = begin(*conversion)
                 try:
                     process.wait(random.uniform(1.0, 6.0))
                 except subprocess.TimeoutExpired:
                     process.send_signal(signal.SIGKILL)
                     kills += 1
-                    found = visible(server, hub, out)
+                    names = visible(server, hub, out)
                     staged = [*place.glob("*.partial")]
-                    complete = any(one.endswith("vitruvian.json") for one in found)  # killed after its end
-                    assert not found or staged or complete, f"{out}: {found} is visible"
-                    assert not any(one.endswith("vitruvian.json") for one in found[:-1])
+                    complete = any(file.endswith("vitruvian.json") for file in names)  # killed after its end
+                    assert not names or staged or complete, f"{out}: {names} is visible"
+                    assert not any(file.endswith("vitruvian.json") for file in names[:-1])
                 process.wait()
             if not visible(server, hub, out) or [*place.glob("*.partial")]:  # killed while it cleaned up, too
-                told = begin(*words)
-                text = told.communicate(timeout=900)[0]
-                assert told.returncode == 0, text
-                assert wanted in text, text
+                finished = begin(*conversion)
+                text = finished.communicate(timeout=900)[0]
+                assert finished.returncode == 0, text
+                assert digest in text, text
             server.faults = []
-            told = begin("digest", out)
-            assert told.communicate(timeout=900)[0].split()[0] == wanted
+            finished = begin("digest", out)
+            assert finished.communicate(timeout=900)[0].split()[0] == digest
             assert not [*place.glob("*.partial")]
             rounds += 1
         seconds = time.monotonic() - began

@@ -35,8 +35,8 @@ def held(bucket, folder: Path, place: str) -> None:
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     name, _, below = place.partition("/")
     assert {key.removeprefix(f"{below}/") for key in bucket.names(name, below)} == names
-    for one in names:
-        assert bucket.get(f"{place}/{one}") == (folder / one).read_bytes(), one
+    for file in names:
+        assert bucket.get(f"{place}/{file}") == (folder / file).read_bytes(), file
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_the_disk_holds_two_groups_of_files(bucket, model, here, monkeypatch):
     most, send = [], receivers.InBucket.send
 
     def noted(self, name, path):
-        most.append(sum(one.stat().st_size for one in here.rglob("*.safetensors")))
+        most.append(sum(file.stat().st_size for file in here.rglob("*.safetensors")))
         return send(self, name, path)
 
     monkeypatch.setattr(receivers.InBucket, "send", noted)
@@ -100,11 +100,11 @@ def test_a_killed_delivery_resumes_and_shows_nothing(bucket, model, here):
     vitruvian.convert(source, here / "local", shard_size=60_000)
     files = len([*(here / "local").glob("*.safetensors")])
     assert files > 5
-    words = ["to", "huggingface", source, "s3://models/out", "--shard-size", "60kB", "--quiet"]
+    argv = ["to", "huggingface", source, "s3://models/out", "--shard-size", "60kB", "--quiet"]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     arrived = set[int]()
     for after in (1, files // 2):
-        process = subprocess.Popen([sys.executable, "-c", CODE, *map(str, words)], cwd=here, env=env)
+        process = subprocess.Popen([sys.executable, "-c", CODE, *map(str, argv)], cwd=here, env=env)
         until = time.monotonic() + 60
         while len(bucket.names("models", "out/")) < after and time.monotonic() < until:
             time.sleep(0.01)
@@ -116,10 +116,10 @@ def test_a_killed_delivery_resumes_and_shows_nothing(bucket, model, here):
         if len(names) < files:
             assert all("safetensors" in name and "index" not in name for name in names)
     sent = sum("PUT" in method for method, path, _ in bucket.log if "model-" in path)
-    subprocess.run([sys.executable, "-c", CODE, *map(str, words)], cwd=here, env=env, check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", CODE, *map(str, argv)], cwd=here, env=env, check=True, timeout=100)
     held(bucket, here / "local", "models/out")
-    again = sum("PUT" in method for method, path, _ in bucket.log if "model-" in path) - sent
-    assert again <= files - files // 2 + 2
+    sent_again = sum("PUT" in method for method, path, _ in bucket.log if "model-" in path) - sent
+    assert sent_again <= files - files // 2 + 2
     assert [path.name for path in here.iterdir()] == ["local"]
 
 

@@ -24,13 +24,13 @@ class Memory:
 
     url = "s3://bucket"
 
-    def __init__(self, held: dict[str, bytes]) -> None:
-        self.held, self.asked, self.broken = held, list[tuple[int, int]](), 0
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.held, self.asked, self.broken = files, list[tuple[int, int]](), 0
 
     def listed(self, folder: str) -> dict[str, Entry | None]:
         below = [key.removeprefix(f"{folder}/") for key in self.held if key.startswith(f"{folder}/")]
         return {
-            one.partition("/")[0]: None if "/" in one else self.found(f"{folder}/{one}") for one in below
+            name.partition("/")[0]: None if "/" in name else self.found(f"{folder}/{name}") for name in below
         }  # fmt: skip
 
     def found(self, key: str) -> Entry | None:
@@ -44,9 +44,9 @@ class Memory:
         return memoryview(self.held[key])[start:stop]
 
 
-def mounted(held: dict[str, bytes]) -> tuple[RemotePath, Memory]:
+def mounted(files: dict[str, bytes]) -> tuple[RemotePath, Memory]:
     """The folder `run` of a store in memory."""
-    store = Memory(held)
+    store = Memory(files)
     paths.MOUNTS["s3:/bucket"] = Mount(store, ["run"])
     return RemotePath("s3:/bucket/run"), store
 
@@ -64,7 +64,7 @@ def test_a_path_is_listed_and_read():
     run, store = mounted({"run/a.txt": b"one", "run/sub/b.bin": bytes(range(200)), "latest": b"run", "other/c": b""})
     assert str(run) == "s3://bucket/run"
     assert str(run / "sub" / "b.bin") == "s3://bucket/run/sub/b.bin"
-    assert [type(one) for one in (run / "a", run.parent, run.with_name("x"), *run.parents)] == [RemotePath] * 6
+    assert [type(entry) for entry in (run / "a", run.parent, run.with_name("x"), *run.parents)] == [RemotePath] * 6
     assert [path.name for path in run.iterdir()] == ["a.txt", "sub"]
     assert [str(path) for path in run.glob("*/*.bin")] == ["s3://bucket/run/sub/b.bin"]
     assert [run.is_dir(), run.is_file(), run.exists(), (run / "a.txt").is_file()] == [True, False, True, True]
@@ -101,8 +101,8 @@ def test_reads_grow_while_they_go_on_and_stay_within_a_bound():
         assert store.asked == [(0, SMALLEST)]
         assert pread(handle, 50, 40_000_000) == content[40_000_000:40_000_050]
         assert store.asked[1:] == [(40_000_000, 40_000_000 + SMALLEST)]
-        found = b"".join(pread(handle, 100_000, at) for at in range(0, len(content), 100_000))
-        assert found == content
+        joined = b"".join(pread(handle, 100_000, at) for at in range(0, len(content), 100_000))
+        assert joined == content
         assert CACHE.nbytes <= BOUND
         assert len(store.asked) < 40  # of 480 reads
         assert sum(stop - start for start, stop in store.asked) <= len(content) + 2 * SMALLEST

@@ -25,18 +25,20 @@ RUNS = {
 
 @pytest.fixture(scope="session")
 def runs(model, tmp_path_factory):
-    made = {"huggingface": model("llama", "bfloat16")}
+    folders = {"huggingface": model("llama", "bfloat16")}
     for name, options in RUNS.items():
         if options:
-            made[name] = tmp_path_factory.mktemp(name) / "run"
-            vitruvian.convert(made["huggingface"], made[name], to="fsdp" if name == "fsdp" else "megatron", **options)
-    return made
+            folders[name] = tmp_path_factory.mktemp(name) / "run"
+            vitruvian.convert(
+                folders["huggingface"], folders[name], to="fsdp" if name == "fsdp" else "megatron", **options
+            )
+    return folders
 
 
 def publish(hub, folder, name="acme/tiny"):
     """Put a folder on the Hub, weights as LFS objects. Returns the commit."""
     store, tree = hub.store, {}
-    for path in sorted(one for one in folder.rglob("*") if one.is_file()):
+    for path in sorted(file for file in folder.rglob("*") if file.is_file()):
         content = path.read_bytes()
         key = str(path.relative_to(folder))
         if path.suffix in (".safetensors", ".pt", ".distcp"):
@@ -76,7 +78,7 @@ def test_a_checkpoint_on_the_hub_is_what_it_is_in_a_folder(runs, hub, convert, t
         HubFault("GET /api", status=429), HubFault("/resolve", drop_after=0, times=2),
     ]  # fmt: skip
     assert vitruvian.digest("acme/tiny").digest == vitruvian.digest(runs["huggingface"]).digest
-    assert not any(one.times for one in hub.faults)
+    assert not any(fault.times for fault in hub.faults)
 
 
 def test_a_signed_address_that_expires_is_asked_for_anew(runs, hub):
@@ -99,11 +101,11 @@ def test_looking_takes_kilobytes(bucket, model, tmp_path):
     assert len(files) >= 3
     assert size > 6_000_000
     bucket.put(tmp_path / "cut", "models/cut")
-    seen = vitruvian.open("s3://models/cut")
-    assert seen.record["parameters"] == vitruvian.open(folder).record["parameters"]
+    opened = vitruvian.open("s3://models/cut")
+    assert opened.record["parameters"] == vitruvian.open(folder).record["parameters"]
     assert bucket.read("GET .*safetensors$") <= len(files) * (16 << 10)
     before = bucket.read("GET .*safetensors$")
-    assert sum(tensor.nbytes for _, tensor in seen.tensors("huggingface")) > 6_000_000
+    assert sum(tensor.nbytes for _, tensor in opened.tensors("huggingface")) > 6_000_000
     assert bucket.read("GET .*safetensors$") - before < 1.5 * size
     fsdp = tmp_path / "fsdp"
     vitruvian.convert(folder, fsdp, to="fsdp")
@@ -129,10 +131,10 @@ def test_looking_at_70_billion_parameters_takes_kilobytes(hub, convert, tmp_path
 
     monkeypatch.setattr(Handler, "send", counted)
     monkeypatch.setattr(Handler, "send_file", counted_file)
-    folder, tree, whole = make("70B", tmp_path / "large", sparse=True), {}, 0
+    folder, tree, nbytes = make("70B", tmp_path / "large", sparse=True), {}, 0
     for path in sorted(folder.iterdir()):
         if path.suffix == ".safetensors":
-            oid, whole = hashlib.sha256(path.name.encode()).hexdigest(), whole + path.stat().st_size
+            oid, nbytes = hashlib.sha256(path.name.encode()).hexdigest(), nbytes + path.stat().st_size
             tree[path.name] = hub.store.pointer(oid, path.stat().st_size)
             path.rename(hub.store.lfs(oid))
         else:
@@ -142,7 +144,7 @@ def test_looking_at_70_billion_parameters_takes_kilobytes(hub, convert, tmp_path
     ran = convert("inspect", "acme/large", "--json")
     assert ran.code == 0, ran.err
     assert json.loads(ran.out)["parameters"] == 70_553_706_496
-    assert whole > 141 * 10**9
+    assert nbytes > 141 * 10**9
     assert sum(sent.values()) < 640 << 10, sent
     view = vitruvian.open("acme/large")["huggingface"]
     before = sum(sent.values())

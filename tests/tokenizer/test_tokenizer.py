@@ -85,12 +85,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def converted_from(trained: Callable[..., Path]) -> Callable[[str], Converted]:
     """`converted_from("bpe")`: that model, with the control tokens of the users."""
-    held: dict[str, Converted] = {}
+    cache: dict[str, Converted] = {}
 
     def get(kind: str) -> Converted:
-        if kind not in held:
-            held[kind] = convert_tokenizer(trained(kind), control=PAIR, names={"eos": EOD})
-        return held[kind]
+        if kind not in cache:
+            cache[kind] = convert_tokenizer(trained(kind), control=PAIR, names={"eos": EOD})
+        return cache[kind]
 
     return get
 
@@ -102,7 +102,7 @@ def run(convert: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callabl
     from converters.commands.tokenizer import tokenizer
 
     monkeypatch.setitem(cli.cli.commands, "tokenizer", tokenizer)
-    return lambda *words: convert("tokenizer", *words, "--check", 300)
+    return lambda *argv: convert("tokenizer", *argv, "--check", 300)
 
 
 def proto_of(path: Path) -> Any:
@@ -135,7 +135,7 @@ def span_wise(raw: Any, text: str, control: dict[str, int]) -> list[int]:
     """As the users' training data is encoded: control tokens become ids, each span is encoded by itself."""
     parts = re.split("(" + "|".join(map(re.escape, sorted(control, key=len, reverse=True))) + ")", text)
     spans = ([control[part]] if i % 2 else raw.encode(part) for i, part in enumerate(parts))
-    return [one for span in spans for one in span]
+    return [token_id for span in spans for token_id in span]
 
 
 def dialogues(converted: Converted, count: int) -> Iterator[str]:
@@ -154,13 +154,13 @@ def test_ids_are_those_of_sentencepiece(trained, converted_from, kind):
     """BPE without exception. In Unigram two ways to cut a text may have one score, but for rounding."""
     converted = converted_from(kind)
     scores = [piece.score for piece in proto_of(trained(kind)).pieces]
-    for one in check(converted, TEXTS):
-        assert one.compared >= TEXTS / 5
-        if converted.kind == "bpe" or one.what == "decoded texts":
-            assert one.different == 0, one.examples[0]
-        assert one.rate <= 0.004, one.examples[0]
-        for text, expected, found in one.examples:
-            assert sorted(expected) == sorted(found), (text, scores)
+    for finding in check(converted, TEXTS):
+        assert finding.compared >= TEXTS / 5
+        if converted.kind == "bpe" or finding.what == "decoded texts":
+            assert finding.different == 0, finding.examples[0]
+        assert finding.rate <= 0.004, finding.examples[0]
+        for text, expected, ids in finding.examples:
+            assert sorted(expected) == sorted(ids), (text, scores)
 
 
 @pytest.mark.parametrize("kind", ["bpe user-defined", "unigram user-defined"])
@@ -168,7 +168,9 @@ def test_the_reference_is_the_model_as_it_is(trained, converted_from, kind):
     """Control tokens get the type of one; that changes no text that does not spell one."""
     converted = converted_from(kind)
     raw, reference = sentencepiece(trained(kind).read_bytes()), sentencepiece(converted.reference)
-    texts = [text for text in made(converted, 1000, random.Random(1)) if not any(one in text for one in (*PAIR, EOD))]
+    texts = [
+        text for text in made(converted, 1000, random.Random(1)) if not any(token in text for token in (*PAIR, EOD))
+    ]
     assert len(texts) > 800
     assert raw.encode(texts) == reference.encode(texts)
 
@@ -178,7 +180,7 @@ def test_the_users_dialogues(trained, converted_from, kind):
     """The example of the users, and texts of every kind between their control tokens."""
     converted = converted_from(kind)
     raw, tokenizer = sentencepiece(trained(kind).read_bytes()), fast(converted)
-    control = {one: raw.piece_to_id(one) for one in converted.control}
+    control = {token: raw.piece_to_id(token) for token in converted.control}
     example = (
         "<|user|>Translate the following sentence from English to Latvian: Hello, how are you?<|user|>"
         "<|assistant|>Sveiki, kā jums klājas?<|assistant|>"
@@ -197,12 +199,14 @@ def test_a_message_cannot_spell_a_control_token(converted_from, kind):
     """With special tokens split, as the note says; also right behind a user-defined piece."""
     converted = converted_from(kind)
     control = {i for token, i in converted.control.items() if token != "<unk>"}
-    around = [(one, two) for one in ("", "a", "\n\n", "<tag>", " ", "日") for two in ("", "b", "\n\n", " ")]
+    around = [(before, after) for before in ("", "a", "\n\n", "<tag>", " ", "日") for after in ("", "b", "\n\n", " ")]
     texts = [f"{before}{token}{after}" for token in converted.control for before, after in around]
     tokenizer = fast(converted, split=True)
-    assert not any(control & set(one.ids) for one in tokenizer.encode_batch(texts))
-    assert [one.ids for one in tokenizer.encode_batch(texts)] == sentencepiece(converted.reference).encode(texts)
-    assert all(control & set(one.ids) for one in fast(converted).encode_batch([f"a{token}b" for token in PAIR]))
+    assert not any(control & set(encoded.ids) for encoded in tokenizer.encode_batch(texts))
+    assert [encoded.ids for encoded in tokenizer.encode_batch(texts)] == sentencepiece(converted.reference).encode(
+        texts
+    )
+    assert all(control & set(encoded.ids) for encoded in fast(converted).encode_batch([f"a{token}b" for token in PAIR]))
 
 
 @pytest.mark.parametrize(
@@ -236,11 +240,11 @@ def test_every_short_text_of_awkward_characters(converted_from, kind):
         "\u1100",
         "\u1161",
     )
-    texts = ["".join(one) for count in (1, 2, 3) for one in itertools.product(awkward, repeat=count)]
+    texts = ["".join(characters) for count in (1, 2, 3) for characters in itertools.product(awkward, repeat=count)]
     converted = converted_from(kind)
     expected = sentencepiece(converted.reference).encode(texts)
-    found = [one.ids for one in fast(converted).encode_batch(texts)]
-    assert [text for text, one, two in zip(texts, expected, found, strict=True) if one != two] == []
+    ours = [encoded.ids for encoded in fast(converted).encode_batch(texts)]
+    assert [text for text, theirs, mine in zip(texts, expected, ours, strict=True) if theirs != mine] == []
 
 
 def test_lone_surrogates_are_refused_by_both(converted_from):
@@ -264,7 +268,7 @@ def test_pieces_that_look_alike(trained, tmp_path):
 
     texts = ("\u0301", "é", "e\u0301", "ne\u0301", "_", "__", "<", "0", "<0", "\u2581\u2581", "\xa0", "K", "\u212a")
     path = changed(trained("bpe identity"), tmp_path / "alike.model", add(*texts))
-    assert all(one.different == 0 for one in check(convert_tokenizer(path), TEXTS))
+    assert all(finding.different == 0 for finding in check(convert_tokenizer(path), TEXTS))
     path = changed(trained("bpe identity"), tmp_path / "apart.model", add("\u0101\u0304"))  # one half is no piece
     assert check(convert_tokenizer(path), TEXTS)[0].different > 0
 
@@ -306,7 +310,7 @@ def merges_by_id(tokenizer: dict[str, Any]) -> None:
 def added_tokens(tokenizer: dict[str, Any]) -> None:
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
     vocabulary = tokenizer["model"]["vocab"]
-    tokenizer["added_tokens"] += [{"id": vocabulary[one], "content": one} | flags for one in ("\n\n", "<tag>")]
+    tokenizer["added_tokens"] += [{"id": vocabulary[piece], "content": piece} | flags for piece in ("\n\n", "<tag>")]
     tokenizer["added_tokens"].sort(key=lambda token: token["id"])
     tokenizer["pre_tokenizer"] = None
 
@@ -338,17 +342,17 @@ def test_every_fact_is_seen_by_the_check(converted_from, kind, sabotage, what):
     tokenizer = json.loads(converted.files["tokenizer.json"])
     sabotage(tokenizer)
     broken = replace(converted, files={"tokenizer.json": json.dumps(tokenizer).encode()})
-    found = {one.what: one for one in check(broken, TEXTS)}[what]
-    assert found.rate > 0.005
-    assert found.examples
+    rated = {finding.what: finding for finding in check(broken, TEXTS)}[what]
+    assert rated.rate > 0.005
+    assert rated.examples
 
 
 def test_a_swapped_vocabulary_is_seen(converted_from):
     converted = converted_from("bpe")
     tokenizer = json.loads(converted.files["tokenizer.json"])
     vocabulary = tokenizer["model"]["vocab"]
-    one, two = list(vocabulary)[-2:]
-    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     with pytest.raises(VerificationError, match="piece 6"):
         check(replace(converted, files={"tokenizer.json": json.dumps(tokenizer).encode()}), 10)
 
@@ -387,7 +391,7 @@ def test_transformers_loads_it(trained, converted_from, tmp_path, kind, model_ty
     if model_type:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     texts = list(dialogues(converted, 100))
-    expected = [one.ids for one in fast(converted).encode_batch(texts)]
+    expected = [encoded.ids for encoded in fast(converted).encode_batch(texts)]
     for loaded in (AutoTokenizer.from_pretrained(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)):
         assert loaded(texts)["input_ids"] == expected
         assert len(loaded) == converted.size
@@ -411,7 +415,7 @@ def test_bos_is_added_on_request(trained, tmp_path):
     raw = sentencepiece(converted.reference)
     assert loaded("mā ne")["input_ids"] == [raw.bos_id(), *raw.encode("mā ne")]
     assert loaded("mā", "ne")["input_ids"] == [raw.bos_id(), *raw.encode("mā"), raw.bos_id(), *raw.encode("ne")]
-    assert all(one.different == 0 for one in check(converted, 300))
+    assert all(finding.different == 0 for finding in check(converted, 300))
 
 
 # --- which tokens ----------------------------------------------------------------------------------------------------
@@ -460,18 +464,18 @@ def test_new_tokens_follow_the_last_piece(trained):
         trained("bpe identity"), control=["<|system|>", PAIR[0], "<|tool|>"], names={"pad": "<|fill|>"}, add=True
     )
     count = len(proto_of(trained("bpe identity")).pieces)
-    assert [converted.control[one] for one in ("<|system|>", "<|tool|>", "<|fill|>")] == [count, count + 1, count + 2]
+    assert [converted.control[key] for key in ("<|system|>", "<|tool|>", "<|fill|>")] == [count, count + 1, count + 2]
     assert (converted.size, converted.special["pad"]) == (count + 3, count + 2)
     assert any(f"needs {count + 3} rows" in note for note in converted.notes)
-    assert all(one.different == 0 for one in check(converted, 500))
+    assert all(finding.different == 0 for finding in check(converted, 500))
 
 
 def test_the_bytes_are_always_the_same(trained):
-    one, two = (convert_tokenizer(trained("bpe user-defined nfkc"), control=PAIR) for _ in range(2))
-    assert one == two
-    json.loads(one.files["tokenizer.json"])
-    assert one.files["tokenizer.model"] == trained("bpe user-defined nfkc").read_bytes()
-    assert str(fast(one))  # tokenizers 0.23.3 panics here if a long pattern is not ASCII
+    first, second = (convert_tokenizer(trained("bpe user-defined nfkc"), control=PAIR) for _ in range(2))
+    assert first == second
+    json.loads(first.files["tokenizer.json"])
+    assert first.files["tokenizer.model"] == trained("bpe user-defined nfkc").read_bytes()
+    assert str(fast(first))  # tokenizers 0.23.3 panics here if a long pattern is not ASCII
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -543,8 +547,8 @@ def test_no_framework_is_loaded(trained, tmp_path):
         "tokenizer([*sys.argv[1:], '--check', '50'], None, standalone_mode=False)\n"
         "print('LOADED', [one for one in ('torch', 'transformers') if one in sys.modules])"
     )
-    words = [sys.executable, "-c", code, str(trained("bpe identity")), str(tmp_path / "out")]
-    ran = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT, check=True)
+    argv = [sys.executable, "-c", code, str(trained("bpe identity")), str(tmp_path / "out")]
+    ran = subprocess.run(argv, capture_output=True, text=True, timeout=60, cwd=ROOT, check=True)
     assert "LOADED []" in ran.stdout
 
 
@@ -581,8 +585,8 @@ def edited(change: Callable[[Any], object]) -> Callable[[bytes], bytes]:
 
 
 def charsmap(proto: Any, at: int, value: bytes) -> None:
-    held = proto.normalizer_spec.precompiled_charsmap
-    proto.normalizer_spec.precompiled_charsmap = held[:at] + value + held[at + len(value) :]
+    original = proto.normalizer_spec.precompiled_charsmap
+    proto.normalizer_spec.precompiled_charsmap = original[:at] + value + original[at + len(value) :]
 
 
 @pytest.mark.parametrize(
@@ -616,7 +620,7 @@ def test_damaged_models(run, trained, tmp_path, damage):
     assert ran.code == 3, ran
     assert ran.err.startswith("error: ")
     assert str(path) in ran.err or "normalizer" in ran.err
-    assert {one.name for one in tmp_path.iterdir()} == {"damaged.model"}
+    assert {file.name for file in tmp_path.iterdir()} == {"damaged.model"}
 
 
 def test_random_damage_never_crashes(trained, tmp_path):
@@ -653,7 +657,9 @@ def test_models_that_cannot_be_converted(run, trained, tmp_path):
         proto.denormalizer_spec.precompiled_charsmap = proto.normalizer_spec.precompiled_charsmap
 
     models = [suffix, characters, words]
-    models += [changed(trained("bpe"), tmp_path / f"{one.__name__}.model", one) for one in (unused, denormalized)]
+    models += [
+        changed(trained("bpe"), tmp_path / f"{change.__name__}.model", change) for change in (unused, denormalized)
+    ]
     for path in models:
         ran = run(path, tmp_path / "out")
         assert ran.code == 4, ran
@@ -675,7 +681,9 @@ def test_unused_pieces(trained, tmp_path, kind):
     converted = convert_tokenizer(changed(trained(kind), tmp_path / "unused.model", add))
     unused = len(converted.pieces) - 1
     texts = ["<unused>", "a<unused><unused> b"]
-    assert [one.ids for one in fast(converted).encode_batch(texts)] == sentencepiece(converted.reference).encode(texts)
-    assert not any(unused in one.ids for one in fast(converted).encode_batch(texts))
+    assert [encoded.ids for encoded in fast(converted).encode_batch(texts)] == sentencepiece(
+        converted.reference
+    ).encode(texts)
+    assert not any(unused in encoded.ids for encoded in fast(converted).encode_batch(texts))
     with pytest.raises(UnsupportedError, match="is unused"):
         convert_tokenizer(changed(trained(kind), tmp_path / "spoiled.model", spoil))

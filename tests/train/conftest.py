@@ -46,11 +46,11 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
 
-def spawn(words: list[str], ranks: int) -> subprocess.Popen[str]:
+def spawn(argv: list[str], ranks: int) -> subprocess.Popen[str]:
     """Start `train` on some ranks, as users do."""
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     program = ["-m", "train"] if ranks > 1 else ["-c", PROGRAM]
-    command = [sys.executable, *(launcher if ranks > 1 else []), *program, *words]
+    command = [sys.executable, *(launcher if ranks > 1 else []), *program, *argv]
     return subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
     )
@@ -100,24 +100,24 @@ class Forks:
         self.mother.stdin.flush()
         return json.loads(self.mother.stdout.readline())
 
-    def __call__(self, words: list[str], ranks: int, script: Path | None = None) -> tuple[int, str]:
+    def __call__(self, argv: list[str], ranks: int, script: Path | None = None) -> tuple[int, str]:
         """Exit code and output."""
         out = self.folder / "out"
-        asked = {"words": words, "env": self.place(), "out": str(out), "script": script and str(script)}
-        return self.ask({**asked, "ranks": ranks, "seconds": 240}), out.read_text()
+        request = {"argv": argv, "env": self.place(), "out": str(out), "script": script and str(script)}
+        return self.ask({**request, "ranks": ranks, "seconds": 240}), out.read_text()
 
-    def start(self, words: list[str]) -> Fork:
+    def start(self, argv: list[str]) -> Fork:
         """Start `train` on one rank."""
         out = self.folder / "started"
-        asked = {"words": words, "env": self.place(), "out": str(out), "script": None}
-        return Fork(self.ask, self.ask(asked), out)
+        request = {"argv": argv, "env": self.place(), "out": str(out), "script": None}
+        return Fork(self.ask, self.ask(request), out)
 
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     """The process that has imported torch and transformers, and what it is asked for."""
-    with forking(tmp_path_factory.mktemp("forks")) as found:
-        yield found
+    with forking(tmp_path_factory.mktemp("forks")) as server:
+        yield server
 
 
 @contextmanager
@@ -135,8 +135,8 @@ def forking(folder: Path, *modules: str, path: Path = ROOT) -> Iterator[Forks]:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Token files of 200 dialogues."""
     folder = tmp_path_factory.mktemp("data")
-    words = ["tokenize", "--input", GOLDEN / "sft.jsonl", "--vocab-file", GOLDEN / "model.model", "--append-eod"]
-    ran = spawn([*map(str, words), "--output-prefix", str(folder / "P"), "--workers", "1", "-q"], 1)
+    argv = ["tokenize", "--input", GOLDEN / "sft.jsonl", "--vocab-file", GOLDEN / "model.model", "--append-eod"]
+    ran = spawn([*map(str, argv), "--output-prefix", str(folder / "P"), "--workers", "1", "-q"], 1)
     out, _ = ran.communicate(timeout=60)
     assert ran.returncode == 0, out
     return folder / "P_text_document"
@@ -169,8 +169,8 @@ def settings(model: Callable[..., Path], data: Path, tmp_path: Path) -> Callable
 
     def write(family: str = "llama", **sections: Any) -> Path:
         tree = tree_of(model(family, vocab_size=253), data, tmp_path / "save")
-        for name, held in sections.items():
-            tree[name] = tree.get(name, {}) | held if isinstance(held, dict) else held
+        for name, section in sections.items():
+            tree[name] = tree.get(name, {}) | section if isinstance(section, dict) else section
         path = tmp_path / "config.yml"
         path.write_text(yaml.safe_dump(tree))
         return path
@@ -182,9 +182,9 @@ def settings(model: Callable[..., Path], data: Path, tmp_path: Path) -> Callable
 def run(tmp_path: Path, forks: Forks) -> Callable[..., Trained]:
     """`run(config, words, ranks=2)`: train to the end, or whatever end it finds."""
 
-    def train(config: Path, *words: object, ranks: int = 1, save: str = "save") -> Trained:
+    def train(config: Path, *options: object, ranks: int = 1, save: str = "save") -> Trained:
         place = tmp_path / save
-        return Trained(*forks(["run", str(config), "--save.path", str(place), *map(str, words)], ranks), place)
+        return Trained(*forks(["run", str(config), "--save.path", str(place), *map(str, options)], ranks), place)
 
     return train
 
@@ -196,16 +196,16 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     for name, value in environment({}).items():
         monkeypatch.setenv(name, value)
-    with world(1, 1) as found:
-        yield found
+    with world(1, 1) as ranks:
+        yield ranks
 
 
 @pytest.fixture
 def read(tmp_path):
     """`read(text, *words)`: the settings of a file with this text, and the notes on it."""
 
-    def load(text, *words):
+    def load(text, *options):
         (tmp_path / "c.yml").write_text(text)
-        return load_config(tmp_path / "c.yml", words)
+        return load_config(tmp_path / "c.yml", options)
 
     return load

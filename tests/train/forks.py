@@ -31,7 +31,7 @@ TRAINING = (
 )  # fmt: skip
 
 
-def rank_main(words: list[str], settings: dict[str, str], out: str, script: str | None) -> None:
+def rank_main(argv: list[str], settings: dict[str, str], out: str, script: str | None) -> None:
     """Be a rank: the command line, as `python -m train` runs it, or a script."""
     handle = os.open(out, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(handle, 1)
@@ -40,7 +40,7 @@ def rank_main(words: list[str], settings: dict[str, str], out: str, script: str 
     os.environ.clear()
     os.environ.update(settings)
     os.chdir(settings["PWD"])
-    sys.argv = ["train", *words]
+    sys.argv = ["train", *argv]
     code: Any = 1
     try:
         runpy.run_path(script or str(Path(__file__).parents[2] / "train/__main__.py"), run_name="__main__")
@@ -63,27 +63,27 @@ def free_port() -> int:
     return port
 
 
-def start(words: list[str], env: dict[str, str], out: str, script: str | None) -> int:
+def start(argv: list[str], env: dict[str, str], out: str, script: str | None) -> int:
     """Start a rank: its process id."""
     pid = os.fork()
     if not pid:
-        rank_main(words, env, out, script)
+        rank_main(argv, env, out, script)
     return pid
 
 
 def ended(pid: int) -> int | None:
     """The exit code of a rank, None if it still runs; the number of the signal that ended it, below zero."""
-    found, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if found else None
+    ended_pid, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended_pid else None
 
 
-def run(words: list[str], ranks: int, env: dict[str, str], out: str, script: str | None, seconds: float) -> int:
+def run(argv: list[str], ranks: int, env: dict[str, str], out: str, script: str | None, seconds: float) -> int:
     """Run a training; when a rank fails, the others are ended, as torchrun does."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     running = set()
     for rank in range(ranks):
-        more = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 or script else {}
-        running.add(start(words, env | more, out, script))
+        rank_env = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 or script else {}
+        running.add(start(argv, env | rank_env, out, script))
     limit, failed = time.monotonic() + seconds, 0
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -117,11 +117,11 @@ def main() -> None:
     os.fsync = os.fdatasync = lambda fd: None  # a test's files need not outlive a power cut
     gc.freeze()  # what is imported stays: no fork looks through it, or copies it
     for line in sys.stdin:
-        asked = json.loads(line)
-        if "out" in asked:
-            Path(asked["out"]).write_text("")
-        found = ended(**asked) if "pid" in asked else run(**asked) if "seconds" in asked else start(**asked)
-        print(json.dumps(found), flush=True)
+        request = json.loads(line)
+        if "out" in request:
+            Path(request["out"]).write_text("")
+        reply = ended(**request) if "pid" in request else run(**request) if "seconds" in request else start(**request)
+        print(json.dumps(reply), flush=True)
     os._exit(0)  # nothing is left to be tidied up, which takes seconds
 
 

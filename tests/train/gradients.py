@@ -19,13 +19,16 @@ if __name__ == "__main__":
         engine = FsdpEngine(config, open_config(config.model.path), ranks, "sdpa")
         flat = open_rows(config.data, config.data.train, 1).flat([ranks.rank])
         engine.backward(engine.trainee(flat, ranks.device, None), False)
-        states = [one._get_fsdp_state() for one in engine.trainee.modules() if isinstance(one, FSDPModule)]
-        groups = [one._fsdp_param_group for one in states if one._fsdp_param_group]
-        held = [tensor for group in groups for one in group.fsdp_params
-                for tensor in (one.unsharded_accumulated_grad, getattr(one, "_unsharded_param", one.sharded_param).grad,
-                               one.sharded_param.grad) if tensor is not None]  # fmt: skip
-        held += [one._partial_reduce_output for one in groups if one._partial_reduce_output is not None]
-        shard = sum(one.sharded_param.to_local().numel() for group in groups for one in group.fsdp_params)
+        states = [module._get_fsdp_state() for module in engine.trainee.modules() if isinstance(module, FSDPModule)]
+        groups = [state._fsdp_param_group for state in states if state._fsdp_param_group]
+        gradients = [
+            tensor for group in groups for param in group.fsdp_params for tensor in (
+                param.unsharded_accumulated_grad, getattr(param, "_unsharded_param", param.sharded_param).grad,
+                param.sharded_param.grad,
+            ) if tensor is not None
+        ]  # fmt: skip
+        gradients += [group._partial_reduce_output for group in groups if group._partial_reduce_output is not None]
+        shard = sum(param.sharded_param.to_local().numel() for group in groups for param in group.fsdp_params)
         if ranks.first:
-            print([sum(getattr(one, "_local_tensor", one).numel() for one in held), shard])
+            print([sum(getattr(tensor, "_local_tensor", tensor).numel() for tensor in gradients), shard])
         ranks.wait()

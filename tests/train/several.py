@@ -20,6 +20,6 @@ from train.settings.config_file import load_config
 if __name__ == "__main__":
     trainee.CHUNK = 48
     with world(1, 2) as ranks:
-        for words in json.loads(sys.argv[2]):
+        for options in json.loads(sys.argv[2]):
             with contextlib.suppress(Interrupted):
-                train(load_config(Path(sys.argv[1]), words)[0], ranks, print)
+                train(load_config(Path(sys.argv[1]), options)[0], ranks, print)

@@ -30,8 +30,8 @@ def gradients(folder, mesh):
     Trainee(model, "eager").eval()(flat_of(documents()), CPU).backward()
     if mesh is not None:
         sum_partial(layers(model), config, mesh)
-    found = {name: tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None}
-    return {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in found.items()}
+    grads = {name: tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None}
+    return {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in grads.items()}
 
 
 if __name__ == "__main__":
@@ -44,4 +44,4 @@ if __name__ == "__main__":
             apart[open_config(folder).model_type] = max(far)
         every = ranks.gathered(apart)
         if ranks.first:
-            print(json.dumps({name: max(one[name] for one in every) for name in apart}))
+            print(json.dumps({name: max(distances[name] for distances in every) for name in apart}))

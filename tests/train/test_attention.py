@@ -20,10 +20,10 @@ from train.model.trainee import Trainee
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def loaded(folder, backend, **more):
+def loaded(folder, backend, **options):
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=named(backend), **more)
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=named(backend), **options)
 
 
 def config_of(folder):
@@ -39,7 +39,7 @@ def documents():
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "flash", "wanted"),
+    ("family", "dtype", "flash", "expected"),
     [
         ("llama", torch.bfloat16, True, "flash"),
         ("llama", torch.bfloat16, False, "varlen"),
@@ -49,18 +49,18 @@ def documents():
         ("gemma2-untied", torch.bfloat16, False, "eager"),
     ],
 )
-def test_what_a_gpu_takes(model, monkeypatch, family, dtype, flash, wanted):
+def test_what_a_gpu_takes(model, monkeypatch, family, dtype, flash, expected):
     monkeypatch.setattr("train.model.attention._has_flash", lambda: flash)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *, window_size, scale, enable_gqa: q)
     config = config_of(model(family, vocab_size=253))
-    assert resolve("auto", config, CUDA, dtype) == wanted
+    assert resolve("auto", config, CUDA, dtype) == expected
     assert resolve("auto", config, CPU, dtype) == ("eager" if "gemma2" in family else "sdpa")
     with pytest.raises(UnsupportedError, match="varlen does not compute"):
         resolve("varlen", config, CPU if family == "llama" else CUDA, dtype)
 
 
 @pytest.mark.parametrize(
-    ("family", "more", "wanted", "other"),
+    ("family", "changes", "with_flash", "without_flash"),
     [
         ("llama", {"head_dim": 264}, "sdpa", "sdpa"),
         ("llama", {"head_dim": 20}, "flash", "sdpa"),
@@ -71,12 +71,12 @@ def test_what_a_gpu_takes(model, monkeypatch, family, dtype, flash, wanted):
         ("deepseek_v3", {"qk_nope_head_dim": 12}, "flash", "sdpa"),
     ],
 )
-def test_kernels_are_not_given_what_they_refuse(model, monkeypatch, family, more, wanted, other):
+def test_kernels_are_not_given_what_they_refuse(model, monkeypatch, family, changes, with_flash, without_flash):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *, window_size, scale, enable_gqa: q)
-    config = config_of(model(family, vocab_size=253, **more))
-    for flash, found in ((True, wanted), (False, other)):
+    config = config_of(model(family, vocab_size=253, **changes))
+    for flash, backend in ((True, with_flash), (False, without_flash)):
         monkeypatch.setattr("train.model.attention._has_flash", lambda flash=flash: flash)
-        assert resolve("auto", config, CUDA, torch.bfloat16) == found
+        assert resolve("auto", config, CUDA, torch.bfloat16) == backend
 
 
 def test_a_flash_attn_that_cannot_be_imported_is_not_there(model, monkeypatch, tmp_path):
@@ -115,8 +115,8 @@ def kernel(monkeypatch):
     if "window_size" not in signature.parameters:
         pytest.skip(f"the kernel of torch {torch.__version__} has no windows, and is not taken")
 
-    def computed(*args, **words):
-        given = signature.bind(*args, **words).arguments
+    def computed(*args, **kwargs):
+        given = signature.bind(*args, **kwargs).arguments
         q, k, v = (given[name] for name in ("query", "key", "value"))
         ends, (left, right) = given["cu_seq_q"].tolist(), given["window_size"]
         assert given["cu_seq_q"].dtype == torch.int32
@@ -128,9 +128,9 @@ def kernel(monkeypatch):
         parts = []
         for low, high in pairwise(ends):
             place = torch.arange(high - low)
-            back = place[:, None] - place[None]
-            mask = (back >= 0) & ((back <= left) if left >= 0 else True)
-            heads = [one[low:high].transpose(0, 1)[None] for one in (q, k, v)]
+            distance = place[:, None] - place[None]
+            mask = (distance >= 0) & ((distance <= left) if left >= 0 else True)
+            heads = [tensor[low:high].transpose(0, 1)[None] for tensor in (q, k, v)]
             parts.append(
                 torch.nn.functional.scaled_dot_product_attention(
                     *heads, attn_mask=mask, scale=given["scale"], enable_gqa=grouped
@@ -147,13 +147,13 @@ def kernel(monkeypatch):
 def test_varlen_gives_what_eager_gives(model, documents, kernel, family, window):
     folder = model(family, vocab_size=253, **({"sliding_window": 16} if family == "mistral" else {}))
     assert self_check(config_of(folder), CPU, "varlen", torch.float32) < 1e-5
-    found, wanted = (Trainee(loaded(folder, backend), backend) for backend in ("varlen", "eager"))
-    losses = [one(flat_of(documents), CPU) for one in (found, wanted)]
+    packed, padded = (Trainee(loaded(folder, backend), backend) for backend in ("varlen", "eager"))
+    losses = [trainee(flat_of(documents), CPU) for trainee in (packed, padded)]
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
     losses[0].backward()
     losses[1].backward()
-    for (name, one), (_, other) in zip(found.named_parameters(), wanted.named_parameters(), strict=True):
-        assert torch.allclose(one.grad, other.grad, atol=2e-5, rtol=1e-4), name
+    for (name, tensor), (_, other) in zip(packed.named_parameters(), padded.named_parameters(), strict=True):
+        assert torch.allclose(tensor.grad, other.grad, atol=2e-5, rtol=1e-4), name
     assert set(kernel) == {window}
 
 
@@ -182,18 +182,18 @@ def test_what_does_not_run_is_one_sentence(model, monkeypatch):
         self_check(config, CPU, "varlen", torch.float32)
 
 
-@pytest.mark.parametrize(("family", "more"), [("granite", {"logits_scaling": 4.0}), ("gemma2", {})])
-def test_logits_that_a_model_scales_or_caps(model, documents, monkeypatch, family, more):
-    folder = model(family, vocab_size=253, **more)
+@pytest.mark.parametrize(("family", "changes"), [("granite", {"logits_scaling": 4.0}), ("gemma2", {})])
+def test_logits_that_a_model_scales_or_caps(model, documents, monkeypatch, family, changes):
+    folder = model(family, vocab_size=253, **changes)
     config, flat = config_of(folder), flat_of(documents)
     backend = resolve("auto", config, CPU, torch.float32)
     trainee = Trainee(loaded(folder, backend), backend)
-    ids, places = (torch.from_numpy(one)[None] for one in (flat.input_ids, flat.position_ids))
+    ids, places = (torch.from_numpy(array)[None] for array in (flat.input_ids, flat.position_ids))
     with torch.no_grad():
         trainee.model.get_output_embeddings().weight.mul_(9)
         logits = trainee.model(input_ids=ids, position_ids=places, use_cache=False).logits[0]
-        wanted = torch.nn.functional.cross_entropy(logits, torch.from_numpy(flat.labels), reduction="sum")
-        assert trainee(flat, CPU).item() == pytest.approx(wanted.item(), rel=1e-5)
+        expected = torch.nn.functional.cross_entropy(logits, torch.from_numpy(flat.labels), reduction="sum")
+        assert trainee(flat, CPU).item() == pytest.approx(expected.item(), rel=1e-5)
     assert self_check(config, CPU, backend, torch.float32) < 1e-4
     monkeypatch.setattr("train.model.selfcheck.adjusted", lambda logits, _: logits)
     with pytest.raises(UnsupportedError, match=f"{family} does something with its logits that is not known here"):
@@ -210,10 +210,10 @@ def test_gpt_oss_sees_where_documents_begin(model, documents):
     trainee = Trainee(loaded(folder, "eager", dtype=torch.float32), "eager")
     packed = trainee(flat_of(documents), CPU)
     packed.backward()
-    wanted = {name: one.grad.clone() for name, one in trainee.named_parameters()}
+    expected = {name: tensor.grad.clone() for name, tensor in trainee.named_parameters()}
     trainee.zero_grad()
-    alone = [trainee(flat_of([one]), CPU) for one in documents]
+    alone = [trainee(flat_of([document]), CPU) for document in documents]
     sum(alone).backward()
-    assert packed.item() == pytest.approx(sum(one.item() for one in alone), rel=1e-6)
-    for name, one in trainee.named_parameters():
-        assert torch.allclose(one.grad, wanted[name], atol=2e-5, rtol=1e-4), name
+    assert packed.item() == pytest.approx(sum(loss.item() for loss in alone), rel=1e-6)
+    for name, tensor in trainee.named_parameters():
+        assert torch.allclose(tensor.grad, expected[name], atol=2e-5, rtol=1e-4), name

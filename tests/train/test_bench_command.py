@@ -36,9 +36,9 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "command"), COMMANDS)
-def test_the_command(train, folder, words, command):
-    ran = train("bench", folder, "-n", "--tasks", "hellaswag,gsm8k", *words)
+@pytest.mark.parametrize(("options", "command"), COMMANDS)
+def test_the_command(train, folder, options, command):
+    ran = train("bench", folder, "-n", "--tasks", "hellaswag,gsm8k", *options)
     assert ran.code == 0, ran.err
     assert ran.out == command.format(folder) + "\n"
 
@@ -72,7 +72,7 @@ def test_what_cannot_be_run(train, folder, tmp_path, monkeypatch):
     assert "has no chat template" in chat.err
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
-        json.dumps({name: held for name, held in config.items() if "dtype" not in name})
+        json.dumps({name: value for name, value in config.items() if "dtype" not in name})
     )
     silent = train("bench", folder, "--tasks", "mmlu", "-n")
     assert silent.code == 3

@@ -28,19 +28,19 @@ def test_moments_in_8_bits_are_those_of_bitsandbytes(settings, run, convert, mod
     optimizer = bnb.optim.AdamW8bit([{"params": matrices}, {"params": vectors}], lr=1e-3, betas=(0.9, 0.95),
                                     weight_decay=0.0)  # fmt: skip
     losses, norms = by_hand(plain, data, 4, optimizer)
-    whole = run(config, save="whole")
-    assert whole.code == 0, whole.out
-    assert whole.series("loss") != pytest.approx(run(config, "--optim.moments", "fp32", save="fp32").series("loss"))
-    assert whole.series("loss") == pytest.approx(losses, abs=FLIPS)
-    assert whole.series("grad_norm") == pytest.approx(norms, abs=FLIPS)
+    reference = run(config, save="whole")
+    assert reference.code == 0, reference.out
+    assert reference.series("loss") != pytest.approx(run(config, "--optim.moments", "fp32", save="fp32").series("loss"))
+    assert reference.series("loss") == pytest.approx(losses, abs=FLIPS)
+    assert reference.series("grad_norm") == pytest.approx(norms, abs=FLIPS)
     stopped = run(config, "--steps.exit_interval", 2)
     assert stopped.code == 75, stopped.out
-    again = run(config)
-    assert again.code == 0, again.out
-    assert again.series("loss") == whole.series("loss")  # bit for bit
+    resumed = run(config)
+    assert resumed.code == 0, resumed.out
+    assert resumed.series("loss") == reference.series("loss")  # bit for bit
     two = run(config, ranks=2, save="two")
     assert two.series("loss") == pytest.approx(losses, abs=2e-3)  # blocks are of other elements
-    assert convert("verify", whole.save / "global_step104").code == 0
+    assert convert("verify", reference.save / "global_step104").code == 0
 
 
 def test_moments_go_there_and_back():

@@ -32,28 +32,30 @@ for asked in json.loads(sys.argv[1]):
 def test_dialogues_become_a_model_on_a_hub_that_answers(forks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def command(*words: str, **settings: str) -> str:
-        if not {"run", "chat"} & {*words}:
-            return demo.command(*words, **settings)
-        code, out = forks([*words[words.index("train") + 1 :]], 2 if words[0] == "torchrun" else 1)
+    def command(*argv: str, **settings: str) -> str:
+        if not {"run", "chat"} & {*argv}:
+            return demo.command(*argv, **settings)
+        code, out = forks([*argv[argv.index("train") + 1 :]], 2 if argv[0] == "torchrun" else 1)
         assert code == 0, out
         return out
 
     monkeypatch.setattr(demo_train, "command", command)
-    asked, told = zip(*map(turns, dialogues()[:20]), strict=True)
+    prompts, replies = zip(*map(turns, dialogues()[:20]), strict=True)
     with Hub(tmp_path / "hub") as hub:
-        shown = chain(hub)
-        pulled = finish(spawn(PULL, json.dumps(asked), env=environment(hub, tmp_path / "an empty cache")))
+        stdout = chain(hub)
+        pulled = finish(spawn(PULL, json.dumps(prompts), env=environment(hub, tmp_path / "an empty cache")))
     assert not hub.server.broken, hub.server.broken
-    assert f"ended by <|assistant|>\n  text    {told[0]}<|assistant|>\n" in shown
+    assert f"ended by <|assistant|>\n  text    {replies[0]}<|assistant|>\n" in stdout
     log = [json.loads(line) for line in Path("run/log.jsonl").read_text().splitlines()]
     assert (log[0]["global_step"], log[-1]["global_step"]) == (1001, 1060)
     assert log[-1]["loss"] < 0.05
     assert [path.name for path in Path("run").glob("global_step*")] == ["global_step1060"]
     assert pulled.code == 0, pulled.err
     theirs = [json.loads(line) for line in pulled.out.splitlines()]
-    right = [one for one, text in zip(theirs, told, strict=True) if one[2] == text.strip() and one[1][-1] == 8]
+    right = [
+        answer for answer, text in zip(theirs, replies, strict=True) if answer[2] == text.strip() and answer[1][-1] == 8
+    ]
     assert len(right) >= 18, theirs
     chat = open_chat(Path("pulled"), "transformers")
-    ours = [chat.answer(["user"], [text], Sampling(40)) for text in asked]
-    assert [(one.prompt, one.ids) for one in ours] == [(prompt, ids) for prompt, ids, _ in theirs]
+    ours = [chat.answer(["user"], [text], Sampling(40)) for text in prompts]
+    assert [(answer.prompt, answer.ids) for answer in ours] == [(prompt, ids) for prompt, ids, _ in theirs]

@@ -24,8 +24,8 @@ def folder(talker, tmp_path):
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """`told(text)`: what comes from stdin."""
+def put_stdin(monkeypatch):
+    """`put_stdin(text)`: what comes from stdin."""
 
     def put(text):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
@@ -35,7 +35,7 @@ def told(monkeypatch):
 
 def ids(out):
     """Prompt and answer of each turn that --ids shows."""
-    rows = [[int(one) for one in line.split()[1:]] for line in out.splitlines() if line.startswith("  ids ")]
+    rows = [[int(token_id) for token_id in line.split()[1:]] for line in out.splitlines() if line.startswith("  ids ")]
     return list(zip(rows[::2], rows[1::2], strict=True))
 
 
@@ -54,11 +54,11 @@ def expected(folder, messages, most):
 def test_a_prompt_gets_the_tokens_that_transformers_gives(talker, train):
     ran = train("chat", talker, "--prompt", "diena  saule\nlūdzu", "--max-new-tokens", 20, "--ids")
     assert ran.code == 0, ran.err
-    wanted = expected(talker, [{"role": "user", "content": "diena  saule\nlūdzu"}], 20)
-    assert ids(ran.out) == [wanted]
+    answer = expected(talker, [{"role": "user", "content": "diena  saule\nlūdzu"}], 20)
+    assert ids(ran.out) == [answer]
     plain = train("chat", talker, "--prompt", "diena  saule\nlūdzu", "--max-new-tokens", 20)
     assert f"  text    {plain.out.removesuffix(chr(10))}" in ran.out
-    ended = wanted[1][-1] == ASSISTANT
+    ended = answer[1][-1] == ASSISTANT
     assert ("ended by <|assistant|>" in ran.out) == ended
     assert ("note: cut off after 20 tokens" in plain.err) == (not ended)
 
@@ -83,22 +83,22 @@ def test_what_somebody_says_never_becomes_a_control_token(talker, train):
     ran = train("chat", talker, "--prompt", text, "--max-new-tokens", 1, "--ids")
     assert ran.code == 0, ran.err
     ((prompt, _),) = ids(ran.out)
-    assert [one for one in prompt if 0 < one < 9] == [USER, USER, ASSISTANT]  # 0 is <, which is unknown to it
+    assert [token for token in prompt if 0 < token < 9] == [USER, USER, ASSISTANT]  # 0 is <, which is unknown to it
     assert len(prompt) > 20
     theirs = expected(talker, [{"role": "user", "content": text}], 1)[0]
-    assert [one for one in theirs if 0 < one < 9] == [USER, USER, ASSISTANT, 2, 3, USER, ASSISTANT]
+    assert [token for token in theirs if 0 < token < 9] == [USER, USER, ASSISTANT, 2, 3, USER, ASSISTANT]
 
 
-def test_a_conversation_goes_on_line_by_line(talker, train, told):
-    told("saule diena\n\nlūdzu\r\n".encode())
+def test_a_conversation_goes_on_line_by_line(talker, train, put_stdin):
+    put_stdin("saule diena\n\nlūdzu\r\n".encode())
     ran = train("chat", talker, "--max-new-tokens", 5, "--ids")
     assert ran.code == 0, ran.err
     assert ">" not in ran.err
-    (first, said), (second, _) = ids(ran.out)
+    (first, reply), (second, _) = ids(ran.out)
     text = [line.removeprefix("  text    ") for line in ran.out.splitlines() if line.startswith("  text ")][1]
-    asked = {"role": "user", "content": "saule diena"}
-    assert (first, said) == expected(talker, [asked], 5)
-    turns = [asked, {"role": "assistant", "content": text}, {"role": "user", "content": "lūdzu"}]
+    question = {"role": "user", "content": "saule diena"}
+    assert (first, reply) == expected(talker, [question], 5)
+    turns = [question, {"role": "assistant", "content": text}, {"role": "user", "content": "lūdzu"}]
     assert second == expected(talker, turns, 5)[0]
 
 
@@ -124,13 +124,13 @@ def test_a_system_turn_comes_first(folder, train):
 
 
 def test_a_seed_decides_and_nothing_of_the_generation_config(folder, train):
-    words = ["chat", folder, "--prompt", "saule", "--max-new-tokens", 12]
-    greedy = train(*words).out
+    argv = ["chat", folder, "--prompt", "saule", "--max-new-tokens", 12]
+    greedy = train(*argv).out
     (folder / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [3, ASSISTANT], "do_sample": True, "top_k": 1, "repetition_penalty": 5.0})
     )
-    assert train(*words).out == train(*words, "--seed", 5).out == greedy
-    sampled = [train(*words, "--temperature", 3, "--seed", seed).out for seed in (1, 1, 2)]
+    assert train(*argv).out == train(*argv, "--seed", 5).out == greedy
+    sampled = [train(*argv, "--temperature", 3, "--seed", seed).out for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
 
 
@@ -167,8 +167,8 @@ def gone(name):
 
 def altered(name, key, value):
     def write(folder, _):
-        held = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps(held | {key: value}))
+        settings = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(settings | {key: value}))
         return folder
 
     return write
@@ -187,7 +187,7 @@ def test_every_format_has_a_command_that_makes_a_folder_of_it():
 
 
 @pytest.mark.parametrize(
-    ("change", "words", "code", "error", "hint"),
+    ("change", "options", "code", "error", "hint"),
     [
         (lambda folder, _: folder / "nothing", [], 3, "nothing does not exist", "downloaded first"),
         (checkpoint, [], 2, "is a checkpoint of the format fsdp, not a Hugging Face folder", "convert fsdp2hf"),
@@ -205,17 +205,17 @@ def test_every_format_has_a_command_that_makes_a_folder_of_it():
         (lambda folder, _: folder, ["--backend", "vllm"], 4, "vLLM is not installed", "pip install vllm"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(folder, train, convert, monkeypatch, change, words, code, error, hint):
+def test_what_cannot_be_asked_is_refused(folder, train, convert, monkeypatch, change, options, code, error, hint):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    ran = train("chat", change(folder, convert), *(words if "--prompt" in words else ["--prompt", "a", *words]))
+    ran = train("chat", change(folder, convert), *(options if "--prompt" in options else ["--prompt", "a", *options]))
     assert (ran.code, ran.out) == (code, ""), ran.err
     assert error in ran.err
     assert hint in ran.err
     assert len(ran.err.splitlines()) == 1 + ("hint:" in ran.err)
 
 
-def test_a_line_that_is_no_text_is_refused(talker, train, told):
-    told(b"\xff\n")
+def test_a_line_that_is_no_text_is_refused(talker, train, put_stdin):
+    put_stdin(b"\xff\n")
     ran = train("chat", talker)
     assert ran.code == 2
     assert "not UTF-8" in ran.err

@@ -18,12 +18,12 @@ NEAR = 1e-5
 SHARED = ["--parallel.context", 2]
 
 
-def require_same(found, whole):
-    assert found.code == 0, found.out
+def require_same(ran, reference):
+    assert ran.code == 0, ran.out
     for series in ("loss", "grad_norm", "trained_tokens"):
-        assert found.series(series) == pytest.approx(whole.series(series), abs=NEAR), series
-    for series in (name for name in whole.lines[0] if name.startswith("grad_norm/")):
-        assert found.series(series) == pytest.approx(whole.series(series), abs=NEAR), series
+        assert ran.series(series) == pytest.approx(reference.series(series), abs=NEAR), series
+    for series in (name for name in reference.lines[0] if name.startswith("grad_norm/")):
+        assert ran.series(series) == pytest.approx(reference.series(series), abs=NEAR), series
 
 
 @pytest.mark.distributed
@@ -33,13 +33,13 @@ def test_ranks_that_share_rows_are_as_one(settings, run, data, talker):
         model={"path": str(talker)}, log={"layer_norms": True}, steps={"train_iters": 4},
         data={"validation": {"eu": str(data)}}, evaluate={"metrics": ["bleu"], "every": 4, "max_rows": 3},
     )  # fmt: skip
-    whole = run(config, save="whole")
-    assert whole.code == 0, whole.out
+    reference = run(config, save="whole")
+    assert reference.code == 0, reference.out
     half = run(config, *SHARED, "--steps.exit_interval", 2, ranks=2, save="shared")
     assert "8 rows = 2 micro x 4 accumulation x 1 ranks, each shared by 2" in half.out, half.out
     shared = run(config, *SHARED, ranks=4, save="shared")
-    require_same(shared, whole)
-    first, second = (json.loads((one.save / "evaluations.jsonl").read_text()) for one in (whole, shared))
+    require_same(shared, reference)
+    first, second = (json.loads((result.save / "evaluations.jsonl").read_text()) for result in (reference, shared))
     assert first == pytest.approx(second, abs=1e-5)
 
 
@@ -67,17 +67,19 @@ def test_parts_are_the_rows(data):
     rows = open_rows(Data(train=[data], seq_length=64), [data], 1234)
     flat = rows.flat([0, 1, 2])
     for parts in (2, 3, 7):
-        found = [cut(flat, part, parts) for part in range(parts)]
+        shares = [cut(flat, part, parts) for part in range(parts)]
         count = len(flat.input_ids)
         for name in ("input_ids", "labels", "position_ids"):
-            assert np.array_equal(np.concatenate([getattr(one, name) for one in found])[:count], getattr(flat, name))
-        assert sum(one.trained for one in found) == flat.trained == int((flat.labels != IGNORED).sum())
-        assert sum(one.tokens for one in found) == flat.tokens
-        assert len({len(one.input_ids) for one in found}) == 1
+            assert np.array_equal(
+                np.concatenate([getattr(share, name) for share in shares])[:count], getattr(flat, name)
+            )
+        assert sum(share.trained for share in shares) == flat.trained == int((flat.labels != IGNORED).sum())
+        assert sum(share.tokens for share in shares) == flat.tokens
+        assert len({len(share.input_ids) for share in shares}) == 1
         document = np.repeat(np.arange(len(flat.cu_seqlens) - 1), np.diff(flat.cu_seqlens))
-        for one in found[:-1]:
-            assert one.keys.stop - one.keys.begin == one.keys.cu_seqlens[-1]
-            assert one.keys.begin == flat.cu_seqlens[document[one.keys.stop - len(one.input_ids)]]
+        for share in shares[:-1]:
+            assert share.keys.stop - share.keys.begin == share.keys.cu_seqlens[-1]
+            assert share.keys.begin == flat.cu_seqlens[document[share.keys.stop - len(share.input_ids)]]
     empty = rows.flat([])
     assert [cut(empty, part, 3).tokens for part in range(3)] == [0, 0, 0]
 
@@ -87,12 +89,12 @@ def test_the_attention_over_documents_sees_what_it_should(monkeypatch):
     torch.manual_seed(1)
     query, key, value = (torch.randn(1, heads, 12, 8) for heads in (4, 2, 2))
     ends = torch.tensor([0, 5, 12], dtype=torch.int32)
-    whole, _ = sdpa(None, query, key, value, None, cu_seq_lens_q=ends, cu_seq_lens_k=ends, sliding_window=4)
+    output, _ = sdpa(None, query, key, value, None, cu_seq_lens_q=ends, cu_seq_lens_k=ends, sliding_window=4)
     last = {"cu_seq_lens_q": torch.tensor([0, 4], dtype=torch.int32), "cu_seq_lens_k": torch.tensor([0, 7])}
     part, _ = sdpa(None, query[:, :, 8:], key[:, :, 5:], value[:, :, 5:], None, sliding_window=4, **last)
-    assert torch.allclose(part, whole[:, 8:], atol=1e-6)
-    seen = torch.ones(12, 12).tril().bool() & (torch.arange(12)[:, None] - torch.arange(12) < 4)
-    seen[5:, :5] = False
+    assert torch.allclose(part, output[:, 8:], atol=1e-6)
+    visible = torch.ones(12, 12).tril().bool() & (torch.arange(12)[:, None] - torch.arange(12) < 4)
+    visible[5:, :5] = False
     keys, values = (tensor.repeat_interleave(2, 1) for tensor in (key, value))
-    scores = (query @ keys.transpose(2, 3) / 8**0.5).masked_fill(~seen, -torch.inf)
-    assert torch.allclose(whole, (scores.softmax(-1) @ values).transpose(1, 2), atol=1e-6)
+    scores = (query @ keys.transpose(2, 3) / 8**0.5).masked_fill(~visible, -torch.inf)
+    assert torch.allclose(output, (scores.softmax(-1) @ values).transpose(1, 2), atol=1e-6)

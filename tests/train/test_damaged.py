@@ -14,19 +14,19 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 @pytest.mark.parametrize(("engine", "ranks"), [("fsdp", 2), ("deepspeed", 2)])
 def test_a_damaged_checkpoint_is_not_resumed(settings, run, engine, ranks):
     """Of whichever rank: one sentence with the name of the file, and none about the learning rate."""
-    words = zero(2) if engine == "deepspeed" else []
+    options = zero(2) if engine == "deepspeed" else []
     config = settings(save={"every": 1})
-    stopped = run(config, "--steps.exit_interval", 2, *words, ranks=ranks)
+    stopped = run(config, "--steps.exit_interval", 2, *options, ranks=ranks)
     assert stopped.code == 75, stopped.out
     newest = stopped.save / "global_step102"
-    path = max(newest.glob("*.distcp" if engine == "fsdp" else "*optim_states.pt"), key=lambda one: one.name)
+    path = max(newest.glob("*.distcp" if engine == "fsdp" else "*optim_states.pt"), key=lambda file: file.name)
     flip(path, path.stat().st_size // 2)
-    found = run(config, *words, ranks=ranks)
-    assert found.code == 3, found.out
-    assert found.out.count("error: ") == 1, found.out
-    assert f"{newest} is damaged: 1 parts are not what was written: {path}: " in found.out
-    assert f"echo global_step101 > {stopped.save}/latest" in found.out
-    assert "optim.lr" not in found.out
+    ran = run(config, *options, ranks=ranks)
+    assert ran.code == 3, ran.out
+    assert ran.out.count("error: ") == 1, ran.out
+    assert f"{newest} is damaged: 1 parts are not what was written: {path}: " in ran.out
+    assert f"echo global_step101 > {stopped.save}/latest" in ran.out
+    assert "optim.lr" not in ran.out
 
 
 def test_a_training_does_not_begin_with_damaged_weights(settings, run, model, tmp_path):
@@ -34,6 +34,6 @@ def test_a_training_does_not_begin_with_damaged_weights(settings, run, model, tm
     base = model("llama", vocab_size=253)
     start = save(tmp_path / "start", weights(base))
     path = flip_weight(start, config=base)
-    found = run(settings(), "--model.path", start, "--model.config", base)
-    assert found.code == 3, found.out
-    assert f"{path} is damaged: the " in found.out
+    ran = run(settings(), "--model.path", start, "--model.config", base)
+    assert ran.code == 3, ran.out
+    assert f"{path} is damaged: the " in ran.out

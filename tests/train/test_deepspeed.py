@@ -24,10 +24,10 @@ BUCKETS = "{reduce_bucket_size: 1000000, stage3_prefetch_bucket_size: 20000, sta
 """Nothing of a tiny model stays whole in stage 3."""
 
 
-def zero(stage, *words):
+def zero(stage, *options):
     return [
         "--engine", "deepspeed", "--parallel.zero_stage", str(stage),
-        "--parallel.deepspeed.zero_optimization", BUCKETS, *map(str, words),
+        "--parallel.deepspeed.zero_optimization", BUCKETS, *map(str, options),
     ]  # fmt: skip
 
 
@@ -51,21 +51,21 @@ def trained(tmp_path_factory, model, data, forks):
     experts = ["--model.path", str(model("mixtral", vocab_size=253)), "--steps.train_iters", "2"]
     runs += [("experts-fsdp", experts), ("experts-zero3", zero(3, *experts))]
     for stage, micro in MICRO.items():
-        words = zero(stage, "--batch.micro", micro)
-        stopped = [*words, "--steps.exit_interval", "2"]
-        runs += [(f"zero{stage}", words), (f"chain{stage}", stopped), (f"chain{stage}", stopped)]
+        options = zero(stage, "--batch.micro", micro)
+        stopped = [*options, "--steps.exit_interval", "2"]
+        runs += [(f"zero{stage}", options), (f"chain{stage}", stopped), (f"chain{stage}", stopped)]
         runs += [(f"chain{stage}", zero(stage % 3 + 1, "--batch.micro", micro, "--optim.clip", "0.5"))]
-    told = json.dumps([["--save.path", str(folder / name), *words] for name, words in runs])
-    code, out = forks([str(folder / "config.yml"), told], 2, ROOT / "tests/train/several.py")
+    argvs = json.dumps([["--save.path", str(folder / name), *options] for name, options in runs])
+    code, out = forks([str(folder / "config.yml"), argvs], 2, ROOT / "tests/train/several.py")
     assert code == 0, out
     return {name: Trained(0, out, folder / name) for name, _ in runs}
 
 
-def require_same(found, whole, near=NEAR, steps=STEPS):
-    assert found.series("trained_tokens") == whole.series("trained_tokens")
-    assert found.series("global_step") == list(range(101, 101 + steps))
+def require_same(ran, reference, near=NEAR, steps=STEPS):
+    assert ran.series("trained_tokens") == reference.series("trained_tokens")
+    assert ran.series("global_step") == list(range(101, 101 + steps))
     for name in ("loss", "grad_norm"):
-        assert found.series(name) == pytest.approx(whole.series(name), abs=near), name
+        assert ran.series(name) == pytest.approx(reference.series(name), abs=near), name
 
 
 @pytest.mark.distributed
@@ -92,24 +92,24 @@ def test_noise_on_embeddings(trained):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stage", MICRO)
 def test_it_goes_on_bit_for_bit_and_with_another_stage(trained, stage, convert):
-    whole, chain = trained[f"zero{stage}"], trained[f"chain{stage}"]
+    reference, chain = trained[f"zero{stage}"], trained[f"chain{stage}"]
     for name in ("loss", "grad_norm"):
-        assert chain.series(name)[:4] == whole.series(name)[:4], name
+        assert chain.series(name)[:4] == reference.series(name)[:4], name
     # the settings win over those in the checkpoint: the last step sees the clip of the one before it
-    assert chain.series("loss")[4] == pytest.approx(whole.series("loss")[4], abs=NEAR)
-    assert chain.series("grad_norm")[4] == pytest.approx(whole.series("grad_norm")[4], abs=NEAR)
-    assert chain.series("loss")[5] != pytest.approx(whole.series("loss")[5], abs=NEAR)
+    assert chain.series("loss")[4] == pytest.approx(reference.series("loss")[4], abs=NEAR)
+    assert chain.series("grad_norm")[4] == pytest.approx(reference.series("grad_norm")[4], abs=NEAR)
+    assert chain.series("loss")[5] != pytest.approx(reference.series("loss")[5], abs=NEAR)
     assert not (chain.save.parent / f"chain{stage}.universal").exists()
-    found = convert("digest", chain.save / "global_step106")
-    assert found.code == 0, found.err
+    digest = convert("digest", chain.save / "global_step106")
+    assert digest.code == 0, digest.err
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
 def test_the_console_is_ours(trained):
     out = trained["fsdp"].out
-    for words in ("DeepSpeed", "[INFO]", "Warning"):
-        assert words not in out, out
+    for text in ("DeepSpeed", "[INFO]", "Warning"):
+        assert text not in out, out
 
 
 @pytest.mark.distributed
@@ -120,17 +120,19 @@ def test_bf16_other_ranks_validation_and_export(settings, run, data, convert, mo
         "llama-tied", model={"dtype": "bf16"}, data={"validation": {"one": str(data)}}, steps={"train_iters": 4},
         optim={"weight_decay": 0.1},
     )  # fmt: skip
-    whole = run(config, "--export", tmp_path / "theirs", save="whole")
-    assert whole.code == 0, whole.out
+    reference = run(config, "--export", tmp_path / "theirs", save="whole")
+    assert reference.code == 0, reference.out
     stopped = run(config, *zero(1, "--steps.exit_interval", 2), ranks=2)
     assert "saved as global_step102" in stopped.out, stopped.out
     other = run(config)
     assert other.code == 5
     assert "global_step102 was written by the engine deepspeed" in other.out
-    again = run(config, *zero(3, "--export", tmp_path / "ours"))
-    assert again.code == 0, again.out
-    require_same(again, whole, near=2e-3, steps=4)
-    scores = [json.loads((one.save / "evaluations.jsonl").read_text().splitlines()[-1]) for one in (again, whole)]
+    ran = run(config, *zero(3, "--export", tmp_path / "ours"))
+    assert ran.code == 0, ran.out
+    require_same(ran, reference, near=2e-3, steps=4)
+    scores = [
+        json.loads((result.save / "evaluations.jsonl").read_text().splitlines()[-1]) for result in (ran, reference)
+    ]
     assert scores[0]["one_loss"] == pytest.approx(scores[1]["one_loss"], abs=2e-3)
     assert convert("verify", tmp_path / "ours").code == 0
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
@@ -153,11 +155,11 @@ WORDS = [
 def load(tmp_path):
     """`load(words)`: settings, and notes."""
     (tmp_path / "c.yml").write_text("{}")
-    return lambda *words: load_config(tmp_path / "c.yml", [*WORDS, *words])
+    return lambda *options: load_config(tmp_path / "c.yml", [*WORDS, *options])
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "message"),
     [
         (["--engine", "deepspeed", "--parallel.replicas", "2"], "deepspeed does not know parallel.replicas"),
         (["--engine", "deepspeed", "--model.compile", "true"], "deepspeed does not know model.compile"),
@@ -165,9 +167,9 @@ def load(tmp_path):
         (["--engine", "deepspeed", "--parallel.zero_stage", "4"], "parallel.zero_stage is 4"),
     ],
 )
-def test_settings_of_another_engine(load, words, message):
+def test_settings_of_another_engine(load, options, message):
     with pytest.raises(UsageError, match=message.replace(".", r"\.")):
-        load(*words)
+        load(*options)
 
 
 @pytest.mark.parametrize(
@@ -193,16 +195,16 @@ def test_all_that_has_a_name_here_is_told_at_once(load):
 
 
 @pytest.mark.parametrize(
-    ("held", "message"),
+    ("settings", "message"),
     [
         ({"zero_optimization": {"nonsense": 3}}, r"zero_optimization\.nonsense is 3: Extra inputs"),
         ({"zero_optimization": {"offload_param": {"device": "x"}}}, r"offload_param\.device is 'x': Input should be"),
         ({"zero_optimization": {}, "overlap_comm": True, "stage3_max_live_parameters": 1}, "sets overlap_comm, stage3"),
     ],
 )
-def test_settings_that_deepspeed_would_not_take_or_not_see(held, message):
+def test_settings_that_deepspeed_would_not_take_or_not_see(settings, message):
     with pytest.raises(UsageError, match=message):
-        _require_known(held)
+        _require_known(settings)
     _require_known({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "sub_group_size": 1e9}})
 
 
@@ -211,8 +213,8 @@ def test_settings_of_zero_plus_plus_go_to_deepspeed(load):
         "--engine", "deepspeed",
         "--parallel.deepspeed.zero_optimization", "{zero_hpz_partition_size: 8, zero_quantized_gradients: true}",
     )  # fmt: skip
-    held = settings_of(config, 2)["zero_optimization"]
-    assert held == {"zero_hpz_partition_size": 8, "zero_quantized_gradients": True, "stage": 3}
+    settings = settings_of(config, 2)["zero_optimization"]
+    assert settings == {"zero_hpz_partition_size": 8, "zero_quantized_gradients": True, "stage": 3}
     assert any("1, 2, 3, 5, 8, 16, 32, 40, 64 and 80 nodes" in note for note in notes)
 
 

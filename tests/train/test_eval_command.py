@@ -49,10 +49,10 @@ def evaluate(train, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    held = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in held.items():
+    variables = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    return lambda *words: train("eval", *words)
+    return lambda *options: train("eval", *options)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def copy(trained, tmp_path):
     return Path(shutil.copytree(trained, tmp_path / "moved"))
 
 
-def told(ran) -> dict[str, Any]:
+def printed(ran) -> dict[str, Any]:
     """What a command printed for programs."""
     assert ran.code == 0, ran.err
     return json.loads(ran.out)
@@ -105,37 +105,37 @@ def by_hand(folder: Path, prefix: Path) -> dict[str, float]:
             continue
         logits = alone(model, ids)
         labels = torch.tensor(ids, dtype=torch.int64)[places]
-        wanted = logits[[place - 1 for place in places]]
-        total += float(torch.nn.functional.cross_entropy(wanted, labels, reduction="sum"))
+        predictions = logits[[place - 1 for place in places]]
+        total += float(torch.nn.functional.cross_entropy(predictions, labels, reduction="sum"))
         tokens += len(places)
-        spoken.append(known.decode(wanted.argmax(-1).tolist()))
+        spoken.append(known.decode(predictions.argmax(-1).tolist()))
         meant.append(known.decode(labels.tolist()))
     scorer = RougeScorer(list(ROUGE))
-    scores = [scorer.score(one, other) for one, other in zip(meant, spoken, strict=True)]
-    found = {name: sum(one[name].fmeasure for one in scores) / len(scores) for name in ROUGE}
-    return found | {"tokens": tokens, "loss": total / tokens, "bleu": corpus_bleu(spoken, [meant]).score}
+    scores = [scorer.score(text, other) for text, other in zip(meant, spoken, strict=True)]
+    means = {name: sum(score[name].fmeasure for score in scores) / len(scores) for name in ROUGE}
+    return means | {"tokens": tokens, "loss": total / tokens, "bleu": corpus_bleu(spoken, [meant]).score}
 
 
 def test_any_ranks_and_the_libraries_agree(trained, evaluate, data, convert, forks, tmp_path):
     """Three ranks, uneven shares, real gloo; and a Hugging Face folder made of the checkpoint."""
-    one = told(evaluate(trained, *METRICS, "--json", "--out", tmp_path / "one"))
+    single = printed(evaluate(trained, *METRICS, "--json", "--out", tmp_path / "one"))
     code, out = forks(["eval", str(trained), *METRICS, "--json", "--out", str(tmp_path / "three")], 3)
     assert code == 0, out
     three = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
-    assert one["global_step"] == three["global_step"] == 140
-    assert one["sets"]["one"] == pytest.approx(three["sets"]["one"], rel=1e-6)
-    assert one["sets"]["one"]["bleu"] == three["sets"]["one"]["bleu"]
+    assert single["global_step"] == three["global_step"] == 140
+    assert single["sets"]["one"] == pytest.approx(three["sets"]["one"], rel=1e-6)
+    assert single["sets"]["one"]["bleu"] == three["sets"]["one"]["bleu"]
     assert convert("fsdp2hf", trained / "global_step140", tmp_path / "hf").code == 0
     expected = by_hand(tmp_path / "hf", data)
-    found = one["sets"]["one"]
-    assert found["ppl"] == pytest.approx(math.exp(found.pop("loss")))
-    del found["ppl"]
-    assert found == pytest.approx({name: value for name, value in expected.items() if name != "loss"}, rel=1e-12)
-    assert found["rouge1"] > 0.05
-    assert found["bleu"] > 0.05
-    again = told(evaluate(trained, "--checkpoint", tmp_path / "hf", *METRICS, "--json"))
-    assert again["global_step"] is None
-    assert again["sets"]["one"] == pytest.approx(three["sets"]["one"], rel=1e-6)
+    scores = single["sets"]["one"]
+    assert scores["ppl"] == pytest.approx(math.exp(scores.pop("loss")))
+    del scores["ppl"]
+    assert scores == pytest.approx({name: value for name, value in expected.items() if name != "loss"}, rel=1e-12)
+    assert scores["rouge1"] > 0.05
+    assert scores["bleu"] > 0.05
+    exported = printed(evaluate(trained, "--checkpoint", tmp_path / "hf", *METRICS, "--json"))
+    assert exported["global_step"] is None
+    assert exported["sets"]["one"] == pytest.approx(three["sets"]["one"], rel=1e-6)
 
 
 def test_every_checkpoint_without_results(copy, evaluate, data):
@@ -162,7 +162,7 @@ def test_every_checkpoint_without_results(copy, evaluate, data):
 
 def test_all_of_a_run_is_each_by_itself(trained, copy, evaluate):
     (copy / "global_step100").symlink_to(trained.parent / "start")  # as train init lays it out
-    alone = [told(evaluate(copy, "--checkpoint", step, "--json", *NONE)) for step in (100, 120, 140)]
+    alone = [printed(evaluate(copy, "--checkpoint", step, "--json", *NONE)) for step in (100, 120, 140)]
     shutil.rmtree(copy / "perplexity", ignore_errors=True)
     ran = evaluate(copy, "--all", "--json", *NONE)
     assert [json.loads(line) for line in ran.out.splitlines()] == alone
@@ -182,17 +182,17 @@ def test_checkpoints_of_other_frameworks(trained, evaluate, convert, tmp_path):
     before = content(run)
     ran = evaluate(config, "--all", "--json", *NONE)
     assert ran.code == 0, ran.err
-    found = {told["global_step"]: told["sets"] for told in map(json.loads, ran.out.splitlines())}
-    wanted = [told(evaluate(trained, "--checkpoint", path, "--json", *NONE))["sets"] for path in (start, hf)]
-    assert found == {500: wanted[0], 700: wanted[1]}
+    scores = {record["global_step"]: record["sets"] for record in map(json.loads, ran.out.splitlines())}
+    expected = [printed(evaluate(trained, "--checkpoint", path, "--json", *NONE))["sets"] for path in (start, hf)]
+    assert scores == {500: expected[0], 700: expected[1]}
     assert content(run) == before
-    for step in found:
+    for step in scores:
         assert (run / f"perplexity/{step}.csv").read_text().startswith("time,step,one_TotalCE,one_CE,one_PPL")
-    assert told(evaluate(config, "--json", *NONE))["checkpoint"] == str(run / "global_step700")
+    assert printed(evaluate(config, "--json", *NONE))["checkpoint"] == str(run / "global_step700")
     assert convert("hf2megatron", hf, tmp_path / "mega", "--tp", 2).code == 0
     place = (tmp_path / "mega/release").rename(tmp_path / "mega/iter_0000009")
-    other = told(evaluate(config, "--checkpoint", place, "--json", *NONE))
-    assert (other["global_step"], other["sets"]) == (9, wanted[1])
+    other = printed(evaluate(config, "--checkpoint", place, "--json", *NONE))
+    assert (other["global_step"], other["sets"]) == (9, expected[1])
     assert not (run / "perplexity/9.csv").exists()
 
 
@@ -216,8 +216,8 @@ def test_texts_that_nobody_tokenized(copy, evaluate, tmp_path):
                 labels = torch.tensor(ids[1:], dtype=torch.int64)
                 total += float(torch.nn.functional.cross_entropy(alone(model, ids.tolist()), labels, reduction="sum"))
                 tokens += len(labels)
-        found = json.loads(ran.out)["sets"][name]
-        assert found == pytest.approx(
+        scores = json.loads(ran.out)["sets"][name]
+        assert scores == pytest.approx(
             {"tokens": tokens, "loss": total / tokens, "ppl": math.exp(total / tokens)}, rel=1e-6
         )
     assert not list(copy.glob("texts.*"))
@@ -232,19 +232,19 @@ def test_texts_that_nobody_tokenized(copy, evaluate, tmp_path):
 
 
 def test_some_rows_are_spread_over_the_set(trained, evaluate, tmp_path):
-    found = [
-        told(evaluate(trained, "--json", "--out", tmp_path, "--evaluate.max_rows", most))["sets"]["one"]
+    scores = [
+        printed(evaluate(trained, "--json", "--out", tmp_path, "--evaluate.max_rows", most))["sets"]["one"]
         for most in (7, 1000)
     ]
-    whole = json.loads((trained / "evaluations.jsonl").read_text().splitlines()[0])
-    assert found[1]["loss"] == whole["one_loss"]
+    evaluation = json.loads((trained / "evaluations.jsonl").read_text().splitlines()[0])
+    assert scores[1]["loss"] == evaluation["one_loss"]
     short = evaluate(trained, "--out", tmp_path, "--data.seq_length", 20)
     assert re.search(r"note: one: \d+ documents with \d+ tokens are longer than a row: left out", short.err)
-    assert 7 / 59 * 0.6 < found[0]["tokens"] / found[1]["tokens"] < 7 / 59 * 1.4
+    assert 7 / 59 * 0.6 < scores[0]["tokens"] / scores[1]["tokens"] < 7 / 59 * 1.4
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "message"),
+    ("options", "code", "message"),
     [
         (["--checkpoint", 7], 2, "global_step7 is not there"),
         (["--checkpoint", "perplexity"], 3, "is not a checkpoint of a known format; it contains"),
@@ -255,9 +255,9 @@ def test_some_rows_are_spread_over_the_set(trained, evaluate, tmp_path):
         (["--checkpoint", "OTHER"], 2, "is a checkpoint of another run"),
     ],
 )
-def test_what_cannot_be_evaluated(trained, copy, evaluate, words, code, message):
+def test_what_cannot_be_evaluated(trained, copy, evaluate, options, code, message):
     places = {"START": trained.parent / "start", "OTHER": trained / "global_step120"}
-    ran = evaluate(copy, *(places.get(word, word) for word in words))
+    ran = evaluate(copy, *(places.get(word, word) for word in options))
     assert ran.code == code, ran.err
     assert message in ran.err
 

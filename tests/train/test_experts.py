@@ -34,15 +34,15 @@ def test_what_is_read_is_what_transformers_reads(model, name):
 
 def test_a_rank_reads_its_box(model):
     folder = model("qwen3_moe")
-    whole = [piece for _, piece in pieces(make(open_config(folder), "sdpa"), folder) if isinstance(piece, Fused)]
-    shape = whole[0].get_shape()
+    fused = [piece for _, piece in pieces(make(open_config(folder), "sdpa"), folder) if isinstance(piece, Fused)]
+    shape = fused[0].get_shape()
     assert len(shape) == 3
-    everything = whole[0][...]
+    everything = fused[0][...]
     assert list(everything.shape) == shape
     half, rows = shape[0] // 2, shape[1] // 2
     box = (slice(half, shape[0]), slice(rows - 3, rows + 5), slice(1, 7))  # over the border of gate and up
-    assert torch.equal(whole[0][box], everything[box])
-    assert torch.equal(whole[0][half : half + 1], everything[half : half + 1])  # as DeepSpeed's ranks do
+    assert torch.equal(fused[0][box], everything[box])
+    assert torch.equal(fused[0][half : half + 1], everything[half : half + 1])  # as DeepSpeed's ranks do
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,12 @@ def test_a_tensor_that_does_not_fit_is_named(model, tmp_path, key, tensor, messa
     from formats.errors import SourceError
 
     folder = model("mixtral")
-    held = load_file(folder / "model.safetensors")
-    held = {name: one for name, one in held.items() if name != key} | ({} if tensor is None else {key: tensor})
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: value for name, value in tensors.items() if name != key} | (
+        {} if tensor is None else {key: tensor}
+    )
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    save_file(held, tmp_path / "model.safetensors")
+    save_file(tensors, tmp_path / "model.safetensors")
     with torch.no_grad(), pytest.raises(SourceError, match=message):
         fill(make(open_config(tmp_path), "sdpa").to_empty(device="cpu"), tmp_path)
 
@@ -76,9 +78,9 @@ def test_a_layer_for_further_tokens_has_a_hint(model, tmp_path):
 
     folder = model("glm4_moe")
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    held = load_file(folder / "model.safetensors")
-    for more, hint in (("model.layers.46.eh_proj.weight", "--drop mtp"), ("model.layers.46", "")):
-        save_file({**held, more: torch.ones(2)}, tmp_path / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
+    for name, hint in (("model.layers.46.eh_proj.weight", "--drop mtp"), ("model.layers.46", "")):
+        save_file({**tensors, name: torch.ones(2)}, tmp_path / "model.safetensors")
         with torch.no_grad(), pytest.raises(SourceError, match="has, and the model has not, 1 tensors") as failed:
             fill(make(open_config(tmp_path), "sdpa").to_empty(device="cpu"), tmp_path)
         assert hint in failed.value.hint
@@ -130,8 +132,8 @@ def test_the_loss_of_the_router_is_that_of_transformers(model, data, settings, r
     begins = torch.zeros(len(flat.labels), dtype=torch.int64)
     begins[flat.cu_seqlens[1:-1].tolist()] = 1
     document = begins.cumsum(0)
-    seen = (document[:, None] == document[None]).tril()[None, None]
-    mask = torch.zeros(seen.shape).masked_fill(~seen, -1e9)
+    visible = (document[:, None] == document[None]).tril()[None, None]
+    mask = torch.zeros(visible.shape).masked_fill(~visible, -1e9)
     labels = torch.from_numpy(flat.labels)
     out = plain.model(
         input_ids=torch.from_numpy(flat.input_ids)[None], position_ids=torch.from_numpy(flat.position_ids)[None],
@@ -146,13 +148,13 @@ def test_the_loss_of_the_router_is_that_of_transformers(model, data, settings, r
     loss = loss + 0.1 * router_z_loss_func(torch.stack(out.router_logits))
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
-    words = ["--model.path", folder, "--steps.train_iters", 1]
-    one = run(settings("mixtral"), *words, "--batch.size", 1, "--batch.micro", 1, save="one")
-    assert one.code == 0, one.out
-    assert one.series("loss") == pytest.approx([float(loss)], abs=NEAR)
-    assert one.series("grad_norm") == pytest.approx([float(norm)], abs=1e-5)
-    many = run(settings("mixtral"), *words, "--batch.micro", 4, save="many")
-    ranks = run(settings("mixtral"), *words, "--batch.micro", 1, ranks=2, save="ranks")
+    options = ["--model.path", folder, "--steps.train_iters", 1]
+    single = run(settings("mixtral"), *options, "--batch.size", 1, "--batch.micro", 1, save="one")
+    assert single.code == 0, single.out
+    assert single.series("loss") == pytest.approx([float(loss)], abs=NEAR)
+    assert single.series("grad_norm") == pytest.approx([float(norm)], abs=1e-5)
+    many = run(settings("mixtral"), *options, "--batch.micro", 4, save="many")
+    ranks = run(settings("mixtral"), *options, "--batch.micro", 1, ranks=2, save="ranks")
     for series in ("loss", "grad_norm"):
         assert many.series(series) == pytest.approx(ranks.series(series), abs=1e-5)
 
@@ -160,9 +162,9 @@ def test_the_loss_of_the_router_is_that_of_transformers(model, data, settings, r
 @pytest.mark.parametrize("name", ["ernie4_5_moe", "minimax_m2", "hy_v3", "glm4_moe"])
 def test_what_nothing_trains_is_not_rounded(model, name):
     """The bias by which a router chooses, in bf16 too, as frozen weights beside adapters are."""
-    made = make(open_config(model(name)), "eager", torch.bfloat16)
-    assert all(one.requires_grad for one in made.parameters())
-    assert {one.dtype for key, one in weights(made).items() if "correction_bias" in key} == {torch.float32}
+    skeleton = make(open_config(model(name)), "eager", torch.bfloat16)
+    assert all(tensor.requires_grad for tensor in skeleton.parameters())
+    assert {tensor.dtype for key, tensor in weights(skeleton).items() if "correction_bias" in key} == {torch.float32}
 
 
 @pytest.mark.distributed
@@ -170,11 +172,13 @@ def test_what_nothing_trains_is_not_rounded(model, name):
 def test_zero_does_not_round_the_bias_of_a_router(run, settings, convert, model, tmp_path, name, stage):
     from safetensors.torch import load_file
 
-    words = ["--engine", "deepspeed", "--parallel.zero_stage", stage, "--model.dtype", "bf16", "--steps.train_iters", 2]
-    ran = run(settings(name), *words, ranks=2)
+    argv = ["--engine", "deepspeed", "--parallel.zero_stage", stage, "--model.dtype", "bf16", "--steps.train_iters", 2]
+    ran = run(settings(name), *argv, ranks=2)
     assert ran.code == 0, ran.out
     assert convert("zero2hf", ran.save / "global_step102", tmp_path / "hf").code == 0
-    before, behind = (load_file(one / "model.safetensors") for one in (model(name, vocab_size=253), tmp_path / "hf"))
+    before, behind = (
+        load_file(folder / "model.safetensors") for folder in (model(name, vocab_size=253), tmp_path / "hf")
+    )
     assert before.keys() == behind.keys()
     biases = [key for key in before if key.endswith("correction_bias")]
     assert len(biases) > 1

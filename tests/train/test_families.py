@@ -47,7 +47,7 @@ def theirs(folder, backend):
         if count:
             total = total + model(input_ids=torch.from_numpy(tokens)[None], labels=labels, use_cache=False).loss * count
     total.backward()
-    return total.item(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return total.item(), {name: tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None}
 
 
 def check(config):
@@ -76,9 +76,9 @@ def test_it_is_trained_as_transformers_would(model, name):
     total.backward()
     expected, gradients = theirs(folder, backend)
     assert total.item() == pytest.approx(expected, rel=2e-6)
-    found = {name: one.grad for name, one in ours.named_parameters() if one.grad is not None}
-    assert gradients.keys() >= found.keys()
-    for key, gradient in found.items():
+    trained = {name: tensor.grad for name, tensor in ours.named_parameters() if tensor.grad is not None}
+    assert gradients.keys() >= trained.keys()
+    for key, gradient in trained.items():
         assert torch.allclose(gradient, gradients[key], atol=5e-5, rtol=2e-3), key
 
 

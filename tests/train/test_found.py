@@ -90,10 +90,10 @@ def test_nobody_elses_checkpoint_is_replaced(save, tmp_path):
 def test_where_a_run_begins(save, settings, tmp_path):
     config, _ = load_config(settings(), ["--save.path", str(save)])
     afresh, _ = load_config(settings(), ["--save.path", str(save), "--init", "finetune"])
-    latest, held = save / "global_step4", read_progress(save / "global_step4")
-    fresh = replace(held, step=0, tokens=0)
+    latest, progress = save / "global_step4", read_progress(save / "global_step4")
+    fresh = replace(progress, step=0, tokens=0)
     behind = replace(fresh, offset=4, seed=7)  # the next phase: other rows, another seed
-    assert _start(config, fresh) == _start(afresh, fresh) == (latest, held)
+    assert _start(config, fresh) == _start(afresh, fresh) == (latest, progress)
     assert _start(config, behind) == (latest, behind)
     assert _start(afresh, behind) == (None, behind)
     for other, message in (
@@ -110,11 +110,11 @@ def test_where_a_run_begins(save, settings, tmp_path):
 
 
 def test_what_changes_the_next_rows_is_refused(tmp_path):
-    held = Progress(2, 0, 16, 1, "rows", 9, 32)
-    check_same(held, replace(held, step=0, tokens=0, samples=64), tmp_path)  # no step was short
+    progress = Progress(2, 0, 16, 1, "rows", 9, 32)
+    check_same(progress, replace(progress, step=0, tokens=0, samples=64), tmp_path)  # no step was short
     for name in ("offset", "size", "seed", "rows"):
-        with pytest.raises(RefusedError, match=f"{getattr(held, name)}, now other"):
-            check_same(held, replace(held, **{name: "other"}), tmp_path)
+        with pytest.raises(RefusedError, match=f"{getattr(progress, name)}, now other"):
+            check_same(progress, replace(progress, **{name: "other"}), tmp_path)
 
 
 def test_more_epochs_behind_a_short_step_are_refused(tmp_path):
@@ -125,7 +125,7 @@ def test_more_epochs_behind_a_short_step_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words", "message"),
+    ("text", "options", "message"),
     [
         (PLAIN + "train_batch_size: 8\n", [], r"batch\.size says 4, train_batch_size says 8"),
         (PLAIN + '"optimizer": {"type": "Adam", "params": {"lr": 5.0e-6}}\n', [], r"optim\.lr says 0\.1"),
@@ -138,9 +138,9 @@ def test_more_epochs_behind_a_short_step_are_refused(tmp_path):
         (PLAIN, ["--seed", "-1"], "seed"),
     ],
 )
-def test_settings_that_contradict_or_cannot_be(tmp_path, text, words, message):
+def test_settings_that_contradict_or_cannot_be(tmp_path, text, options, message):
     with pytest.raises(UsageError, match=message):
-        load_config(write(tmp_path, text), words)
+        load_config(write(tmp_path, text), options)
 
 
 def test_settings_say_what_they_say(tmp_path):
@@ -235,13 +235,13 @@ def test_another_start_is_converted_again(settings, run, model, convert, tmp_pat
     for number, family in enumerate(("llama", "llama-mha")):
         assert convert("hf2fsdp", model(family, vocab_size=253), tmp_path / f"fsdp{number}").code == 0
     config = settings(steps={"train_iters": 1})
-    words = ["--save.path", str(tmp_path / "save")]
-    first = run(config, "--model.path", tmp_path / "fsdp0", *words)
+    options = ["--save.path", str(tmp_path / "save")]
+    first = run(config, "--model.path", tmp_path / "fsdp0", *options)
     assert first.code == 0, first.out
-    held = convert("digest", tmp_path / "save/start").out
+    digest = convert("digest", tmp_path / "save/start").out
     other = run(config, "--model.path", tmp_path / "fsdp1", "--steps.iteration_offset", 500, "--init", "finetune")
     assert other.code == 0, other.out
-    assert convert("digest", tmp_path / "save/start").out != held
+    assert convert("digest", tmp_path / "save/start").out != digest
     assert (
         convert("digest", tmp_path / "save/start").out.split()[0]
         == convert("digest", tmp_path / "fsdp1").out.split()[0]
@@ -252,14 +252,14 @@ def test_a_start_is_converted_once(settings, model, convert, tmp_path):
     assert convert("hf2fsdp", model("llama", vocab_size=253), tmp_path / "fsdp").code == 0
     config, _ = load_config(settings(), ["--model.path", str(tmp_path / "fsdp")])
     weights = config.save.path / "start/model.safetensors"
-    made = []
+    times = []
     for resumed in (False, True):
         assert folder_of(config, resumed) == weights.parent
-        made.append(weights.stat().st_mtime_ns)
+        times.append(weights.stat().st_mtime_ns)
     (weights.parent / "config.json").unlink()  # no folder without it
     assert folder_of(config) == weights.parent
-    made.append(weights.stat().st_mtime_ns)
-    assert made[0] == made[1] < made[2]
+    times.append(weights.stat().st_mtime_ns)
+    assert times[0] == times[1] < times[2]
 
 
 def test_numbers_go_through_a_file_of_settings_as_they_are():
@@ -273,9 +273,9 @@ def test_numbers_go_through_a_file_of_settings_as_they_are():
 
 
 def test_documents_that_are_left_out_are_told(settings, train):
-    told = train("plan", settings(data={"seq_length": 15}))
-    assert "documents with" in told.err
-    assert "are longer than a row: left out" in told.err
+    planned = train("plan", settings(data={"seq_length": 15}))
+    assert "documents with" in planned.err
+    assert "are longer than a row: left out" in planned.err
     assert "longer than a row" not in train("plan", settings(data={"seq_length": 15, "packing": "packed"})).err
 
 
@@ -286,16 +286,16 @@ def test_random_weights_are_those_of_transformers(model, settings, run, train, c
 
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare/config.json").write_bytes((model("llama", vocab_size=253) / "config.json").read_bytes())
-    words = ["--model.path", tmp_path / "bare", "--model.init", "config", "--seed", 7]
-    planned = json.loads(train("plan", settings(), *words, "--json").out)
+    options = ["--model.path", tmp_path / "bare", "--model.init", "config", "--seed", 7]
+    planned = json.loads(train("plan", settings(), *options, "--json").out)
     assert planned["parameters"] == 155840
     torch.manual_seed(7)
     plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "bare"), dtype=torch.float32)
     plain.save_pretrained(tmp_path / "plain")
-    stopped = run(settings(), *words, "--steps.exit_interval", 4, ranks=2)
+    stopped = run(settings(), *options, "--steps.exit_interval", 4, ranks=2)
     digests = [convert("digest", path).out.split()[0] for path in (tmp_path / "plain", stopped.save / "start")]
     assert digests[0] == digests[1]
-    done = run(settings(), *words)
+    done = run(settings(), *options)
     assert done.code == 0, done.out
     losses = done.series("loss")
     assert len(losses) == 8

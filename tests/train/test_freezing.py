@@ -74,22 +74,22 @@ def test_it_is_a_loop_that_freezes_on_any_ranks_and_resumes(config, run, convert
     for name, tensor in plain.named_parameters():
         tensor.requires_grad_(not is_frozen(name))
     losses, norms = by_hand(plain, data, 4)
-    whole = run(config, "--export", tmp_path / "out", save="whole")
-    assert whole.code == 0, whole.out
+    reference = run(config, "--export", tmp_path / "out", save="whole")
+    assert reference.code == 0, reference.out
     total = sum(tensor.numel() for tensor in tensors(start).values())
     trained = sum(tensor.numel() for name, tensor in tensors(start).items() if not is_frozen(name))
-    assert f"trained    {trained:,} of {total:,} parameters are trained" in whole.out
-    assert whole.series("loss") == pytest.approx(losses, abs=NEAR)
-    assert whole.series("grad_norm") == pytest.approx(norms, abs=NEAR)
-    assert convert("fsdp2hf", whole.save / "global_step104", tmp_path / "fp32").code == 0
+    assert f"trained    {trained:,} of {total:,} parameters are trained" in reference.out
+    assert reference.series("loss") == pytest.approx(losses, abs=NEAR)
+    assert reference.series("grad_norm") == pytest.approx(norms, abs=NEAR)
+    assert convert("fsdp2hf", reference.save / "global_step104", tmp_path / "fp32").code == 0
     for name, tensor in tensors(tmp_path / "fp32").items():
         assert torch.equal(tensor, tensors(start)[name]) == is_frozen(name), name
     stopped = run(config, "--steps.exit_interval", 2)
     assert stopped.code == 75, stopped.out
-    again = run(config, ranks=2, save="save")
-    assert again.code == 0, again.out
-    assert again.series("loss") == pytest.approx(losses, abs=NEAR)
-    assert again.series("grad_norm") == pytest.approx(norms, abs=NEAR)
+    resumed = run(config, ranks=2, save="save")
+    assert resumed.code == 0, resumed.out
+    assert resumed.series("loss") == pytest.approx(losses, abs=NEAR)
+    assert resumed.series("grad_norm") == pytest.approx(norms, abs=NEAR)
 
 
 @pytest.mark.distributed
@@ -99,9 +99,9 @@ def test_what_was_frozen_has_no_moments(config, run, convert):
     refused = run(config, "--model.freeze", "[model.embed_tokens.*]")
     assert refused.code == 5
     assert "has no moments of 14 tensors that are trained now: model.layers.0." in refused.out
-    more = run(config, "--model.freeze", "[model.embed_tokens.*, 'model.layers.[012].*']")
-    assert more.code == 0, more.out
-    assert "changed settings: model.freeze" in more.out
+    unfrozen = run(config, "--model.freeze", "[model.embed_tokens.*, 'model.layers.[012].*']")
+    assert unfrozen.code == 0, unfrozen.out
+    assert "changed settings: model.freeze" in unfrozen.out
 
 
 @pytest.mark.distributed
@@ -138,16 +138,16 @@ def test_the_plan_counts_what_a_run_would_train(settings, train, model, name):
     from train.model.trainee import freeze, make, open_config
 
     patterns = ["*.layers.0.*", "*embed*"]
-    made = make(open_config(model(name, vocab_size=253)), "eager")
-    freeze(made, patterns)
+    skeleton = make(open_config(model(name, vocab_size=253)), "eager")
+    freeze(skeleton, patterns)
     ran = train("plan", settings(name, model={"freeze": patterns}), "--json")
     assert ran.code == 0, ran.err
-    found, counts = json.loads(ran.out), {True: 0, False: 0}
-    for tensor in made.parameters():
+    plan, counts = json.loads(ran.out), {True: 0, False: 0}
+    for tensor in skeleton.parameters():
         counts[tensor.requires_grad] += tensor.numel()
-    assert found["trained"] == counts[True]
-    assert found["memory"]["weights, gradients, moments"] == 16 * counts[True]
-    assert found["memory"]["frozen weights"] == 4 * counts[False]
+    assert plan["trained"] == counts[True]
+    assert plan["memory"]["weights, gradients, moments"] == 16 * counts[True]
+    assert plan["memory"]["frozen weights"] == 4 * counts[False]
 
 
 def test_patterns():

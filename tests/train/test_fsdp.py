@@ -22,8 +22,8 @@ def test_gradients_stay_in_shards_between_micro_batches(settings, forks, ranks, 
     config = settings(model={"dtype": "bf16"}, parallel={"replicas": replicas})
     code, out = forks([str(config)], ranks, Path(__file__).with_name("gradients.py"))
     assert code == 0, out
-    held, shard = json.loads(out.splitlines()[-1])
-    assert held == shard > 0
+    gradients, shard = json.loads(out.splitlines()[-1])
+    assert gradients == shard > 0
 
 
 @pytest.mark.distributed
@@ -32,11 +32,11 @@ def test_gradients_stay_in_shards_between_micro_batches(settings, forks, ranks, 
 def test_weights_that_stay_gathered_for_a_step_train_the_same(settings, data, run, ranks):
     """And are those of the last step in the next, whether an evaluation gathered them or a micro-batch did."""
     config = settings(batch={"micro": 1}, data={"validation": {"one": str(data)}}, evaluate={"every": 1, "max_rows": 2})
-    freed, kept = (run(config, "--parallel.reshard", word, ranks=ranks, save=word) for word in ("true", "false"))
-    assert (freed.code, kept.code) == (0, 0), freed.out + kept.out
+    freed, gathered = (run(config, "--parallel.reshard", word, ranks=ranks, save=word) for word in ("true", "false"))
+    assert (freed.code, gathered.code) == (0, 0), freed.out + gathered.out
     for name in ("loss", "grad_norm"):
-        assert kept.series(name) == pytest.approx(freed.series(name), rel=1e-6)
-    scores = [[json.loads(line) for line in (ran.save / "evaluations.jsonl").open()] for ran in (kept, freed)]
+        assert gathered.series(name) == pytest.approx(freed.series(name), rel=1e-6)
+    scores = [[json.loads(line) for line in (ran.save / "evaluations.jsonl").open()] for ran in (gathered, freed)]
     assert len(scores[0]) == len(freed.lines)
     for ours, theirs in zip(*scores, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-6)
@@ -48,18 +48,18 @@ def test_no_thread_that_writes_waits_for_a_gpu(model, monkeypatch, tmp_path):
     def waits(*_, **__):
         raise AssertionError("the loader of tensors on GPUs")
 
-    made = make(open_config(model("llama", vocab_size=253)), "sdpa").to_empty(device="cpu")
+    network = make(open_config(model("llama", vocab_size=253)), "sdpa").to_empty(device="cpu")
     with torch.no_grad():
-        for one in made.parameters():
-            one.fill_(0.5)
-    optimizer = torch.optim.AdamW(made.parameters())
+        for tensor in network.parameters():
+            tensor.fill_(0.5)
+    optimizer = torch.optim.AdamW(network.parameters())
     monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", waits)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    running = write(made, optimizer, tmp_path / "step", SimpleNamespace(first=True, saving=None))
+    running = write(network, optimizer, tmp_path / "step", SimpleNamespace(first=True, saving=None))
     with torch.no_grad():
-        made.lm_head.weight.zero_()  # a copy is written
+        network.lm_head.weight.zero_()  # a copy is written
     running.result()
     monkeypatch.undo()
-    found = {"model": {"lm_head.weight": torch.zeros_like(made.lm_head.weight)}}
-    torch.distributed.checkpoint.load(found, checkpoint_id=tmp_path / "step", no_dist=True)
-    assert (found["model"]["lm_head.weight"] == 0.5).all()
+    loaded = {"model": {"lm_head.weight": torch.zeros_like(network.lm_head.weight)}}
+    torch.distributed.checkpoint.load(loaded, checkpoint_id=tmp_path / "step", no_dist=True)
+    assert (loaded["model"]["lm_head.weight"] == 0.5).all()

@@ -28,17 +28,18 @@ def as_once(folder: Path, out: Path) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
 
-    found = dcp.FileSystemReader(folder).read_metadata()
-    tensors = {name: torch.empty(one.size) for name, one in found.state_dict_metadata.items() if hasattr(one, "size")}
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    entries = metadata.state_dict_metadata.items()
+    tensors = {name: torch.empty(entry.size) for name, entry in entries if hasattr(entry, "size")}
     dcp.load(tensors, checkpoint_id=folder, no_dist=True)
-    held: dict[str, Any] = {}
-    for name, one in tensors.items():
-        *path, last = (part for part in found.planner_data[name] if part != "state")
-        place = held
+    tree: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        *path, last = (part for part in metadata.planner_data[name] if part != "state")
+        place = tree
         for part in path:
             place = place.setdefault(part, {})
-        place[last] = one
-    save(out, held)
+        place[last] = tensor
+    save(out, tree)
 
 
 def test_it_goes_on(settings, run, convert, tmp_path):
@@ -50,9 +51,9 @@ def test_it_goes_on(settings, run, convert, tmp_path):
         states.append(remembered_states(out))
         return ran
 
-    whole = run(config, save="whole", ranks=2)
-    assert whole.code == 0, whole.out
-    source = whole.save / "global_step104"
+    reference = run(config, save="whole", ranks=2)
+    assert reference.code == 0, reference.out
+    source = reference.save / "global_step104"
     ran = converted(source, tmp_path / "new/global_step104")
     assert "no rate, betas and weight decay" not in ran.err
     as_once(source, tmp_path / "old/global_step104")
@@ -62,7 +63,7 @@ def test_it_goes_on(settings, run, convert, tmp_path):
     assert states[0] == states[1] != {}
     noted(tmp_path / "new/global_step104", source)
     for place, ranks in (("new", 4), ("old", 1)):
-        again = run(config, save=place, ranks=ranks)
-        assert again.code == 0, again.out
+        resumed = run(config, save=place, ranks=ranks)
+        assert resumed.code == 0, resumed.out
         for name in ("loss", "grad_norm"):
-            assert again.series(name) == pytest.approx(whole.series(name)[4:], abs=NEAR), name
+            assert resumed.series(name) == pytest.approx(reference.series(name)[4:], abs=NEAR), name

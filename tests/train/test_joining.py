@@ -51,8 +51,8 @@ def test_a_task_of_slurm_is_a_rank_and_a_script_is_none():
     with pytest.raises(UsageError, match="this job has 8 tasks, but srun started none"):
         environment(script)
     task = script | {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3", "SLURM_LOCALID": "3"}
-    found = environment(task)
-    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == ("3", "8", "3")
+    variables = environment(task)
+    assert (variables["RANK"], variables["WORLD_SIZE"], variables["LOCAL_RANK"]) == ("3", "8", "3")
     assert environment(script | {"SLURM_NTASKS": "1"})["WORLD_SIZE"] == "1"
     assert environment({"SLURM_NTASKS": "8"})["WORLD_SIZE"] == "1"
     assert environment(script | {"RANK": "1", "WORLD_SIZE": "2"}) == {}

@@ -50,9 +50,9 @@ def test_models_that_liger_knows(monkeypatch):
     assert resolve("liger", LLAMA, cuda, compiled=True) == "liger"
     part = SimpleNamespace(model_type="llama", rope_parameters={"partial_rotary_factor": 0.75})
     other = SimpleNamespace(model_type="gpt_neox")
-    for config, told in ((part, "llama with partial rotary positions"), (other, "gpt_neox")):
+    for config, description in ((part, "llama with partial rotary positions"), (other, "gpt_neox")):
         assert resolve("auto", config, cuda) == "torch"
-        with pytest.raises(UnsupportedError, match=f"no kernels for {told}"):
+        with pytest.raises(UnsupportedError, match=f"no kernels for {description}"):
             resolve("liger", config, cuda)
 
 
@@ -80,14 +80,14 @@ def test_layers_are_compiled_once_for_all_sizes_of_rows(model, monkeypatch, capl
     settings, cpu = SimpleNamespace(activation_checkpointing=True, activation_offload=False), torch.device("cpu")
     trainees, alone = [], SimpleNamespace(context=1)
     for compiled in (False, True):
-        made = make(open_config(folder), "sdpa")
-        trainees.append(Trainee(made.to_empty(device="cpu"), "sdpa"))
+        network = make(open_config(folder), "sdpa")
+        trainees.append(Trainee(network.to_empty(device="cpu"), "sdpa"))
         with torch.no_grad():
-            fill(made, folder)
-        fill_buffers(made, cpu)
+            fill(network, folder)
+        fill_buffers(network, cpu)
         if compiled:
-            compile_layers(layers(made))
-        save_memory(layers(made), settings, cpu)
+            compile_layers(layers(network))
+        save_memory(layers(network), settings, cpu)
     for sizes in ([9], [5, 20], [3, 4, 6], *([size, 7] for size in range(8, 18))):
         tokens = np.arange(sum(sizes)) % 250
         positions, ends = np.concatenate([*map(np.arange, sizes)]), np.cumsum([0, *sizes]).astype(np.int32)

@@ -42,7 +42,7 @@ def follows(settings, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("done", "step", "sections", "wanted"),
+    ("done", "step", "sections", "expected"),
     [
         (3, {}, {}, (False, [])),
         (4, {}, {}, (False, ["save"])),  # save.every
@@ -63,12 +63,12 @@ def follows(settings, monkeypatch):
         (8, {}, {"data": {"validation": {"one": "P"}}, "save": {"every": 5}}, (False, ["save", "finish", "evaluate"])),
     ],
 )  # fmt: skip
-def test_what_follows_a_step(follows, done, step, sections, wanted):
-    assert follows(done, STEP._replace(**step), **sections) == wanted
+def test_what_follows_a_step(follows, done, step, sections, expected):
+    assert follows(done, STEP._replace(**step), **sections) == expected
 
 
 @pytest.mark.parametrize(
-    ("mine", "others", "wanted"),
+    ("mine", "others", "expected"),
     [
         ({}, {}, (False, False, False)),
         ({"stopped": True}, {}, (True, False, False)),
@@ -82,18 +82,18 @@ def test_what_follows_a_step(follows, done, step, sections, wanted):
         ({"first": False}, {"due": 1}, (False, False, True)),
     ],
 )
-def test_three_ranks_want_one_thing(mine, others, wanted):
+def test_three_ranks_want_one_thing(mine, others, expected):
     """What this one sums with the two others, which have as many tokens."""
-    said = {"stopped": False, "ready": False, "running": "checkpoint", "due": False, "first": True} | mine
+    state = {"stopped": False, "ready": False, "running": "checkpoint", "due": False, "first": True} | mine
     added = [8, 10, 0, *(others.get(name, 0) for name in ("stopped", "ready", "due"))]
     world = SimpleNamespace(
-        first=said["first"], ranks=3, tensor=1, sums=lambda *values: (np.array(values) + added).tolist()
+        first=state["first"], ranks=3, tensor=1, sums=lambda *values: (np.array(values) + added).tolist()
     )
-    saver = SimpleNamespace(ready=said["ready"], running=said["running"], due=said["due"])
+    saver = SimpleNamespace(ready=state["ready"], running=state["running"], due=state["due"])
     model = SimpleNamespace(config=SimpleNamespace(num_attention_heads=2, num_hidden_layers=1, hidden_size=4))
     run = SimpleNamespace(world=world, saver=saver, engine=SimpleNamespace(model=model), parameters=1.0)
     ids, empty = np.arange(5), Flat(np.zeros(1, np.int64), np.full(1, -100), np.zeros(1), np.array([0, 1]), 0, 0)
     batches = [Flat(ids, ids, ids, np.array([0, 2, 5], np.int32), 3, 4), empty]
-    found = reduce_counts(run, batches, said["stopped"])
-    assert (found.stop, found.written, found.due) == wanted
-    assert (found.trained, found.tokens) == (12, 15)
+    counts = reduce_counts(run, batches, state["stopped"])
+    assert (counts.stop, counts.written, counts.due) == expected
+    assert (counts.trained, counts.tokens) == (12, 15)

@@ -21,10 +21,10 @@ LR = {"lr": 1e-2}
 NEAR = 2e-6
 
 
-def base_of(folder, **words):
+def base_of(folder, **kwargs):
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, **words)
+    return AutoModelForCausalLM.from_pretrained(folder, **kwargs)
 
 
 def tensors(folder):
@@ -60,10 +60,10 @@ def require_as_peft(base, out):
     assert (adapted - before).abs().max() > 0.5
     assert (adapted - exported).abs().max() < 0.05 * adapted.abs().max()
     exact = PeftModel.from_pretrained(base_of(base, dtype=torch.float64), out / "adapter").double().merge_and_unload()
-    held, first = tensors(out), tensors(base)
+    ours, first = tensors(out), tensors(base)
     for name, tensor in exact.state_dict().items():
-        assert torch.equal(held[filed(name, merged.config.model_type)], nearest(tensor)), name
-    changed = {name for name in first if not torch.equal(held[name], first[name].bfloat16())}
+        assert torch.equal(ours[filed(name, merged.config.model_type)], nearest(tensor)), name
+    changed = {name for name in first if not torch.equal(ours[name], first[name].bfloat16())}
     targets = json.loads((out / "adapter/adapter_config.json").read_bytes())["target_modules"]
     assert changed == {name for name in first if name.endswith(tuple(f".{target}.weight" for target in targets))}
 
@@ -72,33 +72,33 @@ def require_as_peft(base, out):
 @pytest.mark.timeout(300)
 def test_any_ranks_and_interruptions(settings, run, convert, model, tmp_path):
     config = settings(lora={}, optim=LR)
-    whole = run(config, "--export", tmp_path / "out", save="whole")
-    assert whole.code == 0, whole.out
-    assert "adapters   59,392 of 215,232 parameters are trained" in whole.out
-    losses = whole.series("loss")
+    reference = run(config, "--export", tmp_path / "out", save="whole")
+    assert reference.code == 0, reference.out
+    assert "adapters   59,392 of 215,232 parameters are trained" in reference.out
+    losses = reference.series("loss")
     assert losses[-1] < losses[0] - 0.5
 
     stopped = run(config, "--steps.exit_interval", 4)
     assert stopped.code == 75, stopped.out
-    again = run(config)
-    assert again.series("loss") == losses  # so what is frozen has not changed in eight steps either
+    resumed = run(config)
+    assert resumed.series("loss") == losses  # so what is frozen has not changed in eight steps either
     from train.run.export import read_adapters
 
-    ours, theirs = (read_adapters(one.save / "global_step108") for one in (again, whole))
+    ours, theirs = (read_adapters(result.save / "global_step108") for result in (resumed, reference))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert len(ours) == len(theirs) == 2 * 7 * 4
 
     hsdp = run(config, "--parallel.replicas", 2, "--batch.micro", 1, ranks=4, save="hsdp")
     assert hsdp.series("loss") == pytest.approx(losses, abs=2e-6)
-    assert hsdp.series("grad_norm") == pytest.approx(whole.series("grad_norm"), abs=2e-6)
+    assert hsdp.series("grad_norm") == pytest.approx(reference.series("grad_norm"), abs=2e-6)
 
     require_as_peft(model("llama", vocab_size=253), tmp_path / "out")
     assert convert("verify", tmp_path / "out").code == 0
-    refused = convert("fsdp2hf", whole.save / "global_step108", tmp_path / "none")
+    refused = convert("fsdp2hf", reference.save / "global_step108", tmp_path / "none")
     assert refused.code == 4
     assert "holds a PEFT adapter" in refused.err
     assert "train run CONFIG.yml --export OUT" in refused.err
-    alone = convert("fsdp2hf", whole.save / "global_step108", tmp_path / "alone", "--adapter", "only")
+    alone = convert("fsdp2hf", reference.save / "global_step108", tmp_path / "alone", "--adapter", "only")
     assert alone.code == 0, alone.err
     ours, theirs = (load_adapter(folder) for folder in (tmp_path / "alone", tmp_path / "out/adapter"))
     assert ours.keys() == theirs.keys()
@@ -110,19 +110,19 @@ def test_any_ranks_and_interruptions(settings, run, convert, model, tmp_path):
 def test_names_dropout_noise_and_bf16(settings, run, model, tmp_path):
     """Frozen weights in bf16, float32 adapters of some layers, in a family whose head has another name in its files."""
     base = model("gpt_neox", "bfloat16", vocab_size=253)
-    wanted = {"targets": ["query_key_value", "dense"], "rank": 4, "alpha": 16, "dropout": 0.1}
-    config = settings("gpt_neox", model={"path": str(base), "dtype": "bf16"}, lora=wanted, optim=LR, neftune_alpha=5)
+    adapter = {"targets": ["query_key_value", "dense"], "rank": 4, "alpha": 16, "dropout": 0.1}
+    config = settings("gpt_neox", model={"path": str(base), "dtype": "bf16"}, lora=adapter, optim=LR, neftune_alpha=5)
     ran = run(config, "--export", tmp_path / "out")
     assert ran.code == 0, ran.out
     assert ran.series("loss")[-1] < ran.series("loss")[0] - 0.3
     require_as_peft(base, tmp_path / "out")
 
 
-def made_by_peft(base, folder, **words):
+def made_by_peft(base, folder, **kwargs):
     """An adapter that peft has made, as if it were trained before."""
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **words)
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **kwargs)
     torch.manual_seed(5)
     model = get_peft_model(base_of(base, dtype=torch.float32), config)
     with torch.no_grad():
@@ -210,16 +210,16 @@ def test_magnitudes_begin_as_those_of_peft(model, tmp_path):
     from peft import LoraConfig, get_peft_model
 
     base = model("llama", vocab_size=253)
-    words = {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj"], "use_dora": True}
-    theirs = get_peft_model(base_of(base, dtype=torch.bfloat16), LoraConfig(**words)).state_dict()
-    held, settings = make(open_config(base), "sdpa", torch.bfloat16), Lora(targets=["q_proj"], dora=True)
-    lora.insert(held, settings, base)
-    held.to_empty(device="cpu")
+    options = {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj"], "use_dora": True}
+    theirs = get_peft_model(base_of(base, dtype=torch.bfloat16), LoraConfig(**options)).state_dict()
+    network, settings = make(open_config(base), "sdpa", torch.bfloat16), Lora(targets=["q_proj"], dora=True)
+    lora.insert(network, settings, base)
+    network.to_empty(device="cpu")
     with torch.no_grad():
-        fill(held, base)
-        for tensor, whole in lora.begins(held, settings, base, 1):
-            place(tensor, whole)
-    ours = {name: tensor for name, tensor in lora.adapters(held).items() if name.endswith("vector")}
+        fill(network, base)
+        for tensor, value in lora.begins(network, settings, base, 1):
+            place(tensor, value)
+    ours = {name: tensor for name, tensor in lora.adapters(network).items() if name.endswith("vector")}
     assert len(ours) == 4
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[f"{name}.default.weight"]), name
@@ -233,26 +233,28 @@ def test_layers_that_have_other_names_in_files(settings, run, model, tmp_path):
     assert ran.code == 0, ran.out
     from peft import PeftModel
 
-    base, exported = (base_of(one).state_dict() for one in (model("hy_v3", vocab_size=253), tmp_path / "out"))
+    base, exported = (base_of(path).state_dict() for path in (model("hy_v3", vocab_size=253), tmp_path / "out"))
     adapted = base_of(model("hy_v3", vocab_size=253), dtype=torch.float64)
     merged = PeftModel.from_pretrained(adapted, tmp_path / "out/adapter").double().merge_and_unload().state_dict()
-    assert all(torch.equal(exported[name].bfloat16(), nearest(one)) for name, one in merged.items()
+    assert all(torch.equal(exported[name].bfloat16(), nearest(tensor)) for name, tensor in merged.items()
                if "correction_bias" not in name)  # fmt: skip
-    changed = {name.rpartition(".mlp.")[2] for name, one in merged.items() if not torch.equal(one, base[name].double())}
+    changed = {
+        name.rpartition(".mlp.")[2] for name, tensor in merged.items() if not torch.equal(tensor, base[name].double())
+    }
     assert "shared_experts.down_proj.weight" in changed
 
 
 def test_the_plan_counts_them(settings, train):
     ran = train("plan", settings(lora={}), "--ranks", 2, "--json")
     assert ran.code == 0, ran.err
-    found = json.loads(ran.out)
-    assert (found["parameters"], found["trained"]) == (215_232, 59_392)
-    assert found["memory"]["frozen weights"] == 4 * 155_840 // 2
-    assert found["memory"]["weights, gradients, moments"] == 16 * 59_392 // 2
+    plan = json.loads(ran.out)
+    assert (plan["parameters"], plan["trained"]) == (215_232, 59_392)
+    assert plan["memory"]["frozen weights"] == 4 * 155_840 // 2
+    assert plan["memory"]["weights, gradients, moments"] == 16 * 59_392 // 2
     some = train("plan", settings(lora={"targets": ["q_proj", "down_proj"], "rank": 2}), "--json")
     assert json.loads(some.out)["trained"] == 4 * 2 * (64 + 64 + 96 + 64)
-    one = train("plan", settings(), "--lora.targets", "q_proj", "--json")
-    assert json.loads(one.out)["trained"] == 4 * 16 * (64 + 64)
+    single = train("plan", settings(), "--lora.targets", "q_proj", "--json")
+    assert json.loads(single.out)["trained"] == 4 * 16 * (64 + 64)
     wrong = train("plan", settings(), "--lora.targets", "q_porj")
     assert wrong.code == 2
     assert "q_porj is no matrix of llama" in wrong.err
@@ -267,17 +269,17 @@ def small(model):
 
 
 def test_adapters_begin_as_those_of_peft(small, tmp_path):
-    found = []
+    started = []
     for seed in (1, 1, 2):
-        held = small()
-        lora.insert(held, Lora(rank=8), tmp_path)
-        held.to_empty(device="cpu")
+        network = small()
+        lora.insert(network, Lora(rank=8), tmp_path)
+        network.to_empty(device="cpu")
         with torch.no_grad():
-            for tensor, whole in lora.begins(held, Lora(rank=8), tmp_path, seed):
-                place(tensor, whole)
-        found.append(lora.adapters(held))
-    one, same, other = found
-    for name, tensor in one.items():
+            for tensor, value in lora.begins(network, Lora(rank=8), tmp_path, seed):
+                place(tensor, value)
+        started.append(lora.adapters(network))
+    first, same, other = started
+    for name, tensor in first.items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, same[name])
         if ".lora_B." in name:
@@ -303,21 +305,21 @@ def test_targets_that_cannot_be(small, tmp_path, family, target, message):
 
 
 def test_another_adapter_is_refused(small, tmp_path):
-    def said(**words):
-        held = small()
-        lora.insert(held, Lora(**words), tmp_path / "base")
-        return held
+    def with_adapter(**options):
+        network = small()
+        lora.insert(network, Lora(**options), tmp_path / "base")
+        return network
 
     with pytest.raises(RefusedError, match="holds all weights, and the settings have lora"):
-        lora.check_same(tmp_path, said())
-    lora.write_note(tmp_path, said())
-    lora.check_same(tmp_path, said())
+        lora.check_same(tmp_path, with_adapter())
+    lora.write_note(tmp_path, with_adapter())
+    lora.check_same(tmp_path, with_adapter())
     with pytest.raises(RefusedError, match="holds an adapter, and the settings have no lora"):
         lora.check_same(tmp_path, small())
     with pytest.raises(RefusedError, match=r"lora\.rank: 16, now 8; lora\.alpha: 32, now 8"):
-        lora.check_same(tmp_path, said(rank=8, alpha=8))
+        lora.check_same(tmp_path, with_adapter(rank=8, alpha=8))
     with pytest.raises(RefusedError, match=r"lora\.targets: .*, now \['q_proj'\]"):
-        lora.check_same(tmp_path, said(targets=["q_proj"]))
+        lora.check_same(tmp_path, with_adapter(targets=["q_proj"]))
     with pytest.raises(UnsupportedError, match="holds a PEFT adapter beside its weights"):
         lora.insert(small(), Lora(), tmp_path)
 

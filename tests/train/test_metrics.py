@@ -53,27 +53,27 @@ def test_the_sums_of_any_shares_are_the_libraries_on_the_whole_set(rows, judge):
         predicted = guessed(flat, random)
         shares[number % 3] += judge.sums(flat, predicted)
         for begin, stop in zip(flat.cu_seqlens, flat.cu_seqlens[1:], strict=False):
-            kept = [place for place in range(begin, stop) if flat.labels[place] != IGNORED]
-            texts = [[int(held[place]) for place in kept] for held in (predicted, flat.labels)]
-            both = [processor.decode([one for one in ids if one not in drop]) for ids in texts]
+            places = [place for place in range(begin, stop) if flat.labels[place] != IGNORED]
+            texts = [[int(tokens[place]) for place in places] for tokens in (predicted, flat.labels)]
+            both = [processor.decode([token for token in ids if token not in drop]) for ids in texts]
             spoken.append(both[0])
             meant.append(both[1])
-    found = judge.scores(sum(shares).tolist())
+    scores = judge.scores(sum(shares).tolist())
     scorer = RougeScorer(list(ROUGE))
     for name in ROUGE:
-        mean = np.mean([scorer.score(one, other)[name].fmeasure for one, other in zip(meant, spoken, strict=True)])
-        assert found[name] == pytest.approx(mean, rel=1e-12)
-        assert 0.3 < found[name] < 0.99
-    assert found["bleu"] == corpus_bleu(spoken, [meant]).score
-    assert 20 < found["bleu"] < 99
-    alone = [judge.scores(one.tolist())["bleu"] for one in shares]
-    assert abs(np.mean(alone) - found["bleu"]) > 1e-6  # a mean of ranks is something else
+        mean = np.mean([scorer.score(text, other)[name].fmeasure for text, other in zip(meant, spoken, strict=True)])
+        assert scores[name] == pytest.approx(mean, rel=1e-12)
+        assert 0.3 < scores[name] < 0.99
+    assert scores["bleu"] == corpus_bleu(spoken, [meant]).score
+    assert 20 < scores["bleu"] < 99
+    alone = [judge.scores(share.tolist())["bleu"] for share in shares]
+    assert abs(np.mean(alone) - scores["bleu"]) > 1e-6  # a mean of ranks is something else
 
 
 def test_perfect_and_hopeless_predictions(rows, judge):
     flat = rows.flat([0])
-    whole = judge.scores(judge.sums(flat, flat.labels.copy()).tolist())
-    assert whole == pytest.approx(dict.fromkeys(ROUGE, 1.0) | {"bleu": 100.0})
+    perfect = judge.scores(judge.sums(flat, flat.labels.copy()).tolist())
+    assert perfect == pytest.approx(dict.fromkeys(ROUGE, 1.0) | {"bleu": 100.0})
     control = np.full(len(flat.labels), rows.documents[0].control["user"])
     assert set(judge.scores(judge.sums(flat, control).tolist()).values()) == {0.0}
     behind = np.full(len(flat.labels), 10_000)  # a padded vocabulary
@@ -106,7 +106,7 @@ def test_only_what_is_asked_for(rows):
 
 
 def test_files_that_do_not_tell_their_tokenizer_are_judged(rows):
-    silent = replace(rows, documents=[replace(one, facts=None) for one in rows.documents])
+    silent = replace(rows, documents=[replace(document, facts=None) for document in rows.documents])
     assert open_judge(["bleu"], MODEL, {"one": silent}).vocabulary.path == MODEL
 
 
@@ -122,10 +122,10 @@ def test_a_missing_library_and_another_tokenizer_are_named(rows, tmp_path, monke
         open_judge(["rouge"], tmp_path, {"one": rows})
     real = builtins.__import__
 
-    def absent(name, *words, **more):
+    def absent(name, *args, **kwargs):
         if name.startswith("sacrebleu"):
             raise ImportError(f"No module named {name!r}")
-        return real(name, *words, **more)
+        return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", absent)
     with pytest.raises(UnsupportedError, match="sacrebleu") as caught:

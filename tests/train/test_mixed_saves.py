@@ -30,9 +30,9 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_mixture_is_refused_by_all_that_read_it(settings, run, convert, tmp_path, case):
-    words, ranks, name, command = CASES[case]
+    options, ranks, name, command = CASES[case]
     config = settings(save={"every": 1})
-    stopped = run(config, "--steps.exit_interval", 2, *words, ranks=ranks)
+    stopped = run(config, "--steps.exit_interval", 2, *options, ranks=ranks)
     assert stopped.code == 75, stopped.out
     older, newest = stopped.save / "global_step101", stopped.save / "global_step102"
     written = {path.name for path in newest.iterdir() if path.is_file()}
@@ -41,20 +41,20 @@ def test_a_mixture_is_refused_by_all_that_read_it(settings, run, convert, tmp_pa
     assert {"config.json", ".start", ".progress"} <= saves.recorded(newest).keys()
     assert convert("verify", newest).code == 0
     assert convert(command, newest, tmp_path / "sound", "-n").code == 0
-    kept = (newest / "config.json").read_text()
-    (newest / "config.json").write_text(kept.replace("10000.0", "20000.0"))
+    config_text = (newest / "config.json").read_text()
+    (newest / "config.json").write_text(config_text.replace("10000.0", "20000.0"))
     edited = convert(command, newest, tmp_path / "edited")
     assert (edited.code, "config.json is not of this step" in edited.err) == (3, True), edited.err
-    (newest / "config.json").write_text(kept)
+    (newest / "config.json").write_text(config_text)
     name = next(path.name for path in newest.glob(f"*{name}"))
     assert (older / name).stat().st_size == (newest / name).stat().st_size
     shutil.copy(older / name, newest / name)
 
-    found = run(config, *words, ranks=ranks)
-    assert found.code == 3, found.out
-    assert found.out.count("error: ") == 1, found.out
-    assert f"{newest} is a mixture of different saves: {name} is not of this step: " in found.out
-    assert f"rsync -rc SOURCE/global_step102/ {newest}/" in found.out
+    refused_run = run(config, *options, ranks=ranks)
+    assert refused_run.code == 3, refused_run.out
+    assert refused_run.out.count("error: ") == 1, refused_run.out
+    assert f"{newest} is a mixture of different saves: {name} is not of this step: " in refused_run.out
+    assert f"rsync -rc SOURCE/global_step102/ {newest}/" in refused_run.out
     for tried in ([command, newest, tmp_path / "out"], ["inspect", newest], ["digest", newest]):
         ran = convert(*tried)
         assert ran.code == 3, ran.err
@@ -67,9 +67,9 @@ def test_a_mixture_is_refused_by_all_that_read_it(settings, run, convert, tmp_pa
     if command == "zero2hf":  # the files themselves have steps
         refused(convert(command, newest, tmp_path / "out"), 3, name, "is of step 1.0", "files of different saves")
         return
-    again = run(config, "--steps.exit_interval", 3, *words, ranks=ranks)  # as of a version that left no record
-    assert again.code == 75, again.out
-    assert f"note       {newest} has no .files: nothing proves that its files are of one save" in again.out
+    resumed = run(config, "--steps.exit_interval", 3, *options, ranks=ranks)  # as of a version that left no record
+    assert resumed.code == 75, resumed.out
+    assert f"note       {newest} has no .files: nothing proves that its files are of one save" in resumed.out
 
 
 SMALL = {"config.json": b"{}", "adapter_config.json": b"{}", ".start": b"{}"}
@@ -87,11 +87,11 @@ def test_small_files_belong_to_the_save(tmp_path):
         (folder / name).write_bytes(b"edited")
     saves.require_one_save(folder)
     for name in (*SMALL, ".progress"):
-        kept = (folder / name).read_bytes()
-        (folder / name).write_bytes(b" " * len(kept))
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(b" " * len(content))
         with pytest.raises(SourceError, match=f"{re.escape(name)} is not of this step"):
             saves.require_one_save(folder)
-        (folder / name).write_bytes(kept)
+        (folder / name).write_bytes(content)
     for name in saves.REQUIRED:
         (folder / name).rename(folder / "kept")
         with pytest.raises(SourceError, match=rf"{re.escape(name)} is not there, and .*\.files lists it"):

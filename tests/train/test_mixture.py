@@ -18,8 +18,8 @@ from train.settings.mixture import Set, turns, weights_of
 WEIGHTS = st.lists(st.integers(1, 50), min_size=1, max_size=6)
 
 
-def data(sets, **more):
-    return Data(train=["P"] * sets, seq_length=8, **more)
+def data(sets, **settings):
+    return Data(train=["P"] * sets, seq_length=8, **settings)
 
 
 def apportioned(weights, samples):
@@ -33,12 +33,12 @@ def apportioned(weights, samples):
 
 
 @given(WEIGHTS, st.integers(1, 300), st.integers(0, 300))
-def test_sets_take_turns_as_seats_are_given(amounts, samples, more):
+def test_sets_take_turns_as_seats_are_given(amounts, samples, further):
     weights = tuple(amount / math.fsum(amounts) for amount in amounts)
-    found = [tuple(map(int, pair)) for pair in zip(*turns(weights, samples), strict=True)]
-    assert found == list(apportioned(weights, samples))
-    longer = [tuple(map(int, pair)) for pair in zip(*turns(weights, samples + more), strict=True)]
-    assert longer[:samples] == found
+    pairs = [tuple(map(int, pair)) for pair in zip(*turns(weights, samples), strict=True)]
+    assert pairs == list(apportioned(weights, samples))
+    longer = [tuple(map(int, pair)) for pair in zip(*turns(weights, samples + further), strict=True)]
+    assert longer[:samples] == pairs
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.sampled_from([0.5, 1.0, 2.0, 3.5])), min_size=1, max_size=5))
@@ -71,7 +71,7 @@ def test_any_ranks_take_the_same_rows():
 
 
 @pytest.mark.parametrize(
-    ("more", "rows", "expected"),
+    ("settings", "rows", "expected"),
     [
         ({}, [10, 30], []),
         ({"weights": [3, 1]}, [10, 30], [0.75, 0.25]),
@@ -80,12 +80,12 @@ def test_any_ranks_take_the_same_rows():
         ({"epochs": [2, 1]}, [10, 20], [0.5, 0.5]),
     ],
 )
-def test_shares(more, rows, expected):
-    assert weights_of(data(2, **more), rows) == pytest.approx(expected)
+def test_shares(settings, rows, expected):
+    assert weights_of(data(2, **settings), rows) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
-    ("more", "steps", "said"),
+    ("settings", "steps", "message"),
     [
         ({"weights": [1]}, {"epochs": 1}, "data.weights has 1 values, data.train 2 sets"),
         ({"weights": [1, 1], "epochs": [1, 1]}, {}, "give one of them"),
@@ -94,10 +94,10 @@ def test_shares(more, rows, expected):
         ({"weights": [1, 1]}, {}, "one of steps.train_iters"),
     ],
 )
-def test_what_contradicts_itself_is_refused(more, steps, said):
+def test_what_contradicts_itself_is_refused(settings, steps, message):
     with pytest.raises(UsageError) as failed:
-        make_order([0, 10, 20], 1, data(2, **more), Steps(**steps), 4)
-    assert said in f"{failed.value} {failed.value.hint}"
+        make_order([0, 10, 20], 1, data(2, **settings), Steps(**steps), 4)
+    assert message in f"{failed.value} {failed.value.hint}"
 
 
 @pytest.mark.distributed
@@ -109,15 +109,15 @@ def test_a_mixture_is_trained_the_same_on_any_ranks_and_after_a_stop(settings, r
     rows = planned["rows"] // 2
     assert [part["trained"] for part in planned["mixture"]] == [round(0.9 * rows), round(0.3 * rows)]
     assert "trained rows" in train("plan", config).out
-    whole = run(config, save="whole")
-    assert whole.code == 0, whole.out
-    assert f"{round(0.9 * rows)} rows, 74." in whole.out
-    assert sum(whole.series("tokens")) == pytest.approx(sum(part["tokens"] for part in planned["mixture"]), rel=0.2)
+    reference = run(config, save="whole")
+    assert reference.code == 0, reference.out
+    assert f"{round(0.9 * rows)} rows, 74." in reference.out
+    assert sum(reference.series("tokens")) == pytest.approx(sum(part["tokens"] for part in planned["mixture"]), rel=0.2)
     assert run(config, "--steps.exit_interval", 3).code == 75
     other = run(config, "--data.epochs", "[0.3, 0.9]")
     assert other.code == 5, other.out
     assert "the rows of data.train" in other.out
-    again = run(config, ranks=2)
-    assert again.series("trained_tokens") == whole.series("trained_tokens")
+    resumed = run(config, ranks=2)
+    assert resumed.series("trained_tokens") == reference.series("trained_tokens")
     for name in ("loss", "grad_norm"):
-        assert again.series(name) == pytest.approx(whole.series(name), abs=2e-6)
+        assert resumed.series(name) == pytest.approx(reference.series(name), abs=2e-6)

@@ -33,11 +33,11 @@ def flat_of(documents):
     """Documents of (tokens, mask), as `Rows.flat` lays them out."""
     inputs = [tokens[:-1] for tokens, _ in documents]
     labels = [np.where(mask[1:], tokens[1:], IGNORED) for tokens, mask in documents]
-    sizes = [len(one) for one in inputs]
+    sizes = [len(document) for document in inputs]
     ends = np.array([0, *np.cumsum(sizes)], np.int32)
     positions = np.concatenate([np.arange(size) for size in sizes])
-    whole = np.concatenate(labels)
-    return Flat(np.concatenate(inputs), whole, positions, ends, max(sizes), int((whole != IGNORED).sum()))
+    joined = np.concatenate(labels)
+    return Flat(np.concatenate(inputs), joined, positions, ends, max(sizes), int((joined != IGNORED).sum()))
 
 
 @pytest.fixture
@@ -52,23 +52,23 @@ def test_packed_is_unpacked_in_losses_and_gradients(model, documents, family):
     packed, alone = loaded(folder), loaded(folder)
     total = packed(flat_of(documents), CPU)
     total.backward()
-    parts = [alone(flat_of([one]), CPU) for one in documents]
+    parts = [alone(flat_of([document]), CPU) for document in documents]
     torch.stack(parts).sum().backward()
     assert total.item() == pytest.approx(sum(part.item() for part in parts), rel=1e-6)
-    for (name, one), (_, other) in zip(packed.named_parameters(), alone.named_parameters(), strict=True):
-        assert torch.allclose(one.grad, other.grad, atol=2e-5, rtol=1e-4), name
+    for (name, tensor), (_, other) in zip(packed.named_parameters(), alone.named_parameters(), strict=True):
+        assert torch.allclose(tensor.grad, other.grad, atol=2e-5, rtol=1e-4), name
 
 
 def test_a_cache_would_mix_documents(model, documents):
     """What the arguments of `forward_kwargs` protect from: the default of every model."""
     trainee = loaded(model("llama", vocab_size=253))
-    words = forward_kwargs(flat_of(documents), CPU, "sdpa")
-    assert words["use_cache"] is False
-    assert "attention_mask" not in words
+    kwargs = forward_kwargs(flat_of(documents), CPU, "sdpa")
+    assert kwargs["use_cache"] is False
+    assert "attention_mask" not in kwargs
     with torch.no_grad():
-        right = trainee.model(**words).logits
-        mixed = trainee.model(**words | {"use_cache": True}).logits
-        ones = trainee.model(**words | {"attention_mask": torch.ones_like(words["input_ids"])}).logits
+        right = trainee.model(**kwargs).logits
+        mixed = trainee.model(**kwargs | {"use_cache": True}).logits
+        ones = trainee.model(**kwargs | {"attention_mask": torch.ones_like(kwargs["input_ids"])}).logits
     assert (mixed - right).abs().max() > 0.1
     assert (ones - right).abs().max() > 0.1
 
@@ -118,12 +118,12 @@ def test_chunks_of_the_loss(monkeypatch):
     head, hidden = torch.nn.Linear(16, 50), torch.randn(100, 16, requires_grad=True)
     labels = torch.randint(0, 50, (100,))
     labels[::3] = IGNORED
-    whole = torch.nn.functional.cross_entropy(head(hidden), labels, ignore_index=IGNORED, reduction="sum")
-    expected = torch.autograd.grad(whole, hidden)[0]
+    loss = torch.nn.functional.cross_entropy(head(hidden), labels, ignore_index=IGNORED, reduction="sum")
+    expected = torch.autograd.grad(loss, hidden)[0]
     monkeypatch.setattr("train.model.trainee.CHUNK", 7)
-    found = summed_loss(hidden, labels, head)
-    assert found.item() == pytest.approx(whole.item(), rel=1e-6)
-    assert torch.allclose(torch.autograd.grad(found, hidden)[0], expected, atol=1e-6)
+    chunked = summed_loss(hidden, labels, head)
+    assert chunked.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert torch.allclose(torch.autograd.grad(chunked, hidden)[0], expected, atol=1e-6)
     assert float(summed_loss(hidden, torch.full((100,), IGNORED), head)) == 0
 
 

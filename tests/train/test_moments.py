@@ -26,7 +26,7 @@ def small(tmp_path_factory):
     folder = tmp_path_factory.mktemp("small")
     lines = (GOLDEN / "sft.jsonl").read_text().replace("<<<|user|>>>", " ").replace("<<<|assistant|>>>", " ")
     (folder / "text.jsonl").write_text(lines)
-    words = [
+    argv = [
         "tokenize",
         "--input",
         folder / "text.jsonl",
@@ -36,7 +36,7 @@ def small(tmp_path_factory):
         "1",
         "-q",
     ]
-    ran = spawn([*map(str, words), "--output-prefix", str(folder / "P")], 1)
+    ran = spawn([*map(str, argv), "--output-prefix", str(folder / "P")], 1)
     out, _ = ran.communicate(timeout=60)
     assert ran.returncode == 0, out
     return folder / "P_text_document"
@@ -58,7 +58,7 @@ def expected(convert, small, tmp_path):
 
     parts = {}
     for state in ("fp32-master", "exp_avg", "exp_avg_sq"):
-        words = [
+        options = [
             "--weights",
             state,
             "--gqa-layout",
@@ -68,20 +68,20 @@ def expected(convert, small, tmp_path):
             "--tokenizer",
             NEOX / "spm101.model",
         ]
-        made = convert("neox2hf", START, tmp_path / state, *words)
-        assert made.code == 0, made.err
+        ran = convert("neox2hf", START, tmp_path / state, *options)
+        assert ran.code == 0, ran.err
         parts[state] = AutoModelForCausalLM.from_pretrained(tmp_path / state, dtype=torch.float32)
     model, first, second = parts.values()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    for tensor, one, other in zip(model.parameters(), first.parameters(), second.parameters(), strict=True):
-        optimizer.state[tensor] = {"step": torch.tensor(6.0), "exp_avg": one.data, "exp_avg_sq": other.data}
+    for tensor, mean, square in zip(model.parameters(), first.parameters(), second.parameters(), strict=True):
+        optimizer.state[tensor] = {"step": torch.tensor(6.0), "exp_avg": mean.data, "exp_avg_sq": square.data}
     return by_hand(model, small, 4, optimizer, "all")
 
 
-def require(found, expected, near=NEAR):
-    assert found.code == 0, found.out
+def require(ran, expected, near=NEAR):
+    assert ran.code == 0, ran.out
     for name, values in zip(("loss", "grad_norm"), expected, strict=True):
-        assert found.series(name) == pytest.approx(values, abs=near), name
+        assert ran.series(name) == pytest.approx(values, abs=near), name
 
 
 def test_moments_of_neox_are_taken_up(config, run, expected):
@@ -102,18 +102,18 @@ def test_other_engines_take_them_up_too(config, run, expected, engine, near):
 
 
 def test_what_has_no_moments_is_refused(config, model, tmp_path):
-    def begun(*words):
-        return load_config(config, ["--save.path", str(tmp_path / "save"), *map(str, words)])[0]
+    def load(*options):
+        return load_config(config, ["--save.path", str(tmp_path / "save"), *map(str, options)])[0]
 
     with pytest.raises(RefusedError, match="iteration_offset is 7") as refused:
-        moments_of(begun("--steps.iteration_offset", 7), "fsdp")
+        moments_of(load("--steps.iteration_offset", 7), "fsdp")
     assert refused.value.hint == "--steps.iteration_offset 6"
     with pytest.raises(UnsupportedError, match="no optimizer is read") as refused:
-        moments_of(begun("--model.path", model("llama", vocab_size=253)), "fsdp")
+        moments_of(load("--model.path", model("llama", vocab_size=253)), "fsdp")
     assert refused.value.hint == "--init finetune takes the weights alone"
-    for words, message in (
+    for arguments, message in (
         (["--lora.rank", 2], "init moments continues a training of all weights, and lora starts another"),
         (["--model.init", "config"], "and model.init config starts another"),
     ):
         with pytest.raises(UsageError, match=message):
-            check_effect(begun(*words), 8)
+            check_effect(load(*arguments), 8)

@@ -42,8 +42,8 @@ def test_defaults_are_those_of_gpt_neox(read):
     assert (config.optim.weight_decay, config.optim.betas, config.optim.clip) == (0.1, (0.9, 0.999), 1.0)
     assert "no lr_decay_style -> schedule.style: linear" in notes
     assert "no warmup -> schedule.warmup: 0.01" in notes
-    said, notes = read(BARE, "--schedule.style", "cosine", "--schedule.warmup", "5", "--data.packing", "bfd")
-    assert (said.schedule.style, said.schedule.warmup, said.data.packing) == ("cosine", 5, "bfd")
+    loaded, notes = read(BARE, "--schedule.style", "cosine", "--schedule.warmup", "5", "--data.packing", "bfd")
+    assert (loaded.schedule.style, loaded.schedule.warmup, loaded.data.packing) == ("cosine", 5, "bfd")
     assert not [note for note in notes if "style" in note or "warmup" in note or "packing" in note]
 
 
@@ -67,26 +67,26 @@ COOL += "warmup: 0\niteration_offset: 339086\n"
 def neox_rate(step, style, low, *, warmup=0.0, decayed=100, high=1.6e-4):
     """The rate of a step, as megatron/learning_rates.py computes it after the warm-up."""
     warm = warmup * decayed
-    past, whole = step - warm, decayed - warm
+    past, steps = step - warm, decayed - warm
     rate = {
-        "linear": high * (whole - past) / whole,
-        "cosine": low + (high - low) / 2 * (math.cos(math.pi * past / whole) + 1),
-        "exponential": high * math.exp(-0.693 * past / whole),
+        "linear": high * (steps - past) / steps,
+        "cosine": low + (high - low) / 2 * (math.cos(math.pi * past / steps) + 1),
+        "exponential": high * math.exp(-0.693 * past / steps),
         "constant": high,
     }[style]
     return max(rate, low)
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine", "exponential", "constant"])
-@pytest.mark.parametrize("more", ["warmup: 0\n", "warmup: 0.1\n", "warmup: 0.1\nlr_decay_iters: 50\n"])
-def test_rates_are_those_of_gpt_neox(read, style, more):
-    config, _ = read(BARE + f"lr_decay_style: {style}\nmin_lr: 9.0e-5\n" + more)
-    told = yaml.safe_load(more)
-    decayed = told.get("lr_decay_iters", 100)
+@pytest.mark.parametrize("lines", ["warmup: 0\n", "warmup: 0.1\n", "warmup: 0.1\nlr_decay_iters: 50\n"])
+def test_rates_are_those_of_gpt_neox(read, style, lines):
+    config, _ = read(BARE + f"lr_decay_style: {style}\nmin_lr: 9.0e-5\n" + lines)
+    settings = yaml.safe_load(lines)
+    decayed = settings.get("lr_decay_iters", 100)
     check_schedule(config, 100)
-    first = math.ceil(told["warmup"] * decayed)
+    first = math.ceil(settings["warmup"] * decayed)
     for step in range(first, decayed):
-        expected = neox_rate(step, style, 9e-5, warmup=told["warmup"], decayed=decayed)
+        expected = neox_rate(step, style, 9e-5, warmup=settings["warmup"], decayed=decayed)
         assert learning_rate(config, step, 100) == pytest.approx(expected, rel=1e-9), step
 
 
@@ -196,12 +196,12 @@ def test_files_of_the_users_own_tool_are_masked(read):
     prefix = GOLDEN / "sft_text_document"
     rows = open_rows(config.data, [prefix], 1)
     expected = open_documents(prefix, None, {"user": 7, "assistant": 8})
-    found = sum(rows.flat([number]).trained for number in range(len(rows)))
+    trained = sum(rows.flat([number]).trained for number in range(len(rows)))
     masked = open_rows(config.data.model_copy(update={"packing": "bfd", "seq_length": 512}), [prefix], 1)
-    whole = sum(masked.flat([number]).trained for number in range(len(masked)))
-    labels = [np.array(expected.trained(one, one + 1)) for one in range(len(expected.indexed))]
-    assert whole == sum(int(one.sum()) for one in labels) < expected.indexed.total
-    assert 0 < found <= whole
+    total = sum(masked.flat([number]).trained for number in range(len(masked)))
+    labels = [np.array(expected.trained(number, number + 1)) for number in range(len(expected.indexed))]
+    assert total == sum(int(mask.sum()) for mask in labels) < expected.indexed.total
+    assert 0 < trained <= total
     with pytest.raises(RefusedError) as caught:
         open_rows(Data(train=[prefix], seq_length=64), [prefix], 1)
     assert "--data.control_tokens '{user: 7, assistant: 8}'" in caught.value.hint

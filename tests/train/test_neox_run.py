@@ -21,24 +21,24 @@ YML = """{{
 
 
 @pytest.fixture
-def begun(model, convert, tmp_path):
+def config(model, convert, tmp_path):
     """Their run folder at step 500, as GPT-NeoX leaves it: no Hugging Face folder in it, the tokenizer elsewhere."""
-    made = convert("hf2neox", model("llama", vocab_size=253), tmp_path / "run", "--tp", 2, "--iteration", 500)
-    assert made.code == 0, made.err
+    ran = convert("hf2neox", model("llama", vocab_size=253), tmp_path / "run", "--tp", 2, "--iteration", 500)
+    assert ran.code == 0, ran.err
     for folder in [path for path in (tmp_path / "run").iterdir() if path.is_dir() and (path / "config.json").is_file()]:
         shutil.rmtree(folder)
     for suffix in (".bin", ".idx"):  # without the facts that `train tokenize` writes
         shutil.copy(GOLDEN / f"sft_text_document{suffix}", tmp_path / f"P_text_document{suffix}")
-    words = {"data": tmp_path / "P_text_document", "vocab": GOLDEN / "model.model", "run": tmp_path / "run"}
-    (tmp_path / "c.yml").write_text(YML.format(**words))
+    paths = {"data": tmp_path / "P_text_document", "vocab": GOLDEN / "model.model", "run": tmp_path / "run"}
+    (tmp_path / "c.yml").write_text(YML.format(**paths))
     return tmp_path / "c.yml"
 
 
-def test_a_chain_of_their_jobs(begun, run, convert, train, tmp_path, monkeypatch):
+def test_a_chain_of_their_jobs(config, run, convert, train, tmp_path, monkeypatch):
     """With `finetune: true` in the folder that the start lies in; the next job goes on, and the last one exports."""
-    words = ["--export", tmp_path / "out", "--chat_template", "control"]
+    options = ["--export", tmp_path / "out", "--chat_template", "control"]
     monkeypatch.setenv("SFT_ENABLED", "0")
-    first = run(begun, *words, "--steps.exit_interval", 2, save="run")
+    first = run(config, *options, "--steps.exit_interval", 2, save="run")
     assert first.code == 75, first.out
     assert "loss_mask_pairs, loss_mask_alternating_individual -> data.control_tokens" in first.out
     assert "note: SFT_ENABLED 0 in the environment has no effect: data.loss says what is trained" in first.out
@@ -46,9 +46,9 @@ def test_a_chain_of_their_jobs(begun, run, convert, train, tmp_path, monkeypatch
     trained, tokens = (sum(first.series(name)) for name in ("trained_tokens", "tokens"))
     assert 0 < trained < tokens
     assert (tmp_path / "run/latest").read_text() == "global_step502"
-    second = run(begun, *words, save="run")
+    second = run(config, *options, save="run")
     assert second.code == 0, second.out
-    planned = train("plan", begun)
+    planned = train("plan", config)
     assert (planned.code, "steps.train_iters 4 are" in planned.err) == (0, True), planned.err
     assert "note: SFT_ENABLED 0 in the environment has no effect" in planned.err
     assert "weights    " + str(tmp_path / "run/global_step502") in second.out
@@ -58,24 +58,24 @@ def test_a_chain_of_their_jobs(begun, run, convert, train, tmp_path, monkeypatch
     assert (out / "tokenizer.json").is_file()
     assert "<|assistant|>" in (out / "chat_template.jinja").read_text()
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == 3
-    third = run(begun, "--steps.iteration_offset", 504, "--seed", 9, save="run")
+    third = run(config, "--steps.iteration_offset", 504, "--seed", 9, save="run")
     assert third.code == 0, third.out
     ours = convert("digest", tmp_path / "run/global_step504").out.split()[0]
     assert convert("digest", tmp_path / "run/start").out.split()[0] == ours  # the next phase: weights, no moments
     assert third.series("global_step")[4:] == [505, 506, 507, 508]
 
 
-def test_what_an_export_lacks_is_said_before_the_first_step(begun, run, model, tmp_path):
+def test_what_an_export_lacks_is_said_before_the_first_step(config, run, model, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(model("llama", vocab_size=253), bare, ignore=shutil.ignore_patterns("tokenizer*"))
-    gone = run(begun, "--model.tokenizer", tmp_path / "gone.model", save="run")
+    gone = run(config, "--model.tokenizer", tmp_path / "gone.model", save="run")
     assert (gone.code, "gone.model, the tokenizer of" in gone.out) == (3, True), gone.out
-    none = run(begun, "--model.tokenizer", "null", "--export", tmp_path / "out", save="run")
+    none = run(config, "--model.tokenizer", "null", "--export", tmp_path / "out", save="run")
     assert (none.code, "would have no tokenizer" in none.out) == (5, True), none.out
     assert "convert tokenizer FILE FOLDER, convert assets OUT --from FOLDER" in none.out
-    kept = run(begun, "--model.path", bare, "--export", tmp_path / "out", save="run")
-    assert (kept.code, "would have no tokenizer" in kept.out) == (5, True), kept.out
-    wrong = run(begun, "--export", tmp_path / "out", "--chat_template", "nosuch", save="run")
+    bare_run = run(config, "--model.path", bare, "--export", tmp_path / "out", save="run")
+    assert (bare_run.code, "would have no tokenizer" in bare_run.out) == (5, True), bare_run.out
+    wrong = run(config, "--export", tmp_path / "out", "--chat_template", "nosuch", save="run")
     assert wrong.code != 0
     assert "nosuch" in wrong.out
     assert not (tmp_path / "run/log.jsonl").exists()

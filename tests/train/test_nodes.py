@@ -50,11 +50,11 @@ def test_of_two_nodes_the_slower_one_is_slow_and_one_alone_is_not():
 
 @pytest.mark.parametrize("count", range(1, 9))
 def test_in_a_round_no_node_has_two_neighbours(count):
-    found = rounds(count)
-    pairs = [frozenset(pair) for one in found for pair in one]
+    plan = rounds(count)
+    pairs = [frozenset(pair) for pairing in plan for pair in pairing]
     assert len(set(pairs)) == len(pairs)
     assert set(pairs) == {frozenset((at, (at + 1) % count)) for at in range(count) if count > 1}
-    assert all(len({node for pair in one for node in pair}) == 2 * len(one) for one in found)
+    assert all(len({node for pair in pairing for node in pair}) == 2 * len(pairing) for pairing in plan)
 
 
 @pytest.mark.parametrize(
@@ -70,16 +70,16 @@ def test_in_a_round_no_node_has_two_neighbours(count):
 def test_the_first_node_is_known_without_scontrol(monkeypatch, step, job, first):
     """`srun containers/run --image … train run` of a user: neither a job of ours nor Slurm inside the image."""
     monkeypatch.setenv("PATH", "")
-    held = {
+    task = {
         "SLURM_NTASKS": "16",
         "SLURM_STEP_NUM_TASKS": "16",
         "SLURM_PROCID": "3",
         "SLURM_JOB_ID": "131071",
         "SLURM_JOB_NODELIST": job,
     }
-    found = joined(held | ({"SLURM_STEP_NODELIST": step} if step else {}))
-    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == (first, "31071")
-    assert joined(held | {"MASTER_ADDR": "m9", "MASTER_PORT": "7"})["MASTER_ADDR"] == "m9"
+    variables = joined(task | ({"SLURM_STEP_NODELIST": step} if step else {}))
+    assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == (first, "31071")
+    assert joined(task | {"MASTER_ADDR": "m9", "MASTER_PORT": "7"})["MASTER_ADDR"] == "m9"
 
 
 def test_without_a_list_of_nodes_a_task_is_refused():
@@ -99,8 +99,8 @@ def test_who_has_a_slow_link_is_found_and_its_neighbours_are_not():
         )
         for rank in range(3)
     ]  # fmt: skip
-    told = [process.communicate(timeout=100)[0] for process in started]
-    names, matmuls, links = zip(*json.loads(told[0]), strict=True)
+    outputs = [process.communicate(timeout=100)[0] for process in started]
+    names, matmuls, links = zip(*json.loads(outputs[0]), strict=True)
     assert names == ("n0", "n1", "n2")
     assert min(matmuls) > 0
     assert links[1] >= 0.5 > max(links[0], links[2]) > 0

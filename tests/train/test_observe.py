@@ -29,23 +29,23 @@ def test_flops_are_those_that_torch_counts(model, family):
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoModelForCausalLM
 
-    made = AutoModelForCausalLM.from_pretrained(model(family, vocab_size=253), attn_implementation="eager")
+    network = AutoModelForCausalLM.from_pretrained(model(family, vocab_size=253), attn_implementation="eager")
     length = 96
     flat = flat_of([(np.arange(length + 1), np.ones(length + 1, bool))])
     with FlopCounterMode(display=False) as counted:
-        made(input_ids=torch.from_numpy(flat.input_ids)[None], use_cache=False).logits.sum().backward()
-    layers, width = made.config.num_hidden_layers, made.config.hidden_size
+        network(input_ids=torch.from_numpy(flat.input_ids)[None], use_cache=False).logits.sum().backward()
+    layers, width = network.config.num_hidden_layers, network.config.hidden_size
     masked = 6.0 * layers * width * length**2
-    assert flops_of([flat], made.config, multiplied(made)) + masked == pytest.approx(
+    assert flops_of([flat], network.config, multiplied(network)) + masked == pytest.approx(
         counted.get_total_flops(), rel=0.02
     )
 
 
 def test_attention_counts_documents_not_rows(model):
     config = SimpleNamespace(num_attention_heads=4, num_hidden_layers=2, hidden_size=64)
-    one = flat_of([(np.arange(101), np.ones(101, bool))])
-    two = flat_of([(np.arange(51), np.ones(51, bool))] * 2)
-    assert flops_of([one], config, 0) == 2 * flops_of([two], config, 0) == 12 * 2 * 64 * 100**2 / 2
+    single = flat_of([(np.arange(101), np.ones(101, bool))])
+    double = flat_of([(np.arange(51), np.ones(51, bool))] * 2)
+    assert flops_of([single], config, 0) == 2 * flops_of([double], config, 0) == 12 * 2 * 64 * 100**2 / 2
 
 
 @distributed
@@ -53,17 +53,17 @@ def test_trackers_continue_their_curves(settings, run, monkeypatch, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("WANDB_MODE", "offline")
-    words = ["--log.trackers", "[tensorboard, wandb]"]
+    options = ["--log.trackers", "[tensorboard, wandb]"]
     config = settings(steps={"train_iters": 6}, save={"every": 2})
-    assert run(config, *words, "--steps.exit_interval", 4).code == 75
+    assert run(config, *options, "--steps.exit_interval", 4).code == 75
     (tmp_path / "save/latest").write_text("global_step102")  # as if it had died behind step 2
-    done = run(config, *words)
+    done = run(config, *options)
     assert done.code == 0, done.out
     curves = EventAccumulator(str(done.save / "runs"))
     curves.Reload()
-    held = curves.Scalars("loss")
-    assert [one.step for one in held] == [101, 102, 103, 104, 105, 106]
-    assert [one.value for one in held] == pytest.approx(done.series("loss"), abs=1e-6)
+    curve = curves.Scalars("loss")
+    assert [point.step for point in curve] == [101, 102, 103, 104, 105, 106]
+    assert [point.value for point in curve] == pytest.approx(done.series("loss"), abs=1e-6)
     runs = [path.name for path in (done.save / "wandb").glob("offline-run-*")]
     assert len(runs) == 2
     assert len({name.rpartition("-")[2] for name in runs}) == 1
@@ -73,9 +73,9 @@ def test_trackers_continue_their_curves(settings, run, monkeypatch, tmp_path):
 def test_profiles(settings, run):
     counted = run(settings(steps={"train_iters": 3}), "--profile.kind", "flops", "--profile.after", 1, ranks=2)
     assert counted.code == 0, counted.out
-    found = re.search(r"flops +(\S+) in 1 steps of all ranks", counted.out)
-    assert found, counted.out
-    assert float(found[1]) > 1e6
+    flops = re.search(r"flops +(\S+) in 1 steps of all ranks", counted.out)
+    assert flops, counted.out
+    assert float(flops[1]) > 1e6
     traced = run(settings(steps={"train_iters": 3}), "--profile.kind", "trace", "--profile.after", 1, save="traced")
     assert traced.code == 0, traced.out
     assert json.loads(gzip.decompress((traced.save / "profiler/rank0.json.gz").read_bytes()))["traceEvents"]
@@ -85,8 +85,8 @@ def test_a_long_evaluation_is_no_hang(model, data, alone):
     """The watch hears of each row."""
     rows = open_rows(Data(train=[data], seq_length=64), [data], 1)
     calls = []
-    found = evaluate(loaded(model("llama", vocab_size=253)), {"one": rows}, alone, None, 3, lambda: calls.append(1))
-    assert (len(calls), found["one"].tokens > 0) == (3, True)
+    scores = evaluate(loaded(model("llama", vocab_size=253)), {"one": rows}, alone, None, 3, lambda: calls.append(1))
+    assert (len(calls), scores["one"].tokens > 0) == (3, True)
 
 
 HANGS = """
@@ -101,8 +101,8 @@ main()
 
 @distributed
 def test_a_rank_that_hangs_tells_where_and_ends(settings, tmp_path):
-    words = [str(settings()), "--save.path", str(tmp_path / "save"), "--parallel.timeout_minutes", "0.05"]
-    ran = subprocess.run([sys.executable, "-c", HANGS, *words], capture_output=True, text=True, timeout=60, check=False)
+    argv = [str(settings()), "--save.path", str(tmp_path / "save"), "--parallel.timeout_minutes", "0.05"]
+    ran = subprocess.run([sys.executable, "-c", HANGS, *argv], capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 1
     assert "Timeout (0:00:03)!" in ran.stderr
     assert 'loop.py", line' in ran.stderr

@@ -58,12 +58,12 @@ def kernel():
 def alone(kernel, tmp_path):
     """`alone(code, words)`: run Python where there is no network; what it wrote, and whom it tried to reach."""
 
-    def run(code, *words):
+    def run(code, *argv):
         attempts = tmp_path / "attempts"
         attempts.write_text("")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
-        env = kept | {"PYTHONPATH": str(ROOT), "ATTEMPTS": str(attempts), "HF_HOME": str(tmp_path / "home")}
-        command = [*UNSHARE, sys.executable, "-c", ALONE, sys.executable, "-c", WATCHED, code, *map(str, words)]
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+        env = variables | {"PYTHONPATH": str(ROOT), "ATTEMPTS": str(attempts), "HF_HOME": str(tmp_path / "home")}
+        command = [*UNSHARE, sys.executable, "-c", ALONE, sys.executable, "-c", WATCHED, code, *map(str, argv)]
         ran = subprocess.run(command, check=False, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
         return ran, attempts.read_text().splitlines()
 

@@ -132,10 +132,10 @@ def test_each_key_is_accounted_for(tmp_path, name):
     (tmp_path / "c.yml").write_text(text)
     settings, lines = translate(TRAINERS[name], tmp_path / "c.yml")
     assert settings == expected
-    said = [line.removeprefix("not translated: ") for line in lines if line.startswith("not translated")]
-    assert [one.startswith(key) for one, key in zip(sorted(said), sorted(left), strict=True)] == [True] * len(left), (
-        said
-    )
+    untranslated = [line.removeprefix("not translated: ") for line in lines if line.startswith("not translated")]
+    assert [entry.startswith(key) for entry, key in zip(sorted(untranslated), sorted(left), strict=True)] == [
+        True
+    ] * len(left), untranslated
     together = "\n".join(lines)
     given = yaml.safe_load(text)
     for key, value in given.items():
@@ -148,18 +148,18 @@ def test_each_key_is_accounted_for(tmp_path, name):
 def test_a_run_folder_is_made_of_it(train, model, data, tmp_path, name):
     text, expected, _ = CASES[name]
     (tmp_path / "c.yml").write_text(text)
-    words = ["init", tmp_path / "run", f"--from-{name}", tmp_path / "c.yml", "--data", data]
-    assert "is not a folder here" in train(*words).err
-    made = train(*words, "--from", model("llama", vocab_size=253))
-    assert made.code == 0, made.err
-    assert "not translated: " in made.err
-    assert f"optim.lr: {expected['optim.lr']}" in made.err
+    argv = ["init", tmp_path / "run", f"--from-{name}", tmp_path / "c.yml", "--data", data]
+    assert "is not a folder here" in train(*argv).err
+    ran = train(*argv, "--from", model("llama", vocab_size=253))
+    assert ran.code == 0, ran.err
+    assert "not translated: " in ran.err
+    assert f"optim.lr: {expected['optim.lr']}" in ran.err
     config, _ = load_config(tmp_path / "run/config.yml")
     assert config.batch.size is None
     assert config.optim.lr == expected["optim.lr"]
     assert (config.lora is not None) == any(setting.startswith("lora.") for setting in expected)
-    words = ["--json", "--data.seq_length", 64, "--schedule.warmup", 0]
-    planned = json.loads(train("plan", tmp_path / "run/config.yml", *words).out)
+    argv = ["--json", "--data.seq_length", 64, "--schedule.warmup", 0]
+    planned = json.loads(train("plan", tmp_path / "run/config.yml", *argv).out)
     assert planned["batch"] == expected["batch.micro"] * expected["batch.accumulation"]
 
 
@@ -173,9 +173,9 @@ def test_rates_are_those_of_the_trainer_but_for_the_first_step(tmp_path, style):
         f"model_name_or_path: M\nlr_scheduler_type: {style}\nwarmup_steps: 5\nmax_steps: 40\n"
     )
     settings, _ = translate(TRAINERS["trl"], tmp_path / "c.yml")
-    words = [word for name, value in settings.items() for word in (f"--{name}", json.dumps(value))]
+    options = [word for name, value in settings.items() for word in (f"--{name}", json.dumps(value))]
     (tmp_path / "ours.yml").write_text("save: {path: s}\ndata: {train: [P]}\n")
-    config, _ = load_config(tmp_path / "ours.yml", words)
+    config, _ = load_config(tmp_path / "ours.yml", options)
     optimizer = torch.optim.AdamW([torch.zeros(1)], lr=config.optim.lr)
     scheduler = get_scheduler(style, optimizer, 5, 40)
     theirs = []
@@ -189,21 +189,21 @@ def test_rates_are_those_of_the_trainer_but_for_the_first_step(tmp_path, style):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("axolotl", "warmup_steps: 5\nwarmup_ratio: 0.1\n", "warmup_steps and warmup_ratio both mean schedule.warmup"),
         ("trl", "- a\n", "is not a mapping"),
         ("trl", "a: [\n", "is not YAML"),
     ],
 )
-def test_what_contradicts_itself_is_refused(tmp_path, name, text, said):
+def test_what_contradicts_itself_is_refused(tmp_path, name, text, message):
     (tmp_path / "c.yml").write_text(text)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         translate(TRAINERS[name], tmp_path / "c.yml")
 
 
 def test_adapters_are_trained_only_where_the_file_says_so(tmp_path):
-    for text, wanted in (("lora_r: 8\n", False), ("adapter: lora\n", True), ("adapter: qlora\nlora_r: 4\n", True)):
+    for text, expected in (("lora_r: 8\n", False), ("adapter: lora\n", True), ("adapter: qlora\nlora_r: 4\n", True)):
         (tmp_path / "c.yml").write_text(text)
         settings, _ = translate(TRAINERS["axolotl"], tmp_path / "c.yml")
-        assert any(name.startswith("lora") for name in settings) == wanted
+        assert any(name.startswith("lora") for name in settings) == expected

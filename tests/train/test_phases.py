@@ -42,23 +42,23 @@ def test_a_surplus_job_ends_at_once(settings, run):
     first = run(config, "--export", "")
     assert first.code == 0, first.out
     log = (first.save / "log.jsonl").read_bytes()
-    again = run(config)
-    told = [line for line in again.out.splitlines() if not line.startswith("[Gloo]")]  # as it does in torch 2.10
-    assert (again.code, told) == (0, ["nothing left to do: global_step102 is after the last of 2 steps"])
-    assert (again.save / "log.jsonl").read_bytes() == log
+    surplus = run(config)
+    lines = [line for line in surplus.out.splitlines() if not line.startswith("[Gloo]")]  # as it does in torch 2.10
+    assert (surplus.code, lines) == (0, ["nothing left to do: global_step102 is after the last of 2 steps"])
+    assert (surplus.save / "log.jsonl").read_bytes() == log
 
 
 @pytest.mark.parametrize("how", ["megatron", "fsdp", "neox"])
 def test_any_checkpoint_is_a_start(settings, run, model, convert, tmp_path, how):
     folder = model("llama", vocab_size=253)
-    words = {"megatron": ["hf2megatron", "--tp", 2], "fsdp": ["hf2fsdp"], "neox": ["hf2neox", "--tp", 2]}[how]
-    made = convert(words[0], folder, tmp_path / how, *words[1:])
-    assert made.code == 0, made.err
+    argv = {"megatron": ["hf2megatron", "--tp", 2], "fsdp": ["hf2fsdp"], "neox": ["hf2neox", "--tp", 2]}[how]
+    converted = convert(argv[0], folder, tmp_path / how, *argv[1:])
+    assert converted.code == 0, converted.err
     config = settings(steps={"train_iters": 2})
-    found = run(config, "--model.path", tmp_path / how, "--model.config", folder, ranks=2, save="any")
-    assert found.code == 0, found.out
-    assert f"weights    {tmp_path}/any/start" in found.out
-    assert found.series("loss") == pytest.approx(run(config).series("loss"), abs=2e-6)
+    ran = run(config, "--model.path", tmp_path / how, "--model.config", folder, ranks=2, save="any")
+    assert ran.code == 0, ran.out
+    assert f"weights    {tmp_path}/any/start" in ran.out
+    assert ran.series("loss") == pytest.approx(run(config).series("loss"), abs=2e-6)
 
 
 def test_dropout_goes_on_bit_for_bit(settings, run, model, tmp_path):
@@ -66,10 +66,10 @@ def test_dropout_goes_on_bit_for_bit(settings, run, model, tmp_path):
     config = settings("gpt_neox", steps={"train_iters": 4})
     still = run(config, save="still")
     config = settings("gpt_neox", steps={"train_iters": 4}, model={"path": str(folder)})
-    whole = run(config, save="whole")
-    assert abs(whole.series("loss")[0] - still.series("loss")[0]) > 1e-3
+    reference = run(config, save="whole")
+    assert abs(reference.series("loss")[0] - still.series("loss")[0]) > 1e-3
     assert run(config, "--steps.exit_interval", 2).code == 75
-    assert run(config).series("loss") == whole.series("loss")
+    assert run(config).series("loss") == reference.series("loss")
 
 
 def test_a_run_keeps_its_settings(settings, run, tmp_path):
@@ -78,7 +78,7 @@ def test_a_run_keeps_its_settings(settings, run, tmp_path):
     config = settings(steps={"train_iters": 1})
     done = run(config, "--optim.lr", "5e-4")
     assert done.code == 0, done.out
-    kept, notes = load_config(done.save / "config.yml")
+    saved, notes = load_config(done.save / "config.yml")
     assert not notes
-    assert kept == load_config(config, ["--optim.lr", "5e-4"])[0]
+    assert saved == load_config(config, ["--optim.lr", "5e-4"])[0]
     assert json.loads((done.save / "global_step101/.progress").read_text())["step"] == 1

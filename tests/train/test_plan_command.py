@@ -17,20 +17,20 @@ from tests.train.conftest import ROOT
 def test_the_plan_of_a_training(settings, train):
     ran = train("plan", settings(), "--ranks", 2, "--json")
     assert ran.code == 0, ran.err
-    found = json.loads(ran.out)
-    assert (found["rows"], found["batch"], found["steps"], found["parameters"]) == (59, 8, 8, 155840)
-    assert found["memory"]["weights, gradients, moments"] == 16 * 155840 // 2
-    assert found["bytes"] == sum(found["memory"].values())
+    plan = json.loads(ran.out)
+    assert (plan["rows"], plan["batch"], plan["steps"], plan["parameters"]) == (59, 8, 8, 155840)
+    assert plan["memory"]["weights, gradients, moments"] == 16 * 155840 // 2
+    assert plan["bytes"] == sum(plan["memory"].values())
     sharded = {"engine": "deepspeed", "model": {"dtype": "bf16"}}
     for stage, nbytes in ((1, (12 // 2 + 4, 2)), (2, (16 // 2, 2))):
-        held = settings(parallel={"zero_stage": stage}, **sharded)
-        memory = json.loads(train("plan", held, "--ranks", 2, "--json").out)["memory"]
+        config = settings(parallel={"zero_stage": stage}, **sharded)
+        memory = json.loads(train("plan", config, "--ranks", 2, "--json").out)["memory"]
         needed = memory["weights, gradients, moments"], memory["gathered weights"]
-        assert needed == tuple(155840 * one for one in nbytes)
+        assert needed == tuple(155840 * count for count in nbytes)
     text = train("plan", settings(), "--ranks", 2)
     assert "8 rows = 2 micro x 2 accumulation x 2 ranks" in text.out
     timed = train("plan", settings(), "--ranks", 2, "--device", "A100", "--mfu", 0.5)
-    hours = found["flops"] / (312e12 * 0.5 * 2) / 3600
+    hours = plan["flops"] / (312e12 * 0.5 * 2) / 3600
     assert f"about {hours:.3g} h on 2 A100 at 50 % MFU, {2 * hours:.3g} GPU hours" in timed.out
     timed = train("plan", settings(), "--ranks", 2, "--device", "A100", "--mfu", 0.5, "--gpus-per-node", 8)
     assert f"{2 * hours:.3g} GPU hours, {hours:.3g} node hours on 1 nodes" in timed.out
@@ -41,14 +41,14 @@ def test_the_plan_of_a_training(settings, train):
 
 
 @pytest.mark.parametrize(
-    ("family", "more"),
+    ("family", "changes"),
     [
         *((family, {}) for family in ("llama", "llama-tied", *EXPERTS)),
         ("llama", {"lora": {}}),
         ("mixtral", {"lora": {"targets": ["q_proj"]}}),
     ],
 )
-def test_operations_are_those_that_the_log_counts(settings, family, more):
+def test_operations_are_those_that_the_log_counts(settings, family, changes):
     """Of an epoch. The plan counts the biases of some routers too, which multiply nothing."""
     from transformers import AutoConfig
 
@@ -59,14 +59,14 @@ def test_operations_are_those_that_the_log_counts(settings, family, more):
     from train.run.throughput import flops_of, multiplied
     from train.settings.config_file import load_config
 
-    path = settings(family, steps={"train_iters": None, "epochs": 1}, **more)
+    path = settings(family, steps={"train_iters": None, "epochs": 1}, **changes)
     config, _ = load_config(path)
     rows = open_rows(config.data, config.data.train, config.seed)
-    made = make(AutoConfig.from_pretrained(config.model.path), "eager")
+    network = make(AutoConfig.from_pretrained(config.model.path), "eager")
     if config.lora is not None:
-        lora.insert(made, config.lora, config.model.path)
-    counted = flops_of([rows.flat([number]) for number in range(len(rows))], made.config, multiplied(made))
-    near = 2e-4 if any("correction_bias" in name for name, _ in made.named_buffers()) else 1e-6
+        lora.insert(network, config.lora, config.model.path)
+    counted = flops_of([rows.flat([number]) for number in range(len(rows))], network.config, multiplied(network))
+    near = 2e-4 if any("correction_bias" in name for name, _ in network.named_buffers()) else 1e-6
     assert estimate(config, 1).flops == pytest.approx(counted, rel=near)
 
 

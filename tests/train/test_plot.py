@@ -58,15 +58,15 @@ def image(path):
 
 def test_curves_are_the_logs(tmp_path):
     run, log, evaluations = write(tmp_path, "phase", 100, texts=True)
-    found = read_history(run)
-    assert found.name == "phase"
+    history = read_history(run)
+    assert history.name == "phase"
     for name in ("loss", "lr", "grad_norm"):
-        assert found.steps[name] == {line["global_step"]: line[name] for line in log}
-    assert found.scores["loss"] == {
+        assert history.steps[name] == {line["global_step"]: line[name] for line in log}
+    assert history.scores["loss"] == {
         name: {line["global_step"]: line[f"{name}_loss"] for line in evaluations} for name in ("en", "eu_new")
     }
-    assert set(found.scores["rouge"]) == {"en rouge1", "en rougeLsum"}
-    assert found.scores["bleu"] == {"en": {line["global_step"]: 30.0 for line in evaluations}}
+    assert set(history.scores["rouge"]) == {"en rouge1", "en rougeLsum"}
+    assert history.scores["bleu"] == {"en": {line["global_step"]: 30.0 for line in evaluations}}
 
 
 def test_a_step_that_was_evaluated_again_and_a_line_half_written(tmp_path):
@@ -75,9 +75,9 @@ def test_a_step_that_was_evaluated_again_and_a_line_half_written(tmp_path):
         file.write('{"step": 10, "global_step": 10, "en_loss": 1.5}\n')
     with (run / "log.jsonl").open("a") as file:
         file.write('{"step": 51, "glo')
-    found = read_history(run)
-    assert found.scores["loss"]["en"][10] == 1.5
-    assert len(found.steps["loss"]) == len(log)
+    history = read_history(run)
+    assert history.scores["loss"]["en"][10] == 1.5
+    assert len(history.steps["loss"]) == len(log)
     lines = (run / "log.jsonl").read_text().splitlines()
     (run / "log.jsonl").write_text("\n".join([*lines[:3], "{", *lines[3:]]))
     with pytest.raises(SourceError, match=r"line 4 of .*log\.jsonl is not a record of a step"):
@@ -88,20 +88,23 @@ def test_what_is_drawn(tmp_path, monkeypatch):
     """The lines of the figure hold the numbers of the log: two phases, a set each, in one panel."""
     from matplotlib.figure import Figure
 
-    (one, log, evaluations), (two, after, _) = write(tmp_path, "U1", 0), write(tmp_path, "U2", 50)
+    (first, log, evaluations), (second, after, _) = write(tmp_path, "U1", 0), write(tmp_path, "U2", 50)
     figures = []
     real = Figure.savefig
     monkeypatch.setattr(
-        Figure, "savefig", lambda self, *words, **more: (figures.append(self), real(self, *words, **more))
+        Figure, "savefig", lambda self, *args, **kwargs: (figures.append(self), real(self, *args, **kwargs))
     )
-    draw([read_history(one), read_history(two)], tmp_path / "out.png")
+    draw([read_history(first), read_history(second)], tmp_path / "out.png")
     assert image(tmp_path / "out.png") == (int(WIDTH * DPI), round(3 * HEIGHT * DPI))
     loss, rate, norm = figures[0].axes
     lines = {line.get_label(): np.stack(line.get_data()).tolist() for line in loss.lines}
     assert set(lines) == {"U1 train", "U1 en", "U1 eu_new", "U2 train", "U2 en", "U2 eu_new"}
-    assert lines["U1 train"] == [[one["global_step"] for one in log], [one["loss"] for one in log]]
-    assert lines["U2 train"] == [[one["global_step"] for one in after], [one["loss"] for one in after]]
-    assert lines["U1 en"] == [[one["global_step"] for one in evaluations], [one["en_loss"] for one in evaluations]]
+    assert lines["U1 train"] == [[line["global_step"] for line in log], [line["loss"] for line in log]]
+    assert lines["U2 train"] == [[line["global_step"] for line in after], [line["loss"] for line in after]]
+    assert lines["U1 en"] == [
+        [line["global_step"] for line in evaluations],
+        [line["en_loss"] for line in evaluations],
+    ]
     assert [len(axis.lines) for axis in (rate, norm)] == [2, 2]
     assert [axis.get_ylabel() for axis in figures[0].axes] == ["loss", "learning rate", "gradient norm"]
 
@@ -115,7 +118,7 @@ def test_many_steps_are_smoothed_peaks_are_cut_off_and_the_last_value_is_a_numbe
         "".join(json.dumps(line | {"grad_norm": max(line["grad_norm"], 0.5)}) + "\n" for line in log)
     )
     figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *words, **more: figures.append(self))
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: figures.append(self))
     draw([read_history(run)], tmp_path / "out.png")
     draw([read_history(run)], tmp_path / "out.png", log=True)
     loss, rate, norm = figures[0].axes
@@ -124,8 +127,8 @@ def test_many_steps_are_smoothed_peaks_are_cut_off_and_the_last_value_is_a_numbe
     assert mean.get_ydata() == pytest.approx(smoothed([line["loss"] for line in log]))
     assert len(rate.lines) == 1  # it is what it is
     assert norm.get_ylim() == (0.0, 0.75)
-    told = {text.get_text() for axis in figures[0].axes for text in axis.texts}
-    assert {"2 above, up to 50", f"{mean.get_ydata()[-1]:.3g}"} <= told
+    labels = {text.get_text() for axis in figures[0].axes for text in axis.texts}
+    assert {"2 above, up to 50", f"{mean.get_ydata()[-1]:.3g}"} <= labels
     assert [len(figure.legends) for figure in figures] == [1, 1]
     assert not any(axis.get_legend() for axis in figures[0].axes)
     assert [axis.get_yscale() for axis in figures[1].axes] == ["log", "linear", "log"]

@@ -41,8 +41,8 @@ def test_a_preset_fits_its_devices(name, model, data, train, tmp_path):
         assert f"{key}: {value}  ({source})" in ran.err
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole/config.json").write_text(json.dumps(MODELS[name.partition("/")[0]]))
-    words = ["--model.path", tmp_path / "whole", "--model.init", "config", "--ranks", preset.ranks, "--json"]
-    planned = train("plan", path, *words)
+    options = ["--model.path", tmp_path / "whole", "--model.init", "config", "--ranks", preset.ranks, "--json"]
+    planned = train("plan", path, *options)
     assert planned.code == 0, planned.err
     assert json.loads(planned.out)["bytes"] < 0.8 * preset.memory
     assert json.loads(planned.out)["batch"] == preset.settings["batch.size"][0]

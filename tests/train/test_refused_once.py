@@ -22,7 +22,7 @@ from train.settings.schedule import check_schedule
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "told", "code"),
+    ("options", "message", "code"),
     [
         (["--optim.lrr", "3"], "error: {path}: optim.lrr is no setting", 2),  # of all ranks, before they meet
         (["--data.train", "[/nowhere/P]"], "error: /nowhere/P.idx is not there", 3),  # of all ranks, when they have met
@@ -30,13 +30,13 @@ from train.settings.schedule import check_schedule
     ],
     ids=["setting", "data", "resume"],
 )
-def test_ranks_of_torchrun_refuse_once(settings, tmp_path, words, told, code):
+def test_ranks_of_torchrun_refuse_once(settings, tmp_path, options, message, code):
     path = settings()
-    ran = spawn(["run", str(path), *words], 2)
+    ran = spawn(["run", str(path), *options], 2)
     out, _ = ran.communicate(timeout=120)
     assert ran.returncode == 1, out  # torchrun's own, whatever that of its ranks is
     assert out.count("error: ") == 1, out
-    assert told.format(path=path, save=tmp_path / "save") in out
+    assert message.format(path=path, save=tmp_path / "save") in out
     assert re.search(rf"exitcode  : {code} ", out), out
 
 
@@ -74,12 +74,12 @@ def test_a_damaged_note_says_what_is_wrong(tmp_path, text, why):
 def test_a_cut_index_is_said_to_be_cut(tmp_path, length):
     for kind in ("bin", "idx"):
         shutil.copy(GOLDEN / f"sft_text_document.{kind}", tmp_path / f"P.{kind}")
-    whole = (tmp_path / "P.idx").read_bytes()
-    (tmp_path / "P.idx").write_bytes(whole[:length])
+    content = (tmp_path / "P.idx").read_bytes()
+    (tmp_path / "P.idx").write_bytes(content[:length])
     with pytest.raises(SourceError, match=r"P\.idx is cut short: it has ") as failed:
         open_indexed(tmp_path / "P")
     assert failed.value.hint == "copy it again, or tokenize again"
-    (tmp_path / "P.idx").write_bytes(b"\x89PNG" + whole)
+    (tmp_path / "P.idx").write_bytes(b"\x89PNG" + content)
     with pytest.raises(SourceError, match=r"is no index of token files"):
         open_indexed(tmp_path / "P")
 
@@ -104,7 +104,7 @@ def test_a_warm_up_fits_the_run(read):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("options", "message"),
     [
         (["--evaluate.metrics", "[rouge]"], "evaluate.metrics is ['rouge'], and data.validation names no set"),
         (["--evaluate.max_rows", "3"], "evaluate.max_rows is 3, and data.validation names no set"),
@@ -113,17 +113,17 @@ def test_a_warm_up_fits_the_run(read):
     ],
     ids=str,
 )
-def test_settings_without_effect(settings, train, words, told):
+def test_settings_without_effect(settings, train, options, message):
     config = settings()
-    with pytest.raises(UsageError, match=re.escape(told)):
-        check_effect(load_config(config, words)[0], 8)
-    ran = train("plan", config, *words)
-    assert (ran.code, told in ran.err) == (2, True), ran.err
+    with pytest.raises(UsageError, match=re.escape(message)):
+        check_effect(load_config(config, options)[0], 8)
+    ran = train("plan", config, *options)
+    assert (ran.code, message in ran.err) == (2, True), ran.err
 
 
 def test_what_a_phase_takes_up_is_said(read):
-    (said,) = [note for note in read(BARE)[1] if note.startswith("no finetune")]
-    assert "resumes from a checkpoint of this trainer with its moments" in said
+    (resume_note,) = [note for note in read(BARE)[1] if note.startswith("no finetune")]
+    assert "resumes from a checkpoint of this trainer with its moments" in resume_note
 
 
 def test_settings_that_are_no_utf_8(tmp_path, settings, train):
@@ -139,11 +139,11 @@ def test_settings_that_are_no_utf_8(tmp_path, settings, train):
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
 def test_another_json_is_no_tokenizer(settings, train, run, tmp_path, name):
     (tmp_path / name).write_text(json.dumps({"model_type": "llama"}))
-    told = f"{tmp_path / name} is no tokenizer: it has no model"
+    message = f"{tmp_path / name} is no tokenizer: it has no model"
     ran = run(settings(model={"tokenizer": str(tmp_path / name)}))
-    assert (ran.code, told in ran.out) == (3, True), ran.out
+    assert (ran.code, message in ran.out) == (3, True), ran.out
     assert "hint: a tokenizer.json is one" in ran.out
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
-    words = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "P", "--vocab-file", tmp_path / name]
-    ran = train("tokenize", *words)
-    assert (ran.code, told in ran.err) == (3, True), ran.err
+    options = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "P", "--vocab-file", tmp_path / name]
+    ran = train("tokenize", *options)
+    assert (ran.code, message in ran.err) == (3, True), ran.err

@@ -56,8 +56,8 @@ def test_a_document_is_turned_as_it_is_alone(model, name):
         loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
         loss.backward()
         alone += loss.item()
-        for whole, tensor in zip(gradients, fresh.parameters(), strict=True):
-            whole.add_(tensor.grad)
+        for summed, tensor in zip(gradients, fresh.parameters(), strict=True):
+            summed.add_(tensor.grad)
     assert total.item() == pytest.approx(alone, rel=1e-6)
     for (key, tensor), gradient in zip(packed.model.named_parameters(), gradients, strict=True):
         assert torch.allclose(tensor.grad, gradient, atol=2e-5, rtol=1e-4), key

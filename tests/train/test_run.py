@@ -20,52 +20,52 @@ NEAR = 2e-6
 
 
 @pytest.fixture(scope="module")
-def whole(model, data, forks, tmp_path_factory):
+def reference(model, data, forks, tmp_path_factory):
     """The training that nothing interrupts, on one rank."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "config.yml").write_text(yaml.safe_dump(tree_of(model("llama", vocab_size=253), data, folder / "save")))
-    found = Trained(*forks(["run", str(folder / "config.yml")], 1), folder / "save")
-    assert found.code == 0, found.out
-    return found
+    trained = Trained(*forks(["run", str(folder / "config.yml")], 1), folder / "save")
+    assert trained.code == 0, trained.out
+    return trained
 
 
-def require_same(found, whole, near=NEAR):
-    assert found.series("trained_tokens") == whole.series("trained_tokens")
-    assert found.series("global_step") == list(range(101, 109))
+def require_same(ran, expected, near=NEAR):
+    assert ran.series("trained_tokens") == expected.series("trained_tokens")
+    assert ran.series("global_step") == list(range(101, 109))
     for name in ("loss", "grad_norm"):
-        assert found.series(name) == pytest.approx(whole.series(name), abs=near), name
+        assert ran.series(name) == pytest.approx(expected.series(name), abs=near), name
 
 
-def test_ranks_meshes_and_micro_batches_change_nothing(settings, run, whole):
+def test_ranks_meshes_and_micro_batches_change_nothing(settings, run, reference):
     config = settings()
-    require_same(run(config, ranks=2, save="two"), whole)
-    require_same(run(config, "--parallel.replicas", 2, "--batch.micro", 1, ranks=4, save="hsdp"), whole)
-    require_same(run(config, "--batch.micro", 8, save="micro"), whole)
+    require_same(run(config, ranks=2, save="two"), reference)
+    require_same(run(config, "--parallel.replicas", 2, "--batch.micro", 1, ranks=4, save="hsdp"), reference)
+    require_same(run(config, "--batch.micro", 8, save="micro"), reference)
     require_same(
-        run(config, "--model.activation_checkpointing", "false", "--model.attention", "eager", save="e"), whole
+        run(config, "--model.activation_checkpointing", "false", "--model.attention", "eager", save="e"), reference
     )
 
 
-def test_an_interrupted_training_goes_on_bit_for_bit(settings, run, whole, convert):
+def test_an_interrupted_training_goes_on_bit_for_bit(settings, run, reference, convert):
     config = settings()
     stopped = run(config, "--steps.exit_interval", 4)
     assert stopped.code == 75, stopped.out
     assert "stopped after step 4 of 8, saved as global_step104" in stopped.out
     assert (stopped.save / "latest").read_text() == "global_step104"
-    again = run(config)
-    assert again.code == 0, again.out
-    assert again.series("loss") == whole.series("loss")
-    assert again.series("grad_norm") == whole.series("grad_norm")
-    ours, theirs = (convert("digest", one.save / "global_step108").out.split()[0] for one in (again, whole))
+    resumed = run(config)
+    assert resumed.code == 0, resumed.out
+    assert resumed.series("loss") == reference.series("loss")
+    assert resumed.series("grad_norm") == reference.series("grad_norm")
+    ours, theirs = (convert("digest", result.save / "global_step108").out.split()[0] for result in (resumed, reference))
     assert ours == theirs
 
 
-def test_time_that_is_up_ends_all_ranks_at_the_same_step(settings, run, whole):
+def test_time_that_is_up_ends_all_ranks_at_the_same_step(settings, run, reference):
     config = settings()
     stopped = run(config, "--steps.exit_minutes", 0.0001, ranks=2)
     assert re.search(r"stopped after step [12] of 8, saved as global_step10[12]", stopped.out), stopped.out
     assert stopped.out.count("stopped after") == 1, "one rank tells for all"
-    require_same(run(config, ranks=2), whole)
+    require_same(run(config, ranks=2), reference)
 
 
 def test_loading_is_part_of_the_time(settings, monkeypatch):
@@ -80,34 +80,34 @@ def test_loading_is_part_of_the_time(settings, monkeypatch):
     assert not time_is_up(load_config(settings(steps={"exit_minutes": 1.5}))[0])
 
 
-def test_checkpoints_by_the_clock(settings, run, whole):
+def test_checkpoints_by_the_clock(settings, run, reference):
     config = settings(save={"every": 1000, "every_minutes": 1e-6})
-    found = run(config, ranks=2)
-    results = [found.save / f"perplexity/{name}.csv" for name in ("103", "105", "tests/108", "109", "mean")]
+    ran = run(config, ranks=2)
+    results = [ran.save / f"perplexity/{name}.csv" for name in ("103", "105", "tests/108", "109", "mean")]
     results[2].parent.mkdir(parents=True)
     for path in results:
         path.touch()
-    require_same(found, whole)
-    held = sorted(path.name for path in found.save.glob("global_step*"))
-    assert held == [f"global_step{number}" for number in range(101, 109)]
-    for name in held[3:]:
-        shutil.rmtree(found.save / name)
-    (found.save / "latest").write_text("global_step103")
-    require_same(run(config, "--save.every_minutes", 60), whole)
+    require_same(ran, reference)
+    names = sorted(path.name for path in ran.save.glob("global_step*"))
+    assert names == [f"global_step{number}" for number in range(101, 109)]
+    for name in names[3:]:
+        shutil.rmtree(ran.save / name)
+    (ran.save / "latest").write_text("global_step103")
+    require_same(run(config, "--save.every_minutes", 60), reference)
     assert [path.name for path in results if path.is_file()] == ["103.csv", "109.csv", "mean.csv"]
-    left = sorted(path.name for path in found.save.glob("global_step*"))
-    assert left == [*held[:3], "global_step108"]
+    left = sorted(path.name for path in ran.save.glob("global_step*"))
+    assert left == [*names[:3], "global_step108"]
 
 
-def test_it_goes_on_with_other_ranks(settings, run, whole):
+def test_it_goes_on_with_other_ranks(settings, run, reference):
     config = settings()
     ran = spawn(["run", str(config), "--save.path", str(config.parent / "save"), "--steps.exit_interval", "3"], 2)
     out, _ = ran.communicate(timeout=120)
     assert ran.returncode, out  # torchrun makes 1 of 75
-    require_same(run(config, ranks=4, save="save"), whole)
+    require_same(run(config, ranks=4, save="save"), reference)
 
 
-def test_killed_at_any_moment(settings, run, forks, whole, convert, tmp_path):
+def test_killed_at_any_moment(settings, run, forks, reference, convert, tmp_path):
     """kill -9, again and again: the series and the weights are those of the unbroken run, on other ranks nearly so."""
     config, chosen, killed = settings(save={"every": 1}), random.Random(3), 0
     log = tmp_path / "save/log.jsonl"
@@ -122,11 +122,11 @@ def test_killed_at_any_moment(settings, run, forks, whole, convert, tmp_path):
             killed += 1
     assert killed
     shutil.copytree(tmp_path / "save", tmp_path / "other")
-    require_same(run(config, ranks=2, save="other"), whole)
+    require_same(run(config, ranks=2, save="other"), reference)
     last = run(config)
     assert last.code == 0, last.out
-    require_same(last, whole, near=0)
-    ours, theirs = (convert("digest", one.save / "global_step108").out.split()[0] for one in (last, whole))
+    require_same(last, reference, near=0)
+    ours, theirs = (convert("digest", result.save / "global_step108").out.split()[0] for result in (last, reference))
     assert ours == theirs
 
 
@@ -154,8 +154,8 @@ def test_every_family_trains_and_converts_without_a_flag(settings, run, convert,
     assert ran.code == 0, ran.out
     losses = ran.series("loss")
     assert losses[-1] < losses[0]
-    found = convert("verify", tmp_path / "out", "--json")
-    assert found.code == 0, found.err
+    verified = convert("verify", tmp_path / "out", "--json")
+    assert verified.code == 0, verified.err
 
 
 def test_an_export_has_the_chat_template_that_is_asked_for(settings, run, talker, tmp_path):
@@ -170,16 +170,16 @@ def test_an_export_has_the_chat_template_that_is_asked_for(settings, run, talker
 
 def test_perplexity_is_the_same_on_any_ranks(settings, run, data):
     config = settings(data={"validation": {"one": str(data), "two": str(data)}}, steps={"train_iters": 2})
-    found = []
+    scores = []
     for ranks in (1, 3):
         ran = run(config, "--batch.micro", "1", "--batch.size", "6", ranks=ranks, save=f"eval{ranks}")
         assert ran.code == 0, ran.out
         assert "global_step=102 one: eval_ppl=" in ran.out
-        found.append(json.loads((ran.save / "evaluations.jsonl").read_text()))
+        scores.append(json.loads((ran.save / "evaluations.jsonl").read_text()))
         head, values = (ran.save / "perplexity/102.csv").read_text().splitlines()
         assert head == "time,step,one_TotalCE,one_CE,one_PPL,two_TotalCE,two_CE,two_PPL"
-        assert float(values.split(",")[3]) == found[-1]["one_loss"] == found[-1]["two_loss"]
-    assert found[0]["one_loss"] == pytest.approx(found[1]["one_loss"], abs=NEAR)
+        assert float(values.split(",")[3]) == scores[-1]["one_loss"] == scores[-1]["two_loss"]
+    assert scores[0]["one_loss"] == pytest.approx(scores[1]["one_loss"], abs=NEAR)
 
 
 WATCHED = """
@@ -206,12 +206,12 @@ def test_a_checkpoint_has_its_name_before_an_evaluation(settings, forks, data, t
     assert (code, re.findall("latest is (.*)", out)) == (0, ["global_step101", "global_step102"]), out
 
 
-def test_bf16_is_near(settings, run, whole):
-    require_same(run(settings(model={"dtype": "bf16"}), save="bf16"), whole, near=0.05)
+def test_bf16_is_near(settings, run, reference):
+    require_same(run(settings(model={"dtype": "bf16"}), save="bf16"), reference, near=0.05)
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "message"),
+    ("options", "code", "message"),
     [
         (["--optim.rl", "1"], 2, "did you mean optim.lr?"),
         (["--optim.lr", "fast"], 2, "optim.lr is 'fast'"),
@@ -223,8 +223,8 @@ def test_bf16_is_near(settings, run, whole):
         (["--data.train", "[nowhere]"], 3, "nowhere.idx is not there"),
     ],
 )
-def test_wrong_settings_are_one_sentence(settings, run, words, code, message):
-    ran = run(settings(), *words)
+def test_wrong_settings_are_one_sentence(settings, run, options, code, message):
+    ran = run(settings(), *options)
     assert ran.code == code, ran.out
     assert message in ran.out
     assert "Traceback" not in ran.out
@@ -235,7 +235,7 @@ def test_another_run_in_the_same_folder_is_refused(settings, run):
     other = run(settings(), "--seed", 5)
     assert other.code == 5
     assert "seed: 1234, now 5" in other.out
-    again = run(settings(), "--init", "finetune")
-    assert (again.code, "nothing left to do" in again.out) == (0, True), again.out
+    finetuned = run(settings(), "--init", "finetune")
+    assert (finetuned.code, "nothing left to do" in finetuned.out) == (0, True), finetuned.out
     other = run(settings(), "--init", "finetune", "--seed", 5)
     assert (other.code, "seed: 1234, now 5" in other.out) == (5, True), other.out

@@ -51,22 +51,22 @@ ENGINES = {"fsdp": [], "deepspeed": zero(2), "transformers": ["--engine", "trans
 @pytest.mark.parametrize(("engine", "ranks"), [("fsdp", 2), ("deepspeed", 1), ("transformers", 1)])
 def test_another_config_is_refused(settings, run, base, engine, ranks):
     """The checkpoint would fill it: the shapes are the same, and the architecture is not in the weights."""
-    words = [*ENGINES[engine], "--model.path", base, "--steps.train_iters", 2]
-    stopped = run(settings(), *words, "--steps.exit_interval", 1, ranks=ranks)
+    options = [*ENGINES[engine], "--model.path", base, "--steps.train_iters", 2]
+    stopped = run(settings(), *options, "--steps.exit_interval", 1, ranks=ranks)
     assert stopped.code == 75, stopped.out
     newest, changed = stopped.save / "global_step101", {"hidden_act": "gelu", "rope_parameters": {"rope_theta": 5e5}}
-    kept = rewrite(base, **changed)
-    assert (newest / "config.json").read_text() == kept
-    found = run(settings(), *words, ranks=ranks)
-    assert found.code == 5, found.out
-    assert found.out.count("error: ") == 1, found.out
-    assert f"{base}/config.json is not what {newest} was trained with (then | now): " in found.out
-    assert "hidden_act: 'silu' | 'gelu'" in found.out
-    assert "rope_parameters.rope_theta: 10000.0 | 500000.0" in found.out
-    assert f"hint: cp --remove-destination {newest}/config.json {base}/config.json" in found.out
-    (base / "config.json").write_text(json.dumps(json.loads(kept), sort_keys=True, separators=(",", ":")))
+    original = rewrite(base, **changed)
+    assert (newest / "config.json").read_text() == original
+    ran = run(settings(), *options, ranks=ranks)
+    assert ran.code == 5, ran.out
+    assert ran.out.count("error: ") == 1, ran.out
+    assert f"{base}/config.json is not what {newest} was trained with (then | now): " in ran.out
+    assert "hidden_act: 'silu' | 'gelu'" in ran.out
+    assert "rope_parameters.rope_theta: 10000.0 | 500000.0" in ran.out
+    assert f"hint: cp --remove-destination {newest}/config.json {base}/config.json" in ran.out
+    (base / "config.json").write_text(json.dumps(json.loads(original), sort_keys=True, separators=(",", ":")))
     rewrite(base, torch_dtype="bfloat16", architectures=None, transformers_version="9.9", use_cache=False)
-    done = run(settings(), *words, ranks=ranks)
+    done = run(settings(), *options, ranks=ranks)
     assert done.code == 0, done.out
 
 
@@ -87,11 +87,11 @@ def test_adapters_are_not_put_on_other_weights(adapted, settings, run, base, con
     assert convert("digest", base).out.split()[0] == digest
     flip_weight(base)
     for ranks in (1, 2):
-        found = run(config, ranks=ranks)
-        assert found.code == 5, found.out
-        assert found.out.count("error: ") == 1, found.out
-        assert f"{base} no longer holds the weights that {newest} began with: final_norm differ" in found.out
-        assert f"`convert digest {base}` has to print {digest}" in found.out
+        ran = run(config, ranks=ranks)
+        assert ran.code == 5, ran.out
+        assert ran.out.count("error: ") == 1, ran.out
+        assert f"{base} no longer holds the weights that {newest} began with: final_norm differ" in ran.out
+        assert f"`convert digest {base}` has to print {digest}" in ran.out
     flip_weight(base)
     for name in ("generation_config.json", "special_tokens_map.json"):
         (base / name).write_text("{}")
@@ -104,12 +104,12 @@ def test_adapters_are_not_put_on_other_weights(adapted, settings, run, base, con
     assert merged.code == 5, merged.out
     assert f"{base} no longer holds the weights" in merged.out
     flip_weight(base)
-    kept = rewrite(base, rms_norm_eps=0.5)
+    original = rewrite(base, rms_norm_eps=0.5)
     merged = run(config, "--export", tmp_path / "out")
     assert merged.code == 5, merged.out
     assert "rms_norm_eps: 1e-06 | 0.5" in merged.out
     assert not list(tmp_path.glob("out*"))
-    (base / "config.json").write_text(kept)
+    (base / "config.json").write_text(original)
     other = run(config, "--export", tmp_path / "out", "--lora.alpha", 8)
     assert other.code == 5, other.out
     assert "is another adapter (lora.alpha: 4, now 8)" in other.out
@@ -142,32 +142,32 @@ def test_an_adapter_of_another_kind_is_refused(adapted, run):
     """What of peft's note no setting of ours says has to be what peft makes of our settings."""
     config, stopped = adapted
     newest = stopped.save / "global_step101"
-    kept = rewrite(newest, "adapter_config.json", lora_alpha=8)
+    original = rewrite(newest, "adapter_config.json", lora_alpha=8)
     edited = run(config, "--lora.alpha", 8)
     assert (edited.code, "adapter_config.json is not of this step" in edited.out) == (3, True), edited.out
-    (newest / "adapter_config.json").write_text(kept)
+    (newest / "adapter_config.json").write_text(original)
     (newest / RECORD).rename(newest / "kept")
     lost = run(config)
     assert (lost.code, f"{newest / RECORD} is not there, and {newest / saves.RECORD} lists it" in lost.out) == (3, True)
     (newest / "kept").rename(newest / RECORD)
     (newest / saves.RECORD).unlink()
     rewrite(newest, "adapter_config.json", use_rslora=True)
-    found = run(config)
-    assert found.code == 5, found.out
-    assert "is another adapter (lora.rslora: True, now False)" in found.out
+    ran = run(config)
+    assert ran.code == 5, ran.out
+    assert "is another adapter (lora.rslora: True, now False)" in ran.out
 
 
 def test_a_checkpoint_of_all_weights_needs_no_start(settings, run, base):
     config = settings(model={"path": str(base)}, steps={"train_iters": 2})
-    whole = run(config, save="whole")
-    assert whole.code == 0, whole.out
+    reference = run(config, save="whole")
+    assert reference.code == 0, reference.out
     assert run(config, "--steps.exit_interval", 1).code == 75
     flip_weight(base)
     done = run(config)
     assert done.code == 0, done.out
     assert f"note       {base} no longer holds the weights that" in done.out
     assert "nothing of them is used, the checkpoint has all weights" in done.out
-    assert done.series("loss") == whole.series("loss")
+    assert done.series("loss") == reference.series("loss")
 
 
 def test_a_phase_begins_from_the_export_of_the_one_before(settings, run, base, tmp_path):
@@ -190,16 +190,16 @@ def test_a_converted_start_is_compared_too(settings, run, base, convert):
     for place, number in ((base, 0), (other, 1)):
         assert convert("hf2megatron", place, base.with_name(f"m{number}"), "--tp", 2).code == 0
     config = settings(lora=LORA, model={"path": str(base.with_name("m0")), "config": str(base)})
-    words = ["--steps.train_iters", 2]
-    assert run(config, *words, "--steps.exit_interval", 1).code == 75
+    options = ["--steps.train_iters", 2]
+    assert run(config, *options, "--steps.exit_interval", 1).code == 75
     base.with_name("m0").rename(base.with_name("kept"))
     base.with_name("m1").rename(base.with_name("m0"))
-    found = run(config, *words)
-    assert found.code == 5, found.out
-    assert "no longer holds the weights that" in found.out
+    ran = run(config, *options)
+    assert ran.code == 5, ran.out
+    assert "no longer holds the weights that" in ran.out
     base.with_name("m0").rename(base.with_name("m1"))
     base.with_name("kept").rename(base.with_name("m0"))
-    done = run(config, *words)
+    done = run(config, *options)
     assert done.code == 0, done.out
 
 
@@ -217,21 +217,21 @@ def test_a_start_may_be_moved_and_linked(adapted, run, base, tmp_path):
     assert f"note       changed settings: model.path: {base}, now {linked}" in moved.out
     assert "no longer holds" not in moved.out
     linked.rename(hub / "snapshots/4567def")
-    again = run(
+    resumed = run(
         config, "--model.path", hub / "snapshots/4567def", "--export", tmp_path / "again"
     )  # the run is at its end
-    assert again.code == 0, again.out
+    assert resumed.code == 0, resumed.out
     assert (tmp_path / "again/config.json").is_file()
 
 
 def test_a_checkpoint_has_the_config_of_the_model_that_was_trained(base, tmp_path):
     """Also where the start's is replaced while the model is trained."""
     saver = Saver(Save(path=tmp_path), small_files(base), None)
-    kept = rewrite(base, hidden_act="gelu")
+    original = rewrite(base, hidden_act="gelu")
     progress = Progress(1, 0, 8, 1, "rows", 0, 8)
     (tmp_path / f"{progress.name}.partial").mkdir()
     saver._publish(progress, {})
-    assert (tmp_path / progress.name / "config.json").read_text() == kept
+    assert (tmp_path / progress.name / "config.json").read_text() == original
 
 
 def test_other_small_files_of_a_start_are_noted(base, tmp_path):
@@ -243,8 +243,8 @@ def test_other_small_files_of_a_start_are_noted(base, tmp_path):
         (place / "config.json").write_text(place.name)
     assert changed_files(folder, base) == ""
     (base / "chat_template.jinja").write_text("{{ messages[0] }}")
-    told = f"{base} has other files than {folder}, which are saved from here on: chat_template.jinja"
-    assert changed_files(folder, base) == told
+    message = f"{base} has other files than {folder}, which are saved from here on: chat_template.jinja"
+    assert changed_files(folder, base) == message
 
 
 def test_another_tokenizer_is_refused(settings, run, talker, tmp_path):
@@ -262,15 +262,15 @@ def test_another_tokenizer_is_refused(settings, run, talker, tmp_path):
     assert done.code == 0, done.out
     pieces = tree["model"]["vocab"]
     if isinstance(pieces, dict):
-        one, other = list(pieces)[100:102]
-        pieces[one], pieces[other] = pieces[other], pieces[one]
+        piece, other = list(pieces)[100:102]
+        pieces[piece], pieces[other] = pieces[other], pieces[piece]
     else:
         pieces[100], pieces[101] = pieces[101], pieces[100]
     path.write_text(json.dumps(tree))
-    told = f"{path} is not the tokenizer that {done.save}/global_step102 was trained with"
-    for words in (["--export", tmp_path / "out"], ["--steps.train_iters", 4]):
-        found = run(config, *words)
-        assert (found.code, told in found.out) == (5, True), found.out
+    message = f"{path} is not the tokenizer that {done.save}/global_step102 was trained with"
+    for options in (["--export", tmp_path / "out"], ["--steps.train_iters", 4]):
+        ran = run(config, *options)
+        assert (ran.code, message in ran.out) == (5, True), ran.out
 
 
 def test_checkpoints_of_two_models_are_not_scored_as_one(settings, run, base, data, train):
@@ -283,29 +283,29 @@ def test_checkpoints_of_two_models_are_not_scored_as_one(settings, run, base, da
     (done.save / f"global_step102/{saves.RECORD}").unlink()
     for path in done.save.glob("perplexity/*.csv"):
         path.unlink()
-    found = train("eval", done.save, "--all")
-    assert found.code == 5, found.err
-    assert "hidden_act: 'silu' | 'gelu'" in found.err
+    ran = train("eval", done.save, "--all")
+    assert ran.code == 5, ran.err
+    assert "hidden_act: 'silu' | 'gelu'" in ran.err
 
 
 def test_an_interval_of_no_evaluations_is_refused(settings, train):
-    found = train("plan", settings(evaluate={"every": 2}))
-    assert found.code == 2
-    assert "evaluate.every is 2, and data.validation names no set to evaluate" in found.err
+    ran = train("plan", settings(evaluate={"every": 2}))
+    assert ran.code == 2
+    assert "evaluate.every is 2, and data.validation names no set to evaluate" in ran.err
 
 
 def test_pickled_weights_beside_others_are_noted(settings, run, base, convert):
     """transformers takes safetensors, and so do the trainer and the converter; they say so."""
     from safetensors.torch import load_file
 
-    held = load_file(base / "model.safetensors")
+    tensors = load_file(base / "model.safetensors")
     config = settings(model={"path": str(base)}, steps={"train_iters": 1})
     alone, digest = run(config, save="alone"), convert("digest", base).out.split()[0]
-    torch.save({name: tensor + 1 for name, tensor in held.items()}, base / "pytorch_model.bin")
-    told = f"{base} holds model.safetensors and pytorch_model.bin: the first is read"
+    torch.save({name: tensor + 1 for name, tensor in tensors.items()}, base / "pytorch_model.bin")
+    message = f"{base} holds model.safetensors and pytorch_model.bin: the first is read"
     both = run(config)
     assert both.series("loss") == alone.series("loss")
-    assert f"note       {told}" in both.out
-    assert told not in alone.out
+    assert f"note       {message}" in both.out
+    assert message not in alone.out
     assert convert("digest", base).out.split()[0] == digest
-    assert told in convert("inspect", base).out
+    assert message in convert("inspect", base).out

@@ -87,8 +87,8 @@ def test_a_file_stands_upon_its_base(tmp_path):
 
 
 def test_notes_say_what_has_an_effect(tmp_path):
-    told = NEOX + '"zero_optimization": {"stage": 1}\n"fp16": {"enabled": true}\n'
-    config, notes = load_config(write(tmp_path, told), ["--data.packing", "bfd", "--optim.lr=1e-5"])
+    text = NEOX + '"zero_optimization": {"stage": 1}\n"fp16": {"enabled": true}\n'
+    config, notes = load_config(write(tmp_path, text), ["--data.packing", "bfd", "--optim.lr=1e-5"])
     assert (config.engine, config.parallel.zero_stage) == ("fsdp", 1)
     assert "pack_impl -> data.packing: k_bin; but --data.packing bfd" in notes
     assert "optimizer -> optim; but --optim.lr 1e-05" in notes
@@ -97,7 +97,7 @@ def test_notes_say_what_has_an_effect(tmp_path):
     )
     assert any(note.startswith("fp16: no effect, nothing is trained in float16") for note in notes)
     with pytest.raises(UsageError, match=r"parallel\.zero_stage says 2, zero_optimization\.stage says 1"):
-        load_config(write(tmp_path, "parallel: {zero_stage: 2}\n" + told))
+        load_config(write(tmp_path, "parallel: {zero_stage: 2}\n" + text))
 
 
 @pytest.mark.parametrize(
@@ -125,13 +125,13 @@ def test_words_override_the_file(tmp_path):
     config, _ = load_config(path, ["--optim.lr", "1e-5", "--model.compile=true", "--data.train", "[/a, /b]"])
     assert config.optim.lr == 1e-5
     assert config.model.compile
-    assert [str(one) for one in config.data.train] == ["/a", "/b"]
+    assert [str(prefix) for prefix in config.data.train] == ["/a", "/b"]
     with pytest.raises(UsageError, match=r"optim\.learning_rate is no setting") as raised:
         load_config(path, ["--optim.learning_rate", "1"])
     assert raised.value.hint.startswith("there are optim.lr, optim.betas, ")
-    for words in (["optim.lr", "1"], ["--optim.lr"], ["--seed.x", "1"]):
+    for options in (["optim.lr", "1"], ["--optim.lr"], ["--seed.x", "1"]):
         with pytest.raises(UsageError):
-            load_config(path, words)
+            load_config(path, options)
 
 
 @given(micro=st.integers(1, 8), accumulation=st.integers(1, 8), ranks=st.integers(1, 16))
@@ -197,19 +197,19 @@ def test_epochs_end_with_empty_places():
 )
 def test_learning_rates_of_a_cool_down(tmp_path, style, at_start, half, end):
     """The users' cool-down: global steps 339086 to 423858, from 1.6e-4 to 8e-6."""
-    told = {
+    settings = {
         "model": {"path": "m"}, "data": {"train": ["d"], "seq_length": 8}, "batch": {}, "save": {"path": "s"},
         "optim": {"lr": 1.6e-4}, "steps": {"iteration_offset": 339086},
         "schedule": {"style": style, "min_lr": 8e-6, "start": 339086, "end": 423858},
     }  # fmt: skip
-    config, _ = load_config(write(tmp_path, yaml.safe_dump(told)))
+    config, _ = load_config(write(tmp_path, yaml.safe_dump(settings)))
     rates = [learning_rate(config, step, 84772) for step in (0, 42386, 84772)]
     assert rates == pytest.approx([at_start, half, end], rel=1e-6)
 
 
 def test_warm_up_counts_steps_of_this_run(tmp_path):
-    told = NEOX + '"lr_decay_style": "constant"\n"warmup": 0.01\n'
-    config, _ = load_config(write(tmp_path, told))
+    text = NEOX + '"lr_decay_style": "constant"\n"warmup": 0.01\n'
+    config, _ = load_config(write(tmp_path, text))
     assert learning_rate(config, 0, 1000) == pytest.approx(8e-7)
     assert learning_rate(config, 9, 1000) == pytest.approx(8e-6)
     assert learning_rate(config, 500, 1000) == 8e-6
@@ -222,7 +222,7 @@ def test_warm_up_counts_steps_of_this_run(tmp_path):
 )  # fmt: skip
 def test_a_rate_climbs_stays_and_falls(style, total, offset, floor, warmup, start, length):
     """What holds of every schedule, whatever its shape; the ends of its parts are counted here by hand."""
-    told = {
+    settings = {
         "model": {"path": "m"}, "data": {"train": ["d"], "seq_length": 8}, "batch": {}, "save": {"path": "s"},
         "optim": {"lr": 1.0}, "steps": {"iteration_offset": offset},
     }  # fmt: skip
@@ -230,8 +230,8 @@ def test_a_rate_climbs_stays_and_falls(style, total, offset, floor, warmup, star
     climb = next(step for step in range(80) if step >= steps)
     begin = offset + climb if start is None else start
     end = offset + total if length is None else begin + length
-    said = {"style": style, "min_lr": 0.25, "floor": floor, "start": start, "end": None if length is None else end}
-    config = Config(**told, schedule=said | {"warmup": warmup})
+    schedule = {"style": style, "min_lr": 0.25, "floor": floor, "start": start, "end": None if length is None else end}
+    config = Config(**settings, schedule=schedule | {"warmup": warmup})
     if steps > total:
         with pytest.raises(UsageError, match="would never be reached"):
             check_schedule(config, total)
@@ -247,4 +247,4 @@ def test_a_rate_climbs_stays_and_falls(style, total, offset, floor, warmup, star
             assert rate == pytest.approx(last)
         else:
             assert (0.25 < rate < 1.0 and rate >= last) or rate == last == 1.0
-    assert all(one >= other for one, other in pairwise(rates[climb:]))
+    assert all(before >= after for before, after in pairwise(rates[climb:]))

@@ -40,24 +40,24 @@ def test_ranks_that_split_layers_are_as_one(settings, run, model, data, convert,
         model={"path": str(model(name, vocab_size=253, **changes))},
         data={"validation": {"eu": str(data)}}, evaluate={"every": 4, "max_rows": 3},
     )  # fmt: skip
-    whole = run(config, save="whole")
-    assert whole.code == 0, whole.out
+    reference = run(config, save="whole")
+    assert reference.code == 0, reference.out
     first = run(config, *SPLIT, "--steps.exit_interval", 2, ranks=4, save="split")
     assert "8 rows = 2 micro x 2 accumulation x 2 ranks" in first.out, first.out
     if name == "llama":
         second = run(config, "--steps.exit_interval", 3, save="split")
         assert "saved as global_step103" in second.out, second.out
     split = run(config, *SPLIT, "--parallel.offload", "true", ranks=2, save="split")
-    require_same(split, whole)
-    scores, theirs = (json.loads((one.save / "evaluations.jsonl").read_text()) for one in (split, whole))
+    require_same(split, reference)
+    scores, theirs = (json.loads((result.save / "evaluations.jsonl").read_text()) for result in (split, reference))
     assert scores == pytest.approx(theirs, abs=NEAR)
     for step in ("global_step102", "global_step104"):
         assert convert("fsdp2hf", split.save / step, tmp_path / step).code == 0
-        found, judged = tensors(tmp_path / step), saved(split.save / step, tmp_path / f"{step}.pt")
-        assert found.keys() == judged.keys()
-        assert all(torch.equal(found[key], judged[key]) for key in found)
-    of_one = saved(whole.save / "global_step104", tmp_path / "whole.pt")
-    assert max(float((found[key] - of_one[key]).abs().max()) for key in found) < NEAR
+        ours, judged = tensors(tmp_path / step), saved(split.save / step, tmp_path / f"{step}.pt")
+        assert ours.keys() == judged.keys()
+        assert all(torch.equal(ours[key], judged[key]) for key in ours)
+    of_one = saved(reference.save / "global_step104", tmp_path / "whole.pt")
+    assert max(float((ours[key] - of_one[key]).abs().max()) for key in ours) < NEAR
 
 
 @pytest.mark.distributed
@@ -72,13 +72,13 @@ def test_gradients_of_every_family_that_can_be_split(model, forks):
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "message"),
+    ("name", "options", "message"),
     [("apertus", SPLIT, "apertus cannot be split by parallel.tensor: arcee, cwm, "),
      ("mixtral", SPLIT, "mixtral cannot be split by parallel.tensor: "),
      ("llama", ["--parallel.tensor", 8], "4 key/value heads cannot be split by parallel.tensor 8")],
 )  # fmt: skip
-def test_what_cannot_be_split_is_refused(settings, train, name, words, message):
-    ran = train("plan", settings(name), *words, "--ranks", 8)
+def test_what_cannot_be_split_is_refused(settings, train, name, options, message):
+    ran = train("plan", settings(name), *options, "--ranks", 8)
     assert (ran.code, message in ran.err) == (4, True), ran.err
 
 
@@ -96,6 +96,6 @@ def test_dropout_is_refused(settings, run, model):
 
 
 def test_a_split_layer_takes_less_memory(settings):
-    whole, split = (estimate(load_config(settings(), words)[0], 2).memory for words in ((), map(str, SPLIT)))
-    assert split["gathered weights"] < whole["gathered weights"]
-    assert split["weights, gradients, moments"] == whole["weights, gradients, moments"]
+    unsplit, split = (estimate(load_config(settings(), options)[0], 2).memory for options in ((), map(str, SPLIT)))
+    assert split["gathered weights"] < unsplit["gathered weights"]
+    assert split["weights, gradients, moments"] == unsplit["weights, gradients, moments"]

@@ -27,8 +27,8 @@ def foreign(tmp_path_factory):
         input=str(folder / "words.txt"), model_prefix=str(folder / "other"), vocab_size=253, minloglevel=2,
         control_symbols=roles, byte_fallback=False, hard_vocab_limit=False, character_coverage=1.0,
     )  # fmt: skip
-    words = ["tokenize", "--input", GOLDEN / "sft.jsonl", "--vocab-file", folder / "other.model", "--append-eod"]
-    ran = spawn([*map(str, words), "--output-prefix", str(folder / "P"), "--workers", "1", "-q"], 1)
+    argv = ["tokenize", "--input", GOLDEN / "sft.jsonl", "--vocab-file", folder / "other.model", "--append-eod"]
+    ran = spawn([*map(str, argv), "--output-prefix", str(folder / "P"), "--workers", "1", "-q"], 1)
     assert ran.wait(timeout=60) == 0
     return folder / "P_text_document"
 
@@ -37,8 +37,8 @@ def foreign(tmp_path_factory):
 def file(talker, data, tmp_path):
     def write(**sections):
         tree = tree_of(talker, data, tmp_path / "save")
-        for name, held in sections.items():
-            tree[name] = tree.get(name, {}) | held
+        for name, section in sections.items():
+            tree[name] = tree.get(name, {}) | section
         path = tmp_path / "config.yml"
         path.write_text(yaml.safe_dump(tree))
         return path
@@ -106,8 +106,8 @@ def test_rows_of_a_plan_and_its_splits(file, run, data, tmp_path):
     assert ran.code == 0, ran.out
     splits = json.loads((tmp_path / "moved/Q.pack/plan.json").read_text())["splits"]
     assert f"rows       {splits['train'][1]} of" in ran.out
-    whole = run(file(data={"train": [str(data)]}), save="whole")
-    assert ran.series("loss") != whole.series("loss")
+    reference = run(file(data={"train": [str(data)]}), save="whole")
+    assert ran.series("loss") != reference.series("loss")
     for changed, message in (
         ({"seq_length": 63}, "has rows of seq_length 64, not 63"),
         ({"packing": "k_bin"}, "has rows of packing bfd, not k_bin"),

@@ -44,29 +44,29 @@ def test_numbers_and_weights_are_those_of_our_own_loop(config, run, convert, for
     assert ours.code == 0, ours.out
     script = tmp_path / "shards.py"
     script.write_text(SHARDS)
-    words = ("--steps.exit_interval", 2, "--export", tmp_path / "theirs")
+    options = ("--steps.exit_interval", 2, "--export", tmp_path / "theirs")
     save = tmp_path / "save"
-    _, out = forks(["run", str(config), "--save.path", str(save), *map(str, words)], 2, script)
+    _, out = forks(["run", str(config), "--save.path", str(save), *map(str, options)], 2, script)
     assert "stopped after step 2 of 8, saved as global_step102" in out, out
     written = FileSystemReader(save / "global_step102").read_metadata().state_dict_metadata
     assert len(written["model.model.norm.weight"].chunks) == 2
-    two = run(config, *words, "--batch.micro", 1, ranks=2)
-    assert "stopped after step 4 of 8" in two.out, two.out
-    one = run(config, *words, "--batch.micro", 8)
-    assert one.code == 75, one.out
-    last = run(config, *words, "--engine", "fsdp")
+    double = run(config, *options, "--batch.micro", 1, ranks=2)
+    assert "stopped after step 4 of 8" in double.out, double.out
+    single = run(config, *options, "--batch.micro", 8)
+    assert single.code == 75, single.out
+    last = run(config, *options, "--engine", "fsdp")
     assert last.code == 0, last.out
 
     require_same(last, ours)
     for name in ("step", "lr", "tokens", "all_trained_tokens"):
         assert last.series(name) == ours.series(name), name
     assert last.lines[0].keys() == ours.lines[0].keys()
-    scores = [[json.loads(line) for line in (found.save / "evaluations.jsonl").open()] for found in (last, ours)]
+    scores = [[json.loads(line) for line in (result.save / "evaluations.jsonl").open()] for result in (last, ours)]
     assert len(scores[0]) == len(scores[1]) == 4
     for theirs, mine in zip(*scores, strict=True):
         assert theirs == pytest.approx(mine, abs=NEAR)
-    for name, found in (("theirs", last), ("ours", ours)):
-        ran = convert("fsdp2hf", found.save / "global_step108", tmp_path / "fp32" / name, "--dtype", "fp32")
+    for name, result in (("theirs", last), ("ours", ours)):
+        ran = convert("fsdp2hf", result.save / "global_step108", tmp_path / "fp32" / name, "--dtype", "fp32")
         assert ran.code == 0, ran.err
     theirs, mine = (load_file(tmp_path / name / "model.safetensors") for name in ("fp32/theirs", "fp32/ours"))
     assert theirs.keys() == mine.keys() == load_file(tmp_path / "theirs/model.safetensors").keys()
@@ -75,29 +75,29 @@ def test_numbers_and_weights_are_those_of_our_own_loop(config, run, convert, for
 
 
 def test_an_interrupted_training_goes_on_bit_for_bit(config, run, convert):
-    words = ("--neftune_alpha", 5)
-    whole = run(config, *words, save="whole")
-    assert whole.code == 0, whole.out
-    stopped = run(config, *words, "--steps.exit_interval", 5)
+    options = ("--neftune_alpha", 5)
+    reference = run(config, *options, save="whole")
+    assert reference.code == 0, reference.out
+    stopped = run(config, *options, "--steps.exit_interval", 5)
     assert stopped.code == 75, stopped.out
     assert (stopped.save / "RESUME").is_file()
-    again = run(config, *words)
-    assert again.code == 0, again.out
-    assert not (again.save / "RESUME").exists()
+    resumed = run(config, *options)
+    assert resumed.code == 0, resumed.out
+    assert not (resumed.save / "RESUME").exists()
     for name in ("loss", "grad_norm", "lr", "global_step"):
-        assert again.series(name) == whole.series(name), name
-    digests = [convert("digest", one.save / "global_step108").out.split()[0] for one in (again, whole)]
+        assert resumed.series(name) == reference.series(name), name
+    digests = [convert("digest", result.save / "global_step108").out.split()[0] for result in (resumed, reference)]
     assert digests[0] == digests[1]
 
 
 @pytest.mark.parametrize(
-    ("words", "name"),
+    ("options", "name"),
     [
         (["--parallel.replicas", "2"], "parallel.replicas"),
         (["--model.compile", "true"], "model.compile"),
         (["--parallel.deepspeed", "{zero_optimization: {}}"], "parallel.deepspeed"),
     ],
 )
-def test_what_it_cannot_do_is_refused(settings, words, name):
+def test_what_it_cannot_do_is_refused(settings, options, name):
     with pytest.raises(UsageError, match=f"the engine transformers does not know {name}"):
-        load_config(settings(engine="transformers"), words)
+        load_config(settings(engine="transformers"), options)

@@ -32,15 +32,15 @@ def test_a_training_does_not_save_into_a_model(model, settings, run, tmp_path):
 
 def test_who_names_such_a_folder_is_asked_which(both, settings, run, convert, train, tmp_path):
     folder, trained = both
-    told = f"{folder} holds two models: model.safetensors of Hugging Face, and global_step104"
+    message = f"{folder} holds two models: model.safetensors of Hugging Face, and global_step104"
     commands = (["inspect", folder], ["digest", folder], ["hf2megatron", folder, tmp_path / "M"])
-    for words in commands:
-        ran = convert(*words)
-        assert (ran.code, told in ran.err) == (5, True), ran.err
+    for argv in commands:
+        ran = convert(*argv)
+        assert (ran.code, message in ran.err) == (5, True), ran.err
         assert f"hint: name {folder}/global_step104; or" in ran.err
     config = settings(model={"path": str(folder)})
     ran = run(config, save="other")
-    assert (ran.code, told in ran.out) == (5, True), ran.out
+    assert (ran.code, message in ran.out) == (5, True), ran.out
     assert train("plan", config).code == 5
     assert train("init", tmp_path / "run", "--from", folder, "--data", tmp_path / "none").code == 5
     named = convert("digest", folder / "global_step104")
@@ -49,8 +49,8 @@ def test_who_names_such_a_folder_is_asked_which(both, settings, run, convert, tr
     assert first.code == 0, first.out
     for name in ("latest", "global_step104"):
         shutil.move(folder / name, tmp_path / f"moved-{name}")
-    again = run(settings(model={"path": str(folder)}), save="other")
-    assert again.series("loss") == trained.series("loss")
+    other = run(settings(model={"path": str(folder)}), save="other")
+    assert other.series("loss") == trained.series("loss")
 
 
 def test_what_was_begun_there_before_comes_to_its_end(both, settings, run):

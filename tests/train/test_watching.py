@@ -39,8 +39,8 @@ def test_patience_and_best_are_those_of_transformers(values, patience, delta, me
     arguments = SimpleNamespace(metric_for_best_model=metric, greater_is_better=greater)
     for step, value in enumerate(values, 1):
         callback.on_evaluate(arguments, state, control, {f"eval_{metric}": float(value)})
-        held = state.best_metric
-        if held is None or (value > held if greater else value < held):
+        best_value = state.best_metric
+        if best_value is None or (value > best_value if greater else value < best_value):
             state.best_metric, state.best_global_step = float(value), step
         best.add(step, float(value))
         assert (best.step, best.value) == (state.best_global_step, state.best_metric)
@@ -59,15 +59,15 @@ def test_a_spike_is_noted_after_a_resume_too(tmp_path, loss, noted):
     from tests.train.test_loop import Step
     from train.run.checkpoint import Progress
 
-    said = []
+    lines = []
     config = config_of(tmp_path)
     for number in range(1, LEAST + 2):
         progress = Progress(number, 0, 8, 1, "", 0, 100)
         value = loss if number == LEAST + 1 else 4 + number % 3 / 10
         step = Step(value, 1.0, 1, 1, 1.0, 1, 1e-3, stop=False, written=False, due=False)
         log = Log(config, 1, Progress(number - 1, 0, 8, 1, "", 0, 100), 100, None)  # each step by a job of its own
-        log.line(progress, 100, step, 1.0, said.append)
-    notes = [line for line in said if line.startswith("note ")]
+        log.line(progress, 100, step, 1.0, lines.append)
+    notes = [line for line in lines if line.startswith("note ")]
     assert len(notes) == noted
     assert not noted or f"global step {LEAST + 1}: loss 9 is" in notes[0]
 
@@ -89,30 +89,30 @@ def watched(settings, data, tmp_path):
 @pytest.mark.timeout(300)
 def test_a_training_stops_early_and_exports_the_best(watched, run, convert, tmp_path):
     config = watched()
-    whole = run(config, "--export", tmp_path / "out")
-    assert whole.code == 0, whole.out
-    losses = [json.loads(line)["eu_loss"] for line in (whole.save / "evaluations.jsonl").read_text().splitlines()]
+    reference = run(config, "--export", tmp_path / "out")
+    assert reference.code == 0, reference.out
+    losses = [json.loads(line)["eu_loss"] for line in (reference.save / "evaluations.jsonl").read_text().splitlines()]
     place = losses.index(min(losses))
     assert len(losses) == place + 3 < 12
     best = f"global_step{101 + place}"
-    assert (whole.save / "best").read_text() == best
-    assert f"exported {best} to" in whole.out
-    weights = [convert("digest", path).out.split()[0] for path in (whole.save / best, tmp_path / "out")]
+    assert (reference.save / "best").read_text() == best
+    assert f"exported {best} to" in reference.out
+    weights = [convert("digest", path).out.split()[0] for path in (reference.save / best, tmp_path / "out")]
     assert weights[0] != weights[1]  # float32 and bf16
     assert convert("digest", tmp_path / "out").code == 0
     assert "nothing left to do" in run(config).out
-    assert not (whole.save / "RESUME").exists()
-    again = run(config, "--steps.exit_interval", 1, "--save.keep", 1, ranks=2, save="two")
+    assert not (reference.save / "RESUME").exists()
+    resumed = run(config, "--steps.exit_interval", 1, "--save.keep", 1, ranks=2, save="two")
     for _ in range(len(losses)):
-        assert again.code, again.out  # torchrun makes 1 of 75, and so do forks of several ranks
-        again = run(config, "--steps.exit_interval", 1, "--save.keep", 1, ranks=2, save="two")
-        if again.code == 0:
+        assert resumed.code, resumed.out  # torchrun makes 1 of 75, and so do forks of several ranks
+        resumed = run(config, "--steps.exit_interval", 1, "--save.keep", 1, ranks=2, save="two")
+        if resumed.code == 0:
             break
-    assert (again.save / "best").read_text() == best
-    assert sorted(path.name for path in again.save.glob("global_step*")) == sorted(
+    assert (resumed.save / "best").read_text() == best
+    assert sorted(path.name for path in resumed.save.glob("global_step*")) == sorted(
         {best, f"global_step{100 + len(losses)}"}
     )
-    others = [json.loads(line)["eu_loss"] for line in (again.save / "evaluations.jsonl").read_text().splitlines()]
+    others = [json.loads(line)["eu_loss"] for line in (resumed.save / "evaluations.jsonl").read_text().splitlines()]
     assert others == pytest.approx(losses, abs=1e-4)
 
 
@@ -132,13 +132,13 @@ def test_answers_are_those_of_generate(data, talker, run, tmp_path):
     trained = run(tmp_path / "c.yml", "--export", tmp_path / "out", ranks=2)
     assert trained.code == 0, trained.out
     assert "answer     Sveiki! ->" in trained.out
-    found = [json.loads(line) for line in (trained.save / "generations.jsonl").read_text().splitlines()]
-    assert [line["global_step"] for line in found] == [2, 2]
+    generations = [json.loads(line) for line in (trained.save / "generations.jsonl").read_text().splitlines()]
+    assert [line["global_step"] for line in generations] == [2, 2]
     folder = tmp_path / "whole"
     shutil.copytree(tmp_path / "out", folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for line in found:
+    for line in generations:
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": line["prompt"]}], add_generation_prompt=True, return_tensors="pt"
         )["input_ids"]
@@ -163,7 +163,7 @@ def test_norms_of_layers_are_those_of_a_plain_loop(settings, run, model, data):
     flat = rows.flat([Order(len(rows), 1234, 8).row(sample) for sample in range(8)])
     total = 0.0
     for begin, stop in zip(flat.cu_seqlens[:-1], flat.cu_seqlens[1:], strict=True):
-        ids, labels = (torch.from_numpy(one[begin:stop]) for one in (flat.input_ids, flat.labels))
+        ids, labels = (torch.from_numpy(array[begin:stop]) for array in (flat.input_ids, flat.labels))
         logits = plain(input_ids=ids[None], use_cache=False).logits[0]
         total = total + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
     (total / flat.trained).backward()
@@ -172,8 +172,8 @@ def test_norms_of_layers_are_those_of_a_plain_loop(settings, run, model, data):
         layer = name.split(".")[2] if ".layers." in name else None
         key = f"grad_norm/layers.{layer}" if layer else "grad_norm/" + name.split(".")[-2]
         expected[key] = expected.get(key, 0) + float(tensor.grad.double().square().sum())
-    for words, ranks in (((), 1), (("--parallel.replicas", 2), 4)):
-        (line,) = run(config, *words, ranks=ranks, save=f"s{ranks}").lines
+    for options, ranks in (((), 1), (("--parallel.replicas", 2), 4)):
+        (line,) = run(config, *options, ranks=ranks, save=f"s{ranks}").lines
         norms = {name: value for name, value in line.items() if name.startswith("grad_norm/")}
         assert norms == pytest.approx({name: value**0.5 for name, value in expected.items()}, abs=1e-5)
         assert sum(value**2 for value in norms.values()) ** 0.5 == pytest.approx(line["grad_norm"], abs=1e-5)
@@ -188,10 +188,10 @@ def test_mlflow_goes_on(tmp_path, monkeypatch):
     for step in (1, 2):
         open_tracker("mlflow", config_of(tmp_path), step)(step, {"loss": 4.0 - step})
         mlflow.end_run()
-    (held,) = mlflow.search_runs(output_format="list", search_all_experiments=True)
-    history = mlflow.MlflowClient().get_metric_history(held.info.run_id, "loss")
-    assert [(one.step, one.value) for one in history] == [(1, 3.0), (2, 2.0)]
-    assert held.data.params["optim.lr"] == "0.001"
+    (tracked,) = mlflow.search_runs(output_format="list", search_all_experiments=True)
+    history = mlflow.MlflowClient().get_metric_history(tracked.info.run_id, "loss")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 3.0), (2, 2.0)]
+    assert tracked.data.params["optim.lr"] == "0.001"
 
 
 def test_a_tracker_of_transformers_gets_each_step(tmp_path, monkeypatch):
@@ -201,14 +201,14 @@ def test_a_tracker_of_transformers_gets_each_step(tmp_path, monkeypatch):
     from formats.errors import UnsupportedError
     from train.run.trackers import open_tracker
 
-    told = []
+    calls = []
 
     class Callback(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **_):
-            told.append((args.run_name, state.global_step, state.is_world_process_zero, logs))
+            calls.append((args.run_name, state.global_step, state.is_world_process_zero, logs))
 
     monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "trackio", Callback)
     open_tracker("trackio", config_of(tmp_path), 0)(7, {"loss": 1.5})
-    assert told == [(tmp_path.name, 7, True, {"loss": 1.5})]
+    assert calls == [(tmp_path.name, 7, True, {"loss": 1.5})]
     with pytest.raises(UnsupportedError, match="clearml, which is not installed"):
         open_tracker("clearml", config_of(tmp_path), 0)

@@ -50,7 +50,7 @@ def test_it_becomes_what_its_own_export_and_model_say(convert, tmp_path, case):
     ran = convert("fsdp2hf", case / "step3", tmp_path / "alone", "--set", "max_positions=256")
     assert ran.code == 0, ran.err
     same(tmp_path / "alone/model.safetensors", case / "hf/model.safetensors")
-    assert difference(tmp_path / "alone", case) < 1e-6
+    assert difference(tmp_path / "alone", case) < 1e-5  # its float32 is up to 2e-6 from float64, which way is the CPU's
     before = opened(case / "hf", max_positions=256)
     assert differences(opened(tmp_path / "alone"), before) == []
 

@@ -42,6 +42,7 @@ runs on no CPU); w1, w2 and w3 are from before September 2024."""
 
 GPT_NEOX = rules("""
 0.word_embeddings.weight                                     (embedding: vocab | ~padding)/tp hidden
+0.position_embeddings.weight                                 positions: position hidden
 {layer}.input_layernorm.weight                               input_norm: hidden
 {layer}.input_layernorm.bias                                 input_norm_bias: hidden
 {layer}.attention.query_key_value.weight                     (group (query: head half pair | key: half pair | value: dim))/tp hidden
@@ -61,10 +62,11 @@ GPT_NEOX = rules("""
 {head}.final_linear.weight                                   (head: vocab | ~padding)/tp hidden    untied
 """)
 """LayerNorm, biases, not gated. With a parallel residual each rank adds its own bias before the sum over all ranks;
-with a serial one the bias is added once, after it (transformer.py:1041-1177, `parallel_output`)."""
+with a serial one the bias is added once, after it (transformer.py:1041-1177, `parallel_output`). Positions, where they
+are learned, are whole on each rank (word_embeddings.py:88)."""
 
-TABLES = {"rms": LLAMA, "layernorm": GPT_NEOX}
-"""Kind of model: layout."""
+TABLES = {"llama": LLAMA, "pythia": GPT_NEOX, "gpt2": GPT_NEOX}
+"""Kind of model (`Family.neox`): layout."""
 
 
 def slots_of(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], *, layered: bool) -> Iterator[Slot]:
@@ -76,8 +78,11 @@ def slots_of(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], *
         replace(rule, key=re.sub(r"\{(?:norm|head)\}", lambda match: names[match[0]], rule.key))
         for rule in TABLES[family_named(spec.family).neox]
     ]
+    residual = {"serial"} if spec.parallel_residual is None else set[str]()  # where the family leaves no choice
     layers = [(layer + FIRST_LAYER, layer) for layer in range(spec.layers)]
     for rank in range(tp):
-        for slot in spec.slots_in(table, spec.sizes(padded), conditions, layers=layers, mesh={"tp": (rank, tp)}):
+        for slot in spec.slots_in(
+            table, spec.sizes(padded), {*conditions, *residual}, layers=layers, mesh={"tp": (rank, tp)}
+        ):
             index = int(slot.keys[0].partition(".")[0])
             yield slot._replace(place=Place(file_of(index, rank, layered=layered)))

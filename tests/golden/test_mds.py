@@ -211,6 +211,20 @@ def test_other_positions_of_bigscience(convert, tmp_path):
     refused(convert("zero2hf", run, tmp_path / "out"), 3, "position_embedding_type", "different models")
 
 
+def test_a_config_of_another_bloom(model, convert, tmp_path):
+    """It counts where nothing contradicts it: its tokens, and its longest sequence, which no weights depend on."""
+    import json
+
+    hub, run = tmp_path / "hub", HERE / "bloom_tp2"
+    assert convert("zero2hf", run, hub).code == 0
+    config = json.loads((hub / "config.json").read_text())
+    (hub / "config.json").write_text(json.dumps(config | {"seq_length": 99}))
+    assert convert("zero2hf", run, tmp_path / "out", "--config", hub).code == 0
+    assert json.loads((tmp_path / "out/config.json").read_text())["seq_length"] == 99
+    (hub / "config.json").write_text(json.dumps(config | {"n_head": 2}))
+    refused(convert("zero2hf", run, tmp_path / "no", "--config", hub), 5, "contradict each other", "heads: 4 | 2")
+
+
 def test_a_bloom_that_bigscience_has_not(model, convert, tmp_path):
     words = ("hf2mds", model("bloom"), tmp_path / "out", "--qkv", "blocked")
     refused(convert(*words), 2, "BigScience's tree has one order, not blocked")

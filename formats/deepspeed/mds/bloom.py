@@ -119,7 +119,6 @@ def from_args(args: Mapping[str, Any], settings: Settings, base: ModelSpec | Non
     values |= {"vocab": base.vocab, "max_positions": base.max_positions} if base else {}
     spec = with_vocab(checked(values | dict(settings.values), where), settings, tag)
     wrong = [line for line in differences(spec, base) if line.partition(":")[0] not in settings.values] if base else []
-    wrong = [line for line in wrong if settings.vocab_size is None or not line.startswith("vocab:")]
     if wrong:
         raise RefusedError(
             f"{where} and its config contradict each other (args | config): {'; '.join(wrong)}",

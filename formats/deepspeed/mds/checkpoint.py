@@ -36,7 +36,7 @@ from formats.deepspeed.mds.tables import (
 )
 from formats.deepspeed.partitions import Partition
 from formats.disk.safetensors import Fragment
-from formats.errors import OptionNeededError, SourceError, UnsupportedError, short, some
+from formats.errors import OptionNeededError, SourceError, UnsupportedError, short
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import spread
@@ -193,8 +193,7 @@ def _open(path: Path, settings: Settings) -> _Opened:
         )
     qkv, notes = _order(by_file, spec, tp, settings, _ours(first))
     wanted = list(slots_of(spec, tp, padded, {qkv}, _first_layer(by_file, spec.layers)))
-    if lost := sorted({slot.place.file for slot in wanted} - by_file.keys()):
-        raise SourceError(f"{tag} lacks {some(lost, 4)}", "copy the files of all ranks into one folder")
+    modules.require_files(tag, wanted, by_file)
     multiple = vocab_multiple(args, first.path)
     return _Opened(
         run, tag, models, by_file, tp, spec, padded, multiple, qkv, assets, config, wanted, settings, notes

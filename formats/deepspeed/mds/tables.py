@@ -10,12 +10,9 @@ own logits.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
-from formats.deepspeed.modules import file_of
-from formats.errors import RefusedError
+from formats.deepspeed.modules import file_of, numbered, require_whole_heads
 from formats.layout.slots import Place, Slot, slots
 from formats.layout.table import rules
 from formats.model.spec import ModelSpec
@@ -79,11 +76,8 @@ def slots_of(spec: ModelSpec, tp: int, padded: int, order: Iterable[str], first:
         order: the conditions that hold of the rows for query, key and value.
         first: the number of the first layer.
     """
-    if spec.heads % tp or spec.kv_heads % tp:
-        raise RefusedError(f"{spec.heads} heads in {spec.kv_heads} key/value groups do not divide over tp = {tp}")
-    norm = norm_number(first, spec.layers)
-    names = {"{norm}": str(norm), "{head}": str(norm + 1)}
-    table = [replace(rule, key=re.sub(r"\{(?:norm|head)\}", lambda match: names[match[0]], rule.key)) for rule in TABLE]
+    require_whole_heads(spec, tp)
+    table = numbered(TABLE, norm_number(first, spec.layers))
     for rank in range(tp):
         for slot in slots(
             table,

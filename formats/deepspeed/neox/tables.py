@@ -7,12 +7,9 @@ tests, with its own logits.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
-from formats.deepspeed.modules import file_of
-from formats.errors import RefusedError
+from formats.deepspeed.modules import file_of, numbered, require_whole_heads
 from formats.families import family_named
 from formats.layout.slots import Place, Slot
 from formats.layout.table import rules
@@ -71,13 +68,8 @@ TABLES = {"llama": LLAMA, "pythia": GPT_NEOX, "gpt2": GPT_NEOX}
 
 def slots_of(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], *, layered: bool) -> Iterator[Slot]:
     """Every physical tensor of a topology. Its file is that of a sequential checkpoint, or of a pipeline's layer."""
-    names = {"{norm}": str(spec.layers + FIRST_LAYER + 1), "{head}": str(spec.layers + FIRST_LAYER + 2)}
-    if spec.heads % tp or spec.kv_heads % tp:
-        raise RefusedError(f"{spec.heads} heads in {spec.kv_heads} key/value groups do not divide over tp = {tp}")
-    table = [
-        replace(rule, key=re.sub(r"\{(?:norm|head)\}", lambda match: names[match[0]], rule.key))
-        for rule in TABLES[family_named(spec.family).neox]
-    ]
+    require_whole_heads(spec, tp)
+    table = numbered(TABLES[family_named(spec.family).neox], spec.layers + FIRST_LAYER + 1)
     residual = {"serial"} if spec.parallel_residual is None else set[str]()  # where the family leaves no choice
     layers = [(layer + FIRST_LAYER, layer) for layer in range(spec.layers)]
     for rank in range(tp):

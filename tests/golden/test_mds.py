@@ -341,7 +341,7 @@ def test_each_order_is_the_same_model(convert, tmp_path):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", ["llama_gqa_separate_tp2", STAGES])
+@pytest.mark.parametrize("name", ["llama_gqa_separate_tp2", STAGES, "bloom_tp2"])
 def test_deepspeed_loads_what_we_write(zero, convert, tmp_path, name):
     """Its pipeline engine, strictly and without an optimizer: what a training does with `--finetune`."""
     from safetensors.torch import load_file

@@ -51,7 +51,8 @@ def zero2hf(src: Path, out: Path, **options: Any) -> None:
     "--qkv",
     type=click.Choice(["grouped", "blocked", "separate"]),
     help="Query, key and value as the code has them that loads OUT: blocked since 2024-12-04 (deepspeedai), grouped "
-    "before; separate where heads share keys in OpenLLM-France's (Lucie). Has to be said.  [default: as in SRC]",
+    "before; separate where heads share keys in OpenLLM-France's (Lucie). Has to be said, but of a BLOOM.  "
+    "[default: as in SRC]",
 )
 @click.option("--iteration", type=click.IntRange(0), metavar="N",
               help="Write global_stepN.  [default: 0; of Megatron-DeepSpeed as in SRC]")  # fmt: skip

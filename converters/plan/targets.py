@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,13 @@ from converters.assets.trusted import require_inside
 from converters.plan import agreement, names
 from converters.plan.plan import Plan, cast_dtype, cast_dtypes, make_plan
 from converters.plan.request import Request
-from formats.checkpoint import ASSETS, Checkpoint
+from formats.checkpoint import ASSETS, Checkpoint, Target
 from formats.errors import RefusedError, UnsupportedError, UsageError
 from formats.fsdp import FSDP
 from formats.huggingface import HUGGINGFACE
 from formats.huggingface import folder as huggingface
 from formats.layout.table import MTP
-from formats.model.spec import Spec, Verbatim
+from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.model.vocab_rows import grown, rows
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from formats.megatron.args.options import Options
     from formats.megatron.optimizer import Optimizer
 
+Dtypes = Mapping[tuple[str, int | None], str]
+"""The element type of each logical tensor."""
 SHARD_SIZE = 5 * 10**9
 """Bytes of a safetensors file, when nothing says otherwise."""
 UNTOLD = (
@@ -168,39 +171,45 @@ def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options
     from formats.deepspeed.neox import checkpoint as neox
     from formats.deepspeed.neox import writer, yml
 
-    if isinstance(source.spec, Verbatim):
-        raise UnsupportedError(f"{source.root} has no layout of GPT-NeoX: {source.spec.why}", "see `convert formats`")
-    require_vocab(source)
-    dtypes = cast_dtypes(source, request.cast)
-    target = writer.write(request.root, source.spec, dtypes, options)
-    texts, copies = _inside(source, request, ASSETS)
-    notes = () if isinstance(source.details, neox.Neox) else yml.window_notes(source.spec)
-    plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast)
-    return replace(plan, notes=notes)
+    spec = _in_tables(source, "GPT-NeoX")
+    plan = _run(source, request, partial(writer.write, options=options), "GPT-NeoX")
+    return replace(plan, notes=() if isinstance(source.details, neox.Neox) else yml.window_notes(spec))
 
 
 def plan_mds(source: Checkpoint, request: Request, options: mds_writer.Options) -> Plan:
     """A plan that writes a run folder of Megatron-DeepSpeed, with the model's config and tokenizer in it."""
     from formats.deepspeed.mds import writer
 
-    if isinstance(source.spec, Verbatim):
-        raise UnsupportedError(
-            f"{source.root} has no layout of Megatron-DeepSpeed: {source.spec.why}", "see `convert formats`"
-        )
+    return _run(source, request, partial(writer.write, options=options), "Megatron-DeepSpeed")
+
+
+def _run(source: Checkpoint, request: Request, write: Callable[[Path, ModelSpec, Dtypes], Target], name: str) -> Plan:
+    """A plan that writes a run folder of a trainer, with the model's config and tokenizer in it."""
+    spec = _in_tables(source, name)
     require_vocab(source)
-    target = writer.write(request.root, source.spec, cast_dtypes(source, request.cast), options)
+    target = write(request.root, spec, cast_dtypes(source, request.cast))
     texts, copies = _inside(source, request, ASSETS)
     return make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast)
+
+
+def _in_tables(source: Checkpoint, name: str) -> ModelSpec:
+    """The settings of a model that a format with tables is to hold.
+
+    Raises:
+        UnsupportedError: no table describes it.
+    """
+    if isinstance(source.spec, Verbatim):
+        raise UnsupportedError(f"{source.root} has no layout of {name}: {source.spec.why}", "see `convert formats`")
+    return source.spec
 
 
 def plan_mistral(source: Checkpoint, request: Request) -> Plan:
     """A plan that writes Mistral's own files, with config and tokenizer beside them."""
     from formats.huggingface.mistral import folder as mistral
 
-    if isinstance(source.spec, Verbatim):
-        raise UnsupportedError(f"{source.root} has no layout of Mistral's: {source.spec.why}", "see `convert formats`")
+    spec = _in_tables(source, "Mistral's")
     require_vocab(source)
-    target = mistral.write(request.root, source.spec, cast_dtypes(source, request.cast))
+    target = mistral.write(request.root, spec, cast_dtypes(source, request.cast))
     carried = assets.carried(source)
     texts = {**target.texts, "config.json": assets.config_text(source, _cast_to(request))}
     copies = {name: path for name, path in carried.items() if name not in texts}

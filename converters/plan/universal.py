@@ -6,16 +6,18 @@ that of transformers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from converters.assets import files as assets
+from converters.plan.parts import parts_of
 from converters.plan.plan import Job, Plan, make_plan
 from converters.plan.request import Request
 from converters.plan.targets import require_vocab
-from formats.checkpoint import Checkpoint, Settings, Target
+from formats.checkpoint import Checkpoint, OutputFile, Settings, Target
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import model_files, universal, zero
 from formats.deepspeed import partitions as zero_partitions
@@ -29,7 +31,7 @@ from formats.errors import UnsupportedError
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Scattered, match_pieces
 from formats.layout.placed import files_of
-from formats.layout.slots import Slot
+from formats.layout.slots import ORIGINAL, Slot
 from formats.layout.tensors import BUFFERS
 from formats.model import untabled
 from formats.model.spec import ModelSpec, Verbatim
@@ -87,6 +89,7 @@ def plan_universal(states: States, request: Request) -> Plan:
             "none from a universal checkpoint"
         )
     notes += _not_restored([*(model.get("buffer_names") or ())])
+    notes += _bound([parameter for parameter in parameters if parameter.summands])
     target = _target(request.root, tag.name, parameters, small)
     jobs = _jobs(opened, target)
     return Plan(opened[0], opened[0].spec, jobs, target, tuple(notes), read_back)
@@ -136,6 +139,17 @@ def _not_restored(buffers: Sequence[str]) -> list[str]:
     return [
         f"{len(buffers)} buffers are not in it, such as {buffers[0]}: DeepSpeed restores none from a universal "
         "checkpoint; begin with a model that has those of this checkpoint"
+    ]
+
+
+def _bound(summed: Sequence[Parameter]) -> list[str]:
+    """What the user should know of parameters that are sums over ranks."""
+    if not summed:
+        return []
+    first, ranks = summed[0].name, len(summed[0].summands)
+    return [
+        f"{len(summed)} parameters are sums over tensor parallel ranks, such as {first}: DeepSpeed loads it at "
+        f"model_parallel_size {ranks} alone, each rank with its own summands, and stops at any other"
     ]
 
 
@@ -200,8 +214,23 @@ def _jobs(opened: Sequence[Checkpoint], target: Target) -> tuple[Job, ...]:
     for state, checkpoint in zip(STATES, opened, strict=True):
         files = tuple(file for file in target.files if file.path.stem == state)
         jobs = make_plan(checkpoint, replace(target, files=files), "fp32").jobs
-        state_jobs += (replace(job, state="" if state == "fp32" else state) for job in jobs)
+        apart = (each for job in jobs for each in _apart(job, checkpoint, files))
+        state_jobs += (replace(job, state="" if state == "fp32" else state) for job in apart)
     return tuple(state_jobs)
+
+
+def _apart(job: Job, source: Checkpoint, files: Sequence[OutputFile]) -> Iterator[Job]:
+    """The jobs of a sum over ranks, one for each of them: each is to have again what it has. Of any other, itself."""
+    if not (job.partial and job.replicas):
+        yield job
+        return
+    place = job.tensor, job.layer
+    targets = parts_of(tensor for file in files for tensor in file.tensors)[place]
+    twins = parts_of(source.twins).get(place, {})
+    alone = replace(job, replicas={}, partial=False)
+    for copy, parts in {ORIGINAL: job.sources, **job.replicas}.items():
+        tensor = f"{job.tensor} of {copy}" if copy else job.tensor
+        yield replace(alone, tensor=tensor, sources=parts, targets=targets[copy], twins=twins.get(copy, ()))
 
 
 def _frozen(model: Mapping[str, Any], trained: set[str]) -> list[str]:
@@ -253,20 +282,22 @@ def _parameters(source: Checkpoint, step: float) -> Iterator[Parameter]:
         return
     spec, saved = source.spec, source.details_of(neox.Neox)
     rows, layered = spec.vocab if spec.vocab is not None else source.padded_vocab or 0, saved.layered
+    summands: dict[str, tuple[Slot, ...]] = {}
+    for slot in slots_of(spec, source.topology["tp"], source.padded_vocab or 0, saved.layout, layered=layered):
+        if "partial" in slot.rule.conditions:
+            summands[slot.keys[0]] = (*summands.get(slot.keys[0], ()), slot)
     for slot in slots_of(spec, 1, rows, saved.layout, layered=layered):
-        if "partial" in slot.rule.conditions and source.topology["tp"] > 1:
-            raise UnsupportedError(
-                f"{slot.keys[0]} is a sum over tensor parallel ranks, which a universal checkpoint cannot say",
-                "its loader would give the whole of it to each rank",
-            )
+        of_ranks = summands.get(slot.keys[0], ())
         key = slot.keys[0] if layered else f"sequential.{slot.keys[0]}"
         if layered and spec.tied:
-            key = key.replace("0.word_embeddings", "tied_modules.embed.word_embeddings")
-        yield Parameter(key, slot, _cut(slot, spec), step)
+            key = re.sub(r"^0\.", "tied_modules.embed.", key)
+        yield Parameter(key, slot, _cut(slot, spec), step, of_ranks if len(of_ranks) > 1 else ())
 
 
 def _cut(slot: Slot, spec: ModelSpec) -> dict[str, Any]:
     """How the loader cuts a tensor again (deepspeed/checkpoint/universal_checkpoint.py:236, 0.19.8)."""
+    if "partial" in slot.rule.conditions:
+        return {"cat_dim": 0}
     if "tp" not in slot.rule.pattern.meshes:
         return {}
     if slot.rule.pattern.tensors[0] in ("embedding", "head"):

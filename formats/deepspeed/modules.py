@@ -9,7 +9,7 @@ GPT-NeoX and Megatron-DeepSpeed save so. Facts: deepspeed/runtime/pipe/module.py
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +19,11 @@ from formats.deepspeed import model_files, universal
 from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed.partitions import Partition
 from formats.disk.safetensors import Fragment
-from formats.errors import SourceError, UnsupportedError, short
+from formats.errors import RefusedError, SourceError, UnsupportedError, short, some
 from formats.layout.pieces import Scattered
+from formats.layout.slots import Slot
+from formats.layout.table import Rule
+from formats.model.spec import ModelSpec
 from formats.optimizer import STATES
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
@@ -37,6 +40,32 @@ SHARED = "word_embeddings.weight"
 def file_of(index: int, rank: int, *, layered: bool = True) -> str:
     """The file of a module of the model."""
     return f"layer_{index:02d}-model_{rank:02d}-model_states.pt" if layered else deepspeed.model_name(rank)
+
+
+def numbered(table: Iterable[Rule], norm: int) -> list[Rule]:
+    """A table with numbers of modules in its keys: `{norm}` is the last norm, and `{head}` comes after it."""
+    names = {"{norm}": str(norm), "{head}": str(norm + 1)}
+    return [replace(rule, key=re.sub(r"\{(?:norm|head)\}", lambda match: names[match[0]], rule.key)) for rule in table]
+
+
+def require_whole_heads(spec: ModelSpec, tp: int) -> None:
+    """Each rank has some groups of heads.
+
+    Raises:
+        RefusedError: they do not divide.
+    """
+    if spec.heads % tp or spec.kv_heads % tp:
+        raise RefusedError(f"{spec.heads} heads in {spec.kv_heads} key/value groups do not divide over tp = {tp}")
+
+
+def require_files(tag: Path, slots: Iterable[Slot], files: Collection[str]) -> None:
+    """The files of all tensors are there.
+
+    Raises:
+        SourceError: some are not.
+    """
+    if lost := sorted({slot.place.file for slot in slots}.difference(files)):
+        raise SourceError(f"{tag} lacks {some(lost, 4)}", "copy the files of all ranks into one folder")
 
 
 def tensors(

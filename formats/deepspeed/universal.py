@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 from formats.checkpoint import Checkpoint, OutputFile
 from formats.deepspeed.folders import OURS, model_name
 from formats.deepspeed.partitions import Partition, steps_made
-from formats.disk.safetensors import FLOATS
+from formats.disk.safetensors import FLOATS, row_major
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.layout.columns import Cut, Piece
 from formats.layout.pieces import Scattered, scattered, whole_part
@@ -54,12 +55,14 @@ class Parameter(NamedTuple):
         slot: the whole of it.
         cut: how tensor parallelism cuts it, as the loader expects it: `cat_dim` and the like.
         step: Adam's step.
+        summands: of a sum over tensor parallel ranks, what each of them has, in their order.
     """
 
     name: str
     slot: Slot
     cut: Mapping[str, Any]
     step: float
+    summands: tuple[Slot, ...] = ()
 
 
 class States(NamedTuple):
@@ -82,9 +85,22 @@ def files(root: Path, parameters: Sequence[Parameter], state: str) -> tuple[Outp
 
 
 def _file(path: Path, parameter: Parameter) -> OutputFile:
-    return archived(
-        path, [("param", parameter.slot, parameter.slot.shape, "F32")], lambda refs: {**parameter.cut, **refs}
-    )
+    """One file. Summands are one after another in it: the loader has no other way to give each rank its own."""
+    slots = parameter.summands or (parameter.slot,)
+    shape = _joined(parameter.slot.shape, len(slots))
+    file = archived(path, [("param", parameter.slot, shape, "F32")], lambda refs: {**parameter.cut, **refs})
+    if not parameter.summands:
+        return file
+    ((_, _, whole, *_),) = file.tensors
+    parts = [whole._replace(shape=slot.shape, strides=row_major(slot.shape)) for slot in slots]
+    offsets = (whole.offset + number * part.nbytes for number, part in enumerate(parts))
+    each = zip(slots, parts, offsets, strict=True)
+    return replace(file, tensors=tuple(Placed("param", slot, part._replace(offset=at)) for slot, part, at in each))
+
+
+def _joined(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """The shape of so many tensors of one shape, one after another."""
+    return shape if count == 1 else (count * shape[0], *shape[1:])
 
 
 def texts(
@@ -258,8 +274,9 @@ def unchanged(file: OutputFile) -> tuple[Placed, ...]:
     Raises:
         SourceError: it says something else than was planned.
     """
-    opened = read_torch(file.path)
-    for placed in file.tensors:
-        if opened.fragment(opened.value["param"], placed.key)._replace(member=None) != placed.fragment:
-            raise SourceError(f"{file.path} holds its tensor elsewhere than was planned")
+    opened, first = read_torch(file.path), file.tensors[0].fragment
+    shape = _joined(first.shape, len(file.tensors))
+    whole = opened.fragment(opened.value["param"], "param")._replace(member=None)
+    if whole != first._replace(shape=shape, strides=row_major(shape)):
+        raise SourceError(f"{file.path} holds its tensor elsewhere than was planned")
     return tuple(file.tensors)

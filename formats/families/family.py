@@ -78,7 +78,7 @@ class Family:
         tokens: the ids above ten of special tokens that transformers assumes and can do without, by config key.
         switch: the config key that turns a sliding window on, false where it is absent, in a family of which only models
             without a window are supported; `window_default` and `full_until` then say which these are.
-        neox: the kind of GPT-NeoX's models that compute the same: with `rms` or `layernorm`; empty where none do.
+        neox: the kind of GPT-NeoX's models that compute the same (`deepspeed/neox/settings_table.py`); empty where none do.
         native: the layouts under names that trainers have of their own, by trainer (`formats/fsdp/native.py`).
         file: the file of the user's that it was read from.
     """

@@ -49,4 +49,5 @@ FAMILY = Family(
     },
     defaults={"norm_epsilon": 1e-5, "activation": "gelu_new", "tied": True},
     tokens={"bos_token_id": 50256, "eos_token_id": 50256},
+    neox="gpt2",
 )

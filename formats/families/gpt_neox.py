@@ -45,5 +45,5 @@ FAMILY = Family(
     },
     defaults={"parallel_residual": True, "activation": "gelu", "norm_epsilon": 1e-5, "rotary_fraction": 0.25},
     mha=True,
-    neox="layernorm",
+    neox="pythia",
 )

@@ -53,5 +53,5 @@ FAMILY = Family(
     biases={"attention_bias": ("qkv_bias output_bias", False), "mlp_bias": ("mlp_bias", False)},
     mha=True,
     native={"torchtitan": TORCHTITAN},
-    neox="rms",
+    neox="llama",
 )

@@ -12,5 +12,5 @@ FAMILY = Family(
     nulls=("head_dim",),
     window="sliding_window",
     window_default=4096,
-    neox="rms",
+    neox="llama",
 )

@@ -157,7 +157,7 @@ def spec_of(
         spec = megatron_llm.from_args(args, settings, base, assets, iteration.name == "release", str(path))
     else:
         spec = from_megatron(args, settings.values, base, str(path), accept=settings.accept, settled=settled)
-        spec = _with_vocab(spec, settings, iteration)
+        spec = with_vocab(spec, settings, iteration)
     if spec.vocab is not None and not spec.vocab <= padded:
         raise SourceError(
             f"{iteration} holds {padded} rows of embeddings, the vocabulary has {spec.vocab}",
@@ -166,7 +166,7 @@ def spec_of(
     return spec
 
 
-def _with_vocab(spec: ModelSpec, settings: Settings, iteration: Path) -> ModelSpec:
+def with_vocab(spec: ModelSpec, settings: Settings, iteration: Path) -> ModelSpec:
     """The settings with the true vocabulary that the user named."""
     if settings.vocab_size is not None:
         if spec.vocab not in (None, settings.vocab_size):

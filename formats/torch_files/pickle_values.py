@@ -87,6 +87,7 @@ STORAGE_OF = {dtype: name for name, dtype in reversed(STORAGES.items())}
 ENUMS = {
     ("megatron.core.enums", "ModelType"),
     ("megatron.core.transformer.enums", "AttnBackend"),
+    ("megatron.enums", "PositionEmbeddingType"),
     ("signal", "Signals"),
 }
 """Enums whose members travel on in `args`. Any other opaque value is left out: it might run code."""

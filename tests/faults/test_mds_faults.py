@@ -74,7 +74,7 @@ def test_arguments_of_a_run(convert, run, tmp_path):
     change_args(compression_training=True)
     refused(convert("zero2hf", run, tmp_path / "no"), 4, "compression_training = True")
     change_args(compression_training=False, qk_layernorm=True)
-    refused(convert("zero2hf", run, tmp_path / "no"), 4, "Megatron-DeepSpeed is read of gpt2 and llama")
+    refused(convert("zero2hf", run, tmp_path / "no"), 4, "Megatron-DeepSpeed is read of gpt2, llama, bloom")
 
 
 @pytest.mark.parametrize(("name", "options"), [(LAYER, ()), (RANK, ()), (OPTIM, MASTERS)])

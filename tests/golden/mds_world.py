@@ -9,13 +9,15 @@ gets what the ranks hold then: RANK.MODULE.NAME.
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import io
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,9 @@ from torch import nn
 from zero_world import engine_of, grid, launch, settings
 
 EMBEDDING, WEIGHT = 1, "word_embeddings.weight"
+POSITIONS = enum.Enum("PositionEmbeddingType", "rotary absolute alibi", module="megatron.enums")
+"""What the arguments of BigScience's tree have in them, where the tree itself is not (megatron/enums.py)."""
+sys.modules.setdefault("megatron.enums", cast("ModuleType", SimpleNamespace(PositionEmbeddingType=POSITIONS)))
 
 
 class Named(nn.Module):
@@ -49,14 +54,15 @@ def function(*values: Any) -> Any:
 
 
 def specs(folder: Path, rank: int) -> list[Any]:
-    """The sequence of modules of a tensor parallel rank."""
+    """The sequence of modules of a tensor parallel rank. A number without a file is that of a function."""
     files = {
         int(match[1]): path
         for path in folder.glob("layer_*")
         if (match := re.fullmatch(rf"layer_(\d+)-model_{rank:02d}-model_states\.pt", path.name))
     }
     shapes = {index: {name: tensor.shape for name, tensor in torch.load(path).items()} for index, path in files.items()}
-    layers = [LayerSpec(Named, shapes[index]) for index in sorted(shapes)]
+    numbers = range(min(shapes), max(shapes) + 1)
+    layers = [LayerSpec(Named, shapes[index]) if index in shapes else function for index in numbers]
     if any("lm_head.weight" in names for names in shapes.values()):
         return [function, *layers]
     tied = functools.partial(TiedLayerSpec, "embed", Named, shapes[EMBEDDING], tied_weight_attr=WEIGHT)

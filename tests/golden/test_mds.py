@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,14 +21,25 @@ CASES = {
     "gpt_layernorm_tied_tp2": ["--gqa-layout", "grouped"],
     "gpt_tied_pp2": ["--gqa-layout", "grouped"],
     "gpt_blocked_tp2": ["--gqa-layout", "blocked"],
+    "bloom_tp2": [],
+    "bloom_pp2": [],
 }
 """Run: what has to be said of it."""
 ORDERS = {"llama_gqa_separate_tp2": "separate", "gpt_blocked_tp2": "blocked"}
 """Run: the order of query, key and value in it, of those that are not grouped."""
 STAGES = "gpt_tied_pp2"
+STAGED = (STAGES, "bloom_pp2")
+"""Runs of two pipeline stages."""
 ROWS = 64
 """Of the vocabulary, padding included."""
 GPT = HERE / "gpt_layernorm_tied_tp2"
+
+
+@pytest.fixture(autouse=True)
+def enums(monkeypatch) -> None:
+    """What torch makes the positions of BigScience's tree of (megatron/enums.py)."""
+    kinds = enum.Enum("PositionEmbeddingType", "rotary absolute alibi", module="megatron.enums")
+    monkeypatch.setitem(sys.modules, "megatron.enums", SimpleNamespace(PositionEmbeddingType=kinds))
 
 
 def optimizer_of(run: Path) -> list[Any]:
@@ -109,7 +123,7 @@ def test_masters_and_moments(convert, tmp_path, name):
     import torch
     from safetensors.torch import load_file
 
-    ranks = optimizer_of(HERE / name)[: 1 if name == STAGES else 2]
+    ranks = optimizer_of(HERE / name)[: 1 if name in STAGED else 2]
     for weights in ("fp32-master", "exp_avg", "exp_avg_sq"):
         out = tmp_path / weights
         ran = convert("zero2hf", HERE / name, out, *CASES[name], "--weights", weights)
@@ -122,7 +136,9 @@ def test_masters_and_moments(convert, tmp_path, name):
             for state in ranks
         ]
         embedding = next(
-            tensor for key, tensor in converted.items() if key.endswith(("embed_tokens.weight", "wte.weight"))
+            tensor
+            for key, tensor in converted.items()
+            if key.endswith(("embed_tokens.weight", "wte.weight", "word_embeddings.weight"))
         )
         rows = torch.cat([flat[: ROWS // len(ranks) * 24].reshape(-1, 24) for flat in flats])
         assert embedding.equal(rows[:60])
@@ -146,6 +162,75 @@ def test_other_frameworks_resume_from_it(convert, tmp_path, name):
         assert convert("hf2fsdp", out, tmp_path / f"{form}-fsdp", "--with-optimizer").code == 0
         assert convert("diff", tmp_path / "fsdp", tmp_path / f"{form}-fsdp").code == 0
         assert (tmp_path / f"{form}-fsdp/__0_0.distcp").read_bytes() == (tmp_path / "fsdp/__0_0.distcp").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["bloom_tp2", "bloom_pp2"])
+def test_the_optimizer_of_a_bloom(convert, tmp_path, name):
+    """Into FSDP and a universal checkpoint, which have it under the names of transformers."""
+    from safetensors.torch import load_file
+
+    run = HERE / name
+    assert "fp32, exp_avg, exp_avg_sq, step 3" in convert("inspect", run).out
+    assert convert("hf2fsdp", run, tmp_path / "fsdp", "--with-optimizer").code == 0
+    ran = convert("zero2universal", run, tmp_path / "universal")
+    assert ran.code == 0, ran.err
+    config = ["--config", tmp_path / "fp32-master 1"]
+    for weights in ("fp32-master", "exp_avg_sq"):
+        out = [tmp_path / f"{weights} {number}" for number in (1, 2)]
+        assert convert("zero2hf", run, out[0], "--weights", weights).code == 0
+        assert convert("zero2hf", tmp_path / "universal", out[1], "--weights", weights, *config).code == 0
+        ours, theirs = (load_file(folder / "model.safetensors") for folder in out)
+        assert ours.keys() == theirs.keys()
+        assert all(tensor.equal(theirs[key]) for key, tensor in ours.items())
+    refused(convert("hf2megatron", run, tmp_path / "no"), 4, "megatron-core has no ALiBi")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("layernorm_epsilon", 1e-6, "layernorm_epsilon = 1e-06 is not supported, only 1e-05"),
+        ("embed_layernorm", False, "embed_layernorm = False is not supported, only True"),
+        ("bias_gelu_fusion", False, "bias_gelu_fusion = False is not supported, only True"),
+        ("glu_activation", "swiglu", "glu_activation = 'swiglu' is not supported, only None"),
+        ("apply_residual_connection_post_layernorm", True, "apply_residual_connection_post_layernorm = True"),
+        ("warp_speed", 9, "no Megatron-LM that is known here has these arguments: warp_speed = 9"),
+    ],
+)
+def test_arguments_that_are_not_blooms(convert, tmp_path, name, value, message):
+    run = resaved(tmp_path / "run", lambda state: setattr(state["args"], name, value), "mp_rank*", "bloom_tp2")
+    refused(convert("zero2hf", run, tmp_path / "out"), 4, message)
+
+
+def test_other_positions_of_bigscience(convert, tmp_path):
+    """Of its enum, and not the same on all ranks."""
+    absolute = sys.modules["megatron.enums"].PositionEmbeddingType.absolute
+    change = lambda state: setattr(state["args"], "position_embedding_type", absolute)  # noqa: E731
+    run = resaved(tmp_path / "run", change, "mp_rank*", "bloom_tp2")
+    refused(convert("zero2hf", run, tmp_path / "out"), 4, "ALiBi alone is supported, this is [2]")
+    run = resaved(tmp_path / "odd", change, "mp_rank_01*", "bloom_tp2")
+    refused(convert("zero2hf", run, tmp_path / "out"), 3, "position_embedding_type", "different models")
+
+
+def test_a_config_of_another_bloom(model, convert, tmp_path):
+    """It counts where nothing contradicts it: its tokens, and its longest sequence, which no weights depend on."""
+    import json
+
+    hub, run = tmp_path / "hub", HERE / "bloom_tp2"
+    assert convert("zero2hf", run, hub).code == 0
+    config = json.loads((hub / "config.json").read_text())
+    (hub / "config.json").write_text(json.dumps(config | {"seq_length": 99}))
+    assert convert("zero2hf", run, tmp_path / "out", "--config", hub).code == 0
+    assert json.loads((tmp_path / "out/config.json").read_text())["seq_length"] == 99
+    (hub / "config.json").write_text(json.dumps(config | {"n_head": 2}))
+    refused(convert("zero2hf", run, tmp_path / "no", "--config", hub), 5, "contradict each other", "heads: 4 | 2")
+
+
+def test_a_bloom_that_bigscience_has_not(model, convert, tmp_path):
+    argv = ("hf2mds", model("bloom"), tmp_path / "out", "--qkv", "blocked")
+    refused(convert(*argv), 2, "BigScience's tree has one order, not blocked")
+    refused(convert("hf2mds", model("bloom-untied"), tmp_path / "out"), 5, "no output head of its own")
+    odd = model("bloom", layer_norm_epsilon=1e-6)
+    refused(convert("hf2mds", odd, tmp_path / "out"), 5, "an epsilon of 1e-05 after the embedding, this model 1e-06")
 
 
 def test_every_command_reads_it(convert, tmp_path):
@@ -214,7 +299,7 @@ def test_what_is_written_is_what_the_trainer_wrote(convert, tmp_path, name):
 
     run, order = HERE / name, ORDERS.get(name, "grouped")
     sizes, others = ["--tp", 2], ["--pp", 2]
-    sizes, others = (others, sizes) if name == STAGES else (sizes, others)
+    sizes, others = (others, sizes) if name in STAGED else (sizes, others)
     padded = ["--make-vocab-size-divisible-by", 16]
     hub = tmp_path / "hub"
     assert convert("zero2hf", run, hub, *CASES[name]).code == 0
@@ -256,7 +341,7 @@ def test_each_order_is_the_same_model(convert, tmp_path):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", ["llama_gqa_separate_tp2", STAGES])
+@pytest.mark.parametrize("name", ["llama_gqa_separate_tp2", STAGES, "bloom_tp2"])
 def test_deepspeed_loads_what_we_write(zero, convert, tmp_path, name):
     """Its pipeline engine, strictly and without an optimizer: what a training does with `--finetune`."""
     from safetensors.torch import load_file
@@ -289,6 +374,7 @@ FLAGS = {
     --use-rotary-position-embeddings --rotary-position-embeddings-theta 500000 --rotary-percent 1.0
     --untie-embeddings-and-output-weights""",
     "gpt_blocked_tp2": "--num-key-value-heads 4 --normalization layernorm --no-bias-gelu-fusion",
+    "bloom_tp2": "--position-embedding-type alibi --embed-layernorm",
 }
 """What the command line of each model has besides `SIZES`. Its own parser makes its own arguments of them."""
 
@@ -300,7 +386,8 @@ def test_the_flags_of_the_training(convert, tmp_path, name):
     assert ran.code == 0, ran.err
     assert f"--load {tmp_path / 'run'} and the flags in {tmp_path / 'run'}/megatron_flags.txt" in ran.out
     written = (tmp_path / "run/megatron_flags.txt").read_text()
-    assert sorted(written.split()) == sorted(f"{SIZES} {FLAGS[name]}".split())
+    sizes = SIZES.replace("size 48", "size 96").replace("embeddings 32", "embeddings 16") if "bloom" in name else SIZES
+    assert sorted(written.split()) == sorted(f"{sizes} {FLAGS[name]}".split())
 
 
 def test_a_base_of_rotary_embeddings_is_a_whole_number(model, convert, tmp_path):
@@ -312,11 +399,13 @@ def test_a_base_of_rotary_embeddings_is_a_whole_number(model, convert, tmp_path)
     refused(ran, 5, "Megatron-DeepSpeed has no rotary_base = 12345.5")
 
 
-def resaved(run: Path, change: Callable[[dict[str, Any]], object], pattern: str) -> Path:
+def resaved(
+    run: Path, change: Callable[[dict[str, Any]], object], pattern: str, name: str = "llama_gqa_separate_tp2"
+) -> Path:
     """A run of which some files were changed."""
     import torch
 
-    shutil.copytree(HERE / "llama_gqa_separate_tp2", run)
+    shutil.copytree(HERE / name, run)
     for file in (run / "global_step3").glob(pattern):
         value = torch.load(file, weights_only=False)
         change(value)

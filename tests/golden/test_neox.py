@@ -12,6 +12,7 @@ import pytest
 from formats.checkpoint import Settings
 from formats.deepspeed.neox import tables
 from formats.families import family_named
+from formats.layout.table import Rule
 from formats.registry import open_checkpoint
 from tests.faults.dcp_tools import refused
 
@@ -58,10 +59,11 @@ def distances(out: Path, case: Path) -> tuple[float, float]:
 
 def test_there_are_cases():
     assert [case.name for case in CASES] == [
-        "llama-bf16-optimizer-tp2", "llama-fp16-tp2", "llama-fp32-tp2", "llama-gqa-pp2-tp2", "llama-gqa-tp2",
-        "llama-grouped-tp2", "llama-mha-tp2", "llama-tied-pp2", "llama-tp2-dp2", "llama-vocab125-tp1",
-        "llama-vocab125-tp2", "llama-w123-tp2", "neox-defaults-tp2", "neox-h4h-tp2", "neox-parallel-tp2",
-        "neox-parallel-tp4", "neox-pp2-tp2", "neox-serial-tp2", "neox-tied-tp2",
+        "gpt2-pp2-tp2", "gpt2-tied-tp2", "gpt2-untied-tp2", "llama-bf16-optimizer-tp2", "llama-fp16-tp2",
+        "llama-fp32-tp2", "llama-gqa-pp2-tp2", "llama-gqa-tp2", "llama-grouped-tp2", "llama-mha-tp2",
+        "llama-tied-pp2", "llama-tp2-dp2", "llama-vocab125-tp1", "llama-vocab125-tp2", "llama-w123-tp2",
+        "neox-defaults-tp2", "neox-h4h-tp2", "neox-parallel-tp2", "neox-parallel-tp4", "neox-pp2-tp2",
+        "neox-serial-tp2", "neox-tied-tp2",
     ]  # fmt: skip
 
 
@@ -179,6 +181,39 @@ def test_more_checkpoints_of_neox(convert, tmp_path, name):
     assert distances(tmp_path / "out", SHARED / name)[0] < MEAN
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("gpt2-tied-tp2", []), ("gpt2-untied-tp2", []), ("gpt2-pp2-tp2", ["--pp", 2])]
+)
+def test_a_gpt_2_is_written_as_neox_wrote_it(convert, tmp_path, name, sizes):
+    """The same files with the same names, types, shapes and bits in them, and a yml of the same model."""
+    import torch
+    import yaml
+
+    case, options = HERE / name, ["--tp", 2, *sizes, "--layout", "pipeline" if sizes else "sequential"]
+    assert convert("neox2hf", case, tmp_path / "hub", *flags(case)).code == 0
+    options += ["--make-vocab-size-divisible-by", 1, "--iteration", 6]
+    ran = convert("hf2neox", tmp_path / "hub", tmp_path / "run", *options)
+    assert ran.code == 0, ran.err
+    files = sorted(path.name for path in tag(case).glob("*model_states.pt"))
+    assert sorted(path.name for path in tag(tmp_path / "run").glob("*model_states.pt")) == files
+    for file in files:
+        ours, theirs = (torch.load(tag(run) / file, weights_only=False) for run in (tmp_path / "run", case))
+        if not file.startswith("layer"):
+            ours, theirs = ours["module"] or {}, theirs["module"] or {}
+        assert list(ours) == list(theirs), file
+        for key, tensor in ours.items():
+            padded = key.endswith(("word_embeddings.weight", "final_linear.weight")) and bool(
+                re.search("_01[-_]model_states", file)
+            )
+            rows = len(tensor) - padded
+            assert tensor.dtype == theirs[key].dtype, key
+            assert tensor[:rows].equal(theirs[key][:rows]), key
+    (ours,), (theirs,) = (list(tag(run).glob("configs/*.yml")) for run in (tmp_path / "run", case))
+    written, trained = yaml.safe_load(ours.read_text()), yaml.safe_load(theirs.read_text())
+    changed = {key: value for key, value in written.items() if key in trained and trained[key] != value}
+    assert changed == {}, changed
+
+
 # --- what a user has on a cluster ------------------------------------------------------------------------------------
 
 
@@ -251,18 +286,19 @@ def test_a_vocabulary_that_nothing_tells_is_asked_for(convert, run, tmp_path):
 
 
 def test_every_line_of_the_tables_was_written_by_neox():
-    seen: dict[str, set[tuple[str, str]]] = {"llama": set(), "gpt_neox": set()}
+    seen: dict[tuple[Rule, ...], set[tuple[str, str]]] = {tables.LLAMA: set(), tables.GPT_NEOX: set()}
     for case in CASES:
         checkpoint = open_checkpoint(case, Settings(vocab_size=int(flags(case)[1]), gqa_layout=flags(case)[3]))
         for placed in checkpoint.fragments():
             spelling = placed.slot.rule.spellings[placed.slot.keys.index(placed.key)]
             key = re.sub(r"^\d+\.(?=norm)", "{norm}.", re.sub(r"^\d+\.(?=final)", "{head}.", spelling))
-            seen[checkpoint.spec.family].add((key, placed.slot.rule.pattern.text))
+            table = tables.TABLES[family_named(checkpoint.spec.family).neox]
+            seen[table].add((key, placed.slot.rule.pattern.text))
     transformer_engine = re.compile(r"norm\.norm\.weight$|layernorm\.norm\.weight$")  # which runs on no CPU
-    for family, lines in seen.items():
-        for rule in tables.TABLES[family_named(family).neox]:
+    for table, lines in seen.items():
+        for rule in table:
             for spelling in rule.spellings:
-                if family == "llama" and transformer_engine.search(spelling):
+                if table is tables.LLAMA and transformer_engine.search(spelling):
                     continue
                 assert (spelling, rule.pattern.text) in lines, spelling
 

@@ -293,7 +293,84 @@ def test_norms_that_drifted_are_told_and_refused_on_demand(made, convert, tmp_pa
     refused(ran, 6, "differs between its copies", "tp rank 1", "--replicas mean")
 
 
-def test_a_sum_over_ranks_is_refused(convert, tmp_path):
-    folder = Path(__file__).parent / "neox" / "neox-parallel-tp2"
-    ran = convert("zero2universal", folder, tmp_path / "out", "--vocab-size", 101)
-    refused(ran, 4, "is a sum over tensor parallel ranks")
+SUMS = [f"sequential.{layer}.{name}.bias" for layer in (2, 3) for name in ("attention.dense", "mlp.linear2")]
+"""The parameters of neox-parallel-tp2 that are sums over ranks."""
+
+
+def test_a_tied_gpt_2_of_two_stages_has_the_names_of_its_training(convert, tmp_path):
+    """The module that two stages have holds the positions too."""
+    import torch
+
+    run = Path(__file__).parent / "neox" / "gpt2-pp2-tp2"
+    ran = convert("zero2universal", run, tmp_path / "out", "--vocab-size", 101)
+    assert ran.code == 0, ran.err
+    files = [torch.load(file, weights_only=False) for file in run.glob("*/*optim_states.pt")]
+    groups = [group for file in files for group in file["optimizer_state_dict"]["param_slice_mappings"]]
+    names = {name for group in groups for name in group}
+    assert "tied_modules.embed.position_embeddings.weight" in names
+    assert {path.name for path in (tmp_path / "out/global_step6/zero").iterdir() if path.is_dir()} == names
+
+
+def biases(optimizer: dict[str, Any], state: str) -> dict[str, Any]:
+    """What a rank's optimizer has of each of them, as torch reads it."""
+    by_name = {}
+    for number, group in enumerate(optimizer["param_slice_mappings"]):
+        masters, states = optimizer["single_partition_of_fp32_groups"], optimizer["base_optimizer_state"]["state"]
+        flat = (masters[number] if state == "fp32" else states[number][state]).data
+        by_name |= {name: flat[at.start : at.start + at.numel] for name, at in group.items() if name in SUMS}
+    return by_name
+
+
+@pytest.fixture
+def unlike(tmp_path) -> Path:
+    """A run with a parallel residual whose second rank has twice the biases: NeoX gives both the same gradients."""
+    import shutil
+
+    import torch
+
+    run = shutil.copytree(Path(__file__).parent / "neox" / "neox-parallel-tp2", tmp_path / "unlike")
+    model, optimizer = next(run.glob("*/mp_rank_01_*")), next(run.glob("*/*mp_rank_01_optim_states.pt"))
+    module, states = (torch.load(path, weights_only=False) for path in (model, optimizer))
+    twice = [module["module"][name] for name in SUMS]
+    twice += [tensor for state in STATES.values() for tensor in biases(states["optimizer_state_dict"], state).values()]
+    for tensor in twice:
+        assert tensor.any()
+        tensor.mul_(2)
+    torch.save(module, model)
+    torch.save(states, optimizer)
+    return run
+
+
+@pytest.mark.parametrize("state", STATES.values())
+def test_sums_over_ranks_are_kept_apart(convert, tmp_path, unlike, state):
+    """A parallel residual adds the biases of all ranks up (transformer.py:1089). Each rank gets its own again; at any
+    other size the loader of DeepSpeed stops, for it would give a sum to each rank."""
+    import torch
+
+    ran = convert("zero2universal", unlike, tmp_path / "out", "--vocab-size", 101)
+    assert ran.code == 0, ran.err
+    note = "4 parameters are sums over tensor parallel ranks, such as sequential.2.attention.dense.bias"
+    assert note in ran.err
+    assert "at model_parallel_size 2 alone" in ran.err
+    files = [torch.load(file, weights_only=False) for file in sorted(unlike.glob("*/*optim_states.pt"))]
+    ranks = [biases(file["optimizer_state_dict"], state) for file in files]
+    for name in SUMS:
+        folder = tmp_path / "out" / "global_step6" / "zero" / name
+        assert not ranks[0][name].equal(ranks[1][name])
+        for rank, tensors in enumerate(ranks):
+            assert bits(loaded(folder, state, (32,), rank, 2)).equal(bits(tensors[name])), name
+        for others in (1, 4):
+            with pytest.raises(AssertionError, match="full param numel 64 != tensor slice numel 32"):
+                loaded(folder, state, (32,), 0, others)
+
+
+def test_a_bias_that_is_not_its_master_weight(convert, tmp_path, unlike):
+    """On the second rank, whose summand no sum hides."""
+    import torch
+
+    path = next(unlike.glob("*/mp_rank_01_model_states.pt"))
+    state = torch.load(path, weights_only=False)
+    state["module"]["sequential.2.attention.dense.bias"][5] += 1
+    torch.save(state, path)
+    ran = convert("zero2universal", unlike, tmp_path / "out", "--vocab-size", 101)
+    refused(ran, 6, "1 of 32 elements of output_bias of tp rank 1.0", "are not the rounded FP32 master weights")

@@ -41,11 +41,16 @@ def to_megatron(source, request, tp: int, **options: Any):
     return plan_megatron(source, request, Options(tp, **options), None)
 
 
+def order_of(source):
+    """An order of query, key and value in Megatron-DeepSpeed, where trees differ in it."""
+    return None if mds_tables.FAMILIES.get(source.spec.family) == mds_tables.OF_BIGSCIENCE else "blocked"
+
+
 CHAIN = {
     "megatron_fsdp": lambda source, request: to_megatron(source, request, 1, dialect=FSDP_DTENSOR),
     "megatron_dist": lambda source, request: to_megatron(source, request, 2, pp=2, dialect=DIST),
     "neox": lambda source, request: plan_neox(source, request, neox_writer.Options(1, 2)),
-    "megatron_deepspeed": lambda source, request: plan_mds(source, request, mds_writer.Options(1, 2, "blocked")),
+    "megatron_deepspeed": lambda source, request: plan_mds(source, request, mds_writer.Options(1, 2, order_of(source))),
     "fsdp": lambda source, request: plan_fsdp(source, request, ranks=3),
     "megatron-llm": lambda source, request: plan_megatron(source, request, Options(1, 2, dialect=LLM), None),
     "megatron": lambda source, request: to_megatron(source, request, 4, pp=2, norm="local", dialect=CORE),
@@ -73,10 +78,11 @@ REFUSED = {
     "qwen3-tied": {"megatron-llm": "no norms on query and key", "neox": "heads of hidden / heads = 8"},
     "starcoder2": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "has no starcoder2"},
     "starcoder2-tied": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "has no starcoder2"},
-    "gpt2": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "its positions are learned"},
-    "gpt2-untied": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "its positions are learned"},
+    "gpt2": {"megatron-llm": "RMSNorm and its MLP has a gate"},
+    "gpt2-untied": {"megatron-llm": "RMSNorm and its MLP has a gate"},
     "gpt_neox": {"megatron": RESIDUAL, "megatron-llm": "RMSNorm and its MLP has a gate"},
     "gpt_neox-tied": {"megatron-llm": "RMSNorm and its MLP has a gate"},
+    "bloom-untied": {"megatron": "no ALiBi", "neox": "has no bloom", "megatron_deepspeed": "no output head of its own"},
     "granite": {"megatron": "multiplies neither", "neox": "has no granite"},
     "granite-tied": {"megatron": "multiplies neither", "neox": "has no granite"},
     "olmo2": {"megatron": NORMS, "neox": "has no olmo2"},
@@ -175,7 +181,7 @@ def reasons(name: str) -> dict[str, str]:
     alike = ("megatron_dist", "megatron_fsdp", "megatron-llm")
     lost = dict.fromkeys(alike, refusals["megatron"]) if "megatron" in refusals else {}
     if find_family(settings_of(base, **changes)).name not in mds_tables.FAMILIES:
-        lost["megatron_deepspeed"] = "is written of gpt2 and llama"
+        lost["megatron_deepspeed"] = "is written of gpt2, llama, bloom"
     return lost | refusals
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.models import files
 
-NAMES = ["llama", "llama-tied", "llama-mha", "mistral-tied", "gpt_neox", "gpt_neox-tied"]
-"""What GPT-NeoX has: with and without grouped queries, parallel and serial residual, tied and untied."""
+NAMES = ["llama", "llama-tied", "llama-mha", "mistral-tied", "gpt_neox", "gpt_neox-tied", "gpt2", "gpt2-untied"]
+"""What GPT-NeoX has: with and without grouped queries, parallel and serial residual, positions, tied and untied."""
 TOPOLOGIES = ["tp1", "tp2", "tp4", "tp1 pp1", "tp2 pp2", "tp1 pp4"]
 """With `pp` as a pipeline's files, without as a sequential checkpoint."""
 

@@ -88,9 +88,10 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
     "layers that do not rotate": ("smollm3", {"no_rope_layers": [1, 0, 0, 1]}, MEGATRON, "in every layer|no smollm3"),
     "windows in some layers": ("cwm", {"layer_types": ALTERNATING}, MEGATRON, "holds for every layer|hidden / heads"),
     "relu": ("starcoder2", {"hidden_act": "relu"}, (), "activation relu|has a gate|no starcoder2"),
-    "gelu_new": ("gpt2", {"layer_norm_epsilon": 1e-3, "n_positions": 99}, MEGATRON, "has a gate|learned"),
-    "gelu of GPT-2": ("gpt2-untied", {"activation_function": "gelu"}, MEGATRON, "has a gate|learned"),
-    "relu of GPT-2": ("gpt2", {"activation_function": "relu"}, (), "activation relu|has a gate|learned"),
+    "gelu_new": ("gpt2", {"layer_norm_epsilon": 1e-3, "n_positions": 99}, (*MEGATRON, "neox"), "has a gate"),
+    "gelu of GPT-2": ("gpt2-untied", {"activation_function": "gelu"}, (*MEGATRON, "neox"), "has a gate"),
+    "gelu_fast of GPT-2": ("gpt2", {"activation_function": "gelu_fast"}, (), "activation gelu|has a gate"),
+    "relu of GPT-2": ("gpt2", {"activation_function": "relu"}, (), "activation relu|has a gate"),
     "soft caps": ("gemma2", {"attn_logit_softcapping": 20.0}, (), "caps no logits|hidden / heads"),
     "multipliers": ("granite", {"logits_scaling": 4.0}, (), "multiplies neither|no granite"),
 }

@@ -19,6 +19,7 @@ PYTHIA: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "max_position_embeddings": 2048, "pos_emb": "rotary",
     "rotary_pct": 0.25, "no_weight_tying": True, "gpt_j_residual": True,
 }  # fmt: skip
+GPT2 = {key: value for key, value in PYTHIA.items() if key not in ("pos_emb", "rotary_pct", "gpt_j_residual")}
 
 
 def spec(config: dict[str, Any], *, biases: bool = False, **settings: Any) -> Any:
@@ -54,16 +55,34 @@ def test_what_neox_takes_when_a_key_is_absent():
     model = spec(bare | {"pos_emb": "rotary"}, biases=True)
     assert (model.family, model.tied, model.norm_epsilon, model.rope_theta) == ("gpt_neox", True, 1e-5, 10000.0)
     assert (model.rotary_fraction, model.parallel_residual, model.activation) == (1.0, False, "gelu")
-    with pytest.raises(UnsupportedError, match="pos_emb = 'learned'"):
-        spec(bare, biases=True)
+    model = spec(bare, biases=True)
+    assert (model.family, model.tied, model.rope_theta, model.activation) == ("gpt2", True, None, "gelu")
 
 
-@pytest.mark.parametrize(("fused", "activation"), [(True, "gelu_fast"), (False, "gelu")])
-def test_a_fused_gelu_is_the_one_with_tanh(fused, activation):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"opt_pos_emb_offset": 2}, {"mup_rp_embedding_mult": 2.0}, {"gpt_j_residual": True}, {"norm": "rmsnorm"},
+        {"num_kv_heads": 4}, {"activation": "swiglu"}, {"sliding_window_width": 4}, {"pos_emb": "sinusoidal"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_learned_positions_that_are_no_gpt_2(changes):
+    """Its class adds row p of the positions to token p, as they are (word_embeddings.py:142)."""
+    with pytest.raises(UnsupportedError):
+        spec(GPT2 | changes, biases=True)
+    assert spec(GPT2 | {"opt_pos_emb_offset": 0, "mup_rp_embedding_mult": 1.0}, biases=True).family == "gpt2"
+
+
+@pytest.mark.parametrize(
+    ("config", "fused", "activation"),
+    [(PYTHIA, True, "gelu_fast"), (PYTHIA, False, "gelu"), (GPT2, True, "gelu_new"), (GPT2, False, "gelu")],
+)
+def test_a_fused_gelu_is_the_one_with_tanh(config, fused, activation):
     import torch
     from transformers.activations import ACT2FN
 
-    model = spec(PYTHIA | {"bias_gelu_fusion": fused}, biases=True)
+    model = spec(config | {"bias_gelu_fusion": fused}, biases=True)
     assert model.activation == activation
     x = torch.linspace(-4, 4, 1000, dtype=torch.float64)
     tanh = x * 0.5 * (1 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))  # activations.py:83
@@ -97,11 +116,13 @@ def test_yarn_turns_as_in_the_fork(factor, scale):
     assert product == pytest.approx(0.1 * (1.0 if scale is None else scale) * math.log(stretch) + 1)
 
 
-@pytest.mark.parametrize("config", [LLAMA, LLAMA | {"num_kv_heads": 8}, LLAMA | {"sliding_window_width": 512}, PYTHIA])
+@pytest.mark.parametrize(
+    "config", [LLAMA, LLAMA | {"num_kv_heads": 8}, LLAMA | {"sliding_window_width": 512}, PYTHIA, GPT2]
+)
 def test_what_is_written_is_read_as_the_same(config):
-    model = spec(config, biases="rotary_pct" in config)
+    model = spec(config, biases="norm" not in config)
     again = to_neox(model, 2, 0, 128, {})
-    assert spec(again, biases="rotary_pct" in config) == model
+    assert spec(again, biases="norm" not in config) == model
     assert "train_iters" not in again
     kept = to_neox(model, 2, 0, 128, config | {"train_iters": 7, "expansion_factor": 4, "mlp_type": "llama"})
     assert kept["train_iters"] == 7

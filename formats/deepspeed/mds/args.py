@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from formats.deepspeed.mds.tables import FAMILIES
+from formats.deepspeed.mds import bloom
+from formats.deepspeed.mds.tables import FAMILIES, OF_BIGSCIENCE
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.megatron.args.args import from_megatron, to_megatron
 from formats.megatron.args.codecs import choice, only
@@ -22,24 +23,24 @@ NO_EXPERTS = (None, 1, [1])
 BASE = 10000
 """The base of rotary embeddings in trees whose runs say none. The others have an option for whole numbers."""
 OF_RUN = """
-aml_data_download_path attn_mask checkpoint_in_cpu checkpoint_num_layers consumed_train_tokens
-contigious_checkpointing cpu_optimizer cpu_torch_adam create_moe_param_group curriculum_learning_legacy
-data_efficiency_curriculum_learning deepscale deepscale_config deepspeed deepspeed_activation_checkpointing
-deepspeed_config disable_mem_efficient_ln distribute_checkpointed_activations ds_fused_adam ds_inference
-ds_pipeline_enabled ds_sequence_parallel_fpdt_chunk_size ds_sequence_parallel_size embedding_weights_in_fp32
-enable_expert_tensor_parallelism enable_zbh1_exact_semantics enable_zbh1_pipeline expert_interval
-force_ds_sequence_parallel hidden_size_teacher inference kd kd_alpha_ce kd_beta_ce kd_temp kill_switch_file
-load_iteration load_tag load_teacher log_optimizer_states_to_tensorboard lr_decay_tokens lr_warmup_tokens
-mask_user_turn mem_efficient_ln moe_eval_capacity_factor moe_expert_parallel_size moe_loss_coeff moe_min_capacity
-moe_top2_2nd_expert_sampling moe_train_capacity_factor mos multiple_valid_sets no_load_lr_state no_pipeline_parallel
-num_attention_heads_teacher num_experts_teacher num_layers_teacher partition_activations pp_partition_method
-profile_backward profile_steps random_ltd remote_device repeated_dataloader reset_iteration return_data_index
-rotary_pos_emb scattered_embeddings split_transformers synchronize_each_layer tile_factor tokenizer_name_or_path topk
-train_data_exact_num_epochs train_desc_path train_doc_idx_path train_idx_path train_sample_idx_path
-train_shuffle_idx_path train_tokens universal_checkpoint use_dataset_only use_flash_attn_builder use_flash_attn_triton
-use_flash_attn_v1 use_flash_attn_v2 use_pin_memory use_tutel wandb_api_key wandb_id wandb_logger wandb_resume
-wandb_run_name zero_allgather_bucket_size zero_contigious_gradients zero_reduce_bucket_size zero_reduce_scatter
-zero_stage
+aml_data_download_path attn_mask checkpoint_in_cpu checkpoint_num_layers consumed_train_tokens contigious_checkpointing
+cpu_optimizer cpu_torch_adam create_moe_param_group curriculum_learning_legacy data_efficiency_curriculum_learning
+deepscale deepscale_config deepspeed deepspeed_activation_checkpointing deepspeed_config disable_mem_efficient_ln
+distribute_checkpointed_activations ds_fused_adam ds_inference ds_pipeline_enabled ds_sequence_parallel_fpdt_chunk_size
+ds_sequence_parallel_size embedding_weights_in_fp32 enable_expert_tensor_parallelism enable_zbh1_exact_semantics
+enable_zbh1_pipeline expert_interval force_ds_sequence_parallel hidden_size_teacher img_dim inference kd kd_alpha_ce
+kd_beta_ce kd_temp kill_switch_file load_iteration load_tag load_teacher log_optimizer_states_to_tensorboard
+lr_decay_tokens lr_warmup_tokens mask_user_turn mem_efficient_ln moe_eval_capacity_factor moe_expert_parallel_size
+moe_loss_coeff moe_min_capacity moe_top2_2nd_expert_sampling moe_train_capacity_factor mos multiple_valid_sets
+no_load_lr_state no_pipeline_parallel num_attention_heads_teacher num_experts_teacher num_layers_teacher
+partition_activations pp_partition_method pretrain_causal_attention profile_backward profile_steps random_ltd
+remote_device repeated_dataloader reset_iteration return_data_index rotary_pos_emb scattered_embeddings
+split_transformers synchronize_each_layer tile_factor tokenizer_name_or_path topk train_data_exact_num_epochs
+train_desc_path train_doc_idx_path train_idx_path train_sample_idx_path train_shuffle_idx_path train_tokens
+universal_checkpoint use_contiguous_buffers_in_ddp use_dataset_only use_flash_attn_builder use_flash_attn_triton
+use_flash_attn_v1 use_flash_attn_v2 use_pin_memory use_tutel valid_num_workers wandb_api_key wandb_id wandb_logger
+wandb_resume wandb_run_name zero_allgather_bucket_size zero_contigious_gradients zero_reduce_bucket_size
+zero_reduce_scatter zero_stage
 """
 RUN = frozenset(OF_RUN.split())
 """Arguments that Megatron-LM has not, and that change neither layout nor computation. `compression_training`,
@@ -79,9 +80,8 @@ def _positions(rotary: str, learned: str, kind: str) -> Codec:
     def read_kind(spelled: Spelled, context: Context) -> Any:
         if isinstance(spelled.get(kind), Opaque):
             raise UnsupportedError(
-                f"{context.where}: the positions of BigScience's tree ({short(spelled[kind].args)}, of BLOOM) are not "
-                "supported",
-                "bigscience/bloom is on the Hub with its weights",
+                f"{context.where}: of the positions of BigScience's tree ALiBi alone is supported, this is "
+                f"{short(spelled[kind].args)} of its {spelled[kind].name}"
             )
         return spelled.get(kind, "rope" if spelled.get(rotary) else "learned_absolute")
 
@@ -114,6 +114,11 @@ OWN = {name for row in TABLE for names in row.keys for name in names}
 """The arguments of the table."""
 
 
+def of_model(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments without those of the run."""
+    return {name: value for name, value in args.items() if name not in RUN}
+
+
 def translated(args: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The arguments as Megatron-LM spells them.
 
@@ -124,7 +129,7 @@ def translated(args: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         UnsupportedError: the model has something that has no layout here.
     """
-    others = {name: value for name, value in args.items() if name not in OWN | RUN}
+    others = {name: value for name, value in of_model(args).items() if name not in OWN}
     return others | read(TABLE, args, (), where)
 
 
@@ -136,7 +141,9 @@ def spelled(spec: ModelSpec) -> dict[str, Any]:
         UnsupportedError: it is of another family than those that are read.
     """
     if spec.family not in FAMILIES:
-        raise UnsupportedError(f"Megatron-DeepSpeed is written of {' and '.join(FAMILIES)}, not of a {spec.family}")
+        raise UnsupportedError(f"Megatron-DeepSpeed is written of {', '.join(FAMILIES)}, not of a {spec.family}")
+    if FAMILIES[spec.family] == OF_BIGSCIENCE:
+        return bloom.to_args(spec)
     theirs = to_megatron(spec)
     args = {name: theirs[name] for name in ALIKE if name in theirs} | write(TABLE, theirs, (), "")
     again = to_megatron(from_megatron(translated(args, ""), {"vocab": spec.vocab}, None, "", settled=True))
@@ -166,6 +173,7 @@ SWITCHES = {
     "apply_layernorm_1p": (True, "--apply-layernorm-1p"),
     "use_rotary_position_embeddings": (True, "--use-rotary-position-embeddings"),
     "untie_embeddings_and_output_weights": (True, "--untie-embeddings-and-output-weights"),
+    "embed_layernorm": (True, "--embed-layernorm"),
     "bf16": (True, "--bf16"), "fp16": (True, "--fp16"),
 }  # fmt: skip
 """Argument: the value that an option without one gives it, and the option."""
@@ -177,8 +185,9 @@ def flags(args: Mapping[str, Any]) -> str:
     `--use-checkpoint-args` looks for files of Megatron-LM (megatron/checkpointing.py `load_args_from_checkpoint`), and
     with `--finetune` nothing compares.
     """
-    values = VALUES | (ROTARY if args["use_rotary_position_embeddings"] else {})
+    values = VALUES | (ROTARY if args.get("use_rotary_position_embeddings") else {})
     lines = ["--deepspeed", "--finetune"]
-    lines += [f"{option} {args[name]}" for name, option in values.items()]
+    lines += [f"{option} {args[name]}" for name, option in values.items() if name in args]
+    lines += ["--position-embedding-type alibi"] if bloom.holds(args) else []
     lines += [option for name, (value, option) in SWITCHES.items() if args.get(name) is value]
     return "\n".join(lines) + "\n"

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 from formats.checkpoint import Checkpoint, Details, Settings
 from formats.deepspeed import MDS, modules, universal
 from formats.deepspeed import folders as deepspeed
-from formats.deepspeed.mds.args import translated
+from formats.deepspeed.mds import bloom
+from formats.deepspeed.mds.args import of_model, translated
 from formats.deepspeed.mds.tables import (
     EMBEDDING,
     FAMILIES,
@@ -35,7 +36,7 @@ from formats.deepspeed.mds.tables import (
 )
 from formats.deepspeed.partitions import Partition
 from formats.disk.safetensors import Fragment
-from formats.errors import OptionNeededError, SourceError, UnsupportedError, short, some
+from formats.errors import OptionNeededError, SourceError, UnsupportedError, short
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import spread
@@ -50,7 +51,7 @@ from formats.model.spec import ModelSpec
 from formats.model.values import whole
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
-from formats.torch_files.pickle_values import Namespace
+from formats.torch_files.pickle_values import Namespace, Opaque
 
 NAME = MDS.name
 TIES = ("iteration", "global_steps", "global_samples", "skipped_steps", "tokens")
@@ -62,7 +63,8 @@ SHARED = tuple(dict.fromkeys([
 ]))  # fmt: skip
 """Arguments that all files must agree on."""
 STATE = ("optimizer", "lr_scheduler", "rng_state", "random_rng_state")
-INFO = "universal_checkpoint_info"
+INFOS = ("universal_checkpoint_info", "checkpoint_info")
+"""What the trees call that in which they note the vocabulary; the second is BigScience's."""
 FEW = 2
 """Layer files that are opened where no other tells: those of the embedding and of a layer."""
 DROPS = (r".*\.rotary_emb\.inv_freq",)
@@ -177,18 +179,21 @@ def _open(path: Path, settings: Settings) -> _Opened:
     assets = assets_of(run, settings)
     config = huggingface.read_config(assets) if assets else None
     known = _with_vocab(settings, first, config)
-    spec = spec_of(
-        translated(args, str(first.path)), CORE, assets, config, known, tag, first.path, padded, settled=True
-    )
+    if bloom.holds(args):
+        base = huggingface.read_spec(config, assets, replace(settings, vocab_size=None)) if assets and config else None
+        spec = bloom.from_args(of_model(args), known, base, tag, str(first.path))
+    else:
+        spec = spec_of(
+            translated(args, str(first.path)), CORE, assets, config, known, tag, first.path, padded, settled=True
+        )
     if spec.family not in FAMILIES:
         raise UnsupportedError(
             f"{first.path}: its arguments are those of a {spec.family}, and Megatron-DeepSpeed is read of "
-            f"{' and '.join(FAMILIES)}"
+            f"{', '.join(FAMILIES)}"
         )
     qkv, notes = _order(by_file, spec, tp, settings, _ours(first))
     wanted = list(slots_of(spec, tp, padded, {qkv}, _first_layer(by_file, spec.layers)))
-    if lost := sorted({slot.place.file for slot in wanted} - by_file.keys()):
-        raise SourceError(f"{tag} lacks {some(lost, 4)}", "copy the files of all ranks into one folder")
+    modules.require_files(tag, wanted, by_file)
     multiple = vocab_multiple(args, first.path)
     return _Opened(
         run, tag, models, by_file, tp, spec, padded, multiple, qkv, assets, config, wanted, settings, notes
@@ -203,8 +208,10 @@ def _ours(file: TorchFile) -> Mapping[str, Any]:
 
 def _with_vocab(settings: Settings, file: TorchFile, config: Mapping[str, Any] | None) -> Settings:
     """The settings, with the vocabulary that the files know unless the user or a config says it."""
-    info = file.value.get(INFO)
-    vocab = info.get("original_vocab_size") if isinstance(info, Mapping) else _ours(file).get("vocab")
+    infos = (info for name in INFOS if isinstance(info := file.value.get(name), Mapping))
+    vocab = next(
+        (info["original_vocab_size"] for info in infos if "original_vocab_size" in info), _ours(file).get("vocab")
+    )
     if settings.vocab_size is not None or config is not None or vocab is None:
         return settings
     return replace(settings, vocab_size=whole(vocab, "original_vocab_size", str(file.path)))
@@ -220,12 +227,18 @@ def _same_args(models: Mapping[int, TorchFile]) -> dict[str, Any]:
     for file in models.values():
         other = args_of(file)
         for name in SHARED:
-            if other.get(name) != args.get(name):
+            if not _alike(other.get(name), args.get(name)):
                 raise SourceError(
                     f"{file.path} says {name} = {short(other.get(name))}, {models[0].path} {short(args.get(name))}: "
                     "they are of different models"
                 )
     return args
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two values are the same; those of an enum are by what they are made of."""
+    enums = [(value.module, value.name, value.args) for value in (one, other) if isinstance(value, Opaque)]
+    return one == other or (len(enums) == 2 and enums[0] == enums[1])
 
 
 def _require_topology(models: Mapping[int, TorchFile], args: Mapping[str, Any], tp: int) -> None:

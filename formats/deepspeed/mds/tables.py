@@ -4,34 +4,34 @@ Module 1 embeds. In the trees of deepspeedai and OpenLLM-France the layers begin
 head; in BigScience's, of BLOOM, they begin with 3, for a function is 2, and another is between them and the norm.
 
 Facts: megatron/model/gpt_model.py and transformer.py of deepspeedai/Megatron-DeepSpeed at 6acc370a and 4efb479d, of
-OpenLLM-France's at a106b24, of bigscience-workshop's at 8387ae17; checkpoints that the first and the third wrote are in
-the tests, with their own logits.
+OpenLLM-France's at a106b24, of bigscience-workshop's at 8387ae17; checkpoints that they wrote are in the tests, with their
+own logits.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
-from formats.deepspeed.modules import file_of
-from formats.errors import RefusedError
+from formats.deepspeed.modules import file_of, numbered, require_whole_heads
 from formats.layout.slots import Place, Slot, slots
 from formats.layout.table import rules
 from formats.model.spec import ModelSpec
 
 EMBEDDING = 1
-FIRST_LAYER = 2
-"""Number of the first layer in the trees that are written."""
-FIRST_LAYERS = {FIRST_LAYER: 0, 3: 1}
+FIRST_LAYER, OF_BIGSCIENCE = 2, 3
+"""Number of the first layer in the trees."""
+FIRST_LAYERS = {FIRST_LAYER: 0, OF_BIGSCIENCE: 1}
 """Number of the first layer: how many functions are between the last one and the norm."""
-FAMILIES = ("gpt2", "llama")
-"""The families that its own code has trained for the tests."""
+FAMILIES = {"gpt2": FIRST_LAYER, "llama": FIRST_LAYER, "bloom": OF_BIGSCIENCE}
+"""The families that its own code has trained for the tests, and the number of the first layer in the tree that is
+written. BigScience's has one order of query, key and value: group by group."""
 ORDERS = ("grouped", "blocked", "separate")
 """The conditions of the rows for query, key and value: one holds."""
 
 TABLE = rules("""
 1.word_embeddings.weight                            (embedding: vocab | ~padding)/tp hidden
+1.word_embeddings.norm.weight                       embedding_norm: hidden
+1.word_embeddings.norm.bias                         embedding_norm_bias: hidden
 1.position_embeddings.weight                        positions: position hidden
 {layer}.input_layernorm.weight                      input_norm: hidden
 {layer}.input_layernorm.bias                        input_norm_bias: hidden
@@ -76,11 +76,8 @@ def slots_of(spec: ModelSpec, tp: int, padded: int, order: Iterable[str], first:
         order: the conditions that hold of the rows for query, key and value.
         first: the number of the first layer.
     """
-    if spec.heads % tp or spec.kv_heads % tp:
-        raise RefusedError(f"{spec.heads} heads in {spec.kv_heads} key/value groups do not divide over tp = {tp}")
-    norm = norm_number(first, spec.layers)
-    names = {"{norm}": str(norm), "{head}": str(norm + 1)}
-    table = [replace(rule, key=re.sub(r"\{(?:norm|head)\}", lambda match: names[match[0]], rule.key)) for rule in TABLE]
+    require_whole_heads(spec, tp)
+    table = numbered(TABLE, norm_number(first, spec.layers))
     for rank in range(tp):
         for slot in slots(
             table,

@@ -16,7 +16,7 @@ from typing import Any
 from formats.checkpoint import OutputFile, Target, slot_dtype
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed.mds.args import flags, spelled
-from formats.deepspeed.mds.tables import FIRST_LAYER, slots_of
+from formats.deepspeed.mds.tables import FAMILIES, OF_BIGSCIENCE, slots_of
 from formats.errors import RefusedError, UsageError
 from formats.megatron.args.options import main_dtype
 from formats.megatron.classic import FLAGS
@@ -69,7 +69,7 @@ def write(root: Path, spec: ModelSpec, dtypes: Mapping[tuple[str, int | None], s
     }
     qkv = _order(spec, options)
     by_file: dict[str, list[Held]] = {}
-    for slot in slots_of(spec, options.tp, padded, {qkv}, FIRST_LAYER):
+    for slot in slots_of(spec, options.tp, padded, {qkv}, FAMILIES[spec.family]):
         key = slot.keys[0].partition(".")[2]
         by_file.setdefault(slot.place.file, []).append((key, slot, slot.shape, slot_dtype(slot, dtypes)))
     tag = f"global_step{options.iteration}"
@@ -87,6 +87,10 @@ def _order(spec: ModelSpec, options: Options) -> str:
         UsageError: it was not said.
         RefusedError: no tree has a model such as this one in it.
     """
+    if FAMILIES[spec.family] == OF_BIGSCIENCE:
+        if options.qkv not in (None, "grouped"):
+            raise UsageError(f"BigScience's tree has one order, not {options.qkv}", "leave --qkv out")
+        return "grouped"
     if options.qkv is None:
         raise UsageError(
             "trees of Megatron-DeepSpeed have query, key and value in different orders, and load each without a word",

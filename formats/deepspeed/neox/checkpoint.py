@@ -27,7 +27,7 @@ from formats.deepspeed.neox.yml import from_neox, is_gated
 from formats.deepspeed.neox.yml_file import read_yml
 from formats.deepspeed.partitions import Partition
 from formats.disk.safetensors import Fragment
-from formats.errors import OptionNeededError, RefusedError, SourceError, some
+from formats.errors import OptionNeededError, RefusedError, SourceError
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Scattered, spread
@@ -154,9 +154,7 @@ def _open(path: Path, settings: Settings) -> _Opened:
     neox_checks.require_own_seeds(models, tp)
     model = _describe(run, tag, models, tensors, tp, settings)
     slots = list(slots_of(model.spec, tp, model.padded, {model.qkv, model.mlp}, layered=modules.is_layered(tensors)))
-    lost = sorted({slot.place.file for slot in slots} - tensors.keys())
-    if lost:
-        raise SourceError(f"{tag} lacks {some(lost, 4)}", "copy the files of all ranks into one folder")
+    modules.require_files(tag, slots, tensors)
     return _Opened(run, tag, models, tensors, tp, model, slots, settings)
 
 

@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from formats.model.codec import Codec, Maker, opposite, rows, same, scalar
+from formats.errors import UnsupportedError, short
+from formats.model.codec import Codec, Context, Maker, Spelled, opposite, rows, same, scalar
 from formats.model.values import real, whole
 
 TABLE = """
@@ -19,8 +20,11 @@ layers               num_layers
 hidden               hidden_size
 heads                num_attention_heads
 max_positions        max_position_embeddings
--                    pos_emb                     = rotary
-rope_theta           rotary_emb_base             base
+-                    pos_emb                     = rotary       rotary
+-                    pos_emb                     = learned      learned
+-                    opt_pos_emb_offset          unless 0       learned
+-                    mup_rp_embedding_mult       unless 1       learned
+rope_theta           rotary_emb_base             base           rotary
 tied                 no_weight_tying             opposite
 kv_heads             num_kv_heads                groups
 sliding_window       sliding_window_width        window
@@ -29,10 +33,11 @@ sliding_window       sliding_window_width        window
 norm_epsilon         rms_norm_epsilon            number         rms
 norm_epsilon         layernorm_epsilon           number         layernorm
 -                    rotary_pct                  = 1.0          rms
-rotary_fraction      rotary_pct                  number         layernorm
+rotary_fraction      rotary_pct                  number         pythia
 -                    activation                  = swiglu       rms
 -                    activation                  = gelu         layernorm
-activation           bias_gelu_fusion            fused          layernorm
+activation           bias_gelu_fusion            gelu_fast      pythia
+activation           bias_gelu_fusion            gelu_new       learned
 ffn                  intermediate_size           gated          rms
 ffn                  intermediate_size           inner          layernorm
 -                    mlp_multiple_of             = 1
@@ -41,21 +46,30 @@ ffn                  intermediate_size           inner          layernorm
 -                    use_bias_in_mlp             = False        rms
 -                    use_bias_in_mlp             = True         layernorm
 -                    gpt_j_residual              = False        rms
-parallel_residual    gpt_j_residual              same           layernorm
+-                    gpt_j_residual              = False        learned
+parallel_residual    gpt_j_residual              same           pythia
 rope_scaling         yarn                        yarn
 """
-"""The keys in the order in which they are written. Two kinds of models have a class in transformers: those with RMSNorm
+"""The keys in the order in which they are written. Two kinds of norms have a class in transformers: models with RMSNorm
 have a gated SiLU, no biases, a serial residual, and heads that rotate as a whole; those with LayerNorm an MLP without a
 gate, biases everywhere, and a key and value for each head."""
+CONDITIONS = {
+    "llama": frozenset({"rms", "rotary"}),
+    "pythia": frozenset({"layernorm", "rotary", "pythia"}),
+    "gpt2": frozenset({"layernorm", "learned"}),
+}
+"""Kind of model (`Family.neox`): the conditions of the rows. Learned positions are added to the embedding, where OPT
+counts them from 2 and muP multiplies them (word_embeddings.py:142); then the residual is serial."""
 WINDOW = "sliding_window_width"
 """Number of earlier tokens that a token attends to: the left window of flash-attn (transformer.py:602), and the mask
 has so many diagonals below the main one (utils.py:77)."""
-CONSTANTS = ("rotary", "rmsnorm", "layernorm", "swiglu", "gelu", 1.0, 1, False, True)
+CONSTANTS = ("rotary", "learned", "rmsnorm", "layernorm", "swiglu", "gelu", 1.0, 1, False, True)
 """What is written of every model, or of all of a kind."""
 YARN_ORIGINAL = "yarn_original_max_position_embeddings"
 YARN_USUAL = {"yarn_attention_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
-FUSED = {"gelu": False, "gelu_fast": True}
-"""Activation: whether it is fused with its bias, which makes it the approximation with tanh (activations.py:83)."""
+FUSED = {"pythia": "gelu_fast", "gpt2": "gelu_new"}
+"""Kind: what its models call the activation that is fused with its bias, the approximation with tanh
+(activations.py:83). Where it is not fused it is `gelu`."""
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
@@ -122,6 +136,24 @@ def constant(value: Any) -> Maker:
     return lambda key: scalar(key, lambda *_: None, lambda *_: value)
 
 
+def unless(value: float) -> Maker:
+    """What makes another model unless it is a number, which NeoX takes where the key is absent; it is not written."""
+
+    def codec(key: str) -> Codec:
+        def read_value(spelled: Spelled, context: Context) -> None:
+            if number(spelled.get(key, value)) != value:
+                raise UnsupportedError(f"{context.where}: {key} = {short(spelled[key])} is not supported, only {value}")
+
+        return Codec(read_value, lambda *_: {})
+
+    return codec
+
+
+def fused(name: str) -> Maker:
+    """Whether the activation is fused with its bias; then it is called so."""
+    return plain(lambda value: name if value else "gelu", lambda value: {"gelu": False, name: True}[value])
+
+
 def plain(read_value: Callable[[Any], Any], write_value: Callable[[Any], Any] = lambda value: value) -> Maker:
     """A codec of one key, of functions that look at nothing else."""
     return lambda key: scalar(key, lambda value, _: read_value(value), lambda value, _: write_value(value))
@@ -130,9 +162,10 @@ def plain(read_value: Callable[[Any], Any], write_value: Callable[[Any], Any] = 
 CODECS: Mapping[str, Maker] = {
     "number": plain(number),
     "base": plain(number, lambda value: int(value) if value == int(value) else value),
-    "fused": plain(lambda value: "gelu_fast" if value else "gelu", FUSED.__getitem__),
     "gated": lambda key: inner(key, 3),
     "same": same, "opposite": opposite, "groups": groups, "window": window, "inner": inner, "yarn": yarn,
     **{f"= {value}": constant(value) for value in CONSTANTS},
+    **{f"unless {value}": unless(value) for value in (0, 1)},
+    **{name: fused(name) for name in FUSED.values()},
 }  # fmt: skip
 ROWS = rows(TABLE, CODECS)

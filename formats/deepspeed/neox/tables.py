@@ -7,12 +7,9 @@ tests, with its own logits.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
-from formats.deepspeed.modules import file_of
-from formats.errors import RefusedError
+from formats.deepspeed.modules import file_of, numbered, require_whole_heads
 from formats.families import family_named
 from formats.layout.slots import Place, Slot
 from formats.layout.table import rules
@@ -42,6 +39,7 @@ runs on no CPU); w1, w2 and w3 are from before September 2024."""
 
 GPT_NEOX = rules("""
 0.word_embeddings.weight                                     (embedding: vocab | ~padding)/tp hidden
+0.position_embeddings.weight                                 positions: position hidden
 {layer}.input_layernorm.weight                               input_norm: hidden
 {layer}.input_layernorm.bias                                 input_norm_bias: hidden
 {layer}.attention.query_key_value.weight                     (group (query: head half pair | key: half pair | value: dim))/tp hidden
@@ -61,23 +59,22 @@ GPT_NEOX = rules("""
 {head}.final_linear.weight                                   (head: vocab | ~padding)/tp hidden    untied
 """)
 """LayerNorm, biases, not gated. With a parallel residual each rank adds its own bias before the sum over all ranks;
-with a serial one the bias is added once, after it (transformer.py:1041-1177, `parallel_output`)."""
+with a serial one the bias is added once, after it (transformer.py:1041-1177, `parallel_output`). Positions, where they
+are learned, are whole on each rank (word_embeddings.py:88)."""
 
-TABLES = {"rms": LLAMA, "layernorm": GPT_NEOX}
-"""Kind of model: layout."""
+TABLES = {"llama": LLAMA, "pythia": GPT_NEOX, "gpt2": GPT_NEOX}
+"""Kind of model (`Family.neox`): layout."""
 
 
 def slots_of(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], *, layered: bool) -> Iterator[Slot]:
     """Every physical tensor of a topology. Its file is that of a sequential checkpoint, or of a pipeline's layer."""
-    names = {"{norm}": str(spec.layers + FIRST_LAYER + 1), "{head}": str(spec.layers + FIRST_LAYER + 2)}
-    if spec.heads % tp or spec.kv_heads % tp:
-        raise RefusedError(f"{spec.heads} heads in {spec.kv_heads} key/value groups do not divide over tp = {tp}")
-    table = [
-        replace(rule, key=re.sub(r"\{(?:norm|head)\}", lambda match: names[match[0]], rule.key))
-        for rule in TABLES[family_named(spec.family).neox]
-    ]
+    require_whole_heads(spec, tp)
+    table = numbered(TABLES[family_named(spec.family).neox], spec.layers + FIRST_LAYER + 1)
+    residual = {"serial"} if spec.parallel_residual is None else set[str]()  # where the family leaves no choice
     layers = [(layer + FIRST_LAYER, layer) for layer in range(spec.layers)]
     for rank in range(tp):
-        for slot in spec.slots_in(table, spec.sizes(padded), conditions, layers=layers, mesh={"tp": (rank, tp)}):
+        for slot in spec.slots_in(
+            table, spec.sizes(padded), {*conditions, *residual}, layers=layers, mesh={"tp": (rank, tp)}
+        ):
             index = int(slot.keys[0].partition(".")[0])
             yield slot._replace(place=Place(file_of(index, rank, layered=layered)))

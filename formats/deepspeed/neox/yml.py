@@ -6,11 +6,11 @@ neox_arguments/neox_args.py, megatron/model/transformer.py, activations.py and n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from formats.deepspeed.neox.settings_table import FUSED, ROWS, WINDOW, number, yarn_of
+from formats.deepspeed.neox.settings_table import CONDITIONS, FUSED, ROWS, WINDOW, number, yarn_of
 from formats.errors import SourceError, UnsupportedError, short
 from formats.families import FAMILIES, family_named
 from formats.model.checks import checked, unsaid
@@ -24,9 +24,10 @@ DEFAULTS = {
 }  # fmt: skip
 """What NeoX takes when a key is absent."""
 NORMS = {"rmsnorm": "rms", "te_rmsnorm": "rms", "layernorm": "layernorm", "te_layernorm": "layernorm"}
-"""Values of `norm`, and the kind of model that each is of. A family says which kind its models are."""
+"""Values of `norm`, and the condition of the rows that each is."""
+POSITIONS = ("learned", "rotary")
+"""Values of `pos_emb`, the first where it is absent; conditions of the rows too."""
 NEOX_ONLY: Mapping[str, tuple[Any, ...]] = {
-    "pos_emb": ("rotary",),
     "use_qk_layernorm": (False,),
     "gpt_j_tied": (False,),
     "num_experts": (1, 0, None),
@@ -48,9 +49,6 @@ NEOX_ONLY: Mapping[str, tuple[Any, ...]] = {
 BOOLEANS = (
     "no_weight_tying", "gpt_j_residual", "bias_gelu_fusion", "yarn", "use_bias_in_attn_linear", "use_bias_in_mlp",
 )  # fmt: skip
-ABSENT = {"pos_emb": "learned"}
-"""What NeoX takes when such a key is absent, where that is not the first value above."""
-
 GATED = {"llama": ("silu", "swish", "swiglu")}
 """Kind of MLP: the activations with which it is gated; that of any other kind is `swiglu`."""
 DENSE = ("global", "flash")
@@ -90,18 +88,23 @@ def from_neox(
             "the attention out of every layer (transformer.py:1104-1113), which no class of transformers does"
         )
     for name, allowed in NEOX_ONLY.items():
-        value = config.get(name, ABSENT.get(name, allowed[0]))
+        value = config.get(name, allowed[0])
         if value not in allowed or isinstance(value, bool) is not isinstance(allowed[0], bool):
             raise UnsupportedError(f"{where}: {name} = {short(value)} is not supported, only {allowed[0]!r}")
     norm = config.get("norm", "layernorm")
     if not isinstance(norm, str) or norm not in NORMS:
         raise UnsupportedError(f"{where}: norm = {short(norm)} is not supported, only {', '.join(NORMS)}")
+    positions = config.get("pos_emb", POSITIONS[0])
+    if positions not in POSITIONS:
+        supported = " and ".join(POSITIONS)
+        raise UnsupportedError(f"{where}: pos_emb = {short(positions)} is not supported, only {supported}")
+    kind = _kind_of(config, {NORMS[norm], positions}, biases, where)
     spelled = {**DEFAULTS, **config} | ({WINDOW: None} if "sliding_window" in settings else {})
     heads = whole(config.get("num_attention_heads"), "heads", where)
     hidden = whole(config.get("hidden_size"), "hidden", where)
-    values = read(ROWS, spelled, {NORMS[norm]}, where, {"ffn": ffn, "vocab": vocab, "head_dim": hidden // heads})
-    _require_kind(config, NORMS[norm], biases, config.get("num_kv_heads") not in (None, heads), where)
-    values["family"] = _family(NORMS[norm], bool(config.get(WINDOW)), family)
+    known = {"ffn": ffn, "vocab": vocab, "head_dim": hidden // heads}
+    values = read(ROWS, spelled, CONDITIONS[kind], where, known)
+    values["family"] = _family(kind, bool(config.get(WINDOW)), family)
     _require_dense(config, where)
     spec = checked(values | dict(settings), where)
     return spec if "sliding_window" in settings else replace(spec, notes=window_notes(spec))
@@ -128,21 +131,28 @@ def _family(kind: str, windowed: bool, usual: Any) -> str:
     ).name
 
 
-def _require_kind(config: Mapping[str, Any], kind: str, biases: bool, grouped: bool, where: str) -> None:
-    """A model is in everything what its norm says.
+def _kind_of(config: Mapping[str, Any], conditions: Collection[str], biases: bool, where: str) -> str:
+    """The kind of a model, which is in everything what its norm and its positions say.
 
     Raises:
         UnsupportedError: no class of transformers computes it.
     """
     activation, parallel = config.get("activation", "gelu"), config.get("gpt_j_residual", False)
-    fraction = number(config.get("rotary_pct", 1.0))
-    if kind == "rms" and is_gated(config) and not biases and not parallel and fraction == 1.0:
-        return
-    real(fraction, "rotary_fraction", where)
+    rotary = "rotary" in conditions
+    fraction = real(number(config.get("rotary_pct", 1.0)), "rotary_fraction", where) if rotary else 0.0
+    grouped = config.get("num_kv_heads") not in (None, config.get("num_attention_heads"))
     plain_mlp = activation == "gelu" and config.get("mlp_type", "regular") == "regular"
-    if kind == "layernorm" and plain_mlp and fraction <= 1 and biases and not grouped:
-        return
-    facts = f"activation {short(activation)}, rotary_pct {short(fraction)}, gpt_j_residual {short(parallel)}"
+    whole_layers = plain_mlp and biases and not grouped
+    fitting = {
+        "llama": is_gated(config) and not biases and not parallel and fraction == 1.0,
+        "pythia": whole_layers and fraction <= 1,
+        "gpt2": whole_layers and not parallel,
+    }
+    for kind, fits in fitting.items():
+        if fits and CONDITIONS[kind] >= {*conditions}:
+            return kind
+    positions = f"rotary_pct {short(fraction)}" if rotary else "learned positions"
+    facts = f"activation {short(activation)}, {positions}, gpt_j_residual {short(parallel)}"
     *classes, last = (family.architecture for family in FAMILIES.values() if family.neox)
     raise UnsupportedError(
         f"{where}: transformers has no class with norm {config.get('norm', 'layernorm')}, {facts}, "
@@ -188,19 +198,14 @@ def to_neox(spec: ModelSpec, tp: int, pp: int, multiple: int, base: Mapping[str,
         )
     if spec.rope_scaling and spec.rope_scaling != yarn_of(base, "the yml"):
         raise UnsupportedError(f"GPT-NeoX has no rotary embedding of the kind {spec.rope_scaling.get('rope_type')}")
-    if spec.rope_theta is None:
-        raise UnsupportedError(
-            f"a {spec.family} has no layout of GPT-NeoX: its positions are learned, and none of its tables has them",
-            "see `convert formats`",
-        )
     if spec.sliding_window == 1:
         raise UnsupportedError(f"sliding_window = 1 is not supported for GPT-NeoX: {WINDOW} would be 0")
     kind = _kind(spec)
-    if lost := unsaid(ROWS, {kind}, spec):
+    if lost := unsaid(ROWS, CONDITIONS[kind], spec):
         raise UnsupportedError(f"GPT-NeoX has no {lost}")
     kept = {key: value for key, value in base.items() if key not in ("mlp_type", "expansion_factor")}
     topology = {"pipe_parallel_size": pp, "model_parallel_size": tp, "make_vocab_size_divisible_by": multiple}
-    return {**kept, **topology, **write(ROWS, vars(spec), {kind}, "the yml", base)}
+    return {**kept, **topology, **write(ROWS, vars(spec), CONDITIONS[kind], "the yml", base)}
 
 
 def _kind(spec: ModelSpec) -> str:
@@ -210,9 +215,9 @@ def _kind(spec: ModelSpec) -> str:
         UnsupportedError: NeoX has no such model.
     """
     kind = family_named(spec.family).neox
-    if (kind == "rms" and not spec.biases) or (kind == "layernorm" and spec.activation in FUSED):
+    if (kind == "llama" and not spec.biases) or (kind in FUSED and spec.activation in ("gelu", FUSED[kind])):
         return kind
-    activation = f" with the activation {spec.activation}" if kind == "layernorm" else ""
+    activation = f" with the activation {spec.activation}" if kind in FUSED else ""
     biases = f" with {' and '.join(spec.biases)}" if spec.biases else ""
     families = ", ".join(name for name, family in FAMILIES.items() if family.neox)
     raise UnsupportedError(f"GPT-NeoX has no {spec.family}{activation}{biases}", f"it has {families}")

@@ -79,7 +79,10 @@ UP_LOST = (f"{UP} [96, 64]", "is it frozen, or has it made no step yet?")
 REFUSED: dict[str, tuple[Callable[[State], object], int, tuple[str, ...]]] = {
     "no first moment": (lambda s: of(UP)(s).pop("exp_avg"), 3, ("exp_avg of its optimizer", *UP_LOST)),
     "no second moment": (lambda s: of(UP)(s).pop("exp_avg_sq"), 3, ("exp_avg_sq of its optimizer", *UP_LOST)),
-    "Lion's": (lambda s: every(s, lambda one: one.pop("exp_avg_sq")), 4, ("its optimizer (Lion)", "exp_avg alone")),
+    "no second moments": (
+        lambda s: every(s, lambda one: one.pop("exp_avg_sq")), 4,
+        ("are for exp_avg and exp_avg_sq of Adam, and its optimizer keeps exp_avg of it",),
+    ),
     "no step of one": (lambda s: of(UP)(s).pop("step"), 3, (f"holds no step of {UP}",)),
     "no step yet": (lambda s: of(UP)(s)["step"].zero_(), 3, (f"{UP} has made 0 steps",)),
     "steps differ": (lambda s: of(UP)(s)["step"].add_(1), 4, ("different numbers of steps", f"{UP} 4")),
@@ -117,7 +120,7 @@ REFUSED: dict[str, tuple[Callable[[State], object], int, tuple[str, ...]]] = {
     "a negative eps": (lambda s: s["optim"]["param_groups"][0].update(eps=-1e-8), 3, ("its eps is -1e-08",)),
     "momentum": (
         lambda s: every(s, lambda one: one.update(momentum_buffer=one.pop("exp_avg"))), 4,
-        ("its optimizer (Muon or SGD with momentum) is not Adam or AdamW: it keeps momentum_buffer",),
+        ("its optimizer (Muon or SGD with momentum) is not Adam, AdamW or Lion: it keeps momentum_buffer",),
     ),
     "momentum of an unknown optimizer": (
         lambda s: muon(s, ns_steps="none", ns_coefficients="none"), 4, ("group 2", "is of an unknown kind"),

@@ -61,6 +61,7 @@ KEEPS = {
     "exp_avg_sq_row": "Adafactor, of transformers",
     "row_var": "Adafactor, of torch",
     "state1": "an 8-bit optimizer of bitsandbytes",
+    "__bnb_optimizer_quant_state__": "an 8-bit optimizer of bitsandbytes",
     "exp_avg_diff": "Adan",
     "exp_inf": "Adamax",
     "max_exp_avg_sq": "Adam with amsgrad",

@@ -161,7 +161,9 @@ def _parse(file: TorchFile, optimizer: Mapping[str, Any], states: Sequence[str] 
     for state in kept_by(moments["param_groups"], kept) if states is None else states:
         refs = masters if state == "fp32" else [moments["state"].get(i, {}).get(state) for i in range(len(masters))]
         if any(ref is None for ref in refs):
-            raise SourceError(f"{file.path} holds no {state}: its optimizer is not Adam, or has made no step yet")
+            raise SourceError(
+                f"{file.path} holds no {state}: its optimizer{whose(kept)} is not Adam or Lion, or has made no step yet"
+            )
         flats = [flat_fragment(file, ref, f"{state} of group {i}") for i, ref in enumerate(refs)]
         if odd := next((flat.dtype for flat in flats if flat.dtype not in FLOATS), None):
             raise SourceError(f"{file.path} holds {state} as {odd}, which is no float: the file is damaged")

@@ -24,8 +24,9 @@ KEPT = (*STATES, MOMENTUM)
 """Every state of a parameter that is carried."""
 
 
-ADAM = frozenset({"amsgrad", "bias_correction", "correct_bias"})
-"""What the parameter groups of an Adam have: torch's and DeepSpeedCPUAdam, FusedAdam, and that of old transformers."""
+ADAM = frozenset({"amsgrad", "bias_correction", "correct_bias", "t_beta3"})
+"""What the parameter groups of an Adam have: torch's and DeepSpeedCPUAdam, FusedAdam, that of old transformers, and
+bitsandbytes' (whose LAMB and AdEMAMix have it too, and keep or say more)."""
 OTHERS = {"max_coeff": "LAMB", "momentum_decay": "NAdam"}
 """What those of others have, that keep the same of a parameter."""
 USUAL = {"amsgrad": False, "maximize": False, "bias_correction": True, "correct_bias": True}

@@ -18,6 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from formats.deepspeed import eight_bits
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed.steps import COUNTER, number, steps_made
 from formats.disk.safetensors import DTYPES, FLOATS, Fragment
@@ -156,10 +157,13 @@ def _parse(file: TorchFile, optimizer: Mapping[str, Any], states: Sequence[str] 
     masters = optimizer["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
     moments = optimizer["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
     paddings = [0] * len(masters) if stage == 3 else list(optimizer["group_paddings"])
-    groups, inner = {}, [value for _, value in sorted(moments["state"].items()) if isinstance(value, Mapping)]
+    by_group = {
+        number: eight_bits.unwrapped(value) for number, value in moments["state"].items() if isinstance(value, Mapping)
+    }
+    groups, inner = {}, [value for _, value in sorted(by_group.items())]
     kept = frozenset(str(name) for value in inner for name in value)
     for state in kept_by(moments["param_groups"], kept) if states is None else states:
-        refs = masters if state == "fp32" else [moments["state"].get(i, {}).get(state) for i in range(len(masters))]
+        refs = masters if state == "fp32" else [by_group.get(i, {}).get(state) for i in range(len(masters))]
         if any(ref is None for ref in refs):
             raise SourceError(
                 f"{file.path} holds no {state}: its optimizer{whose(kept)} is not Adam or Lion, or has made no step yet"
@@ -252,6 +256,8 @@ def flat_fragment(file: TorchFile, ref: Any, name: str) -> Fragment:
     Raises:
         SourceError: it is none.
     """
+    if isinstance(ref, eight_bits.Codes):
+        return eight_bits.fragment_of(file, ref, name)
     if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or (ref.strides != (1,) and ref.shape[0] > 1):
         raise SourceError(f"{file.path} holds {name} as {short(ref)}, which is no flat tensor")
     return file.fragment(ref, name)
@@ -321,11 +327,16 @@ def _by_parameter(flats: Sequence[Flat], group: Mapping[str, tuple[int, ...]]) -
                 f"have {total} on each of {len(flats)} ranks",
                 "files of different runs may be mixed up",
             )
-    every = _Flats.of([flat.fragment for flat in flats])
+    coded = any(flat.fragment.scales for flat in flats)
+    every = None if coded else _Flats.of([flat.fragment for flat in flats])
     at = 0
     for name, shape in group.items():
         part = -(-prod(shape) // len(flats))
-        if part:
+        if every is None:
+            cuts = [(low, min(low + part, prod(shape))) for low in range(0, prod(shape), part or 1)]
+            pieces = [flat_piece(flat.fragment, at, *cut) for flat, cut in zip(flats, cuts, strict=False)]
+            yield name, whole_of(name, shape, pieces, flats[0].fragment)
+        elif part:
             yield name, scattered(name, shape, every.dtype, every.pieces(at, part, prod(shape)))
         else:
             yield name, whole_of(name, shape, [], flats[0].fragment)
@@ -375,6 +386,9 @@ class _Flats(NamedTuple):
 
 def flat_piece(flat: Fragment, at: int, low: int, high: int) -> Piece:
     """Elements [low, high) of a parameter, which lie `at` elements into a flat group."""
+    if flat.scales:
+        window = flat._replace(shape=(high - low,), scales=None, pieces=((-at, flat),))
+        return Piece(Cut(((low, high),), flat=True), window)
     fragment = flat._replace(offset=flat.offset + at * DTYPES[flat.dtype], shape=(high - low,), strides=(1,))
     return Piece(Cut(((low, high),), flat=True), fragment)
 

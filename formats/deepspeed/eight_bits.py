@@ -3,8 +3,8 @@
     {"step": 3, "__bnb_optimizer_quant_state__": {"state1": codes, "qmap1": their values, "absmax1": of each block, …}}
 
 `state1` is Adam's first moment, `state2` its second; where a rank's part of a group has fewer than 4096 elements they
-are float32, without the others (bitsandbytes 0.50.2 optim/optimizer.py). LAMB has an `unorm_vec` too, and optimizers
-with one moment have `state1` alone, whichever they are.
+are float32, without the others (bitsandbytes 0.50.2 optim/optimizer.py; 0.47.0 has all of them beside the step). LAMB
+has an `unorm_vec` too, and optimizers with one moment have `state1` alone, whichever they are.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Codes(NamedTuple):
 
 def unwrapped(kept: Mapping[str, Any]) -> Mapping[str, Any]:
     """What an optimizer keeps of a flat group, Adam's moments of bitsandbytes under the names of Adam's."""
-    inner = kept.get(QUANTIZED)
-    if not isinstance(inner, Mapping) or "state2" not in inner:
+    inner = kept.get(QUANTIZED, kept)
+    if not isinstance(inner, Mapping) or "state2" not in inner or "state1" not in inner:
         return kept
-    states = {name: value for name, value in kept.items() if name != QUANTIZED}
-    rest = dict(inner)
+    rest = {name: value for name, value in {**kept, **inner}.items() if name != QUANTIZED}
+    states: dict[str, Any] = {}
     for moment, end in MOMENTS.items():
         codes = Codes(rest.pop(f"state{end}"), rest.pop(f"qmap{end}", None), rest.pop(f"absmax{end}", None))
         states[moment] = codes.state if codes.qmap is codes.absmax is None else codes
-    return {**states, **rest}
+    return {**rest, **states}
 
 
 def fragment_of(file: TorchFile, codes: Codes, name: str) -> Fragment:

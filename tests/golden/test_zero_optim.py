@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from converters.common.manifest import remembered_states
 from converters.convert import run
 from converters.plan.request import Request
 from converters.plan.targets import plan_huggingface
@@ -317,6 +318,24 @@ def test_a_training_in_8_bits_goes_on_with_adamw_in_float32(made, zero, convert,
         for ours, theirs in zip(losses, whole, strict=True):
             assert ours[:2] == pytest.approx(theirs[:2], rel=0, abs=2e-6)
             assert ours[2] == pytest.approx(theirs[2], rel=0, abs=2e-3)
+
+
+def test_moments_in_8_bits_as_bitsandbytes_saved_them_before(made, convert, tmp_path):
+    """Up to 0.47 beside the step."""
+    import shutil
+
+    import torch
+
+    words, run_ = ["--with-optimizer", "--config", made(BITS) / "hf"], tmp_path / "run"
+    shutil.copytree(made(BITS) / "zero2-bits", run_)
+    for path in run_.glob("*/*optim_states.pt"):
+        stored = torch.load(path, weights_only=False)
+        for state in inner(stored)["state"].values():
+            state.update(state.pop(EIGHT_BITS))
+        torch.save(stored, path)
+    for begun, out in ((made(BITS) / "zero2-bits", "one"), (run_, "two")):
+        assert convert("hf2fsdp", begun, tmp_path / out, *words).code == 0
+    assert remembered_states(tmp_path / "one") == remembered_states(tmp_path / "two") != {}
 
 
 EIGHT_BITS = "__bnb_optimizer_quant_state__"

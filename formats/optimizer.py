@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,15 +16,17 @@ from formats.layout.slots import Slot
 from formats.torch_files.archive_writer import NUMBERS, Small
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
-"""What there is of a parameter: the FP32 master weight, unless it is float32 itself, and Adam's moments."""
+"""What there is of a parameter: the FP32 master weight, unless it is float32 itself, and Adam's moments; Lion has the
+first alone."""
 MOMENTUM = "momentum_buffer"
 """What Muon has of a matrix in place of Adam's moments: the running mean of its gradients."""
 KEPT = (*STATES, MOMENTUM)
 """Every state of a parameter that is carried."""
 
 
-ADAM = frozenset({"amsgrad", "bias_correction", "correct_bias"})
-"""What the parameter groups of an Adam have: torch's and DeepSpeedCPUAdam, FusedAdam, and that of old transformers."""
+ADAM = frozenset({"amsgrad", "bias_correction", "correct_bias", "t_beta3"})
+"""What the parameter groups of an Adam have: torch's and DeepSpeedCPUAdam, FusedAdam, that of old transformers, and
+bitsandbytes' (whose LAMB and AdEMAMix have it too, and keep or say more)."""
 OTHERS = {"max_coeff": "LAMB", "momentum_decay": "NAdam"}
 """What those of others have, that keep the same of a parameter."""
 USUAL = {"amsgrad": False, "maximize": False, "bias_correction": True, "correct_bias": True}
@@ -60,6 +62,7 @@ KEEPS = {
     "exp_avg_sq_row": "Adafactor, of transformers",
     "row_var": "Adafactor, of torch",
     "state1": "an 8-bit optimizer of bitsandbytes",
+    "__bnb_optimizer_quant_state__": "an 8-bit optimizer of bitsandbytes",
     "exp_avg_diff": "Adan",
     "exp_inf": "Adamax",
     "max_exp_avg_sq": "Adam with amsgrad",
@@ -76,7 +79,6 @@ bitsandbytes and the schedule-free ones as their authors' code calls them)."""
 def whose(kept: Collection[str]) -> str:
     """Which optimizer, other than Adam, keeps such states of a parameter, as a part of a sentence; empty if unknown."""
     names = [name for state, name in KEEPS.items() if state in kept]
-    names += ["Lion"] if {*kept} - {"step"} == {"exp_avg"} else []
     return f" ({names[0]})" if names else ""
 
 
@@ -102,16 +104,21 @@ def require_adam(group: Mapping[str, Any], where: str) -> None:
     other = next((name for key, name in OTHERS.items() if key in group), "")
     if other or not ADAM & group.keys():  # torch's RAdam has none of these
         raise UnsupportedError(f"{where}: its optimizer is {other or 'of an unknown kind'}, and only Adam's is carried")
+    _require_usual(group, where, "Adam")
+
+
+def _require_usual(group: Mapping[str, Any], where: str, kind: str) -> None:
+    """A parameter group has no setting with which its optimizer computes something else."""
     for name, usual in USUAL.items():
         if bool(group.get(name, usual)) is not usual:
-            raise UnsupportedError(f"{where} says {name} = {group[name]}, and only Adam with {usual} is carried")
+            raise UnsupportedError(f"{where} says {name} = {group[name]}, and only {kind} with {usual} is carried")
     if group.get("weight_decay") and any(group.get(name) in (False, 0) for name in DECOUPLED):
         decay = short(group["weight_decay"])
         raise UnsupportedError(f"{where}: a weight decay of {decay} is in the gradients, and not AdamW's")
     for name, value in group.items():
         if (name in NEUTRAL and value != NEUTRAL[name]) or (name not in _KNOWN and value not in _UNSET):
             raise UnsupportedError(
-                f"{where} says {name} = {short(value)}, and what that does to Adam's step is not carried",
+                f"{where} says {name} = {short(value)}, and what that does to {kind}'s step is not carried",
                 "convert the weights without the optimizer",
             )
 
@@ -138,20 +145,47 @@ class Muon(NamedTuple):
     adjust_lr_fn: str | None
 
 
-MOMENTS: Mapping[type[Group | Muon], tuple[str, ...]] = {Muon: (MOMENTUM,), Group: STATES[1:]}
+class Lion(NamedTuple):
+    """How Lion treats some parameters (lion-pytorch 0.2.5, DeepSpeed 0.19.8 ops/lion)."""
+
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+
+
+AnyGroup = Group | Lion | Muon
+"""A parameter group of an optimizer that is carried."""
+MOMENTS: Mapping[type[AnyGroup], tuple[str, ...]] = {Muon: (MOMENTUM,), Lion: ("exp_avg",), Group: STATES[1:]}
 """What an optimizer keeps of a parameter, by the kind of its groups."""
+NAMES: Mapping[type[AnyGroup], str] = {Muon: "Muon", Lion: "Lion", Group: "Adam"}
+"""What it is called."""
+OF_MUON = frozenset({"ns_steps", "ns_coefficients"})
+"""Settings that Muon alone has."""
 RATES = (None, "original", "match_rms_adamw")
 """How torch's Muon scales the rate by the shape of a matrix."""
 
 
-def group_of(about: Mapping[str, Any], where: str) -> Group | Muon:
-    """A parameter group of Adam or of Muon, as torch has it.
+def kind_of(about: Mapping[str, Any]) -> type[AnyGroup]:
+    """Whose a parameter group looks to be: Lion's has betas, and nothing to divide by."""
+    if not OF_MUON.isdisjoint(about):
+        return Muon
+    return Lion if "betas" in about and "eps" not in about else Group
+
+
+def kept_by(groups: Iterable[Mapping[str, Any]], kept: Collection[str]) -> tuple[str, ...]:
+    """Those of STATES that parameters must have, by their groups and by what there is of any."""
+    lion = all(kind_of(group) is Lion for group in groups)
+    return tuple(state for state in STATES if not (lion and state == "exp_avg_sq") or state in kept)
+
+
+def group_of(about: Mapping[str, Any], where: str) -> AnyGroup:
+    """A parameter group of Adam, Lion or Muon, as torch has it.
 
     Raises:
         SourceError: a setting is missing, no finite number, or one that no such optimizer takes.
-        UnsupportedError: see `require_adam`; or it is a Muon with other settings than torch's.
+        UnsupportedError: see `require_adam`; or it is a Lion or Muon that computes something else.
     """
-    return next((make for sign, make in SIGNS.items() if sign in about), _adam)(about, where)
+    return READERS[kind_of(about)](about, where)
 
 
 def _adam(about: Mapping[str, Any], where: str) -> Group:
@@ -160,6 +194,14 @@ def _adam(about: Mapping[str, Any], where: str) -> Group:
     lr, eps, decay = (number_of(about.get(name), f"{where}: its {name}") for name in ("lr", "eps", "weight_decay"))
     _require_within(where, "Adam", {"lr": lr, "eps": eps, "weight_decay": decay}, {"betas": first}, {"betas": second})
     return Group(lr, (first, second), eps, decay)
+
+
+def _lion(about: Mapping[str, Any], where: str) -> Lion:
+    _require_usual(about, where, "Lion")
+    first, second = _numbers(about["betas"], 2, f"{where} has the betas", f"{where}: its betas")
+    lr, decay = (number_of(about.get(name), f"{where}: its {name}") for name in ("lr", "weight_decay"))
+    _require_within(where, "Lion", {"lr": lr, "weight_decay": decay}, {"betas": first}, {"betas": second})
+    return Lion(lr, (first, second), decay)
 
 
 def _muon(about: Mapping[str, Any], where: str) -> Muon:
@@ -180,8 +222,10 @@ def _muon(about: Mapping[str, Any], where: str) -> Muon:
     return Muon(lr, decay, momentum, nesterov, (a, b, c), eps, int(steps), rate)
 
 
-SIGNS: Mapping[str, Callable[[Mapping[str, Any], str], Group | Muon]] = {"ns_steps": _muon, "ns_coefficients": _muon}
-"""Which setting of a group tells another optimizer than Adam, and what reads it."""
+READERS: Mapping[type[AnyGroup], Callable[[Mapping[str, Any], str], AnyGroup]] = {
+    Muon: _muon, Lion: _lion, Group: _adam,
+}  # fmt: skip
+"""What reads a group."""
 
 
 def _numbers(values: Any, count: int, what: str, each: str) -> list[float]:
@@ -230,14 +274,14 @@ class Optimizer:
 
     Attributes:
         states: those of KEPT that there are, each as a checkpoint of its own with the logical tensors that have it.
-        step: how many updates Adam has made.
+        step: how many updates it has made; None where nothing says it, as a Lion need not count.
         groups: how each logical tensor (name, layer) is treated.
         samples: how many samples it was trained on; None where the source does not say.
     """
 
     states: Mapping[str, Checkpoint]
-    step: int
-    groups: Mapping[tuple[str, int | None], Group | Muon]
+    step: int | None
+    groups: Mapping[tuple[str, int | None], AnyGroup]
     samples: int | None = None
 
     @cached_property
@@ -259,14 +303,29 @@ class Optimizer:
             )
         return held == {True}
 
-    def require_adam_alone(self, where: Path, what: str) -> None:
-        """Its moments are those of Adam, where nothing else can be written.
+    def updates(self, where: Path) -> int:
+        """How many updates it has made, where something is named or scheduled by it.
 
         Raises:
-            UnsupportedError: some are Muon's.
+            UnsupportedError: nothing says it.
         """
-        if MOMENTUM in self.states:
+        if self.step is None:
             raise UnsupportedError(
-                f"{where} was trained with Muon, and {what}: {MOMENTUM} is not carried there",
+                f"{where} does not say how many steps its optimizer has made",
                 "convert the weights without the optimizer",
             )
+        return self.step
+
+    def require_only(self, kinds: Collection[type[AnyGroup]], where: Path, what: str) -> None:
+        """Everything was trained with optimizers that have a place where something is written.
+
+        Raises:
+            UnsupportedError: something was not.
+        """
+        for kind in dict.fromkeys(map(type, self.groups.values())):
+            if kind not in kinds:
+                raise UnsupportedError(
+                    f"{where} was trained with {NAMES[kind]}, and {what}: {' and '.join(MOMENTS[kind])} is not carried "
+                    "there",
+                    "convert the weights without the optimizer",
+                )

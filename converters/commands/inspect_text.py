@@ -63,7 +63,8 @@ def _optimizer_line(about: Mapping[str, Any]) -> str:
     if "left" in about:
         return f"{', '.join(about['states'])} of {about['optimizer']!r}; {', '.join(about['left'])} are not converted"
     if "step" in about:
-        return f"{', '.join(about['states'])}, step {about['step']}; `convert hf2fsdp --with-optimizer` converts it too"
+        step = "" if about["step"] is None else f", step {about['step']}"
+        return f"{', '.join(about['states'])}{step}; `convert hf2fsdp --with-optimizer` converts it too"
     kind = "distributed optimizer" if about["distributed"] else "plain"
     kind += ", Muon beside Adam" if MOMENTUM in about["states"] else ""
     return f"{', '.join(about['states'])} ({kind}); `convert reshard --with-optimizer` converts it too"

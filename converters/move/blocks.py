@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from converters.move.casts import Array
+from converters.move.codebooks import read_f32
 from converters.move.crc32 import Checksums
 from converters.move.dequantize import read_bf16
 from converters.move.descriptors import Descriptors
@@ -26,6 +27,8 @@ from formats.disk.safetensors import DTYPES, Fragment, read_into, write_from
 from formats.disk.zstd_stream import Reader, Stream
 from formats.torch_files.crc32 import crc_of
 
+DEQUANTIZE = {"BF16": read_bf16, "F32": read_f32}
+"""What reads quantized elements, by what they are read as."""
 SPARSEST = 8
 """A strided region is read in one go, and an interleaved one written, when it has at least one element in so many."""
 
@@ -52,7 +55,7 @@ class Files:
     def read(self, fragment: Fragment, at: int, buffer: memoryview) -> None:
         """Fill a buffer from a physical tensor, `at` bytes from its start. A stream is read by one thread at a time."""
         if fragment.scales is not None:
-            read_bf16(self.open, fragment, fragment.scales, at, buffer)
+            DEQUANTIZE[fragment.dtype](self.open, fragment, fragment.scales, at, buffer)
             return
         if fragment.product is not None:
             read_product(self.read, fragment, fragment.product, at, buffer)

@@ -19,7 +19,7 @@ from formats.errors import RefusedError
 LEAST = {"exp_avg": -np.inf, "exp_avg_sq": 0.0, "momentum_buffer": -np.inf}
 """What no element of a state is less than."""
 RULES = {
-    "exp_avg": "Adam's first moments are finite",
+    "exp_avg": "the first moments of Adam and Lion are finite",
     "exp_avg_sq": "Adam's second moments are finite and not negative",
     "momentum_buffer": "Muon's momentum is finite",
 }

@@ -109,13 +109,13 @@ def open_training(path: Path, settings: Settings, family: Family | None) -> Chec
 
     states = open_states(path, settings)
     of_neox = dict.fromkeys(("gqa_layout", "config", "vocab_size", "values"), (NEOX,))
-    require_effect(settings, states.opened[0], known={**of_neox, "verbatim": (), "container": (), "only": ()})
+    require_effect(settings, states.opened["fp32"], known={**of_neox, "verbatim": (), "container": (), "only": ()})
     return states
 
 
 def source_of(opened: Checkpoint | States) -> Checkpoint:
     """The checkpoint; of states the first of them."""
-    return opened if isinstance(opened, Checkpoint) else opened.opened[0]
+    return opened if isinstance(opened, Checkpoint) else opened.opened["fp32"]
 
 
 def require_effect(settings: Settings, *sources: Checkpoint, known: Mapping[str, Sequence[Format]] = KNOWN_TO) -> None:

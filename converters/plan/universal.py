@@ -7,7 +7,7 @@ that of transformers.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from formats.layout.slots import ORIGINAL, Slot
 from formats.layout.tensors import BUFFERS
 from formats.model import untabled
 from formats.model.spec import ModelSpec, Verbatim
-from formats.optimizer import STATES, Group, Muon, Optimizer
+from formats.optimizer import AnyGroup, Group, Lion, Optimizer
 from formats.torch_files import saved_names
 from formats.torch_files.pickle_values import Opaque
 
@@ -76,8 +76,9 @@ def plan_universal(states: States, request: Request) -> Plan:
         UnsupportedError: the loader could not cut a tensor again.
     """
     opened, model, partitions = states
-    tag = opened[0].home
-    parameters = list(_parameters(opened[0], zero_partitions.step_of(partitions)))
+    tag = opened["fp32"].home
+    masters = opened["fp32"]
+    parameters = list(_parameters(masters, zero_partitions.step_of(partitions, model)))
     ranks = len([path for path in tag.iterdir() if saved_names.MODEL.fullmatch(path.name)]) or 1
     frozen = _frozen(model, {parameter.name for parameter in parameters})
     small = universal.texts(parameters, partitions[0].settings, {**model, deepspeed.OURS: {"frozen": frozen}}, ranks)
@@ -88,11 +89,11 @@ def plan_universal(states: States, request: Request) -> Plan:
             f"{len(frozen)} parameters are frozen, such as {frozen[0]}: they have no states, and DeepSpeed restores "
             "none from a universal checkpoint"
         )
-    notes += _not_restored([*(model.get("buffer_names") or ())])
+    notes += [*_not_restored([*(model.get("buffer_names") or ())]), *_not_in_stage_3(opened)]
     notes += _bound([parameter for parameter in parameters if parameter.summands])
-    target = _target(request.root, tag.name, parameters, small)
+    target = _target(request.root, tag.name, parameters, small, opened)
     jobs = _jobs(opened, target)
-    return Plan(opened[0], opened[0].spec, jobs, target, tuple(notes), read_back)
+    return Plan(masters, masters.spec, jobs, target, tuple(notes), read_back)
 
 
 def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request) -> Plan:
@@ -108,26 +109,30 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
         UnsupportedError: what is one parameter in transformers was trained in several groups.
     """
     require_vocab(source)
-    optimizer.require_adam_alone(source.root, "a universal checkpoint is read back with Adam's moments")
+    told = "a universal checkpoint is read back with Adam's moments or Lion's"
+    optimizer.require_only((Group, Lion), source.root, told)
+    step = optimizer.updates(source.home)
     slots = huggingface.model_slots(source.spec, memory=True)
     buffers = [slot.keys[0] for slot in slots if BUFFERS.intersection(slot.rule.pattern.tensors)]
-    groups = _grouped([slot for slot in slots if slot.keys[0] not in buffers], optimizer)
+    groups = _grouped([slot for slot in slots if slot.keys[0] not in buffers], optimizer, step)
     parameters = [each for group in groups.values() for each in group]
     listed = [*groups] * (1 if len(groups) > 1 else 2)  # the loader passes over what it has no group for
     settings = [{**_settings(group), "params": [number]} for number, group in enumerate(listed)]
-    model = _model(optimizer, groups.values()) | {"buffer_names": buffers}
+    model = _model(step, optimizer.samples, groups.values()) | {"buffer_names": buffers}
     small = universal.texts(parameters, settings, model, 1)
-    target = _target(request.root, f"global_step{optimizer.step}", parameters, small)
-    opened = [replace(optimizer.states.get(state, source), without=BUFFERS) for state in STATES]
+    opened = {"fp32": source, **optimizer.states}
+    opened = {state: replace(checkpoint, without=BUFFERS) for state, checkpoint in opened.items()}
+    target = _target(request.root, f"global_step{step}", parameters, small, opened)
     jobs = _jobs(opened, target)
     copies = assets.own_family(source.spec)
     if source.assets:
         target = replace(target, texts={**target.texts, "config.json": assets.config_text(source, None)})
         copies |= {name: path for name, path in assets.carried(source).items() if name != "config.json"}
-    files = tuple(dict.fromkeys(path for each in (source, *opened) for path in each.files))
+    files = tuple(dict.fromkeys(path for each in (source, *opened.values()) for path in each.files))
     described = "; ".join(f"{_told(group)} ({len(members)} parameters)" for group, members in groups.items())
     order = f"DeepSpeed goes by the order of the training's parameter groups, which has to be: {described}"
-    target, notes = replace(target, copies=copies), (order, UNTAKEN, *_not_restored(buffers))
+    target = replace(target, copies=copies)
+    notes = (order, UNTAKEN, *_not_restored(buffers), *_not_in_stage_3(opened))
     read = replace(source, files=files, dropped=())
     return Plan(read, source.spec, jobs, target, notes, read_back, remembered=True)
 
@@ -142,6 +147,11 @@ def _not_restored(buffers: Sequence[str]) -> list[str]:
     ]
 
 
+def _not_in_stage_3(states: Collection[str]) -> list[str]:
+    """What the user should know of an optimizer without second moments (runtime/zero/stage3.py:3665, 0.19.8)."""
+    return [] if "exp_avg_sq" in states else ["DeepSpeed loads it in stages 1 and 2: in 3 it asks for exp_avg_sq"]
+
+
 def _bound(summed: Sequence[Parameter]) -> list[str]:
     """What the user should know of parameters that are sums over ranks."""
     if not summed:
@@ -153,38 +163,37 @@ def _bound(summed: Sequence[Parameter]) -> list[str]:
     ]
 
 
-def _grouped(slots: Iterable[Slot], optimizer: Optimizer) -> dict[Group | Muon | None, list[Parameter]]:
+def _grouped(slots: Iterable[Slot], optimizer: Optimizer, step: int) -> dict[AnyGroup | None, list[Parameter]]:
     """The parameters of each group, in the order of the groups; None stands for one of which nothing is known.
 
     Raises:
         UnsupportedError: what is one parameter in transformers was trained in several groups.
     """
-    by_group: dict[Group | Muon | None, list[Parameter]] = {group: [] for group in optimizer.groups.values()}
+    by_group: dict[AnyGroup | None, list[Parameter]] = {group: [] for group in optimizer.groups.values()}
     for slot in slots:
         treated = {optimizer.groups.get((name, slot.layer)) for name in slot.rule.pattern.tensors}
         if len(treated) > 1:
             raise UnsupportedError(f"{slot.keys[0]} is one parameter here, and was trained in {len(treated)} groups")
         if not slot.replica:
-            by_group.setdefault(treated.pop(), []).append(Parameter(slot.keys[0], slot, {}, optimizer.step))
+            by_group.setdefault(treated.pop(), []).append(Parameter(slot.keys[0], slot, {}, step))
     return by_group
 
 
-def _settings(group: Group | Muon | None) -> dict[str, Any]:
+def _settings(group: AnyGroup | None) -> dict[str, Any]:
     """What a file says of a parameter group. What it leaves out stays as the training has it."""
-    return {**group._asdict(), "amsgrad": False} if group else {}
+    return {**group._asdict(), **({"amsgrad": False} if isinstance(group, Group) else {})} if group else {}
 
 
-def _told(group: Group | Muon | None) -> str:
+def _told(group: AnyGroup | None) -> str:
     """A parameter group, for a person."""
     return (
         ", ".join(f"{name} {value}" for name, value in group._asdict().items()) if group else "as the training has it"
     )
 
 
-def _model(optimizer: Optimizer, groups: Iterable[Sequence[Parameter]]) -> dict[str, Any]:
+def _model(step: int, samples: int | None, groups: Iterable[Sequence[Parameter]]) -> dict[str, Any]:
     """What a model file says of a training. Its scheduler's words are those of torch's, and of DeepSpeed's own."""
-    step = optimizer.step
-    state = {
+    state: dict[str, Any] = {
         "param_shapes": [{parameter.name: parameter.slot.shape for parameter in group} for group in groups],
         "global_steps": step,
         "skipped_steps": 0,
@@ -198,20 +207,22 @@ def _model(optimizer: Optimizer, groups: Iterable[Sequence[Parameter]]) -> dict[
         },
         deepspeed.OURS: {"frozen": []},
     }
-    return state if optimizer.samples is None else state | {"global_samples": optimizer.samples}
+    return state if samples is None else state | {"global_samples": samples}
 
 
-def _target(root: Path, tag: str, parameters: Sequence[Parameter], small: Mapping[str, bytes]) -> Target:
+def _target(
+    root: Path, tag: str, parameters: Sequence[Parameter], small: Mapping[str, bytes], states: Collection[str]
+) -> Target:
     """The files of every state, and those that are no tensors."""
-    files = tuple(file for state in STATES for file in universal.files(root / tag, parameters, state))
+    files = tuple(file for state in states for file in universal.files(root / tag, parameters, state))
     texts = {f"{tag}/{name}": content for name, content in small.items()}
     return Target(files, {**texts, universal.LATEST: tag.encode()}, {}, tag)
 
 
-def _jobs(opened: Sequence[Checkpoint], target: Target) -> tuple[Job, ...]:
+def _jobs(opened: Mapping[str, Checkpoint], target: Target) -> tuple[Job, ...]:
     """The jobs of each state. The master weights are the weights."""
     state_jobs = list[Job]()
-    for state, checkpoint in zip(STATES, opened, strict=True):
+    for state, checkpoint in opened.items():
         files = tuple(file for file in target.files if file.path.stem == state)
         jobs = make_plan(checkpoint, replace(target, files=files), "fp32").jobs
         apart = (each for job in jobs for each in _apart(job, checkpoint, files))
@@ -258,9 +269,10 @@ def _plain(path: Path, settings: Settings) -> States:
     """The states of a model with names of its own."""
     run, tag = deepspeed.locate(path, settings.tag)
     states = zero.trained(tag, settings.accept)
-    opened = [
-        _state(run, tag, tensors, states.module if state == "fp32" else {}) for state, tensors in states.states.items()
-    ]
+    opened = {
+        state: _state(run, tag, tensors, states.module if state == "fp32" else {})
+        for state, tensors in states.states.items()
+    }
     return States(opened, states.model, states.partitions)
 
 

@@ -18,13 +18,13 @@ from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import model_files, universal
 from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed.partitions import Partition
+from formats.deepspeed.steps import require_one_step
 from formats.disk.safetensors import Fragment
 from formats.errors import RefusedError, SourceError, UnsupportedError, short, some
 from formats.layout.pieces import Scattered
 from formats.layout.slots import Slot
 from formats.layout.table import Rule
 from formats.model.spec import ModelSpec
-from formats.optimizer import STATES
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.saves import require_same
@@ -150,20 +150,21 @@ def states_of(tag: Path, models: Mapping[int, TorchFile], settings: Settings, of
     Raises:
         SourceError: a parameter was never trained.
     """
-    partitions, _ = _partitions(tag, models, STATES, settings)
+    partitions, _ = _partitions(tag, models, None, settings)
     every = [partition for of_rank in partitions.values() for partition in of_rank]
     zero_partitions.require_trained(every)
-    return universal.States([of_state(partitions, state) for state in STATES], models[0].value, every)
+    opened = {state: of_state(partitions, state) for state in every[0].groups}
+    return universal.States(opened, models[0].value, every)
 
 
 def _partitions(
-    tag: Path, models: Mapping[int, TorchFile], states: Sequence[str], settings: Settings
+    tag: Path, models: Mapping[int, TorchFile], states: Sequence[str] | None, settings: Settings
 ) -> tuple[dict[int, list[Partition]], list[str]]:
     """The partitions of each model parallel rank, and what the user should know of their steps."""
     by_rank = {rank: zero_partitions.open_partitions(tag, rank, states) for rank in models}
     zero_partitions.require_same_save([partition for of_rank in by_rank.values() for partition in of_rank])
     first = by_rank[0][0]
-    return by_rank, zero_partitions.require_one_step(models[0], first.path, {*first.steps}, settings.accept)
+    return by_rank, require_one_step(models[0], first.path, {*first.steps}, settings.accept)
 
 
 def masters(

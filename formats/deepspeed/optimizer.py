@@ -8,7 +8,7 @@ group has several of them). Facts: deepspeed/runtime/zero/stage_1_and_2.py, stag
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from formats.deepspeed.mds import checkpoint as mds
 from formats.deepspeed.neox import checkpoint as neox
 from formats.deepspeed.partitions import Partition, step_of
 from formats.errors import RefusedError, SourceError, UnsupportedError
-from formats.optimizer import STATES, Group, Optimizer, group_of
+from formats.optimizer import MOMENTS, NAMES, STATES, AnyGroup, Optimizer, group_of
 from formats.torch_files import saved_names
 
 OPENERS = {neox.Neox: neox.read_states, mds.MegatronDeepSpeed: mds.read_states}
 """What opens the states, by the details of a checkpoint whose ranks have tensors of their own."""
-Owners = Mapping[Path, Sequence[tuple[int, Group]]]
+Owners = Mapping[Path, Sequence[tuple[int, AnyGroup]]]
 """Of each file: where its flat groups begin, in bytes, and how their parameters are treated."""
 
 
@@ -47,7 +47,8 @@ def read(source: Checkpoint) -> Optimizer:
     Raises:
         RefusedError: the checkpoint was opened for its moments.
         SourceError: there is none, or it is damaged or incomplete.
-        UnsupportedError: it is not Adam's, of stage 0, or not all of the model was trained, and equally often.
+        UnsupportedError: it is neither Adam's nor Lion's, of stage 0, or not all of the model was trained, and equally
+            often.
     """
     model: Mapping[str, Any]
     settings = source.settings
@@ -58,19 +59,36 @@ def read(source: Checkpoint) -> Optimizer:
     if opener := OPENERS.get(type(source.details)):
         _require_no_sums(source)
         opened, model, partitions = opener(source.home, replace(settings, tag=None))
-        states = dict(zip(STATES, opened, strict=True))
+        states = dict(opened)
     else:
         training = zero.trained(source.home, settings.accept)
         states, model, partitions = zero.states_of(source, training), training.model, training.partitions
     if partitions:
-        step, owners = step_of(partitions), _owners(partitions)
+        step, owners = step_of(partitions, model), _owners(partitions)
     else:
         step, owners = _universal(source.home, training)
     if set(source.dtypes().values()) == {"F32"} and not states["fp32"].twins:
         states.pop("fp32")  # the weights are the master weights
     samples = model.get("global_samples")
     groups = _groups(states["exp_avg"], owners)
+    _require_kept(source.home, groups, states)
     return Optimizer(states, int(step), groups, samples if type(samples) is int else None)
+
+
+def _require_kept(where: Path, groups: Mapping[Any, AnyGroup], states: Collection[str]) -> None:
+    """What there is of each parameter is what the optimizer of its group keeps.
+
+    Raises:
+        UnsupportedError: there is more, such as the zeros of DeepSpeed's Lion on CPUs (ops/lion/cpu_lion.py), or less.
+    """
+    there = [state for state in STATES[1:] if state in states]
+    for kind in dict.fromkeys(map(type, groups.values())):
+        if there != [*MOMENTS[kind]]:
+            raise UnsupportedError(
+                f"{where} keeps {' and '.join(there)}, and the settings of its optimizer are those of {NAMES[kind]}, "
+                f"which is carried with {' and '.join(MOMENTS[kind])}",
+                "convert zero2universal keeps all that there is",
+            )
 
 
 def _require_no_sums(source: Checkpoint) -> None:
@@ -110,7 +128,7 @@ def _universal(tag: Path, training: zero.Training) -> tuple[float, Owners]:
             f"{tag}: {len(odd)} parameters, such as {odd[0]}, are in its model file or in zero/, not in both"
         )
     (settings, common), steps = universal.settings(tag), dict[float, str]()
-    owners: dict[Path, Sequence[tuple[int, Group]]] = {}
+    owners: dict[Path, Sequence[tuple[int, AnyGroup]]] = {}
     for number, group in enumerate(training.shapes):
         for name in group:
             folder = tag / "zero" / name
@@ -129,15 +147,15 @@ def _universal(tag: Path, training: zero.Training) -> tuple[float, Owners]:
     return next(iter(steps)), owners
 
 
-def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable[str]) -> dict[int, Group]:
+def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable[str]) -> dict[int, AnyGroup]:
     """How the parameters of each flat group are treated.
 
     Raises:
         SourceError: the settings are in an unknown form.
-        UnsupportedError: they are not Adam's.
+        UnsupportedError: they are neither Adam's nor Lion's.
     """
     zero_partitions.require_known(path, kept)
-    by_number: dict[int, Group] = {}
+    by_number: dict[int, AnyGroup] = {}
     for group in settings:
         members = group.get("params")
         if not isinstance(members, list) or not all(type(member) is int for member in members):
@@ -146,9 +164,9 @@ def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable
     return by_number
 
 
-def _groups(moments: Checkpoint, owners: Owners) -> dict[tuple[str, int | None], Group]:
+def _groups(moments: Checkpoint, owners: Owners) -> dict[tuple[str, int | None], AnyGroup]:
     """How each logical tensor is treated, group after group as the training has them."""
-    groups: dict[tuple[str, int | None], Group] = {}
+    groups: dict[tuple[str, int | None], AnyGroup] = {}
     for placed in moments.fragments():
         starts = owners[placed.fragment.path]
         group = starts[bisect(starts, placed.fragment.offset, key=lambda pair: pair[0]) - 1][1]

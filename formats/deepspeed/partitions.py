@@ -12,26 +12,27 @@ the stored master weights is stripped. Stage 3 (stage3.py) gives each rank ceil(
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from formats.deepspeed import eight_bits
 from formats.deepspeed import folders as deepspeed
+from formats.deepspeed.steps import COUNTER, number, steps_made
 from formats.disk.safetensors import DTYPES, FLOATS, Fragment
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.layout.columns import Columns, Cut, Ints, Piece, boxes
 from formats.layout.pieces import Scattered, scattered, whole_part
-from formats.optimizer import STATES, require_states, whose
+from formats.optimizer import STATES, kept_by, require_states, whose
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
-from formats.torch_files.archive_writer import plain
 from formats.torch_files.pickle_values import Opaque, TensorRef
 from formats.torch_files.unpickle import DAMAGE
 
 KEPT = frozenset({"step", *STATES})
-"""What Adam keeps of a parameter."""
+"""What Adam and Lion keep of a parameter."""
 
 
 class Flat(NamedTuple):
@@ -66,8 +67,13 @@ class Partition:
     kept: frozenset[str] = frozenset()
 
 
-def open_partitions(folder: Path, mp: int, states: Sequence[str]) -> list[Partition]:
+def open_partitions(folder: Path, mp: int, states: Sequence[str] | None = None) -> list[Partition]:
     """The partition of every data parallel rank of one model parallel rank.
+
+    Args:
+        folder: the tag.
+        mp: the model parallel rank.
+        states: those of `optimizer.STATES` that are needed; None for all that its optimizer keeps.
 
     Raises:
         SourceError: a rank's file is missing, damaged, or there twice.
@@ -117,7 +123,11 @@ def require_same_save(partitions: Sequence[Partition]) -> None:
     """
     first = partitions[0]
     for partition in partitions[1:]:
-        for what, ours, others in (("stage", partition.stage, first.stage), ("step", _steps(partition), _steps(first))):
+        for what, ours, others in (
+            ("stage", partition.stage, first.stage),
+            ("step", _steps(partition), _steps(first)),
+            ("states", ", ".join(partition.groups), ", ".join(first.groups)),
+        ):
             if ours != others:
                 raise SourceError(
                     f"{partition.path} is of {what} {ours}, {first.path} of {others}: files of different saves",
@@ -130,14 +140,14 @@ def _steps(partition: Partition) -> str:
     return ", ".join(str(step) for step in sorted({*partition.steps})) or "none"
 
 
-def _partition(file: TorchFile, states: Sequence[str]) -> Partition:
+def _partition(file: TorchFile, states: Sequence[str] | None) -> Partition:
     try:
         return _parse(file, file.value["optimizer_state_dict"], states)
     except DAMAGE:
         raise SourceError(f"{file.path} holds no ZeRO partition of a version that is known") from None
 
 
-def _parse(file: TorchFile, optimizer: Mapping[str, Any], states: Sequence[str]) -> Partition:
+def _parse(file: TorchFile, optimizer: Mapping[str, Any], states: Sequence[str] | None) -> Partition:
     if "ds_autoep_layers" in file.value or "autoep_layers" in file.value:
         raise UnsupportedError(f"{file.path}: expert parallel optimizer states are not supported")
     saved_stage = optimizer.get("zero_stage", 1)  # BF16_Optimizer says no stage
@@ -147,11 +157,17 @@ def _parse(file: TorchFile, optimizer: Mapping[str, Any], states: Sequence[str])
     masters = optimizer["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
     moments = optimizer["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
     paddings = [0] * len(masters) if stage == 3 else list(optimizer["group_paddings"])
-    groups = {}
-    for state in states:
-        refs = masters if state == "fp32" else [moments["state"].get(i, {}).get(state) for i in range(len(masters))]
+    by_group = {
+        number: eight_bits.unwrapped(value) for number, value in moments["state"].items() if isinstance(value, Mapping)
+    }
+    groups, inner = {}, [value for _, value in sorted(by_group.items())]
+    kept = frozenset(str(name) for value in inner for name in value)
+    for state in kept_by(moments["param_groups"], kept) if states is None else states:
+        refs = masters if state == "fp32" else [by_group.get(i, {}).get(state) for i in range(len(masters))]
         if any(ref is None for ref in refs):
-            raise SourceError(f"{file.path} holds no {state}: its optimizer is not Adam, or has made no step yet")
+            raise SourceError(
+                f"{file.path} holds no {state}: its optimizer{whose(kept)} is not Adam or Lion, or has made no step yet"
+            )
         flats = [flat_fragment(file, ref, f"{state} of group {i}") for i, ref in enumerate(refs)]
         if odd := next((flat.dtype for flat in flats if flat.dtype not in FLOATS), None):
             raise SourceError(f"{file.path} holds {state} as {odd}, which is no float: the file is damaged")
@@ -166,7 +182,6 @@ def _parse(file: TorchFile, optimizer: Mapping[str, Any], states: Sequence[str])
     if not all(type(n) is int and n > 0 for n in ranks) or not all(type(n) is int and n >= 0 for n in paddings):
         raise ValueError
     gaps = tuple(tuple(group) for group in optimizer.get("param_alignment_paddings") or ())
-    inner = [value for _, value in sorted(moments["state"].items()) if isinstance(value, Mapping)]
     steps = tuple(steps_made(file, value["step"]) for value in inner if "step" in value)
     settings = tuple(
         {name: number(file, value) if isinstance(value, TensorRef) else value for name, value in group.items()}
@@ -174,7 +189,6 @@ def _parse(file: TorchFile, optimizer: Mapping[str, Any], states: Sequence[str])
     )
     if not settings:
         raise SourceError(f"{file.path} holds an optimizer without a group of parameters")
-    kept = frozenset(str(name) for value in inner for name in value)
     if unknown := sorted(set(moments["state"]) - set(range(len(masters)))):
         groups_of = f"states of group {short(unknown[0])}, and master weights of {len(masters)} groups"
         raise SourceError(f"{file.path} holds {groups_of}")
@@ -216,66 +230,17 @@ def require_known(path: Path, kept: Iterable[str]) -> None:
         )
 
 
-def steps_in(file: TorchFile) -> frozenset[float]:
-    """The steps that a file of optimizer states counts; none where its optimizer is kept in another way."""
-    kept = file.value.get("optimizer_state_dict") if isinstance(file.value, Mapping) else None
-    inner = (
-        (kept.get("base_optimizer_state") or kept.get("optimizer_state_dict")) if isinstance(kept, Mapping) else None
-    )
-    state = inner.get("state") if isinstance(inner, Mapping) else None
-    each = [moments["step"] for moments in state.values() if "step" in moments] if isinstance(state, Mapping) else []
-    return frozenset(steps_made(file, value) for value in each if isinstance(value, int | float | TensorRef))
-
-
-COUNTER = "global_steps"
-"""What a model file calls the steps of its engine."""
-
-
-def require_one_step(
-    model: TorchFile, path: Path | None, steps: Collection[float], accept: Collection[str]
-) -> list[str]:
-    """The optimizer has made the steps that the model file counts, but for those that were skipped.
-
-    The engine counts both (deepspeed/runtime/engine.py `_take_model_step`, 0.19.8). A training that began with the
-    weights of another alone counts on, while its optimizer begins again.
-
-    Args:
-        model: the first model file.
-        path: the file of the optimizer that was asked, None where there is none.
-        steps: those that its parameters have made, none where it does not say.
-        accept: what the user names in spite of a refusal.
-
-    Returns:
-        What the user should know, if a difference was accepted.
-
-    Raises:
-        SourceError: the two differ.
-    """
-    made, skipped = model.value.get(COUNTER), model.value.get("skipped_steps") or 0
-    if type(made) is not int or type(skipped) is not int:
-        return []
-    if not steps or made - skipped in steps:
-        return []
-    counted = " and ".join(f"{step:g}" for step in sorted(steps))
-    difference = f"{path} has made {counted} steps, {model.path} counts {made}" + (
-        f", {skipped} of them skipped" if skipped else ""
-    )
-    if COUNTER in accept:
-        return [f"{difference}: accepted"]
-    raise SourceError(
-        f"{difference}: files of different saves",
-        f"copy the files of one save from all nodes; of a training that began without the optimizer of the one before: "
-        f"--accept {COUNTER}",
-    )
-
-
-def step_of(partitions: Sequence[Partition]) -> float:
-    """How many steps Adam has made.
+def step_of(partitions: Sequence[Partition], model: Mapping[str, Any]) -> float:
+    """How many steps the optimizer has made: where none of a Lion's says it, those that the model file counts.
 
     Raises:
         SourceError: a file does not say.
         UnsupportedError: not all groups of parameters have made the same number.
     """
+    lion = kept_by((group for partition in partitions for group in partition.settings), ()) != STATES
+    made, skipped = model.get(COUNTER), model.get("skipped_steps") or 0
+    if lion and not any(partition.steps for partition in partitions) and type(made) is type(skipped) is int:
+        return made - skipped
     for partition in partitions:
         if len(partition.steps) < len(partition.groups["fp32"]):
             raise SourceError(f"{partition.path} does not say how many steps its optimizer has made")
@@ -285,37 +250,14 @@ def step_of(partitions: Sequence[Partition]) -> float:
     return steps.pop() if steps else 0.0
 
 
-def number(file: TorchFile, value: Any) -> float:
-    """A number, or that of a tensor with one element.
-
-    Raises:
-        SourceError: it has more or fewer.
-    """
-    if not isinstance(value, TensorRef):
-        return float(value)
-    if prod(value.shape) != 1:
-        raise SourceError(f"{file.path} holds a tensor of {prod(value.shape)} elements where one number should be")
-    return float(plain(file, value, "a number").number)
-
-
-def steps_made(file: TorchFile, value: Any) -> float:
-    """How many steps an optimizer has made.
-
-    Raises:
-        SourceError: it is no whole number.
-    """
-    if not isinstance(value, int | float | TensorRef) or not (made := number(file, value)) >= 0 or made % 1:
-        count_text = short(value if isinstance(value, str) else number(file, value))
-        raise SourceError(f"{file.path} says that its optimizer has made {count_text} steps", "the file is damaged")
-    return made
-
-
 def flat_fragment(file: TorchFile, ref: Any, name: str) -> Fragment:
     """A flat tensor of a file.
 
     Raises:
         SourceError: it is none.
     """
+    if isinstance(ref, eight_bits.Codes):
+        return eight_bits.fragment_of(file, ref, name)
     if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or (ref.strides != (1,) and ref.shape[0] > 1):
         raise SourceError(f"{file.path} holds {name} as {short(ref)}, which is no flat tensor")
     return file.fragment(ref, name)
@@ -340,12 +282,12 @@ def load(
             f"{partitions[0].path} has {len(flat_groups[0])} flat parameter groups, its model file {len(shapes)}: "
             "files of different runs"
         )
-    for number, group in enumerate(shapes):
-        flats = [groups[number] for groups in flat_groups]
+    for index, group in enumerate(shapes):
+        flats = [groups[index] for groups in flat_groups]
         if partitions[0].stage == 3:
             yield from _by_parameter(flats, group)
         else:
-            gaps = partitions[0].gaps[number] if partitions[0].gaps else (0,) * len(group)
+            gaps = partitions[0].gaps[index] if partitions[0].gaps else (0,) * len(group)
             yield from _by_interval(flats, group, gaps)
 
 
@@ -385,11 +327,16 @@ def _by_parameter(flats: Sequence[Flat], group: Mapping[str, tuple[int, ...]]) -
                 f"have {total} on each of {len(flats)} ranks",
                 "files of different runs may be mixed up",
             )
-    every = _Flats.of([flat.fragment for flat in flats])
+    coded = any(flat.fragment.scales for flat in flats)
+    every = None if coded else _Flats.of([flat.fragment for flat in flats])
     at = 0
     for name, shape in group.items():
         part = -(-prod(shape) // len(flats))
-        if part:
+        if every is None:
+            cuts = [(low, min(low + part, prod(shape))) for low in range(0, prod(shape), part or 1)]
+            pieces = [flat_piece(flat.fragment, at, *cut) for flat, cut in zip(flats, cuts, strict=False)]
+            yield name, whole_of(name, shape, pieces, flats[0].fragment)
+        elif part:
             yield name, scattered(name, shape, every.dtype, every.pieces(at, part, prod(shape)))
         else:
             yield name, whole_of(name, shape, [], flats[0].fragment)
@@ -439,6 +386,9 @@ class _Flats(NamedTuple):
 
 def flat_piece(flat: Fragment, at: int, low: int, high: int) -> Piece:
     """Elements [low, high) of a parameter, which lie `at` elements into a flat group."""
+    if flat.scales:
+        window = flat._replace(shape=(high - low,), scales=None, pieces=((-at, flat),))
+        return Piece(Cut(((low, high),), flat=True), window)
     fragment = flat._replace(offset=flat.offset + at * DTYPES[flat.dtype], shape=(high - low,), strides=(1,))
     return Piece(Cut(((low, high),), flat=True), fragment)
 

@@ -26,13 +26,15 @@ from typing import Any, NamedTuple
 
 from formats.checkpoint import Checkpoint, OutputFile
 from formats.deepspeed.folders import OURS, model_name
-from formats.deepspeed.partitions import Partition, steps_made
+from formats.deepspeed.partitions import Partition
+from formats.deepspeed.steps import steps_made
 from formats.disk.safetensors import FLOATS, row_major
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.layout.columns import Cut, Piece
 from formats.layout.pieces import Scattered, scattered, whole_part
 from formats.layout.placed import Placed
 from formats.layout.slots import Slot
+from formats.optimizer import kept_by
 from formats.torch_files.archive import read_torch
 from formats.torch_files.archive_plan import packed
 from formats.torch_files.archive_writer import archived
@@ -69,12 +71,12 @@ class States(NamedTuple):
     """What a universal checkpoint is made of.
 
     Attributes:
-        opened: each of `optimizer.STATES` of every trained parameter, as a checkpoint of its own.
+        opened: those of `optimizer.STATES` that there are of every trained parameter, each as a checkpoint of its own.
         model: what the first model file says.
         partitions: what each rank holds.
     """
 
-    opened: list[Checkpoint]
+    opened: Mapping[str, Checkpoint]
     model: Mapping[str, Any]
     partitions: Sequence[Partition]
 
@@ -241,6 +243,12 @@ def settings(tag: Path) -> tuple[tuple[Mapping[str, Any], ...], float | None]:
         return tuple(map(dict, file.value["param_groups"])), step
     except DAMAGE:
         raise SourceError(f"{file.path} holds no parameter groups of an optimizer in a form that is known") from None
+
+
+def states(tag: Path) -> tuple[str, ...]:
+    """Those of `optimizer.STATES` that a parameter has."""
+    groups, _ = settings(tag)
+    return kept_by(groups, {path.stem for path in (tag / "zero").glob("*/*.pt")})
 
 
 def step(tag: Path, name: str) -> float | None:

@@ -19,6 +19,7 @@ from formats.checkpoint import Checkpoint, Details, Settings
 from formats.deepspeed import ZERO, model_files, universal
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import partitions as zero_partitions
+from formats.deepspeed.steps import require_one_step, steps_in
 from formats.disk.safetensors import Fragment
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, some
 from formats.families.family import Family
@@ -67,7 +68,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if wanted == "module" and bare:
         kind = "a universal checkpoint" if whole else "of stage 3"
         raise OptionNeededError(f"{tag} is {kind}, whose model files hold no weights", "add --weights fp32-master")
-    notes = zero_partitions.require_one_step(first, *_steps(tag), settings.accept)
+    notes = require_one_step(first, *_steps(tag), settings.accept)
     notes += model_files.left_out(first)
     if wanted == "module":
         tensors = dict(_module(first, modules))
@@ -154,7 +155,7 @@ class Training(NamedTuple):
     """What a training keeps of every parameter that it trains, by DeepSpeed's name; every file is read once.
 
     Attributes:
-        states: each of `optimizer.STATES`.
+        states: those of `optimizer.STATES` that there are.
         module: the tensors that the model computes with; in stage 3 empty ones, or none.
         model: what the first model file says.
         shapes: the parameters of each flat group.
@@ -178,15 +179,15 @@ def trained(tag: Path, accept: Collection[str] = ()) -> Training:
     first = model_files.of_ranks(tag)[0]
     if first.value.get("optimizer") is not None:
         raise UnsupportedError(f"{tag} is of stage 0, whose optimizer keeps no names", "train a step with stage 1")
-    zero_partitions.require_one_step(first, *_steps(tag), accept)
+    require_one_step(first, *_steps(tag), accept)
     shapes = model_files.param_shapes(first)
     if universal.is_universal(tag):
-        states = {state: dict(universal.tensors(tag, _shapes(first), state)) for state in STATES}
+        states = {state: dict(universal.tensors(tag, _shapes(first), state)) for state in universal.states(tag)}
         return Training(states, model_files.module(first), first.value, shapes, ())
-    partitions = zero_partitions.open_partitions(tag, 0, STATES)
+    partitions = zero_partitions.open_partitions(tag, 0)
     _require_same_stage(first, partitions)
     zero_partitions.require_trained(partitions)
-    states = {state: dict(zero_partitions.load(partitions, shapes, state)) for state in STATES}
+    states = {state: dict(zero_partitions.load(partitions, shapes, state)) for state in partitions[0].groups}
     module = model_files.module(first)
     model_files.require_of_module(first, shapes, module)
     module = {} if partitions[0].stage == 3 else module
@@ -234,7 +235,7 @@ def _steps(tag: Path) -> tuple[Path | None, Collection[float]]:
         path, made = universal.first_step(tag)
         return path, () if made is None else (made,)
     file = next((path for path in sorted(tag.iterdir()) if saved_names.OPTIM.fullmatch(path.name)), None)
-    return file, () if file is None else zero_partitions.steps_in(read_torch(file))
+    return file, () if file is None else steps_in(read_torch(file))
 
 
 def _require_same_stage(model: TorchFile, partitions: Sequence[zero_partitions.Partition]) -> None:

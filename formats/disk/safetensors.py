@@ -76,7 +76,8 @@ class Fragment(NamedTuple):
     @property
     def inputs(self) -> tuple[Fragment, ...]:
         """What else is read with it, or instead of it."""
-        fragments = [each for each in (self.scales.factors, self.scales.whole) if each] if self.scales else []
+        factors = (self.scales.factors, self.scales.whole, self.scales.values) if self.scales else ()
+        fragments = [each for each in factors if each]
         fragments += [self.scales.stated[0]] if self.scales and self.scales.stated else []
         fragments += [self.product.left, self.product.right] if self.product else []
         fragments += [piece for _, piece in self.pieces]
@@ -97,6 +98,7 @@ class Scales(NamedTuple):
         whole: a number that all factors are divided by; None for none.
         stated: integers in a file that say rows and columns, what they have to be, and the key of the elements; None
             for none.
+        values: the value of each code, where a file says it.
     """
 
     method: str
@@ -107,6 +109,7 @@ class Scales(NamedTuple):
     name: str
     whole: Fragment | None = None
     stated: tuple[Fragment, tuple[int, ...], str] | None = None
+    values: Fragment | None = None
 
 
 class Coded(NamedTuple):

@@ -32,7 +32,7 @@ from formats.layout.tensors import UNTRAINED
 from formats.model import adapters
 from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.model.vocab_rows import EMBEDDING
-from formats.optimizer import Group, Muon, Optimizer, step_tensor
+from formats.optimizer import AnyGroup, Group, Lion, Muon, Optimizer, step_tensor
 from formats.torch_files import dcp, dcp_writer, rank_dumps
 from formats.torch_files.archive import TorchFile
 from formats.torch_files.archive_plan import packed
@@ -48,11 +48,15 @@ CONTAINERS = ("model", "state_dict", "module", "model_state_dict")
 OPTIMIZER = "optim"
 """What the optimizer is called that we write, and how the names of others begin."""
 GROUPS = "param_groups"
-ADAMW = {
-    "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
-    "decoupled_weight_decay": True,
+MORE: Mapping[type[AnyGroup], Mapping[str, Any]] = {
+    Group: {
+        "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False,
+        "fused": None, "decoupled_weight_decay": True,
+    },
+    Lion: {},
+    Muon: {},
 }  # fmt: skip
-"""What torch's AdamW has in its groups besides (torch/optim/adam.py, 2.13)."""
+"""What groups have besides: those of torch's AdamW (torch/optim/adam.py, 2.13)."""
 
 
 def detect(path: Path) -> bool:
@@ -311,8 +315,8 @@ def _settings(optimizer: Optimizer, trained: Iterable[Slot], *, flat: bool) -> d
     Flattened, each parameter is a group of its own, with the rate that a schedule begins with (OLMo-core 3.0.0
     optim/config.py, which puts that of the training in its place).
     """
-    step = step_tensor(optimizer.step)
-    members: dict[Group | Muon, list[str]] = {group: [] for group in optimizer.groups.values()}
+    step = None if optimizer.step is None else step_tensor(optimizer.step)
+    members: dict[AnyGroup, list[str]] = {group: [] for group in optimizer.groups.values()}
     by_keys: dict[dcp_writer.Keys, bytes | Small] = {}
     for slot in trained:
         groups = {optimizer.groups[name, slot.layer] for name in slot.rule.pattern.tensors if optimizer.groups}
@@ -320,11 +324,10 @@ def _settings(optimizer: Optimizer, trained: Iterable[Slot], *, flat: bool) -> d
             raise UnsupportedError(f"{slot.keys[0]} would have to be in {len(groups)} groups of the optimizer")
         for group in groups:
             members[group].append(slot.keys[0])
-        if not any(isinstance(group, Muon) for group in groups):
+        if step is not None and not any(isinstance(group, Muon) for group in groups):
             by_keys[_states(slot, "step", flat=flat)] = step
     for number, (group, keys) in enumerate(members.items()):
-        more = {} if isinstance(group, Muon) else ADAMW
-        settings = {name: packed(value) for name, value in {**group._asdict(), **more}.items()}
+        settings = {name: packed(value) for name, value in {**group._asdict(), **MORE[type(group)]}.items()}
         if flat:
             settings["initial_lr"] = packed(group.lr)
             by_keys |= {

@@ -1,7 +1,8 @@
-"""The optimizer of FSDP trainings: where Adam's moments, steps and settings of each parameter lie.
+"""The optimizer of FSDP trainings: where moments, steps and settings of each parameter lie.
 
     optim.state.{key}.{step|exp_avg|exp_avg_sq}         torch's get_optimizer_state_dict, in a container of any name
     optim.state.{key}.momentum_buffer                   the same of torch.optim.Muon, beside an AdamW of all else
+    optim.state.{key}.exp_avg                           the same of a Lion, which need not count its steps
     optim.param_groups.{number}.{lr|betas|…|params}     its settings; up to torch 2.3 those of all groups in one object
     optimizer.param_groups.{key}.{lr|betas|…}           the same flattened, as torchtitan has it
     optim.{key}.{step|exp_avg|exp_avg_sq}               `train run` before it took torch's names; without settings
@@ -30,7 +31,20 @@ from formats.layout.pieces import Scattered, spread
 from formats.layout.placed import Placed, match
 from formats.layout.slots import ALONE, Slot
 from formats.layout.tensors import UNTRAINED
-from formats.optimizer import KEPT, MOMENTS, MOMENTUM, Group, Muon, Optimizer, group_of, number_of, whose
+from formats.optimizer import (
+    KEPT,
+    MOMENTS,
+    MOMENTUM,
+    NAMES,
+    AnyGroup,
+    Group,
+    Lion,
+    Muon,
+    Optimizer,
+    group_of,
+    number_of,
+    whose,
+)
 from formats.torch_files import dcp, rank_dumps
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.archive_writer import plain, small_of
@@ -166,7 +180,7 @@ def read(source: Checkpoint) -> Optimizer:
 
     Raises:
         SourceError: there is none, or it is damaged or incomplete.
-        UnsupportedError: it is not Adam's, or kept in a way that is not known.
+        UnsupportedError: it is not that of Adam, Lion or Muon, or kept in a way that is not known.
     """
     optimizer = find(source)
     if optimizer is None:
@@ -174,7 +188,7 @@ def read(source: Checkpoint) -> Optimizer:
     _require_known(optimizer)
     trained = [item.slot for item in source.tensors if not UNTRAINED.intersection(item.slot.rule.pattern.tensors)]
     states: dict[str, Checkpoint] = {}
-    by_kind: dict[type[Group | Muon], dict[str, Placed]] = {}
+    by_kind: dict[type[AnyGroup], dict[str, Placed]] = {}
     for kind, slots in _by_kind(optimizer, trained).items():
         names = {name for slot in slots for name in slot.rule.pattern.tensors}
         without = UNTRAINED.union(name for slot in trained for name in slot.rule.pattern.tensors) - names
@@ -190,40 +204,45 @@ def read(source: Checkpoint) -> Optimizer:
             pieces = tuple(piece for item in placed for piece in spread(item, tensors[item.key]))
             states[state] = replace(source, tensors=pieces, dropped=(), without=without)
     keys = {key: item for items in by_kind.values() for key, item in items.items()}
-    groups: dict[tuple[str, int | None], Group | Muon] = {}
+    groups: dict[tuple[str, int | None], AnyGroup] = {}
     model = {unwrapped(name) for item in source.tensors for name in item.slot.keys}
     for key, group in _groups(optimizer, keys, model, _unsaid(source)).items():
         slot = keys[key].slot
         if key not in by_kind.get(type(group), {}):
+            (kept,) = (MOMENTS[kind] for kind, items in by_kind.items() if key in items)
             raise UnsupportedError(
-                f"{optimizer.listing.where}: the settings of {key} are for {' and '.join(MOMENTS[type(group)])}, which "
-                "its optimizer does not have of it"
+                f"{optimizer.listing.where}: the settings of {key} are for {' and '.join(MOMENTS[type(group)])} of "
+                f"{NAMES[type(group)]}, and its optimizer keeps {' and '.join(kept)} of it"
             )
         for name in slot.rule.pattern.tensors:
             if groups.setdefault((name, slot.layer), group) != group:
                 raise UnsupportedError(
                     f"{optimizer.listing.where}: the experts of layer {slot.layer} are in several groups"
                 )
-    if Muon in by_kind and not groups:
+    for other in by_kind.keys() - {Group} if not groups else ():
         raise UnsupportedError(
-            f"{optimizer.listing.where} has {MOMENTUM} and no parameter groups, which would tell whether it is Muon's"
+            f"{optimizer.listing.where} has {' and '.join(MOMENTS[other])} and no parameter groups, which would tell "
+            f"whether it is {NAMES[other]}'s"
         )
     states = {state: states[state] for state in KEPT if state in states}
-    return Optimizer(states, _step(optimizer, by_kind[Group]), groups)
+    counted = [key for kind, items in by_kind.items() if kind is not Muon for key in items]
+    return Optimizer(states, _step(optimizer, counted, needed=Group in by_kind), groups)
 
 
-def _by_kind(optimizer: Held, trained: Iterable[Slot]) -> dict[type[Group | Muon], list[Slot]]:
-    """The parameters that Adam trains, and those that Muon trains.
+def _by_kind(optimizer: Held, trained: Iterable[Slot]) -> dict[type[AnyGroup], list[Slot]]:
+    """The parameters that Adam or Lion trains, and those that Muon trains.
 
     Raises:
         SourceError: a tensor that is Muon's in another layer has no state.
         UnsupportedError: the same tensor is Adam's in one layer and Muon's in another.
     """
-    slots: dict[type[Group | Muon], dict[tuple[str, ...], Slot]] = {kind: {} for kind in MOMENTS}
+    slots: dict[type[AnyGroup], dict[tuple[str, ...], Slot]] = {kind: {} for kind in MOMENTS}
+    others = Group if MOMENTUM in optimizer.states or "exp_avg_sq" in optimizer.states else Lion
     for slot in trained:
         muon = not optimizer.states.get(MOMENTUM, {}).keys().isdisjoint(slot.keys)
-        slots[Muon if muon else Group].setdefault(slot.keys, slot)
-    names = [{name for slot in of.values() for name in slot.rule.pattern.tensors} for of in slots.values()]
+        slots[Muon if muon else others].setdefault(slot.keys, slot)
+    of_kinds = (slots[Muon], slots[others])
+    names = [{name for slot in each.values() for name in slot.rule.pattern.tensors} for each in of_kinds]
     if both := sorted(set.intersection(*names)):
         moments = optimizer.states["exp_avg"].keys()
         lost = next((keys[0] for keys in slots[Group] if moments.isdisjoint(keys)), None)
@@ -245,16 +264,18 @@ def _require_known(optimizer: Held) -> None:
         )
     kept = {*optimizer.states}
     kept -= {MOMENTUM} if "exp_avg" in kept else set()  # beside Muon an Adam trains what is no matrix
-    others, name = sorted(kept - {*MOMENTS[Group], "step"}), whose(kept)
-    if others or name:
-        keeps = ", ".join(others) or "exp_avg alone"
-        raise UnsupportedError(f"{where}: its optimizer{name} is not Adam or AdamW: it keeps {keeps}")
-    if missing := [state for state in MOMENTS[Group] if state not in optimizer.states]:
-        raise SourceError(f"{where}: its optimizer holds no {' and no '.join(missing)}")
+    if others := sorted(kept - {*MOMENTS[Group], "step"}):
+        raise UnsupportedError(
+            f"{where}: its optimizer{whose(kept)} is not Adam, AdamW or Lion: it keeps {', '.join(others)}"
+        )
+    needed = MOMENTS[Lion if MOMENTUM not in optimizer.states else Group]
+    if missing := [state for state in needed if state not in optimizer.states]:
+        beside = f" beside {MOMENTUM}" * (MOMENTUM in optimizer.states)
+        raise SourceError(f"{where}: its optimizer holds no {' and no '.join(missing)}{beside}")
 
 
-def _step(optimizer: Held, keys: Iterable[str]) -> int:
-    """How many steps the parameters have made, all of them the same number.
+def _step(optimizer: Held, keys: Collection[str], *, needed: bool) -> int | None:
+    """How many steps the parameters have made, all of them the same number; None of a Lion that counts none.
 
     Raises:
         SourceError: one has none.
@@ -268,11 +289,13 @@ def _step(optimizer: Held, keys: Iterable[str]) -> int:
             values[unwrapped(parts["key"])] = value
         elif parts and parts["state"] not in KNOWN:
             kind = whose([parts["state"]])
-            raise UnsupportedError(f"{where}: its optimizer{kind} is not Adam or AdamW: it keeps {parts['state']}")
+            raise UnsupportedError(
+                f"{where}: its optimizer{kind} is not Adam, AdamW or Lion: it keeps {parts['state']}"
+            )
     if counted := sorted(values.keys() & optimizer.states.get(MOMENTUM, {}).keys()):
         raise UnsupportedError(f"{where}: its optimizer keeps {MOMENTUM} and step of {counted[0]}, and Muon no step")
     steps: dict[int, str] = {}
-    for key in keys:
+    for key in keys if needed or values else ():
         if key not in values:
             raise SourceError(f"{where} holds no step of {key}", FROZEN)
         made = number_of(values[key], f"{where}: the step of {key}")
@@ -282,7 +305,7 @@ def _step(optimizer: Held, keys: Iterable[str]) -> int:
     if len(steps) > 1:
         listed = " and ".join(f"{key} {number}" for number, key in list(steps.items())[:2])
         raise UnsupportedError(f"{where}: its parameters have made different numbers of steps, {listed}")
-    return next(iter(steps))
+    return next(iter(steps), None)
 
 
 def _unsaid(source: Checkpoint) -> Mapping[str, Any]:
@@ -295,7 +318,7 @@ def _unsaid(source: Checkpoint) -> Mapping[str, Any]:
 
 def _groups(
     optimizer: Held, keys: Mapping[str, Placed], model: Collection[str], unsaid: Mapping[str, Any]
-) -> dict[str, Group | Muon]:
+) -> dict[str, AnyGroup]:
     """The group of each parameter, by its key, in the order of the groups; none where no settings are kept.
 
     Args:
@@ -320,7 +343,7 @@ def _groups(
         elif parts := re.fullmatch(r"(.+)\.(\w+)", name.removeprefix(f"{prefix}.")):
             settings.setdefault(parts[1], {})[parts[2]] = value
     order = {key: number for number, key in enumerate(keys)}
-    groups: dict[str, Group | Muon] = {}
+    groups: dict[str, AnyGroup] = {}
     for name in sorted(
         settings, key=lambda member: int(member) if member.isdecimal() else order.get(unwrapped(member), -1)
     ):

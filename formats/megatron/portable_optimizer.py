@@ -95,6 +95,7 @@ def native(
             f"{source.home} does not say with which rate, betas, eps and weight decay Adam trains",
             "convert the weights without --with-optimizer",
         )
+    optimizer.require_only((Group, Muon), source.home, "Megatron's Lion is not written")
     sides: dict[bool, set[Group]] = {True: set(), False: set()}
     muons = {group for group in optimizer.groups.values() if isinstance(group, Muon)}
     for placed in source.tensors:
@@ -132,14 +133,15 @@ def native(
                 "Megatron has one for all of them",
                 "convert the weights without --with-optimizer",
             )
-    step = step_tensor(optimizer.step)
+    made = optimizer.updates(source.home)
+    step = step_tensor(made)
     known = _KNOWN | ({} if rates is None else dict(zip(("max_lr", "min_lr"), rates, strict=True)))
     if muons and rates is None:
         raise UsageError(
             f"{source.home} trains with Muon, whose parameter groups Megatron finds by its rates", "--lr, and --min-lr"
         )
     sides_of = ((matrices, 1.0), (vectors._replace(weight_decay=0.0), 0.0))
-    words = {"step": optimizer.step, "bias_correction": True, **({"optimizer": "adam"} if muons else {})}
+    words = {"step": made, "bias_correction": True, **({"optimizer": "adam"} if muons else {})}
     groups = [{**known, **words, "wd_mult": decayed, **group._asdict()} for group, decayed in sides_of]
     schedule = {
         "max_lr": matrices.lr, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1, "lr_decay_style": "constant",
@@ -158,13 +160,13 @@ def native(
     if sides[False] and vectors.weight_decay:
         notes.append(f"norms and biases had a weight decay of {vectors.weight_decay:g}: in Megatron they have none")
     head = {SCHEDULER: schedule}
-    made = Native(optimizer.states, groups, False, step, None, head, "float32")
+    native_of = Native(optimizer.states, groups, False, step, None, head, "float32")
     for other in muons:
         args = muon.args_of(other, str(source.home))
         about = {"lr": other.lr, "momentum": other.momentum, "weight_decay": other.weight_decay}
-        made = replace(made, muon={**known, "wd_mult": 1.0, **about}, run=args)
+        native_of = replace(native_of, muon={**known, "wd_mult": 1.0, **about}, run=args)
         notes.append(f"Muon trains on with {muon.flags_of(args)}")
-    return made, notes
+    return native_of, notes
 
 
 _KNOWN = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}

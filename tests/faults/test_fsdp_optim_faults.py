@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from converters.common.manifest import remembered_states
 from formats.optimizer import whose
 from tests.faults.dcp_tools import edit, refused, save, weights
 
@@ -82,11 +83,24 @@ def muon(saved: State, keys: Collection[str] = (UP,), **changes: Any) -> None:
     saved["optim"]["param_groups"].append({**group, "params": [*keys]})
 
 
+def lion(saved: State, **changes: Any) -> None:
+    """All is trained with Lion, which keeps one moment and no count."""
+    every(saved, lambda one: (one.pop("step"), one.pop("exp_avg_sq")))
+    for group in saved["optim"]["param_groups"]:
+        for name in ("eps", "amsgrad", "decoupled_weight_decay"):
+            group.pop(name)
+        group.update(changes)
+
+
+QUANTIZED = "__bnb_optimizer_quant_state__"
 UP_LOST = (f"{UP} [96, 64]", "is it frozen, or has it made no step yet?")
 REFUSED: dict[str, tuple[Callable[[State], object], int, tuple[str, ...]]] = {
     "no first moment": (lambda s: of(UP)(s).pop("exp_avg"), 3, ("exp_avg of its optimizer", *UP_LOST)),
     "no second moment": (lambda s: of(UP)(s).pop("exp_avg_sq"), 3, ("exp_avg_sq of its optimizer", *UP_LOST)),
-    "Lion's": (lambda s: every(s, lambda entry: entry.pop("exp_avg_sq")), 4, ("its optimizer (Lion)", "exp_avg alone")),
+    "no second moments": (
+        lambda s: every(s, lambda entry: entry.pop("exp_avg_sq")), 4,
+        ("are for exp_avg and exp_avg_sq of Adam, and its optimizer keeps exp_avg of it",),
+    ),
     "no step of one": (lambda s: of(UP)(s).pop("step"), 3, (f"holds no step of {UP}",)),
     "no step yet": (lambda s: of(UP)(s)["step"].zero_(), 3, (f"{UP} has made 0 steps",)),
     "steps differ": (lambda s: of(UP)(s)["step"].add_(1), 4, ("different numbers of steps", f"{UP} 4")),
@@ -124,7 +138,7 @@ REFUSED: dict[str, tuple[Callable[[State], object], int, tuple[str, ...]]] = {
     "a negative eps": (lambda s: s["optim"]["param_groups"][0].update(eps=-1e-8), 3, ("its eps is -1e-08",)),
     "momentum": (
         lambda s: every(s, lambda entry: entry.update(momentum_buffer=entry.pop("exp_avg"))), 4,
-        ("its optimizer (Muon or SGD with momentum) is not Adam or AdamW: it keeps momentum_buffer",),
+        ("its optimizer (Muon or SGD with momentum) is not Adam, AdamW or Lion: it keeps momentum_buffer",),
     ),
     "momentum of an unknown optimizer": (
         lambda s: muon(s, ns_steps="none", ns_coefficients="none"), 4, ("group 2", "is of an unknown kind"),
@@ -137,6 +151,35 @@ REFUSED: dict[str, tuple[Callable[[State], object], int, tuple[str, ...]]] = {
     "Muon's group for Adam's moments": (
         lambda s: (muon(s), of(UP)(s).clear(), of(UP)(s).update(of(f"{UP}".replace("up", "gate"))(s))), 4,
         (f"the settings of {UP} are for momentum_buffer",),
+    ),
+    "no moment of Lion": (
+        lambda s: (lion(s), of(UP)(s).pop("exp_avg")), 3, ("exp_avg of its optimizer", *UP_LOST),
+    ),
+    "a Lion that counts the steps of one": (
+        lambda s: (lion(s), of(UP)(s).update(step=3.0)), 3, ("holds no step of model.",),
+    ),
+    "Lion's settings, Adam's moments": (
+        lambda s: groups(s)[1].pop("eps"), 4,
+        ("layernorm.weight are for exp_avg of Lion, and its optimizer keeps exp_avg and exp_avg_sq of it",),
+    ),
+    "a cautious Lion": (lambda s: lion(s, caution=True), 4, ("says caution = True", "to Lion's step")),
+    "a Lion with a decay in the gradients": (
+        lambda s: lion(s, weight_decouple=False), 4, ("a weight decay of 0.1 is in the gradients",),
+    ),
+    "a Lion that climbs": (lambda s: lion(s, maximize=True), 4, ("says maximize", "only Lion with False")),
+    "a Lion of three betas": (lambda s: lion(s, betas=(0.9, 0.9, 0.9)), 3, ("has the betas",)),
+    "a Lion without a rate": (lambda s: (lion(s), groups(s)[0].pop("lr")), 3, ("its lr is None",)),
+    "a Lion of nobody": (lambda s: (lion(s), s["optim"].pop("param_groups")), 4, ("whether it is Lion's",)),
+    "some of it Adam's": (
+        lambda s: (lion(s), of(UP)(s).update(exp_avg_sq=of(UP)(s)["exp_avg"])), 3, ("exp_avg_sq of its optimizer",),
+    ),
+    "Lion beside Muon": (
+        lambda s: (lion(s), of(UP)(s).update(momentum_buffer=of(UP)(s).pop("exp_avg"))), 3,
+        ("holds no exp_avg_sq beside momentum_buffer",),
+    ),
+    "bitsandbytes": (
+        lambda s: every(s, lambda one: one.update({QUANTIZED: {"state1": one.pop("exp_avg"), "state2": UP}})), 4,
+        ("an 8-bit optimizer of bitsandbytes",),
     ),
     "numbered": (
         lambda s: s["optim"].update(state=dict(enumerate(s["optim"]["state"].values()))), 4,
@@ -228,6 +271,34 @@ def test_momentum_goes_where_it_was_seen_to_be_loaded(trained, convert, tmp_path
     checkpoint = save(tmp_path / "e", saved)
     ran = convert("hf2fsdp", checkpoint, tmp_path / "out", "--with-optimizer", "--config", source)
     refused(ran, 5, "holds nan", "Muon's momentum is finite", "--accept momentum_buffer")
+
+
+def test_lion_goes_where_it_was_seen_to_be_loaded(trained, convert, tmp_path):
+    source, saved = trained
+    lion(saved)
+    begun, words = save(tmp_path / "c", saved), ["--with-optimizer", "--config", source]
+    assert "exp_avg; `convert hf2fsdp --with-optimizer`" in convert("inspect", begun, "--config", source).out
+    out, again = tmp_path / "fsdp", tmp_path / "again"
+    assert convert("hf2fsdp", begun, out, "--ranks", 3, *words).code == 0
+    assert convert("hf2fsdp", out, again, "--ranks", 2, "--with-optimizer").code == 0
+    assert convert("verify", again).code == convert("diff", again, out).code == 0
+    assert remembered_states(again) == remembered_states(out)
+    assert {name.partition(".")[0] for name in remembered_states(out)} == {"exp_avg"}
+    refused(
+        convert("hf2megatron", begun, tmp_path / "out", *words), 4,
+        "was trained with Lion, and Megatron's Lion is not written: exp_avg is not carried there",
+    )  # fmt: skip
+    refused(convert("zero2universal", begun, tmp_path / "out", "--config", source), 4, "does not say how many steps")
+    every(saved, lambda one: one.update(step=3.0))
+    counted = save(tmp_path / "d", saved)
+    ran = convert("zero2universal", counted, tmp_path / "universal", "--config", source)
+    assert (ran.code, "in 3 it asks for exp_avg_sq" in ran.err) == (0, True), ran.err
+    assert convert("hf2fsdp", tmp_path / "universal", tmp_path / "back", "--with-optimizer").code == 0
+    assert remembered_states(tmp_path / "back") == remembered_states(out)
+    of(UP)(saved)["exp_avg"][0, 0] = float("nan")
+    ran = convert("hf2fsdp", save(tmp_path / "e", saved), tmp_path / "out", *words)
+    refused(ran, 5, "holds nan", "the first moments of Adam and Lion are finite", "--accept exp_avg")
+    assert not (tmp_path / "out").exists()
 
 
 def test_more_steps_than_a_float32_counts_are_not_written(trained, convert, tmp_path):

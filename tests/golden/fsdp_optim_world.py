@@ -35,6 +35,7 @@ from fsdp_world import (
     tp_model,
     whole,
 )
+from lion import Lion
 from ranks import Both, World, differences
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -57,11 +58,12 @@ MODELS: dict[str, Callable[[World], nn.Module]] = {
     "fsdp1": fsdp1_model,
     "fsdp1-mesh": lambda world: fsdp1_model(world, device_mesh=mesh(fsdp=world.size)),
     "muon": fsdp2_model,
+    "lion": fsdp2_model,
 }
 
 
 def begun(world: World, name: str) -> tuple[nn.Module, Any]:
-    """A model, and AdamW with two groups; or Muon for the matrices of its layers, and AdamW for all else."""
+    """A model, and AdamW or Lion with two groups; or Muon for the matrices of its layers, and AdamW for all else."""
     model = MODELS[name](world)
     if name == "muon":
         matrices = {key: param for key, param in model.named_parameters() if param.ndim == 2 and ".layers." in key}
@@ -70,6 +72,8 @@ def begun(world: World, name: str) -> tuple[nn.Module, Any]:
         return model, Both((muon, torch.optim.AdamW(rest, lr=0.01, betas=(0.9, 0.95), eps=1e-7)))
     parts = [[param for key, param in model.named_parameters() if ("norm" in key) == norm] for norm in (False, True)]
     groups = [{"params": part, "weight_decay": decay} for part, decay in zip(parts, (0.1, 0.0), strict=True)]
+    if name == "lion":
+        return model, Lion(groups, lr=0.002, betas=(0.9, 0.95))
     return model, torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-7)
 
 
@@ -85,7 +89,7 @@ def train(model: nn.Module, optimizer: Any, numbers: range) -> Iterator[float]:
 
 
 def kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """What Adam keeps of each parameter, whole; of FSDP1's own tensors on the first rank alone."""
+    """What an optimizer keeps of each parameter, whole; of FSDP1's own tensors on the first rank alone."""
     states = get_optimizer_state_dict(model, optimizer)["state"]
     return {f"{key} {name}": gathered(tensor) for key, about in states.items() for name, tensor in about.items()}
 

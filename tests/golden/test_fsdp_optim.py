@@ -23,14 +23,19 @@ TRAININGS = {
     "fsdp1": (2, ("plain", "accelerate")),
     "tp": (4, ("plain",)),
     "muon": (2, ("plain", "flattened")),
+    "lion": (2, ("plain", "flattened", "accelerate", "accelerate-full")),
 }
 """How the model is cut: on how many ranks, and the forms of what is saved."""
 RESUMED = [
     ("fsdp2", "plain", "fsdp2", 1), ("fsdp2", "accelerate-full", "fsdp2", 3), ("fsdp2", "flattened", "tp", 4),
     ("fsdp2", "accelerate", "fsdp1-mesh", 2), ("fsdp1", "accelerate", "fsdp2", 2), ("tp", "plain", "fsdp2", 2),
     ("muon", "plain", "muon", 2), ("muon", "flattened", "muon", 3),
+    ("lion", "plain", "lion", 4), ("lion", "flattened", "lion", 1), ("lion", "accelerate", "lion", 2),
+    ("lion", "accelerate-full", "lion", 4),
 ]  # fmt: skip
 """Which of these goes on as what."""
+KEPT = {"muon": (["exp_avg", "exp_avg_sq", "momentum_buffer"], 46), "lion": (["exp_avg"], 40)}
+"""What other optimizers than Adam keep, and how many tensors that is with the weights: Muon of its 14 matrices one."""
 
 
 def work(fsdp: Forks, jobs: list[dict[str, Any]], folder: Path) -> tuple[int, str]:
@@ -71,12 +76,11 @@ def test_a_training_goes_on(made, convert, fsdp, tmp_path):
                 assert (ran.code, "numbers its parameters" in ran.err) == (4, True), ran.err
                 continue
             assert ran.code == 0, ran.err
-            names = ["exp_avg", "exp_avg_sq", *(["momentum_buffer"] if name == "muon" else [])]
-            count = 46 if name == "muon" else 60  # of 14 matrices one state in place of two
+            names, count = KEPT.get(name, (["exp_avg", "exp_avg_sq"], 60))
             assert convert("verify", out).out.startswith(f"{out} equals vitruvian.json: {count} tensors")
             records[name].add(json.dumps(remembered_states(out)))
             record = json.loads(convert("inspect", out, "--json").out)
-            assert record["optimizer"] == {"states": names, "step": 3}
+            assert record["optimizer"] == {"states": names, "step": None if name == "lion" else 3}
     assert {name: len(states) for name, states in records.items()} == dict.fromkeys(TRAININGS, 1), "whatever the form"
     assert records["fsdp2"] == records["fsdp1"] != records["tp"]
     jobs = [

@@ -30,8 +30,9 @@ go-on trains 2 * STEPS steps, of stage 1, with a learning rate that falls in the
 STAGE the second half alone: after a universal checkpoint, which finds another model and another learning rate. A line
 of JSON each: the losses of the second half by rank.
 
-STAGE is 0 to 3 or bf16-optimizer; options of zero_optimization may follow, `3,sub_group_size=5000`. `load` needs WORLD
-and options as they were. DeepSpeed checks that, but not round_robin_gradients, without which it loads nonsense.
+STAGE is 0 to 3 or bf16-optimizer; options of zero_optimization may follow, `3,sub_group_size=5000`, the optimizer among
+them, `2,optimizer="lion"`, and to go on `fp32=true`; `optimizer="adam"` goes on after moments in 8 bits. `load` needs
+WORLD and options as they were. DeepSpeed checks that, but not round_robin_gradients, without which it loads nonsense.
 """
 
 from __future__ import annotations
@@ -42,10 +43,12 @@ import functools
 import io
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 warnings.filterwarnings("ignore")
@@ -54,6 +57,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
+import bitsandbytes
 import deepspeed
 import deepspeed.runtime.zero.muon.muon_optimizer  # it takes seconds, and every rank would import it
 import ranks
@@ -61,12 +65,15 @@ import torch
 import torch.distributed as dist
 import zero_neox
 from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+from deepspeed.ops.lion import FusedLion
+from deepspeed.ops.op_builder.npu.fused_lion import NPUFusedLion
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from lion import Lion
 from ranks import TIMEOUT, World, differences, load_model, quiet
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -101,9 +108,33 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([matrices, others], lr=RATE)
 
 
-def engine_of(model: nn.Module, config: Config, **options: Any) -> Any:
+def lion(model: nn.Module, kind: type[torch.optim.Optimizer] = Lion) -> torch.optim.Optimizer:
+    """A Lion with the same two groups: without a count of its steps, or DeepSpeed's."""
+    groups = [{**group, "betas": (0.9, 0.99)} for group in adam(model).param_groups]
+    kept = ("params", "betas", "weight_decay")
+    return kind([{name: group[name] for name in kept} for group in groups], lr=RATE / 10)
+
+
+def fused_lion(model: nn.Module) -> torch.optim.Optimizer:
+    """DeepSpeed's own, with its own computation in torch in the place of that on GPUs."""
+    deepspeed.ops.lion.fused_lion.FusedLionBuilder = lambda: SimpleNamespace(load=lambda: NPUFusedLion)
+    return lion(model, FusedLion)
+
+
+def bits(model: nn.Module) -> torch.optim.Optimizer:
+    """bitsandbytes' AdamW, with moments in 8 bits."""
+    kept = ("params", "weight_decay")
+    groups = [{name: group[name] for name in kept} for group in adam(model).param_groups]
+    return bitsandbytes.optim.AdamW8bit(groups, lr=RATE)
+
+
+OPTIMIZERS = {"adam": adam, "lion": lion, "fused-lion": fused_lion, "bits": bits}
+
+
+def engine_of(model: nn.Module, config: Config, optimizer: str = "adam", **options: Any) -> Any:
     """A DeepSpeed engine."""
-    return deepspeed.initialize(model=model, optimizer=adam(model), config=copy.deepcopy(config), **options)[0]
+    made = OPTIMIZERS[optimizer](model)
+    return deepspeed.initialize(model=model, optimizer=made, config=copy.deepcopy(config), **options)[0]
 
 
 def tokens(rank: int, step: int, vocabulary: int) -> torch.Tensor:
@@ -152,7 +183,12 @@ def trained_state(engine: Any) -> Iterator[tuple[nn.Parameter, StateDict]]:
 
     def states(master: torch.Tensor) -> StateDict:
         state = getattr(optimizer, "optimizer", optimizer).state[master]
-        return {"fp32": master, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+        for key, number in (("exp_avg", 1), ("exp_avg_sq", 2)) if "state1" in state else ():
+            codes, about = state[f"state{number}"], {"blocksize": 256}
+            about |= {"absmax": state.get(f"absmax{number}"), "code": state.get(f"qmap{number}")}
+            coded = codes.dtype == torch.uint8
+            state = {**state, key: bitsandbytes.functional.dequantize_blockwise(codes, **about) if coded else codes}
+        return {"fp32": master, **{key: state[key] for key in ("exp_avg", "exp_avg_sq") if key in state}}
 
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         group = optimizer.dp_process_group
@@ -271,6 +307,7 @@ def zero(
     change: Callable[[nn.Module], None] | None = None,
     more: Config | None = None,
     client: StateDict | None = None,
+    optimizer: str = "adam",
     **options: Any,
 ) -> Any:
     """One engine, trained and saved."""
@@ -278,7 +315,7 @@ def zero(
     if change:
         change(model)
     config = settings(stage, dtype, **options) | (more or {})
-    engine = train(world, engine_of(model, config))
+    engine = train(world, engine_of(model, config, optimizer))
     engine.save_checkpoint(str(out), client_state=client or {})
     return engine
 
@@ -390,6 +427,12 @@ KINDS: dict[str, Kind] = {
     "zero3-frozen": functools.partial(zero, stage=3, change=freeze),
     "zero3-buffers": functools.partial(zero, stage=3, change=buffers),
     "zero3-odd": functools.partial(zero, stage=3, change=oddities),
+    "zero1-fp32-lion": functools.partial(zero, stage=1, optimizer="lion", **FLOAT),
+    "zero2-fused-lion": functools.partial(zero, stage=2, optimizer="fused-lion"),
+    "zero3-fused-lion": functools.partial(zero, stage=3, optimizer="fused-lion"),
+    "zero1-fp32-bits": functools.partial(zero, stage=1, optimizer="bits", **FLOAT),
+    "zero2-bits": functools.partial(zero, stage=2, optimizer="bits"),
+    "zero3-bits": functools.partial(zero, stage=3, optimizer="bits"),
     "trainer2": functools.partial(trainer, stage=2),
     "trainer3": functools.partial(trainer, stage=3),
     "trainer3-gathered": functools.partial(trainer, stage=3, stage3_gather_16bit_weights_on_model_save=True),
@@ -426,23 +469,31 @@ def blank(world: World, expected: StateDict) -> nn.Module:
     return model
 
 
+def read_stage(stage: str) -> tuple[str, str, StateDict]:
+    """A stage as the command line has it: its number, the optimizer, and options of zero_optimization."""
+    number, *fields = stage.split(",")
+    options = {key: json.loads(value) for key, value in (field.split("=") for field in fields)}
+    return number, options.pop("optimizer", "adam"), options
+
+
 def load(world: World, folder: Path, stage: str, expected: StateDict, *, universal: bool) -> None:
     """Let DeepSpeed load a checkpoint, and compare; all ranks end with status 1 when anything differs."""
-    number, *fields = stage.split(",")
-    options = {key: json.loads(value) for key, value in (word.split("=") for word in fields)}
+    number, optimizer, options = read_stage(stage)
     extra = dict(ACCUMULATE["more"]) if number == "bf16-optimizer" else {}
     if universal:
         extra["checkpoint"] = {"load_universal": True}
     dtype = next(value.dtype for name, value in expected.items() if f"fp32.{name.removeprefix('module.')}" in expected)
     config = settings(int(number) if number.isdigit() else 1, dtype, **options) | extra
     with contextlib.redirect_stdout(io.StringIO()):
-        engine = engine_of(blank(world, expected), config)
+        engine = engine_of(blank(world, expected), config, optimizer)
+        rates = [group["lr"] for group in engine.optimizer.param_groups]
         for group in engine.optimizer.param_groups:
             group["lr"] *= 7
         tag = folder.name if (folder / "zero").is_dir() else None  # without one, `latest` or `latest_universal` says it
         path, _ = engine.load_checkpoint(str(folder.parent if tag else folder), tag)
     lines = differences(truth(engine), expected) if path else ["DeepSpeed found nothing to load"]
-    lines += ["a group has no rate" for group in engine.optimizer.param_groups if group["lr"] == 7 * RATE]
+    found = [group["lr"] for group in engine.optimizer.param_groups]
+    lines += ["a group has no rate" for one, rate in zip(found, rates, strict=True) if one == 7 * rate]
     if world.rank == 0:
         print(*lines or [f"equal {len(expected)} tensors"], sep="\n", flush=True)
     dist.barrier()
@@ -458,15 +509,17 @@ def falling(step: int) -> float:
 def go_on(world: World, folder: Path | None, stage: str) -> None:
     """The second half of a training, after its first half or a universal checkpoint of it."""
     extra: Config = {"checkpoint": {"load_universal": True}} if folder else {}
-    extra |= ACCUMULATE["more"] if stage == "bf16-optimizer" else {}
+    number, optimizer, options = read_stage(stage)
+    extra |= ACCUMULATE["more"] if number == "bf16-optimizer" else {}
+    dtype = torch.float32 if options.pop("fp32", False) else torch.bfloat16
     model = world.copy().float()
     if folder:
         generator = torch.Generator().manual_seed(1)
         for parameter in model.parameters():
             parameter.data.normal_(generator=generator)
-    config = settings(int(stage) if stage.isdigit() else 1) | extra
+    config = settings(int(number) if number.isdigit() else 1, dtype, **options) | extra
     with contextlib.redirect_stdout(io.StringIO()):
-        engine = engine_of(model, config, lr_scheduler=functools.partial(LambdaLR, lr_lambda=falling))
+        engine = engine_of(model, config, optimizer, lr_scheduler=functools.partial(LambdaLR, lr_lambda=falling))
         if folder:
             for group in engine.optimizer.param_groups:
                 group["lr"] *= 7
@@ -535,7 +588,8 @@ def main(argv: list[str]) -> int:
         return launch(max(1, pp) * tp, nn.Identity(), job)
     if len(argv) > 4 and argv[0] == "go-on":
         model, size = load_model(argv[2]), int(argv[3])
-        jobs = [(None, "1"), *((Path(argv[1]), stage) for stage in argv[4:])]
+        first = re.sub(r"^[^,]*", "1", argv[4]).replace('optimizer="adam"', 'optimizer="bits"')
+        jobs = [(None, first), *((Path(argv[1]), stage) for stage in argv[4:])]
         return max(launch(size, model, functools.partial(go_on, folder=folder, stage=stage)) for folder, stage in jobs)
     if len(argv) < 4:
         print(__doc__, file=sys.stderr)

@@ -47,6 +47,8 @@ WORLDS = (
     World("odd", "llama", 3, (*PLAIN, "zero2-aligned", "zero3-sub-groups"), ODD),
     World("four", "llama", 4, ("zero1-round-robin", "zero2-round-robin", "zero2-odd", "zero2-aligned", "zero3-odd")),
 )
+LIONS = World("lions", "llama", 2, ("zero1-fp32-lion", "zero2-fused-lion", "zero3-fused-lion"))
+BITS = World("bits", "llama", 2, ("zero1-fp32-bits", "zero2-bits", "zero3-bits"))
 PARALLEL = World("parallel", "llama", 4, ("pp2-tp2", "tp2", "pp2-tied"))
 
 

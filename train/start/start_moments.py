@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from formats.errors import RefusedError, SourceError, UnsupportedError
+from formats.optimizer import Group
 from train.settings.config import Config
 from train.start.run_folder import started
 from train.start.start_weights import opened
@@ -59,10 +60,11 @@ def moments_of(config: Config, target: str) -> Moments:
             )
         try:
             optimizer = optimizer_of(source)
-            optimizer.require_adam_alone(source.home, "init moments continues with AdamW")
+            optimizer.require_only((Group,), source.home, "init moments continues with AdamW")
+            step = optimizer.updates(source.home)
         except (SourceError, UnsupportedError) as error:
             raise type(error)(str(error), "--init finetune takes the weights alone") from error
         request = Request(out, quiet=True, force=True, limits=Limits(replicas=replicas_of(source, None)))
         output = Output(with_optimizer=True) if target == "fsdp" else Output()
         run(plan_output(source, request, target, output), request)
-    return Moments(next(out.glob("global_step*"), out), optimizer.step)
+    return Moments(next(out.glob("global_step*"), out), step)

@@ -240,3 +240,29 @@ def test_a_config_that_says_another_window(convert, base, tmp_path):
 def test_no_adapter_of_it(convert, tmp_path):
     """LoRA adds to what the norm gives in Bridge, and in PEFT to what it gets."""
     refused(convert("megatron2hf", REAL, tmp_path / "no", "--adapter", "only"), 4, "a norm is between a layer")
+
+
+def test_gemma_2_has_its_windows_in_the_other_layers():
+    """Bridge's Gemma2ModelProvider with a window of 8, where transformers has 8 tokens in the first layer.
+
+    With windows in the second layer, and of 9 tokens, it computes the same: so a Gemma 2 is refused.
+    """
+    import torch
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    stored = dict(np.load(REAL.with_name("gemma2.npz")))
+    ids, wanted = torch.tensor(stored.pop("ids")), stored.pop("logits")
+    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 60}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "query_pre_attn_scalar": 24}
+
+    def far(window: int, kinds: list[str] | None) -> float:
+        config = Gemma2Config(**sizes, sliding_window=window, layer_types=kinds, rms_norm_eps=1e-5)
+        model = Gemma2ForCausalLM(config).eval()
+        weights = {name: torch.tensor(array) for name, array in stored.items()}
+        model.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
+        with torch.no_grad():
+            return float(np.abs(model(ids).logits.numpy() - wanted).max())
+
+    other = ["full_attention", "sliding_attention"]
+    assert far(9, other) < 1e-5
+    assert min(far(8, None), far(9, None), far(8, other)) > 0.05

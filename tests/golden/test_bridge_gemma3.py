@@ -14,7 +14,7 @@ import yaml
 
 from formats.families import FAMILIES
 from tests.faults.dcp_tools import refused
-from tests.golden.test_bridge_lora import contents
+from tests.golden.test_bridge_lora import adapter_of, contents
 
 REAL = Path(__file__).with_name("bridge") / "gemma3"
 ITERATION = "iter_0000005"
@@ -237,9 +237,11 @@ def test_a_config_that_says_another_window(convert, base, tmp_path):
     assert json.loads((tmp_path / "out/config.json").read_text())["sliding_window"] == 9
 
 
-def test_no_adapter_of_it(convert, tmp_path):
+def test_no_adapter_of_it(convert, base, tmp_path):
     """LoRA adds to what the norm gives in Bridge, and in PEFT to what it gets."""
     refused(convert("megatron2hf", REAL, tmp_path / "no", "--adapter", "only"), 4, "a norm is between a layer")
+    adapter = adapter_of(base, tmp_path / "adapter", ["o_proj"])
+    refused(convert("peft2megatron", base, adapter, tmp_path / "no"), 4, "a norm is between a layer")
 
 
 def test_gemma_2_has_its_windows_in_the_other_layers():

@@ -71,6 +71,18 @@ def of_spec(spec: ModelSpec, trainer: str | None) -> Provider | None:
     raise UnsupportedError(why, WAY.format(_name(provider)) if provider else "see `convert formats`")
 
 
+def require_no_adapter(provider: Provider | None, where: str) -> None:
+    """Such a class has a norm between a layer and what LoRA of Megatron-Bridge adds to it (0.3.1 peft/lora_layers.py).
+
+    Raises:
+        UnsupportedError: it is one.
+    """
+    if provider:
+        raise UnsupportedError(
+            f"{where}: in Megatron-Bridge's {_name(provider)} a norm is between a layer and what LoRA adds, none in PEFT"
+        )
+
+
 def remarks(spec: ModelSpec) -> tuple[str, ...]:
     """What the user should know of files that are for such a class alone."""
     provider = PROVIDERS.get(spec.family)

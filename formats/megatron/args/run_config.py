@@ -118,11 +118,8 @@ def read(path: Path, *, adapter: bool = False) -> Namespace:
             "--adapter only makes a folder of PEFT of it, and `convert merge` puts that into its base",
         )
     own = providers.of_fields(fields, str(path))
-    if own and adapter:
-        raise UnsupportedError(
-            f"{path}: in the class {short(fields[TARGET])} a norm is between a layer and what LoRA adds, and none in "
-            "PEFT"
-        )
+    if adapter:
+        providers.require_no_adapter(own[0] if own else None, str(path))
     return Namespace(_with_own(fields, *own) if own else _as_args(fields, path))
 
 

@@ -323,7 +323,7 @@ def write(
 
 
 def topology_of(spec: ModelSpec, options: Options, trainer: str | None = None) -> tuple[Pipeline, int]:
-    """The pipeline that is to be written, and its padded vocabulary; `trainer` is whom alone a whole model is for.
+    """The pipeline that is to be written, and its padded vocabulary; a `trainer` may compute more than Megatron.
 
     Raises:
         UnsupportedError: the family has no layout of Megatron.

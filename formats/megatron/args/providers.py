@@ -79,7 +79,7 @@ def require_no_adapter(provider: Provider | None, where: str) -> None:
     """
     if provider:
         raise UnsupportedError(
-            f"{where}: in Megatron-Bridge's {_name(provider)} a norm is between a layer and what LoRA adds, none in PEFT"
+            f"{where}: in Megatron-Bridge's {_name(provider)} a norm is between a layer and what LoRA adds, not in PEFT"
         )
 
 

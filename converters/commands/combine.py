@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from converters.commands.options import FOLDER, deepspeed_reading, opened, reading, settings_of, shard_size, writing
-from converters.commands.running import BRIDGE, carry_out, output_of, request_of
+from converters.commands.running import ADAPTER_OF_BRIDGE, carry_out, output_of, request_of
 from converters.common.cli_help import command
 from formats.errors import UsageError
 
@@ -121,4 +121,4 @@ def peft2megatron(base: Path, adapter: Path, out: Path, kind: str, tp: int, iter
 
     source = opened(base, options)
     request = request_of(out, options, source)
-    carry_out(plan_bridge(source, read(adapter), request, kind, tp, iteration), request, options, BRIDGE)
+    carry_out(plan_bridge(source, read(adapter), request, kind, tp, iteration), request, options, ADAPTER_OF_BRIDGE)

@@ -70,13 +70,14 @@ def write_new(path: Path, text: str) -> None:
     write_file(path, text.encode())
 
 
-BRIDGE = "bridge"
-"""An adapter of Megatron-Bridge."""
+BRIDGE, ADAPTER_OF_BRIDGE = "bridge", "adapter of bridge"
+"""A model of Megatron-Bridge, as `--for` calls it, and an adapter."""
 TORCHTITAN, OLMO_CORE = "torchtitan", "olmo-core"
 """FSDP under the names of these trainers."""
 NEXT = {
-    BRIDGE: "Megatron-Bridge with checkpoint.load={out}, checkpoint.pretrained_checkpoint=BASE, load_optim=False and "
-    "peft as in run_config.yaml",
+    BRIDGE: 'Megatron-Bridge with checkpoint.pretrained_checkpoint={out}, or its load_megatron_model("{out}")',
+    ADAPTER_OF_BRIDGE: "Megatron-Bridge with checkpoint.load={out}, checkpoint.pretrained_checkpoint=BASE, "
+    "load_optim=False and peft as in run_config.yaml",
     HUGGINGFACE: 'AutoModelForCausalLM.from_pretrained("{out}"), or `convert push {out} ORG/NAME`',
     MEGATRON_RUN: "--load {out}, with the flags in {out}/megatron_flags.txt",
     FSDP: 'dcp.load({{"model": state_dict}}, checkpoint_id="{out}")',
@@ -95,8 +96,8 @@ def convert_to(to: str, source: Checkpoint, out: Path, options: Mapping[str, Any
     from converters.plan.output import plan_output
 
     request = request_of(out, options, source)
-    names = options.get("names")
-    purpose = names if names in (TORCHTITAN, OLMO_CORE) else to
+    named = (options.get("names"), options.get("for_trainer"))
+    purpose = next((name for name in (TORCHTITAN, OLMO_CORE, BRIDGE) if name in named), to)
     carry_out(plan_output(source, request, to, output_of(options)), request, options, purpose)
 
 

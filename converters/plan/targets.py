@@ -127,7 +127,7 @@ def plan_megatron(
     """
     from formats.huggingface.text_alone import WHOLES
     from formats.megatron import lacking, megatron_llm
-    from formats.megatron.args import flags
+    from formats.megatron.args import flags, providers
     from formats.megatron.args.options import DIST, FSDP_DTENSOR
     from formats.megatron.classic import FLAGS, write
     from formats.megatron.details import Megatron
@@ -149,6 +149,8 @@ def plan_megatron(
     remarks: Sequence[str] = ()
     if options.dialect == DIST:
         from formats.megatron.torch_dist import write
+
+        remarks = providers.remarks(spec)
     elif options.dialect == FSDP_DTENSOR:
         from formats.megatron.fsdp_dtensor import notes as notes_of
         from formats.megatron.fsdp_dtensor import write
@@ -162,7 +164,7 @@ def plan_megatron(
         places = [require_inside(folder / name, folder) for folder in folders]
         copies |= {name: places[0]} if places else {}
     plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast, spec)
-    notes = (*flags.remarks(target.texts[FLAGS].decode()), *remarks)
+    notes = (*flags.remarks(target.texts.get(FLAGS, b"").decode()), *remarks)
     return replace(plan, notes=(*notes, *(megatron_llm.window_notes(spec) if llm == [False, True] else ())))
 
 

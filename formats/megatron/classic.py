@@ -20,7 +20,6 @@ from typing import Any
 from formats.checkpoint import ASSETS, MANIFEST, Checkpoint, OutputFile, Settings, Target, slot_dtype
 from formats.disk.safetensors import Fragment
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
-from formats.families import family_named
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.placed import match
@@ -29,7 +28,7 @@ from formats.layout.slots import Place, Slot
 from formats.layout.table import Rule
 from formats.megatron import MEGATRON, megatron_llm, mtp, names
 from formats.megatron import optimizer as megatron_optim
-from formats.megatron.args import flags, indexer, linear_attention, mla, state_space
+from formats.megatron.args import flags, indexer, linear_attention, mla, providers, state_space
 from formats.megatron.args.args import from_megatron
 from formats.megatron.args.options import CORE, DIST, Options, main_dtype, namespace
 from formats.megatron.chained_optimizer import Parameter, spread
@@ -155,6 +154,9 @@ def spec_of(
     base = huggingface.read_spec(config, assets, replace(settings, vocab_size=None)) if assets and config else None
     if dialect == megatron_llm.NAME:
         spec = megatron_llm.from_args(args, settings, base, assets, iteration.name == "release", str(path))
+    elif provider := providers.of_args(args):
+        spec = provider.spec_of(args, settings.values, base, str(path), settings.accept)
+        spec = _with_vocab(spec, settings, iteration)
     else:
         spec = from_megatron(args, settings.values, base, str(path), accept=settings.accept, settled=settled)
         spec = with_vocab(spec, settings, iteration)
@@ -320,15 +322,14 @@ def write(
     return Target(tuple(files), texts, {}, folder, padding="last" if llm else "zeros")
 
 
-def topology_of(spec: ModelSpec, options: Options) -> tuple[Pipeline, int]:
-    """The pipeline that is to be written, and its padded vocabulary.
+def topology_of(spec: ModelSpec, options: Options, trainer: str | None = None) -> tuple[Pipeline, int]:
+    """The pipeline that is to be written, and its padded vocabulary; a `trainer` may compute more than Megatron.
 
     Raises:
         UnsupportedError: the family has no layout of Megatron.
         RefusedError: megatron-core has no such topology.
     """
-    if reason := family_named(spec.family).only_here:
-        raise UnsupportedError(f"a {spec.family} has no Megatron layout: {reason}", "see `convert formats`")
+    provider = providers.of_spec(spec, trainer)
     if options.dialect == megatron_llm.NAME:
         megatron_llm.check_spec(spec)
         megatron_llm.check_topology(spec, options.tp, options.pipeline)
@@ -345,6 +346,8 @@ def topology_of(spec: ModelSpec, options: Options) -> tuple[Pipeline, int]:
     mla.require_names(spec, options.norm, options.tp if options.dialect == CORE else 1)
     linear_attention.require_topology(spec, options.norm, options.tp)
     state_space.require_topology(spec, options.norm, options.tp, options.vpp)
+    if provider:
+        return options.pipeline, provider.padded(spec, options.tp)
     unit = options.vocab_multiple * options.tp
     return options.pipeline, -(-(spec.vocab or 0) // unit) * unit
 

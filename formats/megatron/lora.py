@@ -30,7 +30,7 @@ from formats.layout.pieces import Scattered, match_pieces, whole_part
 from formats.layout.slots import Slot
 from formats.layout.table import Rule, rules
 from formats.megatron import common_state
-from formats.megatron.args import run_config
+from formats.megatron.args import providers, run_config
 from formats.megatron.args.args import from_megatron
 from formats.megatron.args.options import Options, namespace
 from formats.megatron.classic import topology_of
@@ -223,6 +223,7 @@ def write(root: Path, spec: LoraSpec, dtype: str, alpha: float, options: Options
         RefusedError: nor such a topology.
     """
     base, kind = spec.base, "fused" if spec.shared else "canonical"
+    providers.require_no_adapter(providers.PROVIDERS.get(base.family), f"a LoRA of a {base.family}")
     _, padded = topology_of(base, options)
     require_orders(spec, options.tp)
     absent = [name for group in TOGETHER for name in group if {*group} & {*spec.matrices} and name not in spec.matrices]

@@ -90,3 +90,9 @@ language_model.output_layer.weight                                          (hea
 word_embeddings_for_head.weight                                             (embedding: vocab | ~padding)/tp hidden    last tied copy
 """)
 """Megatron-LM's own models, from 2023-09 (RMSNorm arrived) to their removal in 2026-05; read, not written."""
+
+BRIDGE = rules("""
+decoder.layers.{layer}.self_attention.linear_proj.post_layernorm.weight    output_norm: hidden    attention
+decoder.layers.{layer}.mlp.linear_fc2.post_layernorm.weight                down_norm: hidden    dense
+""")
+"""What Megatron-Bridge's own modules have beside those of megatron-core (0.3.1, models/gemma/gemma3_provider.py)."""

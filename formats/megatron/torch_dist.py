@@ -39,9 +39,9 @@ from formats.layout.table import MTP, Rule, rules
 from formats.megatron import DIST as FORMAT
 from formats.megatron import common_state, lora, mtp, muon
 from formats.megatron import optimizer as megatron_optim
-from formats.megatron.args import flags, indexer, linear_attention, mla, run_config, state_space
+from formats.megatron.args import flags, indexer, linear_attention, mla, providers, run_config, state_space
 from formats.megatron.args.moe import INTERLEAVE, interleaves_of
-from formats.megatron.args.options import DIST, Options, namespace
+from formats.megatron.args.options import DIST, Options, main_dtype, namespace
 from formats.megatron.chained_optimizer import BUFFER, CHAINED, spread
 from formats.megatron.classic import FLAGS, assets_of, spec_of, topology_of
 from formats.megatron.common_state import ABOUT, BACKEND
@@ -51,7 +51,7 @@ from formats.megatron.mesh import Mesh
 from formats.megatron.optimizer import PREFIX, Optimizer
 from formats.megatron.pipeline import Chunk, chunks
 from formats.megatron.shards import DROPS, STATE, args_of, require_alone
-from formats.megatron.tables import DECODER, HEAD, MCORE
+from formats.megatron.tables import BRIDGE, DECODER, HEAD, MCORE
 from formats.model.spec import ModelSpec
 from formats.model.values import MOST_LAYERS
 from formats.torch_files import dcp, dcp_writer
@@ -91,7 +91,7 @@ def _once(table: Iterable[Rule]) -> tuple[Rule, ...]:
 
 MODEL = _once(MCORE)
 LAYERED = (*(rule for rule in DECODER if not APART.fullmatch(rule.key)), *STACKED, *INPUTS)
-TABLE = (*LAYERED, *_once(mtp.rules_of(LAYERED, mtp.BLOCK)), *HEAD)
+TABLE = (*LAYERED, *BRIDGE, *_once(mtp.rules_of(LAYERED, mtp.BLOCK)), *HEAD)
 """The tensors of a model, each layer by itself: all but those of `STACKED` and of the inputs of linear attention and of
 state spaces are as in a classic checkpoint."""
 
@@ -120,6 +120,11 @@ TE_STATES = ("self_attention.core_attention",)
 """Transformer Engine's attention has one for megatron-core up to 0.14 (transformer_engine.py:1436 at 0.16.1)."""
 TE_NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 """So have its norms that stand alone (get_extra_state in transformer_engine/pytorch/ops/op.py at 013e42fc)."""
+BRIDGE_NORMS = {
+    "output_norm": "self_attention.linear_proj.post_layernorm",
+    "down_norm": "mlp.linear_fc2.post_layernorm",
+}
+"""Those of Megatron-Bridge's own modules, by the tensor of each."""
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -293,7 +298,9 @@ def write(
     for the one that was asked for, whose ranks read nothing but their own parts.
     The arguments are those of `classic.write`.
     """
-    pipeline, padded = topology_of(spec, options)
+    provider = providers.of_spec(spec, options.trainer)
+    options = replace(options, norm="te") if provider else options
+    pipeline, padded = topology_of(spec, options, options.trainer)
     folder = name_of(iteration)
     parts = chunks(pipeline, spec.layers)
     mtp.require_pipeline(spec, pipeline, parts)
@@ -308,32 +315,29 @@ def write(
     ranks = [[*chain.from_iterable(ranks)]] if options.archive else ranks
     extra = dict.fromkeys(_extra_states(spec, options.norm), packed([None]))
     files, metadata = dcp_writer.layout(root / folder, ranks, dtypes, objects=extra)
-    merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration)
-    _require_interleaves(options.mesh.interleaves, merged, apart=False, where=f"tp = {options.tp}")
-    merged |= optimizer.args() if optimizer else {}
     kinds = spread(wanted, options.mesh.ep) if optimizer else frozenset[bool]()
     if optimizer and kinds:
         _require_experts(optimizer, spec, parts)
     kept, about = megatron_optim.common(optimizer, kinds) if optimizer else ({}, {"singleton_local_shards": False})
-    common = {
-        "args": Namespace({**merged, "rank": 0}),
-        "checkpoint_version": 3.0,
-        "iteration": merged["iteration"],
-        **kept,
-        "content_metadata": about,
-    }
+    common = {"checkpoint_version": 3.0, "iteration": iteration or 0, **kept, "content_metadata": about}
+    if provider:
+        beside = run_config.written_of(provider, spec, args or {}, options, main_dtype(dtypes.values()), iteration or 0)
+        flags_text = {}
+    else:
+        merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration)
+        _require_interleaves(options.mesh.interleaves, merged, apart=False, where=f"tp = {options.tp}")
+        merged |= optimizer.args() if optimizer else {}
+        common = {"args": Namespace({**merged, "rank": 0}), **common}
+        flags_text = {FLAGS: flags.flags(merged, options.version, options.accepted).encode()}
+        beside = run_config.written(merged, merged["iteration"]) if options.trainer else {}
     texts = {
         f"{folder}/{dcp.METADATA}": metadata,
         f"{folder}/{common_state.FILE}": packed_plain(common),
         f"{folder}/{BACKEND}": json.dumps(ABOUT).encode(),
         TRACKER: (str(iteration) if iteration is not None else "release").encode(),
-        FLAGS: flags.flags(merged, options.version, options.accepted).encode(),
+        **flags_text,
+        **{name if name.startswith("latest") else f"{folder}/{name}": text for name, text in beside.items()},
     }
-    if options.trainer:
-        texts |= {
-            name if name.startswith("latest") else f"{folder}/{name}": text
-            for name, text in run_config.written(merged, merged["iteration"]).items()
-        }
     return Target(tuple(files), texts, {}, folder)
 
 
@@ -404,13 +408,15 @@ def _extra_states(spec: ModelSpec, norm: str) -> Iterator[str]:
     te, family = norm == "te", family_named(spec.family)
     latent = mla.states(spec, te=te) if "latent" in family.traits else STATES
     attention = [*latent, *(TE_STATES if te else ()), *(TE_NORMS if te and "qk_norm" in family.traits else ())]
+    added = {tensor: [name] for tensor, name in BRIDGE_NORMS.items() if tensor in spec.tensors}
+    attention += added.get("output_norm", [])
     recurrent = [f"self_attention.{name}" for name in (*linear_attention.STATES, "out_norm")]
     indexing = [f"{indexer.INDEXER}.{name}" for name in indexer.STATES]
     mixers = {"recurrent": recurrent, "state": state_space.STATES, "attention": attention, "indexing": indexing}
     sparse = ["pre_mlp_layernorm"] if te else []
     sparse += [f"mlp.shared_experts.{name}" for name in LINEAR] if "shared_experts" in family.traits else []
     sparse += [f"mlp.{name}" for name in LATENT] if spec.expert_latent else []
-    mlps = {"sparse": sparse, "dense": [f"mlp.{name}" for name in LINEAR]}
+    mlps = {"sparse": sparse, "dense": [*(f"mlp.{name}" for name in LINEAR), *added.get("down_norm", [])]}
     for layer, kinds in enumerate(spec.layer_kinds):
         apart, further = spec.mixed or MTP in kinds, f"mtp.layers.{layer - spec.layers}."
         place, number = (f"{LAYERS}{layer}.", "0_1") if apart else (LAYERS, f"{layer}_{spec.layers}")

@@ -30,7 +30,9 @@ from formats.huggingface.config import from_huggingface, to_huggingface
 from formats.huggingface.rope import PARTIAL, SCALING
 from formats.megatron import megatron_llm
 from formats.megatron.args.args import from_megatron
+from formats.megatron.args.gemma3 import ACCEPT
 from formats.megatron.args.options import CORE, Options, namespace
+from formats.megatron.args.providers import PROVIDERS, of_spec
 from formats.megatron.classic import topology_of
 from formats.model.spec import ModelSpec
 from tests.property.specs import specs
@@ -71,6 +73,14 @@ def write_neox(spec: ModelSpec) -> Spoken:
     return {"config": yaml.safe_load(yml), "ffn": spec.ffn, "vocab": spec.vocab, "biases": biases}
 
 
+def write_bridge(spec: ModelSpec) -> Spoken:
+    """The fields of a class of Megatron-Bridge, where megatron-core does not compute the model."""
+    provider = of_spec(spec, "bridge")
+    if provider is None:
+        raise UnsupportedError("a GPTModel does")
+    return provider.fields_of(spec, (ACCEPT,))
+
+
 FORMATS = {
     CORE: Format(
         write_megatron,
@@ -90,6 +100,12 @@ FORMATS = {
             mds_args.translated(stored["args"], "args"), {"vocab": stored["vocab"]}, base, "args", settled=True
         ),
         lambda family: family.name in FAMILIES_OF_MDS,
+        examples=100,
+    ),
+    "megatron_bridge": Format(
+        write_bridge,
+        lambda said, base: PROVIDERS["gemma3_text"].spec_of(said, {}, base, "its fields", (ACCEPT,)),
+        lambda family: family.name in PROVIDERS,
         examples=100,
     ),
     "neox": Format(

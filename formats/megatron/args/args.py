@@ -105,8 +105,22 @@ def agreed(
     if values["sliding_window"] is not None:
         whole(values["sliding_window"], "sliding_window", where)
     values["family"], values["biases"] = fitting(values, holding, base, where)
-    values = _as_in_family(values, settings, base)
-    notes = [*values.get("notes", ())]
+    return confirmed(_as_in_family(values, settings, base), settings, base, where, apart=apart)
+
+
+def confirmed(
+    values: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    base: ModelSpec | None,
+    where: str,
+    *,
+    apart: Collection[str] = (),
+) -> ModelSpec:
+    """The spec of a family's settings, which the config that travels with them does not contradict.
+
+    Args and errors are those of `agreed`; the values name the family.
+    """
+    values, notes = dict(values), [*values.get("notes", ())]
     rotary = family_named(values["family"]).rope_theta is not None  # otherwise there is a weight for each position
     if rotary and base and values["max_positions"] != base.max_positions and "max_positions" not in settings:
         notes.append(f"max_positions = {base.max_positions} as in the config, {where} has {values['max_positions']}")

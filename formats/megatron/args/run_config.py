@@ -5,7 +5,7 @@
 
 Fields have the names of megatron-core, most of which are arguments of Megatron-LM too; what is called otherwise is
 below. Both build megatron-core's GPTModel of the fields alone where their class is one of `PLAIN`; other classes
-(Gemma's) change the model in code, which no field tells.
+change the model in code, which no field tells: those of Bridge that are known are in `providers.py`.
 
 Facts: Megatron-Bridge 0.3.1 models/gpt_provider.py, whose own files are in tests/golden/bridge; NeMo 2.5
 collections/llm/gpt/model/base.py, llama.py (`apply_rope_scaling`), and its tests/lightning/_io/artifacts/model.yaml.
@@ -22,6 +22,10 @@ from typing import Any
 import yaml
 
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
+from formats.megatron.args import providers
+from formats.megatron.args.options import Options
+from formats.megatron.args.provider import TARGET, Provider
+from formats.model.spec import ModelSpec
 from formats.torch_files.archive_writer import NUMBERS, Small, packed_plain
 from formats.torch_files.pickle_values import Namespace
 
@@ -44,7 +48,7 @@ RENAMED = {
 }
 """Field: the argument that says the same."""
 OWN = {
-    "_cpu_offloading_context", "_target_", "activation_func", "data_step_fn", "first_pipeline_num_layers",
+    "_cpu_offloading_context", TARGET, "activation_func", "data_step_fn", "first_pipeline_num_layers",
     "forward_step_fn", "gated_linear_unit", "generation_config", "hf_model_id", "last_pipeline_num_layers",
     "mtp_enabled", "parallel_output", "scatter_embedding_sequence_parallel", "share_embeddings_and_output_weights",
     "should_pad_vocab", "transformer_layer_spec", "use_arbitrary_attention_mask",
@@ -95,7 +99,7 @@ def place(run: Path, folder: Path) -> Path | None:
 
 
 def read(path: Path, *, adapter: bool = False) -> Namespace:
-    """The fields of a model's class as the args of Megatron-LM.
+    """The fields of a model's class as the args of Megatron-LM, and those of a class of `providers.py` as they are.
 
     Args:
         path: the file.
@@ -113,7 +117,10 @@ def read(path: Path, *, adapter: bool = False) -> Namespace:
             f"{path} says peft: the checkpoint holds an adapter of Megatron-Bridge without its base",
             "--adapter only makes a folder of PEFT of it, and `convert merge` puts that into its base",
         )
-    return Namespace(_as_args(fields, path))
+    own = providers.of_fields(fields, str(path))
+    if adapter:
+        providers.require_no_adapter(own[0] if own else None, str(path))
+    return Namespace(_with_own(fields, *own) if own else _as_args(fields, path))
 
 
 def adapter(path: Path) -> dict[str, Any]:
@@ -132,8 +139,20 @@ def _held(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise SourceError(f"{path} holds no fields of a model") from None
 
 
+def _with_own(fields: Mapping[str, Any], provider: Provider, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a class, with its defaults, and all others as args."""
+    others = _renamed({name: value for name, value in fields.items() if name not in provider.names})
+    return {**others, **{name: known[name] for name in (TARGET, *provider.names) if name in known}}
+
+
+def _renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are arguments, by what these are called."""
+    known = {name: value for name, value in fields.items() if name not in {*OWN, *LLAMA3, "scale_factor"}}
+    return {RENAMED.get(name, name): value for name, value in known.items() if not isinstance(value, dict)}
+
+
 def _as_args(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    kind = str(fields.get("_target_"))
+    kind = str(fields.get(TARGET))
     if not PLAIN.fullmatch(kind):
         raise UnsupportedError(
             f"{path}: the class {short(kind)} is not known to compute what its fields say",
@@ -144,15 +163,13 @@ def _as_args(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
     activation = ACTIVATIONS.get((function, gated is True))
     if activation is None:
         raise UnsupportedError(f"{path}: activation_func = {short(function)} with gated_linear_unit = {short(gated)}")
-    known = {name: value for name, value in fields.items() if name not in {*OWN, *LLAMA3, "scale_factor"}}
-    args = {RENAMED.get(name, name): value for name, value in known.items() if not isinstance(value, dict)}
     length, groups = fields.get("seq_length"), fields.get("num_query_groups")
     return {
         "max_position_embeddings": length,
         "swiglu": False,
         "quick_geglu": False,
         "squared_relu": False,
-        **args,
+        **_renamed(fields),
         **activation,
         "bias_gelu_fusion": function == "gelu" and fields.get("bias_activation_fusion") is True,
         "untie_embeddings_and_output_weights": fields.get("share_embeddings_and_output_weights") is False,
@@ -176,8 +193,7 @@ def _llama3(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
 def written(args: Mapping[str, Any], iteration: int, sections: Mapping[str, Any] | None = None) -> dict[str, bytes]:
     """The files that Megatron-Bridge expects beside the weights, by what it calls them.
 
-    `checkpoint` says what its loader asks for (training/checkpointing.py `_load_checkpoint_from_path`), and `sections`
-    are further ones.
+    `sections` are further ones of the configuration.
 
     Raises:
         RefusedError: its GPTModelProvider does not compute the model.
@@ -192,26 +208,71 @@ def written(args: Mapping[str, Any], iteration: int, sections: Mapping[str, Any]
             f"what Megatron-Bridge computes with {odd[0]} = {short(args.get(odd[0]))} is not known here",
             "leave --for bridge out, and import the Hugging Face folder with AutoBridge.import_ckpt",
         )
-    (function, gated), dtype = kinds[0], args["params_dtype"].name
+    function, gated = kinds[0]
     model = {
-        "_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider",
+        TARGET: "megatron.bridge.models.gpt_provider.GPTModelProvider",
         **{name: args[RENAMED.get(name, name)] for name in WRITTEN.split() if RENAMED.get(name, name) in args},
-        "activation_func": {"_target_": FUNCTIONS[function], "_call_": False},
+        "activation_func": {TARGET: FUNCTIONS[function], "_call_": False},
         "gated_linear_unit": gated,
-        "params_dtype": {"_target_": f"torch.{dtype}", "_call_": False},
+        "params_dtype": _torch(args["params_dtype"].name),
         "seq_length": args["max_position_embeddings"],
         "share_embeddings_and_output_weights": not args["untie_embeddings_and_output_weights"],
         "should_pad_vocab": True,
     }
     model |= {"bias_activation_fusion": args["bias_gelu_fusion"]} if function == "gelu" else {}
+    return _files(model, iteration, args.get("consumed_train_samples") or 0, sections or {})
+
+
+def written_of(
+    provider: Provider, spec: ModelSpec, args: Mapping[str, Any], options: Options, dtype: str, iteration: int
+) -> dict[str, bytes]:
+    """The same for a class of `providers.py`.
+
+    Args:
+        provider: the class.
+        spec: the model.
+        args: those of the source that are of the training: dropouts, and how much was consumed.
+        options: the topology, and what the user accepted.
+        dtype: what torch calls the element type.
+        iteration: that of the folder.
+
+    Raises:
+        RefusedError: the class does not compute the model.
+    """
+    model = {
+        **provider.fields_of(spec, options.accepted),
+        "tensor_model_parallel_size": options.tp,
+        "pipeline_model_parallel_size": options.pp,
+        **{name: args.get(name, 0.0) for name in ("attention_dropout", "hidden_dropout")},
+        **{name: _torch(dtype) for name in ("params_dtype", "autocast_dtype")},
+        "bf16": dtype == "bfloat16",
+        "fp16": dtype == "float16",
+    }
+    return _files(model, iteration, args.get("consumed_train_samples") or 0, {})
+
+
+def _torch(name: str) -> dict[str, Any]:
+    """An object of torch, as Bridge's files name it."""
+    return {TARGET: f"torch.{name}", "_call_": False}
+
+
+def _files(model: Mapping[str, Any], iteration: int, samples: int, sections: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files, of a model's fields.
+
+    `checkpoint` says what its loader asks for (training/checkpointing.py `_load_checkpoint_from_path`).
+    """
     checkpoint = {
-        "_target_": "megatron.bridge.training.config.CheckpointConfig",
+        TARGET: "megatron.bridge.training.config.CheckpointConfig",
         "ckpt_format": "torch_dist",
         **dict.fromkeys(("save_optim", "save_rng", "fully_parallel_save"), False),
     }
-    run = {"_target_": "megatron.bridge.training.config.ConfigContainer", "model": model, "checkpoint": checkpoint}
-    run |= sections or {}
-    counted = {"step": iteration, "consumed_train_samples": args.get("consumed_train_samples") or 0}
+    run = {
+        TARGET: "megatron.bridge.training.config.ConfigContainer",
+        "model": model,
+        "checkpoint": checkpoint,
+        **sections,
+    }
+    counted = {"step": iteration, "consumed_train_samples": samples}
     state = {name: Small(kind, (), struct.pack(NUMBERS[kind], counted.get(name, 0))) for name, kind in TRAINING.items()}
     state |= {name: Small("BOOL", (), b"\0") for name in ("do_train", "do_valid", "do_test")}
     packed = packed_plain(state)

@@ -1,0 +1,253 @@
+"""Gemma 3 (text) in Megatron-Bridge: its Gemma3ModelProvider, with norms, windows and rotary bases of its own.
+
+    window_size               tokens to the left of a token that it sees: one less than transformers counts
+    interleaved_attn_pattern  (local, global): of each so many layers the last has no window
+    rotary_base               (local, global), and `rope_scaling_factor` divides the frequencies of the second alone
+    softmax_scale             the root of 1 / query_pre_attn_scalar
+
+The weights of all norms are stored minus 1, as in Hugging Face's files. It does not heed `qk_layernorm` (queries and
+keys have norms), `rotary_percent` (all of a head rotates) and `rope_scaling`, and the norms that it adds have the
+epsilon of megatron-core's TENorm. Its own import from Hugging Face writes a `window_size` that is one too large.
+
+Facts: Megatron-Bridge 0.3.1 models/gemma/gemma3_provider.py and gemma3_bridge.py (both faults are in its main of 2026
+too, models/common/te_layers.py); megatron-core 0.16.1 extensions/transformer_engine.py (`TENorm`: eps = 1e-5;
+`TEDotProductAttention` hands window_size on); Transformer Engine's documentation of DotProductAttention: a query at i
+attends to the keys from i - window_size[0] to i + window_size[1], both included. tests/golden/bridge/gemma3 is its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from formats.errors import short
+from formats.megatron.args.codecs import choice, only, single
+from formats.megatron.args.layers import FULL, SLIDING
+from formats.megatron.args.mlp import GELU
+from formats.megatron.args.provider import Provider, cannot, strange
+from formats.megatron.args.rope import plain, write_base
+from formats.model.codec import Codec, Context, rows, same
+from formats.model.values import LARGEST, real, some_layers, whole
+
+MODULE = "megatron.bridge.models.gemma.gemma3_provider"
+EPSILON = 1e-5
+"""Of the norms that it adds."""
+ACCEPT = "post_layernorm_epsilon"
+PATCH = (
+    "in models/gemma/gemma3_provider.py, class TERowParallelLinearLayerNorm: "
+    "self.post_layernorm = TENorm(config, output_size, config.layernorm_epsilon)"
+)
+TURNS = 6
+"""Of how many layers the last has no window, where a config says nothing (transformers 5.23.0 `Gemma3TextConfig`)."""
+
+SMALLEST = 1e-6
+"""No factor of scores is as small."""
+
+TEXT = """
+layers                       num_layers
+hidden                       hidden_size
+heads                        num_attention_heads
+kv_heads                     num_query_groups                       groups
+head_dim                     kv_channels                            hidden / heads
+ffn                          ffn_hidden_size                        four times hidden
+vocab                        vocab_size
+max_positions                seq_length
+norm_epsilon                 layernorm_epsilon
+tied                         share_embeddings_and_output_weights
+rope_theta                   rotary_base                            global base
+rope_local_base_freq         rotary_base                            local base
+rope_scaling                 rope_scaling_factor                    factor
+sliding_window               window_size                            tokens to the left
+layer_types                  interleaved_attn_pattern               turns
+sliding_window_pattern       interleaved_attn_pattern               turns by a number
+query_pre_attn_scalar        softmax_scale                          root
+activation                   activation_func                        tanh
+attn_logit_softcapping       -                                      no cap
+final_logit_softcapping      -                                      no cap
+use_bidirectional_attention  -                                      one direction
+-                            transformer_layer_spec                 spec
+-                            normalization                          = "RMSNorm"
+-                            position_embedding_type                = "rope"
+-                            layernorm_zero_centered_gamma          = true
+-                            gated_linear_unit                      = true
+-                            add_bias_linear                        = false
+-                            add_qkv_bias                           = false
+-                            is_vision_language                     = false
+-                            num_moe_experts                        = null
+-                            mtp_num_layers                         = null
+-                            no_rope_freq                           = null
+-                            window_attn_skip_freq                  = null
+-                            seq_len_interpolation_factor           = null
+"""
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < LARGEST
+
+
+def _base(place: int) -> Callable[[str], Codec]:
+    """One of the two bases of a pair: that of layers with a window, or that of the others."""
+
+    def read(spelled: Any, context: Context) -> float:
+        if not isinstance(spelled, list | tuple) or len(spelled) != 2:
+            raise strange(context.where, f"rotary_base = {short(spelled)} is no pair of bases")
+        return real(spelled[place], "rotary_base", context.where)
+
+    def write(_: Any, context: Context) -> list[Any]:
+        both = (context.values["rope_local_base_freq"], context.values["rope_theta"])
+        if not all(map(_is_number, both)):
+            raise cannot(f"its rotary bases are {short(both)}")
+        return [write_base(base, context) for base in both]
+
+    return single(read, write)
+
+
+def _read_factor(spelled: Any, context: Context) -> Mapping[str, Any] | None:
+    factor = real(1.0 if spelled is None else spelled, "rope_scaling_factor", context.where)
+    return None if factor == 1 else {"rope_type": "linear", "factor": factor}
+
+
+def _write_factor(value: Mapping[str, Any] | None, context: Context) -> float:
+    scaling = plain(value or {}, context.values["max_positions"])
+    kind, factor = scaling.pop("rope_type", "linear"), scaling.pop("factor", 1.0)
+    if kind != "linear" or scaling or not _is_number(factor):
+        raise cannot(f"its rotary embeddings are scaled by a factor alone (linear), these so: {short(value)}")
+    return float(factor)
+
+
+def _read_window(spelled: Any, context: Context) -> int | None:
+    if spelled is None:  # of layers that have none
+        return None
+    if type(spelled) is not int or spelled < 0:
+        raise strange(context.where, f"window_size = {short(spelled)} is no number of tokens")
+    return spelled + 1
+
+
+def _kinds(full_each: int, layers: int) -> list[str]:
+    """The kinds of so many layers, of which the last of each few has no window."""
+    return [SLIDING if (layer + 1) % full_each else FULL for layer in range(layers)]
+
+
+def _read_turns(spelled: Any, context: Context) -> list[str]:
+    match spelled:
+        case [int(local), int(full)] if local >= 0 and full >= 0 and local + full > 0:
+            return _kinds(local + full, len(some_layers(context.values["layers"])))
+    raise strange(context.where, f"interleaved_attn_pattern = {short(spelled)} is no pair of numbers")
+
+
+def _write_turns(_: Any, context: Context) -> list[int]:
+    layers, turns = context.values["layers"], context.values["sliding_window_pattern"]
+    turns = TURNS if turns is None else turns
+    if type(turns) is not int or turns < 1:
+        raise cannot(f"its sliding_window_pattern is {short(turns)}")
+    kinds = context.values["layer_types"] or _kinds(turns, layers)
+    full_each = kinds.index(FULL) + 1 if FULL in kinds else max(TURNS, layers + 1)
+    if kinds != _kinds(full_each, layers):
+        raise cannot(f"of each so many layers the last has no window, those of this model are {short(kinds)}")
+    return [full_each - 1, 1]
+
+
+def _read_root(spelled: Any, context: Context) -> int:
+    if spelled is None:  # of Transformer Engine's attention: by the size of a head
+        return whole(context.values["head_dim"], "kv_channels", context.where)
+    scale = real(spelled, "softmax_scale", context.where)
+    scalar = scale**-2 if SMALLEST < scale <= 1 else 0.5
+    if not math.isclose(scalar, round(scalar), rel_tol=1e-9):
+        raise strange(context.where, f"softmax_scale = {spelled} is the root of one part of no whole number")
+    return round(scalar)
+
+
+def _write_root(scalar: Any, _: Context) -> float:
+    if not _is_number(scalar):
+        raise cannot(f"its query_pre_attn_scalar is {short(scalar)}")
+    return 1.0 / math.sqrt(scalar)
+
+
+def _read_activation(spelled: Any, context: Context) -> str:
+    if not isinstance(spelled, Mapping) or spelled.get("_target_") != TANH["_target_"]:
+        raise strange(context.where, f"activation_func = {short(spelled)} is not supported, only {TANH['_target_']}")
+    return next(iter(GELU))
+
+
+def _write_activation(value: Any, _: Context) -> Mapping[str, Any]:
+    if not GELU.get(value):
+        raise cannot(f"its activation is gelu_pytorch_tanh, this model's {short(value)}")
+    return TANH
+
+
+def _without(why: str, *allowed: Any) -> Callable[[], Codec]:
+    """What no field says: the first value."""
+
+    def write(value: Any, _: Context) -> Mapping[str, Any]:
+        if value not in allowed:
+            raise cannot(why.format(short(value)))
+        return {}
+
+    return lambda: Codec(lambda *_: allowed[0], write)
+
+
+def _ffn(spelled: Any, context: Context) -> Any:
+    return 4 * whole(context.values["hidden"], "hidden_size", context.where) if spelled is None else spelled
+
+
+def _head_dim(spelled: Any, context: Context) -> Any:
+    hidden, heads = (whole(context.values[name], name, context.where) for name in ("hidden", "heads"))
+    return hidden // heads if spelled is None else spelled
+
+
+def _sizes(*numbers: float) -> dict[str, Any]:
+    return dict(zip(NAMES, numbers, strict=True))
+
+
+TANH = {"_target_": "megatron.core.activations.fast_gelu", "_call_": False}
+SPEC = {"_target_": f"{MODULE}.gemma3_layer_spec", "_call_": False}
+DEFAULTS = {
+    "seq_length": 131072, "rotary_base": [10000, 1000000], "share_embeddings_and_output_weights": True,
+    "normalization": "RMSNorm", "layernorm_zero_centered_gamma": True, "layernorm_epsilon": 1e-6, "window_size": 512,
+    "interleaved_attn_pattern": [5, 1], "rope_scaling_factor": 1.0, "softmax_scale": 1 / 16, "gated_linear_unit": True,
+    "add_bias_linear": False, "activation_func": TANH, "is_vision_language": False, "position_embedding_type": "rope",
+}  # fmt: skip
+NAMES = (
+    "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
+    "window_size", "rope_scaling_factor", "vocab_size",
+)  # fmt: skip
+OF_IMAGES = {"is_vision_language": True}
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    "1B": {**_sizes(26, 1152, 4, 1, 256, 6912, 512, 1.0, 262144), "seq_length": 32768},
+    "4B": {**_sizes(34, 2560, 8, 4, 256, 10240, 1024, 8.0, 262208), **OF_IMAGES},
+    "12B": {**_sizes(48, 3840, 16, 8, 256, 15360, 1024, 8.0, 262208), **OF_IMAGES},
+    "27B": {**_sizes(62, 5376, 32, 16, 128, 21504, 1024, 8.0, 262208), **OF_IMAGES, "softmax_scale": 168**-0.5},
+}
+"""What the classes of the released sizes have otherwise."""
+
+PROVIDER = Provider(
+    family="gemma3_text",
+    target=f"{MODULE}.Gemma3ModelProvider",
+    table=rows(
+        TEXT,
+        {
+            **only("RMSNorm", "rope", True, False, None),
+            "": same,
+            "groups": single(lambda groups, context: context.values["heads"] if groups is None else groups),
+            "hidden / heads": single(_head_dim),
+            "four times hidden": single(_ffn),
+            "global base": _base(1),
+            "local base": _base(0),
+            "factor": single(_read_factor, _write_factor),
+            "tokens to the left": single(_read_window, lambda tokens, _: None if tokens is None else tokens - 1),
+            "turns": single(_read_turns, _write_turns),
+            "turns by a number": single(lambda *_: None, _write_turns),
+            "root": single(_read_root, _write_root),
+            "tanh": single(_read_activation, _write_activation),
+            "no cap": _without("it caps no logits, and this model at {}", None),
+            "one direction": _without("it sees what is before a token alone", False, None),
+            "spec": choice((SPEC, None)),
+        },
+    ),
+    defaults=DEFAULTS,
+    sizes={f"Gemma3ModelProvider{size}": fields for size, fields in SIZES.items()},
+    epsilon=EPSILON,
+    accept=ACCEPT,
+    patch=PATCH,
+)

@@ -1,0 +1,96 @@
+"""Which classes of Megatron-Bridge compute models that megatron-core alone does not, and why none computes others.
+
+Facts: Megatron-Bridge 0.3.1, the newest release that is known here, models/ (its gemma2_provider.py
+`Gemma2DotProductAttention`: a window where layer_number, which begins with 1, is even); transformers 5.23.0,
+models/gemma2/configuration_gemma2.py: one in the first layer, and in every other one after it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from formats.errors import UnsupportedError
+from formats.families import family_named
+from formats.megatron.args import gemma3
+from formats.megatron.args.provider import TARGET, Provider
+from formats.model.spec import ModelSpec
+
+RELEASE = "0.3.1"
+PROVIDERS: Mapping[str, Provider] = {provider.family: provider for provider in (gemma3.PROVIDER,)}
+"""Family: the class that computes its models."""
+OPPOSITE = (
+    "Megatron-Bridge's Gemma2ModelProvider has its windows in the second layer and every other one after it, and "
+    "transformers in the first"
+)
+LACKING: Mapping[str, str] = {"gemma2": OPPOSITE}
+"""Family: why no class computes its models, where one says that it does."""
+FAULTY = {r"megatron\.bridge\.models\.gemma\.gemma2_provider\.Gemma2ModelProvider\w*": OPPOSITE}
+"""Class: why transformers does not compute its models."""
+WAY = "--format torch_dist --for bridge writes it for Megatron-Bridge, whose {} computes it"
+
+
+def of_fields(fields: Mapping[str, Any], where: str) -> tuple[Provider, dict[str, Any]] | None:
+    """The class that a file names, and its fields with their defaults; None if it is none of these.
+
+    Raises:
+        UnsupportedError: transformers computes something else than the class.
+    """
+    for kind, why in FAULTY.items():
+        if re.fullmatch(kind, str(fields.get(TARGET))):
+            raise UnsupportedError(f"{where}: {why}")
+    given = ((provider, provider.given(fields)) for provider in PROVIDERS.values())
+    return next(((provider, known) for provider, known in given if known is not None), None)
+
+
+def of_args(args: Mapping[str, Any]) -> Provider | None:
+    """The class whose fields are among some arguments."""
+    return next((provider for provider in PROVIDERS.values() if provider.given(args) is not None), None)
+
+
+def of_spec(spec: ModelSpec, trainer: str | None) -> Provider | None:
+    """The class that is to compute a model, None where that is megatron-core.
+
+    Args:
+        spec: the model.
+        trainer: `bridge` where the files are for it.
+
+    Raises:
+        UnsupportedError: neither megatron-core nor a class computes it, or a class and the files are not for it.
+    """
+    reason, provider = family_named(spec.family).only_here, PROVIDERS.get(spec.family)
+    if not reason:
+        return None
+    if provider and trainer:
+        return provider
+    why = f"a {spec.family} has no Megatron layout: {reason}"
+    if trainer:
+        none = f"no release of Megatron-Bridge known here (up to {RELEASE}) computes it"
+        raise UnsupportedError(f"{why}; {LACKING.get(spec.family, none)}", "see `convert formats`")
+    raise UnsupportedError(why, WAY.format(_name(provider)) if provider else "see `convert formats`")
+
+
+def require_no_adapter(provider: Provider | None, where: str) -> None:
+    """Such a class has a norm between a layer and what LoRA of Megatron-Bridge adds to it (0.3.1 peft/lora_layers.py).
+
+    Raises:
+        UnsupportedError: it is one.
+    """
+    if provider:
+        raise UnsupportedError(
+            f"{where}: in Megatron-Bridge's {_name(provider)} a norm is between a layer and what LoRA adds, not in PEFT"
+        )
+
+
+def remarks(spec: ModelSpec) -> tuple[str, ...]:
+    """What the user should know of files that are for such a class alone."""
+    provider = PROVIDERS.get(spec.family)
+    if not provider:
+        return ()
+    reason = family_named(spec.family).only_here
+    return (f"these files are for Megatron-Bridge's {_name(provider)} alone: {reason}",)
+
+
+def _name(provider: Provider) -> str:
+    return provider.target.rpartition(".")[2]

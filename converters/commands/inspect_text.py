@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from converters.common.progress import size, table
-from converters.plan.plan import Plan
 from formats.errors import some
 from formats.model.settings import shown
 from formats.optimizer import MOMENTUM
+
+if TYPE_CHECKING:
+    from converters.plan.plan import Plan
 
 MOST_FILES = 64
 """Files of a plan that are listed."""

@@ -21,7 +21,6 @@ from converters.commands.options import (
     reading,
     topology,
 )
-from converters.commands.running import output_of, write_new
 from converters.common.cli_help import command
 from formats.errors import OptionNeededError, UnsupportedError, UsageError
 from formats.huggingface import HUGGINGFACE
@@ -72,6 +71,7 @@ def inspect(src: Path, tensors: bool, html: Path | None, as_json: bool, **option
     runs = checkpoints(src, is_known)
     if html:
         from converters.commands.pages.inspect import page
+        from converters.commands.running import write_new
 
         if runs:
             raise UsageError(f"{src} holds {len(runs)} checkpoints, and a page is of one", f"take {runs[0]}")
@@ -119,6 +119,7 @@ def _inspected(src: Path, options: Mapping[str, Any], tensors: bool) -> dict[str
 def plan(src: Path, to: str, blocks: bool, html: Path | None, as_json: bool, **options: Any) -> None:
     """What a conversion would do: coverage, changes, files, blocks."""
     from converters.commands.inspect_text import block_lines, plan_lines
+    from converters.commands.running import output_of, write_new
     from converters.library.records import plan_record
     from converters.plan.output import plan_output
     from converters.plan.request import Request
@@ -154,6 +155,7 @@ def explain(
     KEY is any part of a key. Without it, the rules of the format are listed.
     """
     from converters.commands.explain import EXAMPLE, LEGEND, draw, matching, tables
+    from converters.commands.running import write_new
     from converters.common.progress import table
     from formats.model.spec import ModelSpec
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from converters.assets import files as assets
-from converters.plan.plan import PADDING, Plan, filled, name_in, needs
 from formats.checkpoint import MANIFEST, Checkpoint
 from formats.errors import VitruvianError, some
 from formats.huggingface import config as hf_config
 from formats.huggingface import text_alone
 from formats.registry import format_of
+
+if TYPE_CHECKING:
+    from converters.plan.plan import Plan
 
 FILL = {"zeros": "zeros", "last": "copies of the last row"}
 
@@ -100,6 +102,8 @@ def _notes(source: Checkpoint) -> list[str]:
 
 def plan_record(plan: Plan) -> dict[str, Any]:
     """Everything that a plan says."""
+    from converters.plan.plan import filled, name_in, needs
+
     source, target = plan.source, plan.target
     notes = [*(_notes(source) if plan.again is None else ()), *plan.notes]
     if source.dropped:
@@ -143,6 +147,8 @@ def plan_record(plan: Plan) -> dict[str, Any]:
 
 def _carried_padding(plan: Plan) -> int:
     """How many elements of vocabulary padding come from the source."""
+    from converters.plan.plan import PADDING
+
     return sum(part.leaf.numel for job in plan.jobs if job.state == PADDING for part in job.targets)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby, product
 from typing import NamedTuple
@@ -141,7 +141,7 @@ def slots(
     layers: Iterable[tuple[int, int]],
     mesh: Mesh,
     conditions: Iterable[str],
-    kinds: Sequence[Collection[str]],
+    kinds: Sequence[frozenset[str]],
     experts: Sequence[tuple[int, int]] = (),
     expert_mesh: Mesh | None = None,
     layer_sizes: Sequence[Mapping[str, int]] = (),
@@ -169,24 +169,28 @@ def slots(
     meshes = {False: tuple(mesh.items()), True: tuple((mesh if expert_mesh is None else expert_mesh).items())}
     first_mtp = sum(MTP not in own for own in kinds)
     for stacked, group in groupby(holding, key=lambda rule: "{layer}" in rule.key or MTP in rule.conditions):
-        members = list(group)
-        for (local, layer), rule in product(numbers, members) if stacked else product([(0, 0)], members):
-            if stacked and not (
-                rule.conditions & KINDS <= {*kinds[layer]} and (MTP in rule.conditions) == (layer >= first_mtp)
-            ):
-                continue
-            layered = stacked and any(TENSORS[name][0] == "layer" for name in rule.pattern.tensors)
-            sizes_here = frozen_by_layer[layer] if layered and frozen_by_layer else frozen_sizes
+        members = []
+        for rule in group:  # what is the same in each layer
             own = meshes[rule.over_experts]
+            layered = stacked and any(TENSORS[name][0] == "layer" for name in rule.pattern.tensors)
             shared = not rule.conditions.isdisjoint({"copy", "optional"})
             number = int(shared and not rule.conditions.isdisjoint({MTP, "predicting"}))
             replica = Replica(shared, ranks_again(rule, own), number)
+            shapes = dict[int, tuple[int, ...]]()
+            members.append((rule, rule.conditions & KINDS, own, layered, replica, shapes))
+        for (local, layer), member in product(numbers, members) if stacked else product([(0, 0)], members):
+            rule, kinds_met, own, layered, replica, shapes = member
+            if stacked and not (kinds_met <= kinds[layer] and (MTP in rule.conditions) == (layer >= first_mtp)):
+                continue
+            of, sizes_here = (layer, frozen_by_layer[layer]) if layered and frozen_by_layer else (-1, frozen_sizes)
+            if of not in shapes:
+                shapes[of] = _shape(rule.pattern, sizes_here, own)
             for number, expert in experts if rule.of_expert else [(0, None)]:
                 names = {"{layer}": str(local), "{expert}": str(number), "{depth}": str(layer - first_mtp)}
                 yield Slot(
                     place,
                     tuple(_filled(spelling, names) for spelling in rule.spellings),
-                    _shape(rule.pattern, sizes_here, own),
+                    shapes[of],
                     rule,
                     own,
                     sizes_here,

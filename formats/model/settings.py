@@ -6,6 +6,8 @@ A line is all of a setting but its spellings, which are rows of a framework's ta
 `megatron/args/table.py`), and its bounds beside other settings, which are rows of `checks.py`. The name is that of
 these rows, of `--set` and of the manifest; the type says what it may be by itself (`values.py`). A `choice` is one of
 those families alone whose `keys` name it: in others it is None, and what is in brackets holds in all their models.
+
+A part is a declaration: only `ModelSpec` is ever made, so the parts get none of the methods that a dataclass writes.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ def choice(fixed: Any = None, *, needed: bool = True) -> Any:
     return field(default=None, metadata={"fixed": fixed, "needed": needed})
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Decoder:
     """The sizes of a decoder.
 
@@ -50,7 +52,7 @@ class Decoder:
     norm_epsilon: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Rope:
     """Rotary embeddings (transformers 5.23.0, modeling_rope_utils.py).
 
@@ -67,7 +69,7 @@ class Rope:
     nope_layers: tuple[int, ...] | None = choice(())
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Window:
     """Sliding windows of attention.
 
@@ -80,7 +82,7 @@ class Window:
     full_layers: tuple[int, ...] | None = choice(())
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Wiring:
     """What is computed of the tensors.
 
@@ -95,7 +97,7 @@ class Wiring:
     activation: str | None = choice()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Experts:
     """A mixture of experts (transformers 5.23.0, models/deepseek_v3/modeling_deepseek_v3.py has all of it).
 
@@ -124,7 +126,7 @@ class Experts:
     router_top_groups: int | None = choice(1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Latent:
     """Attention with latents (transformers 5.23.0, models/deepseek_v2/modeling_deepseek_v2.py).
 
@@ -141,7 +143,7 @@ class Latent:
     rope_dim: int | None = choice()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Indexer:
     """What chooses the tokens that attention sees (transformers 5.23.0, models/glm_moe_dsa/modeling_glm_moe_dsa.py).
 
@@ -158,7 +160,7 @@ class Indexer:
     shared_index_layers: tuple[int, ...] | None = choice(())
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Recurrent:
     """Linear attention by the gated delta rule (transformers 5.23.0, models/qwen3_next/modeling_qwen3_next.py).
 
@@ -179,7 +181,7 @@ class Recurrent:
     linear_taps: int | None = choice()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class StateSpace:
     """Layers of other kinds: state spaces (Mamba2), short convolutions, an MLP alone.
 
@@ -206,7 +208,7 @@ class StateSpace:
     taps: int | None = choice()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Varied:
     """What some layers have otherwise than the others, or beside them.
 
@@ -238,7 +240,7 @@ class Varied:
     layer_vocab: int | None = choice(needed=False)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Parts(Varied, StateSpace, Recurrent, Indexer, Latent, Experts, Wiring, Window, Rope, Decoder):
     """All of them, under their own names; dataclasses have the fields of the last base first."""
 

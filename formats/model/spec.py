@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from formats.families import family_named
@@ -77,7 +78,7 @@ class ModelSpec(Parts):
         every = range(self.layers) if self.mlp_layers is None else self.mlp_layers
         return frozenset(every if self.experts else ()).difference(self.dense_layers or ())
 
-    @property
+    @cached_property
     def layer_kinds(self) -> tuple[frozenset[str], ...]:
         """The conditions of layout that hold in each layer, of those that need not hold in all.
 
@@ -132,7 +133,7 @@ class ModelSpec(Parts):
         """Whether its layers are of several kinds, or could be in a model that is like it."""
         return self.mlp_layers is not None or len({*self.layer_kinds[: self.layers]}) > 1
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[str, ...]:
         """The logical tensors of the model, in the order of its family's table."""
         kinds = frozenset[str]().union(*self.layer_kinds)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 from shlex import quote
@@ -68,6 +67,8 @@ def entry_of(path: Path) -> Entry:
 
 def entries_of(paths: Iterable[Path]) -> dict[str, Entry]:
     """The same of several files of a folder, by name."""
+    from concurrent.futures import ThreadPoolExecutor
+
     every = list(paths)
     with ThreadPoolExecutor(THREADS) as pool:
         return dict(zip((path.name for path in every), pool.map(entry_of, every), strict=True))
@@ -144,8 +145,9 @@ def require_one_save(folder: Path) -> None:
     Raises:
         SourceError: some are of another save.
     """
-    record = recorded(folder) or {}
-    refuse_mixed(folder, differing(record, files_of(record, folder)))
+    record = recorded(folder)
+    if record:
+        refuse_mixed(folder, differing(record, files_of(record, folder)))
 
 
 def refuse_mixed(folder: Path, names: Iterable[str]) -> None:

@@ -105,7 +105,7 @@ class _Machine:
 
         With an `end` only the bytes up to it are run, for what they put into the memo.
         """
-        data, stack, memo = self.data, self.stack, self.memo
+        data, stack, marks, memo = self.data, self.stack, self.marks, self.memo
         while at != end:
             code = data[at]
             at += 1
@@ -115,26 +115,27 @@ class _Machine:
             elif code == 0x68:  # BINGET
                 stack.append(memo[data[at]] if data[at] in memo else self.recall(data[at]))
                 at += 1
-            elif code == 0x72:  # LONG_BINPUT
-                self.remember(_U32.unpack_from(data, at)[0])
-                at += 4
             elif code == 0x28:  # MARK
-                self.marks.append(len(stack))
+                marks.append(len(stack))
             elif code in _NUMBERS:
                 kind = _NUMBERS[code]
                 stack.append(kind.unpack_from(data, at)[0])
                 at += kind.size
+            elif code == 0x74:  # TUPLE
+                start = marks.pop()
+                stack[start:] = [tuple(stack[start:])]
             elif code in _COUNTS:
                 kind, encoding = _COUNTS[code]
                 start = at + kind.size
                 at = start + kind.unpack_from(data, at)[0]
                 if at > len(data):
                     raise SourceError(f"the pickle is cut off after {len(data)} bytes")
-                stack.append(data[start:at].decode(encoding) if encoding else data[start:at])
+                stack.append(str(data[start:at], encoding) if encoding else data[start:at])
+            elif code == 0x72:  # LONG_BINPUT
+                self.remember(_U32.unpack_from(data, at)[0])
+                at += 4
             elif code == 0x94:  # MEMOIZE
                 memo.add(stack[-1])
-            elif code == 0x74:  # TUPLE
-                stack.append(tuple(self.since_mark()))
             elif code in _EMPTY:
                 stack.append(_EMPTY[code]())
             elif code in _CONSTANTS:
@@ -186,7 +187,7 @@ class _Machine:
         if known is None:
             self.push(Opaque(function.module, function.name, args if kwargs is None else (*args, kwargs)))
             return
-        if known is not _rebuild_tensor:  # which copies nothing
+        if args and known is not _rebuild_tensor:  # which copies nothing
             self.spend(sum(len(value) for value in args if isinstance(value, list | set | dict | str)))
         self.push(known(*args))
 
@@ -229,7 +230,7 @@ class _Machine:
             target.filled = True
         elif isinstance(target, dict):
             for key, value in pairs:
-                target[_key(key)] = value
+                target[key if type(key) is str else _key(key)] = value
         else:
             raise SourceError("the pickle sets entries of something that is no map")
 
@@ -304,8 +305,9 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: 
     """`torch._utils._rebuild_tensor_v2`: the last argument marks views that are conjugated or negated."""
     if not isinstance(storage, StorageRef) or not isinstance(shape, tuple) or not isinstance(strides, tuple):
         raise SourceError("a tensor in the pickle has no storage or no shape")
-    sound = len(shape) == len(strides) <= MAX_DIMENSIONS
-    if not sound or not all(type(n) is int and 0 <= n < 2**63 for n in (offset, *shape, *strides)):
+    numbers = (offset, *shape, *strides)
+    sound = len(shape) == len(strides) <= MAX_DIMENSIONS and set(map(type, numbers)) == {int}
+    if not sound or min(numbers) < 0 or max(numbers) >= 2**63:
         raise SourceError("a tensor in the pickle has an impossible offset, shape or stride")
     if len(rest) > 2 and rest[2]:
         raise SourceError("a tensor in the pickle is a negated or conjugated view")

@@ -92,6 +92,16 @@ def test_help_loads_nothing_that_help_does_not_need():
     assert not loaded & {"numpy", "rich", "blake3", "formats.megatron.classic", "converters.move.engine"}
 
 
+def test_inspect_of_shards_loads_no_plan(model, convert, tmp_path):
+    run = tmp_path / "run"
+    assert convert("hf2megatron", model(), run, "--tp", "2", "-q").code == 0
+    code = "import sys\nfrom converters import cli\ntry:\n    cli.main()\nfinally:\n    print(*sorted(sys.modules))"
+    words = [sys.executable, "-c", code, "inspect", str(run)]
+    loaded = set(subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT, check=True).stdout.split())
+    assert "formats.megatron.classic" in loaded
+    assert not loaded & {"numpy", "converters.plan.plan", "converters.plan.output", "concurrent.futures"}
+
+
 def room(module: str, inside: str) -> str:
     """The child of a package that a module is in, or the module itself."""
     return module.removeprefix(f"{inside}.").partition(".")[0]

@@ -40,14 +40,12 @@ class Files:
     Attributes:
         sums: the checksums of what is written.
         checks: those of what is read.
-        turns: who writes to a file holds its lock.
     """
 
     sums: Checksums | None = None
     checks: SourceChecks | None = None
     descriptors: Descriptors = field(default_factory=Descriptors)
     streams: dict[tuple[Path, Stream], Reader] = field(default_factory=dict)
-    turns: dict[Path, threading.Lock] = field(default_factory=dict)
     loom: threading.Lock = field(default_factory=threading.Lock)
 
     def open(self, path: Path, writable: bool = False) -> AbstractContextManager[Handle]:
@@ -96,12 +94,8 @@ class Files:
             self.streams[key] = reader
 
     def write(self, fragment: Fragment, at: int, piece: memoryview) -> None:
-        """Write a piece of a physical tensor, `at` bytes from its start. A file is written by one thread at a time.
-
-        Linux has a lock of its own for that (`inode_lock`: ext4, XFS, tmpfs, NFS), and who waits for it uses up a core.
-        """
-        turn = self.turns.setdefault(fragment.path, threading.Lock())
-        with self.open(fragment.path, writable=True) as fd, turn:
+        """Write a piece of a physical tensor, `at` bytes from its start."""
+        with self.open(fragment.path, writable=True) as fd:
             write_from(fd, piece, fragment.offset + at)
         if self.sums:
             self.sums.add(fragment, at, piece)

@@ -156,7 +156,7 @@ def spec_of(
         spec = megatron_llm.from_args(args, settings, base, assets, iteration.name == "release", str(path))
     elif provider := providers.of_args(args):
         spec = provider.spec_of(args, settings.values, base, str(path), settings.accept)
-        spec = _with_vocab(spec, settings, iteration)
+        spec = with_vocab(spec, settings, iteration)
     else:
         spec = from_megatron(args, settings.values, base, str(path), accept=settings.accept, settled=settled)
         spec = with_vocab(spec, settings, iteration)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from converters.move import blocks
 from tests.models import MODELS
 
 CASTS = [("bfloat16", "fp32"), ("float32", "bf16"), ("float16", "fp32"), ("float32", "keep"), ("bfloat16", "keep")]
@@ -67,24 +64,6 @@ def test_threads_that_write_between_each_other(model, convert, tmp_path):
         assert (tmp_path / f"h{number}/model.safetensors").read_bytes() == content
     assert convert("hf2fsdp", source, tmp_path / "f", "--ranks", 3, *options).code == 0
     assert convert("verify", tmp_path / "f").code == 0
-
-
-def test_a_file_is_written_by_one_thread_at_a_time(model, convert, tmp_path, monkeypatch):
-    """The others read and hash meanwhile: in the kernel they would wait for the same file, and use up a core."""
-    writing, together, write = Counter(), [], blocks.write_from
-
-    def slow(fd, piece, at):
-        name = Path(f"/proc/self/fd/{fd}").readlink()
-        writing[name] += 1
-        time.sleep(0.002)
-        together.append((writing[name], writing.total()))
-        write(fd, piece, at)
-        writing[name] -= 1
-
-    monkeypatch.setattr(blocks, "write_from", slow)
-    assert convert("hf2megatron", model(), tmp_path / "run", "--pp", 2, "--no-verify", "-j", 4).code == 0
-    assert max(same for same, _ in together) == 1
-    assert max(every for _, every in together) > 1
 
 
 def test_more_memory_than_the_machine_has_is_refused(model, convert, tmp_path, monkeypatch):

@@ -277,11 +277,12 @@ def load(
         SourceError: the sizes do not add up.
     """
     flat_groups = [partition.groups[state] for partition in partitions]
-    if any(len(groups) != len(shapes) for groups in flat_groups):
-        raise SourceError(
-            f"{partitions[0].path} has {len(flat_groups[0])} flat parameter groups, its model file {len(shapes)}: "
-            "files of different runs"
-        )
+    for partition, groups in zip(partitions, flat_groups, strict=True):
+        if len(groups) != len(shapes):
+            raise SourceError(
+                f"{partition.path} has {len(groups)} flat parameter groups, the model files {len(shapes)}: "
+                "files of different runs"
+            )
     for index, group in enumerate(shapes):
         flats = [groups[index] for groups in flat_groups]
         if partitions[0].stage == 3:

@@ -79,7 +79,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     tensors |= _aliases(first.value, tensors)
     keys = _keys(tensors, tag, settings.adapter)
     assets, part = _part(path, run, tag, settings, keys)
-    keys = part.of(keys)
+    keys, notes = part.of(keys), [*notes, *part.notes]
     shapes, config = {key: tensors[name].shape for key, name in keys.items()}, part.config or None
     spec = huggingface.spec_of(shapes, part.config, assets, settings) if assets else adapters.spec_of(shapes)
     slots, drops = huggingface.model_slots(spec, keys), huggingface.drops(spec, keys, settings)

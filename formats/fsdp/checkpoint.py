@@ -87,7 +87,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         return contents(path, listing)
 
     assets = beside.config_folder(path, folder, settings, known)
-    config, left = huggingface.read_config(assets) if assets else None, None
+    config, left, notes = huggingface.read_config(assets) if assets else None, None, tuple[str, ...]()
     spec: Spec
     if assets is None or config is None:
         spec = olmo_core.spec_of(next(beside.configs(path, folder)), settings, known)
@@ -98,7 +98,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         tensors, dropped = _read_tensors(path, listing, settings)
         part = text_alone.alone(config, tensors, settings, str(assets / "config.json"))
         spec, tensors = _described(part.of(tensors), part.config, assets, settings)
-        config, left = part.config, part.left
+        config, left, notes = part.config, part.left, part.notes
     trainer = native.trainer_of(tensors)
     wanted = list(_native_slots(spec, trainer) if trainer else huggingface.model_slots(spec, tensors))
     own = olmo_core.own(beside.configs(path, folder)) if trainer == native.OLMO_CORE and assets else None
@@ -113,7 +113,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     unbounded = listing.unbounded and isinstance(spec, Verbatim)
     return Checkpoint(
         path, folder, NAME, spec, pieces, (*dropped, *without_weights), listing.files, ranks, assets, config=config,
-        unbounded=unbounded, left=left,
+        unbounded=unbounded, left=left, notes=notes,
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ class Names(NamedTuple):
 OLMO_CORE = "olmo-core"
 TRAINERS = {
     "torchtitan": Names("tok_embeddings.weight", ()),
-    OLMO_CORE: Names("lm_head.norm.weight", ("model",), optimizer=True),
+    OLMO_CORE: Names("blocks.0.attention.w_out.weight", ("model",), optimizer=True),
 }
 DROPS = (r"freqs_cis",)
 BIAS = "expert_bias_E"

@@ -42,6 +42,7 @@ class Stored(NamedTuple):
     scales: str | None = None
 
 
+NVFP4 = "NVFP4"
 FORMATS = {
     ("pack-quantized", "int", 4): Stored("INT4", "weight_packed", "I32", 8),
     ("pack-quantized", "int", 8): Stored("INT8 in words", "weight_packed", "I32", 4),
@@ -50,7 +51,7 @@ FORMATS = {
     ("float-quantized", "float", 8): Stored("FP8", "weight", "F8_E4M3"),
     ("naive-quantized", "float", 8): Stored("FP8", "weight", "F8_E4M3"),
     ("mxfp8-quantized", "float", 8): Stored("MXFP8", "weight", "F8_E4M3", scales="U8"),
-    ("nvfp4-pack-quantized", "float", 4): Stored("NVFP4", "weight_packed", "U8", 2, "F8_E4M3"),
+    ("nvfp4-pack-quantized", "float", 4): Stored(NVFP4, "weight_packed", "U8", 2, "F8_E4M3"),
     ("mxfp4-pack-quantized", "float", 4): Stored("MXFP4", "weight_packed", "U8", 2, "U8"),
 }
 """By format, type and bits."""
@@ -158,6 +159,8 @@ def dequantized(fragments: Mapping[str, Fragment], scheme: Scheme) -> dict[str, 
         if elements and kind in (SCALE, GLOBAL, SHAPE):
             if elements.dtype != stored.dtype:
                 raise UnsupportedError(f"{fragment.path} holds {key} for {elements.dtype}, not {stored.dtype}", KEEP)
+            if kind == GLOBAL and stored.method != NVFP4:
+                raise UnsupportedError(f"{fragment.path} holds {key}, which {stored.method} has no use for", KEEP)
         elif kind == stored.elements and fragment.dtype == stored.dtype:
             if kind != "weight" and f"{module}.weight" in fragments:
                 raise SourceError(f"{fragment.path} holds {key}, and {module}.weight is there too")
@@ -183,7 +186,7 @@ def _weight(fragments: Mapping[str, Fragment], module: str, elements: Fragment, 
             raise UnsupportedError(f"{elements.path}: rows of {key} end within a group of {wide}", KEEP)
         require_grid(factors, name, stored.scales or factors.dtype, grid)
     whole = None
-    if stored.method == "NVFP4":
+    if stored.method == NVFP4:
         whole = scales_of(fragments, f"{module}.{GLOBAL}", elements, key)
         require_grid(whole, f"{module}.{GLOBAL}", "F32", (1,))
     stated = fragments.get(f"{module}.{SHAPE}")

@@ -139,7 +139,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     placed, dropped = match(model_slots(spec, fragments), {ALONE: fragments}, drops(spec, fragments, settings), path)
     other = strays(path)
     unread_files = f"{some(other, 4)} in {path} are not read, nor does transformers: the model is in other files"
-    notes = tuple(filter(None, [note, unread(path), unread_files if other else ""]))
+    notes = tuple(filter(None, [note, unread(path), unread_files if other else "", *part.notes]))
     own_config = config if settings.only is None else part.config
     return Checkpoint(
         path,

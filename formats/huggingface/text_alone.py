@@ -7,6 +7,7 @@ Facts: transformers 5.23.0, conversion_mapping.py (what stands before its names 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,10 +32,11 @@ PREFIXES = {
 }
 """How the names of its tensors begin, and how they begin where it is alone; the first that fits counts."""
 WHOLES = {
-    "aria": "aria_text", "deepseek_vl": "llama", "deepseek_vl_hybrid": "llama", "exaone4_5": "exaone4",
-    "fuyu": "persimmon", "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text",
-    "got_ocr2": "qwen2", "hyperclovax_vision_v2": "hyperclovax", "idefics2": "mistral", "idefics3": "llama",
-    "internvl": "qwen2", "kimi_k25": "deepseek_v3", "lfm2_vl": "lfm2", "lfm3_vl": "lfm3", "lighton_ocr": "qwen3",
+    "aria": "aria_text", "aya_vision": "cohere2", "cohere2_vision": "cohere2", "deepseek_vl": "llama",
+    "deepseek_vl_hybrid": "llama", "exaone4_5": "exaone4", "fuyu": "persimmon", "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text", "got_ocr2": "qwen2",
+    "hyperclovax_vision_v2": "hyperclovax", "idefics2": "mistral", "idefics3": "llama", "internvl": "qwen2",
+    "kimi_k25": "deepseek_v3", "lfm2_vl": "lfm2", "lfm3_vl": "lfm3", "lighton_ocr": "qwen3",
     "llama4": "llama4_text", "llava": "llama", "llava_next": "llama", "llava_next_video": "llama",
     "llava_onevision": "qwen2", "minimax_m3_vl": "minimax_m3_vl_text", "mistral3": "mistral", "ovis2": "qwen2",
     "paligemma": "gemma", "perception_lm": "llama", "pp_chart2table": "qwen2", "qwen2_5_vl": "qwen2_5_vl_text",
@@ -42,8 +44,23 @@ WHOLES = {
     "qwen3_vl": "qwen3_vl_text", "qwen3_vl_moe": "qwen3_vl_moe_text", "smolvlm": "llama", "step3p7": "step3p5",
     "video_llama_3": "qwen2", "video_llava": "llama", "vipllava": "llama",
 }  # fmt: skip
-"""Model type of the whole: that of its text where `text_config` names none. Not here are those that compute something
-else of text than its class does: Aya Vision and Command A Vision leave the scale of the logits out."""
+"""Model type of the whole: that of its text where `text_config` names none."""
+NEUTRAL: dict[str, dict[str, Any]] = {
+    "cohere2": {"logit_scale": 1.0},
+    "falcon_h1": {"lm_head_multiplier": 1.0},
+    "gemma2": {"final_logit_softcapping": None},
+    "gemma3_text": {"final_logit_softcapping": None},
+    "gemma4_text": {"final_logit_softcapping": None},
+    "granite": {"logits_scaling": 1.0},
+    "granitemoe": {"logits_scaling": 1.0},
+    "granitemoehybrid": {"logits_scaling": 1.0},
+    "hyperclovax": {"logits_scaling": 1.0},
+}
+"""Model type of a text: the keys by which its own class changes what the head gives, and what leaves it as it is."""
+CHANGING = ("gemma4", "gemma4_unified", "hyperclovax_vision_v2", "paligemma")
+"""The wholes that change it too. Of all others the logits are those of the head alone, whatever the text says."""
+UNLIKE = {"gemma3": "use_bidirectional_attention"}
+"""Model type of a whole: the key of its text that it takes otherwise than the text alone does."""
 CLASSES = {
     "aria_text": "AriaTextForCausalLM", "gemma": "GemmaForCausalLM", "hyperclovax": "HyperCLOVAXForCausalLM",
     "lfm3": "Lfm3ForCausalLM", "persimmon": "PersimmonForCausalLM",
@@ -108,11 +125,13 @@ class Alone(NamedTuple):
         config: its config.json.
         names: name of each tensor that is read: that which it has in the checkpoint.
         left: the names of all others; None where the model is read as it is.
+        notes: what else the user should know.
     """
 
     config: dict[str, Any]
     names: Mapping[str, str]
     left: tuple[str, ...] | None = None
+    notes: tuple[str, ...] = ()
 
     def of(self, tensors: Mapping[str, Held]) -> dict[str, Held]:
         """What is read of all that is held, by its new name."""
@@ -149,7 +168,8 @@ def alone(config: dict[str, Any], keys: Iterable[str], settings: Settings, where
     headless = "lm_head.weight" not in names
     if headless and "tied" not in settings.values:
         _require_one_word(config, where)
-    return Alone(_config(config, headless, where), names, tuple(key for key in every if key not in kept))
+    text_config, notes = _config(config, headless, where)
+    return Alone(text_config, names, tuple(key for key in every if key not in kept), notes)
 
 
 def upright(config: Mapping[str, Any], fragments: dict[str, Fragment], settings: Settings) -> dict[str, Fragment]:
@@ -189,13 +209,19 @@ def _inner(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(inner) if isinstance(inner, dict) else {}
 
 
-def _config(config: Mapping[str, Any], headless: bool, where: str) -> dict[str, Any]:
-    """The config.json of a language model alone."""
+def _config(config: Mapping[str, Any], headless: bool, where: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The config.json of a language model alone, and what its user should know."""
     kind, inner = config.get("model_type"), _inner(config)
     if kind not in WHOLES:
         raise UnsupportedError(
             f"{where}: --only text does not know how {short(kind)} has its language model",
             f"it knows {', '.join(WHOLES)}",
+        )
+    if inner.get(UNLIKE.get(kind, "")):
+        raise UnsupportedError(
+            f"{where}: with {UNLIKE[kind]} = {short(inner[UNLIKE[kind]])} {kind} computes something else of text than "
+            "its language model does alone",
+            "without --only text the model is carried whole",
         )
     text = inner.get("model_type") or WHOLES[kind]
     text_config = {key: config[key] for key in INHERITED if config.get(key) is not None} | inner
@@ -216,9 +242,16 @@ def _config(config: Mapping[str, Any], headless: bool, where: str) -> dict[str, 
             f"{where}: {text}, the language model in {kind}, has no class of its own in transformers",
             "without --only text the model is carried whole",
         )
-    return {"architectures": [name], "model_type": text} | {
-        key: value for key, value in text_config.items() if key not in ("architectures", "model_type")
-    }
+    neutral = {} if kind in CHANGING else NEUTRAL.get(text, {})
+    notes = tuple(
+        f"{kind} leaves {key} out of its logits, so the language model has {json.dumps(value)}"
+        f"{f', not {short(text_config[key])}' if key in text_config else ''}"
+        for key, value in neutral.items()
+        if text_config.get(key, ...) != value
+    )
+    text_config |= {**neutral, "architectures": [name]}
+    first = ("architectures", "model_type")
+    return {key: text_config[key] for key in (*first, *(key for key in text_config if key not in first))}, notes
 
 
 def _tied(config: Mapping[str, Any], inner: Mapping[str, Any], headless: bool) -> bool:

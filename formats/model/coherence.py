@@ -33,8 +33,9 @@ BEFORE = re.compile(r"(?:.*\.)?(?:word_embeddings_layernorm|layernorm_embedding)
 FIRST = re.compile(r"(?:.*\.)?(?:relative_attention_bias|rel_attn_embed|pre_ln)\.\w+")
 """What only the first layer of a list has (transformers 5.23.0: T5 and its kin, which share its bias between layers;
 WavLM; RWKV)."""
-FEW = 3
-"""So many tensors may be missing from a layer that is taken for a damaged one, and not for one of another kind."""
+FEW = 4
+"""So many modules may be missing from a layer that is taken for a damaged one, and not for one of another kind: all of
+an attention or an MLP but its norm."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -59,10 +60,10 @@ def contradictions(config: dict[str, Any], spec: Verbatim) -> Iterator[Finding]:
 
 def predicts_further(config: dict[str, Any], key: str) -> bool:
     """Whether a tensor is of a layer that predicts further tokens, which its config says it has after the others."""
-    of, item = language(config), ITEM.fullmatch(key)
+    of, item = language(config), _item(key)
     further = sum(of[name] for name in FURTHER if type(of.get(name)) is int)
     depth = of.get("num_hidden_layers")
-    if item is None or item[1].rpartition(".")[2] not in LISTS or not isinstance(depth, int):
+    if item is None or not isinstance(depth, int):
         return False
     return bool(depth <= int(item[2]) < depth + further)
 
@@ -93,12 +94,17 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def _item(key: str) -> re.Match[str] | None:
+    """The list of layers, the number and the rest, of a tensor that is in one."""
+    item = ITEM.fullmatch(key)
+    return item if item and item[1].rpartition(".")[2] in LISTS else None
+
+
 def _lists(shapes: Shapes) -> dict[str, dict[int, set[str]]]:
     """The names in each layer of each list of layers."""
     lists: dict[str, dict[int, set[str]]] = {}
     for key in shapes:
-        item = ITEM.fullmatch(key)
-        if item and item[1].rpartition(".")[2] in LISTS:
+        if item := _item(key):
             lists.setdefault(item[1], {}).setdefault(int(item[2]), set()).add(item[3])
     return lists
 
@@ -129,9 +135,9 @@ def _damaged(prefix: str, layers: Mapping[int, set[str]]) -> Iterator[Finding]:
     layers = {**layers, first: layers[first] - shared}
     kinds = Counter(map(frozenset, layers.values()))
     for number, names in layers.items():
-        whole = [kind for kind in kinds if names < kind and len(kind - names) <= FEW]
-        if whole and kinds[frozenset(names)] == 1 and (len(layers) == 2 or max(map(kinds.__getitem__, whole)) > 1):
-            lost = sorted(max(whole, key=kinds.__getitem__) - names)[0]
+        wholes = [kind for kind in kinds if names < kind and len({_parent(name) for name in kind - names}) <= FEW]
+        if wholes and kinds[frozenset(names)] == 1 and (len(layers) == 2 or max(map(kinds.__getitem__, wholes)) > 1):
+            lost = sorted(max(wholes, key=kinds.__getitem__) - names)[0]
             yield Finding(f"{prefix}.{number}.{lost}", f"{prefix}.{number} lacks {lost}, which other layers have")
 
 
@@ -191,5 +197,6 @@ def _head(config: dict[str, Any], spec: Verbatim, embedding: str) -> Iterator[Fi
     if not causal or spec.tied or language(config).get("tie_word_embeddings") is not False:
         return
     rows = spec.shapes[embedding][:1]
-    if not any(HEAD.fullmatch(key) or (shape[:1] == rows and key != embedding) for key, shape in spec.shapes.items()):
+    outside = {key: shape for key, shape in spec.shapes.items() if key != embedding and not _item(key)}
+    if not any(HEAD.fullmatch(key) or shape[:1] == rows for key, shape in outside.items()):
         yield Finding("lm_head.weight", "there is no output head, and the config does not tie it to the embedding")

@@ -8,8 +8,12 @@ import transformers
 from tests.architectures.sweep import RIGHT, listed, outcome
 from tests.fuzz.architectures import classes
 
-SAMPLE = ("apertus", "kimi_k25", "mistral3", "nemotron_h", "qwen2_5_vl", "qwen3_vl_moe", "shieldgemma2", "whisper")
-"""With a table; rows of another order; images; hybrid; renamed; experts of another shape; no head; several copies."""
+SAMPLE = (
+    "apertus", "kimi_k25", "mistral3", "modernbert-decoder", "nemotron_h", "qwen2_5_vl", "qwen3_vl_moe", "shieldgemma2",
+    "whisper",
+)  # fmt: skip
+"""With a table; rows of another order; images; a name that OLMo-core has too; hybrid; renamed; experts of another
+shape; no head; several copies."""
 FEWEST = 237
 """Architectures that are right, at least."""
 

@@ -233,6 +233,39 @@ def test_what_only_the_first_layer_has(convert, tmp_path, alone, layers, lost):
         refused(ran, 3, f"{block} lacks layer.{name}, which other layers have")
 
 
+@pytest.mark.parametrize("elements", ["qweight qzeros scales g_idx", "qweight qzeros scales"], ids=["gptq", "awq"])
+@pytest.mark.parametrize("lost", [None, "layers.1.self_attn", "layers.1.mlp", "layers.1.self_attn.q_proj", "lm_head"])
+def test_matrices_of_several_tensors(convert, tmp_path, elements, lost):
+    """Each matrix is three or four tensors, which make one module; and no part of a layer is a head."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    names = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    layers = [f"model.layers.{layer}." for layer in range(2)]
+    keys = [f"{layer}{name}.{element}" for layer in layers for name in names for element in elements.split()]
+    keys += [f"{layer}{norm}_layernorm.weight" for layer in layers for norm in ("input", "post_attention")]
+    keys += ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"]
+    shapes = {"embed_tokens": (32, 16), "lm_head": (32, 16), "norm.weight": (16,), "g_idx": (32,)}
+    tensors = {
+        key: np.ones(next((shape for part, shape in shapes.items() if part in key), (16, 4)), np.float32)
+        for key in keys
+        if lost is None or f"{lost}." not in key
+    }
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32, "hidden_size": 16,
+        "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "tie_word_embeddings": False,
+        "quantization_config": {"quant_method": "gptq", "bits": 4},
+    }  # fmt: skip
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "hf/model.safetensors", {"format": "pt"})
+    ran = convert("hf2hf", tmp_path / "hf", tmp_path / "out", "--verbatim")
+    if lost is None:
+        assert ran.code == 0, ran.err
+    else:
+        refused(ran, 3, "no output head" if lost == "lm_head" else f"model.{lost[:8]} lacks {lost[9:]}")
+
+
 def test_an_untied_head_that_is_missing(plain, convert, tmp_path, alone):
     base, state = plain("qwen3_next")
     base = config_of(base, tmp_path / "base", tie_word_embeddings=False)

@@ -276,19 +276,21 @@ def test_momentum_goes_where_it_was_seen_to_be_loaded(trained, convert, tmp_path
 def test_lion_goes_where_it_was_seen_to_be_loaded(trained, convert, tmp_path):
     source, saved = trained
     lion(saved)
-    begun, words = save(tmp_path / "c", saved), ["--with-optimizer", "--config", source]
-    assert "exp_avg; `convert hf2fsdp --with-optimizer`" in convert("inspect", begun, "--config", source).out
+    checkpoint, options = save(tmp_path / "c", saved), ["--with-optimizer", "--config", source]
+    assert "exp_avg; `convert hf2fsdp --with-optimizer`" in convert("inspect", checkpoint, "--config", source).out
     out, again = tmp_path / "fsdp", tmp_path / "again"
-    assert convert("hf2fsdp", begun, out, "--ranks", 3, *words).code == 0
+    assert convert("hf2fsdp", checkpoint, out, "--ranks", 3, *options).code == 0
     assert convert("hf2fsdp", out, again, "--ranks", 2, "--with-optimizer").code == 0
     assert convert("verify", again).code == convert("diff", again, out).code == 0
     assert remembered_states(again) == remembered_states(out)
     assert {name.partition(".")[0] for name in remembered_states(out)} == {"exp_avg"}
     refused(
-        convert("hf2megatron", begun, tmp_path / "out", *words), 4,
+        convert("hf2megatron", checkpoint, tmp_path / "out", *options), 4,
         "was trained with Lion, and Megatron's Lion is not written: exp_avg is not carried there",
     )  # fmt: skip
-    refused(convert("zero2universal", begun, tmp_path / "out", "--config", source), 4, "does not say how many steps")
+    refused(
+        convert("zero2universal", checkpoint, tmp_path / "out", "--config", source), 4, "does not say how many steps"
+    )
     every(saved, lambda one: one.update(step=3.0))
     counted = save(tmp_path / "d", saved)
     ran = convert("zero2universal", counted, tmp_path / "universal", "--config", source)
@@ -296,7 +298,7 @@ def test_lion_goes_where_it_was_seen_to_be_loaded(trained, convert, tmp_path):
     assert convert("hf2fsdp", tmp_path / "universal", tmp_path / "back", "--with-optimizer").code == 0
     assert remembered_states(tmp_path / "back") == remembered_states(out)
     of(UP)(saved)["exp_avg"][0, 0] = float("nan")
-    ran = convert("hf2fsdp", save(tmp_path / "e", saved), tmp_path / "out", *words)
+    ran = convert("hf2fsdp", save(tmp_path / "e", saved), tmp_path / "out", *options)
     refused(ran, 5, "holds nan", "the first moments of Adam and Lion are finite", "--accept exp_avg")
     assert not (tmp_path / "out").exists()
 

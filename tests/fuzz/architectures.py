@@ -37,7 +37,7 @@ LARGEST = 20_000_000
 Saved = Callable[[Path, dict[str, Any], random.Random], list[str]]
 
 
-BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "per_layer_config")
+BY_LAYER = ("indexer_types", "layer_types", "mlp_layer_types", "layers_block_type", "block_types", "per_layer_config")
 """Keys that say something of each layer; a class makes them itself of the number of these."""
 UNSAID = ("head_dim", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "num_key_value_heads")
 """Sizes that some classes leave to be null, and others cannot compute with."""

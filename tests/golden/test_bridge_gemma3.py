@@ -28,12 +28,12 @@ def difference(folder: Path, **changes: Any) -> float:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = json.loads((folder / "config.json").read_text()) | changes
-    wanted = np.load(REAL / "golden.npz")
+    golden = np.load(REAL / "golden.npz")
     known = AutoConfig.for_model(**config)
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(folder, config=known, dtype=torch.float32)
-        found = model(torch.tensor(wanted["ids"])).logits.numpy()
-    return float(np.abs(found - wanted["logits"]).max())
+        logits = model(torch.tensor(golden["ids"])).logits.numpy()
+    return float(np.abs(logits - golden["logits"]).max())
 
 
 @pytest.fixture
@@ -92,10 +92,10 @@ def test_what_it_loads(convert, base, tmp_path, topology):
     older = {name for name in ours if ".core_attention._extra_state/" in name}  # of megatron-core up to 0.14
     assert len(older) == 6
     assert ours.keys() - older == theirs.keys()
-    assert all(one is None or np.array_equal(one, ours[key]) for key, one in theirs.items())
-    said, known = fields_of(run), fields_of(REAL)
+    assert all(tensor is None or np.array_equal(tensor, ours[key]) for key, tensor in theirs.items())
+    written, known = fields_of(run), fields_of(REAL)
     sizes = {"tensor_model_parallel_size", "pipeline_model_parallel_size"}
-    assert {name for name in said if said[name] != known[name]} <= sizes
+    assert {name for name in written if written[name] != known[name]} <= sizes
     assert not (run / "megatron_flags.txt").exists()  # nobody else computes it
     assert convert("megatron2hf", run, tmp_path / "back").code == 0
     assert convert("diff", tmp_path / "back", base, "--tensors").code == 0
@@ -157,8 +157,8 @@ def test_fields_that_are_not_there(convert, base, tmp_path):
 
     assert convert("megatron2hf", with_fields(tmp_path / "1B", sized), tmp_path / "sized").code == 0
     config = json.loads((tmp_path / "sized/config.json").read_text())
-    said = {"sliding_window": 513, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "query_pre_attn_scalar": 256}
-    assert {name: config.get(name, FAMILIES["gemma3_text"].own.get(name)) for name in said} == said
+    expected = {"sliding_window": 513, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "query_pre_attn_scalar": 256}
+    assert {name: config.get(name, FAMILIES["gemma3_text"].own.get(name)) for name in expected} == expected
     assert config["layer_types"] == ["sliding_attention"] * 5 + ["full_attention"]
     assert config.get("rope_scaling") is None
 
@@ -167,8 +167,8 @@ def test_what_it_does_not_compute(convert, model, tmp_path):
     """By its names on demand alone, and refused where its class has no field for it."""
     source = model("gemma3", rms_norm_eps=1e-5, vocab_size=64)
     only = FAMILIES["gemma3_text"].only_here
-    for words in ((), ("--format", "torch_dist"), ("--format", "fsdp_dtensor")):
-        refused(convert("hf2megatron", source, tmp_path / "no", *words), 4, only, "--format torch_dist --for bridge")
+    for options in ((), ("--format", "torch_dist"), ("--format", "fsdp_dtensor")):
+        refused(convert("hf2megatron", source, tmp_path / "no", *options), 4, only, "--format torch_dist --for bridge")
     uneven = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
     yarn = {"rope_type": "yarn", "factor": 4.0}
     refusals: tuple[tuple[dict[str, Any], str], ...] = (
@@ -178,11 +178,11 @@ def test_what_it_does_not_compute(convert, model, tmp_path):
         ({"use_bidirectional_attention": True}, "sees what is before a token alone"),
         ({"rope_scaling": yarn, "rope_parameters": None}, "scaled by a factor alone"),
     )
-    for number, (changes, told) in enumerate(refusals):
+    for number, (changes, message) in enumerate(refusals):
         folder = shutil.copytree(source, tmp_path / str(number))
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | changes))
-        refused(convert("hf2megatron", folder, tmp_path / "no", *BRIDGE), 5, told)
+        refused(convert("hf2megatron", folder, tmp_path / "no", *BRIDGE), 5, message)
     refused(convert("hf2megatron", source, tmp_path / "no", *BRIDGE, "--tp", 3), 5, "do not divide")
     odd = model("gemma3", rms_norm_eps=1e-5, vocab_size=63)
     refused(convert("hf2megatron", odd, tmp_path / "no", *BRIDGE, "--tp", 2), 5, "63 tokens", "pads none")
@@ -223,9 +223,9 @@ def test_what_the_fields_say_that_no_config_can(convert, tmp_path):
             "_target_": "megatron.bridge.models.gemma.gemma2_provider.Gemma2ModelProvider2B"
         },
     }
-    for number, (told, change) in enumerate(changes.items()):
+    for number, (message, change) in enumerate(changes.items()):
         run = with_fields(tmp_path / str(number), lambda model, change=change: model.update(change))
-        refused(convert("inspect", run), 4, told)
+        refused(convert("inspect", run), 4, message)
 
 
 def test_a_config_that_says_another_window(convert, base, tmp_path):

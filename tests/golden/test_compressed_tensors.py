@@ -178,6 +178,15 @@ def test_a_weight_that_is_there_twice(kimi, convert, tmp_path):
     refused(convert("hf2hf", folder, tmp_path / "out"), 3, "o_proj.weight is there too")
 
 
+def test_a_second_scale_that_int4_has_not(kimi, convert, tmp_path):
+    """NVFP4 has one for a whole matrix, by which its scales are divided."""
+    folder = shutil.copytree(kimi, tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.o_proj.weight_global_scale"] = torch.tensor([2.0])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    refused(convert("hf2hf", folder, tmp_path / "out"), 4, "o_proj.weight_global_scale, which INT4 has no use for")
+
+
 def test_scales_of_weights_in_floats(model, convert, tmp_path):
     """As they are while a model is calibrated: what it computes is rounded as it runs."""
     folder = quantized(model("llama", "bfloat16"), tmp_path / "hf", "float-quantized", FP8)

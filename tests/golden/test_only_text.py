@@ -32,8 +32,8 @@ TEXTS = {
 IDS = range(3, 21)
 
 
-def build(kind: str, tied: bool) -> Any:
-    """A tiny model with its tower."""
+def build(kind: str, tied: bool, **settings: Any) -> Any:
+    """A tiny model with its tower, and its text of other settings than usual."""
     import torch
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -42,7 +42,7 @@ def build(kind: str, tied: bool) -> Any:
     towers = ("gemma4", "gemma4_unified")  # which have none else
     tower = {"vision_config": {"model_type": f"{kind}_vision"}} if kind in towers else {}
     config = smaller(CONFIG_MAPPING[kind](**tower).to_dict())
-    text = {**TEXTS[kind], "tie_word_embeddings": tied}
+    text = {**(settings if "model_type" in settings else TEXTS[kind] | settings), "tie_word_embeddings": tied}
     config |= {"text_config": text, "tie_word_embeddings": tied, "architectures": [CLASSES[kind]]}
     if kind.startswith("qwen"):
         config["vision_config"]["out_hidden_size"] = text["hidden_size"]
@@ -102,6 +102,56 @@ def test_it_computes_what_the_whole_computes_of_text(convert, tmp_path, kind):
     assert left, "the manifest names no tower"
     assert not any("language" in name for name in left)
     assert convert("verify", tmp_path / "text", source, "--only", "text").code == 0
+
+
+SCALED = [
+    ("llava_next", "granite", {"logits_scaling": 8.0}),
+    ("llava", "granitemoe", {"logits_scaling": 8.0}),
+    ("idefics3", "granitemoehybrid", {"logits_scaling": 8.0}),
+    ("llava", "cohere2", {"logit_scale": 0.25}),
+    ("aya_vision", "cohere2", {"logit_scale": 0.25}),
+    ("cohere2_vision", "cohere2", {"logit_scale": 0.25}),
+    ("llava", "falcon_h1", {"lm_head_multiplier": 0.1}),
+    ("llava", "gemma2", {"final_logit_softcapping": 1.0}),
+    ("llava", "gemma4_text", {"final_logit_softcapping": 1.0}),
+    ("gemma3", "gemma3", {"final_logit_softcapping": 1.0}),
+]
+"""A whole that leaves out what the class of its text does to the logits (transformers 5.23.0)."""
+
+
+@pytest.mark.parametrize(("kind", "text", "changes"), SCALED)
+def test_logits_that_the_whole_does_not_scale(convert, tmp_path, kind, text, changes):
+    """The text alone has a neutral value in its place, and a note says so."""
+    import torch
+    import transformers
+
+    model = build(kind, tied=False, **{**settings_of(text), **changes})
+    source = save(model, tmp_path / "whole")
+    ran = convert("hf2hf", source, tmp_path / "text", "--only", "text")
+    ((key, value),) = changes.items()
+    assert (ran.code, f"{kind} leaves {key} out of its logits" in ran.err, f"not {value}" in ran.err) == (0, True, True)
+    alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
+    torch.testing.assert_close(logits(alone), logits(model), atol=1e-5, rtol=0)
+
+
+def test_a_cap_that_the_whole_has_too(convert, tmp_path):
+    import torch
+    import transformers
+
+    model = build("paligemma", tied=False, **settings_of("gemma2"), final_logit_softcapping=1.0)
+    ran = convert("hf2hf", save(model, tmp_path / "whole"), tmp_path / "text", "--only", "text")
+    assert (ran.code, "leaves final_logit" in ran.err) == (0, False), ran.err
+    alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
+    torch.testing.assert_close(logits(alone), logits(model), atol=1e-5, rtol=0)
+
+
+def test_a_text_that_looks_both_ways(convert, tmp_path):
+    source = save(build("gemma3", tied=True), tmp_path / "whole")
+    config = json.loads((source / "config.json").read_text())
+    config["text_config"]["use_bidirectional_attention"] = True
+    (source / "config.json").write_text(json.dumps(config))
+    ran = convert("hf2hf", source, tmp_path / "text", "--only", "text")
+    assert (ran.code, "with use_bidirectional_attention = True gemma3 computes" in ran.err) == (4, True), ran.err
 
 
 def test_a_head_of_which_the_config_says_two_things(convert, tmp_path):
@@ -235,7 +285,7 @@ def test_a_released_config_has_its_text_beside_the_rest(convert, tmp_path):
 
 
 REFUSED = {
-    "unknown": ("aya_vision", 4, "does not know how 'aya_vision' has its language model"),
+    "unknown": ("mllama", 4, "does not know how 'mllama' has its language model"),
     "classless": ("llava", 4, "has no class of its own in transformers"),
     "step": ("step3p7", 4, "has no class of its own in transformers"),
 }

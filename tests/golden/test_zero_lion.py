@@ -32,20 +32,20 @@ def test_the_moment_of_lion_is_that_of_the_engine(made, convert, zero, tmp_path,
     """Of DeepSpeed's, and of one that counts no steps. DeepSpeed loads it in another stage, on other ranks."""
     config, truth = made(LIONS) / "hf", made(LIONS) / f"{kind}.truth.safetensors"
     source = open_checkpoint(made(LIONS) / kind, Settings(config=config))
-    held = optimizer_of(source)
-    assert (held.step, held.samples) == (3, 6)
-    assert [*held.states] == [*([] if "zero3" in kind else ["fp32"]), "exp_avg"]  # which has no other weights
+    trained = optimizer_of(source)
+    assert (trained.step, trained.samples) == (3, 6)
+    assert [*trained.states] == [*([] if "zero3" in kind else ["fp32"]), "exp_avg"]  # which has no other weights
     for state in ("fp32", "exp_avg"):
         request = Request(tmp_path / state, quiet=True)
-        run(plan_huggingface(held.states.get(state, source), request, 10**9), request)
+        run(plan_huggingface(trained.states.get(state, source), request, 10**9), request)
         assert differences(tmp_path / state, truth, state) == []
     decay, none = (Lion(0.001, (0.9, 0.99), decay) for decay in (0.1, 0.0))
-    assert held.groups == {key: none if "norm" in key[0] else decay for key in source.dtypes()}
-    states = f"{', '.join(held.states)}, step 3;"
+    assert trained.groups == {key: none if "norm" in key[0] else decay for key in source.dtypes()}
+    states = f"{', '.join(trained.states)}, step 3;"
     assert states in convert("inspect", made(LIONS) / kind, "--config", config).out
     first, second, third = (tmp_path / number for number in ("first", "second", "third"))
-    for begun, out in ((made(LIONS) / kind, first), (first, second), (second, third)):
-        ran = convert("zero2universal", begun, out, *(["--config", config] if begun == first else []))
+    for run_folder, out in ((made(LIONS) / kind, first), (first, second), (second, third)):
+        ran = convert("zero2universal", run_folder, out, *(["--config", config] if run_folder == first else []))
         assert ran.code == 0, ran.err
         assert "in 3 it asks for exp_avg_sq" in ran.err
         assert convert("verify", out).code == 0
@@ -53,11 +53,11 @@ def test_the_moment_of_lion_is_that_of_the_engine(made, convert, zero, tmp_path,
     assert len(files) == 39 * 3
     for other in (second, third):
         assert {path.relative_to(other): path.read_bytes() for path in other.rglob("zero/*/*.pt")} == files
-    assert optimizer(second, config=config).groups == held.groups
+    assert optimizer(second, config=config).groups == trained.groups
     which = "lion" if kind == "zero1-fp32-lion" else "fused-lion"
     for out, ranks, stage in ((first, 3, 2), (second, 1, 1)):
-        code, told = zero("load-universal", out, config, ranks, f'{stage},optimizer="{which}"', truth)
-        assert code == 0, told[-4000:]
+        code, output = zero("load-universal", out, config, ranks, f'{stage},optimizer="{which}"', truth)
+        assert code == 0, output[-4000:]
 
 
 def test_a_training_with_lion_goes_on_in_deepspeed_and_in_torch(made, zero, convert, tmp_path):
@@ -92,7 +92,7 @@ def lions(groups: list[dict[str, Any]]) -> Any:
     return lion.Lion(groups, lr=0.5, betas=(0.5, 0.5))
 
 
-def trained_on(folder: Path, config: Path, begun: Callable[..., Any], rate: float) -> list[list[float]]:
+def trained_on(folder: Path, config: Path, make_optimizer: Callable[..., Any], rate: float) -> list[list[float]]:
     """The losses of three steps more in one process, of the data of each of two ranks."""
     import torch
     import torch.distributed.checkpoint as dcp
@@ -103,11 +103,11 @@ def trained_on(folder: Path, config: Path, begun: Callable[..., Any], rate: floa
     with torch.no_grad():
         for weight in model.parameters():
             weight.fill_(0.5)
-    parts = [[one for one in model.parameters() if (one.dim() > 1) == matrix] for matrix in (True, False)]
-    optimizer = begun([{"params": part, "weight_decay": 0.5} for part in parts])
-    held = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
-    dcp.load(held, checkpoint_id=folder, no_dist=True)
-    set_state_dict(model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optim"])
+    parts = [[each for each in model.parameters() if (each.dim() > 1) == matrix] for matrix in (True, False)]
+    optimizer = make_optimizer([{"params": part, "weight_decay": 0.5} for part in parts])
+    state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
     losses: list[list[float]] = [[], []]
     for step in range(3, 6):
         for group in optimizer.param_groups:
@@ -131,23 +131,23 @@ def test_moments_in_8_bits_are_those_that_bitsandbytes_reads(made, convert, zero
     """Bit for bit, wherever a parameter begins in a block; and DeepSpeed loads them into an AdamW in float32."""
     config, truth = made(BITS) / "hf", made(BITS) / f"{kind}.truth.safetensors"
     source = open_checkpoint(made(BITS) / kind, Settings(config=config))
-    held = optimizer_of(source)
-    assert (held.step, held.samples) == (3, 6)
+    trained = optimizer_of(source)
+    assert (trained.step, trained.samples) == (3, 6)
     for state in ("fp32", "exp_avg", "exp_avg_sq"):
         request = Request(tmp_path / state, quiet=True)
-        run(plan_huggingface(held.states.get(state, source), request, 10**9), request)
+        run(plan_huggingface(trained.states.get(state, source), request, 10**9), request)
         assert differences(tmp_path / state, truth, state) == []
-    assert held.groups == {key: NONE if "norm" in key[0] else DECAY for key in source.dtypes()}
+    assert trained.groups == {key: NONE if "norm" in key[0] else DECAY for key in source.dtypes()}
     planned = convert("zero2universal", made(BITS) / kind, tmp_path / "universal", "-n")
     assert "dequantize bitsandbytes 8-bit to F32" in planned.out
     assert convert("zero2universal", made(BITS) / kind, tmp_path / "universal").code == 0
     assert convert("verify", tmp_path / "universal").code == 0
     for ranks, stage in ((3, 2), (1, 3)):
-        code, told = zero("load-universal", tmp_path / "universal", config, ranks, stage, truth)
-        assert code == 0, told[-4000:]
-    words = ["--ranks", 3, "--with-optimizer", "--config", config]
-    for begun, out in ((made(BITS) / kind, "one"), (tmp_path / "universal", "two")):
-        ran = convert("hf2fsdp", begun, tmp_path / out, *words)
+        code, output = zero("load-universal", tmp_path / "universal", config, ranks, stage, truth)
+        assert code == 0, output[-4000:]
+    options = ["--ranks", 3, "--with-optimizer", "--config", config]
+    for run_folder, out in ((made(BITS) / kind, "one"), (tmp_path / "universal", "two")):
+        ran = convert("hf2fsdp", run_folder, tmp_path / out, *options)
         assert ran.code == 0, ran.err
         assert convert("verify", tmp_path / out).code == 0
     assert convert("diff", tmp_path / "one", tmp_path / "two").code == 0
@@ -177,15 +177,15 @@ def test_moments_in_8_bits_as_bitsandbytes_saved_them_before(made, convert, tmp_
 
     import torch
 
-    words, run_ = ["--with-optimizer", "--config", made(BITS) / "hf"], tmp_path / "run"
+    options, run_ = ["--with-optimizer", "--config", made(BITS) / "hf"], tmp_path / "run"
     shutil.copytree(made(BITS) / "zero2-bits", run_)
     for path in run_.glob("*/*optim_states.pt"):
         stored = torch.load(path, weights_only=False)
         for state in inner(stored)["state"].values():
             state.update(state.pop(EIGHT_BITS))
         torch.save(stored, path)
-    for begun, out in ((made(BITS) / "zero2-bits", "one"), (run_, "two")):
-        assert convert("hf2fsdp", begun, tmp_path / out, *words).code == 0
+    for run_folder, out in ((made(BITS) / "zero2-bits", "one"), (run_, "two")):
+        assert convert("hf2fsdp", run_folder, tmp_path / out, *options).code == 0
     assert remembered_states(tmp_path / "one") == remembered_states(tmp_path / "two") != {}
 
 

@@ -492,8 +492,8 @@ def load(world: World, folder: Path, stage: str, expected: StateDict, *, univers
         tag = folder.name if (folder / "zero").is_dir() else None  # without one, `latest` or `latest_universal` says it
         path, _ = engine.load_checkpoint(str(folder.parent if tag else folder), tag)
     lines = differences(truth(engine), expected) if path else ["DeepSpeed found nothing to load"]
-    found = [group["lr"] for group in engine.optimizer.param_groups]
-    lines += ["a group has no rate" for one, rate in zip(found, rates, strict=True) if one == 7 * rate]
+    after = [group["lr"] for group in engine.optimizer.param_groups]
+    lines += ["a group has no rate" for loaded, rate in zip(after, rates, strict=True) if loaded == 7 * rate]
     if world.rank == 0:
         print(*lines or [f"equal {len(expected)} tensors"], sep="\n", flush=True)
     dist.barrier()

@@ -98,6 +98,7 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
     usual = not keys["head_dim"] or family.square or draw(st.sampled_from([True, True, False]))
     biased = draw(st.sampled_from([None, None, True, False]))
     often = {**OFTEN, "activation": st.sampled_from([family.defaults.get("activation", "gelu"), *ACTIVATIONS])}
+    epsilon = 1e-5 if "state" in traits else family.defaults.get("norm_epsilon", 1e-6)
     values: dict[str, Any] = {
         "family": family.name,
         "layers": layers,
@@ -108,7 +109,7 @@ def specs(draw: st.DrawFn, family: Family) -> ModelSpec:
         "ffn": draw(SIZE),
         "vocab": draw(SIZE),
         "max_positions": draw(POSITIONS),
-        "norm_epsilon": draw(st.sampled_from([*[1e-5 if "state" in traits else 1e-6] * 3, 1e-5, 3e-4])),
+        "norm_epsilon": draw(st.sampled_from([*[epsilon] * 3, 1e-5, 3e-4])),
         "tied": draw(st.sampled_from([False, False, True])),
         "sliding_window": draw(SIZE | st.none() | SIZE.map(lambda size: 2 * size)) if family.window else None,
         "biases": family.biases_of({key: draw(st.booleans()) if biased is None else biased for key in family.biases}),

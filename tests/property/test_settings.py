@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,6 +21,7 @@ from hypothesis.internal.conjecture import providers
 
 from formats.checkpoint import Settings
 from formats.deepspeed.mds import args as mds_args
+from formats.deepspeed.mds import bloom
 from formats.deepspeed.mds.tables import FAMILIES as FAMILIES_OF_MDS
 from formats.deepspeed.neox import yml as neox_args
 from formats.deepspeed.neox.yml_file import dump_yml
@@ -81,6 +83,14 @@ def write_bridge(spec: ModelSpec) -> Spoken:
     return provider.fields_of(spec, (ACCEPT,))
 
 
+def read_mds(stored: Spoken, base: ModelSpec | None) -> ModelSpec:
+    """The model of Megatron-DeepSpeed's arguments, in either tree."""
+    args, vocab = stored["args"], stored["vocab"]
+    if bloom.holds(args):
+        return bloom.from_args(args, Settings(vocab), base, Path(), "args")
+    return from_megatron(mds_args.translated(args, "args"), {"vocab": vocab}, base, "args", settled=True)
+
+
 FORMATS = {
     CORE: Format(
         write_megatron,
@@ -96,9 +106,7 @@ FORMATS = {
     ),
     "megatron_deepspeed": Format(
         lambda spec: {"args": mds_args.spelled(spec), "vocab": spec.vocab},  # its files say it beside the args
-        lambda stored, base: from_megatron(
-            mds_args.translated(stored["args"], "args"), {"vocab": stored["vocab"]}, base, "args", settled=True
-        ),
+        read_mds,
         lambda family: family.name in FAMILIES_OF_MDS,
         examples=100,
     ),

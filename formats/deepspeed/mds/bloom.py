@@ -24,9 +24,8 @@ from formats.torch_files.pickle_values import Opaque
 
 FAMILY = "bloom"
 KIND = "position_embedding_type"
-ENUM = ("megatron.enums", "PositionEmbeddingType")
-ALIBI = (3,)
-"""What the enum of its positions is made of: 1 rotates, 2 is learned."""
+ALIBI = Opaque("megatron.enums", "PositionEmbeddingType", (3,))
+"""Its positions. Of 1 the enum makes those that rotate, of 2 learned ones."""
 EPSILON = 1e-5
 """Of the norm after the embedding (mpu/layers.py:180); the others have `layernorm_epsilon`."""
 
@@ -34,11 +33,11 @@ EPSILON = 1e-5
 def holds(args: Mapping[str, Any]) -> bool:
     """Whether arguments are those of a model with ALiBi."""
     kind = args.get(KIND)
-    return isinstance(kind, Opaque) and (kind.module, kind.name, kind.args) == (*ENUM, ALIBI)
+    return isinstance(kind, Opaque) and (kind.module, kind.name, kind.args) == (ALIBI.module, ALIBI.name, ALIBI.args)
 
 
 def _alibi(key: str) -> Codec:
-    return Codec(lambda *_: None, lambda *_: {key: Opaque(*ENUM, ALIBI)})
+    return Codec(lambda *_: None, lambda *_: {key: ALIBI})
 
 
 def _follows(setting: str) -> Maker:

@@ -17,18 +17,24 @@ def read_f32(opened: Open, fragment: Fragment, scales: Scales, at: int, buffer: 
     """Fill a buffer with the elements of a row of codes, from `at` bytes after the first float32 on.
 
     Raises:
-        SourceError: a file ends before its elements do, or a value or the largest of a block is no finite number.
+        SourceError: a file ends before its elements do, a value or the largest of a block is no finite number, or the
+            second is negative, or values do not ascend.
     """
     out, wide = np.frombuffer(buffer, np.float32), scales.block[1]
     assert scales.values is not None
     values = _floats(opened, scales.values, 0, 256)
+    if (np.diff(values) < 0).any():
+        raise SourceError(f"{scales.values.path} holds values of 8-bit codes that do not ascend")
     for begin in range(0, len(out), PIECE):
         count, start = min(PIECE, len(out) - begin), at // 4 + begin
         codes = np.empty(count, np.uint8)
         with opened(fragment.path) as fd:
             read_into(fd, codes.data, fragment.offset + start, fragment.path)
         first, last = start // wide, (start + count - 1) // wide + 1
-        largest = np.repeat(_floats(opened, scales.factors, first, last - first), wide)[start - first * wide :][:count]
+        factors = _floats(opened, scales.factors, first, last - first)
+        if (factors < 0).any():
+            raise SourceError(f"{scales.factors.path} holds a negative {scales.name}, which is the largest of a block")
+        largest = np.repeat(factors, wide)[start - first * wide :][:count]
         np.multiply(values[codes], largest, out=out[begin : begin + count])
 
 

@@ -90,7 +90,7 @@ def _file(path: Path, parameter: Parameter) -> OutputFile:
     """One file. Summands are one after another in it: the loader has no other way to give each rank its own."""
     slots = parameter.summands or (parameter.slot,)
     shape = _joined(parameter.slot.shape, len(slots))
-    file = archived(path, [("param", parameter.slot, shape, "F32")], lambda refs: {**parameter.cut, **refs})
+    file = archived(path, [("param", parameter.slot, shape, "F32")], lambda refs: {**parameter.cut, **refs}, path.stem)
     if not parameter.summands:
         return file
     ((_, _, whole, *_),) = file.tensors

@@ -27,6 +27,8 @@ PREFIXES = {
     "model.layers.": "model.layers.",
     "model.embed_tokens.": "model.embed_tokens.",
     "model.norm.": "model.norm.",
+    "model.final_layernorm.": "model.final_layernorm.",
+    "model.embedding_norm.": "model.embedding_norm.",
     "lm_head.": "lm_head.",
     "mtp.": "mtp.",
 }

@@ -33,9 +33,9 @@ BEFORE = re.compile(r"(?:.*\.)?(?:word_embeddings_layernorm|layernorm_embedding)
 FIRST = re.compile(r"(?:.*\.)?(?:relative_attention_bias|rel_attn_embed|pre_ln)\.\w+")
 """What only the first layer of a list has (transformers 5.23.0: T5 and its kin, which share its bias between layers;
 WavLM; RWKV)."""
-FEW = 4
-"""So many modules may be missing from a layer that is taken for a damaged one, and not for one of another kind: all of
-an attention or an MLP but its norm."""
+FEW, ALL = 3, 4
+"""So many tensors may be missing from a layer that is taken for a damaged one, and not for one of another kind; and so
+many modules, if no norm is among them: all of an attention or an MLP."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -135,10 +135,16 @@ def _damaged(prefix: str, layers: Mapping[int, set[str]]) -> Iterator[Finding]:
     layers = {**layers, first: layers[first] - shared}
     kinds = Counter(map(frozenset, layers.values()))
     for number, names in layers.items():
-        wholes = [kind for kind in kinds if names < kind and len({_parent(name) for name in kind - names}) <= FEW]
+        wholes = [kind for kind in kinds if names < kind and _is_damage(kind - names)]
         if wholes and kinds[frozenset(names)] == 1 and (len(layers) == 2 or max(map(kinds.__getitem__, wholes)) > 1):
             lost = sorted(max(wholes, key=kinds.__getitem__) - names)[0]
             yield Finding(f"{prefix}.{number}.{lost}", f"{prefix}.{number} lacks {lost}, which other layers have")
+
+
+def _is_damage(lost: frozenset[str]) -> bool:
+    """Whether the tensors that a layer lacks are too few for one of another kind. A matrix may be several of them."""
+    modules = {name.partition(".weight")[0] if ".weight" in name else _parent(name) for name in lost}
+    return len(lost) <= FEW or (len(modules) <= ALL and not any(map(_is_norm, lost)))
 
 
 def _sizes(config: dict[str, Any], spec: Verbatim, embedding: str) -> Iterator[Finding]:

@@ -228,6 +228,13 @@ def test_what_the_fields_say_that_no_config_can(convert, tmp_path):
         refused(convert("inspect", run), 4, message)
 
 
+@pytest.mark.parametrize("epsilon", ["1e-5", [1e-5], None])
+def test_an_epsilon_that_is_no_number(convert, tmp_path, epsilon):
+    run = with_fields(tmp_path / "run", lambda model: model.update(layernorm_epsilon=epsilon))
+    for options in ((), ACCEPT):
+        refused(convert("megatron2hf", run, tmp_path / "no", *options), 3, "norm_epsilon")
+
+
 def test_a_config_that_says_another_window(convert, base, tmp_path):
     """Bridge's import makes a window of 8 tokens one of 9; what was trained is not what the base says."""
     run = with_fields(tmp_path / "run", lambda model: model.update(window_size=8))

@@ -201,6 +201,14 @@ def test_arguments_that_are_not_blooms(convert, tmp_path, name, value, message):
     refused(convert("zero2hf", run, tmp_path / "out"), 4, message)
 
 
+def test_arguments_of_blooms_own_scripts(convert, tmp_path):
+    """They change how it is trained, or how many rows the embedding has, which the files tell."""
+    options = {"sync_tp_duplicated_parameters": True, "kill_switch_path": "kill", "pad_vocab_size_to": 64}
+    run = resaved(tmp_path / "run", lambda state: vars(state["args"]).update(options), "mp_rank*", "bloom_tp2")
+    assert convert("zero2hf", run, tmp_path / "out").code == 0
+    assert convert("diff", tmp_path / "out", HERE / "bloom_tp2").code == 0
+
+
 def test_other_positions_of_bigscience(convert, tmp_path):
     """Of its enum, and not the same on all ranks."""
     absolute = sys.modules["megatron.enums"].PositionEmbeddingType.absolute

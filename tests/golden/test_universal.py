@@ -50,6 +50,19 @@ def test_deepspeed_loads_it(made, zero, convert, tmp_path, world, kind, ranks, s
     assert code == 0, output[-4000:]
 
 
+def test_a_state_under_the_name_of_another(made, convert, tmp_path):
+    """What is written says in itself which state it is, as torch.save(path) does."""
+    import shutil
+
+    assert convert("zero2universal", made(TWO) / "zero1", tmp_path / "out").code == 0
+    (norm,) = tmp_path.glob("out/*/zero/model.norm.weight")
+    shutil.copy(norm / "fp32.pt", norm / "exp_avg.pt")
+    config = ("--config", made(TWO) / "hf")
+    for command, *options in (("hf2fsdp", "--with-optimizer"), ("zero2universal",)):
+        ran = convert(command, tmp_path / "out", tmp_path / "no", *options, *config)
+        assert (ran.code, "exp_avg.pt was saved as 'fp32': files are mixed up" in ran.err) == (3, True), ran.err
+
+
 @pytest.mark.parametrize("kind", ["zero1", "zero3"])
 def test_and_back_to_hugging_face(made, convert, tmp_path, kind):
     assert convert("zero2universal", made(TWO) / kind, tmp_path / "universal").code == 0

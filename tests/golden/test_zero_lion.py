@@ -199,7 +199,11 @@ BITS_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "floats": (lambda s: s[EIGHT_BITS].update(state1=s[EIGHT_BITS]["state1"].float()), "exp_avg of group 0 in 8 bits"),
     "NaN": (lambda s: s[EIGHT_BITS]["absmax1"].fill_(float("nan")), "NaN or infinity among the numbers"),
-    "negative": (lambda s: s[EIGHT_BITS]["qmap2"].neg_(), "Adam's second moments are finite and not negative"),
+    "negative": (lambda s: s[EIGHT_BITS]["qmap2"].sub_(2), "Adam's second moments are finite and not negative"),
+    "a negative largest": (lambda s: s[EIGHT_BITS]["absmax1"].neg_(), "holds a negative absmax"),
+    "values backwards": (
+        lambda s: s[EIGHT_BITS].update(qmap1=s[EIGHT_BITS]["qmap1"].flip(0)), "8-bit codes that do not ascend",
+    ),
 }  # fmt: skip
 
 

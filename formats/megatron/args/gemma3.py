@@ -53,7 +53,7 @@ head_dim                     kv_channels                            hidden / hea
 ffn                          ffn_hidden_size                        four times hidden
 vocab                        vocab_size
 max_positions                seq_length
-norm_epsilon                 layernorm_epsilon
+norm_epsilon                 layernorm_epsilon                      epsilon
 tied                         share_embeddings_and_output_weights
 rope_theta                   rotary_base                            global base
 rope_local_base_freq         rotary_base                            local base
@@ -229,6 +229,7 @@ PROVIDER = Provider(
         {
             **only("RMSNorm", "rope", True, False, None),
             "": same,
+            "epsilon": single(lambda epsilon, context: real(epsilon, "norm_epsilon", context.where)),
             "groups": single(lambda groups, context: context.values["heads"] if groups is None else groups),
             "hidden / heads": single(_head_dim),
             "four times hidden": single(_ffn),

@@ -78,7 +78,8 @@ def zero2universal(src: Path, out: Path, **options: Any) -> None:
 
     It holds master weights, both moments and the step of every parameter that is trained. Train on with `checkpoint:
     {load_universal: true}`. Of DeepSpeed ZeRO and GPT-NeoX, parameters keep the names of the training. Of any other
-    checkpoint whose optimizer is read, they have those of transformers.
+    checkpoint whose optimizer is read, they have those of transformers. Biases that tensor parallel ranks add up, of a
+    parallel residual, load at that tensor parallel size alone.
     """
     from converters.plan.opening import open_training, source_of
     from converters.plan.output import plan_output

@@ -33,7 +33,7 @@ NEED = {
 """Setting: the logical tensor that a model has of which it is one; empty for any."""
 SWITCH, WINDOW = "use_sliding_window", "sliding_window"
 UNSEEN = "nobody has compared its logits with Megatron's yet"
-TODO = "only_here may go once somebody has compared logits with Megatron's"
+UNJUDGED = "only_here may go once somebody has compared logits with Megatron's"
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _taken(model: Model, *keys: str) -> str:
 
 def _text(values: Mapping[str, Any], rows: tuple[Row, ...]) -> str:
     """The file."""
-    lines = [f"# Drafted by `convert family`: what it could not see is marked; {TODO}."]
+    lines = [f"# Drafted by `convert family`: what it could not see is marked; {UNJUDGED}."]
     tables = {name: value for name, value in values.items() if isinstance(value, dict) and value}
     plain = {
         name: value

@@ -1,6 +1,6 @@
 """The edge from numbers in 8 bits to float32: the value of each code times the largest of its block.
 
-So bitsandbytes 0.50.2 reads its moments, in float32 (functional.py `dequantize_blockwise`): the elements lie in one
+So bitsandbytes 0.50.2 reads its moments, in float32 (functional.py `dequantize_blockwise`): the elements are in one
 row, in blocks of 256.
 """
 

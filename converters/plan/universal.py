@@ -109,8 +109,8 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
         UnsupportedError: what is one parameter in transformers was trained in several groups.
     """
     require_vocab(source)
-    told = "a universal checkpoint is read back with Adam's moments or Lion's"
-    optimizer.require_only((Group, Lion), source.root, told)
+    why = "a universal checkpoint is read back with Adam's moments or Lion's"
+    optimizer.require_only((Group, Lion), source.root, why)
     step = optimizer.updates(source.home)
     slots = huggingface.model_slots(source.spec, memory=True)
     buffers = [slot.keys[0] for slot in slots if BUFFERS.intersection(slot.rule.pattern.tensors)]

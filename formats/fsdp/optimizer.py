@@ -1,4 +1,4 @@
-"""The optimizer of FSDP trainings: where moments, steps and settings of each parameter lie.
+"""The optimizer of FSDP trainings: where moments, steps and settings of each parameter are.
 
     optim.state.{key}.{step|exp_avg|exp_avg_sq}         torch's get_optimizer_state_dict, in a container of any name
     optim.state.{key}.momentum_buffer                   the same of torch.optim.Muon, beside an AdamW of all else

@@ -14,8 +14,8 @@ from converters.convert import run
 from converters.plan.request import Request
 from converters.plan.targets import plan_huggingface
 from converters.plan.training_state import optimizer_of
-from formats.checkpoint import Settings
-from formats.optimizer import Lion
+from formats.checkpoint import Checkpoint, Settings
+from formats.optimizer import Lion, Optimizer
 from formats.registry import open_checkpoint
 from tests.golden.test_zero import differences
 from tests.golden.test_zero_optim import DECAY, NONE, inner, optimizer
@@ -24,21 +24,32 @@ from tests.golden.zero_worlds import BITS, LIONS
 pytestmark = pytest.mark.distributed
 
 
+def read_trained(world: Path, kind: str) -> tuple[Checkpoint, Optimizer, Path, Path]:
+    """A checkpoint of three steps and its optimizer; the config, and what the engine had in memory."""
+    config, truth = world / "hf", world / f"{kind}.truth.safetensors"
+    source = open_checkpoint(world / kind, Settings(config=config))
+    trained = optimizer_of(source)
+    assert (trained.step, trained.samples) == (3, 6)
+    return source, trained, config, truth
+
+
+def compare_states(source: Checkpoint, trained: Optimizer, truth: Path, folder: Path, states: tuple[str, ...]) -> None:
+    """Each state, written as a model, is what the engine had, bit for bit."""
+    for state in states:
+        request = Request(folder / state, quiet=True)
+        run(plan_huggingface(trained.states.get(state, source), request, 10**9), request)
+        assert differences(folder / state, truth, state) == []
+
+
 # --- Lion ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", LIONS.kinds)
 def test_the_moment_of_lion_is_that_of_the_engine(made, convert, zero, tmp_path, kind):
     """Of DeepSpeed's, and of one that counts no steps. DeepSpeed loads it in another stage, on other ranks."""
-    config, truth = made(LIONS) / "hf", made(LIONS) / f"{kind}.truth.safetensors"
-    source = open_checkpoint(made(LIONS) / kind, Settings(config=config))
-    trained = optimizer_of(source)
-    assert (trained.step, trained.samples) == (3, 6)
+    source, trained, config, truth = read_trained(made(LIONS), kind)
     assert [*trained.states] == [*([] if "zero3" in kind else ["fp32"]), "exp_avg"]  # which has no other weights
-    for state in ("fp32", "exp_avg"):
-        request = Request(tmp_path / state, quiet=True)
-        run(plan_huggingface(trained.states.get(state, source), request, 10**9), request)
-        assert differences(tmp_path / state, truth, state) == []
+    compare_states(source, trained, truth, tmp_path, ("fp32", "exp_avg"))
     decay, none = (Lion(0.001, (0.9, 0.99), decay) for decay in (0.1, 0.0))
     assert trained.groups == {key: none if "norm" in key[0] else decay for key in source.dtypes()}
     states = f"{', '.join(trained.states)}, step 3;"
@@ -129,14 +140,8 @@ def trained_on(folder: Path, config: Path, make_optimizer: Callable[..., Any], r
 @pytest.mark.parametrize("kind", BITS.kinds)
 def test_moments_in_8_bits_are_those_that_bitsandbytes_reads(made, convert, zero, tmp_path, kind):
     """Bit for bit, wherever a parameter begins in a block; and DeepSpeed loads them into an AdamW in float32."""
-    config, truth = made(BITS) / "hf", made(BITS) / f"{kind}.truth.safetensors"
-    source = open_checkpoint(made(BITS) / kind, Settings(config=config))
-    trained = optimizer_of(source)
-    assert (trained.step, trained.samples) == (3, 6)
-    for state in ("fp32", "exp_avg", "exp_avg_sq"):
-        request = Request(tmp_path / state, quiet=True)
-        run(plan_huggingface(trained.states.get(state, source), request, 10**9), request)
-        assert differences(tmp_path / state, truth, state) == []
+    source, trained, config, truth = read_trained(made(BITS), kind)
+    compare_states(source, trained, truth, tmp_path, ("fp32", "exp_avg", "exp_avg_sq"))
     assert trained.groups == {key: NONE if "norm" in key[0] else DECAY for key in source.dtypes()}
     planned = convert("zero2universal", made(BITS) / kind, tmp_path / "universal", "-n")
     assert "dequantize bitsandbytes 8-bit to F32" in planned.out

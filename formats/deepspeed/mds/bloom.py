@@ -15,11 +15,11 @@ from typing import Any
 from formats.checkpoint import Settings
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.megatron.args import fields
+from formats.megatron.args.args import confirmed
 from formats.megatron.args.codecs import only
 from formats.megatron.classic import with_vocab
-from formats.model.checks import checked
 from formats.model.codec import Codec, Context, Maker, Spelled, read, rows, scalar, write
-from formats.model.spec import ModelSpec, differences
+from formats.model.spec import ModelSpec
 from formats.torch_files.pickle_values import Opaque
 
 FAMILY = "bloom"
@@ -114,16 +114,9 @@ def from_args(args: Mapping[str, Any], settings: Settings, base: ModelSpec | Non
         RefusedError: arguments and config contradict each other.
     """
     notes = fields.require_understood(args, where, understood=UNDERSTOOD, own=UNDERSTOOD, accept=settings.accept)
-    values = read(TABLE, args, (), where) | {"family": FAMILY, "notes": tuple(notes)}
+    values = read(TABLE, args, (), where) | {"family": FAMILY, "notes": notes}
     values |= {"vocab": base.vocab, "max_positions": base.max_positions} if base else {}
-    spec = with_vocab(checked(values | dict(settings.values), where), settings, tag)
-    wrong = [line for line in differences(spec, base) if line.partition(":")[0] not in settings.values] if base else []
-    if wrong:
-        raise RefusedError(
-            f"{where} and its config contradict each other (args | config): {'; '.join(wrong)}",
-            "decide with --set NAME=VALUE, or give the right config with --config",
-        )
-    return spec
+    return with_vocab(confirmed(values | dict(settings.values), settings.values, base, where), settings, tag)
 
 
 def to_args(spec: ModelSpec) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def slots_of(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], *
     """Every physical tensor of a topology. Its file is that of a sequential checkpoint, or of a pipeline's layer."""
     require_whole_heads(spec, tp)
     table = numbered(TABLES[family_named(spec.family).neox], spec.layers + FIRST_LAYER + 1)
-    residual = {"serial"} if spec.parallel_residual is None else set[str]()  # where the family leaves no choice
+    residual = {"serial"} if spec.parallel_residual is None else set[str]()  # where it is fixed for the family
     layers = [(layer + FIRST_LAYER, layer) for layer in range(spec.layers)]
     for rank in range(tp):
         for slot in spec.slots_in(

@@ -215,7 +215,8 @@ def _kind(spec: ModelSpec) -> str:
         UnsupportedError: NeoX has no such model.
     """
     kind = family_named(spec.family).neox
-    if (kind == "llama" and not spec.biases) or (kind in FUSED and spec.activation in ("gelu", FUSED[kind])):
+    fits = spec.activation in ("gelu", FUSED[kind]) if kind in FUSED else not spec.biases
+    if kind and fits:
         return kind
     activation = f" with the activation {spec.activation}" if kind in FUSED else ""
     biases = f" with {' and '.join(spec.biases)}" if spec.biases else ""

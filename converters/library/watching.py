@@ -148,7 +148,7 @@ def _appending(watch: Watch) -> Iterator[tuple[list[Record], Callable[[Record], 
         os.ftruncate(handle, len(whole))
 
         def append(record: Record) -> None:
-            write_all(handle, (json.dumps({"time": round(time.time(), 3), **record}) + "\n").encode())
+            write_all(handle, (json.dumps({"time": int(1000 * time.time()) / 1000, **record}) + "\n").encode())
             os.fsync(handle)
 
         yield [_record(watch, number, line) for number, line in enumerate(lines, 1)], append
@@ -252,7 +252,7 @@ def _is_due(watch: Watch, saved: commits.Saved, record: Record | None) -> bool:
 def is_over(watch: Watch, history: Iterable[Record]) -> bool:
     """Whether no checkpoint was new for too long."""
     newest: float = max(record["time"] for record in history if record["state"] in ("watch", *ENDED))
-    return time.time() - newest > watch.idle
+    return time.time() - newest >= watch.idle
 
 
 # --- doing it --------------------------------------------------------------------------------------------------------

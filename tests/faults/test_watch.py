@@ -125,6 +125,14 @@ def test_what_fails_is_told_and_does_not_stop_the_others(convert, run, tmp_path)
     assert convert(*argv).out.count("digest") == 1
 
 
+def test_without_idle_time_a_watch_is_over_at_once(tmp_path, monkeypatch):
+    """Also within the millisecond of the last line."""
+    watch = watching.Watch(tmp_path, tmp_path / "out", idle=0)
+    monkeypatch.setattr(watching.time, "time", lambda: 1795698657.3777)
+    watching.begin(watch)
+    assert watching.is_over(watch, watching.records(watch))
+
+
 def test_a_line_of_the_log_that_is_damaged_is_named(convert, tmp_path):
     """In the middle: one at the end is of a writer that was killed."""
     out = tmp_path / "out"

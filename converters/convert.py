@@ -23,7 +23,7 @@ from converters.common.progress import Progress
 from converters.common.room import require_room
 from converters.common.stripes import stripe
 from converters.move.blocks import Files, finish_files
-from converters.move.crc32 import Checksums
+from converters.move.crc32 import Checksums, sizes_of
 from converters.move.engine import digest_of, execute
 from converters.move.journal import Journal, Share, fingerprint, open_journal
 from converters.move.source_checks import SourceChecks, Verdict
@@ -88,9 +88,15 @@ def run(
         prove(plan.source.proof, request)
     with stoppable() as stopped, opened as journal:
         try:
-            sums = None if journal.digests else Checksums(target.files)  # runs before this one counted for themselves
+            sums = (
+                None if journal.digests else Checksums(sizes_of(target.files))
+            )  # runs before this one counted for themselves
             checks = SourceChecks(plan.jobs, request.limits.replicas, journal.sound)
-            with disk(request), Files(sums, checks) as files, journal.kept(files):  # reading back begins meanwhile
+            with (
+                disk(request),
+                Files(sums, checks, journal.locks) as files,
+                journal.kept(files),
+            ):  # reading back begins meanwhile
                 _execute(plan.jobs, target, request, journal, files, stopped, drifted)
                 checked(checks.complete(files.read_stored, request.limits.threads, stopped))
                 finish_files(target.files, files, request.limits.threads)  # what it has open is not on disk yet
@@ -128,7 +134,7 @@ def run_share(plan: Plan, share: Share, request: Request, drifted: Drifted = lam
     with stoppable() as stopped, opened as journal:
         checks = SourceChecks(jobs, request.limits.replicas, journal.sound)
         try:
-            with disk(request), Files(checks=checks) as files, journal.kept(files):
+            with disk(request), Files(checks=checks, locks=journal.locks) as files, journal.kept(files):
                 _execute(jobs, target, request, journal, files, stopped, drifted, part=True)
         except DamagedError:
             journal.spoil()

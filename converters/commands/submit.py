@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from converters.common.slurm import Job, Wishes
 
 BASE_MB = 2000
-"""Memory of a conversion besides its buffers: Python, tokenizers; 130 MB was the peak of an 8 B model on 128 ranks."""
+"""Memory of a conversion besides its buffers: Python, tokenizers, 16 processes of 35 MB.
+
+Without processes 130 MB was the peak of an 8 B model on 128 ranks.
+"""
 PIECE = 4096
 """Bytes for each block of a plan; 37,000 pieces took 82 MB."""
 RATE = 100e6

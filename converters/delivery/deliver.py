@@ -36,7 +36,7 @@ from converters.convert import (
 )
 from converters.delivery.receivers import Receiver, receiver_of
 from converters.move.blocks import Files, finish_files
-from converters.move.crc32 import Checksums
+from converters.move.crc32 import Checksums, sizes_of
 from converters.move.engine import execute
 from converters.move.journal import fingerprint, open_journal
 from converters.move.source_checks import SourceChecks, Verdict
@@ -238,8 +238,8 @@ def _each(
         opened = open_journal(journal_folder, f"{mark} {number}", group.files, force=True, every=request.commit_seconds)
         with opened as journal:
             make_files(group.files, request)
-            sums = None if journal.digests else Checksums(group.files)
-            with Files(sums, checks) as files, journal.kept(files):
+            sums = None if journal.digests else Checksums(sizes_of(group.files))
+            with Files(sums, checks, journal.locks) as files, journal.kept(files):
                 todo = [job for job in group.jobs if job.name not in journal.digests]
                 advance(sum(job.nbytes for job in group.jobs) - sum(job.nbytes for job in todo))
                 execute(

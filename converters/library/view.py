@@ -23,7 +23,7 @@ import numpy as np
 
 from converters.move.blocks import Files, strided
 from converters.move.casts import WORDS, Array
-from converters.move.engine import buffers_of, pieces_of
+from converters.move.job import buffers_of, pieces_of
 from converters.move.regions import region
 from converters.move.replicas import Copies
 from converters.move.source_checks import SourceChecks

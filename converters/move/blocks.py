@@ -40,10 +40,12 @@ class Files:
     Attributes:
         sums: the checksums of what is written.
         checks: those of what is read.
+        locks: descriptors of locks that all processes keep which write these files.
     """
 
     sums: Checksums | None = None
     checks: SourceChecks | None = None
+    locks: tuple[int, ...] = ()
     descriptors: Descriptors = field(default_factory=Descriptors)
     streams: dict[tuple[Path, Stream], Reader] = field(default_factory=dict)
     loom: threading.Lock = field(default_factory=threading.Lock)

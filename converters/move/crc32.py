@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,13 +16,23 @@ SMALL, MANY = 16 << 10, 256
 """A storage of more than so many pieces of fewer bytes is cheaper to read once more."""
 
 
+Sizes = dict[tuple[Path, int], int]
+"""Bytes of each storage that needs a checksum, by its file and its first byte."""
+Counted = dict[tuple[Path, int], tuple[int, int]]
+"""What was counted of some storages: a register, to be combined by exclusive or, and how many small pieces."""
+
+
+def sizes_of(files: Iterable[OutputFile]) -> Sizes:
+    """The storages of some files that need a checksum."""
+    return {(file.path, offset): size for file in files for offset, size in file.checksums.values()}
+
+
 class Checksums:
     """The running CRC-32 of every storage that needs one."""
 
-    def __init__(self, files: Iterable[OutputFile]) -> None:
-        self.sizes = {(file.path, offset): size for file in files for offset, size in file.checksums.values()}
-        self.sums = dict.fromkeys(self.sizes, 0)
-        self.small = dict.fromkeys(self.sizes, 0)
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.sums, self.small = Counter[tuple[Path, int]](), Counter[tuple[Path, int]]()
         self.starts: dict[Path, list[int]] = {}
         for path, offset in sorted(self.sizes):
             self.starts.setdefault(path, []).append(offset)
@@ -37,6 +48,21 @@ class Checksums:
         with self.lock:
             self.sums[key] ^= register
             self.small[key] += len(piece) < SMALL
+
+    def taken(self) -> Counted:
+        """What was counted since the last time, for another process to merge."""
+        with self.lock:
+            counted = {key: (self.sums[key], self.small[key]) for key in {*self.sums, *self.small}}
+            self.sums.clear()
+            self.small.clear()
+        return counted
+
+    def merge(self, counted: Counted) -> None:
+        """Add what another process has counted."""
+        with self.lock:
+            for key, (register, small) in counted.items():
+                self.sums[key] ^= register
+                self.small[key] += small
 
     def forget(self, fragment: Fragment) -> None:
         """Count no more of the storage of a tensor, bytes of which are written more than once."""

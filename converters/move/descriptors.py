@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,6 +51,11 @@ class Descriptors:
                 if writable:
                     with self.lock:
                         self.fresh.add((path, writable))
+
+    def written(self, paths: Iterable[Path]) -> None:
+        """Files that another process has written to are to be forced to disk too."""
+        with self.lock:
+            self.fresh.update((path, True) for path in paths)
 
     def sync(self) -> None:
         """Force to disk what was written since the last time: of a thousand files, those few that are at work."""

@@ -81,10 +81,12 @@ class Journal:
     Attributes:
         digests: that of each finished job, those of runs before this one too.
         sound: the entries of the source's archives that runs before this one have found sound.
+        locks: descriptors whose locks keep other conversions out, as long as any process has them.
     """
 
-    def __init__(self, handle: int, done: Done, every: float) -> None:
-        self.handle, self.digests, self.sound, self.every = handle, done.digests, done.sound, every
+    def __init__(self, locks: tuple[int, ...], done: Done, every: float) -> None:
+        self.locks, self.digests, self.sound, self.every = locks, done.digests, done.sound, every
+        self.handle = locks[-1]
         self.fresh: list[tuple[str, str]] = []
         self.lock = threading.Lock()
 
@@ -160,15 +162,15 @@ def open_journal(
     """
     with ExitStack() as stack:
         try:
-            handle = _claim(stack, staging, share)
-            finished = _resume(handle, staging, fingerprint, files, share, force)
+            locks = _claim(stack, staging, share)
+            finished = _resume(locks[-1], staging, fingerprint, files, share, force)
         except OSError as error:
             raise OutputError(f"{staging}: {error.strerror}") from None
-        yield Journal(handle, finished, every)
+        yield Journal(locks, finished, every)
 
 
-def _claim(stack: ExitStack, staging: Path, share: Share | None) -> int:
-    """Lock the staging folder, or a share of it. Returns the handle of the journal."""
+def _claim(stack: ExitStack, staging: Path, share: Share | None) -> tuple[int, ...]:
+    """Lock the staging folder, or a share of it. Returns the handles that are locked, that of the journal last."""
     staging.mkdir(parents=True, exist_ok=True)
     if any(staging.iterdir()) and not (staging / JOURNAL).is_file():  # in this order: the journal comes first
         raise OutputError(f"{staging} is needed for the work and holds something else", "move it out of the way")
@@ -182,10 +184,10 @@ def _claim(stack: ExitStack, staging: Path, share: Share | None) -> int:
     else:
         own = _open(stack, staging / share.journal)
         if not (lock(common, f"all of {staging}", shared=True) and lock(own, f"part {share} of {staging}")):
-            raise OutputError(f"{staging} lies on a file system without locks, which --part needs", "leave --part out")
+            raise OutputError(f"{staging} is on a file system without locks, which --part needs", "leave --part out")
     if not os.path.samestat(os.fstat(common), (staging / JOURNAL).stat()):
         raise OutputError(f"another process has begun {staging} anew", "wait until it is done")
-    return own
+    return (common,) if share is None else (common, own)
 
 
 def _open(stack: ExitStack, path: Path) -> int:

@@ -54,12 +54,16 @@ class Verdict(NamedTuple):
 
 
 @dataclass
-class _Entry:
+class Entry:
     """An entry that is not complete: what of it was counted, as starts and stops in turn, and what that adds up to."""
 
     left: int
     bounds: list[int] = field(default_factory=list)
     register: int = 0
+
+
+Entries = dict[_Key, Entry | None]
+"""Those that were begun, None for those that are complete. There may be a million of them."""
 
 
 class SourceChecks:
@@ -74,8 +78,7 @@ class SourceChecks:
     def __init__(self, jobs: Iterable[Job], replicas: str = "verify", sound: Collection[str] = ()) -> None:
         self.jobs, self.copies = tuple(read for job in jobs for read in job.reads), replicas != "first"
         self.before, self.fresh = frozenset(sound), list[_Key]()
-        self.entries: dict[_Key, _Entry | None] = {}
-        """Those that were begun, None for those that are complete. There may be a million of them."""
+        self.entries: Entries = {}
         self.lock = threading.Lock()
 
     def passed(self, fragment: Fragment, at: int, piece: memoryview) -> None:
@@ -87,6 +90,39 @@ class SourceChecks:
         member = fragment.member
         if member is not None and member.crc and len(piece) >= min(SMALL, member.size):
             self._count(fragment, member, fragment.offset + at - member.start, piece)
+
+    def merge(self, job: Job, entries: Entries) -> None:
+        """Add what another process has counted while it did a job. Bytes that were counted here are left to `complete`.
+
+        Raises:
+            DamagedError: it completes an entry, and its CRC-32 is another.
+        """
+        fragments = {
+            _key(fragment, fragment.member): (fragment, fragment.member)
+            for read in job.reads
+            for fragment in _read_by(read, copies=True)
+            if fragment.member
+        }
+        for key, counted in entries.items():
+            fragment, member = fragments[key]
+            with self.lock:
+                entry = self._entry(key, member)
+                if entry is None:
+                    continue
+                bounds = [0, member.size] if counted is None else counted.bounds
+                merged, intervals = list(entry.bounds), list(zip(bounds[::2], bounds[1::2], strict=True))
+                if any(claim(merged, low, high) != [(low, high)] for low, high in intervals):
+                    continue
+                entry.bounds, entry.left = merged, entry.left - sum(high - low for low, high in intervals)
+                entry.register ^= counted.register if counted else 0
+                complete = not entry.left
+                if complete:
+                    self.entries[key] = None
+            if complete:
+                if counted is not None:  # one that another process has completed it has judged too
+                    self._judge(fragment, member, crc32.whole(entry.register, member.size))
+                with self.lock:
+                    self.fresh.append(key)
 
     def noted(self) -> list[str]:
         """The names of the entries that were found sound since the last time."""
@@ -140,10 +176,10 @@ class SourceChecks:
         with self.lock:
             return self._entry(key, member) is not None
 
-    def _entry(self, key: _Key, member: Member) -> _Entry | None:
+    def _entry(self, key: _Key, member: Member) -> Entry | None:
         """What was counted of an entry, None if it is sound; the lock is held."""
         if key not in self.entries:
-            self.entries[key] = None if self.before and _name(key) in self.before else _Entry(member.size)
+            self.entries[key] = None if self.before and _name(key) in self.before else Entry(member.size)
         return self.entries[key]
 
     def _count(self, fragment: Fragment, member: Member, low: int, piece: memoryview) -> None:
@@ -174,7 +210,10 @@ class SourceChecks:
         inside = [
             job.name
             for job in self.jobs
-            if any(fragment_of.member and _key(fragment_of, fragment_of.member) == key for fragment_of in self._of(job))
+            if any(
+                fragment_of.member and _key(fragment_of, fragment_of.member) == key
+                for fragment_of in _read_by(job, self.copies)
+            )
         ]
         raise DamagedError(
             f"{path} is damaged: the {member.size} bytes at byte {member.start} ({some(inside, 3)}) have the CRC-32 "
@@ -184,14 +223,7 @@ class SourceChecks:
 
     def _fragments(self) -> Iterator[Fragment]:
         for job in self.jobs:
-            yield from self._of(job)
-
-    def _of(self, job: Job) -> Iterator[Fragment]:
-        """Every fragment that a job reads."""
-        copies = chain(*job.replicas.values(), job.twins) if self.copies or job.partial else ()
-        for part in chain(job.sources, copies):
-            yield part.fragment
-            yield from part.fragment.inputs
+            yield from _read_by(job, self.copies)
 
 
 def claim(bounds: list[int], low: int, high: int) -> list[tuple[int, int]]:
@@ -201,6 +233,14 @@ def claim(bounds: list[int], low: int, high: int) -> list[tuple[int, int]]:
     edges = [*start, *bounds[first:last], *stop]
     bounds[first:last] = [*start, *stop]
     return [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if low < high]
+
+
+def _read_by(job: Job, copies: bool) -> Iterator[Fragment]:
+    """Every fragment that a job reads, those of further copies if they are read."""
+    further = chain(*job.replicas.values(), job.twins) if copies or job.partial else ()
+    for part in chain(job.sources, further):
+        yield part.fragment
+        yield from part.fragment.inputs
 
 
 def _key(fragment: Fragment, member: Member) -> _Key:

@@ -161,9 +161,8 @@ def show(title: str, samples_of: Mapping[str, list[Sample]], bases: Sequence[str
 
 def machine() -> dict[str, Any]:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    libraries = {
-        name: version(name) for name in ("numpy", "blake3", "click", "torch", "accelerate", "deepspeed", "vitruvian")
-    }
+    names = ("numpy", "blake3", "click", "torch", "accelerate", "deepspeed", "vitruvian")
+    libraries = {name: version(name) for name in names if find_spec(name)}
     return {
         "date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "memory": f"{memory / 2**30:.0f} GiB",
         "kernel": platform.release(), "python": platform.python_version(), "load": round(os.getloadavg()[0], 1),

@@ -29,7 +29,7 @@ STAGES = {
     "converters.move.engine.run_job": "loop",
     "converters.move.blocks.Files.read_stored": "read",
     "converters.move.blocks.write_from": "write",
-    "converters.move.engine.scatter": "scatter",
+    "converters.move.job.scatter": "scatter",
     "converters.move.reading.gather": "gather",
     "converters.move.replicas.gather": "gather",
     "converters.move.replicas.Copies.settle": "replicas",

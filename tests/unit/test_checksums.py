@@ -12,7 +12,7 @@ from unittest.mock import patch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from converters.move.crc32 import MANY, SMALL, Checksums
+from converters.move.crc32 import MANY, SMALL, Checksums, sizes_of
 from formats.checkpoint import OutputFile
 from formats.disk.safetensors import Fragment
 from formats.torch_files import crc32
@@ -20,7 +20,7 @@ from formats.torch_files import crc32
 
 def sums(size: int) -> tuple[Checksums, Fragment]:
     file = OutputFile(Path("f"), size, (), {"s": (64, size)}, lambda _: ())
-    return Checksums([file]), Fragment(Path("f"), 64, "U8", (size,), (1,))
+    return Checksums(sizes_of([file])), Fragment(Path("f"), 64, "U8", (size,), (1,))
 
 
 @given(st.binary(min_size=1, max_size=300), st.integers(0, 100), st.data())

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+import vitruvian
+from converters.move.engine import in_order
 from tests.models import MODELS
 
 CASTS = [("bfloat16", "fp32"), ("float32", "bf16"), ("float16", "fp32"), ("float32", "keep"), ("bfloat16", "keep")]
@@ -64,6 +66,16 @@ def test_threads_that_write_between_each_other(model, convert, tmp_path):
         assert (tmp_path / f"h{number}/model.safetensors").read_bytes() == content
     assert convert("hf2fsdp", source, tmp_path / "f", "--ranks", 3, *options).code == 0
     assert convert("verify", tmp_path / "f").code == 0
+
+
+def test_the_largest_first_and_the_files_by_turns(model):
+    plan = vitruvian.plan(model("llama", "bfloat16"), to="megatron", tp=2, pp=2).plan
+    ordered = in_order(plan.jobs)
+    assert [job.nbytes for job in ordered] == sorted((job.nbytes for job in plan.jobs), reverse=True)
+    assert {job.name for job in ordered} == {job.name for job in plan.jobs}
+    gates = [job for job in ordered if job.tensor == "gate"]
+    stages = [str(job.targets[0].fragment.path)[-25:] for job in gates]
+    assert [job.layer for job in gates] == [0, 2, 1, 3], stages
 
 
 def test_more_memory_than_the_machine_has_is_refused(model, convert, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
-from converters.move.crc32 import MANY, Checksums
+from converters.move.crc32 import MANY, Checksums, sizes_of
 from converters.move.source_checks import SourceChecks
 from converters.remote import path as remote_path
 from converters.remote.path import RemotePath
@@ -46,7 +46,7 @@ class Between(dict[Any, Any]):
 
 def test_a_storage_that_is_forgotten_while_another_thread_counts_stays_forgotten():
     file = OutputFile(Path("f"), 8, (), {"s": (0, 8)}, lambda _: ())
-    sums, fragment = Checksums([file]), Fragment(Path("f"), 0, "U8", (8,), (1,))
+    sums, fragment = Checksums(sizes_of([file])), Fragment(Path("f"), 0, "U8", (8,), (1,))
     sums.small = watched = Between(sums.small, 2, lambda: sums.forget(fragment))
     sums.add(fragment, 0, memoryview(b"12345678"))
     watched.thread.join(10)

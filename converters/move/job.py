@@ -1,0 +1,117 @@
+"""One job: a tensor passes through a buffer in constant memory.
+
+In canonical order, tile by tile: source leaves are read into the tile, the tile is cast if it has to be, hashed, and
+written out to the target leaves. So each source byte is read once and each target byte written once, whatever the two
+layouts are, and the digest comes for free. Payloads are never mapped and never held whole; a thread owns a tile, a
+second one for casts and replicas, and a scratch buffer. Where copies are summed or averaged, their total is as many
+floats again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+from converters.move import casts
+from converters.move.blocks import Files, scatter
+from converters.move.casts import WORDS, Array
+from converters.move.combined import combination
+from converters.move.hashing import hasher
+from converters.move.moments import Moments
+from converters.move.reading import Box, Buffers, Reading
+from converters.move.regions import Nearby, tiles
+from converters.move.replicas import Copies
+from converters.plan.plan import Job
+from converters.plan.request import Limits
+from formats.disk.safetensors import DTYPES
+from formats.errors import Interrupted, VerificationError
+
+
+def buffers_of(limits: Limits) -> Buffers:
+    """The memory of each of some threads."""
+    return Buffers(max(192 << 10, limits.room // limits.threads))
+
+
+class Outcome(NamedTuple):
+    """What came of a job: the digest of the tensor as it was written, and how far apart its averaged copies were."""
+
+    digest: str
+    drift: float = 0.0
+
+
+class Piece(NamedTuple):
+    """A part of a logical tensor as it is written: a box from `start`, of `shape`, and its elements row-major."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    values: Array
+
+
+def pieces_of(
+    job: Job,
+    copies: Sequence[Copies],
+    files: Files,
+    buffers: Buffers,
+    box: Box | None = None,
+    accepted: Collection[str] = (),
+) -> Iterator[Piece]:
+    """The elements of a job's tensor as they are written, in canonical order; `copies` know at the end of any others.
+
+    Args:
+        job: what is read, summed, averaged, grown and cast.
+        copies: what is done with the further copies of each tensor that it reads.
+        files: open files.
+        buffers: this thread's memory. Each piece is in it, and overwritten by the next.
+        box: the part of the tensor, as a start and a stop along each axis; None for all of it.
+        accepted: deviations that the user named.
+    """
+    box = box or tuple((0, n) for n in job.shape)
+    readings = [Reading(read, copy, files, buffers, box) for read, copy in zip(job.reads, copies, strict=True)]
+    combined = combination(job, readings) if job.terms else None
+    widest = max(DTYPES[dtype] for dtype in (job.dtype, *(read.source_dtype for read in job.reads)))
+    for at, shape in tiles(tuple(stop - start for start, stop in box), buffers.tile.nbytes // widest):
+        start = tuple(low + offset for (low, _), offset in zip(box, at, strict=True))
+        room = buffers.other.view(WORDS[DTYPES[job.dtype]])[: prod(shape)]
+        if combined:
+            values = combined(start, shape, room)
+        elif job.shift > 0:
+            values = casts.add_one(readings[0](start, shape), job.source_dtype, job.dtype)
+        else:
+            values = casts.cast(readings[0](start, shape), job.source_dtype, job.dtype, job.name, room)
+        if job.shift < 0:
+            values = casts.less_one(values, job.dtype, job.name, rounded=casts.ROUNDED_NORMS in accepted)
+        yield Piece(start, shape, values)
+
+
+def run_job(
+    job: Job, files: Files, buffers: Buffers, limits: Limits, advance: Callable[[int], None], stop: Callable[[], bool]
+) -> Outcome:
+    """Execute one job.
+
+    Raises:
+        VerificationError: copies of the tensor differ, and nothing said which one counts.
+        RefusedError: it is a moment that Adam does not compute.
+        Interrupted: `stop` was true.
+    """
+    job = job.made
+    digest, targets = hasher(job), Nearby(job.targets, len(job.shape))
+    policies = [term.policy for term in job.terms] or [limits.replicas]
+    copies = [Copies(read, files, policy) for read, policy in zip(job.reads, policies, strict=True)]
+    moments = Moments(job, limits.accepted)
+    for start, shape, values in pieces_of(job, copies, files, buffers, accepted=limits.accepted):
+        moments.see(values)
+        if stop():
+            raise Interrupted("stopped by a signal", "run the same command again to resume")
+        if limits.finite and not casts.finite(values, job.dtype):
+            raise VerificationError(
+                f"{job.name} holds NaN or infinity", "the training has diverged; take an earlier one"
+            )
+        digest.update((casts.add_one(values, job.dtype) if job.less_one[1] else values).data.cast("B"))
+        if job.targets and len(values) and (not limits.fresh or values[0] or values.any()):
+            scatter(files, targets, start, shape, values, buffers.scratch.view(values.dtype))
+        advance(len(values) * DTYPES[job.source_dtype])
+    for each in copies:
+        each.judge()
+    moments.judge()
+    return Outcome(str(digest.hexdigest()), max(each.drift for each in copies))

@@ -1,0 +1,239 @@
+"""Jobs in processes of their own, one for each thread that asks.
+
+Python lets one thread of a process work at a time, and each call to the system gives that right away and asks for it
+again: from four threads on they wait for it more than they work. A process costs a fifth of a second and about 35 MB,
+so each gets half a gigabyte to do at least.
+
+Which job is done when, what is noted and what is forced to disk stays with the process that asked. A worker gets a job,
+and answers with its outcome and what it has counted: the checksums of what it read and wrote.
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from converters.common.atomic import STOPS
+from converters.move.blocks import Files
+from converters.move.crc32 import Checksums, Counted, Sizes
+from converters.move.job import Outcome, buffers_of, run_job
+from converters.move.reading import Buffers
+from converters.move.source_checks import Entries, SourceChecks
+from converters.plan.plan import Job
+from converters.plan.request import Limits
+from formats.disk.handle import is_elsewhere
+from formats.errors import Interrupted, VitruvianError
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+FEWEST, EACH = 4, 512 << 20
+"""Fewer workers than this are threads; and the bytes that each has to do at least."""
+EVERY = 0.1
+"""Seconds between two messages about progress, and between two looks at whether to stop."""
+PATIENCE = 10
+"""Seconds in which a worker without a job ends."""
+_CHILD = "import sys; sys.path[:] = sys.argv[2:]; from converters.move.workers import serve; serve(int(sys.argv[1]))"
+
+
+class _Setting(NamedTuple):
+    """What a worker is told once: its limits, storages that need a checksum, and whether those it reads have one."""
+
+    limits: Limits
+    sizes: Sizes | None
+    checked: bool
+
+
+class _Done(NamedTuple):
+    """What a worker answers: the outcome of a job, and what it has counted of what it wrote and read."""
+
+    outcome: Outcome
+    written: Counted
+    read: Entries
+
+
+def number_of(jobs: Iterable[Job], limits: Limits) -> int:
+    """How many processes work on some jobs, 0 for threads of this one."""
+    number = min(limits.threads, sum(job.nbytes for job in jobs) // EACH)
+    return number if number >= FEWEST and sys.executable else 0
+
+
+class Workers:
+    """The processes of some jobs.
+
+    Args:
+        files: the open files of this process, which does what cannot be done elsewhere.
+        buffers: the memory of its threads.
+        limits: how much of the machine to use; a worker gets its share of the memory.
+    """
+
+    def __init__(self, files: Files, buffers: Buffers, limits: Limits) -> None:
+        self.files, self.buffers, self.limits = files, buffers, limits
+        self.own = threading.local()
+        self.all: list[_Worker] = []
+
+    def run(self, job: Job, advance: Callable[[int], None], stop: Callable[[], bool]) -> Outcome:
+        """Execute one job in this thread's process. Raises as `run_job` does.
+
+        Raises:
+            Interrupted: the process ended, which no job does.
+        """
+        job = job.made
+        if not _is_portable(job):
+            return run_job(job, self.files, self.buffers, self.limits, advance, stop)
+        done = self._worker().run(job, advance, stop)
+        if self.files.sums is not None:
+            self.files.sums.merge(done.written)
+        if self.files.checks is not None:
+            self.files.checks.merge(job, done.read)
+        self.files.descriptors.written(part.fragment.path for part in job.targets)
+        return done.outcome
+
+    def _worker(self) -> _Worker:
+        if not hasattr(self.own, "worker"):
+            limits = replace(self.limits, threads=1, memory=self.limits.room // self.limits.threads)
+            sizes = self.files.sums.sizes if self.files.sums is not None else None
+            setting = _Setting(limits, sizes, self.files.checks is not None)
+            self.own.worker = _Worker(setting, self.files.locks)
+            self.all.append(self.own.worker)
+        worker: _Worker = self.own.worker
+        return worker
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.all:
+            worker.close()
+
+
+def _is_portable(job: Job) -> bool:
+    """Whether another process can do a job.
+
+    A stream is read on from where the last tensor of it ended, an interleaved tensor is written by one at a time, and
+    a store is asked by the process that has signed in.
+    """
+    reads = chain.from_iterable(chain(read.sources, read.twins, *read.replicas.values()) for read in job.reads)
+    fragments = chain.from_iterable((part.fragment, *part.fragment.inputs) for part in reads)
+    return not any(part.woven for part in job.targets) and not any(
+        fragment.stream is not None or is_elsewhere(fragment.path) for fragment in fragments
+    )
+
+
+class _Worker:
+    """A process, as the one that asks sees it."""
+
+    def __init__(self, setting: _Setting, locks: Iterable[int]) -> None:
+        from multiprocessing.connection import Connection
+
+        near, far = socket.socketpair()
+        with far:
+            words = [sys.executable, "-c", _CHILD, str(far.fileno()), *sys.path]
+            self.process = subprocess.Popen(  # noqa: S603  # our own interpreter and our own words
+                words, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=(far.fileno(), *locks)
+            )
+        self.connection: Connection[Any, Any] = Connection(near.detach())
+        self._send(setting)
+
+    def run(self, job: Job, advance: Callable[[int], None], stop: Callable[[], bool]) -> _Done:
+        """Have a job done."""
+        self._send(job)
+        asked = False
+        while True:
+            if not asked and stop():
+                self._send(None)
+                asked = True
+            if not self.connection.poll(EVERY):
+                continue
+            try:
+                answer = self.connection.recv()
+            except (EOFError, ConnectionError):
+                raise self._ended() from None
+            match answer:
+                case int():
+                    advance(answer)
+                case _Done():
+                    return answer
+                case (Exception() as error, str() as trace):
+                    if not isinstance(error, VitruvianError | OSError):
+                        error.__cause__ = RuntimeError(f"in a process of its own:\n{trace}")
+                    raise error
+
+    def close(self) -> None:
+        """End the process, which has no job or whose job no longer counts."""
+        self.connection.close()
+        try:
+            self.process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _send(self, message: object) -> None:
+        try:
+            self.connection.send(message)
+        except ConnectionError:
+            raise self._ended() from None
+
+    def _ended(self) -> Interrupted:
+        code = self.process.wait()
+        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        return Interrupted(
+            f"process {self.process.pid}, one of those that convert, was ended {how}",
+            "run the same command again to resume, if memory was short with a lower -j",
+        )
+
+
+# --- the process of a worker -----------------------------------------------------------------------------------------
+
+
+def serve(descriptor: int) -> None:
+    """Do jobs until the other end of a socket is closed. Signals are the business of the process that asks."""
+    from multiprocessing.connection import Connection
+
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
+    connection: Connection[Any, Any] = Connection(descriptor)
+    try:
+        setting = connection.recv()
+        buffers = buffers_of(setting.limits)
+        with Files(Checksums(setting.sizes) if setting.sizes is not None else None) as files:
+            while True:
+                job = connection.recv()
+                if job is not None:  # the word to stop comes late where the job was done already
+                    files.checks = SourceChecks([job], setting.limits.replicas) if setting.checked else None
+                    connection.send(_answer(job, files, buffers, setting.limits, connection))
+    except (EOFError, ConnectionError):  # the other process has ended, or wants no more
+        return
+
+
+def _answer(
+    job: Job, files: Files, buffers: Buffers, limits: Limits, connection: Connection[Any, Any]
+) -> _Done | tuple[Exception, str]:
+    """Do a job, and say how far it is on the way."""
+    incoming = select.poll()
+    incoming.register(connection, select.POLLIN)
+    moved, said = 0, time.monotonic()
+
+    def advance(nbytes: int) -> None:
+        nonlocal moved, said
+        moved += nbytes
+        if time.monotonic() - said > EVERY:
+            connection.send(moved)
+            moved, said = 0, time.monotonic()
+
+    try:
+        outcome = run_job(job, files, buffers, limits, advance, lambda: bool(incoming.poll(0)))
+    except Exception as error:  # noqa: BLE001  # raised where it was asked for
+        return error, traceback.format_exc()
+    connection.send(moved)
+    return _Done(outcome, files.sums.taken() if files.sums else {}, files.checks.entries if files.checks else {})

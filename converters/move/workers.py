@@ -10,6 +10,7 @@ and answers with its outcome and what it has counted: the checksums of what it r
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import socket
@@ -140,7 +141,11 @@ class _Worker:
         with far:
             words = [sys.executable, "-c", _CHILD, str(far.fileno()), *sys.path]
             self.process = subprocess.Popen(  # noqa: S603  # our own interpreter and our own words
-                words, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=(far.fileno(), *locks)
+                words,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=(far.fileno(), *locks),
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
             )
         self.connection: Connection[Any, Any] = Connection(near.detach())
         self._send(setting)

@@ -47,7 +47,7 @@ class Between(dict[Any, Any]):
 def test_a_storage_that_is_forgotten_while_another_thread_counts_stays_forgotten():
     file = OutputFile(Path("f"), 8, (), {"s": (0, 8)}, lambda _: ())
     sums, fragment = Checksums(sizes_of([file])), Fragment(Path("f"), 0, "U8", (8,), (1,))
-    sums.small = watched = Between(sums.small, 2, lambda: sums.forget(fragment))
+    sums.small = watched = Between({(Path("f"), 0): 0}, 2, lambda: sums.forget(fragment))
     sums.add(fragment, 0, memoryview(b"12345678"))
     watched.thread.join(10)
     assert dict(watched) == {(Path("f"), 0): MANY}

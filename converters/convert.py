@@ -378,12 +378,24 @@ def verify_output(
 
 
 def publish(request: Request) -> None:
-    """Put the finished folder in its place in one step."""
+    """Put the finished folder in its place in one step.
+
+    Raises:
+        OutputError: something is at OUT; or OUT is complete, and what it was made in could not be deleted.
+        OSError: OUT could not be put in its place.
+    """
     _check_free(request)  # once more: it may have come into being while we worked
     for folder in [request.root, *(path for path in request.root.rglob("*") if path.is_dir())]:
         sync_folder(folder)
     if request.place.is_dir() and any(request.place.iterdir()):
         request.place.rename(request.staging / "replaced")
     request.root.rename(request.place)
-    sync_folder(request.place.parent)
-    shutil.rmtree(request.staging)
+    try:
+        sync_folder(request.place.parent)
+        shutil.rmtree(request.staging)
+    except OSError as error:
+        raise OutputError(
+            f"{request.out} is complete and in its place; after that {error.filename or request.staging} could not be "
+            f"put in order: {error.strerror}",
+            f"delete {request.staging}",
+        ) from None

@@ -119,7 +119,7 @@ class Reader:
             VerificationError: copies of a tensor in it differ.
         """
         with self.opened():
-            for job, leaf in self._leaves(placed, state):
+            for job, leaf in self.leaves(placed, state):
                 self._read(job, leaf, values)
 
     def _read(self, job: Job, leaf: Leaf, values: Array) -> None:
@@ -162,7 +162,7 @@ class Reader:
             self.checks.complete(self.files.read_stored, self.limits.threads)
             self.unchanged()
 
-    def _leaves(self, placed: Placed, state: str) -> Iterator[tuple[Job, Leaf]]:
+    def leaves(self, placed: Placed, state: str) -> Iterator[tuple[Job, Leaf]]:
         """The logical tensors that a tensor is put together from, and where their elements are in it."""
         layer = placed.slot.layer
         for leaf in (*placed.leaves(), *(repeated_leaves(placed) if self.repeats else ())):
@@ -210,6 +210,13 @@ class Tensor:
     def spellings(self) -> frozenset[str]:
         """Its name, and others that some version of the framework has for it."""
         return frozenset((self.name, *self.placed.slot.keys))
+
+    @property
+    def origins(self) -> frozenset[tuple[Path, int]]:
+        """The file and the first byte of each tensor of the source that it is made of."""
+        jobs = {job.name: job for job, _ in self.reader.leaves(self.placed, self.state)}
+        fragments = (part.fragment for job in jobs.values() for part in job.sources)
+        return frozenset((fragment.path, fragment.offset) for fragment in fragments)
 
     @property
     def ndim(self) -> int:

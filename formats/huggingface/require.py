@@ -61,11 +61,13 @@ def require_class(config: Mapping[str, Any], where: str) -> None:
 
 
 BIASES = {
-    "qkv_bias": re.compile(r".*\.self_attn\.[qkv]_proj\.weight"),
+    "qkv_bias": re.compile(r".*\.self_attn\.(?:[qkv]|q_a)_proj\.weight|.*\.self_attn\.kv_a_proj_with_mqa\.weight"),
     "output_bias": re.compile(r".*\.self_attn\.o_proj\.weight"),
     "mlp_bias": re.compile(r".*\.mlp\.(?:gate|up|down)_proj\.weight"),
 }
-"""Condition of layout: the weights that then have a bias (modeling_llama.py and modeling_qwen3.py, 5.23.0)."""
+"""Condition of layout: the weights that then have a bias (modeling_llama.py, modeling_qwen3.py, 5.23.0)."""
+BESIDE_LATENTS = ".q_proj.", ".kv_a_proj_with_mqa."
+"""The one has no bias where the other is in the same layer (modeling_deepseek_v3.py, 5.23.0)."""
 USUAL_BIASES = {"attention_bias": "qkv_bias output_bias", "mlp_bias": "mlp_bias"}
 """Config key: what it turns on in a family whose table has no biases."""
 
@@ -84,6 +86,7 @@ def require_biases(config: Mapping[str, Any], keys: Collection[str], where: str)
         if config.get(name) is not True or not (name in family.biases or family.requires.get(name) is False):
             continue
         weights = [key for key in keys if any(BIASES[condition].fullmatch(key) for condition in conditions.split())]
+        weights = [key for key in weights if ".q_proj." not in key or key.replace(*BESIDE_LATENTS) not in keys]
         biases = [key.removesuffix("weight") + "bias" for key in weights]
         lost = [key for key in biases if key not in keys]
         if lost:

@@ -48,8 +48,8 @@ def describe(
         why: why no table describes it.
 
     Raises:
-        UnsupportedError: the config names no model type, a tensor has the name of a logical tensor, or a setting would
-            have no effect.
+        UnsupportedError: the config names no model type, a tensor has no name or that of a logical tensor, or a setting
+            would have no effect.
     """
     if not isinstance(config.get("model_type"), str):
         raise UnsupportedError(why)
@@ -59,6 +59,8 @@ def describe(
     clash = sorted(set(shapes) & set(TENSORS))
     if clash:
         raise UnsupportedError(f"a tensor is called {clash[0]}, which is the name of a logical tensor here")
+    if "" in shapes:
+        raise UnsupportedError(f"a tensor of shape {list(shapes[''])} has an empty name", "remove it from its file")
     embedding = next((key for key in EMBEDDINGS if key in shapes), "")
     names = config.get("architectures")
     causal = isinstance(names, list) and any(isinstance(name, str) and name.endswith(CAUSAL) for name in names)

@@ -202,3 +202,18 @@ def test_the_config_of_a_model_in_memory_is_that_of_its_file(tmp_path, name):
     in_memory = json.loads(AutoConfig.from_pretrained(tmp_path).to_json_string(use_diff=False))
     first, second = (from_huggingface(each, {}, name) for each in (written, in_memory))
     assert differences(first, second) == []
+
+
+def test_layers_that_share_a_block_are_one_in_the_model_and_in_the_file(tmp_path):
+    """Zamba2 has a shared block in several layers, the file in the first of them alone."""
+    config = AutoConfig.for_model(
+        "zamba2", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=6, hybrid_layer_ids=[1, 3, 5],
+        num_attention_heads=4, num_key_value_heads=4, attention_head_dim=16, kv_channels=8, num_mem_blocks=1,
+        mamba_d_state=8, mamba_ngroups=1, n_mamba_heads=4, mamba_expand=2, adapter_rank=4, use_mem_rope=False,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid", "mamba", "hybrid"], use_mamba_kernels=False,
+    )  # fmt: skip
+    judge = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    judge.save_pretrained(tmp_path / "hf")
+    filled = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    vitruvian.torch.load(filled, tmp_path / "hf")
+    assert all(torch.equal(tensor, judge.state_dict()[name]) for name, tensor in filled.state_dict().items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -13,7 +14,8 @@ import pytest
 from converters.commands.options import Size
 from formats import families
 from formats.registry import FORMATS
-from tests.models import files
+from tests.faults.dcp_tools import refused
+from tests.models import files, settings_of
 
 
 def test_help_names_every_command_and_exit_code(convert):
@@ -106,6 +108,42 @@ def test_a_config_with_biases_that_the_files_lack(model, convert, tmp_path, name
     del biases[f"model.layers.3.{bias}"]
     save_file({**tensors, **biases}, source / "model.safetensors", {"format": "pt"})
     assert f"1 of {len(biases) + 1} biases are missing" in convert("hf2fsdp", source, tmp_path / "again").err
+
+
+def test_a_query_beside_latents_has_no_bias(tmp_path, convert):
+    """DeepSeek-V3 without q_lora_rank: biases are those of kv_a_proj_with_mqa and o_proj."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**settings_of("deepseek_v3"), attention_bias=True)
+    config.q_lora_rank = None
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "hf")
+    ran = convert("hf2hf", tmp_path / "hf", tmp_path / "out")
+    assert (ran.code, "no table checks the names" in ran.err) == (0, True), ran.err
+
+
+def test_a_tensor_without_a_name_is_refused(model, convert, tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    source = shutil.copytree(model("llama"), tmp_path / "source")
+    save_file(load_file(source / "model.safetensors") | {"": torch.zeros(2)}, source / "model.safetensors")
+    refused(convert("hf2hf", source, tmp_path / "out", "--verbatim"), 4, "shape [2] has an empty name")
+
+
+def test_what_cannot_be_deleted_after_the_output_is_complete(model, convert, tmp_path, monkeypatch):
+    delete = shutil.rmtree
+
+    def busy(path, *given, **named):
+        if Path(path) == tmp_path / "out.partial":
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        delete(path, *given, **named)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    refused(
+        convert("hf2hf", model("llama"), tmp_path / "out"), 7, "out is complete and in its place; after that", "busy"
+    )
+    assert convert("verify", tmp_path / "out").code == 0
 
 
 def test_inspect_says_what_it_is(model, convert, tmp_path):

@@ -217,7 +217,9 @@ def _require_one(names: set[str], stored: Mapping[str, Tensor]) -> None:
     Raises:
         RefusedError: it is several there.
     """
-    different = {stored[key].placed.slot.rule.pattern.tensors: key for key in sorted(names) if key in stored}
+    if len(names) == 1:
+        return
+    different = {stored[key].origins: key for key in sorted(names) if key in stored}
     if len(different) > 1:
         raise RefusedError(
             f"{' and '.join(different.values())} are one tensor in the model, and several in the checkpoint",

@@ -60,7 +60,9 @@ MORE = {"amsgrad": "max_exp_avg_sq", "momentum_decay": "mu_product"}
 KEEPS = {
     "momentum_buffer": "Muon or SGD with momentum",
     "exp_avg_sq_row": "Adafactor, of transformers",
+    "RMS": "Adafactor, of transformers",
     "row_var": "Adafactor, of torch",
+    "variance": "Adafactor, of torch",
     "state1": "an 8-bit optimizer of bitsandbytes",
     "__bnb_optimizer_quant_state__": "an 8-bit optimizer of bitsandbytes",
     "exp_avg_diff": "Adan",
@@ -74,6 +76,18 @@ KEEPS = {
 }
 """State of a parameter: the optimizer that it tells (torch 2.13.0, transformers 5.23.0; those of SOAP, Adan,
 bitsandbytes and the schedule-free ones as their authors' code calls them)."""
+
+
+OF_PARTS = frozenset({"RMS", "variance"})
+"""Statistics by which Adafactor bounds the step of a whole parameter. FSDP1 and ZeRO give it a rank's flat part for one
+(torch 2.13.0 optim/_adafactor.py, transformers 5.23.0 optimization.py): its rows and columns are not factored, and its
+step depends on where it was cut. FSDP2 and tensor parallelism of torch 2.13.0 make no step with either class."""
+
+
+def why_not(kept: Collection[str]) -> str:
+    """What the user should know of an optimizer that keeps such states, and is refused."""
+    reason = "Adafactor's step is bounded by the mean square of each rank's part, and would be another on other ranks: "
+    return reason * (not OF_PARTS.isdisjoint(kept)) + "convert the weights without the optimizer"
 
 
 def whose(kept: Collection[str]) -> str:

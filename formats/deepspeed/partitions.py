@@ -25,7 +25,7 @@ from formats.disk.safetensors import DTYPES, FLOATS, Fragment
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.layout.columns import Columns, Cut, Ints, Piece, boxes
 from formats.layout.pieces import Scattered, scattered, whole_part
-from formats.optimizer import STATES, kept_by, require_states, whose
+from formats.optimizer import STATES, kept_by, require_states, whose, why_not
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.pickle_values import Opaque, TensorRef
@@ -166,7 +166,9 @@ def _parse(file: TorchFile, optimizer: Mapping[str, Any], states: Sequence[str] 
         refs = masters if state == "fp32" else [by_group.get(i, {}).get(state) for i in range(len(masters))]
         if any(ref is None for ref in refs):
             raise SourceError(
-                f"{file.path} holds no {state}: its optimizer{whose(kept)} is not Adam or Lion, or has made no step yet"
+                f"{file.path} holds no {state}: its optimizer{whose(kept)} is not Adam or Lion, or has made no step "
+                "yet",
+                why_not(kept),
             )
         flats = [flat_fragment(file, ref, f"{state} of group {i}") for i, ref in enumerate(refs)]
         if odd := next((flat.dtype for flat in flats if flat.dtype not in FLOATS), None):
@@ -226,7 +228,8 @@ def require_known(path: Path, kept: Iterable[str]) -> None:
     if others := sorted(set(kept) - KEPT):
         raise UnsupportedError(
             f"{path}: its optimizer{whose(others)} keeps {some(others, 4)} of each parameter, and only Adam's "
-            "states are carried"
+            "states are carried",
+            why_not(others),
         )
 
 

@@ -44,6 +44,7 @@ from formats.optimizer import (
     group_of,
     number_of,
     whose,
+    why_not,
 )
 from formats.torch_files import dcp, rank_dumps
 from formats.torch_files.archive import TorchFile, read_torch
@@ -266,7 +267,8 @@ def _require_known(optimizer: Held) -> None:
     kept -= {MOMENTUM} if "exp_avg" in kept else set()  # beside Muon an Adam trains what is no matrix
     if others := sorted(kept - {*MOMENTS[Group], "step"}):
         raise UnsupportedError(
-            f"{where}: its optimizer{whose(kept)} is not Adam, AdamW or Lion: it keeps {', '.join(others)}"
+            f"{where}: its optimizer{whose(kept)} is not Adam, AdamW or Lion: it keeps {', '.join(others)}",
+            why_not(kept),
         )
     needed = MOMENTS[Lion if MOMENTUM not in optimizer.states else Group]
     if missing := [state for state in needed if state not in optimizer.states]:
@@ -290,7 +292,8 @@ def _step(optimizer: Held, keys: Collection[str], *, needed: bool) -> int | None
         elif parts and parts["state"] not in KNOWN:
             kind = whose([parts["state"]])
             raise UnsupportedError(
-                f"{where}: its optimizer{kind} is not Adam, AdamW or Lion: it keeps {parts['state']}"
+                f"{where}: its optimizer{kind} is not Adam, AdamW or Lion: it keeps {parts['state']}",
+                why_not([parts["state"]]),
             )
     if counted := sorted(values.keys() & optimizer.states.get(MOMENTUM, {}).keys()):
         raise UnsupportedError(f"{where}: its optimizer keeps {MOMENTUM} and step of {counted[0]}, and Muon no step")

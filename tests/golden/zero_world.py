@@ -80,6 +80,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
+from transformers.optimization import Adafactor
 
 STEPS = 3
 RATE = 0.01
@@ -128,7 +129,22 @@ def bits(model: nn.Module) -> torch.optim.Optimizer:
     return bitsandbytes.optim.AdamW8bit(groups, lr=RATE)
 
 
-OPTIMIZERS = {"adam": adam, "lion": lion, "fused-lion": fused_lion, "bits": bits}
+def adafactor(model: nn.Module, kind: Callable[..., torch.optim.Optimizer] = torch.optim.Adafactor) -> Any:
+    """An Adafactor of the same two groups."""
+    kept = ("params", "weight_decay")
+    return kind([{name: group[name] for name in kept} for group in adam(model).param_groups], lr=RATE)
+
+
+OPTIMIZERS = {
+    "adam": adam,
+    "lion": lion,
+    "fused-lion": fused_lion,
+    "bits": bits,
+    "adafactor": adafactor,
+    "hf-adafactor": functools.partial(adafactor, kind=functools.partial(Adafactor, relative_step=False)),
+}
+KEPT = ("exp_avg", "exp_avg_sq", "variance")
+"""What they keep of a parameter besides its steps."""
 
 
 def engine_of(model: nn.Module, config: Config, optimizer: str = "adam", **options: Any) -> Any:
@@ -188,7 +204,7 @@ def trained_state(engine: Any) -> Iterator[tuple[nn.Parameter, StateDict]]:
             about |= {"absmax": state.get(f"absmax{number}"), "code": state.get(f"qmap{number}")}
             coded = codes.dtype == torch.uint8
             state = {**state, key: bitsandbytes.functional.dequantize_blockwise(codes, **about) if coded else codes}
-        return {"fp32": master, **{key: state[key] for key in ("exp_avg", "exp_avg_sq") if key in state}}
+        return {"fp32": master, **{key: state[key] for key in KEPT if key in state}}
 
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         group = optimizer.dp_process_group
@@ -247,7 +263,9 @@ def check(engine: Any, tensors: StateDict) -> None:
             weight, master = tensors[f"module.{name}"], tensors[f"fp32.{name}"]
             assert weight.shape == master.shape, f"{name}: master and weight are not of one shape"
             assert torch.equal(master.to(weight.dtype), weight), f"{name}: the rounded master is not the weight"
-            assert tensors[f"exp_avg.{name}"].any(), f"{name} has no moments"
+            kept = [tensors[f"{key}.{name}"].any() for key in KEPT if f"{key}.{name}" in tensors]
+            assert kept, f"{name} has no moments"
+            assert all(kept), f"{name} has no moments"
 
 
 def save_truth(world: World, engine: Any, path: Path) -> None:
@@ -433,6 +451,9 @@ KINDS: dict[str, Kind] = {
     "zero1-fp32-bits": functools.partial(zero, stage=1, optimizer="bits", **FLOAT),
     "zero2-bits": functools.partial(zero, stage=2, optimizer="bits"),
     "zero3-bits": functools.partial(zero, stage=3, optimizer="bits"),
+    "zero1-adafactor": functools.partial(zero, stage=1, optimizer="adafactor"),
+    "zero3-adafactor": functools.partial(zero, stage=3, optimizer="adafactor"),
+    "zero2-hf-adafactor": functools.partial(zero, stage=2, optimizer="hf-adafactor"),
     "trainer2": functools.partial(trainer, stage=2),
     "trainer3": functools.partial(trainer, stage=3),
     "trainer3-gathered": functools.partial(trainer, stage=3, stage3_gather_16bit_weights_on_model_save=True),

@@ -187,9 +187,10 @@ def kind_of(about: Mapping[str, Any]) -> type[AnyGroup]:
 
 
 def kept_by(groups: Iterable[Mapping[str, Any]], kept: Collection[str]) -> tuple[str, ...]:
-    """Those of STATES that parameters must have, by their groups and by what there is of any."""
-    lion = all(kind_of(group) is Lion for group in groups)
-    return tuple(state for state in STATES if not (lion and state == "exp_avg_sq") or state in kept)
+    """Those of KEPT that parameters must have, by their groups and by what there is of any; Adam's without a group."""
+    kinds = {kind_of(group) for group in groups} or {Group}
+    wanted = {STATES[0], *(state for kind in kinds for state in MOMENTS[kind])}
+    return tuple(state for state in KEPT if state in wanted or (state in STATES and state in kept))
 
 
 def group_of(about: Mapping[str, Any], where: str) -> AnyGroup:

@@ -78,16 +78,22 @@ KEEPS = {
 bitsandbytes and the schedule-free ones as their authors' code calls them)."""
 
 
-OF_PARTS = frozenset({"RMS", "variance"})
-"""Statistics by which Adafactor bounds the step of a whole parameter. FSDP1 and ZeRO give it a rank's flat part for one
-(torch 2.13.0 optim/_adafactor.py, transformers 5.23.0 optimization.py): its rows and columns are not factored, and its
-step depends on where it was cut. FSDP2 and tensor parallelism of torch 2.13.0 make no step with either class."""
+ADAFACTOR = {
+    ("row_var", "exp_avg_sq_row"): "its statistics of rows and columns are no tensors of the model",
+    (
+        "variance",
+        "RMS",
+    ): "its step is bounded by the mean square of each rank's part, and would be another on other ranks",
+}
+"""Why Adafactor is not carried, by what it keeps. Of whole parameters it keeps rows and columns (torch 2.13.0
+optim/_adafactor.py, transformers 5.23.0 optimization.py). FSDP1 and ZeRO give it a rank's flat part for one, of which
+there are none; with FSDP2 and tensor parallelism of torch 2.13.0 neither class makes a step."""
 
 
 def why_not(kept: Collection[str]) -> str:
     """What the user should know of an optimizer that keeps such states, and is refused."""
-    reason = "Adafactor's step is bounded by the mean square of each rank's part, and would be another on other ranks: "
-    return reason * (not OF_PARTS.isdisjoint(kept)) + "convert the weights without the optimizer"
+    reasons = [f"{reason}: " for states, reason in ADAFACTOR.items() if not set(states).isdisjoint(kept)]
+    return "".join(reasons[:1]) + "convert the weights without the optimizer"
 
 
 def whose(kept: Collection[str]) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.faults.dcp_tools import refused
+from tests.faults.dcp_tools import refused, save
 from tests.golden.test_zero import differences
 from tests.golden.zero_worlds import ADAFACTORS
 from tests.models import build
@@ -65,3 +66,24 @@ def test_fsdp_and_adafactor(fsdp, convert, tmp_path):
         first, second = losses[2][f"{kind}-fsdp1"], losses[4][f"{kind}-fsdp1"]
         assert first[0] == second[0]
         assert abs(first[2] - second[2]) > 1e-5 * first[2], "those of Adafactor are others"
+
+
+@pytest.mark.parametrize("kind", NOT_SHARDED)
+@pytest.mark.filterwarnings("ignore")
+def test_of_whole_parameters_it_keeps_rows_and_columns(convert, tmp_path, kind):
+    """In one process, or with DDP: neither is a tensor of the model, and both are refused."""
+    import torch
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from transformers import AutoModelForCausalLM
+    from transformers.optimization import Adafactor
+
+    build(tmp_path / "hf", "llama", "float32", num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    kinds = {"torch": torch.optim.Adafactor, "transformers": functools.partial(Adafactor, relative_step=False)}
+    optimizer = kinds[kind](model.parameters(), lr=0.01)
+    model(input_ids=torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
+    optimizer.step()
+    states = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    options = ["--with-optimizer", "--config", tmp_path / "hf"]
+    ran = convert("hf2fsdp", save(tmp_path / "c", states), tmp_path / "out", *options)
+    refused(ran, 4, f"(Adafactor, of {kind})", "its statistics of rows and columns are no tensors of the model")

@@ -1,8 +1,8 @@
-"""Real verl saves a training: `python make.py MODEL_DIR OUT_DIR {fsdp1|fsdp2}`, with tests/golden and verl on the path.
+"""Real verl saves a training: `python make.py MODEL_DIR OUT_DIR {fsdp1|fsdp2} RANKS`.
 
-verl's own functions shard the model, and its FSDPCheckpointManager writes OUT_DIR/checkpoint after three steps of AdamW
-on two ranks; states.safetensors, losses.json and groups.json are those of `begin` in fsdp_optim_world.py. What verl
-imports and none of this needs (ray, tensordict, …) is replaced by stand-ins.
+tests/golden and verl have to be on the path. verl's own functions shard the model, and its FSDPCheckpointManager writes
+OUT_DIR/checkpoint after three steps of AdamW; states.safetensors, losses.json and groups.json are those of `begin` in
+fsdp_optim_world.py. What verl imports and none of this needs (ray, tensordict, …) is replaced by stand-ins.
 """
 
 from __future__ import annotations
@@ -108,5 +108,5 @@ def make(world: World, out: Path, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    hf, folder, how = sys.argv[1:]
-    sys.exit(launch(2, Path(hf), functools.partial(make, out=Path(folder), kind=how)))
+    hf, folder, how, size = sys.argv[1:]
+    sys.exit(launch(int(size), Path(hf), functools.partial(make, out=Path(folder), kind=how)))

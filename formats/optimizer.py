@@ -60,7 +60,9 @@ MORE = {"amsgrad": "max_exp_avg_sq", "momentum_decay": "mu_product"}
 KEEPS = {
     "momentum_buffer": "Muon or SGD with momentum",
     "exp_avg_sq_row": "Adafactor, of transformers",
+    "RMS": "Adafactor, of transformers",
     "row_var": "Adafactor, of torch",
+    "variance": "Adafactor, of torch",
     "state1": "an 8-bit optimizer of bitsandbytes",
     "__bnb_optimizer_quant_state__": "an 8-bit optimizer of bitsandbytes",
     "exp_avg_diff": "Adan",
@@ -74,6 +76,24 @@ KEEPS = {
 }
 """State of a parameter: the optimizer that it tells (torch 2.13.0, transformers 5.23.0; those of SOAP, Adan,
 bitsandbytes and the schedule-free ones as their authors' code calls them)."""
+
+
+ADAFACTOR = {
+    ("row_var", "exp_avg_sq_row"): "its statistics of rows and columns are no tensors of the model",
+    (
+        "variance",
+        "RMS",
+    ): "its step is bounded by the mean square of each rank's part, and would be another on other ranks",
+}
+"""Why Adafactor is not carried, by what it keeps. Of whole parameters it keeps rows and columns (torch 2.13.0
+optim/_adafactor.py, transformers 5.23.0 optimization.py). FSDP1 and ZeRO give it a rank's flat part for one, of which
+there are none; with FSDP2 and tensor parallelism of torch 2.13.0 neither class makes a step."""
+
+
+def why_not(kept: Collection[str]) -> str:
+    """What the user should know of an optimizer that keeps such states, and is refused."""
+    reasons = [f"{reason}: " for states, reason in ADAFACTOR.items() if not set(states).isdisjoint(kept)]
+    return "".join(reasons[:1]) + "convert the weights without the optimizer"
 
 
 def whose(kept: Collection[str]) -> str:
@@ -173,9 +193,10 @@ def kind_of(about: Mapping[str, Any]) -> type[AnyGroup]:
 
 
 def kept_by(groups: Iterable[Mapping[str, Any]], kept: Collection[str]) -> tuple[str, ...]:
-    """Those of STATES that parameters must have, by their groups and by what there is of any."""
-    lion = all(kind_of(group) is Lion for group in groups)
-    return tuple(state for state in STATES if not (lion and state == "exp_avg_sq") or state in kept)
+    """Those of KEPT that parameters must have, by their groups and by what there is of any; Adam's without a group."""
+    kinds = {kind_of(group) for group in groups} or {Group}
+    wanted = {STATES[0], *(state for kind in kinds for state in MOMENTS[kind])}
+    return tuple(state for state in KEPT if state in wanted or (state in STATES and state in kept))
 
 
 def group_of(about: Mapping[str, Any], where: str) -> AnyGroup:

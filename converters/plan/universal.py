@@ -35,7 +35,7 @@ from formats.layout.slots import ORIGINAL, Slot
 from formats.layout.tensors import BUFFERS
 from formats.model import untabled
 from formats.model.spec import ModelSpec, Verbatim
-from formats.optimizer import AnyGroup, Group, Lion, Optimizer
+from formats.optimizer import MOMENTUM, AnyGroup, Group, Lion, Optimizer
 from formats.torch_files import saved_names
 from formats.torch_files.pickle_values import Opaque
 
@@ -77,6 +77,11 @@ def plan_universal(states: States, request: Request) -> Plan:
     """
     opened, model, partitions = states
     tag = opened["fp32"].home
+    if MOMENTUM in opened:
+        raise UnsupportedError(
+            f"{tag} was trained with Muon, whose {MOMENTUM} has no place in a universal checkpoint",
+            "convert hf2fsdp --with-optimizer takes it",
+        )
     masters = opened["fp32"]
     parameters = list(_parameters(masters, zero_partitions.step_of(partitions, model)))
     ranks = len([path for path in tag.iterdir() if saved_names.MODEL.fullmatch(path.name)]) or 1

@@ -25,6 +25,7 @@ from formats.layout.pieces import Scattered
 from formats.layout.slots import Slot
 from formats.layout.table import Rule
 from formats.model.spec import ModelSpec
+from formats.optimizer import MOMENTUM
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.saves import require_same
@@ -153,6 +154,8 @@ def states_of(tag: Path, models: Mapping[int, TorchFile], settings: Settings, of
     partitions, _ = _partitions(tag, models, None, settings)
     every = [partition for of_rank in partitions.values() for partition in of_rank]
     zero_partitions.require_trained(every)
+    if any(MOMENTUM in partition.groups for partition in every):
+        raise UnsupportedError(f"{tag} was trained with Muon, which is read of models with Hugging Face names alone")
     opened = {state: of_state(partitions, state) for state in every[0].groups}
     return universal.States(opened, models[0].value, every)
 

@@ -1,6 +1,6 @@
 """What DeepSpeed and GPT-NeoX keep of a training besides the weights, in no framework's terms.
 
-The states lie where `partitions.py` and `universal.py` find them, in the layout of the weights. How a parameter is
+The states are where `partitions.py` and `universal.py` find them, in the layout of the weights. How a parameter is
 treated, its flat group says: each is of one parameter group, whose `params` are numbers of flat groups (in stage 3 a
 group has several of them). Facts: deepspeed/runtime/zero/stage_1_and_2.py, stage3.py and bf16_optimizer.py at 0.19.8.
 """
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from formats.checkpoint import Checkpoint
+from formats.deepspeed import muon, universal, zero
 from formats.deepspeed import partitions as zero_partitions
-from formats.deepspeed import universal, zero
 from formats.deepspeed.mds import checkpoint as mds
 from formats.deepspeed.neox import checkpoint as neox
 from formats.deepspeed.partitions import Partition, step_of
 from formats.errors import RefusedError, SourceError, UnsupportedError
-from formats.optimizer import MOMENTS, NAMES, STATES, AnyGroup, Optimizer, group_of
+from formats.optimizer import KEPT, MOMENTS, MOMENTUM, NAMES, STATES, AnyGroup, Optimizer, group_of
 from formats.torch_files import saved_names
 
 OPENERS = {neox.Neox: neox.read_states, mds.MegatronDeepSpeed: mds.read_states}
@@ -47,8 +47,8 @@ def read(source: Checkpoint) -> Optimizer:
     Raises:
         RefusedError: the checkpoint was opened for its moments.
         SourceError: there is none, or it is damaged or incomplete.
-        UnsupportedError: it is neither Adam's nor Lion's, of stage 0, or not all of the model was trained, and equally
-            often.
+        UnsupportedError: it is neither Adam's nor Lion's nor Muon's, of stage 0, or not all of the model was trained,
+            and equally often.
     """
     model: Mapping[str, Any]
     settings = source.settings
@@ -70,7 +70,9 @@ def read(source: Checkpoint) -> Optimizer:
     if set(source.dtypes().values()) == {"F32"} and not states["fp32"].twins:
         states.pop("fp32")  # the weights are the master weights
     samples = model.get("global_samples")
-    groups = _groups(states["exp_avg"], owners)
+    if MOMENTUM in states:
+        muon.require_whole_matrices(model, str(source.home))
+    groups = _groups([states[state] for state in ("exp_avg", MOMENTUM) if state in states], owners)
     _require_kept(source.home, groups, states)
     return Optimizer(states, int(step), groups, samples if type(samples) is int else None)
 
@@ -81,14 +83,14 @@ def _require_kept(where: Path, groups: Mapping[Any, AnyGroup], states: Collectio
     Raises:
         UnsupportedError: there is more, such as the zeros of DeepSpeed's Lion on CPUs (ops/lion/cpu_lion.py), or less.
     """
-    there = [state for state in STATES[1:] if state in states]
-    for kind in dict.fromkeys(map(type, groups.values())):
-        if there != [*MOMENTS[kind]]:
-            raise UnsupportedError(
-                f"{where} keeps {' and '.join(there)}, and the settings of its optimizer are those of {NAMES[kind]}, "
-                f"which is carried with {' and '.join(MOMENTS[kind])}",
-                "convert zero2universal keeps all that there is",
-            )
+    there, kinds = [state for state in KEPT if state in states and state != "fp32"], {*map(type, groups.values())}
+    known = [state for state in KEPT if any(state in MOMENTS[kind] for kind in kinds)]
+    if there != known:
+        raise UnsupportedError(
+            f"{where} keeps {' and '.join(there)}, and the settings of its optimizer are those of "
+            f"{' and '.join(sorted(NAMES[kind] for kind in kinds))}, which is carried with {' and '.join(known)}",
+            "convert zero2universal keeps all that there is",
+        )
 
 
 def _require_no_sums(source: Checkpoint) -> None:
@@ -111,7 +113,10 @@ def _owners(partitions: Iterable[Partition]) -> Owners:
         groups = _by_number(partition.path, partition.settings, partition.kept)
         try:
             owners[partition.path] = sorted(
-                (flat.fragment.offset, groups[number]) for number, flat in enumerate(partition.groups["exp_avg"])
+                (flat.fragment.offset, groups[number])
+                for state in ("exp_avg", MOMENTUM)
+                for number, flat in enumerate(partition.groups.get(state, ()))
+                if flat
             )
         except KeyError as error:
             raise SourceError(
@@ -164,10 +169,10 @@ def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable
     return by_number
 
 
-def _groups(moments: Checkpoint, owners: Owners) -> dict[tuple[str, int | None], AnyGroup]:
+def _groups(moments: Iterable[Checkpoint], owners: Owners) -> dict[tuple[str, int | None], AnyGroup]:
     """How each logical tensor is treated, group after group as the training has them."""
     groups: dict[tuple[str, int | None], AnyGroup] = {}
-    for placed in moments.fragments():
+    for placed in (each for checkpoint in moments for each in checkpoint.fragments()):
         starts = owners[placed.fragment.path]
         group = starts[bisect(starts, placed.fragment.offset, key=lambda pair: pair[0]) - 1][1]
         for name in placed.slot.rule.pattern.tensors:

@@ -18,14 +18,14 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats.deepspeed import eight_bits
+from formats.deepspeed import eight_bits, muon
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed.steps import COUNTER, number, steps_made
 from formats.disk.safetensors import DTYPES, FLOATS, Fragment
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.layout.columns import Columns, Cut, Ints, Piece, boxes
 from formats.layout.pieces import Scattered, scattered, whole_part
-from formats.optimizer import STATES, kept_by, require_states, whose
+from formats.optimizer import MOMENTUM, STATES, Muon, kept_by, kind_of, require_states, whose, why_not
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.pickle_values import Opaque, TensorRef
@@ -50,17 +50,17 @@ class Partition:
         path: its file.
         stage: the ZeRO stage.
         ranks: how many ranks share each group, as the file says.
-        groups: its part of each group, by state.
+        groups: its part of each group, by state; None where the optimizer of the group keeps no such state.
         gaps: elements of padding after each parameter of each group.
         steps: how many steps Adam has made in each group, as far as it says.
         settings: the parameter groups of its optimizer, as torch has them; `params` are numbers of flat groups.
-        kept: what the optimizer keeps of each parameter.
+        kept: what the optimizer keeps of each parameter, but for the momentum of Muon's groups.
     """
 
     path: Path
     stage: int
     ranks: tuple[int, ...]
-    groups: Mapping[str, tuple[Flat, ...]]
+    groups: Mapping[str, tuple[Flat | None, ...]]
     gaps: tuple[tuple[int, ...], ...]
     steps: tuple[float, ...] = ()
     settings: tuple[Mapping[str, Any], ...] = ()
@@ -160,38 +160,50 @@ def _parse(file: TorchFile, optimizer: Mapping[str, Any], states: Sequence[str] 
     by_group = {
         number: eight_bits.unwrapped(value) for number, value in moments["state"].items() if isinstance(value, Mapping)
     }
-    groups, inner = {}, [value for _, value in sorted(by_group.items())]
+    settings = tuple(
+        muon.as_torch(
+            {name: number(file, value) if isinstance(value, TensorRef) else value for name, value in group.items()},
+            str(file.path),
+        )
+        for group in moments["param_groups"]
+    )
+    inner = [value for _, value in sorted(by_group.items())]
+    of_muon = {member for group in settings if kind_of(group) is Muon for member in group["params"]}
+    for member in of_muon:
+        if others := sorted(map(str, by_group.get(member, {}).keys() - {MOMENTUM})):
+            raise UnsupportedError(f"{file.path}: Muon keeps {some(others, 4)}, which is not known")
     kept = frozenset(str(name) for value in inner for name in value)
-    for state in kept_by(moments["param_groups"], kept) if states is None else states:
+    groups: dict[str, tuple[Flat | None, ...]] = {}
+    for state in kept_by(settings, kept) if states is None else states:
         refs = masters if state == "fp32" else [by_group.get(i, {}).get(state) for i in range(len(masters))]
-        if any(ref is None for ref in refs):
+        wanted = [state == "fp32" or (i in of_muon) == (state == MOMENTUM) for i in range(len(masters))]
+        if any(ref is None for ref, needed in zip(refs, wanted, strict=True) if needed):
             raise SourceError(
-                f"{file.path} holds no {state}: its optimizer{whose(kept)} is not Adam or Lion, or has made no step yet"
+                f"{file.path} holds no {state}: its optimizer{whose(kept)} is not Adam or Lion, or has made no step "
+                "yet",
+                why_not(kept),
             )
-        flats = [flat_fragment(file, ref, f"{state} of group {i}") for i, ref in enumerate(refs)]
-        if odd := next((flat.dtype for flat in flats if flat.dtype not in FLOATS), None):
+        flats = [flat_fragment(file, ref, f"{state} of group {i}") if wanted[i] else None for i, ref in enumerate(refs)]
+        if odd := next((flat.dtype for flat in flats if flat and flat.dtype not in FLOATS), None):
             raise SourceError(f"{file.path} holds {state} as {odd}, which is no float: the file is damaged")
         lengths = [flat_fragment(file, ref, "").shape[0] for ref in masters]
         stripped = [
-            pad if "zero_stage" in optimizer and flat.shape[0] == length else 0
+            pad if "zero_stage" in optimizer and flat and flat.shape[0] == length else 0
             for flat, pad, length in zip(flats, paddings, lengths, strict=True)
         ]
-        groups[state] = tuple(map(Flat, flats, stripped))
+        groups[state] = tuple(flat and Flat(flat, pad) for flat, pad in zip(flats, stripped, strict=True))
     count = optimizer["partition_count"]
     ranks = tuple(count) if isinstance(count, list) else (count,)
     if not all(type(n) is int and n > 0 for n in ranks) or not all(type(n) is int and n >= 0 for n in paddings):
         raise ValueError
     gaps = tuple(tuple(group) for group in optimizer.get("param_alignment_paddings") or ())
     steps = tuple(steps_made(file, value["step"]) for value in inner if "step" in value)
-    settings = tuple(
-        {name: number(file, value) if isinstance(value, TensorRef) else value for name, value in group.items()}
-        for group in moments["param_groups"]
-    )
     if not settings:
         raise SourceError(f"{file.path} holds an optimizer without a group of parameters")
     if unknown := sorted(set(moments["state"]) - set(range(len(masters)))):
         groups_of = f"states of group {short(unknown[0])}, and master weights of {len(masters)} groups"
         raise SourceError(f"{file.path} holds {groups_of}")
+    kept -= {MOMENTUM} if of_muon else set()
     return Partition(file.path, stage, ranks, groups, gaps, steps, settings, kept)
 
 
@@ -226,7 +238,8 @@ def require_known(path: Path, kept: Iterable[str]) -> None:
     if others := sorted(set(kept) - KEPT):
         raise UnsupportedError(
             f"{path}: its optimizer{whose(others)} keeps {some(others, 4)} of each parameter, and only Adam's "
-            "states are carried"
+            "states are carried",
+            why_not(others),
         )
 
 
@@ -237,12 +250,12 @@ def step_of(partitions: Sequence[Partition], model: Mapping[str, Any]) -> float:
         SourceError: a file does not say.
         UnsupportedError: not all groups of parameters have made the same number.
     """
-    lion = kept_by((group for partition in partitions for group in partition.settings), ()) != STATES
+    lion = STATES[2] not in kept_by((group for partition in partitions for group in partition.settings), ())
     made, skipped = model.get(COUNTER), model.get("skipped_steps") or 0
     if lion and not any(partition.steps for partition in partitions) and type(made) is type(skipped) is int:
         return made - skipped
     for partition in partitions:
-        if len(partition.steps) < len(partition.groups["fp32"]):
+        if len(partition.steps) < sum(flat is not None for flat in partition.groups["exp_avg"]):
             raise SourceError(f"{partition.path} does not say how many steps its optimizer has made")
     steps = {step for partition in partitions for step in partition.steps}
     if len(steps) > 1:
@@ -284,11 +297,17 @@ def load(
                 "files of different runs"
             )
     for index, group in enumerate(shapes):
-        flats = [groups[index] for groups in flat_groups]
-        if partitions[0].stage == 3:
+        flats = [flat for groups in flat_groups if (flat := groups[index])]
+        if len(flats) not in (0, len(partitions)):
+            raise SourceError(f"{partitions[0].path} and other ranks have {state} of different groups")
+        gaps = partitions[0].gaps[index] if partitions[0].gaps else (0,) * len(group)
+        if partitions[0].stage == 3 and flats:
             yield from _by_parameter(flats, group)
-        else:
-            gaps = partitions[0].gaps[index] if partitions[0].gaps else (0,) * len(group)
+        elif state == MOMENTUM and flats:
+            masters = [flat for partition in partitions if (flat := partition.groups["fp32"][index])]
+            size = max(flat.fragment.shape[0] + flat.stripped for flat in masters)
+            yield from muon.load([flat.fragment for flat in flats], size, group, gaps)
+        elif flats:
             yield from _by_interval(flats, group, gaps)
 
 
@@ -386,7 +405,7 @@ class _Flats(NamedTuple):
 
 
 def flat_piece(flat: Fragment, at: int, low: int, high: int) -> Piece:
-    """Elements [low, high) of a parameter, which lie `at` elements into a flat group."""
+    """Elements [low, high) of a parameter, which are `at` elements into a flat group."""
     if flat.scales:
         window = flat._replace(shape=(high - low,), scales=None, pieces=((-at, flat),))
         return Piece(Cut(((low, high),), flat=True), window)

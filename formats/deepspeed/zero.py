@@ -27,10 +27,11 @@ from formats.huggingface import folder as huggingface
 from formats.huggingface import text_alone
 from formats.layout.pieces import Scattered, in_one, match_pieces
 from formats.layout.placed import Placed, files_of
+from formats.layout.slots import Slot
 from formats.layout.table import Rule
 from formats.model import adapters
 from formats.model.spec import ModelSpec
-from formats.optimizer import STATES
+from formats.optimizer import MOMENTUM, STATES
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.wrappers import unwrapped
@@ -209,6 +210,9 @@ def states_of(source: Checkpoint, training: Training) -> dict[str, Checkpoint]:
         tensors = {**each, **_aliases(training.model, each)}
         keys = _keys(tensors, source.home)
         slots = huggingface.model_slots(source.spec, keys)
+        others = frozenset[str]()
+        if MOMENTUM in training.states and state != "fp32":
+            slots, others = _of_some(slots, keys, source.home)
         if lost := universal.lacking(slots, keys):
             raise UnsupportedError(
                 f"{source.home} holds no {state} of {len(lost)} tensors, such as {lost[0]}: they were not trained",
@@ -223,10 +227,26 @@ def states_of(source: Checkpoint, training: Training) -> dict[str, Checkpoint]:
             dropped=tuple(dropped),
             files=tuple(sorted(files_of(pieces))),
             twins=_twins(placed, keys, training.module) if state == "fp32" else (),
+            without=others,
             notes=(),
             proof=None,
         )
     return checkpoints
+
+
+def _of_some(slots: Sequence[Slot], keys: Mapping[str, str], where: Path) -> tuple[list[Slot], frozenset[str]]:
+    """The tensors of which there is a state beside Muon, and the names of all others.
+
+    Raises:
+        UnsupportedError: a tensor has it in some layers alone.
+    """
+    parts = {True: list[Slot](), False: list[Slot]()}
+    for slot in slots:
+        parts[not keys.keys().isdisjoint(slot.keys)].append(slot)
+    some_of, others = ({name for slot in part for name in slot.rule.pattern.tensors} for part in parts.values())
+    if both := sorted(some_of & others):
+        raise UnsupportedError(f"{where} trains {both[0]} with Muon in some layers, and not in others")
+    return parts[True], frozenset(others)
 
 
 def _steps(tag: Path) -> tuple[Path | None, Collection[float]]:

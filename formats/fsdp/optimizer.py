@@ -7,6 +7,7 @@
     optimizer.param_groups.{key}.{lr|betas|…}           the same flattened, as torchtitan has it
     optim.{key}.{step|exp_avg|exp_avg_sq}               `train run` before it took torch's names; without settings
     optimizer_0/, optimizer.bin, optimizer_0_rank0.bin  accelerate's, beside the model's
+    optim_world_size_2_rank_0.pt                        verl's, whose numbers `numbered` replaces by names
 
 Keys are those of the model. What FSDP trains is the model itself: where it is float32, its weights are the
 master weights.
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 
 from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, UnsupportedError, some
-from formats.fsdp import beside, native, olmo_core
+from formats.fsdp import beside, native, numbered, olmo_core
 from formats.fsdp import checkpoint as fsdp
 from formats.layout.pieces import Scattered, spread
 from formats.layout.placed import Placed, match
@@ -44,11 +45,13 @@ from formats.optimizer import (
     group_of,
     number_of,
     whose,
+    why_not,
 )
 from formats.torch_files import dcp, rank_dumps
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.archive_writer import plain, small_of
 from formats.torch_files.pickle_values import Opaque, TensorRef
+from formats.torch_files.rank_dumps import FlatPart
 from formats.torch_files.saved_names import OPTIM_DUMP
 from formats.torch_files.wrappers import unwrapped
 
@@ -108,7 +111,10 @@ def find(source: Checkpoint) -> Held | None:
     if dcp.is_dcp(outer / FOLDER):
         return _held(_dcp(outer / FOLDER))
     if any(map(OPTIM_DUMP.fullmatch, names)):
-        return _held(_files(outer, rank_dumps.open_ranks(outer, OPTIM_DUMP)))
+        files = rank_dumps.open_ranks(outer, OPTIM_DUMP)
+        if numbered.is_numbered(files):
+            files = numbered.named(files, rank_dumps.open_ranks(outer), tied=source.spec.tied)
+        return _held(_files(outer, files))
     return _held(_files(outer, {0: read_torch(outer / FULL)})) if FULL in names else None
 
 
@@ -149,7 +155,7 @@ def _objects(value: Any, outer: str = "") -> Iterator[tuple[str, Any]]:
         name = f"{outer}{key}"
         if isinstance(inner, Mapping):
             yield from _objects(inner, f"{name}.")
-        elif not isinstance(inner, TensorRef | Opaque):
+        elif not isinstance(inner, TensorRef | Opaque | FlatPart):
             yield name, inner
 
 
@@ -266,7 +272,8 @@ def _require_known(optimizer: Held) -> None:
     kept -= {MOMENTUM} if "exp_avg" in kept else set()  # beside Muon an Adam trains what is no matrix
     if others := sorted(kept - {*MOMENTS[Group], "step"}):
         raise UnsupportedError(
-            f"{where}: its optimizer{whose(kept)} is not Adam, AdamW or Lion: it keeps {', '.join(others)}"
+            f"{where}: its optimizer{whose(kept)} is not Adam, AdamW or Lion: it keeps {', '.join(others)}",
+            why_not(kept),
         )
     needed = MOMENTS[Lion if MOMENTUM not in optimizer.states else Group]
     if missing := [state for state in needed if state not in optimizer.states]:
@@ -290,7 +297,8 @@ def _step(optimizer: Held, keys: Collection[str], *, needed: bool) -> int | None
         elif parts and parts["state"] not in KNOWN:
             kind = whose([parts["state"]])
             raise UnsupportedError(
-                f"{where}: its optimizer{kind} is not Adam, AdamW or Lion: it keeps {parts['state']}"
+                f"{where}: its optimizer{kind} is not Adam, AdamW or Lion: it keeps {parts['state']}",
+                why_not([parts["state"]]),
             )
     if counted := sorted(values.keys() & optimizer.states.get(MOMENTUM, {}).keys()):
         raise UnsupportedError(f"{where}: its optimizer keeps {MOMENTUM} and step of {counted[0]}, and Muon no step")

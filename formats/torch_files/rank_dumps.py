@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,15 @@ from formats.torch_files.saved_names import MODEL_DUMP
 
 FLAT = "_flat_param"
 Keys = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FlatPart:
+    """The elements of a tensor of this shape, from `start` on, that a rank has of it in a flat one."""
+
+    shape: tuple[int, ...]
+    start: int
+    ref: TensorRef
 
 
 def open_ranks(folder: Path, names: re.Pattern[str] = MODEL_DUMP) -> dict[int, TorchFile]:
@@ -51,7 +61,7 @@ def leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from leaves(inner, (*path, str(key)))
-    elif isinstance(value, TensorRef | Opaque) and path:
+    elif isinstance(value, TensorRef | Opaque | FlatPart) and path:
         yield path, value
 
 
@@ -67,7 +77,7 @@ def load(files: Mapping[int, TorchFile], paths: Sequence[Keys]) -> Iterator[Scat
         shapes, pieces, name = set(), [], ".".join(path)
         for rank, file in files.items():
             if path in of_rank[rank]:
-                shape, parts = _pieces(of_rank[rank][path], rank, file, path[-1])
+                shape, parts = pieces_of(of_rank[rank][path], rank, file, path[-1])
                 shapes.add(shape)
                 pieces += parts
         if len(shapes) != 1:
@@ -76,10 +86,13 @@ def load(files: Mapping[int, TorchFile], paths: Sequence[Keys]) -> Iterator[Scat
         yield scattered(path[-1], shapes.pop(), dtype, pieces)
 
 
-def _pieces(value: Any, rank: int, file: TorchFile, name: str) -> tuple[tuple[int, ...], list[Piece]]:
+def pieces_of(value: Any, rank: int, file: TorchFile, name: str) -> tuple[tuple[int, ...], list[Piece]]:
     """The shape of a tensor, and the pieces of it that a rank holds."""
     if isinstance(value, TensorRef):
         return value.shape, [Piece(whole_part(value.shape), file.fragment(value, name))]
+    if isinstance(value, FlatPart):
+        cut = Cut(((value.start, value.start + value.ref.shape[0]),), flat=True)
+        return value.shape, [Piece(cut, file.fragment(value.ref, name))]
     kind, state = _subclass(value)
     try:
         if kind == "DTensor":
@@ -299,7 +312,7 @@ def _unit(
 
 def _flat_parts(value: Any, file: TorchFile, name: str) -> Iterator[tuple[int, int, Fragment]]:
     """Start, stop and fragment of each part of a flat parameter that a rank holds."""
-    _, pieces = _pieces(value, 0, file, name)
+    _, pieces = pieces_of(value, 0, file, name)
     for part, fragment in pieces:
         if len(part.ranges) != 1:
             raise UnsupportedError(f"{file.path} holds {name} with {len(part.ranges)} dimensions")

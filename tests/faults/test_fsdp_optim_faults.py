@@ -497,7 +497,7 @@ def test_a_moment_that_is_damaged_is_noticed(trained, convert, tmp_path):
 
 
 def test_what_verl_saves_beside_its_model_is_told(model, convert, tmp_path):
-    """Its `optim_world_size_*` is what torch's own AdamW gives (verl utils/checkpoint/fsdp_checkpoint_manager.py)."""
+    """On one rank nothing is sharded. What it saves on several is in tests/golden/test_verl.py."""
     import torch
 
     source, actor = model("llama", num_hidden_layers=1), tmp_path / "actor"

@@ -59,12 +59,18 @@ MODELS: dict[str, Callable[[World], nn.Module]] = {
     "fsdp1-mesh": lambda world: fsdp1_model(world, device_mesh=mesh(fsdp=world.size)),
     "muon": fsdp2_model,
     "lion": fsdp2_model,
+    "verl": fsdp2_model,
 }
 
 
 def begun(world: World, name: str) -> tuple[nn.Module, Any]:
-    """A model, and AdamW or Lion with two groups; or Muon for the matrices of its layers, and AdamW for all else."""
+    """A model, and AdamW or Lion with two groups; or Muon for the matrices of its layers, and AdamW for all else.
+
+    verl's AdamW has one.
+    """
     model = MODELS[name](world)
+    if name == "verl":
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.999), weight_decay=0.01)
     if name == "muon":
         matrices = {key: param for key, param in model.named_parameters() if param.ndim == 2 and ".layers." in key}
         rest = [param for key, param in model.named_parameters() if key not in matrices]

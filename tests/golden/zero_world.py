@@ -5,6 +5,7 @@
     python zero_world.py load-universal UNIVERSAL_DIR MODEL_DIR WORLD STAGE TRUTH
     python zero_world.py load-neox RUN_DIR OUT_FILE PP TP
     python zero_world.py go-on UNIVERSAL_DIR MODEL_DIR WORLD STAGE [STAGE ...]
+    python zero_world.py unbroken MODEL_DIR WORLD STAGE
 
 The first writes OUT_DIR/KIND for every kind of the table KINDS, and OUT_DIR/KIND.truth.safetensors next to it: what the
 engine held in memory when it saved. Every kind runs in WORLD processes of its own, forked when all is imported, for
@@ -28,7 +29,7 @@ module alone and strictly, as NeoX does with `finetune: true`, and writes what e
 
 go-on trains 2 * STEPS steps, of stage 1, with a learning rate that falls in the second half, and once more for each
 STAGE the second half alone: after a universal checkpoint, which finds another model and another learning rate. A line
-of JSON each: the losses of the second half by rank.
+of JSON each: the losses of the second half by rank. unbroken is the first of these alone, of that stage.
 
 STAGE is 0 to 3 or bf16-optimizer; options of zero_optimization may follow, `3,sub_group_size=5000`, the optimizer among
 them, `2,optimizer="lion"`, and to go on `fp32=true`; `optimizer="adam"` goes on after moments in 8 bits. `load` needs
@@ -53,6 +54,7 @@ from typing import Any
 
 warnings.filterwarnings("ignore")
 os.environ |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Muon's step would be compiled by each rank
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -80,6 +82,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
+from transformers.optimization import Adafactor
 
 STEPS = 3
 RATE = 0.01
@@ -128,11 +131,39 @@ def bits(model: nn.Module) -> torch.optim.Optimizer:
     return bitsandbytes.optim.AdamW8bit(groups, lr=RATE)
 
 
-OPTIMIZERS = {"adam": adam, "lion": lion, "fused-lion": fused_lion, "bits": bits}
+def adafactor(model: nn.Module, kind: Callable[..., torch.optim.Optimizer] = torch.optim.Adafactor) -> Any:
+    """An Adafactor of the same two groups."""
+    kept = ("params", "weight_decay")
+    return kind([{name: group[name] for name in kept} for group in adam(model).param_groups], lr=RATE)
+
+
+OPTIMIZERS = {
+    "adam": adam,
+    "lion": lion,
+    "fused-lion": fused_lion,
+    "bits": bits,
+    "adafactor": adafactor,
+    "hf-adafactor": functools.partial(adafactor, kind=functools.partial(Adafactor, relative_step=False)),
+}
+KEPT = ("exp_avg", "exp_avg_sq", "variance", "momentum_buffer")
+"""What they keep of a parameter besides its steps."""
+
+
+MUON = {
+    "type": "Muon",
+    # torch_adam: a fused one would be compiled
+    "params": {"lr": RATE, "momentum": 0.9, "betas": [0.9, 0.95], "eps": 1e-8, "torch_adam": True},
+}
+"""DeepSpeed's own Muon, which it makes by itself: of matrices but embedding and head, and an AdamW of all else."""
 
 
 def engine_of(model: nn.Module, config: Config, optimizer: str = "adam", **options: Any) -> Any:
     """A DeepSpeed engine."""
+    if optimizer.endswith("-muon"):
+        groups = [{name: group[name] for name in ("params", "weight_decay")} for group in adam(model).param_groups]
+        about = {**MUON, "params": {**MUON["params"], "ns_method": optimizer.removesuffix("-muon")}}
+        made = copy.deepcopy(config) | {"optimizer": about}
+        return deepspeed.initialize(model=model, model_parameters=groups, config=made, **options)[0]
     made = OPTIMIZERS[optimizer](model)
     return deepspeed.initialize(model=model, optimizer=made, config=copy.deepcopy(config), **options)[0]
 
@@ -188,7 +219,7 @@ def trained_state(engine: Any) -> Iterator[tuple[nn.Parameter, StateDict]]:
             about |= {"absmax": state.get(f"absmax{number}"), "code": state.get(f"qmap{number}")}
             coded = codes.dtype == torch.uint8
             state = {**state, key: bitsandbytes.functional.dequantize_blockwise(codes, **about) if coded else codes}
-        return {"fp32": master, **{key: state[key] for key in ("exp_avg", "exp_avg_sq") if key in state}}
+        return {"fp32": master, **{key: state[key] for key in KEPT if key in state}}
 
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         group = optimizer.dp_process_group
@@ -213,11 +244,15 @@ def trained_state(engine: Any) -> Iterator[tuple[nn.Parameter, StateDict]]:
         else:
             groups, flats = optimizer.bit16_groups, optimizer.bit16_groups_flat
             masters = optimizer.single_partition_of_fp32_groups
-        for group, params, flat, master in zip(optimizer.real_dp_process_group, groups, flats, masters, strict=True):
-            tensors = {key: torch.cat(gathered(value, group)) for key, value in states(master).items()}
-            for param in params:
+        every = zip(optimizer.real_dp_process_group, groups, flats, masters, strict=True)
+        for number, (group, params, flat, master) in enumerate(every):
+            kept = {key: value for key, value in states(master).items() if key != "momentum_buffer"}
+            tensors = {key: torch.cat(gathered(value, group)) for key, value in kept.items()}
+            momentum = momentum_of(optimizer, number, group) if isinstance(optimizer, DeepSpeedZeroOptimizer) else {}
+            for index, param in enumerate(params):
                 where = place(param, flat)
-                yield param, {key: value[where].view(param.shape) for key, value in tensors.items()}
+                state = {key: value[where].view(param.shape) for key, value in tensors.items()}
+                yield param, state | ({"momentum_buffer": momentum[index]} if index in momentum else {})
     elif isinstance(optimizer, FP16_UnfusedOptimizer):
         for params, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             for param, master in zip(params, masters, strict=True):
@@ -226,6 +261,25 @@ def trained_state(engine: Any) -> Iterator[tuple[nn.Parameter, StateDict]]:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 yield param, states(param)
+
+
+def momentum_of(optimizer: Any, number: int, group: Any) -> dict[int, torch.Tensor]:
+    """Of stages 1 and 2: the momentum of each matrix of a flat group, by the number of the matrix.
+
+    A rank has those of all matrices of which it has a part, and two ranks that share one have to agree.
+    """
+    flat = optimizer.optimizer.param_groups[number]["params"][0]
+    buffer = optimizer.optimizer.state[flat].get("momentum_buffer")
+    names = {id(param): index for index, param in enumerate(optimizer.bit16_groups[number])}
+    parts = optimizer.params_in_partition[number] if buffer is not None else []
+    pieces = torch.split(buffer, [param.numel() for param in parts]) if parts else ()
+    mine = {names[id(param)]: piece.view(param.shape) for param, piece in zip(parts, pieces, strict=True)}
+    everybody: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everybody, mine, group=group)
+    whole: dict[int, torch.Tensor] = {}
+    for index, momentum in (item for each in everybody for item in each.items()):
+        assert torch.equal(whole.setdefault(index, momentum), momentum), "two ranks have another momentum of a matrix"
+    return whole
 
 
 def truth(engine: Any) -> StateDict:
@@ -247,7 +301,9 @@ def check(engine: Any, tensors: StateDict) -> None:
             weight, master = tensors[f"module.{name}"], tensors[f"fp32.{name}"]
             assert weight.shape == master.shape, f"{name}: master and weight are not of one shape"
             assert torch.equal(master.to(weight.dtype), weight), f"{name}: the rounded master is not the weight"
-            assert tensors[f"exp_avg.{name}"].any(), f"{name} has no moments"
+            kept = [tensors[f"{key}.{name}"].any() for key in KEPT if f"{key}.{name}" in tensors]
+            assert kept, f"{name} has no moments"
+            assert all(kept), f"{name} has no moments"
 
 
 def save_truth(world: World, engine: Any, path: Path) -> None:
@@ -433,6 +489,14 @@ KINDS: dict[str, Kind] = {
     "zero1-fp32-bits": functools.partial(zero, stage=1, optimizer="bits", **FLOAT),
     "zero2-bits": functools.partial(zero, stage=2, optimizer="bits"),
     "zero3-bits": functools.partial(zero, stage=3, optimizer="bits"),
+    "zero1-adafactor": functools.partial(zero, stage=1, optimizer="adafactor"),
+    "zero3-adafactor": functools.partial(zero, stage=3, optimizer="adafactor"),
+    "zero2-hf-adafactor": functools.partial(zero, stage=2, optimizer="hf-adafactor"),
+    "zero1-fp32-muon": functools.partial(zero, stage=1, optimizer="standard-muon", **FLOAT),
+    "zero1-fp32-gram-muon": functools.partial(zero, stage=1, optimizer="gram-muon", **FLOAT),
+    "zero2-muon": functools.partial(zero, stage=2, optimizer="gram-muon"),
+    "zero2-round-robin-muon": functools.partial(zero, stage=2, optimizer="gram-muon", round_robin_gradients=True),
+    "zero3-muon": functools.partial(zero, stage=3, optimizer="standard-muon", reduce_scatter=False),
     "trainer2": functools.partial(trainer, stage=2),
     "trainer3": functools.partial(trainer, stage=3),
     "trainer3-gathered": functools.partial(trainer, stage=3, stage3_gather_16bit_weights_on_model_save=True),
@@ -586,6 +650,8 @@ def main(argv: list[str]) -> int:
         job = functools.partial(load_neox, folder=Path(argv[1]), out=Path(argv[2]), pp=pp, tp=tp)
         quiet()
         return launch(max(1, pp) * tp, nn.Identity(), job)
+    if len(argv) == 4 and argv[0] == "unbroken":
+        return launch(int(argv[2]), load_model(argv[1]), functools.partial(go_on, folder=None, stage=argv[3]))
     if len(argv) > 4 and argv[0] == "go-on":
         model, size = load_model(argv[2]), int(argv[3])
         first = re.sub(r"^[^,]*", "1", argv[4]).replace('optimizer="adam"', 'optimizer="bits"')

@@ -1,0 +1,102 @@
+"""DeepSpeed's Muon in ZeRO: its parameter groups in torch's words, and where the momentum of a matrix is.
+
+    {"use_muon": True, "lr", "momentum", "weight_decay", "ns_method": "gram" | "standard"}    a group of matrices
+    {"use_muon": False, "lr", "betas", "eps", "weight_decay", …}                              an AdamW of all else
+
+In stages 1 and 2 a rank has the momentum of each matrix of which it has a part, whole, one after another in the order
+of the flat group: of a matrix that two ranks share both have all of it, the same. In stage 3 it is cut as the weights
+are. Both methods compute the five Newton-Schulz steps of torch's Muon (`adjust_lr_fn` "original"), `gram` in another
+order of products and in float16. `per_head_muon` orthogonalizes head by head, which only the configuration says.
+
+Facts: deepspeed 0.19.8 runtime/zero/muon, runtime/engine.py `_muon_param_groups`, runtime/zero/stage_1_and_2.py
+`get_partition_info` and `_muon_momentum_buffer`, runtime/zero/stage3.py; torch 2.13.0 optim/_muon.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from formats.disk.safetensors import DTYPES, Fragment, row_major
+from formats.errors import SourceError, UnsupportedError, short
+from formats.layout.columns import Piece
+from formats.layout.pieces import Scattered, scattered, whole_part
+
+SIGN = "use_muon"
+METHODS = ("gram", "standard")
+TORCH = {
+    "nesterov": True, "ns_coefficients": (3.4445, -4.775, 2.0315), "eps": 1e-7, "ns_steps": 5,
+    "adjust_lr_fn": "original",
+}  # fmt: skip
+"""What every Muon of DeepSpeed has, as torch calls it."""
+
+
+def as_torch(group: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A parameter group as torch has it: of Muon, or of the AdamW beside it.
+
+    Raises:
+        UnsupportedError: its Newton-Schulz method is not known.
+    """
+    if SIGN not in group:
+        return group
+    rest = {name: value for name, value in group.items() if name not in (SIGN, "ns_method")}
+    if not group[SIGN]:
+        return {"amsgrad": False, **rest}
+    if (method := group.get("ns_method", METHODS[0])) not in METHODS:
+        raise UnsupportedError(f"{where} says ns_method = {short(method)}, which is not known")
+    return {**rest, **TORCH}
+
+
+def require_whole_matrices(model: Mapping[str, Any], where: str) -> None:
+    """Matrices are orthogonalized as they are, and not head by head.
+
+    Raises:
+        UnsupportedError: the configuration of the training says otherwise.
+    """
+    config = model.get("ds_config")
+    optimizer = config.get("optimizer") if isinstance(config, Mapping) else None
+    settings = optimizer.get("params") if isinstance(optimizer, Mapping) else None
+    if isinstance(settings, Mapping) and settings.get("per_head_muon"):
+        raise UnsupportedError(
+            f"{where} was trained with per_head_muon, which no other Muon has",
+            "convert the weights without the optimizer",
+        )
+
+
+def load(
+    flats: Sequence[Fragment], size: int, group: Mapping[str, tuple[int, ...]], gaps: Sequence[int]
+) -> Iterator[tuple[str, Scattered]]:
+    """The momentum of each matrix of a flat group, in stages 1 and 2.
+
+    Args:
+        flats: what each rank has, in the order of ranks.
+        size: how many elements of the master weights each has, padding among them.
+        group: the shape of each matrix, in the order of the group.
+        gaps: elements of padding after each.
+
+    Raises:
+        SourceError: a rank has more or fewer elements than its matrices.
+        UnsupportedError: there is padding between matrices.
+    """
+    if any(gaps):
+        raise UnsupportedError(f"{flats[0].path}: Muon with parameter_alignment is not known")
+    pieces: dict[str, list[Piece]] = {name: [] for name in group}
+    for rank, flat in enumerate(flats):
+        start = at = 0
+        for name, shape in group.items():
+            stop = start + prod(shape)
+            if start < (rank + 1) * size and rank * size < stop:
+                offset = flat.offset + at * DTYPES[flat.dtype]
+                fragment = flat._replace(offset=offset, shape=shape, strides=row_major(shape))
+                pieces[name].append(Piece(whole_part(shape), fragment))
+                at += prod(shape)
+            start = stop
+        if at != flat.shape[0]:
+            raise SourceError(
+                f"{flat.path} holds {flat.shape[0]} elements of momentum_buffer, and the matrices of which it has a "
+                f"part have {at}",
+                "files of different runs may be mixed up",
+            )
+    for name, shape in group.items():
+        yield name, scattered(name, shape, flats[0].dtype, pieces[name])

@@ -182,7 +182,8 @@ def _whole(
     from formats.megatron import torch_dist, whole
     from formats.megatron.details import Megatron
 
-    config = json.loads(assets.config_text(source, _cast_to(request)))
+    text = assets.config_text(source, _cast_to(request))
+    config, compared = json.loads(text), agreement.notes(source, source.spec, text)
     source = source if source.format == HUGGINGFACE.name else names.in_files(source, config)
     assert isinstance(source.spec, Verbatim)
     source = names.turned(source, config, whole.as_in_memory(source.spec, config))
@@ -193,7 +194,7 @@ def _whole(
     target = torch_dist.write(request.root, model.text, dtypes, options, args=args, iteration=iteration, model=model)
     texts, copies = _inside(source, request, ASSETS)
     plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast)
-    return replace(plan, notes=model.notes)
+    return replace(plan, notes=(*model.notes, *compared))
 
 
 def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options) -> Plan:

@@ -190,13 +190,16 @@ def in_files(tensors: Iterable[Placed], homes: Homes, shapes: Mapping[str, Shape
 
 
 def parted(entries: Iterable[dcp.Entry]) -> tuple[list[dcp.Entry], list[dcp.Entry]]:
-    """The tensors of the language model, under the names that they have in one alone, and all others but states."""
+    """The tensors of the language model, under the names that they have in one alone, and those of its tower.
+
+    States of an optimizer are among the first, under their own names.
+    """
     text, beside = list[dcp.Entry](), list[dcp.Entry]()
     for entry in entries:
         if entry.name.startswith(PREFIX):
             text.append(replace(entry, name=entry.name.removeprefix(PREFIX)))
-        elif not OPTIMIZER.fullmatch(entry.name):
-            beside.append(entry)
+        else:
+            (text if OPTIMIZER.fullmatch(entry.name) else beside).append(entry)
     return text, beside
 
 

@@ -246,6 +246,53 @@ def test_fields_that_the_config_contradicts(convert, tmp_path, message):
     assert not (tmp_path / "no").exists()
 
 
+def test_a_tower_that_lacks_a_tensor(convert, tmp_path):
+    """Into Bridge and out of it: no table tells what a tower has, and transformers does."""
+    from safetensors.torch import load_file, save_file
+
+    base, name = base_of(convert, "qwen3_vl", tmp_path / "base"), "merger.norm.weight"
+    tensors = load_file(base / "model.safetensors")
+    del tensors[f"model.visual.{name}"]
+    (base / "vitruvian.json").unlink()
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    refused(convert("hf2megatron", base, tmp_path / "no", *BRIDGE), 3, f"visual.{name}")
+    run = shutil.copytree(REAL / "qwen3_vl", tmp_path / "run")
+
+    def drop(metadata: Any) -> None:
+        del metadata.state_dict_metadata[f"vision_model.{name}"]
+        held = metadata.storage_data.items()
+        metadata.storage_data = {index: where for index, where in held if index.fqn != f"vision_model.{name}"}
+
+    edit(run / ITERATION, drop)
+    refused(convert("megatron2hf", run, tmp_path / "no", "--config", REAL / "qwen3_vl"), 3, f"visual.{name}")
+
+
+def test_a_training_is_not_carried(convert, tmp_path):
+    for command in (("hf2fsdp", "--with-optimizer"), ("reshard", "--with-optimizer")):
+        run = trained(tmp_path / command[0])
+        ran = convert(command[0], run, tmp_path / "no", "--config", REAL / "qwen3_vl", *command[1:])
+        refused(ran, 4, "the optimizer of a model of images is not read")
+    ran = convert("megatron2hf", run, tmp_path / "weights", "--config", REAL / "qwen3_vl")
+    assert (ran.code, "optimizer" in ran.err) == (0, True), ran.err
+    inspected = convert("inspect", run, "--config", REAL / "qwen3_vl")
+    assert (inspected.code, "optimizer" in inspected.out + inspected.err) == (0, True), inspected.err
+
+
+def trained(at: Path) -> Path:
+    """Bridge's run, with a moment of each weight."""
+    run = shutil.copytree(REAL / "qwen3_vl", at)
+
+    def add(metadata: Any) -> None:
+        for name in [name for name in metadata.state_dict_metadata if name.endswith(".weight")]:
+            new = f"optimizer.state.exp_avg.{name}"
+            metadata.state_dict_metadata[new] = metadata.state_dict_metadata[name]
+            for index, where in [item for item in metadata.storage_data.items() if item[0].fqn == name]:
+                metadata.storage_data[type(index)(new, index.offset, index.index)] = where
+
+    edit(run / ITERATION, add)
+    return run
+
+
 def test_a_config_of_another_model(convert, tmp_path):
     ran = convert("megatron2hf", REAL / "qwen3_vl", tmp_path / "no", "--config", REAL / "qwen2_5_vl")
     refused(ran, 3, "'qwen2_5_vl'", "is of a qwen3_vl", "--config")

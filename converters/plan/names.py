@@ -119,6 +119,24 @@ def in_files(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     return _renamed(source, spec, config, names, "the name that transformers saves it under")
 
 
+def turned(source: Checkpoint, config: Mapping[str, Any], keys: Iterable[str]) -> Checkpoint:
+    """A checkpoint as if some of its tensors had their last two dimensions the other way round.
+
+    Args:
+        source: the opened checkpoint, of a model without a table.
+        config: the config.json of the output.
+        keys: the tensors, of three dimensions.
+    """
+    assert isinstance(source.spec, Verbatim)
+    shapes = dict(source.spec.shapes)
+    moves = {}
+    for key in keys:
+        (count, *_), (whole, left, right) = shapes[key], _whole(key, shapes[key]).here
+        shapes[key] = (count, right[1], left[1])
+        moves[key] = [Move((whole, left, right), key, (whole, right, left), (0, 2, 1))]
+    return _renamed(source, source.spec, config, Names(shapes, moves), source.spec.under)
+
+
 def by_memory(source: Checkpoint, slots: Mapping[str, Slot]) -> dict[str, Slot]:
     """The tensors of files by the names that they have in memory.
 

@@ -129,13 +129,20 @@ def plan_megatron(
     from formats.megatron import lacking, megatron_llm
     from formats.megatron.args import flags, providers
     from formats.megatron.args.options import DIST, FSDP_DTENSOR
+    from formats.megatron.args.vision import LACKING, VISIONS
     from formats.megatron.classic import FLAGS, write
     from formats.megatron.details import Megatron
 
     if isinstance(source.spec, Verbatim):
+        if source.spec.family in VISIONS and options.dialect == DIST and options.trainer:
+            return _whole(source, request, options, iteration, args)
         family, why = source.spec.family, lacking.REASONS.get(source.spec.family, source.spec.why)
-        way = "--only text makes its language model alone, " if family in WHOLES else ""
-        raise UnsupportedError(f"{source.root} has no Megatron layout: {why}", f"{way}see `convert formats`")
+        why += f"; {LACKING[family]}" if family in LACKING and options.trainer else ""
+        ways = [f"{providers.BRIDGE} writes it for Megatron-Bridge"] * (family in VISIONS)
+        ways += ["--only text makes its language model alone"] * (family in WHOLES)
+        raise UnsupportedError(
+            f"{source.root} has no Megatron layout: {why}", ", ".join([*ways, "see `convert formats`"])
+        )
     require_vocab(source)
     spec = source.spec
     if tokens is not None:
@@ -166,6 +173,28 @@ def plan_megatron(
     plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast, spec)
     notes = (*flags.remarks(target.texts.get(FLAGS, b"").decode()), *remarks)
     return replace(plan, notes=(*notes, *(megatron_llm.window_notes(spec) if llm == [False, True] else ())))
+
+
+def _whole(
+    source: Checkpoint, request: Request, options: Options, iteration: int | None, args: Mapping[str, Any] | None
+) -> Plan:
+    """A plan that writes a model of images for Megatron-Bridge."""
+    from formats.megatron import torch_dist, whole
+    from formats.megatron.details import Megatron
+
+    text = assets.config_text(source, _cast_to(request))
+    config, compared = json.loads(text), agreement.notes(source, source.spec, text)
+    source = source if source.format == HUGGINGFACE.name else names.in_files(source, config)
+    assert isinstance(source.spec, Verbatim)
+    source = names.turned(source, config, whole.as_in_memory(source.spec, config))
+    assert isinstance(source.spec, Verbatim)
+    model = whole.of(source.spec, config, str(source.root))
+    saved = source.details.args if isinstance(source.details, Megatron) else {}
+    args, dtypes = assets.dropouts_of(source) | dict(args or saved), cast_dtypes(source, request.cast)
+    target = torch_dist.write(request.root, model.text, dtypes, options, args=args, iteration=iteration, model=model)
+    texts, copies = _inside(source, request, ASSETS)
+    plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast)
+    return replace(plan, notes=(*model.notes, *compared))
 
 
 def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options) -> Plan:

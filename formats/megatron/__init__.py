@@ -19,7 +19,7 @@ DIST = replace(
     name="megatron_dist",
     about=ABOUT,
     reads="formats.megatron.torch_dist",
-    reader_options=("adapter",),
+    reader_options=("adapter", "only"),
     signs=r".*\.metadata|.*\.distcp|common\.pt",
     ranked=False,
 )

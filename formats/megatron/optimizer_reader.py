@@ -35,6 +35,7 @@ from formats.megatron.chained_optimizer import (
 from formats.megatron.details import Megatron
 from formats.megatron.optimizer import PREFIX, RESHARDABLE, SHARDED, Optimizer, starts, stored_name
 from formats.megatron.shards import DROPS, Shard, flattened, mesh_of, read_shards, tensors_of
+from formats.model.spec import Verbatim
 from formats.optimizer import KEPT, MOMENTUM, STATES, require_states
 from formats.torch_files import dcp
 from formats.torch_files.archive import TorchFile, read_torch
@@ -64,6 +65,11 @@ def read(source: Checkpoint) -> Optimizer:
     details, released = source.details_of(Megatron), source.home.name == "release"
     args = details.args
     legacy = any(placed.key.startswith("language_model.") for placed in source.tensors)
+    if isinstance(source.spec, Verbatim):
+        raise UnsupportedError(
+            f"{source.home}: the optimizer of a model of images is not read",
+            "take the weights alone, without --with-optimizer",
+        )
     if details.dialect not in READERS or legacy:
         raise UnsupportedError(f"{source.home}: of optimizers those of megatron-core are read, not of models before it")
     if (kind := args.get("optimizer")) not in (None, "adam") and not (muon.is_used(args) and details.dialect == DIST):

@@ -37,7 +37,7 @@ from formats.layout.pieces import Scattered, match_pieces, unstacked
 from formats.layout.slots import Slot
 from formats.layout.table import MTP, Rule, rules
 from formats.megatron import DIST as FORMAT
-from formats.megatron import common_state, lora, mtp, muon
+from formats.megatron import common_state, lora, mtp, muon, whole
 from formats.megatron import optimizer as megatron_optim
 from formats.megatron.args import flags, indexer, linear_attention, mla, providers, run_config, state_space
 from formats.megatron.args.moe import INTERLEAVE, interleaves_of
@@ -163,7 +163,9 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         fields = run_config.read(instead, adapter=settings.adapter is not None)
         common = replace(common, path=instead, value={**common.value, "args": fields})
         entries = [replace(entry, name=entry.name.removeprefix(LIGHTNING)) for entry in entries]
-    args = args_of(common)
+    args, vision = args_of(common), run_config.read_vision(instead) if instead else None
+    if vision:
+        entries, beside = whole.parted(entries)
     weights = [entry for entry in entries if not OPTIMIZER.fullmatch(entry.name)]
     if settings.adapter is not None:
         adapters = tensors_in(folder, [entry for entry in weights if lora.ADAPTER in entry.name])
@@ -173,7 +175,9 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         raise SourceError(f"{folder} holds no {EMBEDDING}")
     padded = tensors[EMBEDDING].shape[0]
     assets = assets_of(run, settings)
-    config = huggingface.read_config(assets) if assets else None
+    config = said = huggingface.read_config(assets) if assets else None
+    if vision and said:
+        config = whole.text_config(*vision, said, tensors, str(common.path), str(assets))
     spec = spec_of(args, DIST, assets, config, settings, folder, common.path, padded, settled=instead is not None)
     interleaves, table = interleaves_of(args, str(common.path)), _table(tensors)
     _require_interleaves(interleaves, args, apart=any(rule in SPLIT for rule in table), where=str(common.path))
@@ -184,7 +188,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     writers = {rank[1] for file in files if (rank := DATA.fullmatch(file.name))}
     norm = "local" if args.get("transformer_impl") == "local" else "te"
     experts = "local" if args.get("moe_grouped_gemm") is False else None
-    return Checkpoint(
+    checkpoint = Checkpoint(
         run,
         folder,
         NAME,
@@ -199,6 +203,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         padded_vocab=padded,
         state=tuple(name for name in STATE if name in sections),
     )
+    return whole.joined(vision[0], checkpoint, tensors_in(folder, beside), said, settings) if vision else checkpoint
 
 
 def _require_whole(folder: Path) -> None:
@@ -291,18 +296,22 @@ def write(
     args: Mapping[str, Any] | None = None,
     iteration: int | None = None,
     optimizer: Optimizer | None = None,
+    model: whole.Whole | None = None,
 ) -> Target:
     """Lay out a run folder with one checkpoint, whose layers are stacked, or numbered where some have experts.
 
     It loads in any topology; with an optimizer at ep = 1, or at any other, for there experts have their own. It is cut
     for the one that was asked for, whose ranks read nothing but their own parts.
-    The arguments are those of `classic.write`.
+    The arguments are those of `classic.write`, and `model` is that of images of which the others are the language model.
     """
+    dtypes = model.dtypes(dtypes) if model else dtypes
     provider = providers.of_spec(spec, options.trainer)
-    options = replace(options, norm="te") if provider else options
+    options = replace(options, norm="te", experts=None) if provider or model else options
     pipeline, padded = topology_of(spec, options, options.trainer)
     folder = name_of(iteration)
     parts = chunks(pipeline, spec.layers)
+    if model:
+        padded = model.padded(options.tp, sum(len(chunk.layers) for chunk in parts if chunk.stage == 0))
     mtp.require_pipeline(spec, pipeline, parts)
     ranks: list[list[dcp_writer.Stored]] = [[] for _ in range(options.mesh.ranks * options.pp)]
     wanted = whole_slots(spec, _table({}), padded, options.mesh.interleaves)
@@ -312,17 +321,23 @@ def write(
             ranks[stage * options.mesh.ranks + rank].append(_stored(slot, cut, spec, options.norm))
     if optimizer:
         ranks = [[*stored, *_states_of(optimizer, stored)] for stored in ranks]
+    ranks = model.stored(ranks) if model else ranks
     ranks = [[*chain.from_iterable(ranks)]] if options.archive else ranks
-    extra = dict.fromkeys(_extra_states(spec, options.norm), packed([None]))
+    states = _extra_states(spec, options.norm)
+    extra = dict.fromkeys(model.named(states) if model else states, packed([None]))
     files, metadata = dcp_writer.layout(root / folder, ranks, dtypes, objects=extra)
     kinds = spread(wanted, options.mesh.ep) if optimizer else frozenset[bool]()
     if optimizer and kinds:
         _require_experts(optimizer, spec, parts)
     kept, about = megatron_optim.common(optimizer, kinds) if optimizer else ({}, {"singleton_local_shards": False})
     common = {"checkpoint_version": 3.0, "iteration": iteration or 0, **kept, "content_metadata": about}
+    flags_text, further = dict[str, bytes](), model.fields() if model else {}
     if provider:
-        beside = run_config.written_of(provider, spec, args or {}, options, main_dtype(dtypes.values()), iteration or 0)
-        flags_text = {}
+        dtype = main_dtype(dtypes.values())
+        beside = run_config.written_of(provider, spec, args or {}, options, dtype, iteration or 0, further)
+    elif model:
+        merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration)
+        beside = run_config.written(merged, merged["iteration"], further=further)
     else:
         merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration)
         _require_interleaves(options.mesh.interleaves, merged, apart=False, where=f"tp = {options.tp}")
@@ -338,7 +353,7 @@ def write(
         **flags_text,
         **{name if name.startswith("latest") else f"{folder}/{name}": text for name, text in beside.items()},
     }
-    return Target(tuple(files), texts, {}, folder)
+    return Target(tuple(model.written(files) if model else files), texts, {}, folder)
 
 
 def _require_experts(optimizer: Optimizer, spec: ModelSpec, parts: Sequence[Chunk]) -> None:

@@ -28,7 +28,7 @@ EMBEDDINGS = (
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 """How the classes end that have a head."""
 FUSED = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
-FUSED_ON_HUB = ("gpt_oss", "llama4", "llama4_text")
+FUSED_ON_HUB = ("gpt_oss", "llama4", "llama4_text", "qwen3_vl_moe")
 TIED_NOTE = (
     "its config.json does not say whether its head is tied, and no file holds one: it is taken to be {}, as where its "
     "class ties it; should the class have a head of its own, that is lost"

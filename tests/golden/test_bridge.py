@@ -130,3 +130,6 @@ def test_what_bridge_loads(convert, tmp_path, name):
 def test_what_bridge_would_compute_otherwise(convert, model, tmp_path):
     ran = convert("hf2megatron", model("deepseek_v3"), tmp_path / "out", "--format", "torch_dist", "--for", "bridge")
     refused(ran, 5, "multi_latent_attention = True", "import_ckpt")
+    both = ("--format", "torch_dist", "--for", "bridge", "--glu-interleave", 2)  # megatron-core has it since 0.18
+    ran = convert("hf2megatron", model("mixtral"), tmp_path / "out", *both)
+    refused(ran, 5, "moe_mlp_glu_interleave_size = 2", "leave --for bridge out")

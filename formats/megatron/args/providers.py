@@ -28,7 +28,8 @@ LACKING: Mapping[str, str] = {"gemma2": OPPOSITE}
 """Family: why no class computes its models, where one says that it does."""
 FAULTY = {r"megatron\.bridge\.models\.gemma\.gemma2_provider\.Gemma2ModelProvider\w*": OPPOSITE}
 """Class: why transformers does not compute its models."""
-WAY = "--format torch_dist --for bridge writes it for Megatron-Bridge, whose {} computes it"
+BRIDGE = "--format torch_dist --for bridge"
+WAY = f"{BRIDGE} writes it for Megatron-Bridge, whose {{}} computes it"
 
 
 def of_fields(fields: Mapping[str, Any], where: str) -> tuple[Provider, dict[str, Any]] | None:

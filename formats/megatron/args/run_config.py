@@ -22,9 +22,11 @@ from typing import Any
 import yaml
 
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
-from formats.megatron.args import providers
+from formats.megatron.args import providers, vision
+from formats.megatron.args.moe import INTERLEAVE
 from formats.megatron.args.options import Options
 from formats.megatron.args.provider import TARGET, Provider
+from formats.megatron.args.vision import Vision
 from formats.model.spec import ModelSpec
 from formats.torch_files.archive_writer import NUMBERS, Small, packed_plain
 from formats.torch_files.pickle_values import Namespace
@@ -68,7 +70,7 @@ WRITTEN = """
 """The fields of Bridge's GPTModelProvider that an argument says, and that another model has otherwise."""
 SINGLE = {
     "experimental_attention_variant": None, "mtp_num_layers": None, "multi_latent_attention": False,
-    "softmax_type": "vanilla",
+    "softmax_type": "vanilla", **dict.fromkeys(INTERLEAVE.values()),
 }  # fmt: skip
 """Argument: the one value with which a GPTModelProvider of those fields computes the model."""
 TRAINING = {"step": "I32", "consumed_train_samples": "I32", "skipped_train_samples": "I32",
@@ -117,10 +119,21 @@ def read(path: Path, *, adapter: bool = False) -> Namespace:
             f"{path} says peft: the checkpoint holds an adapter of Megatron-Bridge without its base",
             "--adapter only makes a folder of PEFT of it, and `convert merge` puts that into its base",
         )
-    own = providers.of_fields(fields, str(path))
+    own, whole = providers.of_fields(fields, str(path)), vision.of_fields(fields)
     if adapter:
         providers.require_no_adapter(own[0] if own else None, str(path))
+    if whole:
+        if adapter:
+            raise UnsupportedError(f"{path}: an adapter of a {whole.kind} in Megatron-Bridge is not read")
+        return Namespace(_said(vision.of_text(whole, fields, str(path)), path))
     return Namespace(_with_own(fields, *own) if own else _as_args(fields, path))
+
+
+def read_vision(path: Path) -> tuple[Vision, dict[str, Any]] | None:
+    """The class with a tower that a file names, and its fields; None if it is none."""
+    fields, _ = _held(path)
+    whole = vision.of_fields(fields)
+    return None if whole is None else (whole, fields)
 
 
 def adapter(path: Path) -> dict[str, Any]:
@@ -158,6 +171,11 @@ def _as_args(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
             f"{path}: the class {short(kind)} is not known to compute what its fields say",
             "export it with the program that wrote it: AutoBridge.export_ckpt, or llm.export_ckpt of NeMo",
         )
+    return _said(fields, path)
+
+
+def _said(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The arguments that the fields of a GPTModelProvider are."""
     function = str((fields.get("activation_func") or {}).get("_target_")).rpartition(".")[2]
     gated = fields.get("gated_linear_unit")
     activation = ACTIVATIONS.get((function, gated is True))
@@ -190,10 +208,15 @@ def _llama3(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return {"use_rope_scaling": True, "rope_scaling_factor": fields["scale_factor"]}
 
 
-def written(args: Mapping[str, Any], iteration: int, sections: Mapping[str, Any] | None = None) -> dict[str, bytes]:
+def written(
+    args: Mapping[str, Any],
+    iteration: int,
+    sections: Mapping[str, Any] | None = None,
+    further: Mapping[str, Any] | None = None,
+) -> dict[str, bytes]:
     """The files that Megatron-Bridge expects beside the weights, by what it calls them.
 
-    `sections` are further ones of the configuration.
+    `sections` are further ones of the configuration, `further` fields those of a class with a tower.
 
     Raises:
         RefusedError: its GPTModelProvider does not compute the model.
@@ -220,11 +243,17 @@ def written(args: Mapping[str, Any], iteration: int, sections: Mapping[str, Any]
         "should_pad_vocab": True,
     }
     model |= {"bias_activation_fusion": args["bias_gelu_fusion"]} if function == "gelu" else {}
-    return _files(model, iteration, args.get("consumed_train_samples") or 0, sections or {})
+    return _files({**model, **(further or {})}, iteration, args.get("consumed_train_samples") or 0, sections or {})
 
 
 def written_of(
-    provider: Provider, spec: ModelSpec, args: Mapping[str, Any], options: Options, dtype: str, iteration: int
+    provider: Provider,
+    spec: ModelSpec,
+    args: Mapping[str, Any],
+    options: Options,
+    dtype: str,
+    iteration: int,
+    further: Mapping[str, Any],
 ) -> dict[str, bytes]:
     """The same for a class of `providers.py`.
 
@@ -235,6 +264,7 @@ def written_of(
         options: the topology, and what the user accepted.
         dtype: what torch calls the element type.
         iteration: that of the folder.
+        further: fields of a class with a tower.
 
     Raises:
         RefusedError: the class does not compute the model.
@@ -247,6 +277,7 @@ def written_of(
         **{name: _torch(dtype) for name in ("params_dtype", "autocast_dtype")},
         "bf16": dtype == "bfloat16",
         "fp16": dtype == "float16",
+        **further,
     }
     return _files(model, iteration, args.get("consumed_train_samples") or 0, {})
 

@@ -1,0 +1,320 @@
+"""Models of images of Megatron-Bridge, whose modules wrote and computed tests/golden/bridge: into it and out of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.faults.dcp_tools import edit, refused
+from tests.golden.test_bridge_lora import contents
+from tests.golden.test_only_text import TEXTS, build, save
+
+REAL = Path(__file__).with_name("bridge")
+ITERATION = "iter_0000005"
+BRIDGE = ("--format", "torch_dist", "--for", "bridge")
+KINDS = {"qwen2_5_vl": "Qwen25VLModel", "qwen3_vl": "Qwen3VLModel", "qwen3_vl_moe": "Qwen3VLMoEModel"}
+"""Model type: its class in Megatron-Bridge, without `Provider`."""
+TOWERS = {"qwen2_5_vl": "visual.", "qwen3_vl": "vision_model.", "qwen3_vl_moe": "vision_model."}
+
+
+def differences(
+    folder: Path, kind: str, change: Callable[[dict[str, Any]], Any] = lambda _: None
+) -> tuple[float, float]:
+    """How far the logits of transformers are from those of Bridge's modules: of an image in text, and of text."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    golden = {name: torch.tensor(value) for name, value in np.load(REAL / kind / "golden.npz").items()}
+    known, ids = AutoConfig.for_model(**config), golden["ids"]
+    model = AutoModelForImageTextToText.from_pretrained(folder, config=known, dtype=torch.float32).eval()
+    image = {"pixel_values": golden["pixels"], "image_grid_thw": golden["grid"]}
+    image["mm_token_type_ids"] = (ids == config["image_token_id"]).int()
+    with torch.no_grad():
+        seen, read = model(input_ids=ids, **image).logits, model(input_ids=ids).logits
+    return float((seen - golden["logits"]).abs().max()), float((read - golden["text"]).abs().max())
+
+
+def base_of(convert: Any, kind: str, folder: Path) -> Path:
+    """The Hugging Face folder that is read of Bridge's run."""
+    ran = convert("megatron2hf", REAL / kind, folder, "--config", REAL / kind)
+    assert ran.code == 0, ran.err
+    return folder
+
+
+def with_fields(kind: str, at: Path, **changes: Any) -> Path:
+    """Bridge's run with other fields; those of a config inside by its name and theirs."""
+    run = shutil.copytree(REAL / kind, at)
+    path = run / ITERATION / "run_config.yaml"
+    document = yaml.safe_load(path.read_text())
+    for name, value in changes.items():
+        if name in ("vision_config", "hf_text_config"):
+            document["model"][name]["config_dict"] |= value
+        else:
+            document["model"][name] = value
+    path.write_text(yaml.safe_dump(document))
+    return run
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_logits(convert, tmp_path, kind):
+    """What Bridge's modules compute of an image and of text, transformers does of what is read; and settings show."""
+    base = base_of(convert, kind, tmp_path / "base")
+    assert max(differences(base, kind)) < 5e-6
+
+    def another_tower(config: dict[str, Any]) -> None:
+        config["vision_config"] |= {"hidden_act": "relu", "deepstack_visual_indexes": [1, 0]}
+
+    def other_sections(config: dict[str, Any]) -> None:
+        (config.get("text_config") or config)["rope_scaling"]["mrope_section"] = (
+            [0, 1, 1] if kind == "qwen2_5_vl" else [4, 0, 0]
+        )
+
+    for change in (another_tower, other_sections):
+        seen, read = differences(base, kind, change)
+        assert seen > 1e-3
+        assert read < 5e-6  # of text alone no position has height or width
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("topology", [(), ("--tp", 2), ("--pp", 2), ("--tp", 2, "--pp", 2), ("--archive",)])
+def test_what_it_loads(convert, tmp_path, kind, topology):
+    """Every tensor that Bridge saves, and every state that it asks for; the fields as it has written them.
+
+    Its modules loaded these files with strict="raise_all" (tests/golden/bridge/README.md).
+    """
+    base, run = base_of(convert, kind, tmp_path / "base"), tmp_path / "run"
+    ran = convert("hf2megatron", base, run, *BRIDGE, *topology)
+    assert ran.code == 0, ran.err
+    assert f"for Megatron-Bridge's {KINDS[kind]}Provider alone" in ran.err
+    ours, theirs = contents(run / "iter_0000000"), contents(REAL / kind / ITERATION)
+    assert all("_extra_state" in name and name.startswith("language_model.") for name in ours.keys() - theirs.keys())
+    assert not theirs.keys() - ours.keys()
+    assert all(tensor is None or np.array_equal(tensor, ours[key]) for key, tensor in theirs.items())
+    written, known = (
+        dict(yaml.safe_load(next(folder.glob("iter_*/run_config.yaml")).read_text())["model"])
+        for folder in (run, REAL / kind)
+    )
+    for name in ("vision_config", "hf_text_config"):
+        mine, its = (fields.pop(name, None) for fields in (written, known))
+        assert (mine or {}).get("_target_") == (its or {}).get("_target_")
+        said = (mine or {}).get("config_dict", {})
+        assert {key for key, value in said.items() if its["config_dict"].get(key) != value} <= {"dtype", "torch_dtype"}
+    sizes = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "rope_scaling_factor"}  # which is of nothing
+    assert {name for name in written if written[name] != known[name]} <= sizes
+    assert not (run / "megatron_flags.txt").exists()
+    assert convert("megatron2hf", run, tmp_path / "back").code == 0
+    assert convert("diff", tmp_path / "back", base, "--tensors").code == 0
+    assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((base / "config.json").read_text())
+    assert convert("reshard", run, tmp_path / "again", "--for", "bridge", "--tp", 2).code == 0
+    digests = {convert("digest", folder).out.split()[0] for folder in (run, tmp_path / "again", base)}
+    assert len(digests) == 1
+    assert convert("diff", run, base, "--tensors").code == 0
+
+
+def as_on_the_hub(folder: Path) -> Path:
+    """The folder with fused experts as files of the Hub have them, input before output; transformers 5.23 saves a model
+    that it did not load the other way round."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    turned = {key for key in tensors if key.endswith((".experts.gate_up_proj", ".experts.down_proj"))}
+    tensors |= {key: tensors[key].transpose(1, 2).contiguous() for key in turned}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_there_and_back(convert, tmp_path, kind, tied):
+    """Files as the Hub has them, and weights of a training with FSDP: byte by byte."""
+    saved = save(build(kind, tied, vocab_size=64, **unlike(kind)), tmp_path / "saved")
+    source, run = as_on_the_hub(shutil.copytree(saved, tmp_path / "whole")), tmp_path / "run"
+    ran = convert("hf2megatron", source, run, *BRIDGE, "--tp", 2, "--dtype", "bf16")
+    assert ran.code == 0, ran.err
+    assert convert("hf2hf", source, tmp_path / "half", "--dtype", "bf16").code == 0
+    ran = convert("megatron2hf", run, tmp_path / "out")
+    assert ran.code == 0, ran.err
+    assert "names and shapes checked against: transformers" in ran.err
+    assert "experts are fused" not in ran.err
+    for name in ("model.safetensors", "processor_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "half" / name).read_bytes()
+    assert convert("hf2fsdp", source, tmp_path / "fsdp", "--ranks", 2).code == 0
+    digest = convert("digest", source).out.split()[0]
+    for number, folder in enumerate((tmp_path / "fsdp", saved)):
+        ran = convert("hf2megatron", folder, tmp_path / str(number), *BRIDGE)
+        assert ran.code == 0, ran.err
+        assert convert("digest", tmp_path / str(number)).out.split()[0] == digest
+
+
+def unlike(kind: str) -> dict[str, Any]:
+    """Settings of a text that its class in Bridge has too: experts in every layer, and not as wide as the model."""
+    return {"moe_intermediate_size": 12, "mlp_only_layers": []} if kind == "qwen3_vl_moe" else {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_language_model_alone(convert, tmp_path, kind):
+    """Without the config of the whole, and the same as of the whole's files."""
+    base = base_of(convert, kind, tmp_path / "base")
+    assert convert("hf2hf", base, tmp_path / "text", "--only", "text").code == 0
+    ran = convert("megatron2hf", REAL / kind, tmp_path / "alone", "--only", "text")
+    assert ran.code == 0, ran.err
+    assert "--only text leaves out" in ran.err
+    assert TOWERS[kind].rstrip(".") in ran.err
+    assert convert("diff", tmp_path / "alone", tmp_path / "text", "--tensors").code == 0
+    refused(
+        convert("megatron2hf", REAL / kind, tmp_path / "no"), 3, "the config of its tower is missing", "--config BASE"
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_it_does_not_go(convert, tmp_path, kind):
+    """Megatron-LM has no tower; and Bridge not every model of the family."""
+    base, no = base_of(convert, kind, tmp_path / "base"), tmp_path / "no"
+    for options in ((), ("--format", "torch_dist"), ("--format", "fsdp_dtensor")):
+        refused(
+            convert("hf2megatron", base, no, *options), 4, "has no Megatron layout", " ".join(BRIDGE), "--only text"
+        )
+    refused(convert("hf2megatron", base, no, *BRIDGE, "--tp", 3), 5, "do not divide")
+    source = save(build(kind, False, vocab_size=63, **unlike(kind)), tmp_path / "odd")
+    refused(convert("hf2megatron", source, no, *BRIDGE, "--tp", 2), 5, "63 tokens", "pads none")
+    config = json.loads((base / "config.json").read_text())
+    scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    (config.get("text_config") or config)["rope_scaling"] |= scaled
+    (base / "config.json").write_text(json.dumps(config))
+    refused(convert("hf2megatron", base, no, *BRIDGE), 5, f"{KINDS[kind]}Provider has no rope_scaling")
+    assert not no.exists()
+
+
+def test_other_models_of_images(convert, tmp_path):
+    """Gemma 3 has a class in Bridge that is not written, and of Mistral 3 none is known here."""
+    for kind, message in (("gemma3", "a projector with a configuration of its own"), ("mistral3", "--only text")):
+        ran = convert("hf2megatron", save(build(kind, True), tmp_path / kind), tmp_path / "no", *BRIDGE)
+        refused(ran, 4, "has no Megatron layout", message)
+        assert "writes it for Megatron-Bridge" not in ran.err
+
+
+def test_features_behind_the_first_stage(convert, tmp_path):
+    """Bridge adds features of an image after the first layers, and asks for all of these on the first stage."""
+    base = base_of(convert, "qwen3_vl", tmp_path / "base")
+    assert convert("hf2megatron", base, tmp_path / "run", *BRIDGE, "--pp", 2).code == 0
+    refused(convert("hf2megatron", base, tmp_path / "no", *BRIDGE, "--pp", 4), 5, "after the first 2 layers", "has 1")
+
+
+def test_experts_that_may_be_either_way_round(convert, tmp_path):
+    """transformers goes by their shape; where both ways have the same nothing tells."""
+    hidden = TEXTS["qwen3_vl_moe"]["hidden_size"]
+    for width in (hidden, hidden // 2):
+        source = save(
+            build("qwen3_vl_moe", False, moe_intermediate_size=width, mlp_only_layers=[]), tmp_path / str(width)
+        )
+        refused(convert("hf2megatron", source, tmp_path / "no", *BRIDGE), 5, "may be either way round")
+    source = save(build("qwen3_vl_moe", False, moe_intermediate_size=12, mlp_only_layers=[0]), tmp_path / "dense")
+    refused(convert("hf2megatron", source, tmp_path / "no", *BRIDGE), 5, "has no dense_layers = [0]")
+
+
+CONTRADICTIONS: dict[str, dict[str, Any]] = {
+    "image_token_id: 59 | 60": {"image_token_id": 59},
+    "mrope_section: [2, 2, 0] | [2, 1, 1]": {"mrope_section": [2, 2, 0]},
+    "spatial_merge_size: 4 | 2": {"spatial_merge_size": 4},
+    "vision_config.deepstack_visual_indexes: [1, 0] | [0, 1]": {"vision_config": {"deepstack_visual_indexes": [1, 0]}},
+    "vision_config.num_heads: 4 | 2": {"vision_config": {"num_heads": 4}},
+    "hf_text_config.rope_theta: 10000.0 | 20000.0": {"rotary_base": 1e4, "hf_text_config": {"rope_theta": 1e4}},
+    "rope_theta": {"rotary_base": 1e4},
+    "norm_epsilon: 1e-05 | 1e-06": {"layernorm_epsilon": 1e-5},
+    "position_embedding_type = 'rope'": {"position_embedding_type": "rope"},
+    "own_field": {"own_field": 3},
+    "qk_layernorm": {"qk_layernorm": False},
+}
+"""Part of an error: fields of a file that its config does not say, or that no model of the class has."""
+
+
+@pytest.mark.parametrize("message", CONTRADICTIONS)
+def test_fields_that_the_config_contradicts(convert, tmp_path, message):
+    run = with_fields("qwen3_vl", tmp_path / "run", **CONTRADICTIONS[message])
+    ran = convert("megatron2hf", run, tmp_path / "no", "--config", REAL / "qwen3_vl")
+    assert ran.code in (3, 4, 5), ran.err
+    assert message in ran.err
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_tower_that_lacks_a_tensor(convert, tmp_path):
+    """Into Bridge and out of it: no table tells what a tower has, and transformers does."""
+    from safetensors.torch import load_file, save_file
+
+    base, name = base_of(convert, "qwen3_vl", tmp_path / "base"), "merger.norm.weight"
+    tensors = load_file(base / "model.safetensors")
+    del tensors[f"model.visual.{name}"]
+    (base / "vitruvian.json").unlink()
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    refused(convert("hf2megatron", base, tmp_path / "no", *BRIDGE), 3, f"visual.{name}")
+    run = shutil.copytree(REAL / "qwen3_vl", tmp_path / "run")
+
+    def drop(metadata: Any) -> None:
+        del metadata.state_dict_metadata[f"vision_model.{name}"]
+        held = metadata.storage_data.items()
+        metadata.storage_data = {index: where for index, where in held if index.fqn != f"vision_model.{name}"}
+
+    edit(run / ITERATION, drop)
+    refused(convert("megatron2hf", run, tmp_path / "no", "--config", REAL / "qwen3_vl"), 3, f"visual.{name}")
+
+
+def test_a_training_is_not_carried(convert, tmp_path):
+    for command in (("hf2fsdp", "--with-optimizer"), ("reshard", "--with-optimizer")):
+        run = trained(tmp_path / command[0])
+        ran = convert(command[0], run, tmp_path / "no", "--config", REAL / "qwen3_vl", *command[1:])
+        refused(ran, 4, "the optimizer of a model of images is not read")
+    ran = convert("megatron2hf", run, tmp_path / "weights", "--config", REAL / "qwen3_vl")
+    assert (ran.code, "optimizer" in ran.err) == (0, True), ran.err
+    inspected = convert("inspect", run, "--config", REAL / "qwen3_vl")
+    assert (inspected.code, "optimizer" in inspected.out + inspected.err) == (0, True), inspected.err
+
+
+def trained(at: Path) -> Path:
+    """Bridge's run, with a moment of each weight."""
+    run = shutil.copytree(REAL / "qwen3_vl", at)
+
+    def add(metadata: Any) -> None:
+        for name in [name for name in metadata.state_dict_metadata if name.endswith(".weight")]:
+            new = f"optimizer.state.exp_avg.{name}"
+            metadata.state_dict_metadata[new] = metadata.state_dict_metadata[name]
+            for index, where in [item for item in metadata.storage_data.items() if item[0].fqn == name]:
+                metadata.storage_data[type(index)(new, index.offset, index.index)] = where
+
+    edit(run / ITERATION, add)
+    return run
+
+
+def test_a_config_of_another_model(convert, tmp_path):
+    ran = convert("megatron2hf", REAL / "qwen3_vl", tmp_path / "no", "--config", REAL / "qwen2_5_vl")
+    refused(ran, 3, "'qwen2_5_vl'", "is of a qwen3_vl", "--config")
+
+
+def test_tensors_of_no_tower(convert, tmp_path):
+    run = shutil.copytree(REAL / "qwen3_vl", tmp_path / "run")
+    name = "vision_model.merger.norm.weight"
+
+    def rename(metadata: Any, new: str) -> None:
+        metadata.state_dict_metadata = {
+            new if key == name else key: about for key, about in metadata.state_dict_metadata.items()
+        }
+        metadata.storage_data = {
+            (type(index)(new, index.offset, index.index) if index.fqn == name else index): where
+            for index, where in metadata.storage_data.items()
+        }
+
+    edit(run / ITERATION, lambda metadata: rename(metadata, "audio.norm.weight"))
+    ran = convert("megatron2hf", run, tmp_path / "no", "--config", REAL / "qwen3_vl")
+    refused(ran, 3, "audio.norm.weight, which is of no part of a qwen3_vl")
+
+
+def test_no_adapter_of_it(convert, tmp_path):
+    refused(convert("megatron2hf", REAL / "qwen3_vl", tmp_path / "no", "--adapter", "only"), 4, "is not read")

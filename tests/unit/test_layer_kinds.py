@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from formats.errors import RefusedError, UnsupportedError, VitruvianError
+from formats.errors import RefusedError, SourceError, UnsupportedError, VitruvianError
 from formats.families import find_family
 from formats.huggingface.config import from_huggingface, to_huggingface
 from formats.megatron.args.args import from_megatron, to_megatron
@@ -105,6 +105,27 @@ def test_an_indexer_in_args():
         from_megatron(args, {}, spec, "args")
     with pytest.raises(RefusedError, match="share indexers at equal distances"):
         to_megatron(replace(spec, shared_index_layers=(1,)))
+
+
+def test_dense_layers_that_are_not_in_front():
+    """DeepSeek's config counts them from the first one on."""
+    config = settings_of("deepseek_v3", **EPSILON)
+    spec = from_huggingface(config, {}, "one")
+    assert to_huggingface(replace(spec, dense_layers=(0, 1)), config)["first_k_dense_replace"] == 2
+    for dense in ((1,), (0, 2)):
+        with pytest.raises(RefusedError, match="has them only in front"):
+            to_huggingface(replace(spec, dense_layers=dense), config)
+
+
+@pytest.mark.parametrize(("full", "linear"), [([2, 4], [1]), ([2, 4], [1, 2, 3]), ([2, 4], [1, 3, 5])])
+def test_lists_that_have_a_layer_not_once(full, linear):
+    config = settings_of("kimi_linear")
+    del config["layer_types"]
+    lists = {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4, "full_attn_layers": full}
+    sound = config | {"linear_attn_config": {**lists, "kda_layers": [1, 3]}}
+    assert from_huggingface(sound, {}, "one").recurrent_layers == (0, 2)
+    with pytest.raises(SourceError, match="its lists should have each layer once"):
+        from_huggingface(config | {"linear_attn_config": {**lists, "kda_layers": linear}}, {}, "one")
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,28 @@ def test_states_that_a_universal_checkpoint_cannot_hold_are_refused(convert, tmp
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda master: master.bfloat16(), "holds BF16, a master is F32"),
+        (lambda master: master[:-1].clone(), "holds 28 elements, its model has [8, 4]"),
+        (lambda master: master.T.contiguous(), "holds [4, 8], its model has [8, 4]"),
+    ],
+)
+@pytest.mark.parametrize("command", ["zero2universal", "zero2hf"])
+def test_masters_of_a_universal_checkpoint_are_those_of_its_model(convert, tmp_path, command, change, message):
+    import torch
+
+    flat = torch.arange(32.0)
+    model = {"module": {EMBEDDING: flat.reshape(8, 4).bfloat16()}, "param_shapes": [{EMBEDDING: (8, 4)}]}
+    run = tmp_path / "universal"
+    assert convert("zero2universal", save(tmp_path / "run", model, partition(flat)), run, "-q").code == 0
+    (path,) = run.glob(f"*/zero/{EMBEDDING}/fp32.pt")
+    content = torch.load(path, weights_only=True)
+    torch.save(content | {"param": change(content["param"].reshape(8, 4))}, path)
+    refused(convert(command, run, tmp_path / "out", *(MASTERS if command == "zero2hf" else ())), 3, message)
+
+
+@pytest.mark.parametrize(
     ("change", "code", "message"),
     [
         (lambda states: states["param_groups"][0].update(amsgrad=True), 4, "says amsgrad = True"),
@@ -286,6 +308,18 @@ def test_a_second_model_parallel_rank_of_stage_3_is_not_taken_for_the_first(conv
     if alone:
         first.unlink()
     refused(convert("zero2hf", run, tmp_path / "out", *MASTERS), 4, f"{second} is of a second model parallel rank")
+
+
+def test_a_model_file_of_stage_3_without_optimizer_states(convert, tmp_path):
+    """Each rank has both: the optimizer states are of a save with fewer ranks."""
+    import torch
+
+    model = {"module": {EMBEDDING: torch.empty(0)}, "param_shapes": [{EMBEDDING: (8, 4)}], "dp_world_size": 2}
+    run = save(tmp_path / "run", model, partition(torch.arange(32.0), 3), 3)
+    first = run / "global_step1/zero_pp_rank_0_mp_rank_00_model_states.pt"
+    torch.save(torch.load(first), first.with_name("zero_pp_rank_1_mp_rank_00_model_states.pt"))
+    ran = convert("zero2hf", run, tmp_path / "out", *MASTERS)
+    refused(ran, 3, "holds 2 model files and 1 files of optimizer states")
 
 
 @pytest.mark.parametrize("state", ["exp_avg", "exp_avg_sq"])

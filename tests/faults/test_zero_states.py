@@ -427,6 +427,16 @@ def test_what_is_laid_out_is_of_the_module(convert, tmp_path, command, change, m
     refused(convert(command, run, tmp_path / "none", *options), 3, message)
 
 
+@pytest.mark.parametrize("name", [f"_orig_mod.{EMBEDDING}", f"module.{EMBEDDING}"])
+def test_a_module_that_holds_a_tensor_twice_is_refused(convert, tmp_path, name):
+    """With the name that a wrapper gives it, and without."""
+    import torch
+
+    tensor = torch.arange(32.0).reshape(8, 4).bfloat16()
+    argv = (save(tmp_path / "run", {"module": {EMBEDDING: tensor, name: tensor * 2}}), tmp_path / "out", "--verbatim")
+    refused(convert("zero2hf", *argv), 3, f"holds {EMBEDDING} twice", name)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("command", ["zero2universal", "zero2hf"])
 @pytest.mark.parametrize("which", ["fp32", "exp_avg"])

@@ -437,6 +437,19 @@ def test_a_module_that_holds_a_tensor_twice_is_refused(convert, tmp_path, name):
     refused(convert("zero2hf", *argv), 3, f"holds {EMBEDDING} twice", name)
 
 
+def test_a_universal_checkpoint_says_what_it_leaves_out(convert, tmp_path):
+    """What a model file of a DeepSpeed that lists nothing as frozen has: without a table nothing else tells."""
+    import torch
+
+    flat = torch.arange(32.0)
+    module = {EMBEDDING: flat.reshape(8, 4).bfloat16(), "f.weight": torch.ones(3).bfloat16()}
+    run = save(tmp_path / "run", {"module": module, "param_shapes": [{EMBEDDING: (8, 4)}]}, partition(flat))
+    ran = convert("zero2universal", run, tmp_path / "out")
+    assert (ran.code, "1 parameters are frozen, such as f.weight" in ran.err) == (0, True), ran.err
+    ran = convert("zero2hf", tmp_path / "out", tmp_path / "none", "--config", run, *MASTERS)
+    refused(ran, 3, "holds no parameters that were not trained: it lacks f.weight")
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("command", ["zero2universal", "zero2hf"])
 @pytest.mark.parametrize("which", ["fp32", "exp_avg"])

@@ -149,6 +149,23 @@ def test_layers_that_share_an_indexer(fields, shared):
     assert tuple(layer for layer, kind in enumerate(theirs) if kind == "shared") == shared
 
 
+@pytest.mark.parametrize(
+    ("shared", "apart", "in_front"),
+    [((1, 3), 2, 0), ((2, 3), 3, 2), ((1, 2), 3, 0), ((3,), 2, 3), ((2,), 2, 2), ((), 1, 0)],
+)
+def test_layers_that_share_an_indexer_in_args(shared, apart, in_front):
+    """As dsa.py `is_dsa_skip_topk_layer` counts them, also behind some in front that share none."""
+    args = to_megatron(replace(from_huggingface(settings_of("glm_moe_dsa"), {}, "one"), shared_index_layers=shared))
+    assert (args["dsa_indexer_topk_freq"], args["dsa_indexer_skip_topk_offset"]) == (apart, in_front)
+    assert from_megatron(args, {}, None, "args").shared_index_layers == shared
+
+
+def test_a_first_layer_that_shares_an_indexer():
+    settings = settings_of("glm_moe_dsa") | {"indexer_types": ["shared", "full", "full", "full"]}
+    with pytest.raises(SourceError, match="the first layer has no indexer, and none is before it"):
+        from_huggingface(settings, {}, "one")
+
+
 def test_copies_that_are_none_and_a_layer_in_part(model, convert, tmp_path):
     from safetensors.torch import load_file, save_file
 

@@ -848,6 +848,11 @@ def folder(hf: Path, tmp_path: Path) -> Path:
 def test_hostile_safetensors_are_refused(folder, convert, name):
     (folder / "model.safetensors").write_bytes(SAFETENSORS[name])
     refused(convert("inspect", folder), folder / "model.safetensors")
+    from formats.disk.safetensors import read_safetensors
+    from formats.errors import SourceError
+
+    with pytest.raises(SourceError):  # by itself, whatever the model of the folder is
+        read_safetensors(folder / "model.safetensors")
 
 
 LENIENT = ("a space first", "doubled names", "another key")

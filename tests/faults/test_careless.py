@@ -503,6 +503,18 @@ def test_verify_names_the_setting_with_which_a_table_describes_the_model_no_long
     assert "hidden_act = 'gelu' is not supported" in ran.err
 
 
+def test_a_source_that_is_not_what_its_manifest_says(model, convert, tmp_path):
+    """A bit of a weight: sound to every reader, and seen before anything is published."""
+    out = tmp_path / "hf"
+    assert convert("hf2hf", model("llama"), out).code == 0
+    content = bytearray((out / "model.safetensors").read_bytes())
+    content[-9] ^= 64
+    (out / "model.safetensors").write_bytes(content)
+    ran = convert("hf2megatron", out, tmp_path / "run")
+    assert (ran.code, "1 tensors differ from its vitruvian.json" in ran.err) == (6, True), ran.err
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("what", ["digest", "blake3", "name"])
 def test_a_manifest_that_contradicts_itself(model, convert, tmp_path, what):
     """Its line of the whole and those of the tensors are of one model, or somebody has edited one of them."""

@@ -100,6 +100,16 @@ def test_partitions_of_another_world(neox, check_refusal):
     check_refusal(run, 3, "belongs to 2 data parallel ranks, 3 are there", flags=("--weights", "fp32-master"))
 
 
+def test_a_partition_twice(neox, convert, tmp_path):
+    """That of an earlier save in FP16 beside one in BF16: which of them counts, no name says."""
+    run, tag = neox("llama-tp2-dp2")
+    first = tag / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    nameless(shutil.copy(first, tag / first.name.removeprefix("bf16_")))
+    flags = ("--weights", "fp32-master", "--vocab-size", 101, "--gqa-layout", "blocked")
+    ran = convert("neox2hf", run, tmp_path / "out", *flags)
+    refused(ran, 3, "holds two partitions of rank 1", first.name, first.name.removeprefix("bf16_"))
+
+
 def test_partitions_of_two_ranks_swapped(neox, check_refusal):
     """Of the same size, and without their names: only the comparison with the module can tell."""
     run, tag = neox("llama-tp2-dp2")

@@ -110,6 +110,7 @@ def test_arguments_and_config_contradict_each_other(copy, convert):
         ("mixtral", {}, ["--ep", 3], 5, "4 experts do not divide over ep = 3"),
         ("mixtral", {}, ["--tp", 2, "--etp", 1], 5, "do not hold all of a model"),
         ("mixtral", {}, ["--etp", 2, "--ep", 2], 5, "do not hold all of a model"),
+        ("mixtral", {}, ["--format", "torch_dist", "--tp", 4, "--ep", 2, "--etp", 3], 5, "one must divide the other"),
         ("llama", {}, ["--ep", 2], 5, "a llama has no experts"),
         ("mixtral", {}, ["--format", "megatron-llm"], 5, "its MLP has no experts"),
         ("mixtral", {"num_experts_per_tok": 1}, [], 5, "of a single expert it has no weight that is normalized"),

@@ -90,6 +90,40 @@ def swap(first: Path, second: Path) -> None:
     other.rename(second)
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_an_adapter_that_is_cut_into_columns_is_not_merged(model, convert, tmp_path, dim):
+    """It is added to rows that lie one after another in a file; alone it comes out of any cut."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    base, folder, place = model("llama", num_hidden_layers=1), tmp_path / "c", "model.layers.0.self_attn.q_proj"
+    folder.mkdir()
+    state = weights(base)
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    state[f"{place}.base_layer.weight"] = state.pop(f"{place}.weight")
+    state = {f"base_model.model.{key}": tensor for key, tensor in state.items()}
+    state[f"base_model.model.{place}.lora_A.default.weight"] = torch.randn(4, 64)
+    state[f"base_model.model.{place}.lora_B.default.weight"] = torch.randn(64, 4)
+    for rank in range(RANKS):
+        with rank_of_none(rank):
+            mesh, dump = init_device_mesh("cpu", (RANKS,)), {}
+            for key, tensor in state.items():
+                cut = dim if "lora_" in key else 0
+                part = [*tensor.chunk(RANKS, cut), *[tensor[:0]] * RANKS][rank].clone()
+                shape = {"shape": tensor.shape, "stride": tensor.stride()}
+                dump[key] = DTensor.from_local(part, mesh, [Shard(cut)], run_check=False, **shape)
+            torch.save(dump, folder / VERL.format(rank))
+    options = ("--config", base, "--adapter")
+    assert convert("fsdp2hf", folder, tmp_path / "alone", *options, "only").code == 0
+    ran = convert("fsdp2hf", folder, tmp_path / "out", *options, "merged")
+    if dim:
+        refused(ran, 4, "holds some columns of", "lora_A", "--adapter only first")
+    else:
+        assert ran.code == 0, ran.err
+
+
 @pytest.mark.parametrize(("first", "second"), [(0, 1), (2, 3)])
 def test_swapped_ranks_are_noticed(dumps, merge, first, second):
     """The mesh of their DTensors says which rank they are of, whatever the files were called."""

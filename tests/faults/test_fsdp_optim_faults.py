@@ -340,6 +340,10 @@ def test_what_is_one_matrix_to_muon_on_one_side_alone(model, convert, tmp_path, 
     ran = convert("hf2megatron", checkpoint, tmp_path / "run", *options, "--config", source)
     assert ran.code == 0, ran.err
     assert (f"to Muon {fused} are one matrix on one side" in ran.err) == bool(fused), ran.err
+    ran = convert(
+        "hf2megatron", checkpoint, tmp_path / "no", *options, "--config", source, "--optimizer", "distributed"
+    )
+    refused(ran, 4, "Megatron's layer-wise Muon trains in bf16 alone", "--optimizer plain")
     ran = convert("hf2fsdp", tmp_path / "run", tmp_path / "back", "--with-optimizer")
     assert ran.code == 0, ran.err
     assert (f"to Muon {fused} are one matrix on one side" in ran.err) == bool(fused), ran.err

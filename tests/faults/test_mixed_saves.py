@@ -7,14 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from formats.deepspeed.neox import checkpoint as neox
-from formats.megatron import shards
 from tests.faults.dcp_tools import refused
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "neox"
+GOLDEN = Path(__file__).parents[1] / "golden"
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+"""What the engine of DeepSpeed says of a save in each model file."""
 
 
-@pytest.mark.parametrize("name", shards.TIES[2:])
+def of_another_save(path: Path, name: str) -> str:
+    """A file with another number under a name, and what is said of it."""
+    import torch
+
+    stored = torch.load(path, weights_only=False)
+    assert name in stored
+    torch.save(stored | {name: 7}, path)
+    return f"{path} is of {name} 7, "
+
+
+@pytest.mark.parametrize("name", ["consumed_train_samples", "consumed_valid_samples"])
 def test_megatron_ranks_of_one_iteration_and_two_runs(model, convert, tmp_path, name):
     """As where a run began again at iteration 0 with another batch size."""
     import torch
@@ -29,25 +39,34 @@ def test_megatron_ranks_of_one_iteration_and_two_runs(model, convert, tmp_path, 
     refused(ran, 3, f"{paths[1]} is of {name} 3200, {paths[0]} of 1600: files of different saves", "hint:")
 
 
-@pytest.mark.parametrize("name", neox.TIES)
+@pytest.mark.parametrize("name", ["iteration", *COUNTERS])
 def test_neox_ranks(convert, tmp_path, name):
     """Of files that GPT-NeoX wrote: one of two ranks is made that of another step."""
-    import torch
-
-    run = shutil.copytree(GOLDEN / "llama-mha-tp2", tmp_path / "run")
-    path = next(run.glob("*/mp_rank_01_model_states.pt"))
-    stored = torch.load(path, weights_only=False)
-    assert name in stored
-    torch.save(stored | {name: 3}, path)
+    run = shutil.copytree(GOLDEN / "neox/llama-mha-tp2", tmp_path / "run")
+    message = of_another_save(next(run.glob("*/mp_rank_01_model_states.pt")), name)
     ran = convert("neox2hf", run, tmp_path / "out", "--vocab-size", 101, "--gqa-layout", "blocked")
-    refused(ran, 3, f"{path} is of {name} 3, ", "files of different saves")
+    refused(ran, 3, message, "files of different saves")
+
+
+@pytest.mark.parametrize("name", ["iteration", *COUNTERS, "tokens"])
+def test_megatron_deepspeed_ranks(convert, tmp_path, name):
+    run = shutil.copytree(GOLDEN / "mds/llama_gqa_separate_tp2", tmp_path / "run")
+    message = of_another_save(next(run.glob("*/mp_rank_01_model_states.pt")), name)
+    refused(convert("zero2hf", run, tmp_path / "out"), 3, message, "files of different saves")
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_ranks_of_stage_3(convert, tmp_path, name):
+    run = shutil.copytree(GOLDEN / "peft/in_zero3/checkpoint", tmp_path / "run")
+    message = of_another_save(next(run.glob("*/zero_pp_rank_1_mp_rank_00_model_states.pt")), name)
+    refused(convert("zero2hf", run, tmp_path / "out", "--adapter", "only"), 3, message, "files of different saves")
 
 
 def test_neox_partitions_of_one_tensor_rank(convert, tmp_path):
     """All data ranks of one tensor parallel rank agree; those of the other are of another step."""
     import torch
 
-    run = shutil.copytree(GOLDEN / "llama-tp2-dp2", tmp_path / "run")
+    run = shutil.copytree(GOLDEN / "neox/llama-tp2-dp2", tmp_path / "run")
     paths = sorted(run.glob("*/*_mp_rank_01_optim_states.pt"))
     for path in paths:
         stored = torch.load(path, weights_only=False)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from formats.errors import UnsupportedError
-from formats.model.adapters import require_plain
+from formats.errors import RefusedError, UnsupportedError
+from formats.model.adapters import chosen, require_plain
 from tests.faults.dcp_tools import refused, save, weights, with_config
 
 peft = pytest.importorskip("peft")
@@ -69,6 +69,16 @@ def test_every_method_of_peft(model, tmp_path, method):
             require_plain(state, tmp_path)
         assert NAMED.get(method, "") in str(error.value)
         assert error.value.hint
+
+
+@pytest.mark.parametrize("adapter", ["only", "merged"])
+def test_one_of_two_adapters_is_not_taken_for_both(tmp_path, adapter):
+    place = "base_model.model.model.layers.0.self_attn.q_proj"
+    base = {f"{place}.base_layer.weight": 0}
+    loras = {name: {f"{place}.lora_{end}.{name}.weight": 1 for end in "AB"} for name in ("first", "second")}
+    assert len(chosen(base | loras["first"], adapter, tmp_path)) == (2 if adapter == "only" else 1)
+    with pytest.raises(RefusedError, match="holds 2 adapters: first, second"):
+        chosen(base | loras["first"] | loras["second"], adapter, tmp_path)
 
 
 @pytest.fixture(params=["table", "verbatim"])

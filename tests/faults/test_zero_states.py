@@ -157,6 +157,28 @@ def test_states_that_a_universal_checkpoint_cannot_hold_are_refused(convert, tmp
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda master: master.bfloat16(), "holds BF16, a master is F32"),
+        (lambda master: master[:-1].clone(), "holds 28 elements, its model has [8, 4]"),
+        (lambda master: master.T.contiguous(), "holds [4, 8], its model has [8, 4]"),
+    ],
+)
+@pytest.mark.parametrize("command", ["zero2universal", "zero2hf"])
+def test_masters_of_a_universal_checkpoint_are_those_of_its_model(convert, tmp_path, command, change, message):
+    import torch
+
+    flat = torch.arange(32.0)
+    model = {"module": {EMBEDDING: flat.reshape(8, 4).bfloat16()}, "param_shapes": [{EMBEDDING: (8, 4)}]}
+    run = tmp_path / "universal"
+    assert convert("zero2universal", save(tmp_path / "run", model, partition(flat)), run, "-q").code == 0
+    (path,) = run.glob(f"*/zero/{EMBEDDING}/fp32.pt")
+    content = torch.load(path, weights_only=True)
+    torch.save(content | {"param": change(content["param"].reshape(8, 4))}, path)
+    refused(convert(command, run, tmp_path / "out", *(MASTERS if command == "zero2hf" else ())), 3, message)
+
+
+@pytest.mark.parametrize(
     ("change", "code", "message"),
     [
         (lambda states: states["param_groups"][0].update(amsgrad=True), 4, "says amsgrad = True"),
@@ -288,6 +310,18 @@ def test_a_second_model_parallel_rank_of_stage_3_is_not_taken_for_the_first(conv
     refused(convert("zero2hf", run, tmp_path / "out", *MASTERS), 4, f"{second} is of a second model parallel rank")
 
 
+def test_a_model_file_of_stage_3_without_optimizer_states(convert, tmp_path):
+    """Each rank has both: the optimizer states are of a save with fewer ranks."""
+    import torch
+
+    model = {"module": {EMBEDDING: torch.empty(0)}, "param_shapes": [{EMBEDDING: (8, 4)}], "dp_world_size": 2}
+    run = save(tmp_path / "run", model, partition(torch.arange(32.0), 3), 3)
+    first = run / "global_step1/zero_pp_rank_0_mp_rank_00_model_states.pt"
+    torch.save(torch.load(first), first.with_name("zero_pp_rank_1_mp_rank_00_model_states.pt"))
+    ran = convert("zero2hf", run, tmp_path / "out", *MASTERS)
+    refused(ran, 3, "holds 2 model files and 1 files of optimizer states")
+
+
 @pytest.mark.parametrize("state", ["exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_frozen_parameter_has_no_moments(convert, tmp_path, state, listed):
@@ -391,6 +425,29 @@ def test_what_is_laid_out_is_of_the_module(convert, tmp_path, command, change, m
     assert convert(command, run, tmp_path / "out", *options).code == 0
     run = save(tmp_path / "run", model | change, partition(flat))
     refused(convert(command, run, tmp_path / "none", *options), 3, message)
+
+
+@pytest.mark.parametrize("name", [f"_orig_mod.{EMBEDDING}", f"module.{EMBEDDING}"])
+def test_a_module_that_holds_a_tensor_twice_is_refused(convert, tmp_path, name):
+    """With the name that a wrapper gives it, and without."""
+    import torch
+
+    tensor = torch.arange(32.0).reshape(8, 4).bfloat16()
+    argv = (save(tmp_path / "run", {"module": {EMBEDDING: tensor, name: tensor * 2}}), tmp_path / "out", "--verbatim")
+    refused(convert("zero2hf", *argv), 3, f"holds {EMBEDDING} twice", name)
+
+
+def test_a_universal_checkpoint_says_what_it_leaves_out(convert, tmp_path):
+    """What a model file of a DeepSpeed that lists nothing as frozen has: without a table nothing else tells."""
+    import torch
+
+    flat = torch.arange(32.0)
+    module = {EMBEDDING: flat.reshape(8, 4).bfloat16(), "f.weight": torch.ones(3).bfloat16()}
+    run = save(tmp_path / "run", {"module": module, "param_shapes": [{EMBEDDING: (8, 4)}]}, partition(flat))
+    ran = convert("zero2universal", run, tmp_path / "out")
+    assert (ran.code, "1 parameters are frozen, such as f.weight" in ran.err) == (0, True), ran.err
+    ran = convert("zero2hf", tmp_path / "out", tmp_path / "none", "--config", run, *MASTERS)
+    refused(ran, 3, "holds no parameters that were not trained: it lacks f.weight")
 
 
 @pytest.mark.parametrize("stage", [1, 3])

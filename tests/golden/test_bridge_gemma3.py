@@ -177,6 +177,12 @@ def test_what_it_does_not_compute(convert, model, tmp_path):
         ({"final_logit_softcapping": 30.0}, "caps no logits"),
         ({"use_bidirectional_attention": True}, "sees what is before a token alone"),
         ({"rope_scaling": yarn, "rope_parameters": None}, "scaled by a factor alone"),
+        ({"query_pre_attn_scalar": 0}, "its query_pre_attn_scalar is 0"),
+        ({"sliding_window_pattern": 0, "layer_types": None}, "its sliding_window_pattern is 0"),
+        (
+            {"rope_parameters": None, "rope_theta": 1e6, "rope_local_base_freq": 0},
+            "its rotary bases are [0, 1000000.0]",
+        ),
     )
     for number, (changes, message) in enumerate(refusals):
         folder = shutil.copytree(source, tmp_path / str(number))

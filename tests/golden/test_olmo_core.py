@@ -158,6 +158,16 @@ def test_scaled_rotary_embeddings_are_those_of_its_export(tmp_path, own, expecte
     assert opened(changed / "step3", max_positions=32).rope_scaling == expected
 
 
+def test_rotary_embeddings_that_are_scaled_in_one_layer_alone(convert, tmp_path):
+    block = json.loads((OLMO2 / "step3/config.json").read_text())["model"]["block"]
+    scaling = {"_CLASS_": "olmo_core.nn.rope.PIRoPEScalingConfig", "attention_rescale_factor": 1.0, "factor": 2.0}
+    block["sequence_mixer"]["rope"]["scaling"] = scaling
+    changes = {"model.n_layers": 2, "model.block_overrides": {"1": block}}
+    changed = edited(OLMO2, tmp_path / "c", "step3/config.json", changes)
+    ran = convert("fsdp2hf", changed / "step3", tmp_path / "out", "--set", "max_positions=32")
+    refused(ran, 4, "rope.scaling differs between layers")
+
+
 def test_a_run_says_how_long_a_sequence_is_and_older_versions_say_attention(tmp_path):
     block = json.loads((OLMO2 / "step3/config.json").read_text())["model"]["block"]
     changes = {"train_module.max_sequence_length": 32, "model.block.attention": block["sequence_mixer"], MIXER: None}

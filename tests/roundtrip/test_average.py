@@ -245,6 +245,18 @@ def test_settings_of_a_model_without_a_table(convert, tmp_path):
             assert (ran.code != 0, key in ran.out + ran.err) == (True, True), ran.err
 
 
+def test_shapes_of_a_model_without_a_table(convert, tmp_path):
+    """What of a tensor is named in neither config: its rows."""
+    with quiet():
+        build(WITHOUT_TABLE, 3).save_pretrained(tmp_path / "one")
+    other = changed(tmp_path / "one", tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    name = next(name for name, tensor in tensors.items() if tensor.ndim == 2)
+    save_file(tensors | {name: tensors[name][:-1]}, other / "model.safetensors", {"format": "pt"})
+    ran = convert("average", tmp_path / "one", other, tmp_path / "out")
+    assert (ran.code, f"1 tensors differ in shape, such as {name}" in ran.err) == (5, True), ran.err
+
+
 def test_names_that_change_on_the_way(convert, tmp_path):
     with quiet():
         build("phimoe", 3).save_pretrained(tmp_path / "hf")

@@ -59,6 +59,11 @@ def test_a_run_of_neox_has_what_it_needs(model, convert, tmp_path):
     assert config["rotary_pct"] == 0.25
     assert (config["gpt_j_residual"], config["no_weight_tying"], config["model_parallel_size"]) == (True, True, 2)
     assert type(config["rotary_emb_base"]) is int
+    assert (config["pipe_parallel_size"], config["make_vocab_size_divisible_by"]) == (0, 128)
+    assert type(config["rotary_emb_base"]) is int
+    assert convert("hf2neox", model("gpt_neox"), tmp_path / "stages", *flags("tp1 pp2")).code == 0
+    (path,) = (tmp_path / "stages").glob("*/configs/*.yml")
+    assert yaml.safe_load(path.read_text())["pipe_parallel_size"] == 2, "in NeoX it is 0 where nothing says it"
 
 
 def test_torch_reads_what_we_write(model, convert, tmp_path):

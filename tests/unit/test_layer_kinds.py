@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from formats.errors import RefusedError, UnsupportedError, VitruvianError
+from formats.errors import RefusedError, SourceError, UnsupportedError, VitruvianError
 from formats.families import find_family
 from formats.huggingface.config import from_huggingface, to_huggingface
 from formats.megatron.args.args import from_megatron, to_megatron
@@ -107,6 +107,27 @@ def test_an_indexer_in_args():
         to_megatron(replace(spec, shared_index_layers=(1,)))
 
 
+def test_dense_layers_that_are_not_in_front():
+    """DeepSeek's config counts them from the first one on."""
+    config = settings_of("deepseek_v3", **EPSILON)
+    spec = from_huggingface(config, {}, "one")
+    assert to_huggingface(replace(spec, dense_layers=(0, 1)), config)["first_k_dense_replace"] == 2
+    for dense in ((1,), (0, 2)):
+        with pytest.raises(RefusedError, match="has them only in front"):
+            to_huggingface(replace(spec, dense_layers=dense), config)
+
+
+@pytest.mark.parametrize(("full", "linear"), [([2, 4], [1]), ([2, 4], [1, 2, 3]), ([2, 4], [1, 3, 5])])
+def test_lists_that_have_a_layer_not_once(full, linear):
+    config = settings_of("kimi_linear")
+    del config["layer_types"]
+    lists = {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4, "full_attn_layers": full}
+    sound = config | {"linear_attn_config": {**lists, "kda_layers": [1, 3]}}
+    assert from_huggingface(sound, {}, "one").recurrent_layers == (0, 2)
+    with pytest.raises(SourceError, match="its lists should have each layer once"):
+        from_huggingface(config | {"linear_attn_config": {**lists, "kda_layers": linear}}, {}, "one")
+
+
 @pytest.mark.parametrize(
     ("fields", "shared"),
     [
@@ -126,6 +147,23 @@ def test_layers_that_share_an_indexer(fields, shared):
     assert from_huggingface(settings, {}, "one").shared_index_layers == shared
     theirs = AutoConfig.for_model(**settings).indexer_types
     assert tuple(layer for layer, kind in enumerate(theirs) if kind == "shared") == shared
+
+
+@pytest.mark.parametrize(
+    ("shared", "apart", "in_front"),
+    [((1, 3), 2, 0), ((2, 3), 3, 2), ((1, 2), 3, 0), ((3,), 2, 3), ((2,), 2, 2), ((), 1, 0)],
+)
+def test_layers_that_share_an_indexer_in_args(shared, apart, in_front):
+    """As dsa.py `is_dsa_skip_topk_layer` counts them, also behind some in front that share none."""
+    args = to_megatron(replace(from_huggingface(settings_of("glm_moe_dsa"), {}, "one"), shared_index_layers=shared))
+    assert (args["dsa_indexer_topk_freq"], args["dsa_indexer_skip_topk_offset"]) == (apart, in_front)
+    assert from_megatron(args, {}, None, "args").shared_index_layers == shared
+
+
+def test_a_first_layer_that_shares_an_indexer():
+    settings = settings_of("glm_moe_dsa") | {"indexer_types": ["shared", "full", "full", "full"]}
+    with pytest.raises(SourceError, match="the first layer has no indexer, and none is before it"):
+        from_huggingface(settings, {}, "one")
 
 
 def test_copies_that_are_none_and_a_layer_in_part(model, convert, tmp_path):

@@ -167,3 +167,29 @@ def test_an_inner_size_that_neox_takes_two_thirds_of():
 def test_what_transformers_cannot_compute_is_refused(changes, error):
     with pytest.raises(error):
         spec(LLAMA | changes)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "use_qk_layernorm", "gpt_j_tied", "use_mup", "te_mha", "te_fp8_mha", "te_layernorm_mlp", "geglu", "openai_gelu",
+        "apply_residual_connection_post_layernorm",
+    ],
+)  # fmt: skip
+def test_switches_that_change_what_a_model_computes(key):
+    """None of them moves a tensor: off they may be said, on no class of transformers computes it."""
+    assert spec(LLAMA | {key: False}) == spec(LLAMA)
+    with pytest.raises(UnsupportedError, match=f"{key} = True"):
+        spec(LLAMA | {key: True})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_experts", 2), ("moe_num_experts", 2), ("num_unique_layers", 1), ("soft_prompt_tuning", {"enabled": True}),
+        ("output_layer_parallelism", "row"), ("train_impl", "rm"),
+    ],
+)  # fmt: skip
+def test_values_that_change_what_a_model_computes(key, value):
+    with pytest.raises(UnsupportedError, match=f"{key} = "):
+        spec(LLAMA | {key: value})

@@ -117,8 +117,6 @@ def direct(*_: str) -> Codec:
     def read(_: Spelled, context: Context) -> Mapping[str, Any] | None:
         args, where = context.file, context.where
         kind, linear = args.get("position_embedding_type"), args.get("rotary_seq_len_interpolation_factor")
-        if kind == "none":
-            raise UnsupportedError(f"{where}: nothing rotates")
         fraction, llama3 = args.get("rotary_percent"), args.get("use_rope_scaling")
         if kind == "yarn" and fraction not in (None, 1.0):  # which its class ignores
             raise UnsupportedError(f"{where}: YaRN with rotary_percent = {short(fraction)} is not supported")

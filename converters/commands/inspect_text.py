@@ -24,6 +24,7 @@ HEADS = {
     "megatron_fsdp": "mFSDP",
     "megatron_deepspeed": "MDS",
     "mistral": "Mis",
+    "nanotron": "Nano",
     "megatron-llm": "LLM",
 }
 """Format: the head of its column, where that is shorter."""

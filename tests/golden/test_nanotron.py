@@ -95,6 +95,17 @@ def test_back_it_is_the_same_model(convert, tmp_path, name):
     assert open_checkpoint(tmp_path / "again").spec == open_checkpoint(HERE / name).spec or options
 
 
+def test_it_is_replaced_as_a_whole(convert, tmp_path):
+    """`--force` knows every file of a run as one of a checkpoint."""
+    run, source = shutil.copytree(HERE / "llama_tp2", tmp_path / "run"), HERE / "qwen2_moe"
+    (run / "logits.npz").unlink()
+    refused(convert("hf2nanotron", source, run), 7, "exists")
+    assert convert("hf2nanotron", source, run, "--force").code == 0
+    assert not (run / "3").exists()
+    assert convert("hf2nanotron", HERE / "qwen2_tp2", run, "--force").code == 0
+    assert convert("diff", run, HERE / "qwen2_tp2").code == 0
+
+
 def test_every_line_was_written_by_nanotron():
     from formats.huggingface.nanotron.tables import HALVES, NEIGHBOURS
 
@@ -158,6 +169,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int]] = {
     "heads do not divide hidden_size": ("llama_tp2", {"num_attention_heads": 5}, 3),
     "the configuration implies": ("llama_tp2", {"intermediate_size": 96}, 3),
     "enable_shared_expert = False": ("qwen2_moe", {"moe_config": {"enable_shared_expert": False}}, 4),
+    "says rope_interleaved = 'false'": ("llama_tp2", {"rope_interleaved": "false"}, 3),
+    "says attention_bias = 'yes'": ("qwen2_tp2", {"attention_bias": "yes"}, 3),
+    "says tied = 1": ("llama_tp2", {"tie_word_embeddings": 1}, 3),
     "are no layers": ("qwen2_moe", {"moe_config": {"layers": [0, 7]}}, 3),
 }
 """What is said: the run, and how its settings are changed."""

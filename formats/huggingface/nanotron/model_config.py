@@ -22,7 +22,7 @@ from formats.model.checks import checked, unsaid
 from formats.model.codec import Codec, Context, Maker, Spelled, read, rows, same, scalar, write
 from formats.model.settings import FIXED
 from formats.model.spec import ModelSpec, differences
-from formats.model.values import some_layers, whole
+from formats.model.values import some_layers, truth, whole
 
 NAME = "model_config.json"
 LLAMA, QWEN2 = "llama", "qwen2"
@@ -53,6 +53,13 @@ def _only(only: Any) -> Maker:
 def _assumed(otherwise: Any) -> Maker:
     """One key, and what holds where it is absent."""
     return lambda key: scalar(key, lambda value, _: otherwise if value is None else value, lambda value, _: value)
+
+
+def _flag(key: str) -> Codec:
+    """True or false, which is what holds where it is absent."""
+    return scalar(
+        key, lambda value, context: value is not None and truth(value, key, context.where), lambda value, _: value
+    )
 
 
 def _heads(key: str) -> Codec:
@@ -86,7 +93,7 @@ def _order(key: str) -> Codec:
     def read_order(value: Any, context: Context) -> bool:
         if value is None and not context.file.get(MARKS[LLAMA]):
             raise SourceError(f"{context.where} does not say {key}, and there is no safe default")
-        return True if value is None else bool(value)
+        return value is None or truth(value, key, context.where)
 
     return scalar(key, read_order, lambda *_: False)
 
@@ -149,7 +156,7 @@ def _sparse(key: str) -> Codec:
         every = some_layers(context.values["layers"])
         if layers in (None, [-1]):
             return ()
-        if not isinstance(layers, list) or not {*map(str, layers)} <= {*map(str, every)}:
+        if not isinstance(layers, list) or not all(type(layer) is int and layer in every for layer in layers):
             raise SourceError(f"{context.where} says {key} = {short(layers)}, these are no layers of {len(every)}")
         return tuple(layer for layer in every if layer not in layers)
 
@@ -201,7 +208,8 @@ CODECS: Mapping[str, Maker] = {
     "sparse": _sparse,
     "weights": _weights,
     "shared": _shared,
-    "as said": _assumed(False),
+    "or false": _assumed(False),
+    "yes or no": _flag,
     **{f"= {json.dumps(value)}": _only(value) for value in ("silu", None, False, True)},
 }
 TABLE = rows(
@@ -215,13 +223,13 @@ ffn                  intermediate_size
 max_positions        max_position_embeddings
 norm_epsilon         rms_norm_eps                         or 1e-6
 rope_theta           rope_theta                           or 10000
-tied                 tie_word_embeddings                  as said
+tied                 tie_word_embeddings                  or false
 neighbours           rope_interleaved                     order
 -                    hidden_act                           = "silu"
 -                    rope_scaling                         unapplied
 -                    attention_bias                       = false             llama
 rope_scaling         -                                    none                llama
-biased               attention_bias                       as said             qwen2
+biased               attention_bias                       yes or no             qwen2
 rope_scaling         rope_seq_len_interpolation_factor    interpolation       qwen2
 sliding_window       sliding_window_size                  same              qwen2
 nope_layers          no_rope_layer                        every               qwen2

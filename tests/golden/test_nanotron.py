@@ -26,6 +26,7 @@ CASES = {
     "qwen2_nope_tied": ("smollm3", []),
     "qwen2_window": ("mistral", []),
     "qwen2_moe": ("qwen2_moe", []),
+    "llama_v05_tp2": ("llama", []),
 }
 """Run: the family that it is read as, and what has to be said of it."""
 ALONE = ("qwen2_nope_tied", "qwen2_window", "qwen2_moe")
@@ -189,18 +190,13 @@ def test_settings_that_are_refused(convert, tmp_path, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_config_of_the_first_versions(convert, tmp_path):
-    """0.4 and 0.5 say neither base nor order: neighbours rotate there, with a base of 10000."""
-
-    def older(config: dict[str, Any]) -> None:
-        for key in ("rope_theta", "rope_interleaved", "attention_bias", "_attn_implementation"):
-            del config[key]
-
-    run = changed(tmp_path, "llama_pp2_tied", older)
-    same = changed(tmp_path / "same", "llama_pp2_tied", lambda config: config.update(rope_theta=10000.0))
-    assert convert("diff", run, same).code == 0
-    assert convert("nanotron2hf", run, tmp_path / "out").code == 0
-    assert json.loads((tmp_path / "out/config.json").read_text())["rope_theta"] == 10000.0
+def test_what_version_0_5_does_not_say(convert, tmp_path):
+    """It says neither base nor order: neighbours rotate, with a base of 10000 (its logits are those above)."""
+    spec = open_checkpoint(HERE / "llama_v05_tp2").spec
+    assert spec.rope_theta == 10000.0
+    assert convert("hf2nanotron", HERE / "llama_v05_tp2", tmp_path / "again").code == 0
+    said = json.loads((tmp_path / "again/model_config.json").read_text())
+    assert (said["rope_theta"], said["rope_interleaved"]) == (10000.0, False)
 
 
 def test_positions_that_are_interpolated_are_linear_scaling(convert, tmp_path):

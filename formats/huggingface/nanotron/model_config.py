@@ -6,7 +6,7 @@ in which nothing rotates, biases and experts besides. Its Llama computes without
 
 Facts: huggingface/nanotron at 2411b022, config/models_config.py, models/llama.py, models/qwen.py, nn/moe.py; of
 versions 0.4 and 0.5, whose `LlamaConfig` has neither `rope_theta` nor `rope_interleaved`, models/llama.py: neighbours
-rotate there, with a base of 10000.
+rotate there, with a base of 10000. What 0.5 and 2411b022 saved is in tests/golden/nanotron, with their own logits.
 """
 
 from __future__ import annotations

@@ -8,8 +8,10 @@ the file (in front of `#`) is which part of the whole.
 
     0,16,None|None,None,None#0,16,None|None,None,None;16,24,None|…
 
-Facts: huggingface/nanotron at 2411b022, serialize/utils.py (`get_path`), serialize/metadata.py (`TensorMetadata`),
-parallel/parameters.py (`SlicesPair`), parallel/sharded_parameters.py.
+0.5 says twice that a shard is one of the model: `model_model_weight.safetensors_pp-rank-0-of-1_tp-rank-0-of-2….`
+
+Facts: huggingface/nanotron at 2411b022 and v0.5 (2024-04-19), serialize/utils.py (`get_path`), serialize/metadata.py
+(`TensorMetadata`), parallel/parameters.py (`SlicesPair`), parallel/sharded_parameters.py.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ DATA = "data"
 VERSION = "1.5"
 """Of the files: the newest that is known (constants.py)."""
 FILE = re.compile(
-    r"model_(?P<name>.+?)(?:_pp-rank-(?P<pp>\d+)-of-(?P<pps>\d+)_tp-rank-(?P<tp>\d+)-of-(?P<tps>\d+)"
+    r"model_(?:model_)?(?P<name>.+?)(?:\.safetensors)?"
+    r"(?:_pp-rank-(?P<pp>\d+)-of-(?P<pps>\d+)_tp-rank-(?P<tp>\d+)-of-(?P<tps>\d+)"
     r"(?P<experts>_exp-rank-\d+-of-\d+)?)?\.safetensors"
 )
 SHAPE, SLICES, NUMBER = "unsharded_shape", "local_global_slices_pairs", "version"

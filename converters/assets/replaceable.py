@@ -22,8 +22,8 @@ NAMES = {
     "documents": r"(readme|licen[cs]e|notice|copying|copyright|model_?card|use_policy|third_party_notices?)s?"
     r"([-_.][\w-]{1,60})?(\.(md|txt|rst|html))?|\.gitattributes|\.gitignore",
     "states of a training": r"(optimizer|scheduler|scaler|sampler|random_states|training_args|rng_state)[\w.-]*"
-    r"\.(bin|pkl)|(trainer_state|metadata|adapter|(evaluation|eval|train|test|all|benchmark)_results)\.json"
-    r"|latest(_universal)?|(latest_checkpointed_iteration|progress|megatron_flags|sharded_checkpoint)\.txt"
+    r"\.(bin|pkl)|(trainer_state|(checkpoint_)?metadata|adapter|(evaluation|eval|train|test|all|benchmark)_results)\.json"
+    r"|latest(_universal)?|(latest(_checkpointed_iteration)?|progress|megatron_flags|sharded_checkpoint)\.txt"
     r"|\.(progress|files|start|lock)|[\w.+=-]+\.ya?ml",
     "logs of a training": r"events\.out\.tfevents\..+|.+\.log|(slurm-[\w%-]+|nohup)\.(out|err)"
     r"|(log|metrics)\.(jsonl|json|csv|txt)|plot\.png",

@@ -37,7 +37,7 @@ from converters.common.cli_help import Finite, command
 from formats.deepspeed import NEOX
 from formats.errors import SourceError, UsageError
 from formats.fsdp import FSDP
-from formats.huggingface import HUGGINGFACE, MISTRAL
+from formats.huggingface import HUGGINGFACE, MISTRAL, NANOTRON
 from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
 from formats.registry import format_of
 
@@ -207,6 +207,34 @@ def hf2mistral(src: Path, out: Path, **options: Any) -> None:
     if format_of(source) is MISTRAL:
         raise UsageError(f"{src} holds Mistral's own files already", "there is nothing to do")
     convert_to("mistral", source, out, options)
+
+
+@command()
+@places
+@shard_size
+@chat_template
+@reading_of(NANOTRON)
+@writing
+def nanotron2hf(src: Path, out: Path, **options: Any) -> None:
+    """Checkpoint of nanotron to a Hugging Face folder.
+
+    SRC is the folder of a step, or of a run, of which the last step is taken.
+    """
+    convert_to("huggingface", opened(src, options, NANOTRON), out, options)
+
+
+@command()
+@places
+@vocab_multiple
+@deepspeed_reading
+@reading
+@writing
+def hf2nanotron(src: Path, out: Path, **options: Any) -> None:
+    """Any checkpoint to nanotron, whose training loads it at any topology.
+
+    The vocabulary has to divide over the tensor parallel ranks of the training.
+    """
+    convert_to("nanotron", opened(src, options), out, options)
 
 
 @command()

@@ -10,7 +10,9 @@ EXAMPLES = {
     "hf2hf": "model small --dtype bf16 --shard-size 2GB",
     "hf2mds": "base run --tp 4 --pp 2 --qkv blocked\nrun-tp2 run-tp8 --tp 8",
     "hf2mistral": "base native",
+    "hf2nanotron": "base start",
     "mistral2hf": "native model --set max_positions=32768",
+    "nanotron2hf": "run model --config base\nrun/30000 model --config base",
     "megatron2hf": "run model --config base\nrun model --config base --iteration 5000\n"
     "run adapter --config base --adapter only",
     "neox2hf": "run model --tokenizer model.model --chat-template control",

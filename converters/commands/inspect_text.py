@@ -18,12 +18,15 @@ MOST_FILES = 64
 """Files of a plan that are listed."""
 HEADS = {
     "huggingface": "HF",
-    "zero": "ZeRO",
+    "fsdp": "DCP",
+    "zero": "DS",
     "megatron": "Meg.",
     "megatron_dist": "dist",
-    "megatron_fsdp": "mFSDP",
+    "megatron_fsdp": "mFS",
+    "neox": "Neo",
     "megatron_deepspeed": "MDS",
     "mistral": "Mis",
+    "nanotron": "NT",
     "megatron-llm": "LLM",
 }
 """Format: the head of its column, where that is shorter."""

@@ -42,6 +42,7 @@ TARGETS: dict[str, dict[str, str]] = {
     "neox": {"to": "neox"},
     "megatron_deepspeed": {"to": "megatron-deepspeed"},
     "mistral": {"to": "mistral"},
+    "nanotron": {"to": "nanotron"},
 }
 """What `plan` plans for: targets, and files of one."""
 

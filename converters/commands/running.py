@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.plan.output import FSDP, GPT_NEOX, HUGGINGFACE, MEGATRON_DEEPSPEED, MEGATRON_RUN, MISTRAL, UNIVERSAL
+from converters.plan.output import (
+    FSDP,
+    GPT_NEOX,
+    HUGGINGFACE,
+    MEGATRON_DEEPSPEED,
+    MEGATRON_RUN,
+    MISTRAL,
+    NANOTRON,
+    UNIVERSAL,
+)
 from formats.disk.handle import is_elsewhere
 
 if TYPE_CHECKING:
@@ -86,6 +95,7 @@ NEXT = {
     GPT_NEOX: "GPT-NeoX with load: {out} and finetune: true",
     MEGATRON_DEEPSPEED: "Megatron-DeepSpeed with --load {out} and the flags in {out}/megatron_flags.txt",
     MISTRAL: 'Transformer.from_folder("{out}") of mistral-inference, or vllm serve {out} --load-format mistral',
+    NANOTRON: "nanotron with model: init_method: path: {out}, and model_config as {out}/model_config.json has it",
     UNIVERSAL: "DeepSpeed with checkpoint: {{load_universal: true}}, load_checkpoint from {out}",
 }
 """What can be done with an output, by its format."""

@@ -22,6 +22,7 @@ NAMES = {
     "zero": ("zero", "deepspeed", "universal"),
     "mds": ("mds", "megatrondeepspeed", "megads"),
     "mistral": ("mistral", "consolidated", "mistralinference"),
+    "nanotron": ("nanotron",),
     "gguf": ("gguf", "ggml", "llamacpp"),
 }
 """What commands call a format, and what those call it who look for one."""
@@ -74,7 +75,7 @@ def found(path: Path) -> Format | None:
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF THAT COMMAND]")
 @click.pass_context
 def to(context: click.Context, /, target: str, src: Path, out: Path, words: Sequence[str]) -> None:
-    """Any checkpoint to FORMAT: hf, megatron, fsdp, neox, zero, mds (Megatron-DeepSpeed) or mistral.
+    """Any checkpoint to FORMAT: hf, megatron, fsdp, neox, zero, mds (Megatron-DeepSpeed), mistral or nanotron.
 
     Same as the command named after the two formats, whose options it takes after OUT: see `convert hf2megatron --help`,
     for instance.

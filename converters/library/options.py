@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Place = str | PathLike[str]
 Quantization = Literal["fp8-block"]
 Dtype = Literal["keep", "bf16", "fp16", "fp32"]
-Target = Literal["huggingface", "megatron", "fsdp", "neox", "deepspeed", "mistral", "megatron-deepspeed"]
+Target = Literal["huggingface", "megatron", "fsdp", "neox", "deepspeed", "mistral", "megatron-deepspeed", "nanotron"]
 Weights = Literal["module", "fp32-master", "exp_avg", "exp_avg_sq"]
 QueryOrder = Literal["auto", "blocked", "grouped"]
 AdapterUse = Literal["merged", "only"]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from formats.megatron.args.options import Options
 
 HUGGINGFACE, MEGATRON_RUN, FSDP, GPT_NEOX, UNIVERSAL = "huggingface", "megatron", "fsdp", "neox", "deepspeed"
-MISTRAL, MEGATRON_DEEPSPEED = "mistral", "megatron-deepspeed"
+MISTRAL, MEGATRON_DEEPSPEED, NANOTRON = "mistral", "megatron-deepspeed", "nanotron"
 """What can be written."""
 OF_MEGATRON = (MEGATRON.name, DIST.name, MEGATRON_FSDP.name)
 """The formats of Megatron as a source."""
@@ -128,7 +128,8 @@ def plan_output(source: Checkpoint | States, request: Request, to: str, output: 
     Args:
         source: the opened checkpoint; the states of a training of DeepSpeed, for the target `deepspeed`.
         request: where to, and the cast.
-        to: the target: `huggingface`, `megatron`, `fsdp`, `neox`, `deepspeed`, `mistral` or `megatron-deepspeed`.
+        to: the target: `huggingface`, `megatron`, `fsdp`, `neox`, `deepspeed`, `mistral`, `megatron-deepspeed` or
+            `nanotron`.
         output: how it is laid out.
 
     Raises:
@@ -234,6 +235,12 @@ def _mistral(source: Checkpoint, request: Request, _: Output) -> Plan:
     return plan_mistral(source, request)
 
 
+def _nanotron(source: Checkpoint, request: Request, output: Output) -> Plan:
+    from converters.plan.targets import plan_nanotron
+
+    return plan_nanotron(source, request, output.make_vocab_size_divisible_by or 1)
+
+
 def _megatron(source: Checkpoint, request: Request, output: Output) -> Plan:
     from converters.plan.targets import plan_megatron
 
@@ -328,6 +335,7 @@ TARGETS: Mapping[str, tuple[set[str], Callable[..., Plan]]] = {
     GPT_NEOX: (NEOX_OPTIONS, _neox),
     UNIVERSAL: (set(), _deepspeed),
     MISTRAL: (set(), _mistral),
+    NANOTRON: ({"make_vocab_size_divisible_by"}, _nanotron),
     MEGATRON_DEEPSPEED: (MDS_OPTIONS, _megatron_deepspeed),
 }
 """Target: the options that mean something to it, and what plans it."""

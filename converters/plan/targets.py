@@ -214,6 +214,14 @@ def plan_mds(source: Checkpoint, request: Request, options: mds_writer.Options) 
     return _run(source, request, partial(writer.write, options=options), "Megatron-DeepSpeed")
 
 
+def plan_nanotron(source: Checkpoint, request: Request, vocab_multiple: int) -> Plan:
+    """A plan that writes a checkpoint of nanotron, with the model's config and tokenizer in it."""
+    from formats.huggingface.nanotron import writer
+
+    config = json.loads(assets.config_text(source, None))
+    return _run(source, request, partial(writer.write, vocab_multiple=vocab_multiple, config=config), "nanotron")
+
+
 def _run(source: Checkpoint, request: Request, write: Callable[[Path, ModelSpec, Dtypes], Target], name: str) -> Plan:
     """A plan that writes a run folder of a trainer, with the model's config and tokenizer in it."""
     spec = _in_tables(source, name)

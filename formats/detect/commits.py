@@ -47,6 +47,8 @@ SIGNS = (
     Sign(GLOBAL_STEP, within=(".progress",)),
     # transformers/trainer.py `_save_checkpoint` (5.23.0): after model, optimizer and random states; axolotl, TRL
     Sign(re.compile(r"checkpoint-(\d+)"), within=("trainer_state.json",)),
+    # nanotron, trainer.py `save_checkpoint` (2411b022): by each rank, after a barrier and after latest.txt
+    Sign(re.compile(r"(\d+)"), within=("model_config.json",)),
     # verl/trainer/ppo/ray_trainer.py `_save_checkpoint` (0.4 to 0.6)
     Sign(re.compile(r"global_step_(\d+)"), tracker=TRACKER),
     # torch/distributed/checkpoint/filesystem.py `finish` (2.13.0): renamed into its place when all ranks have written;

@@ -149,8 +149,8 @@ OTHERS = (
         _holds("lit_model.pth|lit_model.pth.lora|lit_model.pth.adapter*"),
     ),
     Sign(
-        "a checkpoint of nanotron",
-        "examples/llama/convert_nanotron_to_hf.py of nanotron exports it",
+        "a part of a checkpoint of nanotron",
+        "the folder of a step is read, with model_config.json and the files in model/",
         _holds("checkpoint_metadata.json", "model"),
     ),
     Sign(

@@ -80,6 +80,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     """Open a checkpoint: its metadata and the heads of its tensors."""
     folder, list_tensors = next((path / inside, kind) for inside in INSIDE if (kind := lister(path / inside)))
     listing = list_tensors(folder, settings)
+    native.require_text({names[-1] for names in listing.paths if names}, path)
     if settings.adapter == "only":
         return _read_adapter(path, folder, listing, settings)
 

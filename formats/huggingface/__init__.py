@@ -1,4 +1,4 @@
-"""Hugging Face: folders of safetensors, config.json, quantized weights, a family in TOML; Mistral's own files."""
+"""Hugging Face: folders of safetensors, config.json, quantized weights, a family in TOML; Mistral's, nanotron's."""
 
 from formats.format import Format
 
@@ -15,4 +15,13 @@ MISTRAL = Format(
     "for Mistral's own files use `convert mistral2hf`",
     "formats.huggingface.mistral.folder",
     to_folder="mistral2hf",
+)
+NANOTRON = Format(
+    "nanotron",
+    "nanotron: model/ with a file for each parameter and rank, and model_config.json",
+    "for nanotron use `convert nanotron2hf`",
+    "formats.huggingface.nanotron.checkpoint",
+    to_folder="nanotron2hf",
+    signs=r"model_config\.json",
+    ranked=True,
 )

@@ -81,7 +81,7 @@ def test_what_would_pass_for_another(convert, tmp_path):
 OTHERS = {
     "PEFT": "adapter_config.json adapter_model.safetensors",
     "LitGPT": "lit_model.pth model_config.yaml",
-    "nanotron": "checkpoint_metadata.json model/ model_config.json",
+    "part of a checkpoint of nanotron": "checkpoint_metadata.json model/ model_config.json",
     "Meta": "consolidated.00.pth params.json",
     "NeMo 1": "nemo.nemo",
     "NeMo 1, unpacked": "model_config.yaml model_weights.ckpt",

@@ -16,12 +16,20 @@ from converters.commands.explain import held_by
 from converters.common.manifest import total
 from converters.convert import run
 from converters.plan.request import Request
-from converters.plan.targets import plan_fsdp, plan_huggingface, plan_mds, plan_megatron, plan_neox
+from converters.plan.targets import (
+    plan_fsdp,
+    plan_huggingface,
+    plan_mds,
+    plan_megatron,
+    plan_nanotron,
+    plan_neox,
+)
 from formats.deepspeed.mds import tables as mds_tables
 from formats.deepspeed.mds import writer as mds_writer
 from formats.deepspeed.neox import writer as neox_writer
 from formats.errors import VitruvianError
 from formats.families import family_of, find_family
+from formats.huggingface.nanotron import model_config
 from formats.megatron import megatron_llm
 from formats.megatron.args.options import CORE, DIST, FSDP_DTENSOR, Options
 from formats.registry import open_checkpoint
@@ -52,6 +60,7 @@ CHAIN = {
     "neox": lambda source, request: plan_neox(source, request, neox_writer.Options(1, 2)),
     "megatron_deepspeed": lambda source, request: plan_mds(source, request, mds_writer.Options(1, 2, order_of(source))),
     "fsdp": lambda source, request: plan_fsdp(source, request, ranks=3),
+    "nanotron": lambda source, request: plan_nanotron(source, request, 4),
     "megatron-llm": lambda source, request: plan_megatron(source, request, Options(1, 2, dialect=LLM), None),
     "megatron": lambda source, request: to_megatron(source, request, 4, pp=2, norm="local", dialect=CORE),
     "huggingface": lambda source, request: plan_huggingface(source, request, None),
@@ -65,9 +74,14 @@ REFUSED = {
     "llama3": {
         "megatron-llm": "only knows linear ones",
         "neox": "no rotary embedding of the kind llama3",
+        "nanotron": "plain or linearly scaled, these are llama3",
         "megatron_deepspeed": "has no use_rope_scaling = True",
     },
-    "mistral": {"megatron-llm": "a head of this model has 16", "neox": "heads of hidden / heads = 8"},
+    "mistral": {
+        "megatron-llm": "a head of this model has 16",
+        "neox": "heads of hidden / heads = 8",
+        "nanotron": "hidden / heads = 8 elements",
+    },
     "mistral-tied": {"megatron-llm": "an output head of their own"},
     "phi3": {"megatron-llm": "has no rotary_fraction", "neox": "has no phi3"},
     "phi3-whole": {"neox": "has no phi3"},
@@ -101,6 +115,11 @@ REFUSED = {
         )
         for head in ("", "-tied")
     },
+    "qwen2_moe": {
+        "megatron-llm": "biases everywhere or nowhere",
+        "neox": "has no qwen2_moe",
+        "nanotron": "add up to 1, and this model does",
+    },
     "qwen3_moe": {"megatron-llm": "no norms on query and key", "neox": "heads of hidden / heads = 8"},
     **{
         f"{name}{head}": {"megatron": RESIDUAL, "neox": f"has no {name.replace('-', '_')}"}
@@ -111,7 +130,11 @@ REFUSED = {
     "ernie4_5-tied": {"megatron-llm": "an output head of their own", "neox": "rotary embedding of the kind yarn"},
     "ernie4_5-8": {"neox": "has no ernie4_5"},
     "smollm3": {"megatron-llm": "in every layer", "neox": "has no smollm3"},
-    "smollm3-tied": {"megatron-llm": "have no biases", "neox": "has no smollm3"},
+    "smollm3-tied": {
+        "megatron-llm": "have no biases",
+        "neox": "has no smollm3",
+        "nanotron": "has no mlp_bias, output_bias, qkv_bias",
+    },
     "helium": {"neox": "has no helium"},
     "helium-tied": {"megatron-llm": "an output head of their own", "neox": "rotary embedding of the kind yarn"},
     "helium-qkv": {"megatron-llm": "biases everywhere or nowhere", "neox": "has no helium"},
@@ -126,6 +149,7 @@ REFUSED = {
     "llama-biased": {
         "megatron-llm": "have no biases",
         "neox": "has no llama with mlp_bias and output_bias and qkv_bias",
+        "nanotron": "has no mlp_bias, output_bias, qkv_bias",
     },
     "qwen3-biased": {"megatron": "alone", "megatron-llm": "have no biases", "neox": "heads of hidden / heads = 8"},
     "arcee": {"megatron-llm": "RMSNorm and its MLP has a gate", "neox": "heads of hidden / heads = 8"},
@@ -182,6 +206,8 @@ def reasons(name: str) -> dict[str, str]:
     lost = dict.fromkeys(alike, refusals["megatron"]) if "megatron" in refusals else {}
     if find_family(settings_of(base, **changes)).name not in mds_tables.FAMILIES:
         lost["megatron_deepspeed"] = "is written of gpt2, llama, bloom"
+    if find_family(settings_of(base, **changes)).name not in model_config.MAY_HAVE:
+        lost["nanotron"] = "is written of llama, mistral"
     return lost | refusals
 
 

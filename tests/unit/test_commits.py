@@ -18,6 +18,7 @@ SAVES = {
     "verl": ("global_step_10/actor/model_world_size_1_rank_0.pt", "latest_checkpointed_iteration.txt", "10"),
     "torchtitan": ("step-10/__0_0.distcp", "step-10/.metadata", ""),
     "OLMo-core": ("step10/model_and_optim/__0_0.distcp", "step10/model_and_optim/.metadata", ""),
+    "nanotron": ("10/model/model/lm_head/pp_block/model_weight.safetensors", "10/model_config.json", "{}"),
     "accelerate": (
         "checkpoint_10/pytorch_model_fsdp_0/__0_0.distcp", "checkpoint_10/pytorch_model_fsdp_0/.metadata", "",
     ),

@@ -1,0 +1,147 @@
+"""Checkpoints of nanotron, read.
+
+    RUN/latest.txt                 the last step
+    RUN/STEP/model_config.json     the settings (model_config.py)
+    RUN/STEP/model/…               a file for each parameter and rank (shards.py)
+    RUN/STEP/checkpoint_metadata.json    version, tp, dp, and the step in `metas`
+    RUN/STEP/config.yaml           the run; in it whether the model is computed with muP, which nothing else says
+    RUN/STEP/optimizer/, lr_scheduler/, random/    not read
+
+Facts: huggingface/nanotron at 2411b022, trainer.py (`save_checkpoint`), serialize/main.py, serialize/metadata.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from formats.checkpoint import ASSETS, Checkpoint, Details, Settings
+from formats.disk.json_file import read_json
+from formats.errors import SourceError, UnsupportedError, short
+from formats.families.family import Family
+from formats.huggingface import NANOTRON
+from formats.huggingface import folder as huggingface
+from formats.huggingface.nanotron import model_config, shards
+from formats.huggingface.nanotron.tables import TABLES, slots_of
+from formats.layout.pieces import match_pieces
+from formats.layout.table import Rule
+
+NAME = NANOTRON.name
+METADATA = "checkpoint_metadata.json"
+LATEST = "latest.txt"
+RUN_CONFIG = "config.yaml"
+STATE = ("optimizer", "lr_scheduler", "random")
+"""Folders of what is there for resuming the training."""
+WITH_MUP = re.compile(r"^ +use_mup: *true *$", re.MULTILINE | re.IGNORECASE)
+"""A line of the run's config, as yaml.dump writes it (config/config.py `save_as_yaml`)."""
+FRESH = "load_optimizer: false and load_lr_scheduler: false in its config"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nanotron(Details):
+    """The step of a checkpoint; None where it does not say one."""
+
+    step: int | None
+
+
+def detect(path: Path) -> bool:
+    """Whether a folder looks like this format, or like a run of it."""
+    folder = locate(path)
+    return (folder / model_config.NAME).is_file() and (folder / shards.FOLDER / "model").is_dir()
+
+
+def locate(path: Path) -> Path:
+    """The folder of a checkpoint: in a run, that of the last step."""
+    latest = path / LATEST
+    if (path / model_config.NAME).is_file() or not latest.is_file():
+        return path
+    step = latest.read_text(errors="replace").strip()
+    return path / step if step.isdecimal() and (path / step).is_dir() else path
+
+
+def tables() -> dict[str, tuple[Rule, ...]]:
+    """The layouts."""
+    return TABLES
+
+
+def holders(family: Family) -> dict[str, bool]:
+    """It holds the families that its two classes compute."""
+    return {NAME: family.name in model_config.MAY_HAVE}
+
+
+def read(path: Path, settings: Settings) -> Checkpoint:
+    """Open a checkpoint: its settings, and the header of each file.
+
+    Raises:
+        SourceError: a file is missing or damaged.
+        UnsupportedError: the model, or the version of the files, is not read.
+        RefusedError: settings and config contradict each other.
+    """
+    home = locate(path)
+    assets = settings.config or next(
+        (folder for folder in (home / ASSETS, home) if (folder / "config.json").is_file()), None
+    )
+    config = huggingface.read_config(assets) if assets else None
+    base = huggingface.read_spec(config, assets, replace(settings, vocab_size=None)) if assets and config else None
+    where = home / model_config.NAME
+    settings_file = read_json(where)
+    spec, neighbours = model_config.read_config(settings_file, settings, base, str(where))
+    metadata = _metadata(home)
+    _require_no_mup(home, settings_file)
+    files = tuple(shards.shards(home))
+    topology = shards.topology(files, home)
+    if metadata.get("tp") not in (None, topology["tp"]):
+        raise SourceError(
+            f"{home / METADATA} says tp = {short(metadata['tp'])}, the files are of {topology['tp']} ranks",
+            "they are of two saves",
+        )
+    padded = settings_file[model_config.VOCAB]
+    _, pieces, dropped = match_pieces(slots_of(spec, padded, neighbours=neighbours), shards.together(files), (), home)
+    step = metadata.get("metas", {}).get("last_train_step") if isinstance(metadata.get("metas"), Mapping) else None
+    return Checkpoint(
+        path, home, NAME, spec, pieces, tuple(dropped),
+        tuple(sorted({file.fragment.path for file in files})), topology, assets,
+        Nanotron(
+            step=step if type(step) is int else None,
+            fresh=FRESH,
+            shown={"step": step} | ({"padded_vocab": padded} if padded != spec.vocab else {}),
+        ),
+        config=config, padded_vocab=padded, settings=settings,
+        state=tuple(name for name in STATE if (home / name).is_dir()),
+    )  # fmt: skip
+
+
+def _metadata(home: Path) -> Mapping[str, Any]:
+    """What is said of the save; nothing where nobody trained, as after nanotron's own conversion.
+
+    Raises:
+        UnsupportedError: the files are of a version that nobody here knows.
+    """
+    path = home / METADATA
+    if not path.is_file():
+        return {}
+    metadata = read_json(path)
+    numbers = str(metadata.get("version")).split(".")
+    known = [int(number) for number in shards.VERSION.split(".")]
+    if not all(number.isdecimal() for number in numbers) or [int(number) for number in numbers] > known:
+        raise UnsupportedError(
+            f"{path}: version {short(metadata.get('version'))} of nanotron's checkpoints, the newest that is read is "
+            f"{shards.VERSION}"
+        )
+    return metadata
+
+
+def _require_no_mup(home: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a Llama that is trained with muP: its scores are divided by the size of a head, and not by its root.
+
+    Raises:
+        UnsupportedError: it is (models/llama.py `CoreAttention`, `is_using_mup`).
+    """
+    path = home / RUN_CONFIG
+    if config.get(model_config.MARKS[model_config.LLAMA]) and path.is_file() and WITH_MUP.search(path.read_text()):
+        raise UnsupportedError(
+            f"{path}: a Llama that is trained with muP (use_mup) computes attention otherwise than any family here"
+        )

@@ -1,0 +1,226 @@
+"""The files of nanotron's parameters: what their names and their metadata say.
+
+    model/model/decoder/0/pp_block/attn/qkv_proj/model_weight_pp-rank-0-of-1_tp-rank-0-of-2.safetensors
+    model/model/decoder/0/pp_block/input_layernorm/model_weight.safetensors
+
+One tensor is in each, `data`. That of a shard says the shape of all shards together, and pairs of slices: which part of
+the file (in front of `#`) is which part of the whole.
+
+    0,16,None|None,None,None#0,16,None|None,None,None;16,24,None|…
+
+0.5 says twice that a shard is one of the model: `model_model_weight.safetensors_pp-rank-0-of-1_tp-rank-0-of-2….`
+
+Facts: huggingface/nanotron at 2411b022 and v0.5 (2024-04-19), serialize/utils.py (`get_path`), serialize/metadata.py
+(`TensorMetadata`), parallel/parameters.py (`SlicesPair`), parallel/sharded_parameters.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+from formats.disk.safetensors import DTYPES, Fragment, read_safetensors
+from formats.errors import SourceError, UnsupportedError, short
+from formats.layout.boxes import overlap
+from formats.layout.columns import Cut, Piece
+from formats.layout.lowering import shape as shape_of
+from formats.layout.pattern import splits
+from formats.layout.pieces import Scattered, in_one, scattered
+from formats.layout.slots import Slot
+
+FOLDER = "model"
+DATA = "data"
+VERSION = "1.5"
+"""Of the files: the newest that is known (constants.py)."""
+FILE = re.compile(
+    r"model_(?:model_)?(?P<name>.+?)(?:\.safetensors)?"
+    r"(?:_pp-rank-(?P<pp>\d+)-of-(?P<pps>\d+)_tp-rank-(?P<tp>\d+)-of-(?P<tps>\d+)"
+    r"(?P<experts>_exp-rank-\d+-of-\d+)?)?\.safetensors"
+)
+SHAPE, SLICES, NUMBER = "unsharded_shape", "local_global_slices_pairs", "version"
+"""Keys of the metadata of a shard."""
+ALL = "None,None,None"
+"""The slice of a whole dimension."""
+
+Box = tuple[tuple[int, int], ...]
+"""Start and stop along each dimension."""
+
+
+class Rank(NamedTuple):
+    """Which of the ranks wrote a file: those of pipeline and tensor parallelism, and how many of each there were."""
+
+    pp: int
+    pps: int
+    tp: int
+    tps: int
+
+
+class Shard(NamedTuple):
+    """A file: the name of its parameter, the rank that wrote it (none, where it is not split), and its tensor."""
+
+    key: str
+    rank: Rank | None
+    fragment: Fragment
+    metadata: Mapping[str, str]
+
+
+def shards(folder: Path) -> Iterator[Shard]:
+    """The files of all parameters.
+
+    Raises:
+        SourceError: a file has no name of nanotron's, or not one tensor.
+        UnsupportedError: it was written by one of several ranks of experts.
+    """
+    for path, modules in _walk(folder / FOLDER, ()):
+        match = FILE.fullmatch(path.name)
+        if match is None:
+            raise SourceError(f"{path} is no file of a parameter of nanotron", "move it away, or save again")
+        if match["experts"]:
+            raise UnsupportedError(
+                f"{path} is of one of several expert parallel ranks, which are not read",
+                "load it in nanotron with expert_parallel_size: 1 and save it there",
+            )
+        tensors, metadata = read_safetensors(path)
+        if {*tensors} != {DATA}:
+            raise SourceError(f"{path} holds {short(sorted(tensors))}, and a file of nanotron holds one tensor, {DATA}")
+        rank = None if match["tp"] is None else Rank(*(int(match[name]) for name in ("pp", "pps", "tp", "tps")))
+        yield Shard(".".join((*modules, match["name"])), rank, tensors[DATA], metadata)
+
+
+def _walk(folder: Path, modules: tuple[str, ...]) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """The files in a folder and in those in it, each with the names of its folders."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            yield from _walk(path, (*modules, path.name))
+        else:
+            yield path, modules
+
+
+def topology(files: Iterable[Shard], where: Path) -> dict[str, int]:
+    """The parallel sizes, which all files agree on.
+
+    Raises:
+        SourceError: they are of several topologies, so of several saves.
+    """
+    sizes = {(file.rank.tps, file.rank.pps): file.fragment.path for file in files if file.rank}
+    if len(sizes) > 1:
+        (one, first), (other, second) = [*sizes.items()][:2]
+        raise SourceError(
+            f"{where} holds files of two topologies: {first} is of tp {one[0]}, pp {one[1]}, "
+            f"{second} of tp {other[0]}, pp {other[1]}",
+            "they are of two saves: move away what is not meant",
+        )
+    tp, pp = next(iter(sizes), (1, 1))
+    return {"tp": tp, "pp": pp}
+
+
+def together(files: Sequence[Shard]) -> dict[str, Scattered]:
+    """Each parameter, as the pieces that its files hold.
+
+    Raises:
+        SourceError: a shard is missing, or there twice, or its metadata is damaged.
+    """
+    by_key: dict[str, list[Shard]] = {}
+    for file in files:
+        by_key.setdefault(file.key, []).append(file)
+    return {key: _together(key, found) for key, found in by_key.items()}
+
+
+def _together(key: str, files: list[Shard]) -> Scattered:
+    first = files[0]
+    if first.rank is None:
+        if len(files) > 1:
+            raise SourceError(
+                f"{first.fragment.path} is whole, and {files[1].fragment.path} a part of the same parameter"
+            )
+        return in_one(key, first.fragment)
+    ranks = [file.rank.tp for file in files if file.rank]
+    if {*ranks} != {*range(first.rank.tps)} or len(ranks) != first.rank.tps:
+        raise SourceError(
+            f"{first.fragment.path.parent} holds shards {sorted(ranks)} of {key}, and there were {first.rank.tps} ranks"
+        )
+    shapes = {file.fragment.path: _shape(file) for file in files}
+    for path, shape in shapes.items():
+        if shape != shapes[first.fragment.path]:
+            raise SourceError(f"{path} says {SHAPE} {list(shape)}, {first.fragment.path} another one")
+    pieces = [piece for file in files for piece in _pieces(file, shapes[file.fragment.path])]
+    return scattered(key, shapes[first.fragment.path], first.fragment.dtype, pieces)
+
+
+def _shape(file: Shard) -> tuple[int, ...]:
+    """The shape of the whole; numpy 2 writes its integers as `np.int64(96)`."""
+    path, text = file.fragment.path, file.metadata.get(SHAPE, "")
+    if not re.fullmatch(r"\((?:(?:np\.int\d+\(\d{1,18}\)|\d{1,18}),? ?)+\)", text):
+        raise SourceError(f"{path} does not say of what shape it is a part: {SHAPE} = {short(text)}")
+    return tuple(int(number) for number in re.findall(r"(?<![\w.])\d+", text))
+
+
+def _pieces(file: Shard, shape: tuple[int, ...]) -> Iterator[Piece]:
+    """What of the whole a file holds."""
+    path, text, fragment = file.fragment.path, file.metadata.get(SLICES, ""), file.fragment
+    inside: list[Box] = []
+    for pair in text.split(";"):
+        local, mark, whole = pair.partition("#")
+        inner, outer = _box(local, fragment.shape), _box(whole, shape)
+        if not mark or inner is None or outer is None or Cut(inner).shape != Cut(outer).shape:
+            raise SourceError(f"{path} does not say which part it is: {SLICES} = {short(text)}")
+        inside.append(inner)
+        offset = sum(low * stride for (low, _), stride in zip(inner, fragment.strides, strict=True))
+        yield Piece(
+            Cut(outer),
+            fragment._replace(offset=fragment.offset + offset * DTYPES[fragment.dtype], shape=Cut(inner).shape),
+        )
+    if overlap(inside) or sum(prod(Cut(box).shape) for box in inside) != prod(fragment.shape):
+        raise SourceError(f"{path}: its slices are not all of the file, each element once: {SLICES} = {short(text)}")
+
+
+def _box(text: str, shape: tuple[int, ...]) -> Box | None:
+    """The part of a shape that slices name, such as `0,16,None|None,None,None`; None where they name none."""
+    slices = text.split("|")
+    if len(slices) != len(shape):
+        return None
+    box = []
+    for piece, size in zip(slices, shape, strict=True):
+        match = re.fullmatch(r"(\d{1,18}|None),(\d{1,18}|None),None", piece)
+        if match is None:
+            return None
+        low = 0 if match[1] == "None" else int(match[1])
+        high = size if match[2] == "None" else int(match[2])
+        if not low <= high <= size:
+            return None
+        box.append((low, high))
+    return tuple(box)
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def path_of(key: str, *, split: bool) -> Path:
+    """Where a parameter is written, of one rank, relative to the checkpoint."""
+    *modules, name = key.split(".")
+    suffix = "_pp-rank-0-of-1_tp-rank-0-of-1" if split else ""
+    return Path(FOLDER, *modules, f"model_{name}{suffix}.safetensors")
+
+
+def metadata_of(slot: Slot) -> dict[str, str]:
+    """What the file of a parameter says that one tensor parallel rank holds; nothing of one that is not split.
+
+    What is split by itself, as query, key and value are, is a pair of slices; one that is alone has no local ones.
+    """
+    pattern, shape = slot.rule.pattern, slot.shape
+    dim = next((number for number, term in enumerate(pattern.dims) if splits(term)), None)
+    if dim is None:
+        return {}
+    sizes = [shape_of(part, dict(slot.sizes), dict(slot.mesh))[dim] for part in pattern.apart()]
+    ends = [*accumulate(sizes)]
+    pairs = []
+    for size, end in zip(sizes, ends, strict=True):
+        part = f"{end - size},{end},None"
+        whole = [part if number == dim else ALL for number in range(len(shape))]
+        local = whole if len(sizes) > 1 else [ALL] * len(shape)
+        pairs.append(f"{'|'.join(local)}#{'|'.join(whole)}")
+    return {NUMBER: VERSION, SLICES: ";".join(pairs), SHAPE: str(shape)}

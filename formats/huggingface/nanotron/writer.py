@@ -1,0 +1,66 @@
+"""Checkpoints for nanotron, which any topology loads.
+
+A training that finds no file of its own rank puts those of all ranks together and takes its part (serialize/weights.py
+`load_weights`), so one file a parameter is enough.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from formats.checkpoint import OutputFile, Target, slot_dtype
+from formats.disk.safetensors import DTYPES, Entry, Fragment, row_major, safetensors_header
+from formats.huggingface.nanotron import model_config, shards
+from formats.huggingface.nanotron.checkpoint import METADATA
+from formats.huggingface.nanotron.tables import slots_of
+from formats.layout.placed import Placed
+from formats.layout.slots import Slot
+from formats.model.spec import ModelSpec
+
+
+def write(
+    root: Path,
+    spec: ModelSpec,
+    dtypes: Mapping[tuple[str, int | None], str],
+    vocab_multiple: int,
+    config: Mapping[str, Any],
+) -> Target:
+    """Lay out a checkpoint.
+
+    Args:
+        root: its folder.
+        spec: the model; its true vocabulary must be known.
+        dtypes: the element type of each logical tensor.
+        vocab_multiple: what the vocabulary is padded to a multiple of.
+        config: the Hugging Face config of the model.
+
+    Raises:
+        UnsupportedError: nanotron is not written of such models.
+        RefusedError: it has no such model.
+    """
+    padded = -(-(spec.vocab or 0) // vocab_multiple) * vocab_multiple
+    settings = model_config.written_config(spec, padded, config)
+    files = tuple(_file(root, slot, slot_dtype(slot, dtypes)) for slot in slots_of(spec, padded, neighbours=False))
+    texts = {model_config.NAME: settings, METADATA: _metadata()}
+    return Target(files, {name: (json.dumps(text, indent=2) + "\n").encode() for name, text in texts.items()}, {})
+
+
+def _file(root: Path, slot: Slot, dtype: str) -> OutputFile:
+    """The file of a parameter."""
+    key, metadata = slot.keys[0], shards.metadata_of(slot)
+    path = root / shards.path_of(key, split=bool(metadata))
+    header, offsets = safetensors_header([Entry(shards.DATA, dtype, slot.shape)], metadata)
+    fragment = Fragment(path, offsets[shards.DATA], dtype, slot.shape, row_major(slot.shape))
+    size = len(header) + prod(slot.shape) * DTYPES[dtype]
+    return OutputFile(path, size, (Placed(key, slot, fragment),), {}, lambda _: [(0, header)])
+
+
+def _metadata() -> dict[str, Any]:
+    """What is said of a save in which nothing was trained (serialize/metadata.py)."""
+    counts = {"consumed_train_samples": 0, "consumed_tokens_total": 0, "last_train_step": 0, "last_stage_idx": 0}
+    sizes = {"tp": 1, "dp": 1, "cp": 1}
+    return {"version": shards.VERSION, **sizes, "custom_metas": None, "metas": {**counts, "data_stages": []}}

@@ -316,13 +316,13 @@ class Optimizer:
         Raises:
             UnsupportedError: only of a part of it, or it is a momentum of more than one matrix.
         """
-        held = {(name, slot.layer) in self.dtypes[state] for name in slot.rule.pattern.tensors}
-        if len(held) > 1 or (held == {True} and state == MOMENTUM and len(slot.shape) != 2):
+        present = {(name, slot.layer) in self.dtypes[state] for name in slot.rule.pattern.tensors}
+        if len(present) > 1 or (present == {True} and state == MOMENTUM and len(slot.shape) != 2):
             raise UnsupportedError(
                 f"{slot.keys[0]} {[*slot.shape]} is one parameter there, and not one matrix that Muon trained",
                 "convert the weights without the optimizer",
             )
-        return held == {True}
+        return present == {True}
 
     def updates(self, where: Path) -> int:
         """How many updates it has made, where something is named or scheduled by it.

@@ -295,7 +295,9 @@ def _spelled(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         if len(text) > 1:
             place = (known or free or [1])[0]
             cuts[text[:place]].add(text[place:])
-    cuts_spelled = sorted(f"{literal(one)}(?={'|'.join(sorted(map(literal, rest)))})" for one, rest in cuts.items())
+    cuts_spelled = sorted(
+        f"{literal(beginning)}(?={'|'.join(sorted(map(literal, rest)))})" for beginning, rest in cuts.items()
+    )
     return [_split("|".join(cuts_spelled), "MergedWithPrevious")] if cuts_spelled else []
 
 

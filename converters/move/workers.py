@@ -227,14 +227,14 @@ def _answer(
     """Do a job, and say how far it is on the way."""
     incoming = select.poll()
     incoming.register(connection, select.POLLIN)
-    moved, said = 0, time.monotonic()
+    moved, reported = 0, time.monotonic()
 
     def advance(nbytes: int) -> None:
-        nonlocal moved, said
+        nonlocal moved, reported
         moved += nbytes
-        if time.monotonic() - said > EVERY:
+        if time.monotonic() - reported > EVERY:
             connection.send(moved)
-            moved, said = 0, time.monotonic()
+            moved, reported = 0, time.monotonic()
 
     try:
         outcome = run_job(job, files, buffers, limits, advance, lambda: bool(incoming.poll(0)))

@@ -173,7 +173,9 @@ def _require_same(first: Checkpoint, other: Checkpoint) -> None:
         ours, theirs = first.spec.shapes, other.spec.shapes
         odd = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
         if odd:
-            shapes = " and ".join(str(list(one[odd[0]])) if odd[0] in one else "absent" for one in (ours, theirs))
+            shapes = " and ".join(
+                str(list(shapes_of[odd[0]])) if odd[0] in shapes_of else "absent" for shapes_of in (ours, theirs)
+            )
             raise RefusedError(f"{where}: {len(odd)} tensors differ in shape, such as {odd[0]}: {shapes}")
 
 

@@ -110,7 +110,7 @@ def _rank(path: Path, first: TorchFile) -> TorchFile:
     """What a further rank of stage 3 says, which lays out the same parameters in the same order as the first."""
     file = _file(path)
     if "param_shapes" in file.value:
-        here, there = ([list(group.items()) for group in param_shapes(one)] for one in (file, first))
+        here, there = ([list(group.items()) for group in param_shapes(each_file)] for each_file in (file, first))
         if here != there:
             pairs = zip(chain(*here), chain(*there), strict=False)
             (ours, _), (theirs, _) = next((pair for pair in pairs if pair[0] != pair[1]), (("nothing", ()),) * 2)

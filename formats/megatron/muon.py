@@ -63,19 +63,19 @@ def trains(slot: Slot) -> bool:
     return len(slot.shape) == 2 and not slot.keys[0].endswith(ENDS)
 
 
-def keeps(state: str, slot: Slot, held: Collection[tuple[str, int | None]]) -> bool:
+def keeps(state: str, slot: Slot, tensors: Collection[tuple[str, int | None]]) -> bool:
     """Whether such a run has a state of a parameter.
 
     Args:
         state: the state.
         slot: the parameter.
-        held: the logical tensors, with their layers, of which there is the state.
+        tensors: the logical tensors, with their layers, of which there is the state.
 
     Raises:
         UnsupportedError: there is none of it, or one that the run has not: other parameters were trained with Muon.
     """
     kept = trains(slot) == SHARES.get(state, trains(slot))
-    if any(((name, slot.layer) in held) != kept for name in slot.rule.pattern.tensors):
+    if any(((name, slot.layer) in tensors) != kept for name in slot.rule.pattern.tensors):
         other = "Adam" if trains(slot) else "Muon"
         raise UnsupportedError(
             f"{slot.keys[0]} was trained with {other}, and Megatron trains all matrices but embedding and head with "
@@ -117,18 +117,18 @@ def of_torch(group: Mapping[str, Any], args: Mapping[str, Any], where: str) -> M
         raise UnsupportedError(f"{where}: its Muon takes query, key and value as one matrix, which no other does")
     settings = {}
     for word in WORDS:
-        said = tuple(args[name] for name in word.args)
-        found = [value for value, written in word.values.items() if written == said]
-        if not found:
-            what = ", ".join(f"{name} = {short(value)}" for name, value in zip(word.args, said, strict=True))
+        values = tuple(args[name] for name in word.args)
+        matching = [value for value, written in word.values.items() if written == values]
+        if not matching:
+            what = ", ".join(f"{name} = {short(value)}" for name, value in zip(word.args, values, strict=True))
             raise UnsupportedError(
                 f"{where} was trained with {what}, for which torch's Muon has no setting",
                 "convert the weights without the optimizer, or reshard --with-optimizer for Megatron",
             )
-        settings[word.name] = found[0]
-    made = group_of({**settings, **{name: group[name] for name in ("lr", "weight_decay", "momentum")}}, where)
-    assert isinstance(made, Muon)
-    return made
+        settings[word.name] = matching[0]
+    muon = group_of({**settings, **{name: group[name] for name in ("lr", "weight_decay", "momentum")}}, where)
+    assert isinstance(muon, Muon)
+    return muon
 
 
 def args_of(muon: Muon, where: str) -> dict[str, Any]:

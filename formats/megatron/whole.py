@@ -284,8 +284,8 @@ def joined(
         slot = untabled.slot(name, name, tensor.shape, ORIGINAL)
         homes |= _homes([Placed(name, slot, tensor.whole)], {name: key})
         placed += match_pieces([slot], {name: tensor}, (), text.home)[1]
-    said = {name: value for name, value in settings.values.items() if name in ("tied", "vocab")}
-    spec = untabled.describe(dict(config), shapes, said | {"vocab": text.spec.vocab}, WHY)
+    stated = {name: value for name, value in settings.values.items() if name in ("tied", "vocab")}
+    spec = untabled.describe(dict(config), shapes, stated | {"vocab": text.spec.vocab}, WHY)
     return replace(
         text,
         spec=spec,

@@ -118,7 +118,7 @@ def _columns(tensors: Sequence[Tensor]) -> _Wanted:
         about, which = np.unique(
             np.column_stack((items.length, ranges[:, :, 1] - ranges[:, :, 0])), axis=0, return_inverse=True
         )
-        codes = [kinds.setdefault((dtype, *one), len(kinds)) for one in about.tolist()]
+        codes = [kinds.setdefault((dtype, *length_and_shape), len(kinds)) for length_and_shape in about.tolist()]
         kind.append(np.array(codes, np.int32)[which.reshape(-1)] if codes else np.empty(0, np.int32))
     bounds = np.cumsum([0, *map(len, every)])
     start, length = (_joined([getattr(items, what) for items in every], np.int64) for what in ("start", "length"))

@@ -112,7 +112,7 @@ def keeps(value: Any, depth: int = 8) -> bool:
             plain = len(value.args) == 1 and type(value.args[0]) is int
             return (value.module, value.name) in ENUMS and plain and value.state is None and not value.filled
         case str():
-            return not any("\ud800" <= one <= "\udfff" for one in value)
+            return not any("\ud800" <= part <= "\udfff" for part in value)
         case dict():
             inner = [*value.keys(), *value.values()]
         case list() | tuple():
@@ -121,7 +121,7 @@ def keeps(value: Any, depth: int = 8) -> bool:
             return value.bit_length() < 2000
         case _:
             return value is None or isinstance(value, float) or (isinstance(value, Dtype) and value.name in DTYPES)
-    return depth > 0 and len(inner) <= 10_000 and all(keeps(one, depth - 1) for one in inner)
+    return depth > 0 and len(inner) <= 10_000 and all(keeps(part, depth - 1) for part in inner)
 
 
 def dumps(value: Any) -> bytes:

@@ -106,8 +106,11 @@ def test_what_it_loads(convert, tmp_path, kind, topology):
     for name in ("vision_config", "hf_text_config"):
         mine, its = (fields.pop(name, None) for fields in (written, known))
         assert (mine or {}).get("_target_") == (its or {}).get("_target_")
-        said = (mine or {}).get("config_dict", {})
-        assert {key for key, value in said.items() if its["config_dict"].get(key) != value} <= {"dtype", "torch_dtype"}
+        config = (mine or {}).get("config_dict", {})
+        assert {key for key, value in config.items() if its["config_dict"].get(key) != value} <= {
+            "dtype",
+            "torch_dtype",
+        }
     sizes = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "rope_scaling_factor"}  # which is of nothing
     assert {name for name in written if written[name] != known[name]} <= sizes
     assert not (run / "megatron_flags.txt").exists()
@@ -260,8 +263,8 @@ def test_a_tower_that_lacks_a_tensor(convert, tmp_path):
 
     def drop(metadata: Any) -> None:
         del metadata.state_dict_metadata[f"vision_model.{name}"]
-        held = metadata.storage_data.items()
-        metadata.storage_data = {index: where for index, where in held if index.fqn != f"vision_model.{name}"}
+        stored = metadata.storage_data.items()
+        metadata.storage_data = {index: where for index, where in stored if index.fqn != f"vision_model.{name}"}
 
     edit(run / ITERATION, drop)
     refused(convert("megatron2hf", run, tmp_path / "no", "--config", REAL / "qwen3_vl"), 3, f"visual.{name}")

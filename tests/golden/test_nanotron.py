@@ -195,8 +195,8 @@ def test_what_version_0_5_does_not_say(convert, tmp_path):
     spec = open_checkpoint(HERE / "llama_v05_tp2").spec
     assert spec.rope_theta == 10000.0
     assert convert("hf2nanotron", HERE / "llama_v05_tp2", tmp_path / "again").code == 0
-    said = json.loads((tmp_path / "again/model_config.json").read_text())
-    assert (said["rope_theta"], said["rope_interleaved"]) == (10000.0, False)
+    config = json.loads((tmp_path / "again/model_config.json").read_text())
+    assert (config["rope_theta"], config["rope_interleaved"]) == (10000.0, False)
 
 
 def test_positions_that_are_interpolated_are_linear_scaling(convert, tmp_path):

@@ -55,6 +55,6 @@ def test_each_element_is_where_both_say(layouts):
         read[tuple(slice(*pair) for pair in box.part.ranges)] = view
         seen += view.size
     assert seen == part.size
-    held = read >= 0
-    assert (read[held] == np.arange(prod(sizes)).reshape(shape)[held]).all()
-    assert sorted(read[held].tolist()) == sorted(part.reshape(-1).tolist())
+    filled = read >= 0
+    assert (read[filled] == np.arange(prod(sizes)).reshape(shape)[filled]).all()
+    assert sorted(read[filled].tolist()) == sorted(part.reshape(-1).tolist())

@@ -67,7 +67,7 @@ def open_prompts(config: Config) -> Prompts | None:
     beside = vocabulary.beside if isinstance(vocabulary, Fast) else {}
     template = held_template(beside)
     if template is None or not isinstance(vocabulary, Fast):
-        ids = [one.tolist() for one in vocabulary.encode(texts)]
+        ids = [row.tolist() for row in vocabulary.encode(texts)]
     else:
         encoder = TemplateEncoder(vocabulary, template, None)
         try:

@@ -235,10 +235,10 @@ def _same_args(models: Mapping[int, TorchFile]) -> dict[str, Any]:
     return args
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(first: Any, second: Any) -> bool:
     """Whether two values are the same; those of an enum are by what they are made of."""
-    enums = [(value.module, value.name, value.args) for value in (one, other) if isinstance(value, Opaque)]
-    return one == other or (len(enums) == 2 and enums[0] == enums[1])
+    enums = [(value.module, value.name, value.args) for value in (first, second) if isinstance(value, Opaque)]
+    return first == second or (len(enums) == 2 and enums[0] == enums[1])
 
 
 def _require_topology(models: Mapping[int, TorchFile], args: Mapping[str, Any], tp: int) -> None:
@@ -313,25 +313,27 @@ def _order(
 
 def _tree(opened: _Opened) -> str | None:
     """The order of the tree that wrote a checkpoint, also at other sizes; None where nothing tells it."""
-    said, ours = opened.settings.gqa_layout, _ours(opened.models[0]).get("qkv")
+    asked, ours = opened.settings.gqa_layout, _ours(opened.models[0]).get("qkv")
     if opened.qkv == "separate":
         return opened.qkv
-    return ours if ours in ORDERS else None if said == "auto" else said
+    return ours if ours in ORDERS else None if asked == "auto" else asked
 
 
 def _of_state(opened: _Opened, partitions: Mapping[int, list[Partition]], state: str) -> Checkpoint:
     """What the optimizer keeps, as a checkpoint; master weights are to be compared with the module."""
     parts = modules.masters(opened.models, opened.tp, partitions, state, EMBEDDING)
-    held_whole = {Place(file): {key: one.whole for (at, key), one in parts.items() if at == file} for file, _ in parts}
+    held_whole = {
+        Place(file): {key: part.whole for (at, key), part in parts.items() if at == file} for file, _ in parts
+    }
     placed, dropped = match(opened.wanted, held_whole, DROPS, opened.tag)
-    pieces = tuple(piece for one in placed for piece in spread(one, parts[one.slot.place.file, one.key]))
+    pieces = tuple(piece for each in placed for piece in spread(each, parts[each.slot.place.file, each.key]))
     twins = _placed(opened)[0] if state == "fp32" else ()
     return _checkpoint(opened, (pieces, tuple(dropped)), twins)
 
 
 def _placed(opened: _Opened) -> tuple[tuple[Placed, ...], tuple[str, ...]]:
     placed, dropped = match(
-        opened.wanted, {Place(file): held for file, held in opened.found.items()}, DROPS, opened.tag
+        opened.wanted, {Place(file): fragments for file, fragments in opened.found.items()}, DROPS, opened.tag
     )
     return tuple(placed), tuple(dropped)
 

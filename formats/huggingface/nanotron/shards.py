@@ -108,10 +108,10 @@ def topology(files: Iterable[Shard], where: Path) -> dict[str, int]:
     """
     sizes = {(file.rank.tps, file.rank.pps): file.fragment.path for file in files if file.rank}
     if len(sizes) > 1:
-        (one, first), (other, second) = [*sizes.items()][:2]
+        (sizes_of_first, first), (sizes_of_second, second) = [*sizes.items()][:2]
         raise SourceError(
-            f"{where} holds files of two topologies: {first} is of tp {one[0]}, pp {one[1]}, "
-            f"{second} of tp {other[0]}, pp {other[1]}",
+            f"{where} holds files of two topologies: {first} is of tp {sizes_of_first[0]}, pp {sizes_of_first[1]}, "
+            f"{second} of tp {sizes_of_second[0]}, pp {sizes_of_second[1]}",
             "they are of two saves: move away what is not meant",
         )
     tp, pp = next(iter(sizes), (1, 1))
@@ -127,7 +127,7 @@ def together(files: Sequence[Shard]) -> dict[str, Scattered]:
     by_key: dict[str, list[Shard]] = {}
     for file in files:
         by_key.setdefault(file.key, []).append(file)
-    return {key: _together(key, found) for key, found in by_key.items()}
+    return {key: _together(key, shards) for key, shards in by_key.items()}
 
 
 def _together(key: str, files: list[Shard]) -> Scattered:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from converters.common.slurm import Job, Wishes
 
 BASE_MB = 2000
-"""Memory of a conversion besides its buffers: Python, tokenizers, 16 processes of 35 MB.
+"""Memory of a conversion besides its buffers: Python, tokenizers, 16 processes of 21 MB.
 
 Without processes 130 MB was the peak of an 8 B model on 128 ranks.
 """

@@ -1,7 +1,7 @@
 """Jobs in processes of their own, one for each thread that asks.
 
 Python lets one thread of a process work at a time, and each call to the system gives that right away and asks for it
-again: from four threads on they wait for it more than they work. A process costs a fifth of a second and about 35 MB,
+again: from four threads on they wait for it more than they work. A process costs a fifth of a second and 21 MB,
 so each gets half a gigabyte to do at least.
 
 Which job is done when, what is noted and what is forced to disk stays with the process that asked. A worker gets a job,

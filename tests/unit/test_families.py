@@ -263,6 +263,10 @@ def test_its_matrices_are_input_by_output(model, convert, tmp_path):
         ("solar_open", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias = True is not supported"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True is not supported"),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported"),
+        ("nemotron_h_dense", {"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported"),
+        ("opensci", {"qk_layernorm": False}, "qk_layernorm = False is not supported"),
     ],
 )
 def test_what_has_no_table_is_refused(name, changes, reason):

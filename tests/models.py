@@ -401,20 +401,30 @@ HARMLESS = {
     "is_decoder", "reorder_and_upcast_attn", "pretraining_tp", "summary_activation", "summary_first_dropout",
     "summary_proj_to_labels", "summary_type", "summary_use_proj", "_sliding_window_pattern", "max_window_layers",
     "sliding_window", "original_max_position_embeddings", "num_kv_heads", "num_ln_in_parallel_attn",
-    "multi_query", "router_aux_loss_coef", "output_router_logits", "router_jitter_noise",
-    "shared_expert_intermediate_size", "qk_head_dim", "num_nextn_predict_layers", "n_group", "topk_group",
+    "router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "shared_expert_intermediate_size",
+    "qk_head_dim", "num_nextn_predict_layers", "n_group", "topk_group",
     "enable_moe_fp32_combine", "eod_token_id", "slow_but_exact", "mamba_chunk_size", "chunk_size", "num_logits_to_keep",
-    "rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_max", "time_step_min",
+    "rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_max",
     "time_step_limit", "time_step_rank", "z_loss_coefficient", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap",
-    "n_shared_experts", "expand", "mamba_proj_bias", "use_mamba_kernels", "mtp_layers_block_type", "n_routed_experts",
+    "n_shared_experts", "expand", "use_mamba_kernels", "mtp_layers_block_type", "n_routed_experts",
     "num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size",
-    "norm_topk_prob", "routed_scaling_factor", "num_experts", "top_k_experts", "rotary_dim", "hidden_act",
+    "routed_scaling_factor", "num_experts", "top_k_experts", "rotary_dim",
 }  # fmt: skip
 """Keys of transformers 5.23.0 that no table knows. They are of training, generation or precision, or of what the family
 has switched off: the window of Qwen, the longrope of Phi-3, the groups and norms of another Falcon, what Qwen3-MoE does
 not share, the experts of a Nemotron-H without any, and of its state spaces what only a kernel or a first step minds; of
 DeepSeek a sum of two others, the layer that transformers drops, and V2's groups, as a greedy router has none; the
 experts of a Gemma 4 without any; of MiniMax-M3 what its class replaces or does not read."""
+
+HARMLESS_HERE = {
+    "falcon_40b": {"multi_query"},
+    "falcon_11b": {"multi_query"},
+    "mamba2": {"time_step_min"},
+    "minimax_m3_vl_text": {"hidden_act"},
+    "nemotron_h": {"mamba_proj_bias", "norm_topk_prob"},
+    "nemotron_h_dense": {"mamba_proj_bias", "norm_topk_prob"},
+}
+"""Family: further ones, which other families require to have one value."""
 
 
 WITHOUT_TABLE = next(kind for kind in ("glm", "stablelm", "olmo") if not find_family({"model_type": kind}))

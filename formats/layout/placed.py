@@ -122,9 +122,7 @@ class OnRank(Sequence[Placed]):
         return len(self.tensors)
 
     def __getitem__(self, index: Any) -> Any:
-        """One, or some."""
-        if isinstance(index, slice):
-            return tuple(placed.on(self.rank) for placed in self.tensors[index])
+        """One: nobody asks for a slice."""
         return self.tensors[index].on(self.rank)
 
 

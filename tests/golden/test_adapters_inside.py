@@ -114,3 +114,33 @@ def test_without_an_adapter(model, convert, tmp_path):
     assert (ran.code, "holds no adapter" in ran.err) == (2, True), ran.err
     with pytest.raises(vitruvian.UsageError, match="--adapter has no effect"):
         vitruvian.convert(model("llama"), tmp_path / "out", adapter="only")
+
+
+def test_an_adapter_cut_by_columns(convert, tmp_path):
+    """As tensor parallel ranks hold it: `--adapter only` makes it whole, which the refusal of `merged` says."""
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    trained, folder = shutil.copytree(HERE / "in_fsdp2", tmp_path / "trained"), tmp_path / "c"
+    dcp_to_torch_save(trained / "checkpoint", tmp_path / "whole.pt")
+    parts: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    offsets: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    for key, tensor in torch.load(tmp_path / "whole.pt")["model"].items():
+        axis = int("lora_A" in key)
+        for rank, part in enumerate(tensor.chunk(2, axis)):
+            parts[rank][key] = part.contiguous().numpy()
+            start = rank * -(-tensor.shape[axis] // 2)
+            offsets[rank][key] = {"saved_offsets": [start if i == axis else 0 for i in range(tensor.dim())]}
+    folder.mkdir()
+    for rank in range(2):
+        about = {"DCP_VERSION": "1.0", "format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets[rank])}
+        save_file(parts[rank], folder / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors", metadata=about)
+    settings = json.loads((trained / "lora_config.json").read_text())["peft"]
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    merged = ("--config", trained / "base", "--adapter", "merged")
+    ran = convert("fsdp2hf", folder, tmp_path / "no", *merged)
+    assert (ran.code, "holds some columns of" in ran.err, "take --adapter only first" in ran.err) == (4, True, True)
+    assert not (tmp_path / "no").exists()
+    assert convert("fsdp2hf", folder, tmp_path / "adapter", "--adapter", "only").code == 0
+    assert convert("merge", trained / "base", tmp_path / "adapter", tmp_path / "out", "--dtype", "fp32").code == 0
+    assert logits(tmp_path / "out", trained) < 5e-7

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.faults.dcp_tools import edit, refused
+from tests.megatron_runs import with_args
 
 REAL = Path(__file__).with_name("bridge")
 MODELS = ("llama3_tied", "qwen3_moe")
@@ -125,6 +126,18 @@ def test_what_bridge_loads(convert, tmp_path, name):
     refused(convert("hf2megatron", tmp_path / "hf", tmp_path / "no", "--for", "bridge"), 2, "--for", "torch_dist")
     both = ("--for", "bridge", "--with-optimizer", *options)
     refused(convert("hf2megatron", tmp_path / "hf", tmp_path / "no", *both), 2, "weights alone")
+
+
+def test_bridge_goes_on_with_the_samples_of_the_training(convert, model, tmp_path):
+    """It skips the data that the run has seen: with none counted it would train on them again."""
+    import torch
+
+    assert convert("hf2megatron", model(), tmp_path / "run", "--iteration", 100).code == 0
+    run = with_args(tmp_path / "run", tmp_path / "trained", consumed_train_samples=1600)
+    ran = convert("reshard", run, tmp_path / "out", "--format", "torch_dist", "--for", "bridge")
+    assert ran.code == 0, ran.err
+    state = torch.load(tmp_path / "out/latest_train_state.pt")
+    assert (state["step"].item(), state["consumed_train_samples"].item()) == (100, 1600)
 
 
 def test_what_bridge_would_compute_otherwise(convert, model, tmp_path):

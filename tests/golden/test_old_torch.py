@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -55,4 +56,14 @@ def test_flat_parameters_need_a_table(convert, tmp_path):
     config = with_config(tmp_path / "config", HERE / "llama", model_type="odd")
     ran = convert("fsdp2hf", HERE / "llama/local_flat_2.1.2", tmp_path / "out", "--config", config, "--verbatim")
     refused(ran, 4, "LOCAL_STATE_DICT records no shapes", "SHARDED_STATE_DICT")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_flat_parameters_of_another_model_are_refused(convert, tmp_path, more):
+    """Each tensor would be cut out of the flat parameter, at the places of the other model's."""
+    sizes = json.loads((HERE / "llama/config.json").read_text())["intermediate_size"] + more
+    config = with_config(tmp_path / "config", HERE / "llama", intermediate_size=sizes)
+    ran = convert("fsdp2hf", HERE / "llama/local_flat_2.1.2", tmp_path / "out", "--config", config)
+    refused(ran, 3, "_flat_param has", "elements, the tensors of that module have")
     assert not (tmp_path / "out").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -302,3 +303,17 @@ def test_what_has_none_is_refused(convert, tmp_path, case):
     save_file({"model.language_model.norm.weight": np.ones(8, np.float32)}, tmp_path / "model.safetensors")
     ran = convert("hf2hf", tmp_path, tmp_path / "out", "--only", "text")
     assert (ran.code, why in ran.err) == (code, True), ran.err
+
+
+def test_experts_that_the_hub_has_the_other_way_round(convert, tmp_path):
+    """Qwen's own files of Qwen3-VL-MoE are (expert, in, out), of which transformers 5 makes (expert, out, in)."""
+    from safetensors.torch import load_file, save_file
+
+    source = save(build("qwen3_vl_moe", tied=False), tmp_path / "whole")
+    hub = shutil.copytree(source, tmp_path / "hub")
+    path = hub / "model.safetensors"
+    tensors = {key: value.mT.contiguous() if ".experts." in key else value for key, value in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    for folder, out in ((source, tmp_path / "text"), (hub, tmp_path / "from the hub")):
+        assert convert("hf2hf", folder, out, "--only", "text").code == 0
+    assert files(tmp_path / "from the hub") == files(tmp_path / "text")

@@ -263,11 +263,48 @@ def test_its_matrices_are_input_by_output(model, convert, tmp_path):
         ("solar_open", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias = True is not supported"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True is not supported"),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported"),
+        ("nemotron_h_dense", {"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported"),
+        ("opensci", {"qk_layernorm": False}, "qk_layernorm = False is not supported"),
     ],
 )
 def test_what_has_no_table_is_refused(name, changes, reason):
     with pytest.raises(UnsupportedError, match=reason):
         from_huggingface(config(name) | changes, {}, "config.json")
+
+
+OF_THE_HUB = [
+    *((name, "scoring_func", "softmax") for name in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite")),
+    *((name, "topk_method", "greedy") for name in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite")),
+    *((name, "moe_layer_freq", 2) for name in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite")),
+    *((name, "rope_interleave", False) for name in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite")),
+    ("deepseek_v32", "indexer_rope_interleave", True),
+    ("glm_moe_dsa", "indexer_rope_interleave", False),
+    ("glm4_moe_lite", "first_k_dense_replace", 2),
+    ("hy_v3", "first_k_dense_replace", 2),
+    ("hy_v3", "moe_router_enable_expert_bias", False),
+    ("hy_v3", "moe_router_use_sigmoid", False),
+    ("hy_v3", "qk_norm", False),
+    ("hy_v3", "route_norm", False),
+    ("mimo_v2_flash", "first_k_dense_replace", 2),
+    ("minimax_m2", "attention_bias", True),
+    ("minimax_m2", "qk_norm_type", "per_head"),
+    ("minimax_m2", "shared_intermediate_size", 64),
+    ("minimax_m2", "use_qk_norm", False),
+    ("minimax_m2", "use_routing_bias", False),
+    ("olmoe", "sliding_window", 8),
+    ("solar_open", "first_k_dense_replace", 1),
+    ("solar_open", "use_qk_norm", True),
+    *((name, "apply_residual_connection_post_layernorm", True) for name in ("falcon", "falcon-40b", "falcon-11b")),
+]
+"""Config keys of a model's own code that the class of transformers 5.23.0 has none of, and what it cannot compute."""
+
+
+@pytest.mark.parametrize(("name", "key", "value"), OF_THE_HUB)
+def test_what_only_the_code_of_the_hub_computes_is_refused(name, key, value):
+    with pytest.raises(UnsupportedError, match=f"{key} = {value!r} is not supported"):
+        from_huggingface(config(name) | {key: value}, {}, "config.json")
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,36 @@ def test_older_releases_are_told_what_newer_ones_take_from_the_checkpoint():
     assert "--rotary-scaling-factor 1.0" in flags(args, "0.13")
 
 
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        (
+            "deepseek_v32",
+            "multi-latent-attention|q-lora-rank 24|kv-lora-rank 16|qk-head-dim 16|qk-pos-emb-head-dim 8|v-head-dim 12|"
+            "rotary-scaling-factor 4.0|mscale 0.7|mscale-all-dim 0.4|rope-type yarn|moe-router-num-groups 4|"
+            "moe-router-group-topk 2|experimental-attention-variant dsa|dsa-indexer-n-heads 4|dsa-indexer-head-dim 12|"
+            "dsa-indexer-topk 5|no-dsa-indexer-rotate-activation|dsa-indexer-k-norm-epsilon 1e-06|no-rope-fusion|"
+            "expert-model-parallel-size 2|expert-tensor-parallel-size 1|norm-epsilon 1e-06|qk-layernorm|",
+        ),
+        (
+            "qwen3_next",
+            "experimental-attention-variant gated_delta_net|attention-output-gate|linear-attention-freq '[1,1,1,0]'|"
+            "linear-num-key-heads 4|linear-num-value-heads 8|linear-key-head-dim 4|linear-value-head-dim 6|"
+            "linear-conv-kernel-dim 4|apply-layernorm-1p|moe-shared-expert-gate|qk-layernorm|norm-epsilon 1e-06|"
+            "expert-model-parallel-size 2|expert-tensor-parallel-size 1|",
+        ),
+    ],
+)
+def test_what_no_release_takes_from_the_checkpoint_is_given(name, lines):
+    """Each size that megatron-core would otherwise assume, and nothing besides."""
+    everywhere = (
+        "use-checkpoint-args|make-vocab-size-divisible-by 128|transformer-impl transformer_engine|"
+        "tensor-model-parallel-size 1|pipeline-model-parallel-size 1"
+    )
+    _, *given = flags(args_of(name, Options(ep=2)), "0.19").splitlines()
+    assert sorted(given) == sorted(f"--{line}" for line in (lines + everywhere).split("|"))
+
+
 def test_local_layers_end_with_the_release_that_refuses_their_latents():
     args = args_of("deepseek_v3-tied", Options(norm="local"))
     assert flags(args).startswith("# flags for Megatron-LM 0.18\n")

@@ -275,6 +275,15 @@ def test_fused_experts_are_noted_where_the_hub_has_others(kind, notes):
     assert len(spec.notes) == notes
 
 
+@pytest.mark.parametrize(("name", "headless"), [("OPTModel", True), ("OPTForCausalLM", False)])
+def test_a_class_without_a_head_is_given_none(name, headless):
+    """Where nothing says that it is tied, only a class that has a head can have lost it."""
+    embedding = "model.decoder.embed_tokens.weight"
+    spec = describe({"model_type": "opt", "architectures": [name]}, {embedding: (8, 4)}, {}, "no table")
+    assert (spec.tied, dict(spec.copies)) == ((False, {}) if headless else (True, {"lm_head.weight": embedding}))
+    assert len(spec.remarks) == (not headless)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

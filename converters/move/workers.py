@@ -20,8 +20,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from converters.common.atomic import STOPS
@@ -43,7 +45,7 @@ FEWEST, EACH = 4, 512 << 20
 EVERY = 0.1
 """Seconds between two messages about progress, and between two looks at whether to stop."""
 PATIENCE = 10
-"""Seconds in which a worker without a job ends."""
+"""Seconds in which a worker ends that has no job, or is to stop."""
 _CHILD = "import sys; sys.path[:] = sys.argv[2:]; from converters.move.workers import serve; serve(int(sys.argv[1]))"
 
 
@@ -153,11 +155,18 @@ class _Worker:
     def run(self, job: Job, advance: Callable[[int], None], stop: Callable[[], bool]) -> _Done:
         """Have a job done."""
         self._send(job)
-        asked = False
+        asked = inf
         while True:
-            if not asked and stop():
+            if asked == inf and stop():
                 self._send(None)
-                asked = True
+                asked = time.monotonic()
+            if time.monotonic() - asked > PATIENCE:
+                self.process.kill()
+                raise Interrupted(
+                    f"process {self.process.pid}, one of those that convert, did not stop within {PATIENCE} seconds "
+                    "and was killed",
+                    "run the same command again to resume",
+                )
             if not self.connection.poll(EVERY):
                 continue
             try:
@@ -175,13 +184,14 @@ class _Worker:
                     raise error
 
     def close(self) -> None:
-        """End the process, which has no job or whose job no longer counts."""
+        """End the process, which has no job or whose job no longer counts. One that waits for a dead disk is left."""
         self.connection.close()
-        try:
-            self.process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        for hangs in (False, True):
+            if hangs:
+                self.process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(PATIENCE)
+                return
 
     def _send(self, message: object) -> None:
         try:

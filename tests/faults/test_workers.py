@@ -183,6 +183,16 @@ def test_a_job_that_is_to_stop(started, jobs):
         assert pool.run(jobs[0], moved.append, lambda: False).digest
 
 
+def test_a_worker_that_hangs_is_killed_when_it_is_to_stop(started, jobs, monkeypatch):
+    monkeypatch.setattr(workers, "PATIENCE", 0.5)
+    with Files() as files, Workers(files, buffers_of(LIMITS), LIMITS) as pool:
+        pool.run(jobs[0], lambda _: None, lambda: False)
+        os.kill(started[0], signal.SIGSTOP)
+        with pytest.raises(Interrupted, match=f"process {started[0]}, .* did not stop within 0.5 seconds"):
+            pool.run(jobs[1], lambda _: None, lambda: True)
+    assert not Path(f"/proc/{started[0]}").exists()
+
+
 def test_what_one_process_must_do_is_done_by_it(started, jobs):
     """A stream, an interleaved tensor, a store."""
     (part,) = jobs[0].sources

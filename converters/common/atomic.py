@@ -57,7 +57,7 @@ def lock(handle: int, what: object, *, shared: bool = False, wait: bool = False)
     try:
         fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
-        raise OutputError(f"another process is writing {what}") from None
+        raise OutputError(f"another process is writing {what}", "wait until it has ended") from None
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # a file system without locks
             raise

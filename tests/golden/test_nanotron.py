@@ -13,7 +13,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from formats.huggingface.nanotron import model_config
+from formats.errors import RefusedError, SourceError, UnsupportedError
+from formats.huggingface.nanotron import model_config, shards
 from formats.registry import open_checkpoint
 from tests.faults.dcp_tools import refused
 from tests.golden.test_coverage import lines, used
@@ -207,6 +208,34 @@ def test_positions_that_are_interpolated_are_linear_scaling(convert, tmp_path):
     assert json.loads((tmp_path / "again/model_config.json").read_text())["rope_seq_len_interpolation_factor"] == 4.0
 
 
+@pytest.mark.parametrize("factor", ["x", False, True, 0, -1, [], float("nan"), float("inf"), 1e30])
+def test_a_factor_that_is_none_is_refused(convert, tmp_path, factor):
+    run = changed(tmp_path, "qwen2_tp2", lambda config: config.update(rope_seq_len_interpolation_factor=factor))
+    message = f"3/model_config.json says rope_seq_len_interpolation_factor = {factor!r}"
+    refused(convert("nanotron2hf", run, tmp_path / "out"), 3, message, "a finite number above 0, or null")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("key", [key for row in model_config.TABLE for names in row.keys for key in names])
+def test_no_setting_is_taken_unchecked(tmp_path, key):
+    """What no key of the table may be is refused, in each class of nanotron, whether it has that key or not."""
+    *outer, inner = key.split(".")
+    for name in ("qwen2_moe",) if outer else ("qwen2_tp2", "llama_tp2"):
+        for number, value in enumerate(("x", 0, -1, [], {}, float("nan"), float("inf"), 1e30)):
+
+            def apply(config: dict[str, Any], value: Any = value) -> None:
+                (config[outer[0]] if outer else config)[inner] = value
+
+            run = changed(tmp_path / f"{name}{number}", name, apply)
+            with pytest.raises((SourceError, UnsupportedError, RefusedError)):
+                open_checkpoint(run)
+
+
+def test_more_tokens_than_rows_are_refused(convert, tmp_path):
+    ran = convert("nanotron2hf", HERE / "llama_tp2", tmp_path / "out", "--vocab-size", 97)
+    refused(ran, 5, "--vocab-size 97 is more than the 96 rows", "3/model_config.json", "tokens without padding")
+
+
 def test_a_llama_with_mup_is_refused(convert, tmp_path):
     """Nothing but the config of its run says so."""
     for name, code in (("llama_tp2", 4), ("qwen2_tp2", 0)):
@@ -235,21 +264,30 @@ def test_faults_of_the_files(convert, tmp_path):
 
         return change
 
-    def renamed(run: Path) -> None:
-        path = run / QKV.format(1)
-        path.rename(path.with_name(path.name.replace("-of-2", "-of-4")))
+    def renamed(old: str, new: str) -> Callable[[Path], None]:
+        def change(run: Path) -> None:
+            path = run / QKV.format(1)
+            path.rename(path.with_name(path.name.replace(old, new)))
+
+        return change
 
     norm, save = "3/model/model/final_layer_norm/pp_block", "3/checkpoint_metadata.json"
     faults: dict[str, Callable[[Path], Any]] = {
         "and there were 2 ranks": lambda run: (run / QKV.format(1)).unlink(),
-        "two topologies": renamed,
+        "two topologies": renamed("-of-2", "-of-4"),
+        "a rank that there is not": renamed("pp-rank-0-of-1", "pp-rank-7-of-1"),
+        "safetensors: version '1.6' of": says("1.5", "1.6"),
+        "safetensors: version 'x' of": says("1.5", "x"),
         "overlap in": says("#16,32,", "#8,24,"),
         "does not say which part": says("#16,32,", "#16,33,"),
         "not all of the file": says("16,24,None|None,None,None#", "0,8,None|None,None,None#"),
         "does not say of what shape": says("(64, 32)", "(64, -32)"),
         "another one": says("(64, 32)", "(96, 32)"),
         "is no file of a parameter": lambda run: (run / norm / "weight.bin").write_bytes(b""),
-        "tensors are missing": lambda run: (run / norm / "model_weight.safetensors").unlink(),
+        "/3: 1 tensor is missing: model.final_layer_norm.pp_block.weight [32]\nhint: was a file not copied?": (
+            lambda run: (run / norm / "model_weight.safetensors").unlink()
+        ),
+        "/3: 12 tensors are missing: model.decoder.": lambda run: shutil.rmtree(run / "3/model/model/decoder"),
         "is whole, and": lambda run: shutil.copy(
             run / norm / "model_weight.safetensors", (run / QKV.format(1)).with_name("model_weight.safetensors")
         ),
@@ -261,6 +299,43 @@ def test_faults_of_the_files(convert, tmp_path):
         assert message in ran.err, (message, ran.err)
         assert ran.code in (3, 4)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_name_and_its_metadata_that_contradict_each_other(convert, tmp_path):
+    """nanotron goes by the names of the files at the topology of the save, by their metadata at another one."""
+    run = shutil.copytree(HERE / "llama_tp2", tmp_path / "exchanged")
+    first, second = (run / QKV.format(rank) for rank in (0, 1))
+    held = first.read_bytes()
+    shutil.copy(second, first)
+    second.write_bytes(held)
+    refused(
+        convert("nanotron2hf", run, tmp_path / "out"), 3, f"{first} is by its name of tensor parallel rank 0 of 2",
+        "holds [0:16, 0:32], [32:40, 0:32], [48:56, 0:32] of model.decoder.0.pp_block.attn.qkv_proj.weight [64, 32]",
+        "metadata says [16:32, 0:32], [40:48, 0:32], [56:64, 0:32]", "was it renamed, or edited?",
+    )  # fmt: skip
+    run = shutil.copytree(HERE / "llama_tp2", tmp_path / "edited")
+    for path in (run / QKV.format(rank) for rank in (0, 1)):
+        metadata, tensors = said(path)[0], load_file(path)
+        query, key, value = (pair.split("#") for pair in metadata[shards.SLICES].split(";"))
+        pairs = (query, (key[0], value[1]), (value[0], key[1]))
+        save_file(tensors, path, {**metadata, shards.SLICES: ";".join(map("#".join, pairs))})
+    refused(
+        convert("nanotron2hf", run, tmp_path / "out"), 3, "metadata says [0:16, 0:32], [48:56, 0:32], [32:40, 0:32]"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_step_in_the_name_of_the_folder(convert, tmp_path):
+    """It is that of the metadata; what nobody trained, and what has another name, is not compared."""
+    save = "checkpoint_metadata.json"
+    for name, step, code in (("7", 3, 3), ("7", 0, 0), ("final", 3, 0), ("3", 3, 0)):
+        folder = shutil.copytree(HERE / "llama_tp2/3", tmp_path / f"{name} {step}" / name)
+        said_of_it = json.loads((folder / save).read_text())
+        said_of_it["metas"]["last_train_step"] = step
+        (folder / save).write_text(json.dumps(said_of_it))
+        ran = convert("inspect", folder)
+        assert ran.code == code, ran.err
+        assert (f"{folder / save} says last_train_step = 3, the folder is that of step 7" in ran.err) == bool(code)
 
 
 def test_ranks_of_experts_are_refused(convert, tmp_path):

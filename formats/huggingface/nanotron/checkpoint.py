@@ -13,7 +13,7 @@ Facts: huggingface/nanotron at 2411b022, trainer.py (`save_checkpoint`), seriali
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,14 @@ from formats.huggingface import folder as huggingface
 from formats.huggingface.nanotron import model_config, shards
 from formats.huggingface.nanotron.tables import TABLES, slots_of
 from formats.layout.pieces import match_pieces
+from formats.layout.slots import Slot
 from formats.layout.table import Rule
 
 NAME = NANOTRON.name
 METADATA = "checkpoint_metadata.json"
 LATEST = "latest.txt"
+STEP = "last_train_step"
+"""The key of the step, in `metas`."""
 RUN_CONFIG = "config.yaml"
 STATE = ("optimizer", "lr_scheduler", "random")
 """Folders of what is there for resuming the training."""
@@ -99,13 +102,16 @@ def read(path: Path, settings: Settings) -> Checkpoint:
             "they are of two saves",
         )
     padded = settings_file[model_config.VOCAB]
-    _, pieces, dropped = match_pieces(slots_of(spec, padded, neighbours=neighbours), shards.together(files), (), home)
-    step = metadata.get("metas", {}).get("last_train_step") if isinstance(metadata.get("metas"), Mapping) else None
+    slots = slots_of(spec, padded, neighbours=neighbours)
+    _require_all(slots, files, home)
+    _, pieces, dropped = match_pieces(slots, shards.together(files), (), home)
+    shards.require_own_parts(files, slots)
+    step = _step(metadata, home)
     return Checkpoint(
         path, home, NAME, spec, pieces, tuple(dropped),
         tuple(sorted({file.fragment.path for file in files})), topology, assets,
         Nanotron(
-            step=step if type(step) is int else None,
+            step=step,
             fresh=FRESH,
             shown={"step": step} | ({"padded_vocab": padded} if padded != spec.vocab else {}),
         ),
@@ -124,14 +130,41 @@ def _metadata(home: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     metadata = read_json(path)
-    numbers = str(metadata.get("version")).split(".")
-    known = [int(number) for number in shards.VERSION.split(".")]
-    if not all(number.isdecimal() for number in numbers) or [int(number) for number in numbers] > known:
-        raise UnsupportedError(
-            f"{path}: version {short(metadata.get('version'))} of nanotron's checkpoints, the newest that is read is "
-            f"{shards.VERSION}"
-        )
+    shards.require_known(metadata.get("version"), path)
     return metadata
+
+
+def _step(metadata: Mapping[str, Any], home: Path) -> int | None:
+    """The step of a save, which its folder is named after; 0 is said where nobody trained, whatever the folder.
+
+    Raises:
+        SourceError: the folder has the number of another step (trainer.py `save_checkpoint` writes the same one).
+    """
+    metas, name = metadata.get("metas"), home.resolve().name
+    step = metas.get(STEP) if isinstance(metas, Mapping) else None
+    if type(step) is not int:
+        return None
+    if step and re.fullmatch("[0-9]+", name) and name != str(step):
+        raise SourceError(
+            f"{home / METADATA} says {STEP} = {step}, the folder is that of step {name}",
+            "files of two saves may be mixed; if the folder alone was renamed, give it a name that is no number, or "
+            f"{step}",
+        )
+    return step
+
+
+def _require_all(slots: Iterable[Slot], files: Iterable[shards.Shard], home: Path) -> None:
+    """Refuse a checkpoint that lacks parameters of its model.
+
+    Raises:
+        SourceError: it does; the message names the first ones.
+    """
+    names = {file.key for file in files}
+    missing = [f"{slot.keys[0]} {list(slot.shape)}" for slot in slots if slot.keys[0] not in names]
+    if missing:
+        more = f"; and {len(missing) - 5} more" if len(missing) > 5 else ""
+        count = "1 tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
+        raise SourceError(f"{home}: {count} missing: {'; '.join(missing[:5])}{more}", "was a file not copied?")
 
 
 def _require_no_mup(home: Path, config: Mapping[str, Any]) -> None:

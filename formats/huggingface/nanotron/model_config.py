@@ -22,7 +22,7 @@ from formats.model.checks import checked, unsaid
 from formats.model.codec import Codec, Context, Maker, Spelled, read, rows, same, scalar, write
 from formats.model.settings import FIXED
 from formats.model.spec import ModelSpec, differences
-from formats.model.values import some_layers, truth, whole
+from formats.model.values import real, some_layers, truth, whole
 
 NAME = "model_config.json"
 LLAMA, QWEN2 = "llama", "qwen2"
@@ -41,7 +41,7 @@ def _only(only: Any) -> Maker:
 
     def of(key: str) -> Codec:
         def check(value: Any, context: Context) -> Any:
-            if value is not None and value != only:
+            if value is not None and (value != only or type(value) is not type(only)):
                 raise UnsupportedError(f"{context.where}: {key} = {short(value)} is not supported, only {only!r}")
             return only
 
@@ -110,11 +110,18 @@ def _interpolation(key: str) -> Codec:
             )
         return factor
 
-    return scalar(
-        key,
-        lambda factor, _: None if factor is None else {"rope_type": "linear", "factor": factor},
-        written_factor,
-    )
+    def read_scaling(factor: Any, context: Context) -> Mapping[str, Any] | None:
+        return None if factor is None else {"rope_type": "linear", "factor": _real(factor, key, context.where)}
+
+    return scalar(key, read_scaling, written_factor)
+
+
+def _real(value: Any, key: str, where: str) -> float:
+    """A finite number above 0 of a key that is no setting, so that `--set` does not correct it."""
+    try:
+        return real(value, key, where)
+    except SourceError as error:
+        raise SourceError(str(error), "correct it there: a finite number above 0, or null for none") from None
 
 
 def _unapplied(key: str) -> Codec:
@@ -266,7 +273,7 @@ OF_EXPERTS: Mapping[str, Any] = {"router_aux_loss_coef": 0.01, "token_dispatcher
 """The same of `MoEConfig`."""
 TOKENS = ("bos_token_id", "eos_token_id")
 HARMLESS = {
-    *OF_A_RUN, *OF_QWEN2, *MARKS.values(), VOCAB, "moe_config", *(f"moe_config.{key}" for key in OF_EXPERTS)
+    *OF_A_RUN, *OF_QWEN2, *MARKS.values(), VOCAB, *(f"moe_config.{key}" for key in OF_EXPERTS)
 }  # fmt: skip
 
 MAY_HAVE = {
@@ -307,7 +314,7 @@ def read_config(
         raise UnsupportedError(
             f"{where} has {named}: of nanotron's models Llama and Qwen2 are read", "see `convert formats`"
         )
-    conditions = _conditions(kind, bool(config.get("moe_config")))
+    conditions = _conditions(kind, config.get("moe_config") is not None)
     known = {
         name
         for row in TABLE
@@ -322,6 +329,11 @@ def read_config(
     neighbours, biased = values.pop("neighbours"), values.pop("biased", False)
     values |= settings.values
     padded = whole(flat.get(VOCAB), VOCAB, where)
+    if settings.vocab_size and settings.vocab_size > padded:
+        raise RefusedError(
+            f"--vocab-size {settings.vocab_size} is more than the {padded} rows that {where} says the embedding has",
+            "give the number of tokens without padding, or leave the option out",
+        )
     has = {
         "biases": biased,
         "window": values.get("sliding_window"),
@@ -403,7 +415,7 @@ def _conditions(kind: str, experts: bool) -> set[str]:
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys, those of the experts with that of their map in front."""
     inner = config.get("moe_config")
-    if not isinstance(inner, dict):
+    if not isinstance(inner, dict) or not inner:
         return dict(config)
     outer = {key: value for key, value in config.items() if key != "moe_config"}
     return outer | {f"moe_config.{key}": value for key, value in inner.items()}

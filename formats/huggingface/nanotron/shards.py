@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -48,6 +47,8 @@ ALL = "None,None,None"
 
 Box = tuple[tuple[int, int], ...]
 """Start and stop along each dimension."""
+Pair = tuple[Box, Box]
+"""A part of a file, and its place in the whole."""
 
 
 class Rank(NamedTuple):
@@ -57,6 +58,10 @@ class Rank(NamedTuple):
     pps: int
     tp: int
     tps: int
+
+
+ONE = Rank(pp=0, pps=1, tp=0, tps=1)
+"""The rank of a training on one device, as which files are written."""
 
 
 class Shard(NamedTuple):
@@ -72,8 +77,8 @@ def shards(folder: Path) -> Iterator[Shard]:
     """The files of all parameters.
 
     Raises:
-        SourceError: a file has no name of nanotron's, or not one tensor.
-        UnsupportedError: it was written by one of several ranks of experts.
+        SourceError: a file has no name of nanotron's, or that of no rank, or not one tensor.
+        UnsupportedError: it was written by one of several ranks of experts, or in a version that nobody here knows.
     """
     for path, modules in _walk(folder / FOLDER, ()):
         match = FILE.fullmatch(path.name)
@@ -88,7 +93,25 @@ def shards(folder: Path) -> Iterator[Shard]:
         if {*tensors} != {DATA}:
             raise SourceError(f"{path} holds {short(sorted(tensors))}, and a file of nanotron holds one tensor, {DATA}")
         rank = None if match["tp"] is None else Rank(*(int(match[name]) for name in ("pp", "pps", "tp", "tps")))
+        if rank and (rank.pp >= rank.pps or rank.tp >= rank.tps):
+            raise SourceError(f"{path} is of a rank that there is not: they are counted from 0", "was it renamed?")
+        if NUMBER in metadata:
+            require_known(metadata[NUMBER], path)
         yield Shard(".".join((*modules, match["name"])), rank, tensors[DATA], metadata)
+
+
+def require_known(version: object, path: Path) -> None:
+    """Refuse a file of a version that nobody here knows.
+
+    Raises:
+        UnsupportedError: it is newer than the newest one, or none.
+    """
+    numbers = str(version).split(".")
+    known = [int(number) for number in VERSION.split(".")]
+    if not all(re.fullmatch("[0-9]{1,9}", number) for number in numbers) or [int(number) for number in numbers] > known:
+        raise UnsupportedError(
+            f"{path}: version {short(version)} of nanotron's checkpoints, the newest that is read is {VERSION}"
+        )
 
 
 def _walk(folder: Path, modules: tuple[str, ...]) -> Iterator[tuple[Path, tuple[str, ...]]]:
@@ -161,21 +184,33 @@ def _shape(file: Shard) -> tuple[int, ...]:
 
 def _pieces(file: Shard, shape: tuple[int, ...]) -> Iterator[Piece]:
     """What of the whole a file holds."""
-    path, text, fragment = file.fragment.path, file.metadata.get(SLICES, ""), file.fragment
-    inside: list[Box] = []
-    for pair in text.split(";"):
-        local, mark, whole = pair.partition("#")
-        inner, outer = _box(local, fragment.shape), _box(whole, shape)
-        if not mark or inner is None or outer is None or Cut(inner).shape != Cut(outer).shape:
-            raise SourceError(f"{path} does not say which part it is: {SLICES} = {short(text)}")
-        inside.append(inner)
+    fragment = file.fragment
+    for inner, outer in _pairs(file, shape):
         offset = sum(low * stride for (low, _), stride in zip(inner, fragment.strides, strict=True))
         yield Piece(
             Cut(outer),
             fragment._replace(offset=fragment.offset + offset * DTYPES[fragment.dtype], shape=Cut(inner).shape),
         )
+
+
+def _pairs(file: Shard, shape: tuple[int, ...]) -> list[Pair]:
+    """The parts of a file, each with its place in the whole, as its metadata says them.
+
+    Raises:
+        SourceError: they are no parts of the two, or not all of the file.
+    """
+    path, text, fragment = file.fragment.path, file.metadata.get(SLICES, ""), file.fragment
+    pairs: list[Pair] = []
+    for pair in text.split(";"):
+        local, mark, whole = pair.partition("#")
+        inner, outer = _box(local, fragment.shape), _box(whole, shape)
+        if not mark or inner is None or outer is None or Cut(inner).shape != Cut(outer).shape:
+            raise SourceError(f"{path} does not say which part it is: {SLICES} = {short(text)}")
+        pairs.append((inner, outer))
+    inside = [inner for inner, _ in pairs]
     if overlap(inside) or sum(prod(Cut(box).shape) for box in inside) != prod(fragment.shape):
         raise SourceError(f"{path}: its slices are not all of the file, each element once: {SLICES} = {short(text)}")
+    return pairs
 
 
 def _box(text: str, shape: tuple[int, ...]) -> Box | None:
@@ -196,6 +231,62 @@ def _box(text: str, shape: tuple[int, ...]) -> Box | None:
     return tuple(box)
 
 
+# --- what the layout says of a rank ----------------------------------------------------------------------------------
+
+
+def require_own_parts(files: Iterable[Shard], slots: Iterable[Slot]) -> None:
+    """Refuse a file that says another part of its parameter than the rank in its name holds.
+
+    nanotron itself goes by the names where the topology is that of the save, and by the metadata otherwise
+    (serialize/weights.py `load_weights`).
+
+    Args:
+        files: those of all parameters.
+        slots: the parameters, put together; each file is of one of them, whose shape it says.
+
+    Raises:
+        SourceError: name and metadata contradict each other, or the metadata and the layout of the parameter.
+    """
+    by_key = {slot.keys[0]: slot for slot in slots}
+    for file in files:
+        if file.rank is None:
+            continue
+        slot = by_key[file.key]
+        expected, said = (sorted(pairs) for pairs in (_held(slot, file.rank), _pairs(file, slot.shape)))
+        if said != expected:
+            raise SourceError(
+                f"{file.fragment.path} is by its name of tensor parallel rank {file.rank.tp} of {file.rank.tps}, which "
+                f"holds {_text(expected)} of {file.key} {list(slot.shape)}, its metadata says {_text(said)}",
+                "was it renamed, or edited?",
+            )
+
+
+def _split_dim(slot: Slot) -> int | None:
+    """The dimension that is split over tensor parallel ranks, if there is one."""
+    return next((number for number, term in enumerate(slot.rule.pattern.dims) if splits(term)), None)
+
+
+def _held(slot: Slot, rank: Rank) -> list[Pair]:
+    """What a rank holds of a parameter: each part that is split by itself, as query, key and value are."""
+    dim, whole = _split_dim(slot), tuple((0, size) for size in slot.shape)
+    if dim is None:
+        return [(whole, whole)]
+    pairs: list[Pair] = []
+    inner = outer = 0
+    for part in slot.rule.pattern.apart():
+        size = shape_of(part, dict(slot.sizes), dict(slot.mesh))[dim]
+        low, high = (size * number // rank.tps for number in (rank.tp, rank.tp + 1))
+        ranges = (inner, inner + high - low), (outer + low, outer + high)
+        local, place = ((*whole[:dim], along, *whole[dim + 1 :]) for along in ranges)
+        pairs.append((local, place))
+        inner, outer = inner + high - low, outer + size
+    return pairs
+
+
+def _text(pairs: Iterable[Pair]) -> str:
+    return ", ".join(f"[{', '.join(f'{low}:{high}' for low, high in place)}]" for _, place in pairs)
+
+
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
@@ -211,16 +302,13 @@ def metadata_of(slot: Slot) -> dict[str, str]:
 
     What is split by itself, as query, key and value are, is a pair of slices; one that is alone has no local ones.
     """
-    pattern, shape = slot.rule.pattern, slot.shape
-    dim = next((number for number, term in enumerate(pattern.dims) if splits(term)), None)
+    dim = _split_dim(slot)
     if dim is None:
         return {}
-    sizes = [shape_of(part, dict(slot.sizes), dict(slot.mesh))[dim] for part in pattern.apart()]
-    ends = [*accumulate(sizes)]
-    pairs = []
-    for size, end in zip(sizes, ends, strict=True):
-        part = f"{end - size},{end},None"
-        whole = [part if number == dim else ALL for number in range(len(shape))]
-        local = whole if len(sizes) > 1 else [ALL] * len(shape)
-        pairs.append(f"{'|'.join(local)}#{'|'.join(whole)}")
-    return {NUMBER: VERSION, SLICES: ";".join(pairs), SHAPE: str(shape)}
+    held = _held(slot, ONE)
+    texts = []
+    for _, place in held:
+        whole = [f"{low},{high},None" if number == dim else ALL for number, (low, high) in enumerate(place)]
+        local = whole if len(held) > 1 else [ALL] * len(place)
+        texts.append(f"{'|'.join(local)}#{'|'.join(whole)}")
+    return {NUMBER: VERSION, SLICES: ";".join(texts), SHAPE: str(slot.shape)}

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -137,9 +136,9 @@ class _Worker:
     """A process, as the one that asks sees it."""
 
     def __init__(self, setting: _Setting, locks: Iterable[int]) -> None:
-        from multiprocessing.connection import Connection
+        from multiprocessing.connection import Pipe
 
-        near, far = socket.socketpair()
+        self.connection, far = Pipe()
         with far:
             words = [sys.executable, "-c", _CHILD, str(far.fileno()), *sys.path]
             self.process = subprocess.Popen(  # noqa: S603  # our own interpreter and our own words
@@ -149,7 +148,6 @@ class _Worker:
                 pass_fds=(far.fileno(), *locks),
                 env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
             )
-        self.connection: Connection[Any, Any] = Connection(near.detach())
         self._send(setting)
 
     def run(self, job: Job, advance: Callable[[int], None], stop: Callable[[], bool]) -> _Done:

@@ -170,7 +170,7 @@ def _require_same(first: Checkpoint, other: Checkpoint) -> None:
             "a mean has the config of the first: if that is meant, copy it into the others",
         )
     if isinstance(first.spec, Verbatim) and isinstance(other.spec, Verbatim):
-        ours, theirs = first.spec.shapes, other.spec.shapes
+        ours, theirs = ({name: shape for name, _, shape in spec.boxes()} for spec in (first.spec, other.spec))
         odd = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
         if odd:
             shapes = " and ".join(

@@ -119,24 +119,6 @@ def in_files(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     return _renamed(source, spec, config, names, "the name that transformers saves it under")
 
 
-def turned(source: Checkpoint, config: Mapping[str, Any], keys: Iterable[str]) -> Checkpoint:
-    """A checkpoint as if some of its tensors had their last two dimensions the other way round.
-
-    Args:
-        source: the opened checkpoint, of a model without a table.
-        config: the config.json of the output.
-        keys: the tensors, of three dimensions.
-    """
-    assert isinstance(source.spec, Verbatim)
-    shapes = dict(source.spec.shapes)
-    moves = {}
-    for key in keys:
-        (count, *_), (whole, left, right) = shapes[key], _whole(key, shapes[key]).here
-        shapes[key] = (count, right[1], left[1])
-        moves[key] = [Move((whole, left, right), key, (whole, right, left), (0, 2, 1))]
-    return _renamed(source, source.spec, config, Names(shapes, moves), source.spec.under)
-
-
 def by_memory(source: Checkpoint, slots: Mapping[str, Slot]) -> dict[str, Slot]:
     """The tensors of files by the names that they have in memory.
 
@@ -241,7 +223,7 @@ def _parts(placed: Placed, spec: Verbatim, new: Verbatim, names: Names) -> Itera
     for move in names.moves.get(old, (whole,)):
         if move.name in new.copies:
             continue
-        slot = untabled.slot(placed.key, move.name, new.shapes[move.name], copy)
+        slot = untabled.slot(placed.key, move.name, new.shapes[move.name], copy, turned=move.name in new.turned)
         if move._replace(name=old) == whole and new.shapes[move.name] == spec.shapes[old]:
             yield placed._replace(slot=slot)
         elif part.flat:

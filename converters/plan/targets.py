@@ -186,8 +186,6 @@ def _whole(
     config, compared = json.loads(text), agreement.notes(source, source.spec, text)
     source = source if source.format == HUGGINGFACE.name else names.in_files(source, config)
     assert isinstance(source.spec, Verbatim)
-    source = names.turned(source, config, whole.as_in_memory(source.spec, config))
-    assert isinstance(source.spec, Verbatim)
     model = whole.of(source.spec, config, str(source.root))
     saved = source.details.args if isinstance(source.details, Megatron) else {}
     args, dtypes = assets.dropouts_of(source) | dict(args or saved), cast_dtypes(source, request.cast)

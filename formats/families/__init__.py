@@ -77,7 +77,7 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
         ]
         way = f"; its class is that of {alike[0]}: correct `model_type` if it computes the same" if alike else ""
         raise UnsupportedError(
-            f"{where}: the model type {short(config.get('model_type'))} is not supported without --family "
+            f"{where}: no table describes the model type {short(config.get('model_type'))} without --family "
             f"{_file(where)}{way}",
             f"supported: {', '.join(sorted(FAMILIES))}",
         )

@@ -15,6 +15,7 @@ from formats.checkpoint import Settings
 from formats.disk.safetensors import Fragment
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import find_family
+from formats.model import untabled
 
 TEXT = "text"
 """What `--only` calls it."""
@@ -113,10 +114,6 @@ SAME = {
     "qwen3_vl_moe_text": Same("qwen3_moe", QWEN3_VL_MOE, {"norm_topk_prob": True}),
 }
 """Model type of a text: the family that computes the same."""
-TRANSPOSED = {"qwen3_vl_moe": {".experts.gate_up_proj": -1, ".experts.down_proj": -2}}
-"""Experts that files have the other way round than memory, and the axis that is the hidden state in memory.
-transformers goes by the shape, too (core_model_loading.py `Transpose` with `check_dims`)."""
-
 Held = TypeVar("Held")
 
 
@@ -182,11 +179,10 @@ def upright(config: Mapping[str, Any], fragments: dict[str, Fragment], settings:
         fragments: its tensors.
         settings: what the user said.
     """
-    turns = TRANSPOSED.get(str(config.get("model_type")), {}) if settings.only else {}
-    hidden = _inner(config).get("hidden_size")
+    kind, hidden = str(config.get("model_type")) if settings.only else "", _inner(config).get("hidden_size")
 
     def turned(key: str, fragment: Fragment) -> Fragment:
-        axis = next((axis for end, axis in turns.items() if key.endswith(end)), None)
+        axis = untabled.hidden_axis(kind, key)
         if axis is None or len(fragment.shape) != 3 or fragment.shape[axis] == hidden:
             return fragment
         first, second, third = range(3)

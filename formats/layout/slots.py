@@ -47,6 +47,8 @@ class Replica(NamedTuple):
         return ", ".join(names + [f"replica {self.number}"] * bool(self.number))
 
 
+DIM = "dim"
+"""How the axes of a tensor without a table are called, before their numbers."""
 ORIGINAL = Replica()
 SHARED = Replica(shared=True)
 
@@ -76,15 +78,24 @@ class Slot(NamedTuple):
 
 
 def in_order(leaf: Leaf, outside: Sequence[Span]) -> Leaf:
-    """A leaf with coordinates that are outside the tensor, its spans in the canonical order of the axes."""
+    """A leaf with coordinates that are outside the tensor, its spans in the canonical order of the axes.
+
+    A tensor that no table knows has its axes in the order of their numbers, or else in that in which it is stored.
+    """
     spans_in_order = (*outside, *leaf.spans)
     spans = {span.axis: span for span in spans_in_order}
-    axes = TENSORS.get(leaf.tensor, tuple(spans))  # a tensor that no table knows has the axes that it is stored in
+    axes = TENSORS.get(leaf.tensor) or tuple(sorted(spans, key=_number))
     if len(spans_in_order) != len(axes) or spans.keys() != set(axes):
         raise ValueError(
             f"a layout of {leaf.tensor} uses the axes {[s.axis for s in spans_in_order]}, it has {list(axes)}"
         )
     return Leaf(leaf.tensor, tuple(spans[axis] for axis in axes), leaf.base)
+
+
+def _number(axis: str) -> int:
+    """That of a dimension, 0 of an axis with a name."""
+    number = axis.removeprefix(DIM)
+    return int(number) if number.isdecimal() else 0
 
 
 class Layout(NamedTuple):

@@ -90,7 +90,7 @@ class Whole:
     def written(self, files: Iterable[OutputFile]) -> list[OutputFile]:
         """Files whose tensors are boxes of those of the model's files."""
         return [
-            replace(file, tensors=tuple(in_files(file.tensors, self.homes, self.spec.shapes))) for file in files
+            replace(file, tensors=tuple(in_files(file.tensors, self.homes, self.spec))) for file in files
         ]  # fmt: skip
 
 
@@ -143,26 +143,13 @@ def _require_names(vision: Vision, spec: Verbatim, names: Mapping[str, str], whe
         )
 
 
-def as_in_memory(spec: Verbatim, config: Mapping[str, Any]) -> list[str]:
-    """The fused experts that are not the way round that files of the Hub have them."""
-    hidden = untabled.language(dict(config)).get("hidden_size")
-    axes = {key: _hidden_axis(spec.family, key) for key, shape in spec.shapes.items() if len(shape) == 3}
-    return [key for key, axis in axes.items() if axis is not None and spec.shapes[key][axis] == hidden]
-
-
-def _hidden_axis(kind: str, key: str) -> int | None:
-    """The axis of fused experts in memory that is the hidden state, where files have them the other way round."""
-    ends = text_alone.TRANSPOSED.get(kind, {})
-    return next((axis for end, axis in ends.items() if key.endswith(end)), None)
-
-
 def _require_one_way(vision: Vision, text: ModelSpec, where: str) -> None:
     """The shape of fused experts tells which way round they are.
 
     Raises:
         RefusedError: it does not.
     """
-    if vision.kind in text_alone.TRANSPOSED and text.hidden in (text.expert_ffn, 2 * (text.expert_ffn or 0)):
+    if vision.kind in untabled.TRANSPOSED and text.hidden in (text.expert_ffn, 2 * (text.expert_ffn or 0)):
         raise RefusedError(f"{where}: experts of {text.expert_ffn} in {text.hidden} may be either way round in files")
 
 
@@ -176,13 +163,14 @@ def _homes(tensors: Iterable[Placed], names: Mapping[str, str]) -> dict[tuple[st
     return homes
 
 
-def in_files(tensors: Iterable[Placed], homes: Homes, shapes: Mapping[str, Shape]) -> Iterator[Placed]:
+def in_files(tensors: Iterable[Placed], homes: Homes, spec: Verbatim) -> Iterator[Placed]:
     """Tensors of Megatron as boxes of those of files."""
     for placed in (part for tensor in tensors for part in tensor.each()):
         for leaf in placed.leaves():
             for key, there in homes[leaf.tensor, placed.slot.layer]:
-                slot = untabled.slot(placed.key, key, shapes[key], placed.slot.replica)
-                for box in boxes_of(leaf, there, shapes[key]):
+                shape, turned = spec.shapes[key], key in spec.turned
+                slot = untabled.slot(placed.key, key, shape, placed.slot.replica, turned=turned)
+                for box in boxes_of(leaf, there, shape):
                     yield Placed(placed.key, slot, box.of(placed.fragment), box.part)
 
 
@@ -266,7 +254,7 @@ def joined(
     slots = [slot for slot in huggingface.model_slots(text.spec, memory=True) if not slot.replica]
     for slot in slots:
         key = vision.in_files(slot.keys[0])
-        turned = _hidden_axis(vision.kind, key) is not None
+        turned = untabled.hidden_axis(vision.kind, key) is not None
         shape = (slot.shape[0], slot.shape[2], slot.shape[1]) if turned else slot.shape
         first, *rest = row_major(shape)
         strides = (first, rest[1], rest[0]) if turned else row_major(shape)
@@ -289,7 +277,7 @@ def joined(
     return replace(
         text,
         spec=spec,
-        tensors=tuple(in_files(placed, homes, shapes)),
+        tensors=tuple(in_files(placed, homes, spec)),
         config=config,
         padded_vocab=None,
     )

@@ -217,6 +217,7 @@ class Verbatim:
         copies: keys of further copies of a tensor, and the key of the one that counts.
         remarks: how the names compare with those of the model that the training began with.
         under: what each tensor is carried under.
+        turned: the tensors whose last two dimensions are the other way round than in the files of the Hub.
     """
 
     family: str
@@ -227,6 +228,7 @@ class Verbatim:
     copies: Mapping[str, str] = field(default_factory=dict, compare=False)
     remarks: tuple[str, ...] = field(default=(), compare=False)
     under: str = field(default="its own name", compare=False)
+    turned: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -234,9 +236,10 @@ class Verbatim:
         return (f"every tensor is carried under {self.under}, no table checks the names: {self.why}", *self.remarks)
 
     def boxes(self, padded_vocab: int | None = None) -> Iterator[tuple[str, int | None, tuple[int, ...]]]:
-        """Name and shape of each tensor."""
+        """Name and shape of each tensor, the way round that files of the Hub have it."""
         del padded_vocab
-        return ((key, None, shape) for key, shape in self.shapes.items())
+        for key, shape in self.shapes.items():
+            yield key, None, (*shape[:-2], shape[-1], shape[-2]) if key in self.turned else shape
 
     def settings(self) -> dict[str, Any]:
         """What a config and the weights have to agree on."""

@@ -2,6 +2,9 @@
 
 That is enough to merge, cast, split and publish a model of any kind, because the names stay those of Hugging Face. It
 is not enough to move it into a format that names or cuts its tensors otherwise.
+
+Fused experts of some models are the other way round in memory than in files of the Hub, and transformers loads both: a
+logical tensor is the way round of the Hub's files, so that a model has one digest.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import Any
 
 from formats.errors import UnsupportedError
 from formats.layout.pattern import Axis, Pattern
-from formats.layout.slots import ALONE, ORIGINAL, SHARED, Replica, Slot
+from formats.layout.slots import ALONE, DIM, ORIGINAL, SHARED, Replica, Slot
 from formats.layout.table import Rule
 from formats.layout.tensors import TENSORS
 from formats.model.spec import Verbatim
@@ -29,6 +32,9 @@ CAUSAL = ("ForCausalLM", "LMHeadModel")
 """How the classes end that have a head."""
 FUSED = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
 FUSED_ON_HUB = ("gpt_oss", "llama4", "llama4_text", "qwen3_vl_moe")
+TRANSPOSED = {"qwen3_vl_moe": {".experts.gate_up_proj": -1, ".experts.down_proj": -2}}
+"""Experts that files have the other way round than memory, and the axis that is the hidden state in memory.
+transformers goes by the shape, too (5.23.0, core_model_loading.py `Transpose` with `check_dims`)."""
 TIED_NOTE = (
     "its config.json does not say whether its head is tied, and no file holds one: it is taken to be {}, as where its "
     "class ties it; should the class have a head of its own, that is lost"
@@ -80,7 +86,22 @@ def describe(
         why,
         copies,
         tuple(notes),
+        turned=frozenset(_turned(config, shapes)),
     )
+
+
+def hidden_axis(kind: str, key: str) -> int | None:
+    """The axis of fused experts in memory that is the hidden state, where files have them the other way round."""
+    return next((axis for end, axis in TRANSPOSED.get(kind, {}).items() if key.endswith(end)), None)
+
+
+def _turned(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """The fused experts that are the way round that memory has them; a square is taken as it is."""
+    hidden = language(config).get("hidden_size")
+    for key, shape in shapes.items():
+        axis = hidden_axis(config["model_type"], key)
+        if axis is not None and len(shape) == 3 and shape[axis] == hidden and shape[1] != shape[2]:
+            yield key
 
 
 def language(config: dict[str, Any]) -> dict[str, Any]:
@@ -92,14 +113,15 @@ def language(config: dict[str, Any]) -> dict[str, Any]:
 def slots(spec: Verbatim) -> Iterator[Slot]:
     """One physical tensor for each logical one, and one for each copy."""
     for key, shape in spec.shapes.items():
-        yield slot(key, key, shape, ORIGINAL)
+        yield slot(key, key, shape, ORIGINAL, turned=key in spec.turned)
     for key, original in spec.copies.items():
         yield slot(key, original, spec.shapes[original], SHARED)
 
 
-def slot(key: str, tensor: str, shape: tuple[int, ...], replica: Replica) -> Slot:
-    """A physical tensor that holds a logical one of some shape, or a part of one."""
-    axes = tuple(f"dim{i}" for i in range(len(shape)))
+def slot(key: str, tensor: str, shape: tuple[int, ...], replica: Replica, *, turned: bool = False) -> Slot:
+    """A physical tensor of some shape that holds a logical one, or a part of one; `turned`: its last dimensions are."""
+    axes = tuple(f"{DIM}{i}" for i in range(len(shape)))
+    axes = (*axes[:-2], axes[-1], axes[-2]) if turned else axes
     conditions = frozenset({"copy", "optional"} if replica else ())
     rule = Rule(key, Pattern(f"{tensor}: {' '.join(axes)}", tensor, tuple(map(Axis, axes))), conditions)
     return Slot(ALONE, (key,), shape, rule, (), tuple(zip(axes, shape, strict=True)), None, replica)

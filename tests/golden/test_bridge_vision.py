@@ -158,6 +158,53 @@ def test_there_and_back(convert, tmp_path, kind, tied):
         assert convert("digest", tmp_path / str(number)).out.split()[0] == digest
 
 
+def test_experts_either_way_round_are_one_model(convert, tmp_path):
+    """As transformers saves a model that it made, as the Hub has it, and each in other formats: one digest, and each
+    stays the way round that it is where its format has both."""
+    from safetensors.torch import load_file
+
+    saved = save(build("qwen3_vl_moe", False, vocab_size=64, **unlike("qwen3_vl_moe")), tmp_path / "saved")
+    hub = as_on_the_hub(shutil.copytree(saved, tmp_path / "hub"))
+    key = "model.language_model.layers.0.mlp.experts.down_proj"
+    shapes = [list(load_file(folder / "model.safetensors")[key].shape) for folder in (saved, hub)]
+    assert shapes == [[4, 64, 12], [4, 12, 64]]
+    places = [saved, hub]
+    for number, source in enumerate((saved, hub)):
+        run, back, fsdp, same = (tmp_path / f"{name}{number}" for name in ("run", "back", "fsdp", "same"))
+        assert convert("hf2megatron", source, run, *BRIDGE, "--tp", 2).code == 0
+        assert convert("megatron2hf", run, back).code == 0
+        assert convert("hf2fsdp", source, fsdp, "--ranks", 3).code == 0
+        assert convert("fsdp2hf", fsdp, same).code == 0
+        assert (same / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+        assert (back / "model.safetensors").read_bytes() == (hub / "model.safetensors").read_bytes()
+        for place in (run, back, fsdp, same):
+            assert convert("verify", place).code == 0
+        places += [run, back, fsdp, same]
+    assert len({convert("digest", place).out.split()[0] for place in places}) == 1
+    for place in places:
+        ran = convert("verify", place, saved)
+        assert ran.code == 0, ran.err
+        assert convert("diff", hub, place, "--tensors").code == 0
+    ran = convert("average", saved, hub, tmp_path / "mean")
+    assert ran.code == 0, ran.err
+    assert (tmp_path / "mean/model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
+
+
+def test_experts_of_another_model_differ(convert, tmp_path):
+    """A change of one element is found whichever way round the other checkpoint is."""
+    from safetensors.torch import load_file, save_file
+
+    saved = save(build("qwen3_vl_moe", False, vocab_size=64, **unlike("qwen3_vl_moe")), tmp_path / "saved")
+    changed = as_on_the_hub(shutil.copytree(saved, tmp_path / "changed"))
+    tensors = load_file(changed / "model.safetensors")
+    tensors["model.language_model.layers.0.mlp.experts.down_proj"][3, 5, 7] += 1
+    save_file(tensors, changed / "model.safetensors", {"format": "pt"})
+    ran = convert("verify", changed, saved)
+    assert (ran.code, "1 of 110 tensors" in ran.err, "layers.0.mlp.experts.down_proj" in ran.err) == (6, True, True)
+    ran = convert("diff", saved, changed, "--tensors")
+    assert (ran.code, "layers.0.mlp.experts.down_proj" in ran.out) == (6, True)
+
+
 def unlike(kind: str) -> dict[str, Any]:
     """Settings of a text that its class in Bridge has too: experts in every layer, and not as wide as the model."""
     return {"moe_intermediate_size": 12, "mlp_only_layers": []} if kind == "qwen3_vl_moe" else {}

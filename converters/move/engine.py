@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -12,10 +14,12 @@ from pathlib import Path
 from converters.move.blocks import Files
 from converters.move.job import Outcome, buffers_of, run_job
 from converters.move.source_checks import SourceChecks
-from converters.move.workers import Workers, number_of
 from converters.plan.plan import Job
 from converters.plan.request import Limits
 from formats.errors import Interrupted
+
+FEWEST, EACH = 4, 512 << 20
+"""Fewer processes than this are threads; and the bytes that each has to do at least."""
 
 
 def execute(
@@ -42,11 +46,17 @@ def execute(
     Raises:
         Interrupted: `stop` was true before all jobs were done.
     """
-    waiting = in_order(jobs)[::-1]
-    processes = number_of(waiting, limits)
-    threads, buffers = processes or limits.threads, buffers_of(limits)
-    with Workers(files, buffers, limits) as workers, ThreadPoolExecutor(threads) as pool:
-        run = workers.run if processes else lambda job, *rest: run_job(job, files, buffers, limits, *rest)
+    waiting, buffers = in_order(jobs)[::-1], buffers_of(limits)
+    processes = processes_for(waiting, limits)
+    threads = processes or limits.threads
+    with ExitStack() as stack:
+        if processes:
+            from converters.move.workers import Workers
+
+            run = stack.enter_context(Workers(files, buffers, limits)).run
+        else:
+            run = lambda job, *rest: run_job(job, files, buffers, limits, *rest)  # noqa: E731
+        pool = stack.enter_context(ThreadPoolExecutor(threads))
         running: dict[Future[Outcome], Job] = {}
         while waiting or running:
             while waiting and len(running) < threads and not stop():
@@ -60,6 +70,12 @@ def execute(
                 done(job, outcome.digest)
                 if outcome.drift:
                     drifted(job, outcome.drift)
+
+
+def processes_for(jobs: Iterable[Job], limits: Limits) -> int:
+    """How many processes do some jobs, 0 for threads of this one."""
+    number = min(limits.threads, sum(job.nbytes for job in jobs) // EACH)
+    return number if number >= FEWEST and sys.executable else 0
 
 
 def in_order(jobs: Iterable[Job]) -> list[Job]:

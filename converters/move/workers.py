@@ -39,8 +39,6 @@ from formats.errors import Interrupted, VitruvianError
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-FEWEST, EACH = 4, 512 << 20
-"""Fewer workers than this are threads; and the bytes that each has to do at least."""
 EVERY = 0.1
 """Seconds between two messages about progress, and between two looks at whether to stop."""
 PATIENCE = 10
@@ -62,12 +60,6 @@ class _Done(NamedTuple):
     outcome: Outcome
     written: Counted
     read: Entries
-
-
-def number_of(jobs: Iterable[Job], limits: Limits) -> int:
-    """How many processes work on some jobs, 0 for threads of this one."""
-    number = min(limits.threads, sum(job.nbytes for job in jobs) // EACH)
-    return number if number >= FEWEST and sys.executable else 0
 
 
 class Workers:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from converters.move import workers
+from converters.move import engine
 
 
 def main() -> None:
     """Make every job large enough, then run the command."""
     from converters.cli import main as convert
 
-    workers.EACH = 1
+    engine.EACH = 1
     convert()
 
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vitruvian
-from converters.move import workers
+from converters.move import engine, workers
 from converters.move.blocks import Files
 from converters.move.crc32 import Checksums
 from converters.move.job import buffers_of
@@ -53,7 +53,7 @@ def started(monkeypatch) -> list[int]:
             super().__init__(*given)
             pids.append(self.process.pid)
 
-    monkeypatch.setattr(workers, "EACH", 1)
+    monkeypatch.setattr(engine, "EACH", 1)
     monkeypatch.setattr(workers, "_Worker", Counted)
     return pids
 
@@ -80,7 +80,7 @@ def test_what_is_written_is_the_same(sources, started, tmp_path, monkeypatch, so
     folder, reading = sources[source]
     by_workers = vitruvian.convert(folder, tmp_path / "a", threads=4, **options, **reading)
     assert len(started) == 8, "four to convert, four to read back"
-    monkeypatch.setattr(workers, "EACH", 1 << 40)
+    monkeypatch.setattr(engine, "EACH", 1 << 40)
     by_threads = vitruvian.convert(folder, tmp_path / "b", threads=4, **options, **reading)
     assert len(started) == 8
     assert files(tmp_path / "a") == files(tmp_path / "b")

@@ -47,7 +47,7 @@ _CHILD = "import sys; sys.path[:] = sys.argv[2:]; from converters.move.workers i
 
 
 class _Setting(NamedTuple):
-    """What a worker is told once: its limits, storages that need a checksum, and whether those it reads have one."""
+    """What a worker gets once: its limits, storages that need a checksum, and whether those it reads have one."""
 
     limits: Limits
     sizes: Sizes | None

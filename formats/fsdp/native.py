@@ -70,7 +70,7 @@ def require_text(names: Collection[str], where: Path) -> None:
     tower = next((name for name in names if name.startswith(TOWER)), None)
     if tower and TRAINERS[TORCHTITAN].sign in names:
         raise UnsupportedError(
-            f"{where} is a model of images under torchtitan's own names, which is not read ({tower} tells)",
+            f"{where} is a model of images under torchtitan's own names, which is not read (it has {tower})",
             "save it in torchtitan with checkpoint.last_save_in_hf, whose folder is one of Hugging Face",
         )
 

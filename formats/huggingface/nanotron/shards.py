@@ -252,7 +252,7 @@ def require_own_parts(files: Iterable[Shard], slots: Iterable[Slot]) -> None:
         if file.rank is None:
             continue
         slot = by_key[file.key]
-        expected, said = (sorted(pairs) for pairs in (_held(slot, file.rank), _pairs(file, slot.shape)))
+        expected, said = (sorted(pairs) for pairs in (_parts_of(slot, file.rank), _pairs(file, slot.shape)))
         if said != expected:
             raise SourceError(
                 f"{file.fragment.path} is by its name of tensor parallel rank {file.rank.tp} of {file.rank.tps}, which "
@@ -266,7 +266,7 @@ def _split_dim(slot: Slot) -> int | None:
     return next((number for number, term in enumerate(slot.rule.pattern.dims) if splits(term)), None)
 
 
-def _held(slot: Slot, rank: Rank) -> list[Pair]:
+def _parts_of(slot: Slot, rank: Rank) -> list[Pair]:
     """What a rank holds of a parameter: each part that is split by itself, as query, key and value are."""
     dim, whole = _split_dim(slot), tuple((0, size) for size in slot.shape)
     if dim is None:
@@ -305,10 +305,10 @@ def metadata_of(slot: Slot) -> dict[str, str]:
     dim = _split_dim(slot)
     if dim is None:
         return {}
-    held = _held(slot, ONE)
+    parts = _parts_of(slot, ONE)
     texts = []
-    for _, place in held:
+    for _, place in parts:
         whole = [f"{low},{high},None" if number == dim else ALL for number, (low, high) in enumerate(place)]
-        local = whole if len(held) > 1 else [ALL] * len(place)
+        local = whole if len(parts) > 1 else [ALL] * len(place)
         texts.append(f"{'|'.join(local)}#{'|'.join(whole)}")
     return {NUMBER: VERSION, SLICES: ";".join(texts), SHAPE: str(slot.shape)}

@@ -1,1 +1,1 @@
-"""Move bytes: tiles, casts, replicas, checksums, the journal."""
+"""Move bytes: tiles, casts, replicas, checksums, processes, the journal."""

@@ -88,15 +88,10 @@ def run(
         prove(plan.source.proof, request)
     with stoppable() as stopped, opened as journal:
         try:
-            sums = (
-                None if journal.digests else Checksums(sizes_of(target.files))
-            )  # runs before this one counted for themselves
+            # runs before this one counted for themselves
+            sums = None if journal.digests else Checksums(sizes_of(target.files))
             checks = SourceChecks(plan.jobs, request.limits.replicas, journal.sound)
-            with (
-                disk(request),
-                Files(sums, checks, journal.locks) as files,
-                journal.kept(files),
-            ):  # reading back begins meanwhile
+            with disk(request), Files(sums, checks, journal.locks) as files, journal.kept(files):
                 _execute(plan.jobs, target, request, journal, files, stopped, drifted)
                 checked(checks.complete(files.read_stored, request.limits.threads, stopped))
                 finish_files(target.files, files, request.limits.threads)  # what it has open is not on disk yet

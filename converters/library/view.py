@@ -212,13 +212,6 @@ class Tensor:
         return frozenset((self.name, *self.placed.slot.keys))
 
     @property
-    def origins(self) -> frozenset[tuple[Path, int]]:
-        """The file and the first byte of each tensor of the source that it is made of."""
-        jobs = {job.name: job for job, _ in self.reader.leaves(self.placed, self.state)}
-        fragments = (part.fragment for job in jobs.values() for part in job.sources)
-        return frozenset((fragment.path, fragment.offset) for fragment in fragments)
-
-    @property
     def ndim(self) -> int:
         """How many axes it has."""
         return len(self.shape)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -219,12 +220,19 @@ def _require_one(names: set[str], stored: Mapping[str, Tensor]) -> None:
     """
     if len(names) == 1:
         return
-    different = {stored[key].origins: key for key in sorted(names) if key in stored}
+    different = {_origins(stored[key]): key for key in sorted(names) if key in stored}
     if len(different) > 1:
         raise RefusedError(
             f"{' and '.join(different.values())} are one tensor in the model, and several in the checkpoint",
             "make the model with tie_word_embeddings=False",
         )
+
+
+def _origins(tensor: Tensor) -> frozenset[tuple[Path, int]]:
+    """The file and the first byte of each tensor of the source that a tensor is made of."""
+    jobs = {job.name: job for job, _ in tensor.reader.leaves(tensor.placed, tensor.state)}
+    fragments = (part.fragment for job in jobs.values() for part in job.sources)
+    return frozenset((fragment.path, fragment.offset) for fragment in fragments)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

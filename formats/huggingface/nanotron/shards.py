@@ -150,7 +150,7 @@ def together(files: Sequence[Shard]) -> dict[str, Scattered]:
     by_key: dict[str, list[Shard]] = {}
     for file in files:
         by_key.setdefault(file.key, []).append(file)
-    return {key: _together(key, shards) for key, shards in by_key.items()}
+    return {key: _together(key, parts) for key, parts in by_key.items()}
 
 
 def _together(key: str, files: list[Shard]) -> Scattered:

@@ -128,7 +128,11 @@ def as_words(values: Array) -> Array:
 def _to_bf16(values: Array) -> Array:
     """Round to the nearest even on the bits; a NaN stays a NaN."""
     bits = values.view(np.uint32)
-    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
+    rounded = bits >> 16  # and the rest in place: memory that is new for each piece costs as much as the arithmetic
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
     nan = np.isnan(values)
     if nan.any():
         rounded = np.where(nan, (bits >> 16) | 0x40, rounded)

@@ -63,7 +63,7 @@ def _narrowed(values: Array, original: Array, target: str, name: str, hint: str)
             result = _to_bf16(values)
             finite = (result & 0x7F80) != 0x7F80
         else:
-            floats = values.astype({"F64": np.float64, "F32": np.float32, "F16": np.float16}[target])
+            floats = values.astype({"F64": np.float64, "F32": np.float32, "F16": np.float16}[target], copy=False)
             finite = np.isfinite(floats)
             result = as_words(floats)
     if not finite.all():
@@ -113,7 +113,9 @@ def _to_odd(values: Array) -> Array:
 def to_float(words: Array, dtype: str) -> Array:
     """The elements as float32 (float64 for F64), for arithmetic."""
     if dtype == "BF16":
-        return (words.astype(np.uint32) << 16).view(np.float32)
+        bits = words.astype(np.uint32)
+        bits <<= 16
+        return bits.view(np.float32)
     if dtype == "F16":
         return words.view(np.float16).astype(np.float32)
     return words.view(np.float32 if dtype == "F32" else np.float64)

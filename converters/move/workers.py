@@ -41,6 +41,8 @@ from formats.errors import Interrupted, VitruvianError
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
+KEPT = 16 << 20
+"""Bytes that are freed once: after that glibc keeps freed blocks of up to this size and unmaps none (mallopt(3))."""
 EVERY = 0.1
 """Seconds between two messages about progress, and between two looks at whether to stop."""
 PATIENCE = 10
@@ -267,6 +269,7 @@ def serve(descriptor: int) -> None:
 
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
+    bytearray(KEPT)
     connection: Connection[Any, Any] = Connection(descriptor)
     try:
         setting = connection.recv()

@@ -63,7 +63,7 @@ def _narrowed(values: Array, original: Array, target: str, name: str, hint: str)
             result = _to_bf16(values)
             finite = (result & 0x7F80) != 0x7F80
         else:
-            floats = values.astype({"F64": np.float64, "F32": np.float32, "F16": np.float16}[target])
+            floats = values.astype({"F64": np.float64, "F32": np.float32, "F16": np.float16}[target], copy=False)
             finite = np.isfinite(floats)
             result = as_words(floats)
     if not finite.all():
@@ -113,7 +113,9 @@ def _to_odd(values: Array) -> Array:
 def to_float(words: Array, dtype: str) -> Array:
     """The elements as float32 (float64 for F64), for arithmetic."""
     if dtype == "BF16":
-        return (words.astype(np.uint32) << 16).view(np.float32)
+        bits = words.astype(np.uint32)
+        bits <<= 16
+        return bits.view(np.float32)
     if dtype == "F16":
         return words.view(np.float16).astype(np.float32)
     return words.view(np.float32 if dtype == "F32" else np.float64)
@@ -128,7 +130,11 @@ def as_words(values: Array) -> Array:
 def _to_bf16(values: Array) -> Array:
     """Round to the nearest even on the bits; a NaN stays a NaN."""
     bits = values.view(np.uint32)
-    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
+    rounded = bits >> 16  # and the rest in place: memory that is new for each piece costs as much as the arithmetic
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
     nan = np.isnan(values)
     if nan.any():
         rounded = np.where(nan, (bits >> 16) | 0x40, rounded)

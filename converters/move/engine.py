@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from itertools import islice
@@ -18,8 +18,9 @@ from converters.plan.plan import Job
 from converters.plan.request import Limits
 from formats.errors import Interrupted
 
-FEWEST, EACH = 4, 512 << 20
-"""Fewer processes than this are threads; and the bytes that each has to do at least."""
+COPIED, STARTED = (2, 64 << 20), (4, 512 << 20)
+"""The fewest processes that take the place of threads, and the bytes that each has to do at least: copies, new ones."""
+TASKS = Path("/proc/self/task")
 
 
 def execute(
@@ -47,13 +48,14 @@ def execute(
         Interrupted: `stop` was true before all jobs were done.
     """
     waiting, buffers = in_order(jobs)[::-1], buffers_of(limits)
-    processes = processes_for(waiting, limits)
+    copied = has_one_thread()
+    processes = processes_for(waiting, limits, copied)
     threads = processes or limits.threads
     with ExitStack() as stack:
         if processes:
             from converters.move.workers import Workers
 
-            run = stack.enter_context(Workers(files, buffers, limits)).run
+            run = stack.enter_context(Workers(processes, copied, files, buffers, limits)).run
         else:
             run = lambda job, *rest: run_job(job, files, buffers, limits, *rest)  # noqa: E731
         pool = stack.enter_context(ThreadPoolExecutor(threads))
@@ -72,10 +74,22 @@ def execute(
                     drifted(job, outcome.drift)
 
 
-def processes_for(jobs: Iterable[Job], limits: Limits) -> int:
-    """How many processes do some jobs, 0 for threads of this one."""
-    number = min(limits.threads, sum(job.nbytes for job in jobs) // EACH)
-    return number if number >= FEWEST and sys.executable else 0
+def has_one_thread() -> bool:
+    """Whether this process can be copied: no other thread is in it, of Python's or of a library's, as Linux tells."""
+    return TASKS.is_dir() and len([*TASKS.iterdir()]) == 1
+
+
+def processes_for(jobs: Collection[Job], limits: Limits, copied: bool) -> int:
+    """How many processes do some jobs, 0 for threads of this one.
+
+    Args:
+        jobs: what to do.
+        limits: how much of the machine to use.
+        copied: whether the processes are copies of this one.
+    """
+    fewest, each = COPIED if copied else STARTED
+    number = min(limits.threads, len(jobs), sum(job.nbytes for job in jobs) // each)
+    return number if number >= fewest and sys.executable else 0
 
 
 def in_order(jobs: Iterable[Job]) -> list[Job]:

@@ -89,12 +89,15 @@ class Journal:
         self.handle = locks[-1]
         self.fresh: list[tuple[str, str]] = []
         self.lock = threading.Lock()
+        self.committing: threading.Thread | None = None
 
     def note(self, job: Job, digest: str) -> None:
         """Remember a finished job."""
         with self.lock:
             self.digests[job.name] = digest
             self.fresh.append((job.name, digest))
+        if self.committing is not None and self.committing.ident is None:
+            self.committing.start()
 
     def commit(self, files: Files) -> None:
         """Force the data to disk, then the lines that say so."""
@@ -114,7 +117,10 @@ class Journal:
 
     @contextmanager
     def kept(self, files: Files) -> Iterator[None]:
-        """Commit again and again while jobs run, and once more after them: the disk works along."""
+        """Commit again and again from the first finished job on, and once more at the end: the disk works along.
+
+        The thread that commits is not started before: until then the process can be copied (`converters.move.workers`).
+        """
         finished, failed = threading.Event(), []
 
         def work() -> None:
@@ -124,13 +130,14 @@ class Journal:
             except OSError as error:  # raised where the conversion can see it
                 failed.append(error)
 
-        worker = threading.Thread(target=work, daemon=True)
-        worker.start()
+        self.committing = threading.Thread(target=work, daemon=True)
         try:
             yield
         finally:
             finished.set()
-            worker.join()
+            if self.committing.ident is not None:
+                self.committing.join()
+            self.committing = None
             if not failed:  # Linux says once that data was lost: what was noted since may be part of it
                 self.commit(files)
         if failed:

@@ -1,8 +1,9 @@
 """Jobs in processes of their own, one for each thread that asks.
 
 Python lets one thread of a process work at a time, and each call to the system gives that right away and asks for it
-again: from four threads on they wait for it more than they work. A process costs a fifth of a second and 21 MB,
-so each gets half a gigabyte to do at least.
+again: two threads lose a part of their time to that, and from four on they wait for it more than they work. A command's
+process has no other thread, and is copied within a hundredth of a second. One with many, as a trainer's is, cannot be
+copied: a new one costs a fifth of a second and 21 MB.
 
 Which job is done when, what is noted and what is forced to disk stays with the process that asked. A worker gets a job,
 and answers with its outcome and what it has counted: the checksums of what it read and wrote.
@@ -10,6 +11,7 @@ and answers with its outcome and what it has counted: the checksums of what it r
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -39,6 +41,8 @@ from formats.errors import Interrupted, VitruvianError
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
+KEPT = 16 << 20
+"""Bytes that are freed once: after that glibc keeps freed blocks of up to this size and unmaps none (mallopt(3))."""
 EVERY = 0.1
 """Seconds between two messages about progress, and between two looks at whether to stop."""
 PATIENCE = 10
@@ -63,18 +67,23 @@ class _Done(NamedTuple):
 
 
 class Workers:
-    """The processes of some jobs.
+    """The processes of some jobs, all started at once: as long as this process has no other thread.
 
     Args:
+        number: how many.
+        copied: whether they are copies of this process.
         files: the open files of this process, which does what cannot be done elsewhere.
         buffers: the memory of its threads.
         limits: how much of the machine to use; a worker gets its share of the memory.
     """
 
-    def __init__(self, files: Files, buffers: Buffers, limits: Limits) -> None:
+    def __init__(self, number: int, copied: bool, files: Files, buffers: Buffers, limits: Limits) -> None:
         self.files, self.buffers, self.limits = files, buffers, limits
         self.own = threading.local()
         self.all: list[_Worker] = []
+        for _ in range(number):
+            self.all.append(_Worker(copied, [worker.connection for worker in self.all], files.locks))
+        self.idle = self.all.copy()
 
     def run(self, job: Job, advance: Callable[[int], None], stop: Callable[[], bool]) -> Outcome:
         """Execute one job in this thread's process. Raises as `run_job` does.
@@ -97,9 +106,9 @@ class Workers:
         if not hasattr(self.own, "worker"):
             limits = replace(self.limits, threads=1, memory=self.limits.room // self.limits.threads)
             sizes = self.files.sums.sizes if self.files.sums is not None else None
-            setting = _Setting(limits, sizes, self.files.checks is not None)
-            self.own.worker = _Worker(setting, self.files.locks)
-            self.all.append(self.own.worker)
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})  # a worker that has ended is an error: `_ended`
+            self.own.worker = self.idle.pop()
+            self.own.worker.send(_Setting(limits, sizes, self.files.checks is not None))
         worker: _Worker = self.own.worker
         return worker
 
@@ -125,30 +134,38 @@ def _is_portable(job: Job) -> bool:
 
 
 class _Worker:
-    """A process, as the one that asks sees it."""
+    """A process, as the one that asks sees it.
 
-    def __init__(self, setting: _Setting, locks: Iterable[int]) -> None:
+    Args:
+        copied: whether it is a copy of this one.
+        others: the ends of earlier workers' connections that a copy of this process has, too.
+        locks: descriptors that it keeps open.
+    """
+
+    def __init__(self, copied: bool, others: Iterable[Connection[Any, Any]], locks: Iterable[int]) -> None:
         from multiprocessing.connection import Pipe
 
         self.connection, far = Pipe()
         with far:
-            words = [sys.executable, "-c", _CHILD, str(far.fileno()), *sys.path]
-            self.process = subprocess.Popen(  # noqa: S603  # our own interpreter and our own words
-                words,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=(far.fileno(), *locks),
-                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+            self.process = (
+                _Copy(far.fileno(), [self.connection, *others])
+                if copied
+                else subprocess.Popen(  # noqa: S603  # our own interpreter and our own words
+                    [sys.executable, "-c", _CHILD, str(far.fileno()), *sys.path],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    pass_fds=(far.fileno(), *locks),
+                    env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+                )
             )
-        self._send(setting)
 
     def run(self, job: Job, advance: Callable[[int], None], stop: Callable[[], bool]) -> _Done:
         """Have a job done."""
-        self._send(job)
+        self.send(job)
         asked = inf
         while True:
             if asked == inf and stop():
-                self._send(None)
+                self.send(None)
                 asked = time.monotonic()
             if time.monotonic() - asked > PATIENCE:
                 self.process.kill()
@@ -183,7 +200,8 @@ class _Worker:
                 self.process.wait(PATIENCE)
                 return
 
-    def _send(self, message: object) -> None:
+    def send(self, message: object) -> None:
+        """Give it a job, None to stop the last one, or first of all its setting."""
         try:
             self.connection.send(message)
         except ConnectionError:
@@ -198,6 +216,50 @@ class _Worker:
         )
 
 
+class _Copy:
+    """A copy of this process that does jobs, with what is used of `subprocess.Popen`.
+
+    Args:
+        descriptor: the end of a socket from which it gets them.
+        others: connections that are not its own.
+    """
+
+    def __init__(self, descriptor: int, others: Iterable[Connection[Any, Any]]) -> None:
+        self.code: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                gc.freeze()  # so that memory stays shared
+                os.setsid()
+                for connection in others:
+                    connection.close()
+                serve(descriptor)
+                code = 0
+            except BaseException:  # noqa: BLE001  # nothing of what this process had to do is left to the copy
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+
+    def wait(self, seconds: float = inf) -> int:
+        """Its exit code, or a signal's negative number. Raises TimeoutExpired."""
+        limit = time.monotonic() + seconds
+        while self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.code = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > limit:
+                raise subprocess.TimeoutExpired("a worker", seconds)
+            else:
+                time.sleep(0.001)
+        return self.code
+
+    def kill(self) -> None:
+        """End it."""
+        if self.code is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
 # --- the process of a worker -----------------------------------------------------------------------------------------
 
 
@@ -207,6 +269,7 @@ def serve(descriptor: int) -> None:
 
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
+    bytearray(KEPT)
     connection: Connection[Any, Any] = Connection(descriptor)
     try:
         setting = connection.recv()

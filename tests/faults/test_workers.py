@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import zlib
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -53,7 +54,8 @@ def started(monkeypatch) -> list[int]:
             super().__init__(*given)
             pids.append(self.process.pid)
 
-    monkeypatch.setattr(engine, "EACH", 1)
+    monkeypatch.setattr(engine, "STARTED", (4, 1))
+    monkeypatch.setattr(engine, "has_one_thread", lambda: False)
     monkeypatch.setattr(workers, "_Worker", Counted)
     return pids
 
@@ -80,7 +82,7 @@ def test_what_is_written_is_the_same(sources, started, tmp_path, monkeypatch, so
     folder, reading = sources[source]
     by_workers = vitruvian.convert(folder, tmp_path / "a", threads=4, **options, **reading)
     assert len(started) == 8, "four to convert, four to read back"
-    monkeypatch.setattr(engine, "EACH", 1 << 40)
+    monkeypatch.setattr(engine, "STARTED", (4, 1 << 40))
     by_threads = vitruvian.convert(folder, tmp_path / "b", threads=4, **options, **reading)
     assert len(started) == 8
     assert files(tmp_path / "a") == files(tmp_path / "b")
@@ -147,7 +149,7 @@ def jobs(sources) -> list[Job]:
 
 
 def test_a_worker_that_is_killed(started, jobs):
-    with Files() as files, Workers(files, buffers_of(LIMITS), LIMITS) as pool:
+    with Files() as files, Workers(1, False, files, buffers_of(LIMITS), LIMITS) as pool:
         expected = pool.run(jobs[0], lambda _: None, lambda: False)
         os.kill(started[0], signal.SIGKILL)
         with pytest.raises(Interrupted, match=f"process {started[0]}, .* was ended by signal 9") as error:
@@ -166,7 +168,7 @@ def test_errors_of_a_worker_are_those_of_the_job(started, jobs, tmp_path):
         (replace(jobs[0], targets=(out,)), OSError, "No space left on device"),
         (replace(jobs[0], dtype="F7"), KeyError, "F7"),
     ]
-    with Files() as files, Workers(files, buffers_of(LIMITS), LIMITS) as pool:
+    with Files() as files, Workers(1, False, files, buffers_of(LIMITS), LIMITS) as pool:
         for job, kind, message in cases:
             with pytest.raises(kind, match=message) as error:
                 pool.run(job, lambda _: None, lambda: False)
@@ -177,7 +179,7 @@ def test_errors_of_a_worker_are_those_of_the_job(started, jobs, tmp_path):
 
 def test_a_job_that_is_to_stop(started, jobs):
     moved: list[int] = []
-    with Files() as files, Workers(files, buffers_of(LIMITS), LIMITS) as pool:
+    with Files() as files, Workers(1, False, files, buffers_of(LIMITS), LIMITS) as pool:
         with pytest.raises(Interrupted, match="signal"):
             pool.run(replace(jobs[0], sources=[*jobs[0].sources]), moved.append, lambda: True)
         assert pool.run(jobs[0], moved.append, lambda: False).digest
@@ -185,7 +187,7 @@ def test_a_job_that_is_to_stop(started, jobs):
 
 def test_a_worker_that_hangs_is_killed_when_it_is_to_stop(started, jobs, monkeypatch):
     monkeypatch.setattr(workers, "PATIENCE", 0.5)
-    with Files() as files, Workers(files, buffers_of(LIMITS), LIMITS) as pool:
+    with Files() as files, Workers(1, False, files, buffers_of(LIMITS), LIMITS) as pool:
         pool.run(jobs[0], lambda _: None, lambda: False)
         os.kill(started[0], signal.SIGSTOP)
         with pytest.raises(Interrupted, match=f"process {started[0]}, .* did not stop within 0.5 seconds"):
@@ -206,18 +208,32 @@ def test_what_one_process_must_do_is_done_by_it(started, jobs):
     assert not any(workers._is_portable(job) for job in others)
 
 
+def words_of(how: str, source: Path, out: Path) -> list[str | Path]:
+    """A command that writes Megatron by four processes."""
+    words = ("hf2megatron", source, out, "--tp", "2", "-j", "4", "--memory", "768KiB", "-q")
+    return [sys.executable, SCRIPT, how, *words]
+
+
+def children(process: subprocess.Popen[bytes], number: int) -> list[int]:
+    """The processes that one has started, as soon as it has so many."""
+    pids: list[int] = []
+    limit = time.monotonic() + 60
+    while len(pids) < number and process.poll() is None and time.monotonic() < limit:
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
+            pids = sorted({int(pid) for task in tasks for pid in task.read_text().split()})
+    return pids
+
+
+@pytest.mark.parametrize("how", ["copied", "new"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_it_is_ended_and_run_again(sources, tmp_path, number):
+def test_it_is_ended_and_run_again(sources, tmp_path, how, number):
     """No process is left, and nobody else can begin while one is."""
     source, out = sources["hf"][0], tmp_path / "out"
     expected = vitruvian.convert(source, tmp_path / "expected", to="megatron", tp=2).out
-    words = [sys.executable, SCRIPT, "hf2megatron", source, out, "--tp", "2", "-j", "4", "--memory", "768KiB", "-q"]
-    pids: list[int] = []
+    words = words_of(how, source, out)
     with subprocess.Popen(words, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        limit = time.monotonic() + 60
-        while len(pids) < 4 and process.poll() is None and time.monotonic() < limit:
-            tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
-            pids = sorted({int(pid) for task in tasks for pid in task.read_text().split()})
+        pids = children(process, 4)
         os.kill(process.pid, number)
         process.communicate(timeout=60)
     assert len(pids) >= 4
@@ -231,9 +247,52 @@ def test_it_is_ended_and_run_again(sources, tmp_path, number):
     assert files(out) == files(expected)
 
 
+@pytest.mark.parametrize("how", ["copied", "new"])
+def test_one_is_killed(sources, tmp_path, how):
+    """In a job or before its first: the command says so, and no signal of a closed pipe ends it."""
+    out = tmp_path / "out"
+    words = words_of(how, sources["hf"][0], out)
+    with subprocess.Popen(words, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        pids = children(process, 4)
+        os.kill(pids[0], signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert f"process {pids[0]}, one of those that convert, was ended by signal 9" in errors.decode()
+    assert subprocess.run(words, env=ENV, capture_output=True, check=False).returncode == 0
+    assert out.exists()
+
+
+def test_a_damaged_source_is_seen_by_copies(sources, tmp_path):
+    run = shutil.copytree(sources["megatron"][0], tmp_path / "run")
+    place = next(piece.fragment for piece in open_checkpoint(run, Settings()).fragments())
+    flip(place.path, place.offset)
+    words = [sys.executable, SCRIPT, "copied", "megatron2hf", run, tmp_path / "out", "-j", "2", "-q"]
+    ended = subprocess.run(words, env=ENV, capture_output=True, check=False, text=True)
+    assert ended.returncode == 3
+    assert f"the {place.nbytes} bytes at byte {place.offset}" in ended.stderr
+
+
+@pytest.mark.parametrize(("threads", "number"), [(1, 0), (2, 2), (8, 3)])
+def test_how_many_copies_there_are(jobs, threads, number):
+    """As many as are asked for, as have enough to do, and as have a job."""
+    large = [replace(job, shape=(engine.COPIED[1], *job.shape)) for job in jobs[:3]]
+    assert engine.processes_for(large, Limits(threads), copied=True) == number
+    assert engine.processes_for(jobs, Limits(threads), copied=True) == 0
+
+
+def test_a_process_of_many_threads_is_not_copied():
+    code = (
+        "import threading; from converters.move.engine import has_one_thread as alone; print(alone()); "
+        "wait = threading.Event(); threading.Thread(target=wait.wait).start(); print(alone()); wait.set()"
+    )
+    words = [sys.executable, "-c", code]
+    ended = subprocess.run(words, env=ENV | {"OPENBLAS_NUM_THREADS": "1"}, capture_output=True, check=True, text=True)
+    assert ended.stdout.split() == ["True", "False"]
+
+
 def test_a_worker_that_is_left_keeps_others_out(started, jobs, tmp_path):
     with open_journal(tmp_path / "o.partial", "mark", (), force=False, every=1) as journal:
-        pool = Workers(Files(locks=journal.locks), buffers_of(LIMITS), LIMITS)
+        pool = Workers(1, False, Files(locks=journal.locks), buffers_of(LIMITS), LIMITS)
         pool.run(jobs[0], lambda _: None, lambda: False)
     again = open_journal(tmp_path / "o.partial", "mark", (), force=True, every=1)
     with pytest.raises(OutputError, match=r"another process is writing|other processes are writing"), again:

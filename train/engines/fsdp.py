@@ -172,7 +172,8 @@ def write(model: Any, optimizer: Adam, folder: Path, world: World) -> Future[Any
     """Write weights, moments and steps: the tensors are copied now, and written in the background.
 
     The writer is passed explicitly so that it takes the copies from the CPU: torch's default would synchronise with a
-    GPU in its thread, whose current device is GPU 0 on every rank (torch 2.10 and 2.13 distributed/checkpoint/filesystem.py).
+    GPU in its thread, whose current device is GPU 0 on every rank (torch 2.10 and 2.13
+    distributed/checkpoint/filesystem.py).
     """
     if world.first:
         lora.write_note(folder, model)

@@ -50,7 +50,7 @@ def folder_of(config: Config, resumed: bool = False) -> Path:
     Args:
         config: the settings; `model`, `seed` and `save.path` are read.
         resumed: whether the weights come from a checkpoint of this run. Where `model.path` is `save.path`, as in
-            GPT-NeoX files, `latest` then names a checkpoint of this run, and `SAVE/start` stays what the run began with.
+            GPT-NeoX files, `latest` then names a checkpoint of this run, and `SAVE/start` stays the start of the run.
 
     Raises:
         VitruvianError: the checkpoint cannot be converted, or it needs a Hugging Face folder or tokenizer, not given.

@@ -1,8 +1,8 @@
 """Reads the settings of a training run.
 
 Settings come from a YAML file, merged over another file if it names a `base`; dotted options on the command line
-override them (`--optim.lr 1e-5`). An unknown key is an error that names the nearest known one. Keys of GPT-NeoX files are
-translated, see `neox_keys.py`.
+override them (`--optim.lr 1e-5`). An unknown key is an error that names the nearest known one. Keys of GPT-NeoX files
+are translated, see `neox_keys.py`.
 """
 
 from __future__ import annotations

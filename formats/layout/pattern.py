@@ -114,7 +114,7 @@ class Pattern:
         return parse(re.sub(rf"\b{old}\b(?=\s*:)", new, self.text))
 
     def apart(self) -> tuple[Pattern, ...]:
-        """The pattern of each branch as a tensor of its own, where a dimension is a sum; otherwise the pattern itself."""
+        """The pattern of each branch as a tensor of its own, where a dimension is a sum; otherwise this pattern."""
         for dim, term in enumerate(self.dims):
             whole = term.term if isinstance(term, Interleaved) else term
             if isinstance(whole, Sum):

@@ -27,10 +27,10 @@ rotate, in halves or by neighbours. An indexer of blocks scores tokens by querie
 norm, and attention sees the blocks of the best tokens.
 
 A query gate weights the output of attention, element by element. The value heads of linear attention are in the order
-of the key heads that they belong to, `spread` value heads for each key head. Beta determines how much the state of linear
-attention takes from a token; alpha, decay and step bias determine how much the state forgets. Taps are the weights of a
-convolution over tokens. Linear attention that forgets channel by channel (KDA) computes its forgetting, and its gate,
-through a latent each.
+of the key heads that they belong to, `spread` value heads for each key head. Beta determines how much the state of
+linear attention takes from a token; alpha, decay and step bias determine how much the state forgets. Taps are the
+weights of a convolution over tokens. Linear attention that forgets channel by channel (KDA) computes its forgetting,
+and its gate, through a latent each.
 
 A state space (Mamba2) has heads, `share` of each group: x is the input of a head's state, b determines how x enters
 the state, and c how the state is read, both for a group. Step and decay determine how much the state forgets, skip how

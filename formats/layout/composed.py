@@ -1,4 +1,4 @@
-"""The elements that two tensors of a logical tensor share, as boxes of the dimensions of one of them."""
+"""The elements of a logical tensor that two physical tensors share, as boxes along the dimensions of one of them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ OF_LENGTH = ("longrope", "dynamic")
 
 
 def turned_alike(config: Any) -> dict[str, float]:
-    """Type of rotary positions: the length up to which all documents have the same frequencies. Mostly empty.
+    """The length up to which all documents have the same frequencies, by type of rotary positions; often empty.
 
     Args:
         config: the model's configuration, of transformers.

@@ -377,4 +377,4 @@ TORCHTUNE = Trainer(
 TRAINERS: Mapping[str, Trainer] = {
     "axolotl": AXOLOTL, "trl": TRL, "llama-factory": LLAMA_FACTORY, "torchtune": TORCHTUNE
 }  # fmt: skip
-"""The translated trainers, by the part after `--from-` in the options of `train init`."""
+"""The translated trainers, by the name in the options of `train init`, such as `--from-axolotl FILE`."""

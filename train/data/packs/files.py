@@ -83,7 +83,7 @@ def _in_memory(reader: int, writer: int, begin: int, count: int, at: int) -> int
 
 
 def in_threads(tasks: Sequence[Callable[[Stop], Result]], jobs: int, stop: Stop) -> list[Result]:
-    """Run tasks in parallel threads, and return their results in order. An error in one task stops the others.
+    """Run tasks in parallel threads, and return their results in order. An error in one task stops all tasks.
 
     Args:
         tasks: the tasks; each is called with a function that returns whether the task has to stop.

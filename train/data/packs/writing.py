@@ -95,7 +95,7 @@ def write_slice(part: Slice, out: Path, advance: Advance, stop: Stop) -> None:
 
 
 def facts_of(part: Slice) -> Facts | None:
-    """The sidecar of a slice: the sidecar of its data set, with the counts of the slice; None if that has none."""
+    """The sidecar of a slice: that of its data set, with the counts of the slice; None if the data set has none."""
     facts = read_facts(part.source.indexed.prefix)
     counts = {"documents": part.documents[1] - part.documents[0], "tokens": part.count}
     return facts and replace(facts, counts=counts)

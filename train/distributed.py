@@ -31,13 +31,13 @@ class World:
     """The ranks of a training.
 
     Attributes:
-        rank: of this process.
-        ranks: how many there are.
-        device: of this process.
-        groups: the mesh and the process groups (they own threads); empty once this rank has left.
+        rank: number of this process.
+        ranks: number of ranks.
+        device: device of this process.
+        groups: the meshes and the process groups (which own threads), by name; empty once this rank has left.
         beat: seconds between the heartbeats of rank 0 while the other ranks wait for it.
-        context: consecutive ranks that share the rows of a micro-batch.
-        tensor: consecutive ranks that each compute a part of every layer, on the same rows.
+        context: number of consecutive ranks that share the rows of a micro-batch.
+        tensor: number of consecutive ranks that each compute a part of every layer, on the same rows.
     """
 
     rank: int
@@ -50,13 +50,13 @@ class World:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """(replicate, shard), and (replicate, shard, tensor) with tensor parallelism."""
+        """The device mesh, (replicate, shard), or (replicate, shard, tensor) with tensor parallelism."""
         mesh: DeviceMesh = self.groups["mesh"]
         return mesh
 
     @property
     def every(self) -> DeviceMesh:
-        """All ranks in one dimension, where there is tensor parallelism."""
+        """The device mesh of all ranks in one dimension; exists only with tensor parallelism."""
         mesh: DeviceMesh = self.groups["every"]
         return mesh
 
@@ -77,17 +77,17 @@ class World:
 
     @property
     def reader(self) -> int:
-        """The number of the group of ranks that compute the same rows."""
+        """The number of this rank's group of ranks that compute the same rows."""
         return self.rank // (self.context * self.tensor)
 
     @property
     def readers(self) -> int:
-        """How many such groups there are: each takes rows of its own."""
+        """The number of groups of ranks that compute the same rows: each group takes other rows."""
         return self.ranks // (self.context * self.tensor)
 
     @property
     def part(self) -> int:
-        """Which part of the rows this rank has."""
+        """The number of the part of the rows that this rank computes."""
         return self.rank % self.context
 
     @property
@@ -103,7 +103,7 @@ class World:
         return totals
 
     def from_first(self, find: Callable[[], Any]) -> Any:
-        """Call `find` on rank 0 and broadcast its result to all ranks; heartbeats keep the others from timing out.
+        """Call `find` on rank 0 and broadcast its result to all ranks; heartbeats prevent timeouts meanwhile.
 
         Raises:
             VitruvianError, OSError: `find` raised it on rank 0; the other ranks exit with its exit code.
@@ -152,10 +152,10 @@ class World:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables that torch.distributed reads, from torchrun, from Slurm (one task a GPU), or for a single process.
+    """The variables for torch.distributed to set: none under torchrun, else of Slurm (one task per GPU) or one process.
 
     Raises:
-        UsageError: this is the batch script of a job with several tasks, not one of its tasks.
+        UsageError: this process is the batch script of a job with several tasks, not one of the tasks.
     """
     if "RANK" in variables and "WORLD_SIZE" in variables:
         return {}
@@ -185,7 +185,7 @@ def _first_host(variables: Mapping[str, str]) -> str:
 
 @contextmanager
 def _on_stderr() -> Iterator[None]:
-    """Send what libraries print to stderr: gloo of torch 2.10 logs connections to stdout, where results go."""
+    """Redirect stdout to stderr: gloo of torch 2.10 logs connections to stdout, where results go."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -198,13 +198,13 @@ def _on_stderr() -> Iterator[None]:
 
 @contextmanager
 def world(replicas: int, minutes: float, context: int = 1, tensor: int = 1) -> Iterator[World]:
-    """Join the other ranks.
+    """Join the other ranks, and leave them at the end.
 
     Args:
-        replicas: copies of the sharded model (HSDP); 1 shards it over all ranks.
-        minutes: collective timeout: how long a rank waits for the others.
-        context: consecutive ranks that share rows.
-        tensor: consecutive ranks that each compute a part of every layer.
+        replicas: number of copies of the sharded model (HSDP); 1 shards the model over all ranks.
+        minutes: collective timeout in minutes: how long a rank waits for other ranks.
+        context: number of consecutive ranks that share rows.
+        tensor: number of consecutive ranks that each compute a part of every layer.
 
     Raises:
         UsageError: the number of ranks is not a multiple of `replicas`, `context` or `tensor`, or some ranks did not

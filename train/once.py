@@ -1,4 +1,4 @@
-"""A refusal that all ranks share is printed by one of them."""
+"""An error that all ranks raise is printed by one of them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from formats.errors import OutputError, VitruvianError
 
 KEY = "vitruvian/refused"
 SECONDS = 5
-"""How long the store of torchrun may take to answer."""
+"""Seconds that the store of torchrun may take to answer, and that a rank waits for torchrun to end it."""
 
 
 @contextmanager
 def reported_once() -> Iterator[None]:
-    """The first rank that is refused prints the reason; the others exit with the same code and print nothing.
+    """Let the first rank that raises print the error; the other ranks exit with the same code and print nothing.
 
-    They wait before they exit: torchrun kills all ranks as soon as one has exited, and that has to be the one that
-    prints. torchrun prints a trace of its own afterwards in any case.
+    The others wait before they exit: torchrun kills all ranks as soon as one has exited, and that has to be the rank
+    that prints. torchrun prints a trace of its own afterwards in any case.
     """
     try:
         yield
@@ -48,7 +48,7 @@ def _has_agent() -> bool:
 
 
 def _is_first() -> bool:
-    """Whether no other rank of this torchrun has reported yet; True also where there is no store to ask."""
+    """Whether no other rank of this torchrun has reported an error yet; True also where there is no store to ask."""
     if not _has_agent():
         return True
     from torch._C._distributed_c10d import TCPStore

@@ -1,7 +1,8 @@
-"""Which checkpoints of a training are complete, by what its trainer writes last.
+"""Determines which checkpoints of a training are complete, by the file that its trainer writes last.
 
 A trainer makes the folder first, then the files of all ranks, and then one small file: in the folder, or beside all
-folders, where it names the newest one. A checkpoint is complete when that file says so; nobody guesses it from sizes.
+folders, where the file names the newest checkpoint. A checkpoint is complete when that file shows it; completeness is
+never guessed from sizes.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from formats.megatron.folders import TRACKER
 
 
 class Sign(NamedTuple):
-    """What a trainer writes last.
+    """The file that a trainer writes last.
 
     Attributes:
-        folder: the names of its checkpoints; the first group is the step.
-        tracker: file of the run, with the step or the name of the newest complete checkpoint; those before it are
-            complete. Empty where the sign is in each checkpoint.
-        within: files of a checkpoint, of which the first that is written is written last.
+        folder: matches the names of the trainer's checkpoints; the first group is the step.
+        tracker: file of the run with the step or the name of the newest complete checkpoint; checkpoints before that
+            are complete. Empty where the sign is in each checkpoint.
+        within: files in a checkpoint, any of which is its sign.
     """
 
     folder: re.Pattern[str]
@@ -33,9 +34,9 @@ class Sign(NamedTuple):
 
 
 WEIGHTS = (".safetensors", ".bin", ".distcp")
-"""Files that no trainer writes after its sign."""
+"""Suffixes of files that no trainer writes after its sign."""
 SKEW = 10.0
-"""Seconds by which the clocks of nodes may differ."""
+"""Number of seconds by which the clocks of nodes may differ."""
 GLOBAL_STEP = re.compile(r"global_step(\d+)")
 SIGNS = (
     # megatron/training/checkpointing.py `save_checkpoint` (0.16.1): after a barrier, or when an asynchronous save is
@@ -58,7 +59,7 @@ SIGNS = (
         within=tuple(f"{inside}/.metadata".lstrip("/") for inside in INSIDE),
     ),
 )
-"""The trainers' signs. A folder is a complete checkpoint if one of them says so."""
+"""The signs of trainers. A folder is a complete checkpoint if one of the signs shows it."""
 
 
 class Saved(NamedTuple):
@@ -75,7 +76,7 @@ def folders(run: Path) -> list[str]:
 
 
 def complete(run: Path) -> list[Saved]:
-    """The complete checkpoints of a run, the oldest first. Links among them are of somebody else, and left out.
+    """The complete checkpoints of a run, oldest first. Symbolic links belong to others, and are left out.
 
     Raises:
         OSError: the run cannot be read.
@@ -91,19 +92,19 @@ def complete(run: Path) -> list[Saved]:
 
 
 def _is_signed(folder: Path, last: str) -> bool:
-    """Whether a checkpoint has its sign, and no weights that were written after it: those of a save begun anew."""
+    """Whether a checkpoint has its sign, and no weights that a save which started again wrote after the sign."""
     return (folder / last).is_file() and after_sign(folder, last) is None
 
 
 def after_sign(folder: Path, last: str) -> Path | None:
-    """A file of weights that is newer than the sign of its checkpoint, None without one."""
+    """A file of weights that is newer than the sign of its checkpoint, None if there is none."""
     signed = _written(folder / last) + SKEW
     files = (Path(place, name) for place, _, names in os.walk(folder) for name in names if name.endswith(WEIGHTS))
     return next((path for path in files if _written(path) > signed), None)
 
 
 def _written(path: Path) -> float:
-    """When a file was written, in seconds; 0 of one that is gone."""
+    """Time when a file was written, in seconds; 0 if the file no longer exists."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -111,7 +112,7 @@ def _written(path: Path) -> float:
 
 
 def overwritten(run: Path) -> dict[str, str]:
-    """The checkpoints with a sign that is older than their weights, and what is to be said of each."""
+    """The names of checkpoints with a sign that is older than their weights, and a message about each."""
     reasons = {}
     for name in folders(run):
         signs = [last for sign in SIGNS if sign.folder.fullmatch(name) for last in sign.within]
@@ -125,7 +126,7 @@ def overwritten(run: Path) -> dict[str, str]:
 
 
 def _tracked(run: Path, sign: Sign) -> int:
-    """The step of the newest complete checkpoint by a tracker; -1 if it names none, or there is none."""
+    """The step of the newest complete checkpoint that a tracker names; -1 if it names none, or there is no tracker."""
     try:
         word = (run / sign.tracker).read_bytes()[:1000].decode(errors="replace").strip() if sign.tracker else ""
     except FileNotFoundError:
@@ -135,7 +136,7 @@ def _tracked(run: Path, sign: Sign) -> int:
 
 
 def mark(folder: Path) -> str:
-    """What changes when a checkpoint is saved anew under its name: sizes and times of its files; empty without any."""
+    """A digest that changes when a checkpoint is saved again: of sizes and times of its files; empty without files."""
     lines = []
     for place, _, names in os.walk(folder):
         for name in names:

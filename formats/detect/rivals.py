@@ -1,7 +1,7 @@
-"""Folders that hold the weights of two models: which of them a program reads would be chance.
+"""Refuses folders that have the weights of two models: which of the two a program reads would be chance.
 
 The Trainer of transformers writes both a model and the shards of DeepSpeed or FSDP into a checkpoint, of one step: its
-`trainer_state.json` tells that they are one model (transformers 5.23.0 trainer.py, `_save_checkpoint`).
+`trainer_state.json` shows that both are one model (transformers 5.23.0 trainer.py, `_save_checkpoint`).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ SHARDS = (
     "pytorch_model_fsdp.bin",
     "mp_rank_*/*.pt",
 )
-"""What torch's distributed checkpoints and Megatron's leave in a folder itself."""
+"""Patterns of the files that distributed checkpoints of torch and of Megatron have directly in a folder."""
 TRACKERS = (*deepspeed.TRACKERS, megatron.TRACKER)
-"""Files of a run that name the checkpoint which is read."""
+"""Files of a run that name the checkpoint to read."""
 LONGEST = 200
-"""Bytes of a name that a file system can hold, with room for a prefix."""
+"""Maximum number of bytes of a file name, with room for a prefix."""
 
 
 def require_one(path: Path, known: Callable[[Path], bool]) -> None:
-    """See that a folder that is named without more holds one model.
+    """Check that a folder, named without further options, has only one model.
 
     Args:
         path: the folder.
-        known: whether a folder is a checkpoint of some format.
+        known: returns whether a folder is a checkpoint of a known format.
 
     Raises:
-        RefusedError: it holds two.
+        RefusedError: the folder has two models.
     """
     ours = weights(path)
     other = None if ours is None or (path / ONE_MODEL).is_file() else tracked(path, known) or shards(path)
@@ -54,7 +54,7 @@ def require_one(path: Path, known: Callable[[Path], bool]) -> None:
 
 
 def weights(path: Path) -> Path | None:
-    """The weights of a Hugging Face folder, None if it is none."""
+    """The file of weights of a Hugging Face folder, None if the folder is none."""
     files = [path / name for name in WEIGHTS if (path / name).is_file()]
     return files[0] if files and (path / "config.json").is_file() else None
 
@@ -66,7 +66,7 @@ def shards(path: Path) -> Path | None:
 
 
 def tracked(path: Path, known: Callable[[Path], bool]) -> Path | None:
-    """The checkpoint that a run's folder names as its latest, None if it names none that is there."""
+    """The checkpoint that a run folder names as its latest, None if it names no existing checkpoint."""
     for tracker in TRACKERS:
         file = path / tracker
         written = file.read_bytes()[:1000].decode(errors="replace").strip() if file.is_file() else ""

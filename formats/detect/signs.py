@@ -1,4 +1,4 @@
-"""Checkpoints of programs whose format has no reader: what they are, who wrote them, and what can be done with them.
+"""Recognises checkpoints of programs whose format has no reader: what they are, and what can be done with them.
 
 Facts, measured with what the named program wrote: orbax-checkpoint 0.12.8, mlx-lm 0.32.2. Read: megatron-core 0.19.2
 training/checkpointing.py (torch_dcp), NeMo 2.5 scripts/checkpoint_converters, litgpt 0.5.13 scripts, nanotron 0.4
@@ -19,13 +19,14 @@ from formats.errors import SourceError, UnsupportedError
 
 MOST_TEXT = 1 << 20
 MOST_ENTRIES = 10_000
-"""Files of a folder whose names are looked at."""
+"""Maximum number of files of a folder whose names are read."""
 
 
 class Sign(NamedTuple):
-    """A kind of checkpoint: what it is, what can be done with it today, and the file or folder that tells it.
+    """A kind of checkpoint: a description, a hint what can be done with it today, and how it is recognised.
 
-    `hint` may name the `{folder}`.
+    `told_by` returns the file or folder by which a path is recognised, None if it is not; `hint` may name the
+    `{folder}`.
     """
 
     what: str
@@ -34,19 +35,19 @@ class Sign(NamedTuple):
 
 
 def check(path: Path) -> None:
-    """Refuse what would pass for a format of the registry, by the name of its program.
+    """Refuse a folder that would be taken for a format of the registry, and name its program.
 
     Raises:
-        UnsupportedError: it is in `LOOKALIKES`.
+        UnsupportedError: the folder is of a kind in `LOOKALIKES`.
     """
     _refuse(path, LOOKALIKES if path.is_dir() else ())
 
 
 def check_unknown(path: Path) -> None:
-    """Refuse a file, or a folder of no known format, by the name of its program.
+    """Refuse a file, or a folder of no known format, and name its program.
 
     Raises:
-        UnsupportedError: it is in `OTHERS`.
+        UnsupportedError: the path is of a kind in `OTHERS`.
     """
     _refuse(path, OTHERS)
 
@@ -60,7 +61,10 @@ def _refuse(path: Path, signs: Iterable[Sign]) -> None:
 
 
 def _holds(*patterns: str) -> Callable[[Path], Path | None]:
-    """Told by files or folders that are all there, each as one of the names between its bars; or by being the first."""
+    """Recognise a folder that has an entry for each of the patterns, whose alternatives are separated by bars.
+
+    A file is recognised by its own name, if there is only one pattern.
+    """
     wanted = [pattern.split("|") for pattern in patterns]
 
     def told_by(path: Path) -> Path | None:
@@ -76,7 +80,7 @@ def _holds(*patterns: str) -> Callable[[Path], Path | None]:
 
 
 def _says(name: str, pattern: str) -> Callable[[Path], Path | None]:
-    """Told by what a small file says."""
+    """Recognise a folder by a regular expression in the text of a small file."""
 
     def told_by(path: Path) -> Path | None:
         file = path / name
@@ -88,7 +92,7 @@ def _says(name: str, pattern: str) -> Callable[[Path], Path | None]:
 
 
 def _torch_dcp(path: Path) -> Path | None:
-    """Megatron's plain DCP, whose model has the names of modules; in fsdp_dtensor they begin with `module`."""
+    """Recognise Megatron's plain DCP, whose keys are names of modules; in fsdp_dtensor keys begin with `module`."""
     folder = _iteration(path)
     if folder is None or not any(folder.glob("*.metadata")):
         return None
@@ -99,7 +103,7 @@ def _torch_dcp(path: Path) -> Path | None:
         return None
     try:
         entries, objects = dcp.contents(folder)
-    except SourceError:  # which a reader will tell
+    except SourceError:  # a reader will report this
         return None
     keys = [entry.name for entry in entries if re.match(r"model\d*\.", entry.name)]
     mine = set(fsdp_dtensor.OBJECTS) <= set(objects) and not any(map(fsdp_dtensor.KEY.match, keys))
@@ -107,7 +111,7 @@ def _torch_dcp(path: Path) -> Path | None:
 
 
 def _bridge_fsdp(path: Path) -> Path | None:
-    """What Megatron-Bridge says of its files, of which those of Megatron-FSDP have no arguments inside."""
+    """Recognise Megatron-FSDP files of Megatron-Bridge, which have no arguments inside, by its run_config.yaml."""
     folder = _iteration(path)
     return _says("run_config.yaml", r"\n  ckpt_format: fsdp_dtensor\n")(folder) if folder else None
 
@@ -139,7 +143,7 @@ LOOKALIKES = (
         _says("config.json", r'"quantization"\s*:\s*\{\s*"(group_size|bits|mode)"'),
     ),
 )
-"""What would pass for another format, or for one that lacks something; tried in this order, before the registry."""
+"""Kinds that would be taken for another format, or for an incomplete one; tried in this order, before the registry."""
 OTHERS = (
     Sign("a PEFT adapter", "merge it into its model: convert merge BASE ADAPTER OUT", _holds("adapter_config.json")),
     Sign(
@@ -207,4 +211,4 @@ OTHERS = (
     Sign("a model of OpenVINO", BASE, _holds("openvino_model.xml|openvino_language_model.xml")),
     Sign("a pipeline of diffusers", "its parts are folders of their own: name one", _holds("model_index.json")),
 )
-"""What passes for nothing that is read; tried in this order, when no format knows a folder, and for files."""
+"""Kinds that no reader recognises; tried in this order, when no format recognises a folder, and for files."""

@@ -1,7 +1,7 @@
-"""Files that are read at any offset: those of the disk, and objects of a store that are read by ranges.
+"""Files that are read at any offset: files of the disk, and objects of a store that are read by ranges.
 
-A path that is no path of the disk has a method `ranges`, which opens it (`converters.remote.path`). Everything that
-reads at offsets goes through here, so no reader of a format knows where its bytes come from.
+A path that is not on the disk has a method `ranges`, which opens its object (`converters.remote.path`). All reads at
+offsets use this file, so that no reader of a format depends on where the bytes come from.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ class Ranges(Protocol):
     """An object of a store, read by ranges from any number of threads."""
 
     size: int
-    """Bytes."""
+    """Size of the object, in bytes."""
     identity: str
-    """What changes whenever the object does."""
+    """Text that changes whenever the object changes."""
 
     def read_at(self, buffer: memoryview, offset: int) -> int:
-        """Read into a buffer from an offset on. Returns how many bytes; 0 at the end alone."""
+        """Read into a buffer from an offset. Returns the number of bytes, which is 0 only at the end."""
 
     def close(self) -> None:
-        """Give up what was read ahead."""
+        """Discard the bytes that were read ahead."""
 
 
 Handle = int | Ranges
-"""An open file: its descriptor, or the object that stands for it."""
+"""An open file: its descriptor, or the object of a store."""
 
 
 def open_handle(path: Path) -> Handle:
-    """Open a file to read. Raises OSError where it cannot be."""
+    """Open a file for reading. Raises OSError if it cannot be opened."""
     ranges = getattr(path, "ranges", None)
     if ranges is None:
         return os.open(path, os.O_RDONLY)
@@ -42,7 +42,7 @@ def open_handle(path: Path) -> Handle:
 
 
 def close_handle(handle: Handle) -> None:
-    """Close what `open_handle` opened."""
+    """Close a handle of `open_handle`."""
     if isinstance(handle, int):
         os.close(handle)
     else:
@@ -50,13 +50,13 @@ def close_handle(handle: Handle) -> None:
 
 
 def is_elsewhere(path: Path) -> bool:
-    """Whether a path is of a store, and not of the disk."""
+    """Whether a path is of a store, not of the disk."""
     return hasattr(path, "ranges")
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[Handle]:
-    """A file that is open for a while."""
+    """Open a file for reading, and close it at the end."""
     handle = open_handle(path)
     try:
         yield handle
@@ -65,17 +65,17 @@ def opened(path: Path) -> Iterator[Handle]:
 
 
 def size_of(handle: Handle) -> int:
-    """Bytes of an open file."""
+    """Size of an open file, in bytes."""
     return os.fstat(handle).st_size if isinstance(handle, int) else handle.size
 
 
 def read_at(handle: Handle, buffer: memoryview, offset: int) -> int:
-    """Read into a buffer from an offset on. Returns how many bytes; 0 at the end alone."""
+    """Read into a buffer from an offset. Returns the number of bytes, which is 0 only at the end."""
     return os.preadv(handle, [buffer], offset) if isinstance(handle, int) else handle.read_at(buffer, offset)
 
 
 def pread(handle: Handle, count: int, offset: int) -> bytes:
-    """The bytes from an offset on, fewer at the end."""
+    """Read `count` bytes from an offset; fewer at the end of the file."""
     if isinstance(handle, int):
         return os.pread(handle, count, offset)
     raw, done = bytearray(count), 0
@@ -85,7 +85,7 @@ def pread(handle: Handle, count: int, offset: int) -> bytes:
 
 
 def preadv(handle: Handle, buffers: Sequence[memoryview], offset: int) -> None:
-    """Read into buffers, one after the other, from an offset on. What is behind the end stays as it is."""
+    """Read into consecutive buffers from an offset. Buffers stay unchanged past the end of the file."""
     if isinstance(handle, int):
         os.preadv(handle, buffers, offset)
         return
@@ -97,7 +97,7 @@ def preadv(handle: Handle, buffers: Sequence[memoryview], offset: int) -> None:
 
 
 def soon(paths: Iterable[Path]) -> None:
-    """Say that the heads of files will be read: those of a store are asked for together."""
+    """Announce that the heads of files will be read: those of a store are requested together."""
     by_store: dict[type[Path], list[Path]] = {}
     for path in paths:
         if is_elsewhere(path):

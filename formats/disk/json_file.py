@@ -1,4 +1,4 @@
-"""JSON files of others: their size, depth, numbers and duplicate keys are checked."""
+"""Reads JSON files of other programs: their size, depth, numbers and duplicate keys are checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_JSON = 64 << 20
 
 
 DIGITS = 300
-"""Longer numbers are beyond any float."""
+"""Maximum number of digits of an integer; longer ones are beyond any float."""
 
 
 def read_json(path: Path) -> dict[str, Any]:

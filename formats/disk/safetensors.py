@@ -1,8 +1,8 @@
-"""Where tensors lie on disk: fragments, the safetensors format, and the reading of bytes.
+"""Fragments (where tensors are on disk), the safetensors format, and reading and writing of bytes.
 
 Facts about safetensors: its format description and `tensor.rs` (safetensors 0.8.0): u64 little-endian header length,
 JSON header of at most 100 MB that starts with '{', data offsets relative to the header's end, contiguous, without
-overlap, holes or rest.
+overlap, holes or trailing bytes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ DTYPES = {
     "U64": 8, "I64": 8, "F64": 8, "C64": 8, "F32": 4, "U32": 4, "I32": 4, "BF16": 2, "F16": 2, "U16": 2, "I16": 2,
     "F8_E5M2FNUZ": 1, "F8_E4M3FNUZ": 1, "F8_E8M0": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-"""Bytes of each element type, in the order in which the official serializer writes the types of a file."""
+"""Element type: its size in bytes. The order is that in which the official serializer writes the types of a file."""
 
 FLOATS = ("F64", "F32", "BF16", "F16")
-"""The element types that a cast may turn into each other."""
+"""The element types that a cast may convert into each other."""
 
 MAX_HEADER = 100_000_000
 MAX_DIMENSIONS = 64
@@ -43,12 +43,12 @@ class Member(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """A physical tensor on disk: `offset` in bytes (of the file, or of a stream in it), the others in elements.
+    """A physical tensor on disk: `offset` in bytes (of the file, or of a stream in it), shape and strides in elements.
 
-    With `scales` the elements on disk are quantized ones, and `dtype` is what they are read as. `member` is the entry
-    of a zip archive that holds the bytes. With a `product` there are no elements on disk: they are computed of others.
-    With `pieces` they are intervals of other tensors, each from an element on. With `coded` they are floats of another
-    tensor as FP8, or the scales of these.
+    With `scales` the elements on disk are quantized, and `dtype` is the type that they are read as. `member` is the
+    entry of a zip archive that has the bytes. With a `product` the elements are not on disk, but computed from other
+    tensors. With `pieces` the elements are intervals of other tensors, each with the element where it begins. With
+    `coded` the elements are those of another tensor converted to FP8, or the scales of that conversion.
     """
 
     path: Path
@@ -65,17 +65,17 @@ class Fragment(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements themselves."""
+        """Size of the elements, in bytes."""
         return prod(self.shape) * DTYPES[self.dtype]
 
     @property
     def row_major(self) -> bool:
-        """Whether the elements lie row-major without gaps."""
+        """Whether the elements are row-major without gaps."""
         return self.strides == row_major(self.shape)
 
     @property
     def inputs(self) -> tuple[Fragment, ...]:
-        """What else is read with it, or instead of it."""
+        """The fragments that are read with this one, or instead of it."""
         factors = (self.scales.factors, self.scales.whole, self.scales.values) if self.scales else ()
         fragments = [each for each in factors if each]
         fragments += [self.scales.stated[0]] if self.scales and self.scales.stated else []
@@ -86,19 +86,19 @@ class Fragment(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What quantized elements are multiplied by: a factor for each block of a matrix, or of each of several in a row.
+    """The factors of quantized elements: one for each block of a matrix, or of each of several consecutive matrices.
 
     Attributes:
-        method: how an element is coded, such as MXFP4 or FP8 (`METHODS` of converters/move/dequantize.py).
-        factors: a matrix of them for each matrix, row-major.
-        block: rows and columns of a block; the last ones of a matrix may be smaller.
-        rows: of a matrix.
-        columns: of a matrix.
-        name: the key of the factors, for a message.
+        method: the encoding of elements, such as MXFP4 or FP8 (`METHODS` of converters/move/dequantize.py).
+        factors: a matrix of factors for each matrix, row-major.
+        block: rows and columns of a block; the last blocks of a matrix may be smaller.
+        rows: number of rows of a matrix.
+        columns: number of columns of a matrix.
+        name: the key of the factors, for messages.
         whole: a number that all factors are divided by; None for none.
-        stated: integers in a file that say rows and columns, what they have to be, and the key of the elements; None
-            for none.
-        values: the value of each code, where a file says it.
+        stated: integers in a file that record rows and columns, the values that they have to have, and the key of the
+            elements; None if no file has them.
+        values: the value of each code, where a file has these values.
     """
 
     method: str
@@ -113,12 +113,12 @@ class Scales(NamedTuple):
 
 
 class Coded(NamedTuple):
-    """Whose elements a tensor has in FP8, or whose scales it has.
+    """The matrix that a tensor is an FP8 conversion of, or the scales of such a conversion.
 
     Attributes:
-        matrix: [rows, columns] in floats, row-major; both are multiples of those of a block.
-        block: rows and columns that share a scale.
-        scales: whether these are the scales.
+        matrix: [rows, columns] in floats, row-major; both are multiples of the rows and columns of a block.
+        block: rows and columns of a block, which shares a scale.
+        scales: whether the tensor has the scales, not the elements.
     """
 
     matrix: Fragment
@@ -127,15 +127,15 @@ class Coded(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What a tensor is computed of: scale * left @ right, or its transpose; of several matrices in a row, of each.
+    """The product that a tensor is: scale * left @ right, or its transpose; for several matrices, one after the other.
 
     Attributes:
-        left: [out, rank]; of several matrices [out, rank * matrices], those of a rank next to each other.
-        right: [rank, in]; of several matrices [matrices * rank, in].
-        scale: what the product is multiplied by.
+        left: [out, rank]; for several matrices [out, rank * matrices], those of a rank next to each other.
+        right: [rank, in]; for several matrices [matrices * rank, in].
+        scale: factor of the product.
         transposed: whether the tensor is [in, out].
-        name: what to call the tensor in an error.
-        matrices: how many there are.
+        name: name of the tensor, for errors.
+        matrices: number of matrices.
     """
 
     left: Fragment
@@ -148,7 +148,7 @@ class Product(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides in elements of a contiguous tensor."""
+    """Strides of a contiguous tensor, in elements."""
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
@@ -164,7 +164,7 @@ def file_size(path: Path) -> int:
     """Size of a file in bytes.
 
     Raises:
-        SourceError: there is no such file.
+        SourceError: the file does not exist, or is not a regular file.
     """
     try:
         about = path.stat()
@@ -179,10 +179,10 @@ def file_size(path: Path) -> int:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The members of a JSON object; json.loads alone takes the last of two with one name, and says nothing.
+    """The members of a JSON object; json.loads alone silently takes the last of two members with one name.
 
     Raises:
-        ValueError: two have one name.
+        ValueError: two members have one name.
     """
     members = dict(pairs)
     if len(members) != len(pairs):
@@ -198,7 +198,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Fragment], dict[str, str]]:
         The tensors by name, and the file's `__metadata__`.
 
     Raises:
-        SourceError: the file breaks a rule; the message says which.
+        SourceError: the file breaks a rule; the message names the rule.
     """
     size = file_size(path)
     with path.open("rb") as file:
@@ -249,7 +249,7 @@ def _fragment(path: Path, data: int, name: str, entry: Any) -> Fragment:
 
 
 def safetensors_header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """The header of a safetensors file, byte-identical to that of the official serializer.
+    """The header of a safetensors file, with the same bytes as the official serializer writes.
 
     Returns:
         The header with its length prefix, and the byte offset of each tensor in the file.
@@ -290,7 +290,7 @@ def read_into(handle: Handle, buffer: memoryview, offset: int, path: Path) -> No
 
 
 def read_bytes(path: Path, offset: int, count: int) -> bytes:
-    """A few bytes of a file. Raises as `read_into` does."""
+    """A few bytes of a file. Raises what `read_into` raises."""
     raw = bytearray(count)
     with opened(path) as handle:
         read_into(handle, memoryview(raw), offset, path)
@@ -298,7 +298,8 @@ def read_bytes(path: Path, offset: int, count: int) -> bytes:
 
 
 WRITE = 1 << 17
-"""Bytes of one write. Larger ones make ext4 take fresh pages for large folios: twice the time on a virtual machine."""
+"""Number of bytes of one write. Larger writes make ext4 take fresh pages for large folios: twice the time on a virtual
+machine."""
 
 
 def write_from(fd: Handle, buffer: memoryview, offset: int) -> None:

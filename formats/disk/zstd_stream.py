@@ -1,4 +1,4 @@
-"""Pieces of a file that are compressed as a whole (zstd), read forwards in little memory."""
+"""Reads extents of a file that are compressed with zstd, forwards and in little memory."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ STEP = 1 << 18
 
 
 class Stream(NamedTuple):
-    """A compressed extent of a file, in bytes. Offsets of fragments in it count decompressed bytes."""
+    """A compressed extent of a file, in bytes. Offsets of fragments in a stream count decompressed bytes."""
 
     start: int
     length: int
 
     def ends(self, fd: Handle, path: Path) -> tuple[Callable[[int, int], bytes], int]:
-        """Read it through once, and keep its beginning and its end.
+        """Read the stream once, and keep its beginning and its end.
 
         Returns:
-            A function that reads (offset, count) bytes there, and the decompressed size.
+            A function that returns (offset, count) bytes of beginning or end, and the decompressed size.
 
         Raises:
-            SourceError: it is damaged.
+            SourceError: the stream is damaged.
         """
         reader, head, tail, size = Reader(fd, path, self), b"", b"", 0
         while piece := reader.take(STEP):
@@ -46,7 +46,7 @@ class Stream(NamedTuple):
 
 
 class Reader:
-    """Reads a stream forwards; a step backwards begins anew. `fd` may be opened anew between two reads."""
+    """Reads a stream forwards; a step backwards starts again. `fd` may be opened anew between two reads."""
 
     def __init__(self, fd: Handle, path: Path, stream: Stream) -> None:
         self.fd, self.path, self.stream = fd, path, stream
@@ -65,7 +65,7 @@ class Reader:
         return zstandard.ZstdDecompressor().stream_reader(window, read_across_frames=True)
 
     def take(self, count: int) -> bytes:
-        """The next bytes; fewer at the end."""
+        """The next decompressed bytes; fewer at the end."""
         try:
             piece: bytes = self.decoder.read(count)
         except self.damage as error:
@@ -74,10 +74,10 @@ class Reader:
         return piece
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill a buffer from an offset on.
+        """Fill a buffer with decompressed bytes from an offset.
 
         Raises:
-            SourceError: the stream is damaged, or ends before.
+            SourceError: the stream is damaged, or ends before the buffer is full.
         """
         if offset < self.position:
             self.decoder = self._begin()
@@ -96,7 +96,7 @@ class Reader:
 
 
 class _Extent(io.RawIOBase):
-    """An extent of an open file, read without moving its position: threads share the file."""
+    """An extent of an open file, read without moving the file's position, because threads share the file."""
 
     def __init__(self, reader: Reader) -> None:
         stream = reader.stream

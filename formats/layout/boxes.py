@@ -1,4 +1,4 @@
-"""Boxes of coordinates, and whether two of many meet."""
+"""Boxes of coordinates, and whether any two of many overlap."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Box = tuple[tuple[int, int], ...]
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that meet, None if there are none.
+    """Two boxes that overlap, None if no two do.
 
-    Boxes are split into groups where an axis separates them, until each stands alone: n log n for the boxes of a
+    Boxes are split into groups where an axis separates them, until each box is alone: n log n for the boxes of a
     sharded tensor.
     """
     for axis in range(len(boxes[0]) if len(boxes) > 1 else 0):

@@ -1,7 +1,7 @@
-"""Pieces of a tensor as columns: what a thousand ranks hold of each tensor, without an object for each piece.
+"""Pieces of a tensor as columns: the pieces of a thousand ranks of each tensor, without an object for each piece.
 
-A piece is made when it is asked for. Tensors that are cut alike, as those of every layer are, share their boxes, and
-with them what follows from these: the proof that they tile the tensor, and the leaves of each.
+A piece object is made when it is asked for. Tensors that are cut alike, as those of every layer are, share one `Boxes`
+object, and with it everything that is computed from the boxes: the proof that they tile the tensor, and their leaves.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Cut(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of a tensor, and where it lies."""
+    """A part of a tensor, and the fragment of a file where its bytes are."""
 
     part: Cut
     fragment: Fragment
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 class Boxes:
     """Parts of a tensor: int64 [pieces, dimensions, 2], start and stop; intervals of its elements where `flat`.
 
-    Equal ones are one object (`boxes`): what is worked out of one is worked out once.
+    `boxes` returns one object for equal parts, so that results computed from the parts are computed once.
     """
 
     ranges: Ints
@@ -62,12 +62,12 @@ class Boxes:
         return len(self.ranges)
 
     def cuts(self) -> Iterator[Cut]:
-        """Each part."""
+        """The parts, in order."""
         for box in self.ranges.tolist():
             yield Cut(tuple((low, high) for low, high in box), self.flat)
 
     def cut(self, number: int) -> Cut:
-        """One part."""
+        """The part of this number."""
         return Cut(tuple((low, high) for low, high in self.ranges[number].tolist()), self.flat)
 
 
@@ -75,7 +75,7 @@ _BOXES: WeakValueDictionary[tuple[object, ...], Boxes] = WeakValueDictionary()
 
 
 def boxes(ranges: Ints, *, flat: bool = False) -> Boxes:
-    """Boxes of int64 [pieces, dimensions, 2]: the same object for the same numbers."""
+    """The `Boxes` of int64 [pieces, dimensions, 2]: the same object for the same numbers."""
     key = (blake3(ranges.tobytes()).digest(16), ranges.shape, flat)
     known = _BOXES.get(key)
     if known is None:
@@ -88,12 +88,12 @@ class Columns(Sequence[Piece]):
     """Pieces of one tensor, each row-major and without gaps.
 
     Attributes:
-        dtype: their element type.
-        boxes: which parts they are.
-        paths: files.
-        file: [pieces], which of `paths` holds each.
-        offset: int64 [pieces], the first byte there.
-        member: int64 [pieces, 3], the entry of an archive that holds each: `Member`. None where there are no archives.
+        dtype: element type of the pieces.
+        boxes: the parts of the tensor that the pieces are.
+        paths: files that have pieces.
+        file: [pieces], the index in `paths` of the file of each piece.
+        offset: int64 [pieces], the first byte of each piece in its file.
+        member: int64 [pieces, 3], the archive entry of each piece, a `Member`. None where files are no archives.
     """
 
     dtype: str
@@ -107,13 +107,13 @@ class Columns(Sequence[Piece]):
         return len(self.boxes)
 
     def fragment(self, number: int, shape: tuple[int, ...]) -> Fragment:
-        """Where a piece, whose shape is known, lies."""
+        """The fragment of a piece whose shape is known."""
         member = None if self.member is None else Member(*self.member[number].tolist())
         path, offset = self.paths[self.file[number]], int(self.offset[number])
         return Fragment(path, offset, self.dtype, shape, row_major(shape), member=member)
 
     def __getitem__(self, number: Any) -> Any:
-        """One piece."""
+        """The piece of this number."""
         cut = self.boxes.cut(range(len(self))[number])
         return Piece(cut, self.fragment(number, cut.shape))
 
@@ -123,13 +123,13 @@ class Columns(Sequence[Piece]):
 
     @property
     def files(self) -> list[Path]:
-        """The files that hold a piece."""
+        """The files that have a piece."""
         return [self.paths[number] for number in dict.fromkeys(self.file.tolist())]
 
 
 @lru_cache(maxsize=256)
 def tile(parts: Boxes, shape: tuple[int, ...]) -> bool:
-    """Whether boxes hold each element of a tensor exactly once, and none of them is empty."""
+    """Whether boxes cover each element of a tensor exactly once, and none of the boxes is empty."""
     import numpy as np
 
     limit, ranges = np.array((prod(shape),) if parts.flat else shape, np.int64), parts.ranges
@@ -138,7 +138,7 @@ def tile(parts: Boxes, shape: tuple[int, ...]) -> bool:
     low, high = ranges[:, :, 0], ranges[:, :, 1]
     if (low < 0).any() or (low >= high).any() or (high > limit).any():
         return False
-    if sum(map(prod, (high - low).tolist())) != prod(shape):  # of Python's integers, which do not overflow
+    if sum(map(prod, (high - low).tolist())) != prod(shape):  # Python's integers do not overflow
         return False
     for axis in range(len(limit)):
         order = np.argsort(low[:, axis], kind="stable")

@@ -1,4 +1,4 @@
-"""What a tensor holds of another one: leaves of the same coordinates, as boxes of the other tensor's dimensions."""
+"""The elements of a logical tensor that two physical tensors share, as boxes along the dimensions of one of them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from formats.layout.leaves import Leaf
 
 
 class Box(NamedTuple):
-    """A box of a tensor, and where it is in another one.
+    """A box of a row-major tensor, and where its elements are in another tensor.
 
     Attributes:
-        part: the box, along the dimensions of the tensor.
-        address: the element of the other tensor that holds its first corner.
-        strides: elements from one to the next there, along each dimension.
+        part: the box, along the dimensions of the row-major tensor.
+        address: number of the element of the other tensor that is the first corner of the box.
+        strides: distance of neighbours in the other tensor, along each dimension of the box, in elements.
     """
 
     part: Cut
@@ -25,18 +25,18 @@ class Box(NamedTuple):
     strides: tuple[int, ...]
 
     def of(self, fragment: Fragment) -> Fragment:
-        """What a fragment with the addresses of the other tensor holds of the box."""
+        """The part of a fragment with the addresses of the other tensor that has the elements of the box."""
         offset = fragment.offset + self.address * DTYPES[fragment.dtype]
         return fragment._replace(offset=offset, shape=self.part.shape, strides=self.strides)
 
 
 def boxes_of(here: Leaf, there: Leaf, shape: tuple[int, ...]) -> Iterator[Box]:
-    """The boxes of a row-major tensor of which another one holds the elements.
+    """The boxes of a row-major tensor whose elements another tensor has.
 
     Args:
-        here: what the other tensor holds.
-        there: what the row-major one holds, of the same logical tensor.
-        shape: that of the row-major one.
+        here: leaf of the other tensor.
+        there: leaf of the row-major tensor, of the same logical tensor.
+        shape: shape of the row-major tensor.
     """
     address, index = here.base, there.base
     runs: list[tuple[int, int, int]] = []
@@ -65,14 +65,14 @@ def boxes_of(here: Leaf, there: Leaf, shape: tuple[int, ...]) -> Iterator[Box]:
 
 
 def _dimension(step: int, steps: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The dimension along which a row-major tensor has elements so far apart, of those that are longer than one."""
+    """The dimension, among those longer than one, along which elements of a row-major tensor are `step` apart."""
     return next(dim for dim, width in enumerate(steps) if shape[dim] > 1 and width <= step)
 
 
 def _joined(
     runs: list[tuple[int, int, int]], steps: tuple[int, ...], shape: tuple[int, ...]
 ) -> list[tuple[int, int, int]]:
-    """Runs (step in the row-major tensor, stride in the other, count), those one that follow each other in both."""
+    """Runs (step in the row-major tensor, stride in the other, count), joined where they are contiguous in both."""
     joined: list[tuple[int, int, int]] = []
     for step, stride, count in runs:
         if joined:

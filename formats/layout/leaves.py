@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many coordinates there are."""
+        """Number of coordinates."""
         return self.stop - self.start
 
 
@@ -33,7 +33,7 @@ class Leaf:
     """An affine map from a box of a logical tensor to addresses of a physical one.
 
     `base` is the address of the box's first corner. Leaves that `lower` makes are nested: sorted by stride, each
-    stride is at least as wide as all that lies below it. `clip` relies on that and keeps it.
+    stride is at least as wide as all spans with smaller strides together. `clip` relies on this and preserves it.
     """
 
     tensor: str
@@ -42,7 +42,7 @@ class Leaf:
 
     @property
     def numel(self) -> int:
-        """How many elements the leaf holds."""
+        """Number of elements of the leaf."""
         return prod(span.size for span in self.spans)
 
     @property
@@ -54,7 +54,7 @@ class Leaf:
 def clip(leaf: Leaf, low: int, high: int) -> Iterator[Leaf]:
     """The parts of a leaf whose addresses are in [low, high). At most 2k - 1 boxes for k axes.
 
-    This is how any cut flows through: a tensor-parallel cut inside an attention group, an interval of a flat
+    Every cut of a tensor is made this way: a tensor-parallel cut inside an attention group, an interval of a flat
     optimizer partition, a rectangle.
     """
     if not leaf.numel or high <= leaf.base or low >= leaf.base + leaf.width:
@@ -87,5 +87,5 @@ def clip(leaf: Leaf, low: int, high: int) -> Iterator[Leaf]:
 
 
 def cut(leaves: Iterable[Leaf], low: int, high: int) -> list[Leaf]:
-    """What of some leaves lies at addresses [low, high), addressed from there on."""
+    """The parts of some leaves whose addresses are in [low, high), with addresses counted from `low`."""
     return [replace(piece, base=piece.base - low) for leaf in leaves for piece in clip(leaf, low, high)]

@@ -1,4 +1,4 @@
-"""Lowering: the leaves of a pattern, for axes of some sizes, on one rank of a mesh."""
+"""Lowering: computes the leaves of a pattern on one rank of a mesh, from the sizes of the axes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from formats.layout.pattern import Axis, Fill, Interleaved, Pattern, Product, Su
 
 Sizes = Mapping[str, int]
 Mesh = Mapping[str, tuple[int, int]]
-"""Mesh axis name to (rank, number of ranks)."""
+"""(rank, number of ranks) of each mesh axis, by name."""
 
 
 def _size(sizes: Sizes, name: str) -> int:
@@ -50,7 +50,7 @@ def _lower(term: Term, sizes: Sizes, mesh: Mesh) -> tuple[int, list[Leaf]]:
 
 
 def _interleaved(term: Interleaved, sizes: Sizes, mesh: Mesh) -> tuple[int, list[Leaf]]:
-    """Interleaved branches: a leaf for each block of each."""
+    """Size and leaves of interleaved branches: a leaf for each block of each branch."""
     total, leaves, step, every = 0, [], sizes[term.size], len(term.term.branches)
     for place, (label, body) in enumerate(term.term.branches):
         size, inside = _lower(body, sizes, mesh)
@@ -94,10 +94,10 @@ def lower(
 
     Args:
         pattern: the layout.
-        sizes: the size of each axis and fill, in coordinates.
+        sizes: number of coordinates of each axis and fill.
         mesh: (rank, ranks) of each mesh axis that the pattern splits over.
         strides: strides of the physical tensor in elements, when it is not stored row-major.
-        box: the part of it that is stored, when it is not the whole.
+        box: the part of the physical tensor that is stored, when it is not stored as a whole.
 
     Raises:
         RefusedError: a split does not divide, or an axis has no size.
@@ -119,6 +119,6 @@ def shape(pattern: Pattern, sizes: Sizes, mesh: Mesh) -> tuple[int, ...]:
 
 
 def rows(pattern: Pattern, dim: int, sizes: Sizes, mesh: Mesh) -> list[Leaf]:
-    """The leaves along one physical dimension alone, in address order: what `convert explain` draws."""
+    """The leaves along one physical dimension alone, in address order; `convert explain` draws them."""
     leaves = _lower(pattern.dims[dim], sizes, mesh)[1]
     return sorted((replace(leaf, tensor=pattern.label or leaf.tensor) for leaf in leaves), key=lambda leaf: leaf.base)

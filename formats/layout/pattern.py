@@ -3,19 +3,19 @@
 A pattern is a row of terms, one for each physical dimension:
 
     hidden                      an axis
-    (group head dim)            a row-major product: one physical dimension that holds three axes
+    (group head dim)            a row-major product: one physical dimension made of three axes
     (gate: ffn | up: ffn)       a sum: a concatenation; a label names the logical tensor of its branch
-    (ffn (gate: | up:))         one element of each in turn: nothing is left to a branch but its tensor
+    (ffn (gate: | up:))         one element of each in turn: a branch is nothing but its tensor
     (gate: ffn | up: ffn)%interleave  alternating, `interleave` elements of each; concatenated where that is absent or 0
     ~padding                    fill: addresses that belong to no tensor
-    (...)/tp                    an even split of a dimension over a mesh axis: rank r of n holds the r-th n-th
+    (...)/tp                    an even split of a dimension over a mesh axis: rank r of n has the r-th of n parts
     query: (group head) hidden  a label in front names the logical tensor of the whole pattern
 
 so that, for example, Megatron's fused projection is
 
     (group (query: head half pair | key: half pair | value: dim))/tp hidden
 
-What addresses a pattern means is in `lowering.py`.
+The addresses that a pattern means are computed in `lowering.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from formats.errors import VitruvianError
 
 
 class PatternError(VitruvianError):
-    """A pattern that does not parse; the message points at the character."""
+    """Raised for a pattern that does not parse; the message points at the character."""
 
     def __init__(self, text: str, at: int, problem: str) -> None:
         super().__init__(f"{problem} in pattern at character {at + 1}:\n    {text}\n    {' ' * at}^")
@@ -54,21 +54,21 @@ class Fill:
 
 @dataclass(frozen=True)
 class Product:
-    """Terms in row-major order: the last one varies fastest."""
+    """Terms in row-major order: the last term varies fastest."""
 
     terms: tuple[Term, ...]
 
 
 @dataclass(frozen=True)
 class Sum:
-    """Branches one after another. A label names the logical tensor that a branch belongs to."""
+    """Branches, concatenated. A label names the logical tensor that a branch belongs to."""
 
     branches: tuple[tuple[str | None, Product], ...]
 
 
 @dataclass(frozen=True)
 class Interleaved:
-    """The branches of a sum, interleaved by so many elements of each, or one after another where that is 0."""
+    """The branches of a sum, interleaved in blocks of `size` elements of each, or concatenated where the size is 0."""
 
     term: Sum
     size: str
@@ -90,12 +90,12 @@ class Pattern:
     """A parsed pattern: one term for each physical dimension; `label` names the tensor unless the terms do."""
 
     text: str
-    label: str | None = field(compare=False)  # the text says it, and the terms
+    label: str | None = field(compare=False)  # in the text, as are the terms
     dims: tuple[Term, ...] = field(compare=False)
 
     @cached_property
     def tensors(self) -> tuple[str, ...]:
-        """The logical tensors that this physical tensor holds, in order of appearance."""
+        """The logical tensors that this physical tensor is made of, in order of appearance."""
         labels = [self.label] if self.label else [label for label, _ in _branches(self.dims) if label]
         return tuple(dict.fromkeys(labels))
 
@@ -106,15 +106,15 @@ class Pattern:
 
     @cached_property
     def filled(self) -> bool:
-        """Whether some of its addresses may belong to no tensor."""
+        """Whether some addresses of the physical tensor may belong to no logical tensor."""
         return any(isinstance(term, Fill) for dim in self.dims for term in _walk(dim))
 
     def renamed(self, old: str, new: str) -> Pattern:
-        """The same layout of another logical tensor."""
+        """The same layout, of another logical tensor."""
         return parse(re.sub(rf"\b{old}\b(?=\s*:)", new, self.text))
 
     def apart(self) -> tuple[Pattern, ...]:
-        """Each branch as a tensor of its own, where one dimension is a sum; otherwise the pattern itself."""
+        """The pattern of each branch as a tensor of its own, where a dimension is a sum; otherwise this pattern."""
         for dim, term in enumerate(self.dims):
             whole = term.term if isinstance(term, Interleaved) else term
             if isinstance(whole, Sum):
@@ -156,7 +156,7 @@ def axes_of(term: Term) -> frozenset[str]:
 
 
 def text_of(term: Term) -> str:
-    """A term as it is written."""
+    """The text of a term, as it is written in a pattern."""
     match term:
         case Axis(name):
             return name
@@ -175,7 +175,7 @@ def text_of(term: Term) -> str:
 
 
 def splits(term: Term) -> tuple[str, ...]:
-    """The mesh axis of each evenly split run of a physical dimension: two where gate and up are each cut by itself."""
+    """The mesh axis of each split in a physical dimension: two where gate and up are each split by themselves."""
     return tuple(inner.mesh for inner in _walk(term) if isinstance(inner, Split))
 
 

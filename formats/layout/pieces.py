@@ -16,7 +16,10 @@ from formats.layout.slots import ALONE, Slot
 
 
 class Scattered(NamedTuple):
-    """A tensor in pieces. `copies` are the sets of pieces that make it up; the first one counts."""
+    """A tensor in pieces.
+
+    Each of `copies` is a set of pieces that make up the tensor; the first copy is the original.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -24,18 +27,18 @@ class Scattered(NamedTuple):
 
     @property
     def files(self) -> list[Path]:
-        """The files that hold a piece of it."""
+        """The files that have a piece of the first copy."""
         first = self.copies[0]
         return first.files if isinstance(first, Columns) else [piece.fragment.path for piece in first]
 
     @property
     def whole(self) -> Fragment:
-        """A fragment that stands for all of it: the file of the first piece, shape and element type."""
+        """A fragment that stands for the whole tensor: file of the first piece, shape and element type."""
         return Fragment(self.copies[0][0].fragment.path, 0, self.dtype, self.shape, row_major(self.shape))
 
 
 def whole_part(shape: tuple[int, ...]) -> Cut:
-    """All of a tensor."""
+    """The part that is the whole tensor."""
     return Cut(tuple((0, n) for n in shape))
 
 
@@ -45,7 +48,7 @@ def in_one(name: str, fragment: Fragment) -> Scattered:
 
 
 def scattered(name: str, shape: tuple[int, ...], dtype: str, pieces: Iterable[Piece]) -> Scattered:
-    """Put pieces together. A part that is there several times belongs to several copies of the tensor.
+    """A tensor from its pieces. A part that occurs several times belongs to several copies of the tensor.
 
     Raises:
         SourceError: the pieces leave a hole or overlap, or differ in element type; the message names the files.
@@ -86,7 +89,7 @@ def _text(part: Cut) -> str:
 
 
 def unstacked(tensor: Scattered) -> Iterator[Scattered]:
-    """The tensors that are stacked along the first dimension of one, in their order."""
+    """The tensors that are stacked along the first dimension of a tensor, in order."""
     slices: list[list[list[Piece]]] = [[[] for _ in tensor.copies] for _ in range(tensor.shape[0])]
     for number, copy in enumerate(tensor.copies):
         for piece in copy:
@@ -97,7 +100,7 @@ def unstacked(tensor: Scattered) -> Iterator[Scattered]:
 
 
 def _at(index: int, piece: Piece) -> Piece:
-    """What a piece holds at an index of the first dimension."""
+    """The part of a piece at an index of the first dimension, without that dimension."""
     fragment, start = piece.fragment, piece.part.ranges[0][0]
     offset = fragment.offset + (index - start) * fragment.strides[0] * DTYPES[fragment.dtype]
     inner = fragment._replace(offset=offset, shape=fragment.shape[1:], strides=fragment.strides[1:])
@@ -105,7 +108,7 @@ def _at(index: int, piece: Piece) -> Piece:
 
 
 def spread(placed: Placed, tensor: Scattered) -> Iterator[Placed]:
-    """A tensor that has found its place: one for each piece, or one for all of those that are columns."""
+    """A placed tensor for each piece of a tensor, or for each copy whose pieces are columns."""
     for number, copy in enumerate(tensor.copies):
         slot = placed.slot._replace(replica=placed.slot.replica._replace(number=number))
         if isinstance(copy, Columns):
@@ -118,6 +121,6 @@ def spread(placed: Placed, tensor: Scattered) -> Iterator[Placed]:
 def match_pieces(
     slots: Iterable[Slot], tensors: Mapping[str, Scattered], drops: Sequence[str], where: Path
 ) -> tuple[list[Placed], tuple[Placed, ...], list[str]]:
-    """As `match`, of tensors in one place: the whole ones, all of their pieces, and the keys that a rule dropped."""
+    """Do `match` for tensors in one place. Returns the whole tensors, all their pieces, and the dropped keys."""
     placed, dropped = match(slots, {ALONE: {key: tensor.whole for key, tensor in tensors.items()}}, drops, where)
     return placed, tuple(piece for whole in placed for piece in spread(whole, tensors[whole.key])), dropped

@@ -1,4 +1,4 @@
-"""Placed tensors: the slots of a layout, each with the tensor that a file holds, and what does not fit."""
+"""Placed tensors: slots of a layout, each paired with its tensor in a file; tensors that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from formats.layout.slots import Layout, Place, Replica, Slot, ranks_again
 from formats.layout.table import Rule
 
 SECOND = re.compile(r"\.layers\.\d+\.(?:enorm|hnorm|eh_proj)\.|^(?:model\.)?mtp\.")
-"""Keys that only a layer has which predicts a token after the next, in DeepSeek-V3 and its descendants, and in Qwen."""
+"""Matches keys of layers that predict a token after the next, in DeepSeek-V3 and its descendants, and in Qwen."""
 
 
 class Placed(NamedTuple):
-    """A physical tensor of a checkpoint, or a part of one, found (or to be written) under `key`.
+    """A physical tensor of a checkpoint, or a part of such a tensor, found (or to be written) under `key`.
 
-    With `columns` it is all pieces of a tensor, and `fragment` stands for all of it. With `files` it is what each of
-    some ranks holds in its own file, at the same place there; `slot` and `fragment` are those of the first.
+    With `columns` this is all pieces of a tensor, and `fragment` stands for the whole tensor. With `files` this is a
+    tensor of each of some ranks, at the same place in each rank's file; `slot` and `fragment` are of the first rank.
     """
 
     key: str
@@ -37,11 +37,11 @@ class Placed(NamedTuple):
 
     @property
     def fragments(self) -> int:
-        """How many fragments it is."""
+        """Number of fragments."""
         return len(self.columns or (self.files and self.files.ranks) or (self,))
 
     def each(self) -> Iterator[Placed]:
-        """Each of the pieces by itself, or what each rank holds."""
+        """Each piece, or each rank's tensor, as a placed tensor of its own."""
         if self.columns is not None:
             for part, fragment in self.columns:
                 yield Placed(self.key, self.slot, fragment, part)
@@ -51,7 +51,7 @@ class Placed(NamedTuple):
             yield self
 
     def on(self, rank: int) -> Placed:
-        """What one of the ranks holds, by its number among them."""
+        """The tensor of one of the ranks, by the rank's number among them."""
         assert self.files is not None
         slot, ranks = self.slot, self.files.ranks
         mesh, replica, expert = self.kind.on(ranks, rank)
@@ -61,16 +61,16 @@ class Placed(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """All that its copies, and the leaves of each, follow from, but for its layer."""
+        """Everything except the layer that the copies of the tensor, and the leaves of each, are computed from."""
         slot = self.slot
         return Kind(slot.rule, self.layout, slot.replica, slot.expert, self.files.ranks if self.files else None)
 
     @property
     def layout(self) -> Layout:
-        """What its leaves follow from.
+        """Everything except layer and expert that the leaves are computed from.
 
         Raises:
-            SourceError: it is an interval of elements that are not contiguous.
+            SourceError: the tensor is an interval of elements that are not contiguous.
         """
         slot, fragment, flat = self.slot, self.fragment, self.part is not None and self.part.flat
         if self.columns is not None:
@@ -81,13 +81,13 @@ class Placed(NamedTuple):
         return Layout(slot.rule.pattern, slot.sizes, slot.mesh, strides, self.part)
 
     def leaves(self) -> list[Leaf]:
-        """What it holds, where it is no columns. Raises as `layout` does."""
+        """The leaves of the tensor, where it is no columns. Raises what `layout` raises."""
         assert self.columns is None
         return [self.slot.in_order(leaf) for leaves in self.layout.lowered() for leaf in leaves]
 
 
 class Kind(NamedTuple):
-    """What the copies of a tensor, and the leaves of each, follow from, but for its layer: `Placed.kind`."""
+    """Everything except the layer that the copies of a tensor, and the leaves of each, are computed from."""
 
     rule: Rule
     layout: Layout
@@ -96,13 +96,13 @@ class Kind(NamedTuple):
     ranks: Ranks | None
 
     def on(self, ranks: Ranks, rank: int) -> tuple[tuple[tuple[str, tuple[int, int]], ...], Replica, int | None]:
-        """Mesh, copy and expert of what one of some ranks holds."""
+        """Mesh, replica and expert of the tensor of one of some ranks."""
         mesh = ranks.meshes[rank][self.rule.over_experts]
         expert = None if self.expert is None else self.expert - ranks.experts[0] + ranks.experts[rank]
         return mesh, self.replica._replace(ranks=ranks_again(self.rule, mesh)), expert
 
     def each(self) -> Iterator[tuple[Layout, Replica, int | None]]:
-        """Layout, copy and expert of what each rank holds, or of the one tensor that it is."""
+        """Layout, replica and expert of each rank's tensor, or of the single tensor."""
         if self.ranks is None:
             yield self.layout, self.replica, self.expert
             return
@@ -113,7 +113,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class OnRank(Sequence[Placed]):
-    """The tensors of one of some ranks that hold the same ones; each is made when it is asked for."""
+    """The tensors of one of some ranks whose files have the same tensors; each is made when it is asked for."""
 
     tensors: tuple[Placed, ...]
     rank: int
@@ -122,12 +122,12 @@ class OnRank(Sequence[Placed]):
         return len(self.tensors)
 
     def __getitem__(self, index: Any) -> Any:
-        """One: nobody asks for a slice."""
+        """The tensor at an index; slices are not supported."""
         return self.tensors[index].on(self.rank)
 
 
 def files_of(tensors: Iterable[Placed]) -> dict[Path, None]:
-    """The files that physical tensors are in, in their order."""
+    """The files of physical tensors, without duplicates, in order."""
     files: dict[Path, None] = {}
     for placed in tensors:
         files |= dict.fromkeys([placed.fragment.path] if placed.columns is None else placed.columns.files)
@@ -137,19 +137,19 @@ def files_of(tensors: Iterable[Placed]) -> dict[Path, None]:
 def match(
     slots: Iterable[Slot], fragments: Mapping[Place, Mapping[str, Fragment]], drops: Sequence[str], where: Path
 ) -> tuple[list[Placed], list[str]]:
-    """Pair the physical tensors that a layout expects with those that the files hold.
+    """Pair the physical tensors that a layout expects with the tensors in the files.
 
     Args:
         slots: the slots of the layout.
-        fragments: the tensors of each place, by key.
+        fragments: the fragments of tensors of each place, by key.
         drops: regular expressions of keys that carry no weights.
-        where: what to call the checkpoint in an error.
+        where: path of the checkpoint, for errors.
 
     Returns:
         The pairs, and the keys that a rule dropped.
 
     Raises:
-        SourceError: something is missing, left over, or has another shape; the message lists names and files.
+        SourceError: a tensor is missing, left over, or has another shape; the message lists names and files.
     """
     placed: list[Placed] = []
     missing: list[str] = []
@@ -195,7 +195,7 @@ def match(
 
 
 def _path(tensors: Mapping[str, Fragment], place: Place, where: Path) -> str:
-    """The file in which a tensor was looked for."""
+    """The path of the file in which a tensor was expected."""
     return str(next(iter(tensors.values())).path) if tensors else str(where / place.file)
 
 

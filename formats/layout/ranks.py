@@ -1,4 +1,4 @@
-"""Ranks whose files hold the same tensors, each its own part of them: what they have in common is kept once."""
+"""Ranks whose files have the same tensors, each its own part of them: the data that ranks share is stored once."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Mesh = tuple[tuple[str, tuple[int, int]], ...]
-"""Mesh axis, the rank on it, and its size."""
+"""(rank, number of ranks) of each mesh axis, with its name."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """Some ranks. What follows from them alone is worked out once for all tensors that are cut over the same object.
+    """Some ranks. Results that depend only on a `Ranks` object are computed once for all tensors split over its ranks.
 
     Attributes:
-        meshes: of each rank, that of dense tensors and that of tensors that are split over experts.
-        experts: the first expert of each rank.
+        meshes: for each rank, the mesh of dense tensors and the mesh of tensors that are split over experts.
+        experts: number of the first expert of each rank.
     """
 
     meshes: tuple[tuple[Mesh, Mesh], ...]
@@ -27,7 +27,7 @@ class Ranks:
 
 @dataclass(frozen=True, eq=False)
 class Files:
-    """The files of some ranks: the place and the path of each, in their order."""
+    """The files of some ranks: the place and the path of each file, in the order of the ranks."""
 
     ranks: Ranks
     places: tuple[str, ...]

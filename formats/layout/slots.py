@@ -1,4 +1,4 @@
-"""Slots: the physical tensors that a layout expects in the files of a checkpoint, and what each holds."""
+"""Slots: the physical tensors that a layout expects in the files of a checkpoint, and the leaves of each."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from formats.layout.tensors import TENSORS
 
 
 class Place(NamedTuple):
-    """Where a tensor is looked for: a file, and the pipeline chunk in it, where a file has several."""
+    """Where a tensor is expected: a file, and the pipeline chunk in the file, where it has several."""
 
     file: str = ""
     chunk: str = ""
 
 
 ALONE = Place()
-"""The place of every tensor of a checkpoint whose keys are enough to find them."""
+"""The place of every tensor in a checkpoint where a tensor's key alone locates the tensor."""
 
 
 class Replica(NamedTuple):
-    """Which further copy of a tensor this is; nothing of the one that counts.
+    """Which further copy of a tensor this is; false for the original.
 
-    It is `shared` under another name, as by an output head; on the ranks of some mesh axes; or in pieces stored again,
-    or by a layer that predicts a token after the next.
+    A further copy is `shared` under another name, as by an output head; or on other `ranks` of some mesh axes; or has a
+    `number`, as pieces stored again, or the copy in a layer that predicts a token after the next.
     """
 
     shared: bool = False
@@ -38,23 +38,23 @@ class Replica(NamedTuple):
     number: int = 0
 
     def __bool__(self) -> bool:
-        """Whether it is a further copy."""
+        """Whether the tensor is a further copy."""
         return self != ORIGINAL
 
     def __str__(self) -> str:
-        """The copy, for a person."""
+        """The kind of copy as text, for people."""
         names = ["copy"] * self.shared + [f"{axis} rank {rank}" for axis, rank in self.ranks]
         return ", ".join(names + [f"replica {self.number}"] * bool(self.number))
 
 
 DIM = "dim"
-"""How the axes of a tensor without a table are called, before their numbers."""
+"""Prefix, before a number, of the names of axes of a tensor without a table."""
 ORIGINAL = Replica()
 SHARED = Replica(shared=True)
 
 
 class Slot(NamedTuple):
-    """One physical tensor that a layout expects: its place, the spellings of its key, its shape and its content."""
+    """A physical tensor that a layout expects: its place, the spellings of its key, its shape and its content."""
 
     place: Place
     keys: tuple[str, ...]
@@ -67,20 +67,20 @@ class Slot(NamedTuple):
     expert: int | None = None
 
     def leaves(self) -> list[Leaf]:
-        """What the physical tensor holds, where it is whole and row-major."""
+        """The leaves of the physical tensor, where it is whole and row-major."""
         layout = Layout(self.rule.pattern, self.sizes, self.mesh)
         return [self.in_order(leaf) for leaves in layout.lowered() for leaf in leaves]
 
     def in_order(self, leaf: Leaf) -> Leaf:
-        """A leaf with the coordinates that are outside the tensor, its spans in the canonical order of the axes."""
+        """A leaf with layer and expert as further coordinates, and its spans in the canonical order of the axes."""
         outside = (("layer", self.layer), ("expert", self.expert))
         return in_order(leaf, [Span(axis, index, index + 1, 0) for axis, index in outside if index is not None])
 
 
 def in_order(leaf: Leaf, outside: Sequence[Span]) -> Leaf:
-    """A leaf with coordinates that are outside the tensor, its spans in the canonical order of the axes.
+    """A leaf with further coordinates from outside of the tensor, and its spans in the canonical order of the axes.
 
-    A tensor that no table knows has its axes in the order of their numbers, or else in that in which it is stored.
+    The axes of a tensor without a table are ordered by their numbers, or as they are stored if they have none.
     """
     spans_in_order = (*outside, *leaf.spans)
     spans = {span.axis: span for span in spans_in_order}
@@ -93,13 +93,13 @@ def in_order(leaf: Leaf, outside: Sequence[Span]) -> Leaf:
 
 
 def _number(axis: str) -> int:
-    """That of a dimension, 0 of an axis with a name."""
+    """The number in the name of a dimension, 0 for an axis with a name."""
     number = axis.removeprefix(DIM)
     return int(number) if number.isdecimal() else 0
 
 
 class Layout(NamedTuple):
-    """All that the leaves of a fragment, or of each piece in columns, follow from, but for its layer and expert."""
+    """Everything except layer and expert that the leaves of a fragment, or of pieces in columns, are computed from."""
 
     pattern: Pattern
     sizes: tuple[tuple[str, int], ...]
@@ -109,7 +109,7 @@ class Layout(NamedTuple):
     boxes: Boxes | None = None
 
     def lowered(self) -> Sequence[Sequence[Leaf]]:
-        """The leaves of each piece, without the coordinates that are outside the tensor."""
+        """The leaves of each piece, without coordinates from outside of the tensor."""
         if self.boxes is None:
             return (_lowered(self.pattern, self.sizes, self.mesh, self.strides, self.part),)
         return _lowered_boxes(self.pattern, self.sizes, self.mesh, self.boxes)
@@ -157,20 +157,20 @@ def slots(
     expert_mesh: Mesh | None = None,
     layer_sizes: Sequence[Mapping[str, int]] = (),
 ) -> Iterator[Slot]:
-    """The physical tensors that a table puts into one file (or one pipeline chunk of it), in the order of its layers.
+    """The physical tensors that a table puts into one file (or one pipeline chunk of a file), in the order of layers.
 
     Args:
         table: the rules.
         sizes: the size of each axis.
-        tensors: the logical tensors that the model has.
+        tensors: the logical tensors of the model.
         place: the file, relative to the checkpoint, and the chunk in it.
-        layers: (number in the key, number in the model) of each layer that the file holds.
+        layers: (number in the key, number in the model) of each layer in the file.
         mesh: the file's rank and the number of ranks on each mesh axis.
-        conditions: those that hold in this file, whatever the layer.
-        kinds: those of `KINDS` that hold in each layer of the model.
-        experts: (number in the key, number in the model) of each expert that the file holds.
-        expert_mesh: the mesh of the tensors that are split over experts, where theirs is another one.
-        layer_sizes: the sizes that each layer of the model has otherwise; none where all have the same.
+        conditions: the conditions that hold in this file, whatever the layer.
+        kinds: the conditions in `KINDS` that hold in each layer of the model.
+        experts: (number in the key, number in the model) of each expert in the file.
+        expert_mesh: the mesh of tensors that are split over experts, where it differs from `mesh`.
+        layer_sizes: the sizes in which each layer of the model differs; empty where all layers have the same sizes.
     """
     known, conditions_met = set(tensors), set(conditions) | ALWAYS | KINDS
     numbers = list(layers)
@@ -181,7 +181,7 @@ def slots(
     first_mtp = sum(MTP not in own for own in kinds)
     for stacked, group in groupby(holding, key=lambda rule: "{layer}" in rule.key or MTP in rule.conditions):
         members = []
-        for rule in group:  # what is the same in each layer
+        for rule in group:  # facts that are the same in each layer
             own = meshes[rule.over_experts]
             layered = stacked and any(TENSORS[name][0] == "layer" for name in rule.pattern.tensors)
             shared = not rule.conditions.isdisjoint({"copy", "optional"})
@@ -212,12 +212,12 @@ def slots(
 
 
 def ranks_again(rule: Rule, mesh: tuple[tuple[str, tuple[int, int]], ...]) -> tuple[tuple[str, int], ...]:
-    """The ranks, other than the first, of mesh axes over which a tensor is not split: they hold it again."""
+    """The ranks other than the first on mesh axes over which a tensor is not split: these ranks have a copy."""
     return tuple((axis, rank) for axis, (rank, _) in mesh if axis not in rule.splits and rank)
 
 
 def _filled(template: str, names: Mapping[str, str]) -> str:
-    """A key template with numbers in the places of its coordinates."""
+    """A key template with its coordinates replaced by numbers."""
     for name, number in names.items():
         template = template.replace(name, number)
     return template

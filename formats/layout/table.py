@@ -1,14 +1,14 @@
-"""Layouts: tables of rules that say which physical tensors a checkpoint holds, and what is in them.
+"""Layouts: tables of rules that specify which physical tensors a checkpoint has, and what is in them.
 
 A rule is a line: a key, a pattern, and the conditions under which it holds.
 
     decoder.layers.{layer}.mlp.linear_fc1.weight    (gate: ffn/tp | up: ffn/tp) hidden
     output_layer.weight                             (head: vocab | ~padding)/tp hidden     last
 
-Columns are separated by two or more spaces. `{layer}` and `{expert}` are coordinates that live in the key, as is
-`{depth}`, which counts the layers that predict tokens after the next; `{a|b}` are
-spellings, of which a reader takes the one that it finds and a writer the one that it is told. A rule holds when the
-model has every tensor that its pattern names, and the file is where its conditions want it to be.
+Columns are separated by two or more spaces. `{layer}` and `{expert}` are coordinates in the key, as is `{depth}`, which
+counts the layers that predict tokens after the next. `{a|b}` are spellings: a reader takes the spelling that the file
+has, and a writer the one that it is given. A rule holds when the model has every tensor that its pattern names, and the
+conditions of the rule hold in the file.
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ CONDITIONS = {
     "optional": "may be absent",
 }
 ALWAYS = {"centred", "copy", "partial", "optional"}
-"""Conditions that say what a tensor is, not when it is there."""
+"""Conditions that describe a tensor, and do not specify when the tensor exists."""
 BIASES = {"qkv_bias", "output_bias", "mlp_bias"}
-"""Conditions that a config key of some families turns on."""
+"""Conditions that a key of config.json turns on in some families."""
 MTP = "mtp"
-"""The kind of the layers that predict tokens after the next, which are numbered after the others. A line holds in them
-or in the others, never in both."""
+"""The kind of layers that predict tokens after the next, which are numbered after all other layers. A rule holds in
+these layers or in the others, never in both."""
 TOLD_APART = {"blocks", "windowed", "keyed", "valued"}
-"""Kinds of layers that only some tables tell apart."""
+"""Kinds of layers that only some tables distinguish."""
 KINDS = {"attention", "recurrent", "state", "short", "indexing", "dense", "sparse", MTP} | TOLD_APART
-"""Conditions that hold in some layers of a model, and not in others: what a layer has of each is its kinds."""
+"""Conditions that hold in some layers of a model, and not in others. The ones that hold in a layer are its kinds."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,14 @@ class Rule:
 
     @cached_property
     def spellings(self) -> tuple[str, ...]:
-        """The key templates that a reader accepts, `{layer}` and `{expert}` still in them."""
+        """The key templates that a reader accepts, with `{layer}` and `{expert}` not replaced."""
         parts = re.split(r"\{((?:[^{}]|\{\w+\})*\|(?:[^{}]|\{\w+\})*)\}", self.key)
         choices = [[part] if i % 2 == 0 else part.split("|") for i, part in enumerate(parts)]
         return tuple("".join(choice) for choice in product(*choices))
 
     @cached_property
     def of_expert(self) -> bool:
-        """Whether the key names one expert."""
+        """Whether the key contains the number of an expert."""
         return "{expert}" in self.key
 
     @cached_property
@@ -110,7 +110,7 @@ class Rule:
 
     @cached_property
     def over_experts(self) -> bool:
-        """Whether its mesh is that of tensors that are split over experts."""
+        """Whether the tensor's mesh is that of tensors that are split over experts."""
         return not self.splits.isdisjoint({"ep", "etp"})
 
 
@@ -130,7 +130,7 @@ def rules(table: str) -> tuple[Rule, ...]:
 
 
 def model_tensors(table: Sequence[Rule], conditions: Iterable[str]) -> tuple[str, ...]:
-    """The logical tensors that a table defines, in its order."""
+    """The logical tensors that a table defines, in the order of the table."""
     holds = set(conditions) | {"optional", "partial", "separate"}
     names = [name for rule in table if rule.conditions <= holds for name in rule.pattern.tensors]
     return tuple(dict.fromkeys(names))

@@ -1,51 +1,51 @@
 """The catalogue of logical tensors, and their axes.
 
 Axes are the finest split that any format needs. Their order is the canonical order of elements, in which digests are
-taken. A tensor with a `layer` axis is handled layer by layer.
+computed. A tensor with a `layer` axis is handled layer by layer.
 
     group   key/value group            head    query head within its group
     half    half of a rotary head      pair    index within that half (rotary turns (0, pair) into (1, pair))
     dim     a head that nothing permutes, such as the value's
 
-A layer that predicts a token after the next (MTP) has norms of the embedding of the next one and of the hidden state
-before it, and what makes one of both; then it is a layer as others are, with a final norm of its own.
+A layer that predicts a token after the next (MTP) has a norm of the next token's embedding, a norm of the hidden state
+before it, and a matrix that joins both; the rest is a layer like all others, with a final norm of its own.
 
-A router scores experts; `router_bias` is added to the scores when experts are chosen, and to nothing else,
-`router_score_bias` to the scores themselves; `router_choice_bias` is the first as a parameter, which no training moves.
-Experts may work on a latent of their layer, to which one matrix leads, and from which another comes back.
-Shared experts see every token; `shared_router` gates their output where a model has one. An attention sink is one
-learned logit of a head, which attends to no token.
-
-The activation xIELU has two numbers that a training moves, one for each sign, and two that it does not.
+A router scores experts. `router_bias` is added to the scores when experts are chosen, and nowhere else;
+`router_score_bias` is added to the scores themselves; `router_choice_bias` is like `router_bias`, but is a parameter,
+which no training changes. Experts may work on a latent of their layer: one matrix projects to the latent, another back.
+Shared experts get every token; `shared_router` gates their output where a model has one. An attention sink is one
+learned logit of a head, which attends to no token. The activation xIELU has two trained numbers, one for each sign, and
+two that are not trained.
 
 Multi-head latent attention (MLA): `latent_down` projects to the latent of keys and values, and to the rotary part of
-keys; `latent_up` projects from it to each head. Queries may have a latent of their own, or come by `latent_query`.
+keys; `latent_up` projects from the latent to each head. Queries may have a latent of their own, or `latent_query`
+projects to them directly.
 
-An indexer scores the tokens before each, by queries of a head made of their latent and one key, with a weight for each
-head; attention sees those of the highest scores. The first elements of its heads rotate, in halves or by neighbours.
+An indexer scores the tokens before each token, by queries of several heads, made of the query latent, and one key, with
+a weight for each head; attention sees the tokens of the highest scores. The first elements of the indexer's heads
+rotate, in halves or by neighbours. An indexer of blocks scores tokens by queries and one key of its own, each with a
+norm, and attention sees the blocks of the best tokens.
 
-A query gate weighs the output of attention, element by element. The value heads of linear attention are in the order of
-the key heads that they belong to, `spread` of each; beta says how much its state learns of a token, alpha, decay and
-the bias of their step how much it forgets. Taps are the weights of a convolution over tokens.
+A query gate weights the output of attention, element by element. The value heads of linear attention are in the order
+of the key heads that they belong to, `spread` value heads for each key head. Beta determines how much the state of
+linear attention takes from a token; alpha, decay and step bias determine how much the state forgets. Taps are the
+weights of a convolution over tokens. Linear attention that forgets channel by channel (KDA) computes its forgetting,
+and its gate, through a latent each.
 
-A state space (Mamba2) has heads, `share` of each group: x is what goes into the state of a head, b how, and c how it is
-read, both for a group; step and decay say how much it forgets, skip what goes past it, and a gate weighs what comes
-out. `pre_norm` is the only norm of a layer that is one block. In a short convolution b and c are gates of x.
+A state space (Mamba2) has heads, `share` of each group: x is the input of a head's state, b determines how x enters
+the state, and c how the state is read, both for a group. Step and decay determine how much the state forgets, skip how
+much of x bypasses it, and a gate weights the output. `pre_norm` is the only norm of a layer that is one block. In a
+short convolution b and c are gates of x.
 
-Linear attention that forgets channel by channel (KDA) makes what it forgets, and its gate, through a latent each.
+Each layer may get an input of its own for a token, made by an embedding for all layers and a projection of the main
+embedding: a gate and a matrix lead to this input and back. A layer may scale its output. The output of its MLP, and the
+input and the output of its experts, may have a norm each; its router scales its input, and the output of each expert.
 
-An indexer of blocks scores tokens by queries and one key of its own, each with a norm, and attention sees the blocks of
-the best ones.
+A LoRA adds the product of two factors to a matrix: `lora_b`, with the axes of the output, times `lora_a`, with the axes
+of the input. A shard, a half of a shard (`fold`) and a chunk of that half are the rows of an MLP as Megatron-Bridge
+divides them.
 
-Each layer may get an input of its own of a token, which an embedding for all layers and a projection of the main one
-make: a gate and a matrix lead to it and back. A layer may scale its output, and what comes out of its MLP, into its
-experts and out of these may have a norm each; its router scales what it reads, and what each expert returns.
-
-A LoRA adds the product of two factors to a matrix: `lora_b`, with the axes of what comes out, times `lora_a`, with
-those of what goes in. A shard, a half of it (`fold`) and a chunk of that are the rows of an MLP as Megatron-Bridge has
-them.
-
-Where only a part of a head rotates, `half pair` is just its order; no layout may turn it into `pair half`.
+Where only a part of a head rotates, `half pair` is just its order; no layout may change it to `pair half`.
 """
 
 from __future__ import annotations
@@ -204,12 +204,12 @@ TENSORS: Mapping[str, tuple[str, ...]] = {
 
 
 BUFFERS = frozenset({"router_bias", "layer_scalar", "xielu_beta", "xielu_eps"})
-"""What is no parameter of a model, though its files hold it."""
+"""Tensors that are in the files of a model, but are no parameters."""
 
 
 UNTRAINED = BUFFERS | {"router_choice_bias"}
-"""What no optimizer moves."""
+"""Tensors that no optimizer updates."""
 
 
 EXACT = frozenset({"router_bias", "router_choice_bias"})
-"""What no framework rounds."""
+"""Tensors that no framework rounds to a lower precision."""

@@ -1,6 +1,6 @@
-"""Signs in the names of tensors that they are no model by themselves: adapters, value heads, several models at once.
+"""Tensor names that show that a checkpoint is not one plain model: adapters, value heads, several models at once.
 
-Facts: peft 0.21 (`tuners/*/layer.py`, what each layer keeps beside its `base_layer`; `peft_model.py`, the
+Facts: peft 0.21 (`tuners/*/layer.py`, the tensors of each layer beside its `base_layer`; `peft_model.py`, the
 `prompt_encoder` and the `base_model` of every wrapper), trl 0.29 `modeling_value_head.py` and `modeling_base.py`.
 """
 
@@ -24,26 +24,26 @@ VALUE_HEAD = "save the model inside it: model.pretrained_model.save_pretrained(O
 APART = "save the model alone: the policy's own save_pretrained(OUT)"
 
 ROOT = "base_model.model."
-"""What PEFT puts before the names of a model that it wraps."""
+"""The prefix that PEFT puts before the names of a model that it wraps."""
 OF_LORA = re.compile(
     r"(?P<module>.+)\.(?P<kind>lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))"
     r"(?:\.(?!weight$)(?P<name>[^.]+))?(?P<end>\.weight)?"
 )
-"""A tensor of LoRA in memory, with the adapter's name, which its file leaves out."""
+"""Matches the name of a LoRA tensor in memory, with the adapter's name, which PEFT's files leave out."""
 SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<name>[^.]+)\.(?P<end>.+)")
 REPLACED = re.compile(r"\.(?:base_layer|original_module)(?=\.)")
-"""What PEFT calls the module inside its own."""
+"""Matches PEFT's names of the original module inside its own module."""
 Held = TypeVar("Held")
 
 
 class Sign(NamedTuple):
-    """What a name says.
+    """A pattern of tensor names that shows that a checkpoint is not one plain model.
 
     Attributes:
-        pattern: what is found in the name of a tensor.
-        what: what that is.
-        hint: how a model is had of it.
-        beside: what another name has to begin with as well, if one sign does not tell.
+        pattern: regular expression that is searched in the names of tensors.
+        what: description of such a checkpoint.
+        hint: how to make a plain model of such a checkpoint.
+        beside: regular expression that another name has to match at its beginning too, if one sign is not enough.
     """
 
     pattern: str
@@ -82,18 +82,18 @@ SIGNS = (
         r"(?:ref|reference|critic|value|reward)(?:_model)?\.",
     ),
 )
-"""The first that is found in any name counts: a method before the wrapper that every method has."""
+"""The first sign that any name matches applies: methods come before the wrapper that every method has."""
 
 
 def require_plain(keys: Iterable[str], where: Path) -> None:
-    """Names are those of one model, with nothing around it.
+    """Check that tensor names are those of one model without a wrapper, an adapter or another model.
 
     Args:
         keys: the names of all tensors.
         where: the checkpoint.
 
     Raises:
-        UnsupportedError: one belongs to an adapter, a value head or a second model.
+        UnsupportedError: a name belongs to an adapter, a value head or a second model.
     """
     names = {re.sub(r"\.\d+(?=\.)", ".0", key): key for key in keys}  # the layers of a large model have the same names
     for sign in SIGNS:
@@ -103,18 +103,18 @@ def require_plain(keys: Iterable[str], where: Path) -> None:
 
 
 def chosen(keys: Mapping[str, Held], adapter: str | None, where: Path) -> dict[str, Held]:
-    """The tensors of a training that are read, by the names that they have in files.
+    """The tensors of a training checkpoint that are to be read, by their names in files.
 
     Args:
-        keys: what there is, by its name in memory.
-        adapter: `only` for the adapter, by the names of PEFT's files; `merged` for the base that it is merged into;
-            None for a training without one.
+        keys: the values of all tensors, by the tensors' names in memory.
+        adapter: `only` for the adapter, by the names in PEFT's files; `merged` for the base model that the adapter is
+            merged into; None for a training without an adapter.
         where: the checkpoint.
 
     Raises:
-        UnsupportedError: it belongs to an adapter that nobody asked for, or that is no LoRA.
-        UsageError: there is no adapter.
-        RefusedError: there are several.
+        UnsupportedError: a tensor belongs to an adapter although `adapter` is None, or to an adapter that is no LoRA.
+        UsageError: the checkpoint has no adapter.
+        RefusedError: the checkpoint has several adapters.
     """
     if adapter is None:
         require_plain(keys, where)
@@ -139,5 +139,5 @@ def chosen(keys: Mapping[str, Held], adapter: str | None, where: Path) -> dict[s
 
 
 def spec_of(shapes: Mapping[str, tuple[int, ...]]) -> Verbatim:
-    """An adapter as a model of its own, whose tensors have PEFT's names."""
+    """The spec of an adapter as a model of its own, whose tensors have PEFT's names."""
     return Verbatim("peft", shapes, tied=False, vocab=None, why="it is an adapter")

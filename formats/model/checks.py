@@ -1,6 +1,6 @@
-"""Whether settings make a model that has a layout here: a row for each bound of several settings together.
+"""Checks whether settings make a model that has a layout here: a row for each bound on several settings together.
 
-What a setting may be by itself follows from its type.
+The bounds of a single setting follow from its type.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from formats.model.values import KINDS, MOST_EXPERTS, MOST_LAYERS, some_layers, 
 
 
 class Check(NamedTuple):
-    """A row: what is wrong with a model `m` of a family, how to say it, and the trait of the families it is for."""
+    """A row: when a model `m` of a family is wrong, the error and its text, and the trait of the families checked."""
 
     error: type[VitruvianError]
     wrong: Callable[[ModelSpec, Family], object]
@@ -28,14 +28,14 @@ class Check(NamedTuple):
 
 
 def _windowed(m: ModelSpec) -> bool:
-    """Whether some layers have a sliding window. Without `layer_types` the classes that have it assume some."""
+    """Whether some layers have a sliding window. Without `layer_types`, classes that have that key assume some."""
     if "layer_types" in m.own:
         return m.own["layer_types"] is None or "sliding_attention" in m.own["layer_types"]
     return m.full_layers not in (None, (*range(m.layers),))
 
 
 def _produced(m: ModelSpec) -> bool:
-    """Whether each kind of layers, with a window or without, has one with keys and values of its own."""
+    """Whether layers with a sliding window, and layers without, each include one with keys and values of its own."""
     full, reusing = {*(m.full_layers or ())}, {*(m.reusing_layers or ())}
     own = {layer in full for layer in range(m.layers) if layer not in reusing}
     return not reusing or own == {layer in full for layer in range(m.layers)}
@@ -95,15 +95,15 @@ CHECKS = (
 
 
 def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
-    """Build a spec from found values; each must be there and make sense.
+    """Build a spec from values that were read; each needed value has to be present and valid.
 
     Args:
         values: the settings by name, with the `family`, and `own`, `biases` and `notes` where there are some.
-        where: what to call the file that says them in an error.
+        where: name of the file that the values are from, for errors.
 
     Raises:
-        SourceError: one is missing or invalid; the message names the flag that supplies it.
-        UnsupportedError: they make a model that has no layout here.
+        SourceError: a setting is missing or invalid; the message names the flag that supplies the setting.
+        UnsupportedError: the settings make a model that has no layout here.
     """
     family = family_named(values["family"])
     needed = {*NEEDED}.intersection((*EVERY, *family.keys)) | ({"rope_theta"} if family.rope_theta else set())
@@ -128,10 +128,10 @@ def checked(values: Mapping[str, Any], where: str) -> ModelSpec:
 
 
 def layers_of(values: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...] | None]:
-    """The settings of `LISTS`, in the order of the layers, each once.
+    """The settings in `LISTS`, with layers sorted and without duplicates.
 
     Raises:
-        SourceError: one names no layers of the model.
+        SourceError: a setting names numbers that are no layers of the model.
     """
     numbers, layers = some_layers(values.get("layers")), dict[str, tuple[int, ...] | None]()
     for name in LISTS:
@@ -145,10 +145,10 @@ def layers_of(values: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...
 
 
 def fixed_otherwise(family: Family, values: Mapping[str, Any], where: str) -> list[str]:
-    """What a family fixes to something else than these settings say, each as the end of a sentence.
+    """The settings that contradict the values which a family fixes, each as the end of a sentence.
 
     Raises:
-        SourceError: a size from which the family makes another is none.
+        SourceError: a size from which the family derives another is no valid size.
     """
     fixed = {name: only for name, only in FIXED.items() if name not in family.keys and only is not None}
     heads = whole(values["heads"], "heads", where)
@@ -165,7 +165,7 @@ def fixed_otherwise(family: Family, values: Mapping[str, Any], where: str) -> li
 
 
 def unsaid(table: Iterable[Row], conditions: Collection[str], spec: ModelSpec) -> str:
-    """A setting of a model that no row of a format's table says, and that is not what then holds; empty if all are."""
+    """A setting that a format's table has no row for, and that differs from the fixed value; empty if there is none."""
     named = {row.setting for row in table if not row.condition or row.condition in conditions}
     silent = {name: getattr(spec, name) for name in CHOICES if name not in named}
     lost = (name for name, value in silent.items() if value not in (None, FIXED[name]))

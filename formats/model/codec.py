@@ -1,4 +1,4 @@
-"""Settings as tables: a row names a setting and its keys in a framework, and both directions follow from it.
+"""Settings as tables: a row names a setting and its keys in a framework, and is used for reading and for writing.
 
     layers           num_layers
     norm_epsilon     layernorm_epsilon|norm_epsilon
@@ -6,10 +6,11 @@
     dense_layers     moe_layer_freq                           zero_in_dense_layers     moe
 
 Columns are separated by two or more spaces: the setting, its keys, the codec, the condition under which the row holds.
-A space separates keys that together spell one setting, `|` names of one key: a reader takes the first that has a value.
-`-` is no key: the setting follows from others; or no setting: the keys follow from others.
-A codec is two small functions, each the inverse of the other; nobody writes the inverse of a table. The property tests
-(`tests/property/test_settings.py`) go through every row in both directions.
+A space separates keys that together spell one setting, `|` separates names of one key: a reader takes the first name
+that has a value. `-` as keys means no key: the setting follows from others; `-` as setting means no setting: the keys
+follow from other settings.
+A codec is two small functions, each the inverse of the other; the inverse of a table is never written. The property
+tests (`tests/property/test_settings.py`) go through every row in both directions.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ Spelled = Mapping[str, Any]
 
 
 class Context(NamedTuple):
-    """What a codec may look at besides its own keys.
+    """The data that a codec may read besides its own keys.
 
     Attributes:
         values: the settings of the rows above when reading, all settings when writing.
-        where: what to call the file in an error.
-        file: all keys of the file that is read, or in which the written ones will be put.
-        notes: a reader adds to them what it took from a documented default.
+        where: name of the file, for errors.
+        file: all keys of the file that is read, or of the file that the written keys will be put into.
+        notes: a reader adds a note for each value that it takes from a documented default.
     """
 
     values: Mapping[str, Any]
@@ -42,8 +43,9 @@ class Codec(NamedTuple):
     """How one setting is spelled in the keys of its row.
 
     Attributes:
-        read: the value, from those of the row's keys that have one; it raises what its file says.
-        write: all the keys of the row, for a value; it raises RefusedError where the framework cannot say it.
+        read: returns the setting's value, from the values of the row's keys that have one; raises for invalid values.
+        write: returns all keys of the row, for a setting's value; raises RefusedError where the framework cannot
+            express the value.
     """
 
     read: Callable[[Spelled, Context], Any]
@@ -54,7 +56,7 @@ Value = Callable[[Any, Context], Any]
 
 
 def scalar(key: str, read: Value, write: Value) -> Codec:
-    """A codec of one key: `read` gets its value, None where it has none."""
+    """A codec of one key: `read` gets the key's value, None if the key has none."""
     return Codec(
         lambda spelled, context: read(spelled.get(key), context),
         lambda value, context: {key: write(value, context)},
@@ -62,7 +64,7 @@ def scalar(key: str, read: Value, write: Value) -> Codec:
 
 
 class Row(NamedTuple):
-    """One line of a table: `keys` are tuples of the names of each key, the first of them the usual one."""
+    """One line of a table. `keys` has a tuple of names for each key, of which the first is the usual name."""
 
     setting: str
     keys: tuple[tuple[str, ...], ...]
@@ -71,16 +73,16 @@ class Row(NamedTuple):
 
 
 Maker = Callable[..., Codec]
-"""A codec for the usual names of a row's keys."""
+"""Makes a codec from the usual names of a row's keys."""
 
 
 def same(key: str) -> Codec:
-    """The value itself."""
+    """The codec of a key whose value is the setting's value."""
     return scalar(key, lambda value, _: value, lambda value, _: value)
 
 
 def opposite(key: str) -> Codec:
-    """False for true and true for false."""
+    """The codec of a key whose value is the negated setting."""
     turn = lambda value, _: None if value is None else not value  # noqa: E731 (its own inverse)
     return scalar(key, turn, turn)
 
@@ -89,8 +91,8 @@ def rows(table: str, codecs: Mapping[str, Maker]) -> tuple[Row, ...]:
     """Parse a table.
 
     Args:
-        table: its lines.
-        codecs: name in the third column: the codec, made of the names of the keys.
+        table: the text of the table, a row per line.
+        codecs: maker of a codec from the names of the keys, by the name in the third column.
     """
     parsed = []
     for line in table.strip().splitlines():
@@ -108,15 +110,15 @@ def read(
     known: Mapping[str, Any] | None = None,
     notes: list[str] | None = None,
 ) -> dict[str, Any]:
-    """The settings of the rows that hold, from a framework's keys; a codec raises what its keys say wrongly.
+    """The settings of the rows that hold, read from a framework's keys. Raises what a codec raises for invalid values.
 
     Args:
         table: the rows.
         spelled: the keys and their values.
-        conditions: those that hold.
-        where: what to call the file in an error.
-        known: settings that have no row, for the codecs to look at.
-        notes: gets what a codec took from a documented default.
+        conditions: the conditions that hold.
+        where: name of the file, for errors.
+        known: settings that have no row, which codecs may read.
+        notes: list that gets a note for each value that a codec takes from a documented default.
     """
     values: dict[str, Any] = dict(known or {})
     context = Context(values, where, spelled, [] if notes is None else notes)
@@ -140,7 +142,7 @@ def write(
     where: str,
     file: Spelled | None = None,
 ) -> dict[str, Any]:
-    """The keys of the rows that hold, for the settings of a model, under each of their names; `file` will hold them."""
+    """The keys of the rows that hold, under each of their names, for the settings of a model; `file` will get them."""
     spelled: dict[str, Any] = {}
     context = Context(values, where, file or {}, [])
     for row in table:

@@ -1,7 +1,7 @@
-"""What a config and the names and shapes of tensors alone tell: whether they can be one model that is complete.
+"""Checks from the config and the names and shapes of tensors alone whether they can be one complete model.
 
-For models without a table. Every check passes over what it does not know, so that it is never the only one where
-weights of the base model, or transformers, can be asked (`converters/plan/agreement.py`).
+For models without a table. Every check ignores what it does not recognise, so these checks are never the only ones
+where weights of the base model, or transformers, can be compared with (`converters/plan/agreement.py`).
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from formats.model.untabled import language
 from formats.model.vocab_rows import EMBEDDING, HEAD
 
 OTHERS = {r"vis(?:ion|ual)|image": "vision_config", r"audio|speech": "audio_config"}
-"""Part of a name: the config of that part of the model."""
+"""Pattern of the name of a part of the model: the key in the config that has the config of this part."""
 DEPTH = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers", "decoder_layers",
     "num_encoder_layers", "num_decoder_layers", "num_blocks",
 )  # fmt: skip
 FURTHER = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-"""Layers that predict further tokens, which the Hub's files number after the others."""
+"""Config keys with the number of layers that predict further tokens, which the Hub's files number after the others."""
 HIDDEN = re.compile(r"(?:hidden|(?:\w*_)?embed\w*)_(?:size|dim)|word_embed_proj_dim|n_embd|d_model|d_embed|dim")
 LISTS = ("layers", "h", "blocks", "block", "layer")
-"""What a list of layers is called: each of them has tensors."""
+"""Names of lists of layers, in which each layer has tensors."""
 ITEM = re.compile(r"(.*?)\.(\d+)\.(.+)")
 NORM = re.compile(r"(?:.*[._])?(?:norm\w*|ln\w*|\w*layer_?norm\w*)\.weight", re.IGNORECASE)
 BEFORE = re.compile(r"(?:.*\.)?(?:word_embeddings_layernorm|layernorm_embedding)\.\w+")
-"""Norms of the embedding, not of what the last layer returns (transformers 5.23.0: BLOOM; BART and its kin)."""
+"""Matches norms of the embedding, not of the last layer's output (transformers 5.23.0: BLOOM; BART and its kin)."""
 FIRST = re.compile(r"(?:.*\.)?(?:relative_attention_bias|rel_attn_embed|pre_ln)\.\w+")
-"""What only the first layer of a list has (transformers 5.23.0: T5 and its kin, which share its bias between layers;
-WavLM; RWKV)."""
+"""Matches tensors that only the first layer of a list has (transformers 5.23.0: T5 and its kin, which share its bias
+between layers; WavLM; RWKV)."""
 FEW, ALL = 3, 4
-"""So many tensors may be missing from a layer that is taken for a damaged one, and not for one of another kind; and so
-many modules, if no norm is among them: all of an attention or an MLP."""
+"""A layer that lacks up to FEW tensors counts as damaged, not as of another kind; so does a layer that lacks up to ALL
+modules, without a norm among them: all modules of an attention or an MLP."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Finding(NamedTuple):
-    """What does not agree: the name of a tensor, or of a part of the model, and a sentence about it."""
+    """A contradiction: the name of a tensor, or of a part of the model, and a sentence about it."""
 
     name: str
     text: str
 
 
 def contradictions(config: dict[str, Any], spec: Verbatim) -> Iterator[Finding]:
-    """Numbers of the config that are not those of the tensors: layers, hidden size, vocabulary."""
+    """Findings on numbers of the config that differ from the tensors: layers, hidden size, vocabulary."""
     embedding, outer = _embedding(spec.shapes)
     lists = _lists(spec.shapes)
     for prefix, layers in lists.items():
@@ -59,7 +59,7 @@ def contradictions(config: dict[str, Any], spec: Verbatim) -> Iterator[Finding]:
 
 
 def predicts_further(config: dict[str, Any], key: str) -> bool:
-    """Whether a tensor is of a layer that predicts further tokens, which its config says it has after the others."""
+    """Whether a tensor is of a layer that predicts further tokens, by the numbers of layers in the config."""
     of, item = language(config), _item(key)
     further = sum(of[name] for name in FURTHER if type(of.get(name)) is int)
     depth = of.get("num_hidden_layers")
@@ -69,7 +69,7 @@ def predicts_further(config: dict[str, Any], key: str) -> bool:
 
 
 def losses(config: dict[str, Any], spec: Verbatim) -> Iterator[Finding]:
-    """What the names themselves show to be missing."""
+    """Findings on tensors whose names alone show that they are missing."""
     lists = _lists(spec.shapes)
     embedding, outer = _embedding(spec.shapes)
     for prefix, layers in lists.items():
@@ -85,7 +85,7 @@ def losses(config: dict[str, Any], spec: Verbatim) -> Iterator[Finding]:
 
 
 def _embedding(shapes: Shapes) -> tuple[str, str] | tuple[None, None]:
-    """The one embedding of tokens, and the module that it is in."""
+    """The key of the token embedding, and the name of the module that has it; None unless there is exactly one."""
     embeddings = [key for key in shapes if EMBEDDING.fullmatch(key)]
     return (embeddings[0], _parent(_parent(embeddings[0]))) if len(embeddings) == 1 else (None, None)
 
@@ -95,13 +95,13 @@ def _parent(name: str) -> str:
 
 
 def _item(key: str) -> re.Match[str] | None:
-    """The list of layers, the number and the rest, of a tensor that is in one."""
+    """The match of the list of layers, the layer number and the rest in a tensor's name; None outside of layers."""
     item = ITEM.fullmatch(key)
     return item if item and item[1].rpartition(".")[2] in LISTS else None
 
 
 def _lists(shapes: Shapes) -> dict[str, dict[int, set[str]]]:
-    """The names in each layer of each list of layers."""
+    """The names of tensors in each layer of each list of layers."""
     lists: dict[str, dict[int, set[str]]] = {}
     for key in shapes:
         if item := _item(key):
@@ -115,7 +115,7 @@ def _gaps(prefix: str, layers: Mapping[int, object]) -> Iterator[Finding]:
 
 
 def _depth(config: dict[str, Any], prefix: str, count: int, *, main: bool) -> Iterator[Finding]:
-    """The layers of the language model, and those of a part with a config of its own, are as many as it says."""
+    """Check the number of layers of the language model, and of a part with a config of its own, against the config."""
     named = next((name for part, name in OTHERS.items() if re.search(part, prefix)), None)
     of = language(config) if main else config.get(named or "")
     if not isinstance(of, Mapping):
@@ -128,7 +128,7 @@ def _depth(config: dict[str, Any], prefix: str, count: int, *, main: bool) -> It
 
 
 def _damaged(prefix: str, layers: Mapping[int, set[str]]) -> Iterator[Finding]:
-    """A layer that is alone in lacking a few tensors of another kind of layer."""
+    """Findings on layers that are the only ones to lack a few tensors of another kind of layer."""
     first = min(layers)
     others = {name for number, names in layers.items() if number != first for name in names}
     shared = {name for name in layers[first] - others if FIRST.fullmatch(name)}
@@ -142,13 +142,13 @@ def _damaged(prefix: str, layers: Mapping[int, set[str]]) -> Iterator[Finding]:
 
 
 def _is_damage(lost: frozenset[str]) -> bool:
-    """Whether the tensors that a layer lacks are too few for one of another kind. A matrix may be several of them."""
+    """Whether a layer lacks too few tensors to be of another kind of layer. A matrix may be several tensors."""
     modules = {name.partition(".weight")[0] if ".weight" in name else _parent(name) for name in lost}
     return len(lost) <= FEW or (len(modules) <= ALL and not any(map(_is_norm, lost)))
 
 
 def _sizes(config: dict[str, Any], spec: Verbatim, embedding: str) -> Iterator[Finding]:
-    """The hidden size is that of the embedding, and of the norms beside it."""
+    """Check that the hidden size is that of the embedding, and of the norms beside the embedding."""
     of = language(config)
     hidden_sizes = {value for name, value in of.items() if type(value) is int and HIDDEN.fullmatch(name)}
     outer = _parent(_parent(embedding))
@@ -164,7 +164,7 @@ def _sizes(config: dict[str, Any], spec: Verbatim, embedding: str) -> Iterator[F
 
 
 def _halves(prefix: str, layers: Mapping[int, set[str]]) -> Iterator[Finding]:
-    """The norms beside each other in a layer all have a bias, or none has."""
+    """Check that the norms beside each other in a layer all have a bias, or none has."""
     for number, names in layers.items():
         norms = {_parent(name) for name in names if name.count(".") == 1 and _is_norm(name)}
         kinds = {kind for kind in ("weight", "bias") if any(f"{norm}.{kind}" in names for norm in norms)}
@@ -176,7 +176,7 @@ def _halves(prefix: str, layers: Mapping[int, set[str]]) -> Iterator[Finding]:
 
 
 def _norm(shapes: Shapes, outer: str, lists: Mapping[str, Mapping[int, set[str]]]) -> Iterator[Finding]:
-    """Where layers have norms, one follows the last layer, with a weight and a bias as they have."""
+    """Check that a norm follows the last layer where layers have norms, with weight and bias as these have."""
     layers = next((prefix for prefix in lists if _parent(prefix) == outer), None)
     inside = [name for names in lists.get(layers or "", {}).values() for name in names if NORM.fullmatch(name)]
     norms = dict.fromkeys(f"{_parent(key)}." for key in shapes if _is_norm(key) and _parent(_parent(key)) == outer)
@@ -197,7 +197,7 @@ def _is_norm(key: str) -> bool:
 
 
 def _head(config: dict[str, Any], spec: Verbatim, embedding: str) -> Iterator[Finding]:
-    """A model that generates text and shares no embedding has a head of its own."""
+    """Check that a model which generates text without a tied embedding has an output head."""
     names = config.get("architectures")
     causal = isinstance(names, list) and any(str(name).endswith("ForCausalLM") for name in names)
     if not causal or spec.tied or language(config).get("tie_word_embeddings") is not False:

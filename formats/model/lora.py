@@ -1,10 +1,10 @@
-"""A LoRA as a model of its own: of each matrix that it changes the two factors, in the axes of the matrix.
+"""A LoRA as a model of its own: the two factors of each matrix that it changes, in the axes of the matrix.
 
     base_model.model. MODULE .lora_A.weight    query_lora_a: rank hidden
     base_model.model. MODULE .lora_B.weight    query_lora_b: (group head half pair) rank
 
-Names and orders follow from the table of the base's family. Where a format has one matrix of several tensors, their
-LoRA may be one too: then they share the factor that reads what goes in, which PEFT has once for each.
+Names and orders follow from the table of the base model's family. Where a format has one matrix of several tensors,
+these may have one LoRA: then they share the factor of the input, `lora_a`, of which PEFT has one for each tensor.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from formats.model.spec import ModelSpec, Verbatim
 
 A, B = "_lora_a", "_lora_b"
 MATRICES = tuple(name.removesuffix(A) for name in TENSORS if name.endswith(A))
-"""The logical tensors of which a LoRA has a layout."""
+"""The logical tensors for which a LoRA has a layout."""
 TOGETHER = (("query", "key", "value"), ("gate", "up"))
-"""Those that Megatron has as one matrix."""
+"""Groups of logical tensors that are one matrix in Megatron."""
 ROWS = {"ffn": "(shard fold chunk)"}
-"""An axis of what comes out of a matrix: those of the factor."""
+"""Axis of a matrix's output: the axes of `lora_b` in its place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +39,12 @@ class LoraSpec(Verbatim):
     """A LoRA of a model with a table.
 
     Attributes:
-        base: the model.
-        rank: r, of all matrices.
-        matrices: the logical tensors that it changes.
-        shared: whether those that Megatron has as one matrix share their `lora_a`.
-        shards: over how many tensor ranks the rows of an MLP are stored in halves; 0 where they are in their order.
+        base: the base model.
+        rank: the rank r of all matrices.
+        matrices: the logical tensors that the LoRA changes.
+        shared: whether matrices that are one in Megatron share their `lora_a`.
+        shards: number of tensor-parallel ranks over which the rows of an MLP are stored in halves; 0 where rows are in
+            their order.
     """
 
     base: ModelSpec
@@ -60,18 +61,18 @@ class LoraSpec(Verbatim):
         return {**self.base.sizes(), **rows, "rank": self.rank}
 
     def owner(self, matrix: str) -> str:
-        """The matrix under whose name the `lora_a` of one is."""
+        """The matrix whose name the `lora_a` of a matrix has."""
         sharing = next((group for group in TOGETHER if self.shared and matrix in group), (matrix,))
         return next(name for name in sharing if name in self.matrices)
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Its logical tensors."""
+        """The logical tensors of the LoRA."""
         owned = [name + A for name in self.matrices if self.owner(name) == name]
         return (*owned, *(name + B for name in self.matrices))
 
     def slots_in(self, table: Sequence[Rule], *conditions: str) -> Iterator[Slot]:
-        """The physical tensors in a table, whole."""
+        """The physical tensors of a table, whole."""
         base = self.base
         return slots_of(
             table, self.sizes, tensors=self.tensors, layers=enumerate(range(base.layers)), mesh={},
@@ -79,7 +80,7 @@ class LoraSpec(Verbatim):
         )  # fmt: skip
 
     def boxes(self, padded_vocab: int | None = None) -> Iterator[tuple[str, int | None, tuple[int, ...]]]:
-        """Name, layer and shape of each."""
+        """Name, layer and shape of each logical tensor of the LoRA."""
         sizes, tensors = self.sizes, self.tensors
         for name, layer, _ in self.base.boxes(padded_vocab):
             for tensor in (name + A, name + B):
@@ -96,7 +97,7 @@ def spec_of(base: ModelSpec, rank: int, matrices: tuple[str, ...], *, shared: bo
 
 
 def modules(base: ModelSpec) -> dict[str, tuple[str, ...]]:
-    """The matrices of a model of which a LoRA has a layout: the logical tensors of each, by the key of its table."""
+    """The matrices of a model for which a LoRA has a layout: the logical tensors of each, by its key in the table."""
     return {
         rule.key: rule.pattern.tensors
         for rule in family_named(base.family).tensors
@@ -108,7 +109,7 @@ def slots(spec: LoraSpec) -> list[Slot]:
     """The physical tensors of a LoRA under PEFT's names.
 
     Raises:
-        UnsupportedError: the base has a matrix of several tensors, which would have a factor each.
+        UnsupportedError: the base model has a matrix of several tensors, whose `lora_a` would be different tensors.
     """
     base = spec.base
     known = modules(base)
@@ -120,14 +121,14 @@ def slots(spec: LoraSpec) -> list[Slot]:
     for slot in lora_slots:
         if "copy" in slot.rule.conditions:
             tensor = (slot.rule.pattern.text, slot.layer)
-            copies[tensor] += 1  # 0 is that of an output head
+            copies[tensor] += 1  # 0 is the copy of an output head
             slot = slot._replace(replica=Replica(shared=True, number=copies[tensor]))  # noqa: PLW2901
         numbered.append(slot)
     return numbered
 
 
 def _factors(rule: Rule, spec: LoraSpec) -> Iterator[Rule]:
-    """The lines of the two factors of a matrix."""
+    """The rules of the two factors of a matrix."""
     names = rule.pattern.tensors
     owners = {spec.owner(name) for name in names}
     if len(owners) > 1:
@@ -151,7 +152,7 @@ def _factors(rule: Rule, spec: LoraSpec) -> Iterator[Rule]:
 
 
 def targets(spec: LoraSpec) -> list[str]:
-    """The modules that it changes, as `target_modules` of PEFT: the ends of their names that no other module has."""
+    """The modules that a LoRA changes, as `target_modules` of PEFT: ends of their names that no other module has."""
     by_kind: dict[bool, list[str]] = {True: [], False: []}
     for key, names in modules(spec.base).items():
         by_kind[{*names} <= {*spec.matrices}].append(key.removesuffix(".weight"))

@@ -2,12 +2,13 @@
 
     router_scale: float | None = choice(1.0)
 
-A line is all of a setting but its spellings, which are rows of a framework's table (`huggingface/settings_table.py`,
-`megatron/args/table.py`), and its bounds beside other settings, which are rows of `checks.py`. The name is that of
-these rows, of `--set` and of the manifest; the type says what it may be by itself (`values.py`). A `choice` is one of
-those families alone whose `keys` name it: in others it is None, and what is in brackets holds in all their models.
+A line defines all of a setting except its spellings, which are rows of a framework's table
+(`huggingface/settings_table.py`, `megatron/args/table.py`), and its bounds beside other settings, which are rows of
+`checks.py`. These rows, `--set` and the manifest use the name of the line; the type specifies the values that the
+setting may have by itself (`values.py`). Only families whose `keys` name a `choice` have that setting: in other
+families it is None, and the value in brackets holds in all their models.
 
-A part is a declaration: only `ModelSpec` is ever made, so the parts get none of the methods that a dataclass writes.
+A part is a declaration: only `ModelSpec` is ever instantiated, so parts get no methods that a dataclass generates.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from formats.errors import UsageError
 
 
 def choice(fixed: Any = None, *, needed: bool = True) -> Any:
-    """A setting that only some families have, what holds in the others, and whether each model of those has a value."""
+    """A setting of some families only, its fixed value in others, and whether every model with the setting needs it."""
     return field(default=None, metadata={"fixed": fixed, "needed": needed})
 
 
@@ -30,15 +31,16 @@ class Decoder:
     """The sizes of a decoder.
 
     Attributes:
-        layers: how many there are.
-        hidden: elements of what goes from layer to layer.
-        heads: query heads of a layer.
-        kv_heads: its key/value heads, each for as many query heads.
-        head_dim: elements of a head; with latents, of a value.
-        ffn: elements inside an MLP; of an expert too, where the family has one width for both.
-        vocab: tokens of the true vocabulary, without padding; None while unknown.
-        max_positions: tokens of the longest sequence: rows of the model where positions are learned, else a limit.
-        norm_epsilon: what is added to the variance in a norm.
+        layers: number of layers.
+        hidden: size of the hidden state.
+        heads: number of query heads of a layer.
+        kv_heads: number of key/value heads of a layer, each for the same number of query heads.
+        head_dim: number of elements of a head; with latents, of a value.
+        ffn: number of elements inside an MLP; of an expert too, where the family has one width for both.
+        vocab: number of tokens of the true vocabulary, without padding; None while unknown.
+        max_positions: number of tokens of the longest sequence: rows of the position embedding where positions are
+            learned, otherwise a limit.
+        norm_epsilon: the number that is added to the variance in a norm.
     """
 
     layers: int
@@ -57,10 +59,10 @@ class Rope:
     """Rotary embeddings (transformers 5.23.0, modeling_rope_utils.py).
 
     Attributes:
-        rope_theta: their base; None where nothing rotates.
-        rope_scaling: `rope_type` and its parameters in the terms of Hugging Face; None for plain ones.
+        rope_theta: base of the rotary frequencies; None where nothing rotates.
+        rope_scaling: `rope_type` and its parameters in the terms of Hugging Face; None for plain rotary embeddings.
         rotary_fraction: the part of a head that rotates, up to 1.
-        nope_layers: the layers in which nothing does, from 0.
+        nope_layers: the layers in which nothing rotates, counted from 0.
     """
 
     rope_theta: float | None = None
@@ -74,8 +76,8 @@ class Window:
     """Sliding windows of attention.
 
     Attributes:
-        sliding_window: the tokens that a token sees, itself included; None where it sees all before it.
-        full_layers: the layers for which it does not hold, from 0.
+        sliding_window: number of tokens that a token attends to, itself included; None for all tokens before it.
+        full_layers: the layers without the window, counted from 0.
     """
 
     sliding_window: int | None = None
@@ -84,12 +86,12 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Wiring:
-    """What is computed of the tensors.
+    """How the tensors are used in the computation.
 
     Attributes:
         tied: whether the output head shares the embedding.
-        parallel_residual: whether attention and MLP read the same residual, or the MLP that after attention.
-        activation: of an MLP, by the name that transformers has (activations.py `ACT2FN`).
+        parallel_residual: whether attention and MLP read the same residual; otherwise the MLP reads it after attention.
+        activation: activation of an MLP, by its name in transformers (activations.py `ACT2FN`).
     """
 
     tied: bool
@@ -102,16 +104,16 @@ class Experts:
     """A mixture of experts (transformers 5.23.0, models/deepseek_v3/modeling_deepseek_v3.py has all of it).
 
     Attributes:
-        experts: how many a layer has.
-        top_k: to how many of them a token goes: to those of the highest scores in the best groups.
-        expert_ffn: elements inside one.
-        expert_latent: elements of the latent that experts work on; None where there is none.
-        shared_ffn: elements inside what is shared by all tokens.
-        dense_layers: the layers that have one MLP for all tokens instead, from 0.
-        router_normalized: whether the weights of their outputs add up to 1.
-        router_scale: by what these are multiplied then.
-        router_groups: into how many groups the experts are divided.
-        router_top_groups: out of how many of them, the best, a token's experts are.
+        experts: number of experts of a layer.
+        top_k: number of experts that a token is routed to: those of the highest scores in the best groups.
+        expert_ffn: number of elements inside an expert.
+        expert_latent: number of elements of the latent that experts work on; None without a latent.
+        shared_ffn: number of elements inside the shared experts, which get all tokens.
+        dense_layers: the layers that have one MLP for all tokens instead, counted from 0.
+        router_normalized: whether the weights of the outputs of a token's experts add up to 1.
+        router_scale: factor of these weights, after normalization.
+        router_groups: number of groups that the experts are divided into.
+        router_top_groups: number of groups, the best ones, that a token's experts are chosen from.
     """
 
     experts: int | None = choice()
@@ -131,10 +133,10 @@ class Latent:
     """Attention with latents (transformers 5.23.0, models/deepseek_v2/modeling_deepseek_v2.py).
 
     Attributes:
-        query_rank: elements of the latent of queries; None where these have none.
-        latent_rank: elements of that of keys and values.
-        nope_dim: elements of a key that do not rotate.
-        rope_dim: those that do.
+        query_rank: number of elements of the latent of queries; None without such a latent.
+        latent_rank: number of elements of the latent of keys and values.
+        nope_dim: number of elements of a key that do not rotate.
+        rope_dim: number of elements of a key that rotate.
     """
 
     query_rank: int | None = choice(needed=False)
@@ -145,13 +147,16 @@ class Latent:
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Indexer:
-    """What chooses the tokens that attention sees (transformers 5.23.0, models/glm_moe_dsa/modeling_glm_moe_dsa.py).
+    """The indexer, which chooses the tokens that attention sees.
+
+    Facts: transformers 5.23.0, models/glm_moe_dsa/modeling_glm_moe_dsa.py.
 
     Attributes:
-        index_heads: its heads.
-        index_dim: elements of one.
-        index_top_k: how many tokens it chooses.
-        shared_index_layers: the layers that have none, and see what that before them chose, from 0.
+        index_heads: number of heads of the indexer.
+        index_dim: number of elements of such a head.
+        index_top_k: number of tokens that the indexer chooses.
+        shared_index_layers: the layers without an indexer, which use the choice of the indexer before them, counted
+            from 0.
     """
 
     index_heads: int | None = choice()
@@ -165,12 +170,12 @@ class Recurrent:
     """Linear attention by the gated delta rule (transformers 5.23.0, models/qwen3_next/modeling_qwen3_next.py).
 
     Attributes:
-        recurrent_layers: which ones have it, from 0.
-        linear_key_heads: query and key heads of one.
-        linear_value_heads: its value heads, of which each key head has as many.
-        linear_key_dim: elements of a query or a key.
-        linear_value_dim: those of a value.
-        linear_taps: the tokens that the convolution before it sees.
+        recurrent_layers: the layers with linear attention, counted from 0.
+        linear_key_heads: number of query and key heads of a layer.
+        linear_value_heads: number of value heads of a layer; each key head has the same number of them.
+        linear_key_dim: number of elements of a query or a key.
+        linear_value_dim: number of elements of a value.
+        linear_taps: number of tokens that the convolution before linear attention sees.
     """
 
     recurrent_layers: tuple[int, ...] | None = choice(())
@@ -188,14 +193,14 @@ class StateSpace:
     Facts: transformers 5.23.0, models/nemotron_h/modeling_nemotron_h.py, models/lfm2/modeling_lfm2.py.
 
     Attributes:
-        state_layers: which ones have a state space in the place of attention, from 0.
-        short_layers: which ones have a short convolution there.
-        mlp_layers: where a layer is either an MLP or what mixes tokens, those that are an MLP.
-        state_heads: heads of a state space.
-        state_groups: its groups, of which each has as many heads.
-        state_dim: elements of a head.
-        state_size: elements of its state for each of these.
-        taps: the tokens that a convolution sees.
+        state_layers: the layers with a state space in the place of attention, counted from 0.
+        short_layers: the layers with a short convolution in the place of attention, counted from 0.
+        mlp_layers: the layers that are an MLP, where a layer is either an MLP or a token mixer.
+        state_heads: number of heads of a state space.
+        state_groups: number of groups of a state space; each group has the same number of heads.
+        state_dim: number of elements of a head.
+        state_size: number of elements of the state for each element of a head.
+        taps: number of tokens that a convolution sees.
     """
 
     state_layers: tuple[int, ...] | None = choice(())
@@ -210,22 +215,23 @@ class StateSpace:
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Varied:
-    """What some layers have otherwise than the others, or beside them.
+    """Settings in which some layers differ from the others, or that they have in addition.
 
     Facts: transformers 5.23.0, models/gemma4/modeling_gemma4.py, models/mimo_v2_flash/modeling_mimo_v2_flash.py,
     models/minimax_m3_vl/modeling_minimax_m3_vl.py.
 
     Attributes:
-        value_head_dim: elements of a value, where a key has another number.
-        window_kv_heads: key/value heads of the layers with a sliding window, where the others have another number.
-        full_kv_heads: the same of those without one.
-        full_head_dim: elements of a head in these.
-        keys_as_values: whether their values are their keys.
-        reusing_layers: the layers that see the keys and values of one before them, from 0.
-        reusing_ffn: elements inside the MLP of these, where the others have another number.
-        block_layers: the layers whose attention sees blocks of keys that an indexer chooses, from 0.
-        layer_width: elements of the input that each layer gets of its own; None where it gets none.
-        layer_vocab: tokens of the embedding that this comes from.
+        value_head_dim: number of elements of a value, where keys have another number.
+        window_kv_heads: number of key/value heads of layers with a sliding window, where other layers have another
+            number.
+        full_kv_heads: number of key/value heads of layers without a sliding window, likewise.
+        full_head_dim: number of elements of a head in layers without a sliding window, likewise.
+        keys_as_values: whether the values of layers without a sliding window are their keys.
+        reusing_layers: the layers that use the keys and values of a layer before them, counted from 0.
+        reusing_ffn: number of elements inside the MLP of reusing layers, where other layers have another number.
+        block_layers: the layers whose attention sees blocks of keys that an indexer chooses, counted from 0.
+        layer_width: number of elements of the input that each layer gets of its own; None without such an input.
+        layer_vocab: number of tokens of the embedding that this input comes from.
     """
 
     value_head_dim: int | None = choice(needed=False)
@@ -242,20 +248,20 @@ class Varied:
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Parts(Varied, StateSpace, Recurrent, Indexer, Latent, Experts, Wiring, Window, Rope, Decoder):
-    """All of them, under their own names; dataclasses have the fields of the last base first."""
+    """All settings, under their own names; dataclasses have the fields of the last base class first."""
 
 
 TYPES = {part.name: str(part.type).removesuffix(" | None") for part in fields(Parts)}
-"""Setting: its type, where it has a value."""
+"""Setting: its type, without None."""
 FIXED = {part.name: part.metadata["fixed"] for part in fields(Parts) if "fixed" in part.metadata}
-"""The settings that only some families have, and what holds in the others; None where they have nothing like it."""
+"""Setting that only some families have: the value that holds in the others; None where these have nothing like it."""
 CHOICES = tuple(FIXED)
 EVERY = tuple(name for name in TYPES if name not in FIXED)
 """The settings that every model has, or may have."""
 NEEDED = tuple(part.name for part in fields(Parts) if part.metadata.get("needed", "None" not in str(part.type)))
 """The settings that have a value in every model that has them."""
 LISTS = tuple(name for name, kind in TYPES.items() if kind == "tuple[int, ...]")
-"""The settings that are some layers of the model."""
+"""The settings that are lists of layers of the model."""
 EXPERTS = tuple(part.name for part in fields(Experts))
 
 
@@ -263,7 +269,7 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
     """Parse `--set NAME=VALUE`; a value is JSON, or `none`.
 
     Raises:
-        UsageError: no such setting, or no such value.
+        UsageError: there is no such setting, or the value is not JSON.
     """
     parsed = {}
     for setting in settings:
@@ -280,5 +286,5 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A value as `--set` takes it: `none`, `true`, JSON; a text without quotes."""
+    """A value as `--set` accepts it: `none`, `true`, JSON; text without quotes."""
     return "none" if value is None else value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""ModelSpec: what the weights depend on, whatever framework wrote them, and what follows from it."""
+"""ModelSpec: the settings that the weights depend on, whatever framework wrote them, and what is computed from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from formats.layout.tensors import TENSORS
 from formats.model.settings import CHOICES, EVERY, LISTS, Parts
 
 MIXERS = {"recurrent_layers": "recurrent", "state_layers": "state", "short_layers": "short"}
-"""Setting: the kind of the layers that it names, by what mixes tokens there; all others have attention."""
+"""Setting: the kind of the layers that it names, by their token mixer; all other layers have attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +22,11 @@ class ModelSpec(Parts):
     """The settings of a decoder, each under its own name (`settings.py`).
 
     Attributes:
-        family: its family.
+        family: name of the model's family.
         own: the config keys of the family that no other format has.
-        biases: the conditions of layout that hold, of those that the family leaves the choice of.
-        mtp_layers: how many layers predict tokens after the next, each after the last of the others. No config says it.
+        biases: the layout conditions in `BIASES` that hold, in a family that leaves the choice.
+        mtp_layers: number of layers that predict tokens after the next, which come after all other layers. No config
+            specifies it.
         notes: which settings came from a documented default.
     """
 
@@ -36,7 +37,7 @@ class ModelSpec(Parts):
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __repr__(self) -> str:
-        """Its settings, without those that its family does not have."""
+        """The settings, without those that the family does not have."""
         pairs = ((attribute.name, getattr(self, attribute.name)) for attribute in fields(self))
         return f"ModelSpec({', '.join(f'{name}={value!r}' for name, value in pairs if value not in (None, (), {}))})"
 
@@ -69,7 +70,7 @@ class ModelSpec(Parts):
 
     @property
     def traits(self) -> frozenset[str]:
-        """What the tensors of its family tell of it."""
+        """The traits of the model's family, which follow from its tensors."""
         return family_named(self.family).traits_with(self.biases)
 
     @property
@@ -80,9 +81,9 @@ class ModelSpec(Parts):
 
     @cached_property
     def layer_kinds(self) -> tuple[frozenset[str], ...]:
-        """The conditions of layout that hold in each layer, of those that need not hold in all.
+        """The layout conditions in `KINDS` that hold in each layer.
 
-        A layer that predicts a token after the next has attention, and experts where the last one has them.
+        A layer that predicts a token after the next has attention, and has experts if the last other layer has them.
         """
         mixers = {name: set(getattr(self, name) or ()) for name in MIXERS}
         distinguished = TOLD_APART & family_named(self.family).kinds
@@ -101,7 +102,7 @@ class ModelSpec(Parts):
         return (*kinds, *[frozenset(second)] * self.mtp_layers)
 
     def _apart(self, layer: int) -> set[str]:
-        """The kinds of a layer that only some tables tell apart."""
+        """The kinds of a layer that only some tables distinguish."""
         full, keyed = layer in (self.full_layers or ()), layer not in (self.reusing_layers or ())
         holds = {
             "blocks": layer in (self.block_layers or ()),
@@ -113,7 +114,7 @@ class ModelSpec(Parts):
 
     @property
     def layer_sizes(self) -> tuple[dict[str, int], ...]:
-        """The sizes that each layer has otherwise than `sizes` says; empty where all have the same."""
+        """The sizes in which each layer may differ from `sizes`; empty where all layers have the same sizes."""
         others = (self.window_kv_heads, self.full_kv_heads, self.full_head_dim, self.reusing_ffn)
         if not any(others):
             return ()
@@ -130,7 +131,7 @@ class ModelSpec(Parts):
 
     @property
     def mixed(self) -> bool:
-        """Whether its layers are of several kinds, or could be in a model that is like it."""
+        """Whether layers are of several kinds, or could be in a similar model."""
         return self.mlp_layers is not None or len({*self.layer_kinds[: self.layers]}) > 1
 
     @cached_property
@@ -142,7 +143,7 @@ class ModelSpec(Parts):
     def slots_in(
         self, table: Sequence[Rule], sizes: Mapping[str, int], conditions: Iterable[str] = (), **file: Any
     ) -> list[Slot]:
-        """The physical tensors in a table: whole, of all layers and experts, unless arguments of `slots` say else."""
+        """The physical tensors of a table: whole, of all layers and experts, unless `file` (for `slots`) differs."""
         kinds, experts = self.layer_kinds, list(enumerate(range(self.experts or 0)))
         whole = {"layers": enumerate(range(len(kinds))), "mesh": {}, "experts": experts, **file}
         holding = {*self.conditions, *conditions}
@@ -152,7 +153,7 @@ class ModelSpec(Parts):
         return list(made)
 
     def sizes(self, padded_vocab: int | None = None) -> dict[str, int]:
-        """The size of each axis; `padding` is what a padded vocabulary adds."""
+        """The size of each axis; `padding` is the number of rows that a padded vocabulary adds."""
         vocab = self.vocab if self.vocab is not None else padded_vocab or 0
         rank, nope, rope = self.latent_rank or 0, self.nope_dim or 0, self.rope_dim or 0
         key_heads = self.linear_key_heads or 0
@@ -176,7 +177,7 @@ class ModelSpec(Parts):
         }  # fmt: skip
 
     def boxes(self, padded_vocab: int | None = None) -> Iterator[tuple[str, int | None, tuple[int, ...]]]:
-        """Name, layer and shape of each logical tensor; a layer is a tensor of its own."""
+        """Name, layer and shape of each logical tensor; in each layer a tensor is a tensor of its own."""
         sizes, table, kinds = self.sizes(padded_vocab), family_named(self.family).tensors, self.layer_kinds
         apart = {True: [rule for rule in table if MTP in rule.conditions]}
         apart[False] = [rule for rule in table if MTP not in rule.conditions]
@@ -209,15 +210,15 @@ class Verbatim:
     """A model that no table describes: each tensor is a logical tensor of its own, under its own name.
 
     Attributes:
-        family: what its config calls it.
+        family: model type in the model's config.
         shapes: the shape of each tensor by key, in the order of the model.
         tied: whether the output head shares the embedding.
-        vocab: the true vocabulary, None when its config does not say.
-        why: why no table describes it.
-        copies: keys of further copies of a tensor, and the key of the one that counts.
+        vocab: size of the true vocabulary, None if the config does not specify it.
+        why: why no table describes the model.
+        copies: key of the original tensor, by key of a further copy.
         remarks: how the names compare with those of the model that the training began with.
-        under: what each tensor is carried under.
-        turned: the tensors whose last two dimensions are the other way round than in the files of the Hub.
+        under: description of the name under which each tensor is carried.
+        turned: the tensors whose last two dimensions are swapped, compared with the files of the Hub.
     """
 
     family: str
@@ -232,17 +233,17 @@ class Verbatim:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know."""
+        """Notes for the user."""
         return (f"every tensor is carried under {self.under}, no table checks the names: {self.why}", *self.remarks)
 
     def boxes(self, padded_vocab: int | None = None) -> Iterator[tuple[str, int | None, tuple[int, ...]]]:
-        """Name and shape of each tensor, the way round that files of the Hub have it."""
+        """Name and shape of each tensor, with its dimensions in the order of the Hub's files."""
         del padded_vocab
         for key, shape in self.shapes.items():
             yield key, None, (*shape[:-2], shape[-1], shape[-2]) if key in self.turned else shape
 
     def settings(self) -> dict[str, Any]:
-        """What a config and the weights have to agree on."""
+        """The settings that a config and the weights have to agree on."""
         return {"family": self.family, "tied": self.tied, "vocab": self.vocab}
 
 

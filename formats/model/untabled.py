@@ -1,10 +1,10 @@
 """Models without a table: every tensor is a logical tensor of its own, under its own name.
 
-That is enough to merge, cast, split and publish a model of any kind, because the names stay those of Hugging Face. It
-is not enough to move it into a format that names or cuts its tensors otherwise.
+This is enough to merge, cast, split and publish a model of any kind, because the names stay those of Hugging Face. It
+is not enough to convert a model to a format that names or cuts tensors differently.
 
-Fused experts of some models are the other way round in memory than in files of the Hub, and transformers loads both: a
-logical tensor is the way round of the Hub's files, so that a model has one digest.
+Fused experts of some models have their last two dimensions swapped in memory, compared with the files of the Hub, and
+transformers loads both. A logical tensor has the order of the Hub's files, so that a model has one digest.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from formats.layout.tensors import TENSORS
 from formats.model.spec import Verbatim
 
 TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Where a config of several modalities has that of its language model."""
+"""Keys under which a config of several modalities has the config of its language model."""
 HEAD = "lm_head.weight"
 EMBEDDINGS = (
     "model.embed_tokens.weight", "model.language_model.embed_tokens.weight", "model.decoder.embed_tokens.weight",
     "transformer.wte.weight", "transformer.word_embeddings.weight",
 )  # fmt: skip
-"""With which of them it is one tensor in a tied model."""
+"""Keys of embeddings that are one tensor with `HEAD` in a tied model."""
 CAUSAL = ("ForCausalLM", "LMHeadModel")
-"""How the classes end that have a head."""
+"""Ends of the names of classes that have an output head."""
 FUSED = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
 FUSED_ON_HUB = ("gpt_oss", "llama4", "llama4_text", "qwen3_vl_moe")
 TRANSPOSED = {"qwen3_vl_moe": {".experts.gate_up_proj": -1, ".experts.down_proj": -2}}
-"""Experts that files have the other way round than memory, and the axis that is the hidden state in memory.
-transformers goes by the shape, too (5.23.0, core_model_loading.py `Transpose` with `check_dims`)."""
+"""Model type: the fused experts whose last two dimensions are swapped between files and memory, and the axis that is
+the hidden state in memory. transformers decides by the shape too (5.23.0, core_model_loading.py `Transpose` with
+`check_dims`)."""
 TIED_NOTE = (
     "its config.json does not say whether its head is tied, and no file holds one: it is taken to be {}, as where its "
     "class ties it; should the class have a head of its own, that is lost"
@@ -48,10 +49,10 @@ def describe(
     """The spec of a model that consists of given tensors.
 
     Args:
-        config: its config.json.
-        shapes: its tensors, in their order.
-        settings: `tied` and `vocab`, where the user overrules the config.
-        why: why no table describes it.
+        config: content of the model's config.json.
+        shapes: shapes of the model's tensors by key, in the order of the model.
+        settings: values of `tied` and `vocab` with which the user overrules the config.
+        why: why no table describes the model.
 
     Raises:
         UnsupportedError: the config names no model type, a tensor has no name or that of a logical tensor, or a setting
@@ -70,7 +71,7 @@ def describe(
     embedding = next((key for key in EMBEDDINGS if key in shapes), "")
     names = config.get("architectures")
     causal = isinstance(names, list) and any(isinstance(name, str) and name.endswith(CAUSAL) for name in names)
-    silent = "tied" not in settings and "tie_word_embeddings" not in config  # as it may be where the class ties
+    silent = "tied" not in settings and "tie_word_embeddings" not in config  # allowed where the class ties
     headless = silent and causal and embedding != "" and HEAD not in shapes
     tied = headless or settings.get("tied", config.get("tie_word_embeddings")) is True
     same = embedding != "" and shapes.get(HEAD, shapes[embedding]) == shapes[embedding]
@@ -91,12 +92,12 @@ def describe(
 
 
 def hidden_axis(kind: str, key: str) -> int | None:
-    """The axis of fused experts in memory that is the hidden state, where files have them the other way round."""
+    """The axis of fused experts that is the hidden state in memory; None where files have the same order as memory."""
     return next((axis for end, axis in TRANSPOSED.get(kind, {}).items() if key.endswith(end)), None)
 
 
 def _turned(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """The fused experts that are the way round that memory has them; a square is taken as it is."""
+    """Keys of the fused experts that have their dimensions in the order of memory; square matrices are left alone."""
     hidden = language(config).get("hidden_size")
     for key, shape in shapes.items():
         axis = hidden_axis(config["model_type"], key)
@@ -105,13 +106,13 @@ def _turned(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> It
 
 
 def language(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of the language model: of several modalities, each has its own inside."""
+    """The config of the language model, which is nested in a config of several modalities."""
     inner = next((config[name] for name in TEXT if isinstance(config.get(name), dict)), None)
     return config if inner is None else language(inner)
 
 
 def slots(spec: Verbatim) -> Iterator[Slot]:
-    """One physical tensor for each logical one, and one for each copy."""
+    """A physical tensor for each logical tensor, and one for each copy."""
     for key, shape in spec.shapes.items():
         yield slot(key, key, shape, ORIGINAL, turned=key in spec.turned)
     for key, original in spec.copies.items():
@@ -119,7 +120,7 @@ def slots(spec: Verbatim) -> Iterator[Slot]:
 
 
 def slot(key: str, tensor: str, shape: tuple[int, ...], replica: Replica, *, turned: bool = False) -> Slot:
-    """A physical tensor of some shape that holds a logical one, or a part of one; `turned`: its last dimensions are."""
+    """A physical tensor that is a logical tensor, or a part of one; `turned`: its last two dimensions are swapped."""
     axes = tuple(f"{DIM}{i}" for i in range(len(shape)))
     axes = (*axes[:-2], axes[-1], axes[-2]) if turned else axes
     conditions = frozenset({"copy", "optional"} if replica else ())

@@ -1,4 +1,4 @@
-"""What a setting may be by itself."""
+"""Checks of the value of a single setting, by its type."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from formats.errors import SourceError, short
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 1_000_000
 MOST = 2**31
-"""Larger sizes are no model: they would only exhaust memory."""
+"""The largest size that is accepted; larger sizes are no model, and would only exhaust memory."""
 LARGEST = 1e30
-"""No setting that is a fraction is as large."""
+"""Upper bound of settings that are not integers."""
 
 
 def whole(value: Any, name: str, where: str) -> int:
-    """A size: a natural number above 0.
+    """A size: an integer above 0.
 
     Raises:
-        SourceError: it is missing or no such number; the message names the flag that supplies it.
+        SourceError: the value is missing or no such number; the message names the flag that supplies the setting.
     """
     _require(value, name, where)
     if type(value) is not int or not 0 < value <= MOST:
@@ -28,7 +28,7 @@ def whole(value: Any, name: str, where: str) -> int:
 
 
 def real(value: Any, name: str, where: str) -> float:
-    """A finite number above 0. Raises as `whole` does."""
+    """A finite number above 0. Raises what `whole` raises."""
     _require(value, name, where)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value < LARGEST or not 0 < float(value) < LARGEST:  # float(10**30) is above 10**30
@@ -37,7 +37,7 @@ def real(value: Any, name: str, where: str) -> float:
 
 
 def truth(value: Any, name: str, where: str) -> bool:
-    """True or false. Raises as `whole` does."""
+    """True or false. Raises what `whole` raises."""
     _require(value, name, where, "true or false")
     if not isinstance(value, bool):
         raise _wrong(value, name, where, "true or false")
@@ -45,7 +45,7 @@ def truth(value: Any, name: str, where: str) -> bool:
 
 
 def text(value: Any, name: str, where: str) -> str:
-    """A name. Raises as `whole` does."""
+    """A name. Raises what `whole` raises."""
     _require(value, name, where)
     if not isinstance(value, str):
         raise _wrong(value, name, where)
@@ -53,7 +53,7 @@ def text(value: Any, name: str, where: str) -> str:
 
 
 def scaling(value: Any, name: str, where: str) -> Mapping[str, Any]:
-    """A map of rotary settings with a type. Raises as `whole` does."""
+    """A map of rotary settings with a `rope_type`. Raises what `whole` raises."""
     kinds = (str, int, float, list, type(None))
     known = isinstance(value, dict) and len(value) <= 50 and isinstance(value.get("rope_type"), str)
     if not known or not all(isinstance(key, str) and isinstance(item, kinds) for key, item in value.items()):
@@ -62,7 +62,7 @@ def scaling(value: Any, name: str, where: str) -> Mapping[str, Any]:
 
 
 def some_layers(count: Any) -> range:
-    """So many layers, as far as that is a number of layers: a model of another number is refused later."""
+    """The layers of a model of `count` layers; empty if the count is invalid, because such a model is refused later."""
     return range(count if type(count) is int and 0 < count <= MOST_LAYERS else 0)
 
 
@@ -73,8 +73,8 @@ KINDS: Mapping[str, Callable[[Any, str, str], Any]] = {
     "str": text,
     "Mapping[str, Any]": scaling,
 }
-"""Type of a setting: what makes it of a value, for its name and the file that says it. Layers are checked with their
-number (`checks.py`)."""
+"""Type of a setting: function that checks a value, for the setting's name and the file that has it. Lists of layers are
+checked together with the number of layers (`checks.py`)."""
 
 
 def _require(value: Any, name: str, where: str, way: str = "VALUE") -> None:

@@ -1,4 +1,4 @@
-"""How many tokens a model has room for: the rows of its embedding and of its output head."""
+"""The number of tokens that a model has room for: the rows of its embedding and of its output head."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ EMBEDDING = re.compile(
     r"(?:.*\.)?(?:(?:model\.|llm\.)embed|embed_in|embed_tokens|embeddings|shared|tok_embeddings|tokens_embed|"
     r"word_embeddings|wte)\.weight"
 )
-"""The key of an input embedding, which only a model has: those of transformers 5.23.0, but for the `w` of
+"""Matches the key of an input embedding, which only a model has: the keys of transformers 5.23.0, except the `w` of
 CTRL and the `input_embedding` of CPM-Ant, which has further rows."""
 HEAD = re.compile(r"(?:.*\.)?(?:lm_head|embed_out)\.(?:weight|bias)")
 
 
 def rows(spec: Spec) -> int | None:
-    """The rows of the embedding, None when they cannot be told."""
+    """The number of rows of the embedding, None if it cannot be determined."""
     if not isinstance(spec, Verbatim):
         return spec.vocab
     counts = [shape[0] for key, shape in spec.shapes.items() if EMBEDDING.fullmatch(key) and shape]
@@ -25,7 +25,7 @@ def rows(spec: Spec) -> int | None:
 
 
 def grown(spec: Spec, count: int) -> Spec:
-    """The spec of the same model with more rows. Its tensors grow at their end."""
+    """The spec of the same model with more embedding rows, which are added at the end of its tensors."""
     if not isinstance(spec, Verbatim):
         return replace(spec, vocab=count)
     before = rows(spec)

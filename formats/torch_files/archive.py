@@ -1,8 +1,9 @@
-"""The zip archives of `torch.save`, read without torch; `archive_plan.py` lays out those that are written.
+"""Reads the zip archives of `torch.save` without torch; `archive_plan.py` lays out archives that are written.
 
-An archive is a zip of stored members: `PREFIX/data.pkl` holds the object, `PREFIX/data/KEY` the bytes of each storage,
-aligned to 64 bytes (torch/csrc and caffe2/serialize/inline_container.cc, torch 2.13). Nothing in it is compressed, so
-each tensor is a byte range of the file. A file is one archive, or, in a `.distcp`, many archives one after another.
+An archive is a zip of stored members: `PREFIX/data.pkl` is the pickled object, `PREFIX/data/KEY` the bytes of each
+storage, aligned to 64 bytes (torch/csrc and caffe2/serialize/inline_container.cc, torch 2.13). Members are not
+compressed, so each tensor is a byte range of the file. A file is one archive, or, in a `.distcp`, many archives back to
+back.
 """
 
 from __future__ import annotations
@@ -28,32 +29,33 @@ from formats.torch_files.unpickle import loads
 MAX_PICKLE = 1 << 30
 MAX_DIRECTORY = 1 << 28
 MAX_SMALL = 1 << 24
-"""A storage of more bytes is not read whole for a small tensor in it."""
+"""Size in bytes above which a storage is not read as a whole for a small tensor in it."""
 NEWEST = 63
 """The version of the zip format that APPNOTE 6.3 describes."""
 AGAIN = "copy the file again, or take another checkpoint"
 IDENTITY = "/.data/serialization_id"
-"""A member with the hash of what was saved."""
+"""Ending of the name of the member that has the hash of the saved object."""
 MAX_OUTLINE = 1 << 14
 LOCAL = 30
-"""Bytes of the local header of a member, before its name."""
+"""Size of the local header of a member before the name, in bytes."""
 SMALL = 0xFFFFFFFF
-"""What stands for a number that is at least as large, and is in a zip64 field."""
+"""Placeholder for a number that is at least as large and is in a zip64 field."""
 _TAIL = 2048
-"""Bytes at the end of an archive that are read at once: enough for the directory of one tensor."""
+"""Number of bytes at the end of an archive that are read at once: enough for the directory of one tensor."""
 _HEAD = 1024
-"""The same at its beginning: enough for the pickle of one tensor."""
+"""Number of bytes at the beginning of an archive that are read at once: enough for the pickle of one tensor."""
 
 Read = Callable[[int, int], bytes]
-"""Bytes of an archive, given offset and count; fewer at its end."""
+"""Function that returns bytes of an archive, given offset and count; fewer at the end."""
 
 
 @dataclass(frozen=True)
 class TorchFile:
     """An opened archive: the inert object, and where each storage is (byte offset in the archive, size, CRC-32).
 
-    `name` is what its folder is called: the file's name without ending at the time when torch.save wrote it, `archive`
-    when it wrote to a stream (`PyTorchStreamWriter` in caffe2/serialize/inline_container.cc, torch 2.13).
+    `name` is the root folder in the archive: the file's name without suffix at the time when torch.save wrote the file,
+    or `archive` when torch.save wrote to a stream (`PyTorchStreamWriter` in caffe2/serialize/inline_container.cc, torch
+    2.13).
     """
 
     path: Path
@@ -63,10 +65,10 @@ class TorchFile:
     name: str = ""
 
     def fragment(self, ref: pickle_values.TensorRef, name: str) -> Fragment:
-        """Where a tensor lies on disk.
+        """The fragment of the file where a tensor is.
 
         Raises:
-            SourceError: it reaches past its storage, or the storage is missing.
+            SourceError: the tensor reaches past its storage, or the storage is missing.
         """
         if ref.storage.key not in self.storages:
             raise SourceError(f"{self.path}: {name} is in the storage {ref.storage.key!r}, which the archive lacks")
@@ -86,8 +88,8 @@ def read_torch(path: Path) -> TorchFile:
     """Open a `torch.save` file and unpickle its object inertly.
 
     Raises:
-        SourceError: the archive is damaged or cut off, or was saved under the name of another rank.
-        UnsupportedError: it is compressed, big-endian, or older than torch 1.6.
+        SourceError: the archive is damaged or truncated, or was saved under the name of another rank.
+        UnsupportedError: the archive is compressed, big-endian, or older than torch 1.6.
     """
     size = file_size(path)
     with opened(path) as handle:
@@ -99,14 +101,14 @@ def read_torch(path: Path) -> TorchFile:
 
 
 def read_archive(fd: Handle, path: Path, start: int, size: int, name: str = "") -> TorchFile:
-    """Open one archive of a file, given its extent in bytes. Raises as `read_torch` does.
+    """Open one archive of a file, given its extent in bytes. Raises what `read_torch` raises.
 
     Args:
         fd: the open file.
-        path: its path.
-        start: where the archive begins.
-        size: how long it is.
-        name: what to call it in an error, besides the path.
+        path: path of the file.
+        start: byte in the file where the archive begins.
+        size: size of the archive in bytes.
+        name: name of the archive for errors, besides the path.
     """
     head, tail = pread(fd, min(_HEAD, size), start), pread(fd, min(_TAIL, size), start + size - min(_TAIL, size))
     where = f"{path}: {name}" if name else str(path)
@@ -123,7 +125,7 @@ def read_archive(fd: Handle, path: Path, start: int, size: int, name: str = "") 
 
 
 def parse_archive(read: Read, size: int, where: str) -> tuple[Any, dict[str, Member], str]:
-    """The object of an archive, where each of its storages is, and the name of its folder. What is read is checked."""
+    """The object of an archive, the extent of each storage, and the root folder's name. What is read is checked."""
     try:
         members, directory = _directory(read, size)
         extents = dict(_extents(read, members, directory))
@@ -152,7 +154,7 @@ def _checked(read: Read, extents: Mapping[str, Member], name: str, where: str) -
     """The content of a small entry of an archive.
 
     Raises:
-        SourceError: it has not the CRC-32 that the archive keeps of it.
+        SourceError: the entry does not have the CRC-32 that the archive records.
     """
     start, size, crc = extents[name]
     raw = read(start, size)
@@ -161,10 +163,10 @@ def _checked(read: Read, extents: Mapping[str, Member], name: str, where: str) -
 
 
 def require_crc(computed: int, recorded: int, what: str) -> None:
-    """Compare a CRC-32 with the recorded one, which may be none.
+    """Compare a CRC-32 with the recorded one, which is 0 if none was recorded.
 
     Raises:
-        DamagedError: they differ.
+        DamagedError: the checksums differ.
     """
     if recorded and computed != recorded:
         raise DamagedError(
@@ -173,11 +175,11 @@ def require_crc(computed: int, recorded: int, what: str) -> None:
 
 
 def read_small(fragment: Fragment) -> bytes:
-    """The bytes of a small tensor; its storage is read with it and checked.
+    """The bytes of a small tensor; its whole storage is read and checked.
 
     Raises:
-        DamagedError: the storage has not the CRC-32 that its archive keeps of it.
-        SourceError: the file is cut off.
+        DamagedError: the storage does not have the CRC-32 that its archive records.
+        SourceError: the file is truncated.
     """
     extent = fragment.member
     if extent is None or extent.size > MAX_SMALL:
@@ -194,7 +196,7 @@ def read_small(fragment: Fragment) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _tensor_of(raw: bytes) -> pickle_values.TensorRef | None:
-    """The tensor that a small pickle holds, None if it holds anything else. Those of the pieces of one are alike."""
+    """The tensor in a small pickle, None for any other content. Cached: pieces of a tensor have equal pickles."""
     try:
         value = loads(raw, "")
     except SourceError:
@@ -214,7 +216,7 @@ class _Entry(NamedTuple):
 
 
 def _directory(read: Read, size: int) -> tuple[list[_Entry], int]:
-    """The members of a zip in the order in which they lie, and the offset of its directory (APPNOTE 6.3, 4.3.12-16)."""
+    """The members of a zip by position in the file, and the offset of its directory (APPNOTE 6.3, 4.3.12-16)."""
     end = read(size - 22, 22) if size >= 22 else b""
     if end[:4] != b"PK\x05\x06":
         raise SourceError(f"{size} bytes without a directory at their end: cut off, or another kind of file")
@@ -248,7 +250,7 @@ def _directory(read: Read, size: int) -> tuple[list[_Entry], int]:
 
 
 def _large(extra: bytes, *small: int) -> list[int]:
-    """Sizes and offset of a member, those past 4 GiB from its zip64 field."""
+    """Sizes and offset of a member, from its zip64 field where a number is past 4 GiB."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
@@ -260,7 +262,7 @@ def _large(extra: bytes, *small: int) -> list[int]:
 
 
 def _extents(read: Read, members: list[_Entry], directory: int) -> Iterator[tuple[str, Member]]:
-    """Name and place of each member; none may be doubled or overlap another."""
+    """Name and extent of each member, checked: no member may occur twice or overlap another."""
     position, seen = 0, set()
     for member in members:
         if not position <= member.start < directory:
@@ -283,7 +285,7 @@ def _extents(read: Read, members: list[_Entry], directory: int) -> Iterator[tupl
 class Stored(NamedTuple):
     """A member of an archive: its byte offset in the file, its size, and its CRC-32, 0 when that was not recorded.
 
-    `noted` are the offsets at which the checksum may stand: in the header, the directory, and after the data.
+    `noted` are the offsets where the checksum may be: in the local header, in the directory, and after the data.
     """
 
     name: str
@@ -294,10 +296,10 @@ class Stored(NamedTuple):
 
 
 def stored(fd: Handle, path: Path) -> Iterator[Stored]:
-    """Every member of the archives in a file, which lie back to back: the last archive comes first.
+    """Every member of the archives in a file, which are back to back; the members of the last archive come first.
 
     Raises:
-        SourceError: the file holds something else, or is cut off.
+        SourceError: the file has something other than archives, or is truncated.
     """
     for start, _, end in _archives(fd, path):
 
@@ -319,12 +321,13 @@ def _noted(read: Read, size: int, start: int = 0) -> Iterator[Stored]:
 
 
 class Outline(NamedTuple):
-    """What is around the bytes of the only tensor of an archive.
+    """The bytes around those of the only tensor of an archive.
 
     Attributes:
-        parts: what is before and after them, uint8.
-        same: 255 where archives like this one have the same byte, 0 in checksums of what differs.
-        crc: where in the second part the CRC-32 of the tensor is.
+        parts: the bytes before and after those of the tensor, uint8.
+        same: masks of these parts: 255 where similar archives have the same byte, 0 in checksums and hashes that
+            differ.
+        crc: position in the second part of the CRC-32 of the tensor.
     """
 
     parts: tuple[Any, Any]
@@ -333,7 +336,7 @@ class Outline(NamedTuple):
 
 
 def outline(read: Read, size: int, data: int) -> Outline | None:
-    """What is around a tensor that lies at byte `data` of an archive; None if that is more than a few kB."""
+    """The bytes around a tensor that begins at byte `data` of an archive; None if they are more than a few kB."""
     import numpy as np
 
     members = list(_noted(read, size))
@@ -361,17 +364,17 @@ def outline(read: Read, size: int, data: int) -> Outline | None:
 
 
 def directories(fd: Handle, path: Path) -> Iterator[bytes]:
-    """The directory of each archive in a file, up to the archive's end; unparsed, and the last archive's first.
+    """The bytes of the directory of each archive in a file, up to the archive's end; those of the last archive first.
 
     Raises:
-        SourceError: the file holds something else, or is cut off.
+        SourceError: the file has something other than archives, or is truncated.
     """
     for _, directory, end in _archives(fd, path):
         yield pread(fd, min(end - directory, MAX_DIRECTORY), directory)
 
 
 def _archives(fd: Handle, path: Path) -> Iterator[tuple[int, int, int]]:
-    """Where each archive in a file begins, has its directory, and ends; the last one first."""
+    """Start, start of the directory, and end of each archive in a file; the last archive first."""
     end = file_size(path)
     while end:
         start, directory = _archive_start(pread(fd, min(end, 98), max(0, end - 98)), end)
@@ -382,7 +385,7 @@ def _archives(fd: Handle, path: Path) -> Iterator[tuple[int, int, int]]:
 
 
 def _archive_start(tail: bytes, end: int) -> tuple[int, int]:
-    """Where the archive and its directory begin, if it ends with these bytes at byte `end`; -1 when they end none."""
+    """Start of an archive and of its directory, if one ends with the bytes `tail` at byte `end`; -1 otherwise."""
     if tail[-22:-18] != b"PK\x05\x06":
         return -1, -1
     length, offset = struct.unpack_from("<II", tail, len(tail) - 10)

@@ -1,4 +1,4 @@
-"""The plan of an archive of `torch.save` that is to be written, or a small one as a whole; `archive.py` reads them."""
+"""Plans archives of `torch.save` that are to be written, or makes small ones as a whole; `archive.py` reads them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from formats.torch_files.archive import LOCAL, SMALL
 
 ALIGNMENT = 64
 STREAM = "archive"
-"""What the folder of an archive is called that torch.save wrote to a stream."""
+"""Name of the root folder in an archive that torch.save wrote to a stream."""
 
 
 @dataclass(frozen=True)
 class Archive:
-    """The plan of an archive to be written: everything is known but the storages' checksums.
+    """The plan of an archive to be written: everything is known except the checksums of the storages.
 
-    Storages are written at their offsets in any order; `headers` then gives every other byte.
+    Storages are written at their offsets in any order; `headers` then yields all other bytes.
     """
 
     members: tuple[tuple[str, int, bytes | None, int], ...]
-    """Name, offset of the local header, content (None for a storage), size."""
+    """Name, offset of the local header, content (None for a storage), and size in bytes of each member."""
     directory: int
 
     @cached_property
     def size(self) -> int:
-        """Bytes of the whole file."""
+        """Size of the whole file, in bytes."""
         return self.directory + len(self._tail({}))
 
     def storages(self) -> dict[str, tuple[int, int]]:
@@ -43,7 +43,7 @@ class Archive:
         }
 
     def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
-        """(offset, bytes) of everything but the storages, given the CRC-32 of each storage by member name."""
+        """(offset, bytes) of everything except the storages, given the CRC-32 of each storage by member name."""
         crcs = {name: crc32(content) for name, _, content, _ in self.members if content is not None}
         crcs.update(checksums)
         for name, start, content, size in self.members:
@@ -84,7 +84,7 @@ def plan_archive(value: Any, storages: Mapping[str, int], folder: str = STREAM) 
 
 
 def packed(value: Any, storages: Mapping[str, bytes] | None = None) -> bytes:
-    """A whole archive for an object whose tensors, if it has any, refer to these few bytes."""
+    """The bytes of a whole archive of an object whose tensors, if there are any, refer to small storages."""
     raw_storages = storages or {}
     archive = plan_archive(value, {key: len(raw) for key, raw in raw_storages.items()})
     content, sums = bytearray(archive.size), {}

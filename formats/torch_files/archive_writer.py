@@ -1,4 +1,4 @@
-"""Files of torch.save that are to be written: slots become storages, one for each, in their order."""
+"""Plans files of torch.save that are to be written: each slot becomes a storage, in the order of the slots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUMBERS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 
 
 class Small(NamedTuple):
-    """A tensor of a few numbers, whole: element type, shape and bytes."""
+    """A whole tensor of a few numbers: element type, shape and bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class Small(NamedTuple):
 
     @property
     def number(self) -> Any:
-        """The one number that it holds."""
+        """The value of a tensor of one number."""
         return struct.unpack(NUMBERS[self.dtype], self.raw)[0]
 
 
@@ -43,9 +43,9 @@ Held = tuple[str, Slot | None, tuple[int, ...], str]
 NOWHERE = Path()
 
 UNWRITTEN = "a Hugging Face folder holds it as it is (`convert hf2hf`); or dequantize it with what made it"
-"""What can be done with an element type for which torch has no typed storage; torch.save has another form for it."""
+"""Hint for an element type without a typed storage in torch, for which torch.save has another form."""
 MOST_BYTES = 64
-"""Of a small tensor."""
+"""Maximum size of a small tensor, in bytes."""
 
 
 def archived(
@@ -55,17 +55,18 @@ def archived(
     folder: str = STREAM,
     states: Mapping[str, Sequence[Held]] | None = None,
 ) -> OutputFile:
-    """Lay out one file.
+    """Plan one file.
 
     Args:
-        path: where it is written.
-        module: its tensors.
-        value: the object to pickle, given the reference of each tensor by key; it may hold small tensors.
-        folder: what the folder in the archive is called.
+        path: path of the file.
+        module: the tensors of the model in the file.
+        value: returns the object to pickle, given the reference of each tensor by key; the object may have small
+            tensors.
+        folder: name of the root folder in the archive.
         states: the tensors of an optimizer, by the name of the state.
 
     Raises:
-        UnsupportedError: an element type is not written.
+        UnsupportedError: an element type cannot be written.
     """
     laid_out = _laid_out({"": module, **(states or {})}, value, folder)
     tensors = {
@@ -81,13 +82,13 @@ def archived_alike(
     value: Callable[[Mapping[str, TensorRef], int], Any],
     states: Mapping[str, Sequence[Held]] | None = None,
 ) -> list[OutputFile]:
-    """Lay out the files of ranks that hold the same tensors, and differ in a number of what is pickled beside them.
+    """Plan the files of ranks that have the same tensors, and differ only in a number that is pickled beside them.
 
     Args:
-        files: the files.
-        module: the tensors of the first.
-        value: the object to pickle, given the reference of each tensor by key and the number of the rank.
-        states: as of `archived`, whose errors are raised.
+        files: the files of the ranks.
+        module: the tensors of the model in the first file.
+        value: returns the object to pickle, given the reference of each tensor by key and the number of the rank.
+        states: as for `archived`, whose errors are raised.
     """
     by_state = {"": module, **(states or {})}
     first = _laid_out(by_state, lambda refs: value(refs, 0))
@@ -114,7 +115,7 @@ def archived_alike(
 
 
 class _LaidOut(NamedTuple):
-    """A file but for its path: `tensors` by state, `counted` and `headers` are those of `OutputFile`."""
+    """The plan of a file without its path: `tensors` by state; `counted` and `headers` are those of `OutputFile`."""
 
     size: int
     tensors: dict[str, list[tuple[str, Slot, Fragment]]]
@@ -164,11 +165,11 @@ def _reference(dtype: str, shape: tuple[int, ...], storage: str) -> TensorRef:
 
 
 def small_of(tensor: Scattered) -> Small:
-    """A tensor of one number, read; the same on all ranks that have it.
+    """Read a tensor of one number, which has to be the same on all ranks that have it.
 
     Raises:
         SourceError: ranks have different numbers.
-        UnsupportedError: it is no number.
+        UnsupportedError: the tensor is not one number.
     """
     where = tensor.whole.path
     if prod(tensor.shape) != 1 or tensor.dtype not in NUMBERS:
@@ -180,16 +181,16 @@ def small_of(tensor: Scattered) -> Small:
 
 
 def plain(file: TorchFile, value: Any, name: str, depth: int = 8) -> Any:
-    """A value of a file, with its small tensors read.
+    """A value of a file, with its small tensors read as `Small`.
 
     Args:
         file: the file.
-        value: what it holds.
-        name: what to call the value in an error.
-        depth: how many maps and lists may be nested.
+        value: the value to read.
+        name: name of the value, for errors.
+        depth: how deep maps and lists may be nested.
 
     Raises:
-        UnsupportedError: it holds more than plain data and small tensors.
+        UnsupportedError: the value has more than plain data and small tensors.
     """
     match value:
         case TensorRef():
@@ -207,14 +208,14 @@ def plain(file: TorchFile, value: Any, name: str, depth: int = 8) -> Any:
 
 
 def packed_plain(value: Any) -> bytes:
-    """A whole archive for plain data with small tensors."""
+    """The bytes of a whole archive of plain data with small tensors."""
     small: dict[str, bytes] = {}
     content = _settled(value, small, 0)
     return packed(content, small)
 
 
 def _settled(value: Any, small: dict[str, bytes], before: int) -> Any:
-    """A value with references to its small tensors, each of which gets a storage of its own, after so many others."""
+    """A value with references in place of its small tensors, whose storages are numbered from `before` on."""
     match value:
         case Small():
             key = str(before + len(small))

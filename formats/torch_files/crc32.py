@@ -1,9 +1,9 @@
-"""CRC-32 of bytes whose parts are counted apart.
+"""CRC-32 of bytes, combined from parts that are counted separately.
 
-A CRC without its initial and final inversion is linear: that of a whole is the sum (exclusive or) of those of its
-parts, each multiplied by x^(8n) for the n bytes after it. The arithmetic is that of polynomials over GF(2) modulo the
-CRC's, in the reflected form that zlib uses. Multiplication by x^(8·2^k) is four tables of 256 entries, made when they
-are first needed. zlib-ng's `crc32` gives zlib's numbers nine times as fast (53 and 6 GB/s, measured).
+A CRC without its initial and final inversion is linear: the CRC of a whole is the sum (exclusive or) of the CRCs of its
+parts, each multiplied by x^(8n) for the n bytes after the part. The arithmetic is that of polynomials over GF(2) modulo
+the CRC's, in the reflected form that zlib uses. Multiplication by x^(8·2^k) is four tables of 256 entries, made when
+they are first needed. zlib-ng's `crc32` gives zlib's numbers nine times as fast (53 and 6 GB/s, measured).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from formats.disk.safetensors import read_into
 POLYNOMIAL = 0xEDB88320
 ONES = 0xFFFFFFFF
 STEP = 1 << 20
-"""Bytes that are read at a time."""
+"""Number of bytes that are read at a time."""
 
 Tables = tuple[tuple[int, ...], ...]
 
@@ -37,13 +37,13 @@ def _multiply(a: int, b: int) -> int:
 
 @lru_cache(maxsize=64)
 def _power(k: int) -> int:
-    """x^(8·2^k)."""
+    """The polynomial x^(8·2^k), reduced."""
     return 0x00800000 if not k else _multiply(_power(k - 1), _power(k - 1))
 
 
 @lru_cache(maxsize=64)
 def _operator(k: int) -> Tables:
-    """What a register becomes after 2^k zero bytes, for each value of each of its four bytes."""
+    """The CRC register after 2^k zero bytes: a table of 256 entries for each of its four bytes."""
     tables = []
     for shifted in range(0, 32, 8):
         table = [0] * 256
@@ -57,7 +57,7 @@ def _operator(k: int) -> Tables:
 
 
 def shift(register: int, nbytes: int) -> int:
-    """What a CRC register becomes after so many zero bytes."""
+    """The CRC register after `nbytes` zero bytes."""
     k = 0
     while nbytes:
         if nbytes & 1:
@@ -74,12 +74,12 @@ def shift(register: int, nbytes: int) -> int:
 
 
 def part(piece: memoryview, after: int) -> int:
-    """What a piece adds to the register of a whole, given how many bytes of the whole follow it."""
+    """The contribution of a piece to the register of a whole, given the number of bytes of the whole after it."""
     return shift(crc32(piece, ONES) ^ ONES, after)
 
 
 def whole(register: int, nbytes: int) -> int:
-    """The CRC-32 of so many bytes, given the sum of what their pieces add."""
+    """The CRC-32 of `nbytes` bytes, given the sum (exclusive or) of the contributions of their pieces."""
     return register ^ shift(ONES, nbytes) ^ ONES
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints of torch.distributed.checkpoint (DCP): the `.metadata` pickle and the items of `.distcp` files.
+"""Reads checkpoints of torch.distributed.checkpoint (DCP): the `.metadata` pickle and the items of `.distcp` files.
 
-    DIR/.metadata              which tensors there are, which boxes of them, and in which file each box lies
-    DIR/__{rank}.metadata      the same of one rank, when it was saved with use_collectives=False
+    DIR/.metadata              which tensors there are, which boxes of them, and in which file each box is
+    DIR/__{rank}.metadata      the same for one rank, when it was saved with use_collectives=False
     DIR/__{rank}_{n}.distcp    items back to back; a tensor's item is one complete torch.save archive
 
 Facts: torch 2.13.0, distributed/checkpoint/metadata.py and filesystem.py; files that it wrote are in the tests.
@@ -26,12 +26,15 @@ from formats.torch_files.dcp_metadata import DATA, Item, Items
 METADATA = ".metadata"
 SUFFIX = ".distcp"
 BLOCK = 1 << 22
-"""Bytes that are searched at a time."""
+"""Number of bytes that are searched at a time."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a checkpoint: the path of its key in the saved dictionary, None when it is not recorded."""
+    """A tensor of a checkpoint.
+
+    `path` is the path of its key in the saved dictionary, None when that is not recorded.
+    """
 
     name: str
     path: tuple[str, ...] | None
@@ -41,19 +44,19 @@ class Entry:
 
 
 def is_dcp(folder: Path) -> bool:
-    """Whether a folder holds a checkpoint of this kind, complete or not."""
+    """Whether a folder has a checkpoint of torch.distributed.checkpoint, complete or not."""
     return bool(metadata_files(folder)) or any(DATA.fullmatch(path.name) for path in folder.glob("__*.distcp"))
 
 
 def metadata_files(folder: Path) -> list[Path]:
-    """`.metadata`, or that of each rank."""
+    """The path of `.metadata`, or the metadata files of all ranks."""
     if (folder / METADATA).is_file():
         return [folder / METADATA]
     return sorted(path for path in folder.glob("__*.metadata") if re.fullmatch(r"__\d+\.metadata", path.name))
 
 
 def names(folder: Path, *texts: str) -> bool:
-    """Whether the metadata, which is not parsed for it, spells all of these names."""
+    """Whether the metadata, which is not parsed for this, contains all of these names."""
     missing = set(texts)
     for file in metadata_files(folder):
         overlap, before = max(map(len, texts)), b""
@@ -65,15 +68,15 @@ def names(folder: Path, *texts: str) -> bool:
 
 
 def entries(folder: Path) -> list[Entry]:
-    """Every tensor of a checkpoint, in the order in which it was saved. Raises as `contents` does."""
+    """Every tensor of a checkpoint, in the order in which it was saved. Raises what `contents` raises."""
     return contents(folder)[0]
 
 
 def contents(folder: Path) -> tuple[list[Entry], list[str]]:
-    """Every tensor of a checkpoint, in the order in which it was saved, and the names of what is no tensor.
+    """Every tensor of a checkpoint, in the order in which it was saved, and the names of objects that are no tensors.
 
     Raises:
-        SourceError: the metadata is missing or damaged, or names files that are not here.
+        SourceError: the metadata is missing or damaged, or a file is truncated.
     """
     files = metadata_files(folder)
     if not files:
@@ -102,10 +105,10 @@ def contents(folder: Path) -> tuple[list[Entry], list[str]]:
 
 
 def _require_whole(metadata: dcp_metadata.Metadata) -> None:
-    """Files that are here reach as far as the metadata says, objects included. A missing one is seen where it is read.
+    """Check that files are as long as the metadata records, objects included. Reading reports missing files.
 
     Raises:
-        SourceError: one is cut off.
+        SourceError: a file is truncated.
     """
     for path, end in metadata.ends.items():
         if path.is_file() and file_size(path) < end:
@@ -113,10 +116,11 @@ def _require_whole(metadata: dcp_metadata.Metadata) -> None:
 
 
 def read_objects(folder: Path, names: Collection[str]) -> dict[str, TorchFile]:
-    """What is no tensor, opened, by name; names that are not there are left out.
+    """The opened archives of objects that are no tensors, by name; names that are not in the checkpoint are left out.
 
     Raises:
-        SourceError: a file is missing or cut off.
+        SourceError: a file is missing or truncated.
+        UnsupportedError: an object is encoded.
     """
     asked, items = set(names), dict[str, Item]()
     for metadata in map(dcp_metadata.read, metadata_files(folder)):
@@ -135,10 +139,10 @@ def read_objects(folder: Path, names: Collection[str]) -> dict[str, TorchFile]:
 
 
 def load(entries: Iterable[Entry]) -> Iterator[Scattered]:
-    """Find the bytes of each tensor: the heads of its items are read and checked against the metadata.
+    """Locate the bytes of each tensor: the heads of its items are read and checked against the metadata.
 
     Raises:
-        SourceError: a file is missing or cut off, or an item is not what the metadata says.
+        SourceError: a file is missing or truncated, or an item differs from the metadata.
         UnsupportedError: an item is encoded in a way that is not known.
     """
     tensors = list(entries)

@@ -1,10 +1,12 @@
-"""The items of `.distcp` files: where the bytes of each piece are, and whether it is the piece that it should be.
+"""The items of `.distcp` files: locates the bytes of each piece, and checks the piece against the metadata.
 
-An item is one complete torch.save archive. Those of pieces of one shape and length are alike but for checksums and
-`.data/serialization_id` (torch/serialization.py and caffe2/serialize/inline_container.cc, 2.13): the first is read as
-any archive is, the others are compared with it, byte for byte, in numpy. What is not alike is read as any archive is.
-The end of an item and the beginning of the next lie side by side and are read by one call; a file is open while
-it is read, so that any number of ranks needs no more descriptors than there are threads.
+An item is one complete torch.save archive. Items of pieces of one shape and length are equal except for checksums and
+`.data/serialization_id` (torch/serialization.py and caffe2/serialize/inline_container.cc, 2.13): the first item is read
+as any archive is, the others are compared with the first, byte for byte, in numpy. Items that differ are read as any
+archive is.
+
+The end of an item and the beginning of the next are adjacent and are read by one call. A file is open only while it is
+read, so that any number of ranks needs no more descriptors than there are threads.
 """
 
 from __future__ import annotations
@@ -28,14 +30,20 @@ from formats.torch_files.dcp_metadata import DATA, Item, Items
 from formats.torch_files.pickle_values import DTYPES, Dtype, Opaque, TensorRef
 
 READERS = 8
-"""Threads that read the heads of items, which may lie on slow storage."""
+"""Number of threads that read the heads of items, which may be on slow storage."""
 
 Tensor = tuple[str, Any, Items]
-"""Name, torch's element type, and items."""
+"""A tensor: its name, torch's element type, and its items."""
 
 
 class _Kind(NamedTuple):
-    """Items that may be alike: where their bytes are, counted from the item's start, and what is around them."""
+    """The form of items that may be equal except for checksums.
+
+    Attributes:
+        offset: byte where the tensor begins, counted from the item's start.
+        member: start of the archive entry, counted from the item's start, and its size.
+        outline: the bytes around the tensor.
+    """
 
     offset: int
     member: tuple[int, int]
@@ -43,9 +51,10 @@ class _Kind(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """All items that are looked for, as columns, tensor after tensor; `bounds` are the first of each and the end.
+    """All items that are to be located, as columns, tensor after tensor; `bounds` has the first of each, and the end.
 
-    What is found of them comes into `crc`, and into `odd`: pieces that are not like the first of their kind.
+    Results go into `crc`, the checksum of each item, and into `odd`, the pieces that differ from the first of their
+    kind.
     """
 
     tensors: Sequence[Tensor]
@@ -61,14 +70,14 @@ class _Wanted(NamedTuple):
     lock: Lock
 
     def kind_of(self, kind: int, row: int, fd: Handle) -> _Kind | None:
-        """What the items of a kind are like: for the threads of all files by the same one of them."""
+        """The form of the items of a kind, taken from the same item for the threads of all files."""
         with self.lock:
             if kind not in self.kinds:
                 self.kinds[kind] = _kind(self, row, fd)
             return self.kinds[kind]
 
     def piece(self, row: int, fd: Handle) -> Piece:
-        """One piece, read as any archive is."""
+        """The piece of a row, read as any archive is."""
         number = int(np.searchsorted(self.bounds, row, side="right")) - 1
         name, dtype, items = self.tensors[number]
         return _piece(name, dtype_of(name, dtype), items.item(row - int(self.bounds[number])), fd)
@@ -78,7 +87,7 @@ def find(tensors: Sequence[Tensor]) -> Iterator[tuple[str, Sequence[Piece]]]:
     """The element type of each tensor, and its pieces.
 
     Raises:
-        SourceError: a file is missing or cut off, or an item is not what the metadata says.
+        SourceError: a file is missing or truncated, or an item differs from the metadata.
         UnsupportedError: an item is encoded in a way that is not known.
     """
     dtypes = [dtype_of(name, dtype) for name, dtype, _ in tensors]
@@ -135,7 +144,7 @@ def _joined(parts: Sequence[Ints], dtype: type) -> Ints:
 
 
 def _read(wanted: _Wanted, rows: Ints) -> None:
-    """Read the heads of the items of one file, which are in the order in which they lie."""
+    """Read the heads of the items of one file, in the order of their position in the file."""
     path = wanted.paths[wanted.file[rows[0]]]
     with opened(path) as fd:
         alike = dict[int, list[int]]()
@@ -154,7 +163,7 @@ def _read(wanted: _Wanted, rows: Ints) -> None:
 
 
 def _fill(wanted: _Wanted, rows: Ints, fd: Handle, buffers: Mapping[int, _Buffers]) -> None:
-    """Read what is around the items: the end of one together with the beginning of the next."""
+    """Read the bytes around the items: the end of one item together with the beginning of the next."""
     columns = (wanted.start[rows], wanted.length[rows], wanted.kind[rows])
     waiting, at, end = list[memoryview](), 0, 0
     for start, length, kind in zip(*(column.tolist() for column in columns), strict=True):
@@ -173,7 +182,7 @@ def _fill(wanted: _Wanted, rows: Ints, fd: Handle, buffers: Mapping[int, _Buffer
 
 
 class _Buffers:
-    """What is around some items of one kind."""
+    """The bytes around some items of one kind."""
 
     def __init__(self, count: int, kind: _Kind | None) -> None:
         assert kind is not None
@@ -182,7 +191,7 @@ class _Buffers:
         self.views = [memoryview(raw.reshape(-1).data) for raw in self.raw]
 
     def next(self) -> list[memoryview]:
-        """Room for what is before and after the next item's bytes."""
+        """The buffers for the bytes before and after the tensor of the next item."""
         self.count += 1
         return [
             view[(self.count - 1) * len(part) : self.count * len(part)]
@@ -190,7 +199,7 @@ class _Buffers:
         ]
 
     def compare(self) -> tuple[Any, Ints]:
-        """Which items are like the first, and the CRC-32 of the bytes of each."""
+        """Whether each item is like the first, and the CRC-32 of each item's tensor."""
         sound = np.ones(self.count, bool)
         for raw, part, same in zip(self.raw, self.like.parts, self.like.same, strict=True):
             sound &= ~((raw ^ part) & same).any(axis=1)
@@ -199,7 +208,7 @@ class _Buffers:
 
 
 def _kind(wanted: _Wanted, row: int, fd: Handle) -> _Kind | None:
-    """What the items of a kind are like, by the first of them; None if it does not tell."""
+    """The form of the items of a kind, from the first of them; None if that item is not suitable for comparison."""
     fragment, start, length = wanted.piece(row, fd).fragment, int(wanted.start[row]), int(wanted.length[row])
     if fragment.member is None or not fragment.row_major:
         return None
@@ -209,7 +218,7 @@ def _kind(wanted: _Wanted, row: int, fd: Handle) -> _Kind | None:
 
 
 def _found(wanted: _Wanted, rows: slice, dtype: str, items: Items) -> Columns:
-    """The pieces of a tensor whose items are all alike."""
+    """The pieces of a tensor whose items are all like the first of their kind."""
     start, codes = wanted.start[rows], wanted.kind[rows]
     offset, member = np.empty_like(start), np.empty((len(start), 3), np.int64)
     for code in np.unique(codes).tolist():
@@ -222,7 +231,7 @@ def _found(wanted: _Wanted, rows: slice, dtype: str, items: Items) -> Columns:
 
 
 def _each(wanted: _Wanted, rows: slice, dtype: str, items: Items) -> list[Piece]:
-    """The pieces of a tensor of which some have to be objects."""
+    """The pieces of a tensor some of whose items differ from the first of their kind."""
     pieces = list[Piece]()
     for row, cut in zip(range(rows.start, rows.stop), items.boxes.cuts(), strict=True):
         if row in wanted.odd:
@@ -237,7 +246,7 @@ def dtype_of(name: str, dtype: Any) -> str:
     """The element type of a tensor.
 
     Raises:
-        UnsupportedError: safetensors has none like it.
+        UnsupportedError: safetensors has no such element type.
     """
     if not isinstance(dtype, Dtype):
         spelled = f"{dtype.module}.{dtype.name}" if isinstance(dtype, Opaque) else short(dtype)
@@ -246,14 +255,14 @@ def dtype_of(name: str, dtype: Any) -> str:
 
 
 def require_files(needed: Mapping[Path, int], names: Callable[[Path], Sequence[str]]) -> None:
-    """Every file is here and long enough.
+    """Check that every file exists and is long enough.
 
     Args:
-        needed: the bytes that each must have.
-        names: the tensors that a file holds.
+        needed: number of bytes that each file must have.
+        names: returns the names of the tensors in a file.
 
     Raises:
-        SourceError: one is not.
+        SourceError: a file is missing or too short.
     """
     missing = [path for path in needed if not path.is_file()]
     if missing:
@@ -272,7 +281,7 @@ def require_files(needed: Mapping[Path, int], names: Callable[[Path], Sequence[s
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Numbers as text, neighbours joined: 0-3, 8."""
+    """Numbers as text, with consecutive numbers joined: 0-3, 8."""
     groups: list[list[int]] = []
     for number in numbers:
         if groups and groups[-1][-1] == number - 1:

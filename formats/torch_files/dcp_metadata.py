@@ -1,4 +1,4 @@
-"""The `.metadata` pickle of torch.distributed.checkpoint, as columns: millions of pieces without an object for each.
+"""Reads the `.metadata` pickle of torch.distributed.checkpoint as columns: millions of pieces, not an object for each.
 
 Facts: torch 2.13.0, distributed/checkpoint/metadata.py and filesystem.py.
 """
@@ -26,16 +26,17 @@ from formats.torch_files.unpickle import DAMAGE, loads
 
 DATA = re.compile(r"__(\d+)_\d+\.distcp")
 CLASSES = ("Metadata", "MCoreMetadata")
-"""Of torch, and of megatron-core up to 0.15, which adds a field (dist_checkpointing/strategies/torch.py)."""
+"""Metadata classes of torch, and of megatron-core up to 0.15, which adds a field
+(dist_checkpointing/strategies/torch.py)."""
 BYTES = "BytesStorageMetadata"
-"""What is no tensor: numbers, texts and other objects, each pickled."""
+"""Class of entries that are no tensors: numbers, texts and other objects, each pickled."""
 CHUNK, INDEX, EXTENT = "ChunkStorageMetadata", "MetadataIndex", "_StorageInfo"
 FIELDS = frozenset(("offsets", "sizes", "fqn", "offset", "index", "relative_path", "length", "transform_descriptors"))
 MAX_METADATA = 1 << 31
 
 
 class Item(NamedTuple):
-    """A stored piece of a tensor, or an object: its file, its extent in bytes there, and how it was encoded."""
+    """A stored piece of a tensor, or an object: its box, its file, its extent there in bytes, and its encodings."""
 
     box: tuple[tuple[int, int], ...]
     path: Path
@@ -49,12 +50,12 @@ class Items:
     """The stored pieces of a tensor, in the order of their boxes.
 
     Attributes:
-        boxes: which parts they are.
-        paths: files.
-        file: int32 [pieces], which of `paths`.
-        start: int64 [pieces], the first byte there.
-        length: int64 [pieces], in bytes.
-        transforms: how pieces are encoded, by their number; not those that are as they are.
+        boxes: the parts of the tensor that the pieces are.
+        paths: files that have pieces.
+        file: int32 [pieces], the index in `paths` of the file of each piece.
+        start: int64 [pieces], the first byte of each piece in its file.
+        length: int64 [pieces], the length of each piece in bytes.
+        transforms: encodings of encoded pieces, by the piece's number.
     """
 
     boxes: Boxes
@@ -68,13 +69,13 @@ class Items:
         return len(self.boxes)
 
     def item(self, number: int) -> Item:
-        """One piece."""
+        """The piece of this number."""
         extent = int(self.start[number]), int(self.length[number])
         path, box = self.paths[self.file[number]], self.boxes.cut(number).ranges
         return Item(box, path, *extent, self.transforms.get(number, ()))
 
     def only(self, number: int) -> Items:
-        """One piece, as columns."""
+        """The piece of this number, as columns."""
         rows = slice(number, number + 1)
         boxes = equal_boxes(self.boxes.ranges[rows])
         transforms = {0: self.transforms[number]} if number in self.transforms else {}
@@ -82,15 +83,15 @@ class Items:
 
     @property
     def files(self) -> set[Path]:
-        """The files that hold a piece."""
+        """The files that have a piece."""
         return {self.paths[number] for number in np.unique(self.file).tolist()}
 
 
 def joined(parts: Sequence[Items]) -> Items:
-    """The pieces of a tensor of which several files of metadata speak.
+    """The pieces of a tensor that several metadata files describe.
 
     Raises:
-        SourceError: they differ in the number of their dimensions.
+        SourceError: the files describe different numbers of dimensions.
     """
     if len(parts) == 1:
         return parts[0]
@@ -110,15 +111,15 @@ def joined(parts: Sequence[Items]) -> Items:
 
 
 class Metadata(NamedTuple):
-    """What one file of metadata says.
+    """The content of one metadata file.
 
     Attributes:
         tensors: shape and torch's element type of each tensor.
         items: the pieces of each tensor.
-        objects: the names of what is no tensor.
-        extents: where what is no tensor is.
+        objects: the names of objects that are no tensors.
+        extents: the extent of each object that is no tensor.
         planner: the path of each key in the saved dictionary.
-        ends: the bytes that each file must have.
+        ends: the number of bytes that each file must have.
     """
 
     tensors: Mapping[str, tuple[tuple[int, ...], Any]]
@@ -130,10 +131,10 @@ class Metadata(NamedTuple):
 
 
 def read(file: Path) -> Metadata:
-    """Read a file of metadata; one that was read before, and has not changed since, is not read again.
+    """Read a metadata file. Cached: a file that has not changed is not read again.
 
     Raises:
-        SourceError: it is damaged, or none.
+        SourceError: the file is damaged, or no metadata file.
     """
     if file_size(file) > MAX_METADATA:
         raise SourceError(f"{file} has {file_size(file)} bytes, too many for metadata")
@@ -157,7 +158,7 @@ def _read(file: Path, *_: int) -> Metadata:
 
 
 def _content(file: Path) -> Bytes:
-    """All of a file, which is not in memory at once where it is one of the disk."""
+    """The content of a file; a file of the disk is memory-mapped."""
     if is_elsewhere(file):
         return file.read_bytes()
     with file.open("rb") as opened:
@@ -165,7 +166,7 @@ def _content(file: Path) -> Bytes:
 
 
 class _Stored(NamedTuple):
-    """Where things are: the columns of `Items`, the name and the offsets of each."""
+    """The extents of all stored items: the columns of `Items`, and the name and the offsets of each item."""
 
     names: Sequence[str]
     paths: Sequence[Path]
@@ -178,7 +179,7 @@ class _Stored(NamedTuple):
 
 
 def _stored(file: Path, storage_data: Mapping[Any, Any], texts: Sequence[str]) -> _Stored:
-    """The columns of `storage_data`."""
+    """The columns of the `storage_data` of a metadata file."""
     numbers = {text: number for number, text in enumerate(texts)}
     blocks: list[tuple[Any, ...]] = []
     transforms: dict[int, tuple[str, ...]] = {}
@@ -226,7 +227,7 @@ def _path(folder: Path, name: str) -> Path:
 
 
 def _joined(file: Path, described: dict[str, Any], stored: _Stored, planner: Mapping[str, tuple[str, ...]]) -> Metadata:
-    """What is described, with where it is."""
+    """The metadata, made of the described tensors and objects and of their extents."""
     ends = np.zeros(len(stored.paths), np.int64)
     np.maximum.at(ends, stored.file, stored.start + stored.length)
     order = np.argsort(stored.name, kind="stable")
@@ -277,10 +278,10 @@ def _boxes(file: Path, chunks: Sequence[Any]) -> Ints:
 
 
 def _items(file: Path, name: str, boxes: Ints, stored: _Stored, rows: Ints) -> Items:
-    """Boxes, each with where it is: both are put into the order of their offsets.
+    """The described boxes of a tensor with their extents; both are sorted by their offsets.
 
     Raises:
-        SourceError: a box is nowhere, or what is somewhere is no box.
+        SourceError: a described box is not stored, or a stored box is not described.
     """
     dims = boxes.shape[1]
     where = [column[rows] for column in stored.offsets]
@@ -306,15 +307,15 @@ def _items(file: Path, name: str, boxes: Ints, stored: _Stored, rows: Ints) -> I
 
 
 def _order(offsets: Ints) -> Ints:
-    """The order of some offsets; that in which they are where there are no dimensions."""
+    """Indices that sort some offsets; the given order if there are no dimensions."""
     return np.lexsort(offsets.T[::-1]) if offsets.shape[1] else np.arange(len(offsets))
 
 
 def sizes(value: Any) -> tuple[int, ...]:
-    """A shape, or an offset.
+    """A shape or an offset as a tuple of integers.
 
     Raises:
-        SourceError: it is none.
+        SourceError: the value is neither.
     """
     numbers = tuple(value) if isinstance(value, tuple | list) else None
     if numbers is None or len(numbers) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):

@@ -1,6 +1,6 @@
-"""Writing checkpoints of torch.distributed.checkpoint: what `dcp.save` would leave.
+"""Plans checkpoints of torch.distributed.checkpoint, as `dcp.save` would write them.
 
-Facts: torch 2.13.0, distributed/checkpoint/metadata.py and filesystem.py; `dcp.load` reads it in the tests.
+Facts: torch 2.13.0, distributed/checkpoint/metadata.py and filesystem.py; `dcp.load` reads the result in the tests.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from formats.torch_files.pickle_values import DCP, DTYPES, STORAGE_OF, Dtype, Op
 VERSION = "1.0.0"
 CONTAINER = "model"
 Keys = tuple[str | int, ...]
-"""Where in the saved dictionary something was: keys, and numbers of list items."""
+"""The path of a value in the saved dictionary: keys, and numbers of list items."""
 TORCH_NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}
 
 
 class Stored(NamedTuple):
-    """A part of a slot that a rank's file is to hold: a box of the tensor `name` of a shape, which may be larger.
+    """A part of a slot that goes into a rank's file: the box `box` of the tensor `name` of shape `shape`.
 
-    `state` is that of an optimizer, `dtype` its element type; that of a weight follows from the slot.
+    `state` is the name of an optimizer state, and `dtype` its element type; the element type of a weight follows from
+    the slot.
     """
 
     slot: Slot
@@ -48,7 +49,7 @@ class Stored(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """What is stored, as an archive of its own."""
+    """A stored part as an archive of its own."""
 
     stored: Stored
     dtype: str
@@ -56,7 +57,7 @@ class _Item(NamedTuple):
 
 
 def by_rows(wanted: Iterable[Stored], ranks: int) -> list[list[Stored]]:
-    """Each tensor cut along its first dimension into chunks of ceil(n / ranks), as FSDP2 does; by rank."""
+    """The parts of each rank: each tensor cut along its first dimension into chunks of ceil(n / ranks), as by FSDP2."""
     stored_by_rank: list[list[Stored]] = [[] for _ in range(ranks)]
     for stored in wanted:
         for rank, box in _boxes(stored.shape, ranks):
@@ -65,7 +66,7 @@ def by_rows(wanted: Iterable[Stored], ranks: int) -> list[list[Stored]]:
 
 
 def whole(slot: Slot, name: str, state: str = "", dtype: str = "") -> Stored:
-    """All of a slot, as the tensor `name`."""
+    """A whole slot, as the tensor `name`."""
     part = whole_part(slot.shape)
     return Stored(slot, part, name, slot.shape, part.ranges, state, dtype)
 
@@ -77,17 +78,18 @@ def layout(
     paths: Mapping[str, Keys] | None = None,
     objects: Mapping[str, bytes | Small] | None = None,
 ) -> tuple[list[OutputFile], bytes]:
-    """Lay out the files of a checkpoint.
+    """Plan the files of a checkpoint.
 
     Args:
-        root: the folder.
-        ranks: what each rank's file holds.
+        root: the folder of the checkpoint.
+        ranks: the parts that go into each rank's file.
         dtypes: the element type of each logical tensor.
-        paths: where in the saved dictionary everything was; None where nobody asks.
-        objects: what is no tensor, pickled, and numbers, which are tensors; they are after the first rank's tensors.
+        paths: path of each key in the saved dictionary; None to record no paths.
+        objects: pickled objects that are no tensors, and numbers, which are tensors; they are written after the first
+            rank's tensors.
 
     Returns:
-        The files, and the `.metadata` that belongs to them.
+        The files, and the content of `.metadata`.
     """
     items = [
         [_item(stored, stored.dtype or slot_dtype(stored.slot, dtypes)) for stored in rank_items]
@@ -114,13 +116,13 @@ def _item(stored: Stored, dtype: str) -> _Item:
 
 @lru_cache(maxsize=4096)
 def _archive(dtype: str, shape: tuple[int, ...]) -> Archive:
-    """The archive of one tensor: those of the pieces of one are alike."""
+    """The archive of one tensor. Cached: pieces of one shape have equal archives."""
     ref = TensorRef(StorageRef(dtype, "0", prod(shape)), 0, shape, row_major(shape), dtype)
     return plan_archive(ref, {"0": prod(shape) * SIZES[dtype]})
 
 
 def _boxes(shape: tuple[int, ...], ranks: int) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
-    """Which rank holds which box of a tensor."""
+    """The rank and the box of each chunk of a tensor."""
     if not prod(shape) or not shape:
         yield 0, tuple((0, n) for n in shape)
         return
@@ -130,7 +132,7 @@ def _boxes(shape: tuple[int, ...], ranks: int) -> Iterator[tuple[int, tuple[tupl
 
 
 def _starts(items: Iterable[_Item]) -> list[int]:
-    """Where each item of a file begins; after them its size."""
+    """The byte where each item of a file begins, and after them the size of the file."""
     return list(accumulate((item.archive.size for item in items), initial=0))
 
 
@@ -207,7 +209,7 @@ def _extent(rank: int, start: int, length: int) -> Opaque:
 
 
 def _properties(dtype: str) -> Opaque:
-    """dtype, layout, requires_grad, memory format, pin_memory."""
+    """The tensor properties: dtype, layout, requires_grad, memory format, pin_memory."""
     strided = Opaque("torch.serialization", "_get_layout", ("torch.strided",))
     contiguous = Opaque(DCP, "_MEM_FORMAT_ENCODING", (0,))
     state = (Dtype(TORCH_NAMES[dtype]), strided, False, contiguous, False)

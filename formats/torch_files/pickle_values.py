@@ -1,4 +1,4 @@
-"""What a pickle of a checkpoint holds, as inert values, and the one fixed pickle that we write."""
+"""The values in a pickle of a checkpoint, as inert data, and the writer of such pickles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STORAGES = {
     "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8",
     "ByteStorage": "U8", "BoolStorage": "BOOL", "UntypedStorage": "U8",
 }  # fmt: skip
-"""Storage classes of torch (torch/storage.py, 2.13) and the safetensors name of their element type."""
+"""Storage class of torch (torch/storage.py, 2.13): the safetensors name of its element type."""
 
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
@@ -25,7 +25,7 @@ DTYPES = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "uint16": "U16", "uint32": "U32", "uint64": "U64",
 }  # fmt: skip
-"""torch dtypes by their name in a pickle, and the safetensors name of each."""
+"""Name of a torch dtype in a pickle: the safetensors name of the element type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Dtype:
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A storage that lies elsewhere in the file, under `key`."""
+    """A storage whose bytes are elsewhere in the file, under `key`."""
 
     dtype: str
     key: str
@@ -64,9 +64,9 @@ class Namespace:
 
 @dataclass(eq=False, slots=True)
 class Opaque:
-    """A global of an unknown kind, with the arguments and the state that it was given. It is data.
+    """A global of an unknown kind, with the arguments and the state that the pickle gives it: inert data.
 
-    `filled` says that it was given the entries of a list or a map, too. They are not kept.
+    `filled` specifies that the pickle also gives it entries of a list or a map, which are not kept.
     """
 
     module: str
@@ -82,7 +82,7 @@ class Opaque:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 STORAGE_OF = {dtype: name for name, dtype in reversed(STORAGES.items())}
-"""The storage class of each element type that can be written."""
+"""Element type that can be written: its storage class."""
 
 ENUMS = {
     ("megatron.core.enums", "ModelType"),
@@ -90,7 +90,7 @@ ENUMS = {
     ("megatron.enums", "PositionEmbeddingType"),
     ("signal", "Signals"),
 }
-"""Enums whose members travel on in `args`. Any other opaque value is left out: it might run code."""
+"""Enums whose members are carried over in `args`. Any other opaque value is left out, because it might run code."""
 
 
 DCP = "torch.distributed.checkpoint.metadata"
@@ -106,7 +106,7 @@ CALLS = {("torch", "Size"), ("torch.serialization", "_get_layout"), (DCP, "_MEM_
 
 
 def keeps(value: Any, depth: int = 8) -> bool:
-    """Whether a value is plain enough to travel on: data, dtypes, and members of known enums."""
+    """Whether a value is plain enough to be carried over: data, dtypes, and members of known enums."""
     match value:
         case Opaque():
             plain = len(value.args) == 1 and type(value.args[0]) is int
@@ -132,14 +132,14 @@ def dumps(value: Any) -> bytes:
 
 
 class _Writer:
-    """Writes values; a global or a fixed text is written once and referred to afterwards."""
+    """Writes values; a global or a fixed text is written once and then referred to."""
 
     def __init__(self) -> None:
         self.out = io.BytesIO()
         self.memo: dict[bytes, int] = {}
 
     def once(self, code: bytes) -> None:
-        """Write code that pushes a constant, or fetch what it pushed the first time."""
+        """Write code that pushes a constant, or fetch the constant from the memo if it was written before."""
         if code in self.memo:
             self.out.write(b"h" + bytes([self.memo[code]]))
             return

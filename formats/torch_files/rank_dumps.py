@@ -1,4 +1,4 @@
-"""State dicts that torch.save wrote: a full one, or one for each rank with DTensors, sharded or flat tensors.
+"""Reads state dicts of torch.save: a full one, or one for each rank with DTensors, sharded or flat tensors.
 
 Facts: torch 2.13.0 (distributed/tensor, distributed/_shard, distributed/fsdp/_flat_param.py), accelerate 1.15.0
 utils/fsdp_utils.py; files that they wrote are in the tests.
@@ -27,7 +27,7 @@ Keys = tuple[str, ...]
 
 @dataclass(frozen=True)
 class FlatPart:
-    """The elements of a tensor of this shape, from `start` on, that a rank has of it in a flat one."""
+    """The interval of a tensor of shape `shape`, from element `start` on, that a rank has in a flat tensor."""
 
     shape: tuple[int, ...]
     start: int
@@ -35,10 +35,10 @@ class FlatPart:
 
 
 def open_ranks(folder: Path, names: re.Pattern[str] = MODEL_DUMP) -> dict[int, TorchFile]:
-    """The dump of each rank, whose number is in its name.
+    """The dump of each rank, by the rank's number, which is in the file's name.
 
     Raises:
-        SourceError: one is missing, damaged, or there twice.
+        SourceError: a dump is missing, damaged, or there twice.
     """
     paths: dict[int, Path] = {}
     for path in sorted(folder.iterdir()):
@@ -57,7 +57,7 @@ def open_ranks(folder: Path, names: re.Pattern[str] = MODEL_DUMP) -> dict[int, T
 
 
 def leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """Every tensor of a nested dictionary, and the path of its key."""
+    """Every tensor of a nested dictionary, with the path of its key."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from leaves(inner, (*path, str(key)))
@@ -66,11 +66,11 @@ def leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
 
 
 def load(files: Mapping[int, TorchFile], paths: Sequence[Keys]) -> Iterator[Scattered]:
-    """Put each tensor together from what every rank holds of it.
+    """Each tensor, put together from the pieces of every rank.
 
     Raises:
         SourceError: pieces are missing or overlap.
-        UnsupportedError: a value is no tensor that is known.
+        UnsupportedError: a value is not a tensor of a known kind.
     """
     of_rank = {rank: dict(leaves(file.value)) for rank, file in files.items()}
     for path in paths:
@@ -87,7 +87,7 @@ def load(files: Mapping[int, TorchFile], paths: Sequence[Keys]) -> Iterator[Scat
 
 
 def pieces_of(value: Any, rank: int, file: TorchFile, name: str) -> tuple[tuple[int, ...], list[Piece]]:
-    """The shape of a tensor, and the pieces of it that a rank holds."""
+    """The shape of a tensor, and the pieces that a rank has of this tensor."""
     if isinstance(value, TensorRef):
         return value.shape, [Piece(whole_part(value.shape), file.fragment(value, name))]
     if isinstance(value, FlatPart):
@@ -111,7 +111,7 @@ def pieces_of(value: Any, rank: int, file: TorchFile, name: str) -> tuple[tuple[
 
 
 def _subclass(value: Any) -> tuple[str, Any]:
-    """Class and state of a tensor that torch pickled with `_rebuild_from_type_v2`."""
+    """Class name and state of a tensor that torch pickled with `_rebuild_from_type_v2`; empty for other values."""
     if isinstance(value, Opaque) and value.name == "_rebuild_from_type_v2" and len(value.args) == 4:
         kind = value.args[1]
         return (kind.name if isinstance(kind, Opaque) else ""), value.args[3]
@@ -119,7 +119,7 @@ def _subclass(value: Any) -> tuple[str, Any]:
 
 
 def _fields(state: Any) -> dict[str, Any]:
-    """The attributes of an object: a dictionary, or a pair of those in `__dict__` and those in slots."""
+    """The attributes of an object, from a dictionary, or from a pair of the attributes in `__dict__` and in slots."""
     if isinstance(state, tuple):
         return {name: value for part in state if part for name, value in part.items()}
     return dict(state)
@@ -138,7 +138,7 @@ def _piece(box: tuple[tuple[int, int], ...], local: Any, file: TorchFile, name: 
 
 
 def _shard(shard: Any, file: TorchFile, name: str) -> Piece:
-    """A local shard of a ShardedTensor, which says where it begins."""
+    """The piece of a local shard of a ShardedTensor, whose metadata has its offsets and sizes."""
     state = _fields(shard.state)
     where = _fields(state["metadata"].state)
     starts, sizes = where["shard_offsets"], where["shard_sizes"]
@@ -147,11 +147,11 @@ def _shard(shard: Any, file: TorchFile, name: str) -> Piece:
 
 
 def _local_box(shape: tuple[int, ...], spec: Mapping[str, Any], rank: int) -> tuple[tuple[int, int], ...]:
-    """The box of a DTensor that a rank holds.
+    """The box of a DTensor that a rank has.
 
-    Each mesh dimension that shards cuts what is left into chunks of ceil(n / ranks). Dimensions are taken from left to
-    right; `_StridedShard` marks those that were cut last, FSDP outside of tensor parallelism: its split factor is the
-    number of parts that the later dimensions make.
+    Each mesh dimension that shards cuts the remaining box into chunks of ceil(n / ranks). Mesh dimensions are taken
+    from left to right; `_StridedShard` marks dimensions that cut last (FSDP outside of tensor parallelism): its split
+    factor is the number of parts that the later mesh dimensions make.
     """
     coordinates, sizes = _coordinates(_fields(spec["mesh"].state), rank)
     placements = list(zip(spec["placements"], coordinates, sizes, strict=True))
@@ -171,7 +171,10 @@ def _local_box(shape: tuple[int, ...], spec: Mapping[str, Any], rank: int) -> tu
 
 
 def _require_saved_by(rank: int, mesh: Mapping[str, Any], file: TorchFile, name: str) -> None:
-    """The DeviceMesh of a DTensor keeps the coordinates of the rank that made it (torch 2.2 to 2.13)."""
+    """Check that a DTensor was saved by the rank in the file's name.
+
+    Its DeviceMesh has the coordinates of the rank that made it (torch 2.2 to 2.13).
+    """
     coordinates, recorded = _coordinates(mesh, rank)[0], mesh.get("_coordinate_on_dim")
     if recorded is not None and list(recorded) != coordinates:
         raise SourceError(
@@ -182,13 +185,13 @@ def _require_saved_by(rank: int, mesh: Mapping[str, Any], file: TorchFile, name:
 
 
 def _later(placements: Sequence[tuple[Any, int, int]], strided: Any, dim: int) -> int:
-    """Into how many parts the mesh dimensions after a strided one cut a dimension."""
+    """The number of parts into which the mesh dimensions after a strided one cut a tensor dimension."""
     after = placements[[placement for placement, _, _ in placements].index(strided) + 1 :]
     return prod(n for other, _, n in after if other.name == "Shard" and _fields(other.state)["dim"] == dim)
 
 
 def _coordinates(mesh: Mapping[str, Any], rank: int) -> tuple[list[int], list[int]]:
-    """The place of a rank in a DeviceMesh, and the size of each of its dimensions."""
+    """The coordinates of a rank in a DeviceMesh, and the size of each mesh dimension."""
     if "_layout" in mesh:  # torch 2.10 and later
         axes = _axes(_fields(mesh["_layout"].state))
         position = list(mesh["_flatten_rank_map"]).index(rank)
@@ -205,7 +208,7 @@ def _coordinates(mesh: Mapping[str, Any], rank: int) -> tuple[list[int], list[in
 
 
 def _axes(layout: Mapping[str, Any]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Sizes and strides of each mesh dimension (torch/distributed/_mesh_layout.py): several where it was flattened."""
+    """Sizes and strides of each mesh dimension (torch/distributed/_mesh_layout.py): several if it was flattened."""
     if "axes" in layout:  # torch 2.13
         inner = (_fields(axis.state) for axis in layout["axes"])
         return [(axis["shape"], axis["stride"]) for axis in inner]
@@ -216,7 +219,7 @@ def _axes(layout: Mapping[str, Any]) -> list[tuple[tuple[int, ...], tuple[int, .
 
 
 def _numbers(nested: Any) -> tuple[int, ...]:
-    """The numbers of a number, or of tuples in one another."""
+    """The integers of a number, or of nested tuples, as a flat tuple."""
     return tuple(n for inner in nested for n in _numbers(inner)) if isinstance(nested, tuple) else (int(nested),)
 
 
@@ -224,17 +227,17 @@ def _numbers(nested: Any) -> tuple[int, ...]:
 
 
 def is_flat(paths: Iterable[Keys]) -> bool:
-    """Whether a dump holds FSDP1's flat parameters, in which neither names nor shapes are recorded."""
+    """Whether a dump has FSDP1's flat parameters, which record neither names nor shapes."""
     return any(path[-1].endswith(FLAT) for path in paths)
 
 
 def load_flat(
     files: Mapping[int, TorchFile], shapes: Mapping[str, tuple[int, ...]], tied: bool
 ) -> dict[str, Scattered]:
-    """Take flat parameters apart, given the shapes of the model's tensors in the order of its modules.
+    """Split flat parameters into tensors, given the shapes of the model's tensors in the order of its modules.
 
-    With `use_orig_params` each rank holds its interval of every parameter under the parameter's own name; without,
-    only its interval of the flat parameter of each module, in which the parameters follow one another.
+    With `use_orig_params` each rank has its interval of every parameter under the parameter's own name; without, only
+    its interval of the flat parameter of each module, in which the parameters are concatenated.
 
     Args:
         files: the dump of each rank.
@@ -263,7 +266,7 @@ def load_flat(
 def _intervals(
     files: Mapping[int, TorchFile], of_rank: Mapping[int, Mapping[str, Any]], key: str
 ) -> tuple[str, list[Piece]]:
-    """Element type and intervals of a parameter whose ranks hold one after the other."""
+    """Element type and pieces of a parameter of which the ranks have consecutive intervals."""
     pieces, start = [], 0
     for rank, file in files.items():
         ref = of_rank[rank].get(key)
@@ -277,7 +280,7 @@ def _intervals(
 def _unit(
     unit: str, shapes: Mapping[str, tuple[int, ...]], parts: Sequence[tuple[int, int, Fragment]], tied: bool
 ) -> dict[str, Scattered]:
-    """The parameters of one flat parameter."""
+    """The tensors of one flat parameter."""
     total = sum(stop - start for start, stop, _ in parts)
     tensor_shapes = dict(shapes)
     if tied and sum(map(prod, tensor_shapes.values())) != total:
@@ -311,7 +314,7 @@ def _unit(
 
 
 def _flat_parts(value: Any, file: TorchFile, name: str) -> Iterator[tuple[int, int, Fragment]]:
-    """Start, stop and fragment of each part of a flat parameter that a rank holds."""
+    """Start, stop and fragment of each part of a flat parameter that a rank has."""
     _, pieces = pieces_of(value, 0, file, name)
     for part, fragment in pieces:
         if len(part.ranges) != 1:

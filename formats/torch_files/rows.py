@@ -1,9 +1,10 @@
-"""Rows: objects that follow each other in a pickle, and differ in numbers and texts alone, as columns.
+"""Rows: consecutive objects of a pickle that differ only in numbers and texts, read as columns.
 
-The metadata of a distributed checkpoint is a pickle of some objects for each piece, millions of them. What one of them
-looks like, opcode by opcode, says what those after it look like: a pattern is made of the bytes of one that the machine
-has run, with gaps where numbers and texts are, and all that match it are read at once, without an object for each.
-What does not match is run by the machine: the first object of each kind, and one that a frame cuts in two.
+The metadata of a distributed checkpoint is a pickle of some objects for each piece, millions of them. Consecutive
+objects have the same opcodes. A pattern is made of the bytes of an object that the unpickling machine has run, with
+gaps where numbers and texts are, and all following objects that match the pattern are read at once, without an object
+for each. Objects that do not match are run by the machine: the first object of each kind, and one that a frame cuts in
+two.
 
 Facts: the opcodes in Lib/pickletools.py, and the frames of 64 KiB and batches of 1000 that Modules/_pickle.c writes
 (CPython 3.13).
@@ -23,29 +24,29 @@ from formats.errors import SourceError
 from formats.torch_files.pickle_values import Opaque
 
 _PLAIN = frozenset(b")\x81\x94}(t\x85\x86\x87RubN")
-"""Opcodes without an operand that an object of such a kind is made of."""
+"""Opcodes without an operand that may be in a pattern."""
 _NUMBERS = {0x4B: 1, 0x4D: 2, 0x4A: 4}
-"""Opcodes of numbers, with the bytes of their operand."""
+"""Opcode of a number: the number of bytes of its operand."""
 _NUMBER = rb"(K.|M..|J.{4}|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x07.{7}|\x8a\x08.{8})"
 _TEXT = rb"(h.|j.{4}|\x8c.[\x20-\x7e]*\x94)"
-"""A text that has a number, or gets one here."""
+"""Matches a text: a reference to the memo, or a new text that gets a memo number."""
 MOST_NUMBERS = 1 << 16
-"""Numbers whose value is remembered."""
+"""Maximum count of numbers whose values are cached."""
 MOST_KINDS = 16
 LET_GO = 1 << 24
-"""Bytes of a map after which those that were read are let go."""
+"""Number of bytes read of a memory map after which their pages are released."""
 
 Bytes = bytes | mmap.mmap
 
 
 class Kind(NamedTuple):
-    """What objects look like.
+    """The pattern of consecutive objects in a pickle.
 
     Attributes:
-        pattern: their bytes, with gaps.
-        names: what is in each gap: class and attribute.
-        numbered: how many objects, texts in gaps not among them, get a number.
-        texts: the gaps of texts, and how many objects have got a number before each.
+        pattern: matches the bytes of an object, with groups for its numbers and texts (gaps).
+        names: class and attribute of each gap.
+        numbered: how many memo numbers an object takes, not counting texts in gaps.
+        texts: the gaps of texts, and how many memo numbers the object takes before each, likewise.
     """
 
     pattern: re.Pattern[bytes]
@@ -56,11 +57,11 @@ class Kind(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Rows:
-    """Objects of one kind, or pairs of a key and its value.
+    """Consecutive objects of one kind, or pairs of a key and its value, as columns.
 
     Attributes:
-        columns: what is in the gaps, by class and attribute: `MetadataIndex.offset` has a column for each dimension.
-            Texts are numbers of `texts`.
+        columns: the values of the gaps, by class and attribute: `MetadataIndex.offset` has a column for each dimension.
+            Texts are given as indices into `texts`.
         texts: every text in a gap of the pickle.
     """
 
@@ -69,11 +70,11 @@ class Rows:
 
 
 class Memo(dict[int, Any]):
-    """The objects of a pickle that have a number, but for those in rows.
+    """The memo of a pickle: its objects by their memo number, without the objects of rows.
 
     Attributes:
-        count: the number of the next object.
-        rows: where rows are: the numbers of their objects, from the first to the one after the last, and their bytes.
+        count: the memo number of the next object.
+        rows: for each run of rows, the half-open range of memo numbers of its objects, and its half-open byte range.
     """
 
     def __init__(self) -> None:
@@ -82,13 +83,13 @@ class Memo(dict[int, Any]):
         self.rows: list[tuple[int, int, int, int]] = []
 
     def add(self, value: Any) -> None:
-        """Give an object the next number."""
+        """Give an object the next memo number."""
         self[self.count] = value
         self.count += 1
 
 
 class _Begun(NamedTuple):
-    """An object that is not complete: its first byte, itself, and what lay on the stack before it."""
+    """An object that is not complete: its first byte, the object, and the heights of stack and marks before it."""
 
     start: int
     made: Opaque
@@ -97,10 +98,11 @@ class _Begun(NamedTuple):
 
 
 class Reader:
-    """Reads rows of some classes.
+    """Reads the objects of some classes as rows.
 
     Args:
-        classes: the class of an object, or of a value, to the one that its row begins with: its own, or its key's.
+        classes: for the class that a row ends with, that of an object or of a value, the class that the row begins
+            with: the same class, or the class of the value's key.
         fields: the attributes of these classes.
     """
 
@@ -112,7 +114,7 @@ class Reader:
         self.let_go = 0
 
     def begin(self, data: Bytes, at: int, stack: Sequence[Any], marks: Sequence[int], memo: Memo) -> None:
-        """Remember where the object on the stack begins, if its class has a number; `at` is behind its NEWOBJ."""
+        """Record where the object on the stack begins, if its class has a memo number; `at` is after its NEWOBJ."""
         made = stack[-1]
         if isinstance(made, Opaque) and made.name in self.first:
             self.begun.pop(made.name, None)
@@ -122,7 +124,10 @@ class Reader:
                     self.begun[made.name] = _Begun(start, made, len(stack) - 1, len(marks))
 
     def follow(self, data: Bytes, at: int, stack: list[Any], marks: Sequence[int], memo: Memo) -> int:
-        """Put the rows like the object on the stack, which ends at `at`, onto the stack. Returns where they end."""
+        """Read the rows that follow the object on top of the stack, which ends at `at`, and push them onto the stack.
+
+        The rows have the same form as that object. Returns the byte after the last row.
+        """
         made = stack[-1]
         begun = self.begun.pop(self.classes.get(made.name, ""), None)
         if begun is None:
@@ -143,7 +148,7 @@ class Reader:
         return end
 
     def _kind(self, data: Bytes, at: int, end: int, memo: Memo) -> Kind | None:
-        """What the objects in some bytes look like; None if a pattern cannot say."""
+        """The pattern of the objects in a byte range; None if a pattern cannot describe these objects."""
         names, parts = list[str](), list[bytes]()
         numbered, texts = 0, list[tuple[int, int]]()
         owner = field = ""
@@ -169,7 +174,7 @@ class Reader:
                     continue
                 if isinstance(value, str):
                     field = value
-                elif not isinstance(value, Opaque) or value.args:  # an object that is there twice
+                elif not isinstance(value, Opaque) or value.args:  # an object that occurs twice
                     return None
                 elif value.name in self.classes or value.name in self.first:
                     owner = value.name
@@ -182,10 +187,10 @@ class Reader:
     def _read(
         self, data: Bytes, at: int, kinds: Sequence[Kind], memo: Memo
     ) -> tuple[int, list[dict[str, list[array[int]]]]]:
-        """The rows that follow: where they end, and the columns of those of each kind.
+        """Read the following rows. Returns the byte after the last row, and the columns of each kind.
 
         Raises:
-            SourceError: a text of a row is none.
+            SourceError: a row has something other than a text where a text belongs.
         """
         end, first, rows_of_kinds = at, memo.count, [list[tuple[bytes, ...]]() for _ in kinds]
         turns = list(zip(kinds, rows_of_kinds, strict=True))
@@ -196,7 +201,7 @@ class Reader:
         return end, [self._columns(kind, rows, memo) for kind, rows in zip(kinds, rows_of_kinds, strict=True) if rows]
 
     def _next(self, data: Bytes, at: int, turns: list[tuple[Kind, list[tuple[bytes, ...]]]], memo: Memo) -> int:
-        """Read one row, of the kind that the last one was if it can be. Returns where it ends, 0 if there is none."""
+        """Read one row, trying the kind of the last row first. Returns the byte after the row, 0 if there is no row."""
         for turn, (kind, rows) in enumerate(turns):
             match = kind.pattern.match(data, at)
             if match and (not kind.texts or self._name(match.groups(), kind, memo)):
@@ -208,7 +213,7 @@ class Reader:
         return 0
 
     def _name(self, row: tuple[bytes, ...], kind: Kind, memo: Memo) -> bool:
-        """Give the texts that a row holds their numbers; false if it is no row, for one is not as long as it says."""
+        """Give the new texts of a row their memo numbers. False if this is no row: a text has another length."""
         texts = [(row[gap], before) for gap, before in kind.texts if row[gap][0] == 0x8C]
         if any(raw[1] != len(raw) - 3 for raw, _ in texts):
             return False
@@ -229,14 +234,14 @@ class Reader:
 
 
 class _Texts(dict[bytes, int]):
-    """The number of each text in `held`, by the opcode that gets it out of the memo or holds it."""
+    """The index in `held` of each text, by the opcode that fetches the text from the memo, or that contains it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.held, self.numbers = list[str](), dict[str, int]()
 
     def number(self, raw: bytes, memo: Memo) -> int:
-        """The number of a text."""
+        """The index in `held` of the text of an opcode."""
         if raw not in self:
             value = raw[2:-1].decode() if raw[0] == 0x8C else memo.get(int.from_bytes(raw[1:], "little"))
             if not isinstance(value, str):
@@ -247,7 +252,7 @@ class _Texts(dict[bytes, int]):
 
 
 class _Numbers(dict[bytes, int]):
-    """Numbers by the opcode that holds them."""
+    """The values of numbers, by the opcode that contains the number."""
 
     def __missing__(self, raw: bytes) -> int:
         if len(self) > MOST_NUMBERS:

@@ -1,10 +1,10 @@
-"""Names of files whose number tells what they hold: the rank or layer in the name is the one that was saved.
+"""Checks files whose name has the rank or layer of their content: it has to be the name under which they were saved.
 
-torch.save keeps the stem of the file's name in the archive, as the root folder of its entries (`PyTorchStreamWriter` in
-caffe2/serialize/inline_container.cc, torch 2.13). A file under the name of another rank has the same size, the same
-keys and the same shapes: nothing else in it may tell. Shards of Hugging Face (`pytorch_model-00001-of-00002.bin`) are
-not in the table: their tensors have names, and those that are absent are missed. Nor are the files of Megatron, whose
-rank is in the name of their folder.
+torch.save stores the stem of the file's name in the archive, as the root folder of its entries (`PyTorchStreamWriter`
+in caffe2/serialize/inline_container.cc, torch 2.13). A file under the name of another rank has the same size, the same
+keys and the same shapes, so that nothing else in the file may show the mistake. Shards of Hugging Face
+(`pytorch_model-00001-of-00002.bin`) are not in the table: their tensors have names, and missing tensors are reported.
+Nor are the files of Megatron, whose rank is in the name of their folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODEL_DUMP = re.compile(
 OPTIM_DUMP = re.compile(r"optim(?:izer_0|_world_size_(?P<world>\d+))_rank_?(?P<rank>\d+)\.(?:bin|pt)")
 UNIVERSAL = re.compile(r"(fp32|exp_avg|exp_avg_sq)\.pt")
 NUMBERED = (MODEL, MODEL_OF_STAGE_3, LAYER, OPTIM, MODEL_DUMP, OPTIM_DUMP, UNIVERSAL)
-"""Each group tells what the file holds: a rank, a layer, a world size, a state of the optimizer.
+"""Each group of these patterns is a rank, a layer, a world size or an optimizer state of the file's content.
 
 Facts: deepspeed 0.19.8 (runtime/engine.py, checkpoint/constants.py), DeeperSpeed's pipeline layers, accelerate 1.15.0
 (utils/fsdp_utils.py), verl (utils/checkpoint/fsdp_checkpoint_manager.py).
@@ -33,14 +33,14 @@ Facts: deepspeed 0.19.8 (runtime/engine.py, checkpoint/constants.py), DeeperSpee
 
 
 def require_own_name(path: Path, root: str) -> None:
-    """A file has the name under which it was saved, as far as a name tells what it holds.
+    """Check that a file has the rank, layer or state in its name under which it was saved.
 
     Args:
         path: the file.
-        root: the root folder of its archive; torch.save calls it `archive` where it wrote to a stream.
+        root: the root folder of the file's archive, which is `archive` where torch.save wrote to a stream.
 
     Raises:
-        SourceError: it was saved under the name of another rank or layer.
+        SourceError: the file was saved under the name of another rank, layer or state.
     """
     for kind in NUMBERED:
         now, then = kind.fullmatch(path.name), kind.fullmatch(root + path.suffix)

@@ -1,11 +1,11 @@
-"""The record of a save: what ties the files of a checkpoint to each other.
+"""The record of a save, which proves that the files of a checkpoint belong to each other.
 
     STEP/.files    {"vitruvian": 1, "files": {"__0_0.distcp": {"size": 1234, "crc32": "0a1b2c3d"}, ...}}
 
-The CRC-32 of a file of torch.save is that of its zip directories, which hold the CRC-32 of every entry: a few KB are
-read of a file of any size. Of any other file, such as `.metadata`, it is that of all bytes. `train` writes the record
-last, into a folder that gets its name after that; files in `EDITABLE` are not recorded. Other programs write no record;
-what ties their files is `Checkpoint.ties`.
+The CRC-32 of a file of torch.save is that of its zip directories, which have the CRC-32 of every entry: only a few KB
+are read of a file of any size. The CRC-32 of any other file, such as `.metadata`, is that of all bytes. `train` writes
+the record last, into a folder that gets its final name after that; files in `EDITABLE` are not recorded. Other programs
+write no record; for their files see `Checkpoint.ties`.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from formats.torch_files.crc32 import crc_of
 
 RECORD = ".files"
 MOST = 1 << 28
-"""Bytes of a record: that of a million files has fewer."""
+"""Maximum size of a record in bytes; the record of a million files is smaller."""
 THREADS = 8
 EDITABLE = (
     "tokenizer*", "*.model", "vocab.*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template*",
     "generation_config.json",
 )  # fmt: skip
-"""Files of a checkpoint that may be edited after the save: none changes what the weights compute."""
+"""Files of a checkpoint that may be edited after the save, because they do not change what the weights compute."""
 REQUIRED = (".start", "adapter_config.json")
-"""Recorded files without which a checkpoint is taken for another one. Others may be deleted: their reader misses them,
-or does not need them."""
+"""Recorded files without which a checkpoint would be taken for another kind. Other files may be deleted: their reader
+reports that they are missing, or does not need them."""
 ZIP = b"PK\x03\x04"
 
 
 class Entry(NamedTuple):
-    """A file of a save: its size in bytes, and its CRC-32 as this module counts it."""
+    """A file of a save: its size in bytes, and its CRC-32 as this module computes it."""
 
     size: int
     crc32: int
 
 
 def entry_of(path: Path) -> Entry:
-    """What the record of a save says of a file.
+    """The entry of a file in the record of a save.
 
     Raises:
-        SourceError: it begins as a file of torch.save does, and is none.
+        SourceError: the file begins like a file of torch.save, but is not one.
     """
     size = file_size(path)
     with opened(path) as handle:
@@ -66,7 +66,7 @@ def entry_of(path: Path) -> Entry:
 
 
 def entries_of(paths: Iterable[Path]) -> dict[str, Entry]:
-    """The same of several files of a folder, by name."""
+    """The entries of several files of a folder, by file name."""
     from concurrent.futures import ThreadPoolExecutor
 
     every = list(paths)
@@ -75,21 +75,21 @@ def entries_of(paths: Iterable[Path]) -> dict[str, Entry]:
 
 
 def packed(entries: Mapping[str, Entry]) -> bytes:
-    """A record."""
+    """The bytes of a record file."""
     files = {name: {"size": entry.size, "crc32": f"{entry.crc32:08x}"} for name, entry in sorted(entries.items())}
     return (json.dumps({"vitruvian": 1, "files": files}, indent=1) + "\n").encode()
 
 
 def is_bound(path: Path) -> bool:
-    """Whether a file of a checkpoint belongs into its record."""
+    """Whether a file of a checkpoint belongs in the record."""
     return path.is_file() and path.name != RECORD and not any(fnmatch(path.name, name) for name in EDITABLE)
 
 
 def recorded(folder: Path) -> dict[str, Entry] | None:
-    """The record of a folder, None without one.
+    """The record of a folder, None if it has none.
 
     Raises:
-        SourceError: it is damaged.
+        SourceError: the record is damaged.
     """
     path = folder / RECORD
     try:
@@ -106,14 +106,14 @@ def recorded(folder: Path) -> dict[str, Entry] | None:
 
 
 def _entry(fields: Any) -> Entry:
-    """An entry of a record. Raises ValueError, TypeError or KeyError of what is none."""
+    """An entry of a record. Raises ValueError, TypeError or KeyError if the fields are invalid."""
     if type(fields["size"]) is not int or not re.fullmatch(r"[0-9a-f]{8}", fields["crc32"]):
         raise ValueError
     return Entry(fields["size"], int(fields["crc32"], 16))
 
 
 def differing(record: Mapping[str, Entry], paths: Iterable[Path]) -> list[str]:
-    """The names of those files that are recorded otherwise. A record says nothing of others.
+    """The names of the files whose size or CRC-32 differs from the record. Files without an entry are ignored.
 
     Raises:
         SourceError: a file is damaged.
@@ -125,10 +125,10 @@ def differing(record: Mapping[str, Entry], paths: Iterable[Path]) -> list[str]:
 
 
 def files_of(record: Mapping[str, Entry], folder: Path) -> list[Path]:
-    """The recorded files that are there.
+    """The recorded files that exist.
 
     Raises:
-        SourceError: one of `REQUIRED` is not.
+        SourceError: a recorded file in `REQUIRED` does not exist.
     """
     lacking = [name for name in REQUIRED if name in record and not (folder / name).is_file()]
     if lacking:
@@ -140,10 +140,10 @@ def files_of(record: Mapping[str, Entry], folder: Path) -> list[Path]:
 
 
 def require_one_save(folder: Path) -> None:
-    """The files of a folder with a record are those that were saved together.
+    """Check that the files of a folder with a record were saved together.
 
     Raises:
-        SourceError: some are of another save.
+        SourceError: some files are of another save.
     """
     record = recorded(folder)
     if record:
@@ -151,7 +151,7 @@ def require_one_save(folder: Path) -> None:
 
 
 def refuse_mixed(folder: Path, names: Iterable[str]) -> None:
-    """Refuse a checkpoint with files of another save, given their names."""
+    """Raise SourceError if names are given, which are those of files of another save."""
     mixed = list(names)
     if mixed:
         raise SourceError(
@@ -162,11 +162,11 @@ def refuse_mixed(folder: Path, names: Iterable[str]) -> None:
 
 
 def untied(folder: Path, paths: Collection[Path], ties: Collection[str]) -> str:
-    """What the checksums of a checkpoint do not say, empty where its files are tied to one save.
+    """A note that checksums do not prove that files are of one save; empty where something else proves it.
 
     Args:
-        folder: its folder.
-        paths: the files of torch.save that its tensors are in.
+        folder: folder of the checkpoint.
+        paths: the files of torch.save that have its tensors.
         ties: as in `Checkpoint`.
     """
     if len(paths) < 2 or ties or any((folder / name).is_file() for name in (RECORD, MANIFEST)):
@@ -176,14 +176,14 @@ def untied(folder: Path, paths: Collection[Path], ties: Collection[str]) -> str:
 
 
 def require_same(values: Mapping[Path, Callable[[str], Any]], ties: Iterable[str]) -> None:
-    """The model files of a checkpoint say the same of the save that they are of.
+    """Check that the model files of a checkpoint have the same values of the save, such as its step.
 
     Args:
-        values: by file, what gives a value by its name, None where it has none.
-        ties: the names of what each says of the save.
+        values: for each file, a function that returns a value by its name, None if the file has no such value.
+        ties: the names of the values that have to be equal.
 
     Raises:
-        SourceError: two do not.
+        SourceError: two files have different values.
     """
     (first, of_first), *others = values.items()
     for name in ties:

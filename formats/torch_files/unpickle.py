@@ -1,9 +1,9 @@
-"""Pickles, parsed and never executed.
+"""Parses pickles without ever executing them.
 
 A `torch.save` file is a pickle, and unpickling can run any code. The machine below builds plain data only: a global
-that a pickle names is one of the few plain values of `_PLAIN`, or an `Opaque` that remembers its name and arguments.
-Nothing is imported and nothing of the file is called. Lengths are checked before memory is spent on them, and what a
-few bytes could blow up (copies, nested keys) has a budget.
+that a pickle names is one of the few plain values of `_PLAIN`, or an `Opaque` with its name and arguments. Nothing is
+imported and nothing that the file names is called. Lengths are checked before memory is allocated for them, and
+operations that a few bytes could blow up (copies, nested keys) have a budget.
 
 Facts: Lib/pickletools.py of CPython 3.13 for the opcodes; torch/_utils.py, torch/serialization.py 2.13 for the globals.
 """
@@ -30,7 +30,7 @@ _COUNTS = {
     0x58: (_U32, "utf-8"), 0x8C: (_U8, "utf-8"), 0x8D: (_U64, "utf-8"), 0x54: (_U32, "latin-1"), 0x55: (_U8, "latin-1"),
     0x42: (_U32, ""), 0x43: (_U8, ""), 0x8E: (_U64, ""), 0x96: (_U64, ""),
 }  # fmt: skip
-"""Opcodes of texts (with their encoding) and of bytes: how their length is written."""
+"""Opcode of a text or of bytes: the format of its length, and the encoding, empty for bytes."""
 
 
 class _Machine:
@@ -67,21 +67,21 @@ class _Machine:
         return line
 
     def since_mark(self) -> list[Any]:
-        """What was pushed since the last mark, which is taken off."""
+        """Pop the values that were pushed since the last mark, and the mark."""
         start = self.marks.pop()
         values = self.stack[start:]
         del self.stack[start:]
         return values
 
     def remember(self, number: int) -> None:
-        """Put the top of the stack into the memo. Every pickler numbers from 0 on, one by one."""
+        """Put the top of the stack into the memo. Every pickler counts memo numbers up from 0, one by one."""
         if number > self.memo.count:
             raise SourceError(f"the pickle gives an object the number {number} after {self.memo.count} others")
         self.memo[number] = self.stack[-1]
         self.memo.count = max(self.memo.count, number + 1)
 
     def recall(self, number: int) -> Any:
-        """An object by its number. One in rows is made, with all of them, by running their bytes after all."""
+        """An object of the memo by its number. An object in rows is made by running the bytes of all its rows."""
         memo = self.memo
         if number not in memo:
             row = next((recorded for recorded in memo.rows if recorded[0] <= number < recorded[1]), None)
@@ -95,15 +95,15 @@ class _Machine:
         return memo[number]
 
     def spend(self, count: int) -> None:
-        """Count elements that a pickle has copied: no honest one copies more than it holds."""
+        """Count elements that a pickle has copied: no honest pickle copies more elements than it has."""
         self.budget -= count
         if self.budget < 0:
             raise SourceError("the pickle copies more than it holds")
 
     def run(self, at: int = 0, end: int = -1) -> Any:
-        """The object of the pickle. The opcodes that files are full of are handled here, the others by `_RARE`.
+        """Run the pickle and return its object. Frequent opcodes are handled here, the others by `_RARE`.
 
-        With an `end` only the bytes up to it are run, for what they put into the memo.
+        With an `end` only the bytes up to `end` are run, for the objects that they put into the memo.
         """
         data, stack, marks, memo = self.data, self.stack, self.marks, self.memo
         while at != end:
@@ -179,7 +179,7 @@ class _Machine:
         self.global_(self.pop(), name)
 
     def call(self, kwargs: Any = None) -> None:
-        """REDUCE, NEWOBJ and NEWOBJ_EX: nothing is called but the functions of `_PLAIN`."""
+        """REDUCE, NEWOBJ and NEWOBJ_EX: nothing is called except the functions of `_PLAIN`."""
         args, function = self.pop(), self.pop()
         if not isinstance(function, Opaque) or not isinstance(args, tuple) or function.args:
             raise SourceError("the pickle calls something that is no global")
@@ -187,7 +187,7 @@ class _Machine:
         if known is None:
             self.push(Opaque(function.module, function.name, args if kwargs is None else (*args, kwargs)))
             return
-        if args and known is not _rebuild_tensor:  # which copies nothing
+        if args and known is not _rebuild_tensor:  # it copies nothing
             self.spend(sum(len(value) for value in args if isinstance(value, list | set | dict | str)))
         self.push(known(*args))
 
@@ -200,7 +200,7 @@ class _Machine:
         self.call(self.pop())
 
     def build(self) -> None:
-        """BUILD: a state only reaches a namespace or an opaque object."""
+        """BUILD: only a namespace or an opaque object gets a state."""
         state, target = self.pop(), self.stack[-1]
         if isinstance(target, Namespace):
             if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
@@ -284,12 +284,12 @@ _RARE: dict[int, Callable[[_Machine], object]] = {
     0x8B: lambda m: m.long(_U32),  # LONG4
 }
 MAX_INT = 4096
-"""Bytes of the largest integer that is read."""
+"""Size of the largest integer that is read, in bytes."""
 DTYPE_NAMES = frozenset(STORAGES.values())
 
 
 def _key(value: Any) -> Any:
-    """A key of a map or set, if hashing it is cheap: nested tuples can be made to hash for ever."""
+    """A key of a map or set, refused if hashing it is not cheap: nested tuples can be made to hash for ever."""
     rest, nodes = [value], 0
     while rest:
         node = rest.pop()
@@ -315,7 +315,7 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: 
 
 
 def _rebuild_tensor_v3(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> TensorRef:
-    """`torch._utils._rebuild_tensor_v3`: an untyped storage, and the type apart."""
+    """`torch._utils._rebuild_tensor_v3`: an untyped storage, and the element type as a separate argument."""
     dtype = rest[2] if len(rest) > 2 else None
     if not isinstance(dtype, Dtype):
         raise SourceError("a tensor in the pickle has no element type that is known")
@@ -343,11 +343,11 @@ _MEMBERS: dict[tuple[str, str], dict[str, int]] = {
     ("megatron.core.transformer.enums", "AttnBackend"): {"flash": 1, "fused": 2, "unfused": 3, "local": 4, "auto": 5},
     ("megatron.model.enums", "PositionEmbeddingType"): {"rotary": 1, "absolute": 2},
 }  # fmt: skip
-"""Enums by the names of their members: Python 3.11.0 to 3.11.3 pickles these, every other the numbers (Lib/enum.py)."""
+"""Enum: its members by name. Python 3.11.0 to 3.11.3 pickles names, every other version numbers (Lib/enum.py)."""
 
 
 def _attribute(owner: Any, name: Any) -> Opaque:
-    """A member of an enum, or a name inside a class, `ShardedTensor.ProcessGroupState`: a global like any other."""
+    """A member of an enum, or a name inside a class, such as `ShardedTensor.ProcessGroupState`, as an opaque global."""
     if not isinstance(owner, Opaque) or owner.args or not isinstance(name, str):
         raise SourceError("the pickle takes an attribute of something that is no global")
     number = _MEMBERS.get((owner.module, owner.name), {}).get(name)
@@ -374,19 +374,19 @@ _PLAIN: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 DAMAGE = (IndexError, KeyError, ValueError, TypeError, AttributeError, OverflowError, struct.error)
-"""What reading a value of another shape than expected raises."""
+"""Exceptions that are raised by reading a value of another form than expected."""
 
 
 def loads(data: Bytes, name: str, rows: Reader | None = None) -> Any:
-    """Unpickle inertly.
+    """Unpickle without executing anything.
 
     Args:
-        data: the pickle, or the map of a file that is one.
-        name: what to call it in an error.
-        rows: reads the objects of some classes as `Rows`, which stand for them in lists and, twice, in maps.
+        data: the pickle, or the memory map of a file that is one.
+        name: name of the pickle, for errors.
+        rows: reads the objects of some classes as `Rows`, which replace them in lists and, as key and value, in maps.
 
     Raises:
-        SourceError: the pickle is damaged, or is none.
+        SourceError: the data is damaged, or is no pickle.
     """
     try:
         return _Machine(data, rows).run()

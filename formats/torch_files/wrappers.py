@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_fpw_module|_checkpoint_wrapped_module)\.")
-"""What torch.compile, FSDP1 and activation checkpointing put into keys."""
+"""Matches the parts that torch.compile, FSDP1 and activation checkpointing add to keys."""
 
 
 def unwrapped(key: str) -> str:
-    """A key of the model itself, whatever the training wrapped its modules in."""
+    """The key of a tensor in the model itself, without the parts that wrappers of modules add."""
     return re.sub(r"^(?:module\.)+", "", WRAPPERS.sub("", key))

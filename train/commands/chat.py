@@ -1,4 +1,4 @@
-"""`train chat`: chat with a model."""
+"""`train chat`: chats with a model."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _turns() -> Iterator[str]:
 
 
 def _shown(answer: Answer, vocabulary: Fast) -> Iterator[str]:
-    """A prompt and its answer, in the form of `train show`."""
+    """The lines of a prompt and its answer, in the form of `train show`."""
     end = f"ended by {answer.ending}" if answer.ending is not None else "cut off"
     for name, ids in (("prompt", answer.prompt), ("answer", answer.ids)):
         yield f"{name}, {len(ids)} tokens" + (f", {end}" if name == "answer" else "")

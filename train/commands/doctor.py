@@ -1,4 +1,4 @@
-"""`train doctor`: what this machine has, and whether a training on it would be correct."""
+"""`train doctor`: checks what this machine has, and whether a training on it would be correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is typed as an example of each command of `train`: shown below its help, and parsed by a test."""
+"""Examples of each command of `train`: they are shown below its help, and parsed by a test."""
 
 EXAMPLES = {
     "fetch": "--list\nmagpie-ultra data.jsonl --sample 1000 --seed 33",
@@ -28,4 +28,4 @@ EXAMPLES = {
     "chat": "model --prompt 'Sveiki!'",
     "bench": "model --tasks mmlu,gsm8k",
 }
-"""Command: lines, without the command; one that ends in a backslash is continued by the next."""
+"""Command: its example lines, without the command; a line that ends in a backslash continues on the next."""

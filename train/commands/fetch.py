@@ -1,4 +1,4 @@
-"""`train fetch`: a public data set, or files, as training data."""
+"""`train fetch`: makes training data of a public data set, or of files."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _report(
 
 
 def _preview(recipe: Recipe, source: Source, out: Path, strict: bool, as_json: bool) -> None:
-    """Print what the first records become."""
+    """Print the output of the first records."""
     from train.data.fetch.fetch import Counts, made, summary
 
     counts, first = Counts(), b""
@@ -165,9 +165,9 @@ def _list(as_json: bool) -> None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Signals end the work: exit code 75, and no partial output remains.
+    """Let signals end the work, with exit code 75 and without partial output.
 
-    A library may swallow the exception and keep waiting for a server, so it is raised again every 5 s.
+    A library may swallow the exception and keep waiting for a server, so the signal is raised again every 5 s.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -183,7 +183,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextmanager
 def _line(quiet: bool) -> Iterator[Any]:
-    """Progress: one live line on a terminal, one line every 30 s in a log file."""
+    """Yield a function that shows progress: one live line on a terminal, one line every 30 s in a log file."""
     from converters.common.progress import EVERY
 
     terminal, began = sys.stderr.isatty(), time.monotonic()

@@ -1,4 +1,4 @@
-"""`train init`: a run folder."""
+"""`train init`: makes a run folder."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def init(
 
 
 def _translated(name: str, path: Path) -> dict[str, Any]:
-    """The settings of another trainer's file; what each key became is printed."""
+    """Our settings from a file of another trainer; prints what each key became."""
     from train.settings.translation import translate
 
     settings, lines = translate(TRAINERS[name], path)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LOSS = click.option("--loss", type=click.Choice(["assistant", "last_turn", "all"]), default="assistant",
                     show_default=True, help="What is trained: every reply, the last one, or all tokens.")  # fmt: skip
 SPELLED = {"seq_length": "seq-length", "template": "chat-template"}
-"""Options of lint that need a tokenizer."""
+"""Options of lint that need a tokenizer: parameter, and its spelling on the command line."""
 
 
 @command()
@@ -71,7 +71,7 @@ def lint(**options: Any) -> None:
 
 
 def _job(options: Mapping[str, Any]) -> Job | None:
-    """How `train tokenize` would encode the files; None without a tokenizer, or if none of them can be read."""
+    """The job that encodes the files as `train tokenize` would; None without a tokenizer, or if no file can be read."""
     from train.data.tokens.input_ranges import ranges
 
     if not options["tokenizer"]:

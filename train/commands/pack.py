@@ -1,4 +1,4 @@
-"""`train pack`: which documents share a row, decided once and offline."""
+"""`train pack`: decides which documents share a row, once and offline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`train packs`: data packs for a pre-training in phases, each with its own mixture."""
+"""`train packs`: makes data packs for a pre-training in phases, each with its own mixture."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def slice_(
 
 
 def plan_record(plan: Plan, pools: dict[str, Pool], schedule: Schedule) -> dict[str, Any]:
-    """What will be written, for --json."""
+    """The packs and slices that will be written, for --json."""
     from train.data.packs import phases
 
     sums = phases.sums(plan.packs, pools)
@@ -171,7 +171,7 @@ def plan_record(plan: Plan, pools: dict[str, Pool], schedule: Schedule) -> dict[
 
 
 def plan_text(plan: Plan, record: dict[str, Any]) -> str:
-    """What will be written, as text."""
+    """The packs and slices that will be written, as text."""
     from converters.common.progress import size, table
 
     rows: list[tuple[str, ...]] = [

@@ -1,4 +1,4 @@
-"""`train plot`: diagrams of runs."""
+"""`train plot`: draws diagrams of runs."""
 
 from __future__ import annotations
 

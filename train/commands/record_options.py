@@ -1,4 +1,4 @@
-"""Options that several commands share: the format of records, and how they become tokens."""
+"""Options that several commands share: the format of records, and how records are encoded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ record_format = together(
 
 
 def parse_control_tokens(text: str | None) -> dict[str, int]:
-    """The ids of --control-tokens."""
+    """The ids that --control-tokens gives, by role."""
     try:
         pairs = [pair.split("=") for pair in (text or "").split(",") if pair]
         return {role.strip(): int(number) for role, number in pairs}

@@ -1,4 +1,4 @@
-"""`train role-bins`: the flags of Megatron-LLM's preprocess_instruct_data.py, underscores and all."""
+"""`train role-bins`: takes the flags of Megatron-LLM's preprocess_instruct_data.py, also spelled with underscores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ unused = together(
 )
 """Flags of Megatron-LLM's tool that have no effect here."""
 LENGTH = 4096
-"""Default tokens of a row, as in Megatron-LLM's tool."""
+"""Default number of tokens of a row, as in Megatron-LLM's tool."""
 
 
 @command("role-bins")
@@ -124,7 +124,7 @@ def role_bins(**options: Any) -> None:
 
 
 def make_job(options: Mapping[str, Any]) -> tuple[Job, Packing | None]:
-    """The job that the options describe, checked against the tokenizer; and how to pack."""
+    """The job that the options describe, checked against the tokenizer; and how to pack rows, None without packing."""
     from train.data.packing.role_bins import Packing, full_size, separator, special_tokens
     from train.data.tokens.tokenizers import names_digest
     from train.data.tokens.workers import Job

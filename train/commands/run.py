@@ -1,4 +1,4 @@
-"""`train run` and `train plan`: a training run under torchrun, srun, or as one process, and its estimate."""
+"""`train run` and `train plan`: runs a training under torchrun, srun, or as one process, and estimates it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VARIABLES = {
     "SAMPLE_ENDS": "documents of a row never see each other",
     "SFT_ENABLED": "data.loss says what is trained: assistant, or all",
 }
-"""Environment variables of tilde-nlp's GPT-NeoX, and what decides here instead."""
+"""Environment variable of tilde-nlp's GPT-NeoX: what applies here instead."""
 
 
 @command(context_settings={"ignore_unknown_options": True})
@@ -79,7 +79,7 @@ def _run(path: Path, overrides: tuple[str, ...]) -> None:
 
 
 def _hints(settings: Config) -> list[str]:
-    """Notes on environment variables and names that have no effect here, but have one in GPT-NeoX."""
+    """Notes on environment variables and names that have an effect in GPT-NeoX, but none here."""
     idle = [(name, os.environ[name], instead) for name, instead in VARIABLES.items() if name in os.environ]
     notes = [f"{name} {value} in the environment has no effect: {instead}" for name, value, instead in idle]
     return notes + [f"{path} means the files without .bin" for path in settings.data.train if path.suffix == ".bin"]

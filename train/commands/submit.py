@@ -1,4 +1,4 @@
-"""`train submit`: a training as a chain of Slurm jobs; evaluations, data commands and preflights as jobs."""
+"""`train submit`: submits a training as a chain of Slurm jobs; evaluations, data commands and preflights as jobs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from converters.common.cli_help import command
 from formats.errors import UsageError
 
 DATA = ("fetch", "lint", "tokenize", "show", "count", "pack", "packs", "role-bins")
-"""Commands that run as a job without GPUs."""
+"""Commands that are submitted as a job without GPUs."""
 
 
 @command(context_settings={"ignore_unknown_options": True})

@@ -1,4 +1,4 @@
-"""`train tokenize`: the flags of GPT-NeoX's tool, and a few more."""
+"""`train tokenize`: makes token files; takes the flags of GPT-NeoX's tool, and a few more."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = {
     "HFTokenizer": ".json",
     "HuggingFaceTokenizer": ".json",
 }
-"""Tokenizer types of GPT-NeoX and Megatron, and the suffix of the file that each reads."""
+"""Tokenizer type of GPT-NeoX or Megatron: the suffix of the file that it reads."""
 
 unused = together(
     click.option("--dataset-impl", type=click.Choice(["mmap"]), hidden=True),
@@ -176,7 +176,7 @@ def make_job(options: Mapping[str, Any], parts: Ranges) -> Job:
 
 
 def _date(given: Any, template: str | None) -> str | None:
-    """The date that a chat template takes for today, None for one that does not ask."""
+    """The date that a chat template takes for today, None if the template does not ask for the date."""
     asks = template is not None and "strftime_now" in template
     if given is not None and not asks:
         raise UsageError("--date has no effect: the chat template does not ask for it", "remove it")
@@ -184,7 +184,7 @@ def _date(given: Any, template: str | None) -> str | None:
 
 
 def _ftfy() -> str:
-    """The version of ftfy."""
+    """The version of ftfy. Raises UnsupportedError if ftfy is not installed."""
     try:
         return version("ftfy")
     except PackageNotFoundError:
@@ -194,7 +194,7 @@ def _ftfy() -> str:
 
 
 def _template(template: str | None, vocabulary: Any, form: str, control: Mapping[str, int]) -> str | None:
-    """The chat template: the given one, or for conversations that of the tokenizer's folder."""
+    """The chat template: the given one, or for conversations that of the tokenizer's folder; None if none is used."""
     from converters.assets.chat_template import load_template
     from converters.assets.token_files import held_template
     from train.data.tokens.tokenizers import Fast
@@ -273,7 +273,7 @@ def decided(options: Mapping[str, Any], request: Request, decisions: Mapping[str
 
 
 def report(out: Path, counts: Mapping[str, Any], as_json: bool) -> None:
-    """Print what became of the records."""
+    """Print the number of documents, and what became of the other records."""
     from train.data.tokens.records import REASONS
     from train.data.tokens.template_encoder import LOST, SPLIT
     from train.data.tokens.workers import UNTRAINED

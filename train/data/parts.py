@@ -1,4 +1,4 @@
-"""Rows that are computed by several ranks: each has a part of the tokens, and needs keys of the documents it is in."""
+"""Divides rows over ranks: each rank has a part of the tokens, and needs the keys of the documents of its part."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from train.data.rows import IGNORED, Flat, Keys
 from train.distributed import World
 
 MULTIPLE = 128
-"""Compiled layers get sizes that this divides: kernels are made for sizes with a rest, and for those without."""
+"""Sizes of rows for compiled layers are multiples of this: kernels differ for sizes with and without a remainder."""
 
 
 def own(flat: Flat, world: World, compiled: bool = False) -> Flat:
-    """The part of flattened rows that a rank computes: all of them without context parallelism."""
+    """This rank's part of flattened rows, which is all of them without context parallelism."""
     multiple = MULTIPLE if compiled else 1
     if world.context > 1:
         return cut(flat, world.part, world.context, multiple)
@@ -20,7 +20,7 @@ def own(flat: Flat, world: World, compiled: bool = False) -> Flat:
 
 
 def padded(flat: Flat, size: int) -> Flat:
-    """Flattened rows of so many tokens; padding at the end is a document of its own."""
+    """Flattened rows, padded to `size` tokens; the padding at the end is a document of its own."""
     more = size - len(flat.input_ids)
     if not more:
         return flat
@@ -39,9 +39,9 @@ def cut(flat: Flat, part: int, parts: int, multiple: int = 1) -> Flat:
 
     Args:
         flat: the rows.
-        part: its number.
-        parts: how many there are.
-        multiple: what divides the size of a part.
+        part: number of the part.
+        parts: number of parts.
+        multiple: the size of a part is a multiple of this number.
     """
     count = flat.tokens
     size = -(-len(flat.input_ids) // (parts * multiple)) * multiple

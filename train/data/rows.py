@@ -1,4 +1,4 @@
-"""Packed rows as arrays. Documents are contiguous, without padding; each predicts only its own next tokens.
+"""Packed rows as arrays. Documents are contiguous, without padding; each document predicts only its own next tokens.
 
 The last token of a document is never an input and the first is never a label, so each document has one input less than
 tokens: no label crosses a document boundary.
@@ -26,21 +26,21 @@ from train.settings.batching import shares
 from train.settings.config import Data
 
 IGNORED = -100
-"""A label that is not trained (the default of torch.nn.functional.cross_entropy)."""
+"""The value of a label that is not trained (the default of torch.nn.functional.cross_entropy)."""
 LARGEST = 2**31
-"""Larger than any vocabulary."""
+"""A number that is larger than any vocabulary and any number of positions."""
 CHUNK = 2048
-"""Tokens whose logits are in memory at a time: with a vocabulary of 131,072 they take 1 GiB in float32."""
+"""Number of tokens whose logits are in memory at once: with a vocabulary of 131,072 they take 1 GiB in float32."""
 
 
 class Keys(NamedTuple):
-    """The keys that a part of flattened rows needs: of the documents that it is in, up to its last token.
+    """Which keys a part of flattened rows needs: those of its documents, up to the last token of the part.
 
     Attributes:
         begin: where the first of these documents begins in the rows.
         stop: where the part ends.
         cu_seqlens: where documents begin, counted from `begin`, and their end, int32[d + 1].
-        longest: keys of the longest document.
+        longest: number of keys of the longest document.
     """
 
     begin: int
@@ -55,13 +55,13 @@ class Flat(NamedTuple):
     Attributes:
         input_ids: int64[n].
         labels: the next token, or `IGNORED`, int64[n].
-        position_ids: from 0 in each document, int64[n].
+        position_ids: positions, which start at 0 in each document, int64[n].
         cu_seqlens: where documents begin, and n, int32[d + 1].
-        longest: inputs of the longest document, 0 if there is none.
+        longest: number of inputs of the longest document, 0 if there is no document.
         trained: number of trained labels.
         rows: where rows begin, and n; empty for a single row.
-        padding: tokens at the end that belong to no document.
-        keys: of a part.
+        padding: number of tokens at the end that belong to no document.
+        keys: the keys that a part needs; None for whole rows.
     """
 
     input_ids: NDArray[np.int64]
@@ -76,7 +76,7 @@ class Flat(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Input tokens that belong to a document."""
+        """Number of input tokens that belong to a document."""
         return len(self.input_ids) - self.padding if self.longest else 0
 
 
@@ -85,12 +85,12 @@ class Rows:
     """The packed rows of one or several token files.
 
     Attributes:
-        documents: the files.
-        plans: the rows of each.
-        ends: first row of each file, and their number.
-        loss: what is trained, see `loss_masks.label_mask`.
-        vocabulary: rows of the model's embedding, if known: larger ids are refused.
-        positions: maximum positions of the model, if known: longer documents are noted in `overlong`.
+        documents: the documents of each file.
+        plans: the pack plan of each file.
+        ends: first row of each file, and the number of rows of all files.
+        loss: which labels are trained, see `loss_masks.label_mask`.
+        vocabulary: number of rows of the model's embedding, if known: larger ids are refused.
+        positions: maximum number of positions of the model, if known: `overlong` notes longer documents.
     """
 
     documents: Sequence[Documents]
@@ -117,16 +117,16 @@ class Rows:
 
     @property
     def longest(self) -> int:
-        """The most inputs that a document can have in a row."""
+        """Number of inputs of the longest document in the rows."""
         pairs = zip(self.documents, self.plans, strict=True)
         return max((int(lengths(*pair).clip(max=pair[1].capacity).max(initial=1)) - 1 for pair in pairs), default=0)
 
     def within(self, positions: int | None, learned: bool) -> Rows:
-        """These rows for a model.
+        """These rows with the model's number of positions.
 
         Args:
-            positions: maximum positions of the model, None if not known.
-            learned: whether it has learned position embeddings, and so none beyond `positions`.
+            positions: maximum number of positions of the model, None if not known.
+            learned: whether the model has learned position embeddings, and so none beyond `positions`.
 
         Raises:
             RefusedError: a document needs positions beyond the learned ones.
@@ -140,7 +140,7 @@ class Rows:
 
     @property
     def digest(self) -> str:
-        """Digest of the rows: hashes of the files, and everything that decides which documents share a row."""
+        """Digest of the rows: hashes of the files, and everything that determines which documents share a row."""
         controls = [
             sorted(documents.control.items())
             for documents in self.documents
@@ -171,7 +171,7 @@ class Rows:
         )
 
     def _pieces(self, number: int) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
-        """Tokens and masks of the documents of a row."""
+        """Tokens and loss mask of each document of a row."""
         file = bisect_right(self.ends, number) - 1
         documents, plan = self.documents[file], self.plans[file]
         pieces = []
@@ -188,7 +188,7 @@ class Rows:
 
 
 def lengths(documents: Documents, plan: Plan) -> NDArray[Any]:
-    """Tokens of each document in the rows; a document that is cut over several rows counts as a whole."""
+    """Number of tokens of each document in the rows; a document that is cut over several rows counts as a whole."""
     sizes = documents.indexed.sizes
     if plan.algorithm == "packed":
         return np.asarray(sizes)
@@ -197,13 +197,13 @@ def lengths(documents: Documents, plan: Plan) -> NDArray[Any]:
 
 
 def open_rows(data: Data, paths: Sequence[Path], seed: int, split: str = "train") -> Rows:
-    """Pack token files.
+    """Open token files and pack them into rows, or open their plans.
 
     Args:
         data: the settings.
         paths: prefixes of token files, or plans of `train pack`.
-        seed: of the packer.
-        split: the split of a plan; of token files all rows are taken.
+        seed: seed of the packing algorithm.
+        split: name of the split of a plan; of token files all rows are taken.
 
     Raises:
         RefusedError: it is not known which tokens are replies, or a plan has other rows than the settings.
@@ -243,8 +243,8 @@ def check_tokenizer(files: Iterable[Documents], folder: Path) -> None:
 
     Args:
         files: the token files.
-        folder: the model; without a readable tokenizer there is nothing to compare (tokenizer.model of some models is
-            tiktoken's).
+        folder: folder of the model; nothing is compared if its tokenizer cannot be read (tokenizer.model of some models
+            is tiktoken's).
 
     Raises:
         RefusedError: a file was made with another tokenizer.

@@ -21,7 +21,7 @@ ENGINES: Mapping[str, tuple[str, str, str]] = {
     "transformers": ("train.engines.trainer", "TrainerEngine", "fsdp"),
     "deepspeed": ("train.engines.deepspeed", "DeepSpeedEngine", "deepspeed"),
 }
-"""Values of `engine`: module, class, and the engine whose checkpoint format it writes and reads."""
+"""Value of `engine`: module, class, and the engine whose checkpoint format the engine writes and reads."""
 
 
 class Engine(Protocol):
@@ -30,9 +30,9 @@ class Engine(Protocol):
     An engine that owns its loop (see `trainer.py`) has neither `backward` nor `step`, so it is not a `Stepping`.
 
     Attributes:
-        model: of transformers.
+        model: the model, of transformers.
         trainee: a `model.Trainee`, or its wrapper: called with rows it returns the sum of their losses.
-        kernels: torch or liger.
+        kernels: kernels of the layers, torch or liger.
     """
 
     model: Any
@@ -40,20 +40,20 @@ class Engine(Protocol):
     kernels: str
 
     def write(self, folder: Path) -> Future[Any] | None:
-        """Write weights and optimizer states into an existing folder; a future if it writes in the background."""
+        """Write weights and optimizer states into an existing folder; a future if that happens in the background."""
 
     def read(self, folder: Path) -> None:
-        """Read what `write` wrote."""
+        """Read the weights and optimizer states that `write` wrote."""
 
 
 class Stepping(Engine, Protocol):
-    """An engine whose steps are taken by our loop."""
+    """An engine whose steps our own loop takes, not the loop of a library."""
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
-        """Add the gradient of a micro-batch. Gradients are averaged over ranks after the last one of a step."""
+        """Add the gradient of a micro-batch; after the last one of a step gradients are averaged over ranks."""
 
     def step(self, rate: float) -> float:
-        """Clip, and step with a learning rate. Returns the gradient norm before clipping."""
+        """Clip the gradients, and update the weights at a learning rate. Returns the norm before clipping."""
 
 
 def open_engine(config: Config, model_config: Any, world: World, backend: str) -> Engine:

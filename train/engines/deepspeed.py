@@ -1,8 +1,8 @@
-"""DeepSpeed's ZeRO, stages 1 to 3. Checkpoints are its own, with Hugging Face names: `convert zero2hf` reads them.
+"""DeepSpeed's ZeRO, stages 1 to 3. Checkpoints are DeepSpeed's, with Hugging Face names: `convert zero2hf` reads them.
 
 Stages 1 and 2 keep the whole model on each rank, in the compute dtype; stage 3 keeps a shard of every parameter. In all
 stages FP32 master weights are sharded, and filled from the files without rounding. Gradients are accumulated and
-reduced in float32: in stage 1 after the last micro-batch of a step, in the others after each micro-batch.
+reduced in float32: in stage 1 after the last micro-batch of a step, in stages 2 and 3 after each micro-batch.
 Facts: deepspeed 0.19.8.
 """
 
@@ -49,13 +49,14 @@ OURS: Mapping[str, str] = {
     "checkpoint": "save",
     "zero_optimization.stage": "parallel.zero_stage",
 }
-"""Settings of DeepSpeed that may not be in `parallel.deepspeed`, and the setting of ours that replaces each."""
+"""Setting of DeepSpeed that may not be in `parallel.deepspeed`: our setting that replaces it."""
 UNIVERSAL = ".universal"
-"""Folder in `save.path` for the universal checkpoint through which another number of ranks or stage is read."""
+"""Name of the folder in `save.path` for the universal checkpoint, through which a checkpoint of another number of ranks
+or ZeRO stage is read."""
 
 
 class DeepSpeedEngine:
-    """A model whose moments, gradients and weights are sharded over all ranks, as the ZeRO stage says."""
+    """A model whose moments, gradients and weights are sharded over all ranks, as the ZeRO stage specifies."""
 
     kernels = "torch"
 
@@ -103,7 +104,7 @@ class DeepSpeedEngine:
         return float(self.trainee.get_global_grad_norm())
 
     def write(self, folder: Path) -> None:
-        """See `Engine`. It blocks until everything is written."""
+        """See `Engine`. Blocks until everything is written."""
         tag = str(folder.parent), folder.name
         self.trainee.save_checkpoint(*tag, save_latest=False, exclude_frozen_parameters=self.adapters)
         self._write_adapters(folder)
@@ -112,7 +113,7 @@ class DeepSpeedEngine:
                 os.fsync(file.fileno())
 
     def _write_adapters(self, folder: Path) -> None:
-        """Write the FP32 master weights of adapters as peft does: `export` reads them."""
+        """Write the FP32 master weights of adapters in peft's format, which `export` reads."""
         from deepspeed.utils import safe_get_full_fp32_param
         from safetensors.torch import save_file
 
@@ -123,7 +124,7 @@ class DeepSpeedEngine:
                       {"format": "pt"})  # fmt: skip
 
     def read(self, folder: Path) -> None:
-        """See `Engine`. Bit-exact; another number of ranks or stage is read through a universal checkpoint."""
+        """See `Engine`. Bit-exact; a checkpoint of another number of ranks or stage is read through a universal one."""
         lora.check_same(folder, self.model)
         universal = self.world.from_first(lambda: is_universal(folder))
         other = universal or self.world.from_first(lambda: self._other(folder))
@@ -150,7 +151,7 @@ class DeepSpeedEngine:
             shutil.rmtree(run)
 
     def _refresh(self) -> None:
-        """Refresh the secondary copies of ZeRO++'s hpZ, which are still those of the previous weights."""
+        """Refresh the secondary weight copies of ZeRO++'s hpZ, which still have the previous weights."""
         if self.settings["zero_optimization"].get("zero_hpz_partition_size", 1) > 1:
             import deepspeed
 
@@ -159,7 +160,7 @@ class DeepSpeedEngine:
                     pass
 
     def _other(self, folder: Path) -> bool:
-        """Whether a checkpoint is partitioned differently from this engine."""
+        """Whether a checkpoint has another number of ranks, ZeRO settings or compute dtype than this engine."""
         from formats.deepspeed import folders as deepspeed
         from formats.torch_files.archive import read_torch
 
@@ -172,7 +173,7 @@ class DeepSpeedEngine:
 
 
 class _Unmade(nn.Module):
-    """A model on the meta device whose parameters get memory one module at a time, when they are iterated over."""
+    """A model on the meta device whose modules get memory one at a time, while its parameters are iterated over."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__()
@@ -180,17 +181,17 @@ class _Unmade(nn.Module):
         self.device = device
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """All parameters. `zero.Init` partitions each, and frees the rest of it, before it asks for the next."""
+        """All parameters. `zero.Init` partitions each one, and frees all but its shard, before it asks for the next."""
         for part in self.parts if recurse else ():
             part.to_empty(device=self.device, recurse=False)
             yield from part.parameters(recurse=False)
 
 
 def settings(config: Config, ranks: int) -> dict[str, Any]:
-    """The settings of DeepSpeed: those of `parallel.deepspeed`, and ours.
+    """The settings for DeepSpeed: those of `parallel.deepspeed`, and the ones that follow from our settings.
 
     Raises:
-        UsageError: `parallel.deepspeed` sets something that has a setting of its own here.
+        UsageError: `parallel.deepspeed` sets something that has a setting of its own in this trainer.
     """
     given, sizes = config.parallel.deepspeed, batch_sizes(config.batch, ranks)
     zero = given.get("zero_optimization", {})
@@ -219,10 +220,10 @@ def _deepspeed(world: World) -> Any:
     """The DeepSpeed library, initialised on our process group.
 
     Raises:
-        UnsupportedError: it is not installed.
+        UnsupportedError: DeepSpeed is not installed.
     """
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
-    if world.device.index is not None:  # DeepSpeed reads it, and a Slurm task may see only its own GPU
+    if world.device.index is not None:  # DeepSpeed reads LOCAL_RANK; a Slurm task may see only its own GPU
         os.environ["LOCAL_RANK"] = str(world.device.index)
     warnings.filterwarnings(
         "ignore", category=FutureWarning, module="torch.distributed"
@@ -245,7 +246,7 @@ def _require_known(given: Mapping[str, Any]) -> None:
     """Refuse ZeRO settings that DeepSpeed does not know, or ignores because they are outside `zero_optimization`.
 
     Raises:
-        UsageError: there is one.
+        UsageError: there is such a setting.
     """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
@@ -266,7 +267,7 @@ def _fill(pieces: Iterable[tuple[Any, Any]]) -> None:
     """Read this rank's weights in the compute dtype, and its FP32 master weights.
 
     Args:
-        pieces: each tensor of the model, and what it is read from.
+        pieces: each tensor of the model, and the slice that it is read from.
     """
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
@@ -275,7 +276,7 @@ def _fill(pieces: Iterable[tuple[Any, Any]]) -> None:
             part = _part(piece, shape_of(tensor), tensor.ds_tensor.numel(), tensor.ds_zero_partition_rank)
             part = part.to(tensor.ds_tensor.device)
             tensor.ds_tensor.copy_(part)
-            if tensor.requires_grad:  # a frozen one has no master weight
+            if tensor.requires_grad:  # a frozen tensor has no master weight
                 safe_set_local_fp32_param(tensor, part)
         else:
             whole = piece[...].to(tensor.device)
@@ -288,12 +289,12 @@ def _part(piece: Any, shape: Sequence[int], count: int, rank: int) -> torch.Tens
 
     Args:
         piece: a slice of safetensors, or a tensor.
-        shape: of the whole tensor.
-        count: elements of each rank; the last rank is padded.
-        rank: the rank.
+        shape: shape of the whole tensor.
+        count: number of elements of each rank; the last rank is padded.
+        rank: number of the rank.
 
     Returns:
-        [count].
+        The elements, [count].
     """
     width = prod(shape[1:])
     low, high = (min(at, prod(shape)) for at in (count * rank, count * (rank + 1)))
@@ -303,7 +304,7 @@ def _part(piece: Any, shape: Sequence[int], count: int, rank: int) -> torch.Tens
 
 
 def _universal(folder: Path) -> Path:
-    """Convert a checkpoint as `convert zero2universal` does. Returns the folder that contains it."""
+    """Convert a checkpoint as `convert zero2universal` does. Returns the folder that contains the new checkpoint."""
     from converters.convert import run
     from converters.plan.request import Request
     from converters.plan.universal import open_states, plan_universal

@@ -1,4 +1,4 @@
-"""The reason for an engine's error in one sentence."""
+"""The reason of an engine's error, in one line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong with a checkpoint, in one line: torch collects the failures of all ranks with tracebacks."""
+    """The message of an error in one line; of torch's checkpoint errors of all ranks, that of the first failed rank."""
     if isinstance(error, CheckpointException):
         rank, (error, _) = min(error.failures.items(), key=lambda failure: failure[0])
         return f"rank {rank} says {reason(error)}"

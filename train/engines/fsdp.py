@@ -1,4 +1,4 @@
-"""torch's own sharding: FSDP2, and HSDP with replicas. Checkpoints are torch DCP with Hugging Face names.
+"""FSDP2 of torch, and HSDP with replicas. Checkpoints are torch DCP with Hugging Face names.
 
 Trained parameters are float32. With LoRA, frozen parameters have the compute dtype: FSDP requires a uniform dtype only
 of the trained ones.
@@ -51,7 +51,7 @@ def sharded(config: Config, model_config: Any, world: World, backend: str) -> An
     """A sharded `Trainee` with uninitialised weights.
 
     Args:
-        config: `model`.
+        config: the settings.
         model_config: the model's configuration, of transformers.
         world: the ranks.
         backend: a key of `attention.BACKENDS`.
@@ -81,10 +81,10 @@ def sharded(config: Config, model_config: Any, world: World, backend: str) -> An
     shared: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload, "ignored_params": whole}
     for layer in decoder_layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=config.parallel.reshard, **shared)
-    around = world.every if world.tensor > 1 else mesh  # what is in no layer is computed by each rank as a whole
+    around = world.every if world.tensor > 1 else mesh  # what is in no layer, each rank computes as a whole
     fully_shard(trainee, mesh=around, **shared)
     trainee.to_empty(device="cpu" if config.parallel.offload else world.device)
-    for module in model.modules():  # FSDP keeps parameters only in the memory of the CPU
+    for module in model.modules():  # FSDP offloads parameters to CPU memory, not buffers
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(world.device))
     model.tie_weights()
@@ -93,7 +93,7 @@ def sharded(config: Config, model_config: Any, world: World, backend: str) -> An
 
 
 def read_weights(model: Any, folder: Path, world: World) -> None:
-    """Fill a sharded model from a checkpoint of any number of ranks, without its moments."""
+    """Fill a sharded model with the weights of a checkpoint of any number of ranks, without the moments."""
     _load({"model": weights(model)}, folder, world)
 
 
@@ -116,7 +116,7 @@ class FsdpEngine:
         )
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
-        """See `Engine`. Gradients are reduce-scattered after each micro-batch: else each rank keeps all of them."""
+        """See `Engine`. Gradients are reduce-scattered after each micro-batch, or each rank would keep all of them."""
         self.trainee.set_requires_all_reduce(last)
         if not self.reshard:
             self.trainee.set_reshard_after_backward(last)
@@ -139,7 +139,7 @@ class FsdpEngine:
         if not isinstance(self.optimizer, Adam8bit):
             return write(self.model, self.optimizer, folder, self.world)
         self.optimizer.unpack()
-        future = write(self.model, self.optimizer, folder, self.world)  # which has copied the moments by now
+        future = write(self.model, self.optimizer, folder, self.world)  # `write` has copied the moments by now
         self.optimizer.state = {}
         return future
 
@@ -151,7 +151,10 @@ class FsdpEngine:
 
 
 def clip(tensors: Sequence[torch.Tensor], most: float) -> float:
-    """Clip gradients to a norm of all of them, 0 for none, and return what it was: torch does so on one mesh only."""
+    """Clip gradients to a maximum of the norm over all of them; 0 does not clip. Returns the norm before clipping.
+
+    torch's own function clips tensors of one device mesh only.
+    """
     by_mesh = defaultdict[Any, list[torch.Tensor]](list)
     for tensor in tensors:
         by_mesh[getattr(tensor, "device_mesh", None)].append(tensor)
@@ -166,10 +169,11 @@ def clip(tensors: Sequence[torch.Tensor], most: float) -> float:
 
 
 def write(model: Any, optimizer: Adam, folder: Path, world: World) -> Future[Any]:
-    """Write weights, moments and steps: the tensors are copied now and written in the background.
+    """Write weights, moments and steps: the tensors are copied now, and written in the background.
 
-    The writer is passed explicitly so that it takes them from the CPU: torch's default would synchronise with a GPU in
-    its thread, whose current device is GPU 0 on every rank (torch 2.10 and 2.13 distributed/checkpoint/filesystem.py).
+    The writer is passed explicitly so that it takes the copies from the CPU: torch's default would synchronise with a
+    GPU in its thread, whose current device is GPU 0 on every rank (torch 2.10 and 2.13
+    distributed/checkpoint/filesystem.py).
     """
     if world.first:
         lora.write_note(folder, model)
@@ -180,7 +184,7 @@ def write(model: Any, optimizer: Adam, folder: Path, world: World) -> Future[Any
 
 
 def read(model: Any, optimizer: Adam, folder: Path, world: World) -> None:
-    """Read what `write` wrote on any number of ranks, also older checkpoints without the `optim.state.` prefix."""
+    """Read what `write` wrote on any number of ranks; older checkpoints lack the prefix `optim.state.`."""
     lora.check_same(folder, model)
     _empty_moments(optimizer)
     tensors = _tensors(model, optimizer)
@@ -195,7 +199,7 @@ def read(model: Any, optimizer: Adam, folder: Path, world: World) -> None:
 
 
 def _require_moments(folder: Path, lacking: Sequence[str]) -> None:
-    """Refuse to resume where tensors are trained that were frozen before."""
+    """Refuse to resume where tensors are trained now that have no moments, because they were frozen before."""
     if lacking:
         raise RefusedError(
             f"{folder} has no moments of {len(lacking)} tensors that are trained now: {some(lacking, 3)}",
@@ -207,7 +211,7 @@ def _load(tensors: dict[str, Any], folder: Path, world: World) -> None:
     """Fill tensors, after our own reader has checked the checkpoint: torch would unpickle its metadata unchecked.
 
     Raises:
-        SourceError: a file is missing, cut off, damaged, or not what it should be.
+        SourceError: a file is missing, truncated, damaged, or does not match the model.
     """
     world.from_first(lambda: deque(dcp.load(dcp.contents(folder)[0]), 0))
     try:
@@ -220,9 +224,9 @@ def _load(tensors: dict[str, Any], folder: Path, world: World) -> None:
 
 
 def _tensors(model: Any, optimizer: Adam) -> dict[str, Any]:
-    """The weights (with LoRA the adapters only), and the moments and steps of those that are trained.
+    """The weights (with LoRA the adapters only), and the moments and steps of the trained ones.
 
-    All have the names that torch's `get_state_dict` gives them.
+    All tensors have the names that torch's `get_state_dict` gives them.
     """
     tensors_by_name, state = lora.adapters(model) or weights(model), optimizer.state
     return {
@@ -238,7 +242,7 @@ def _groups(optimizer: Adam, tensors_by_name: Mapping[str, torch.Tensor]) -> lis
 
 
 def _empty_moments(optimizer: Adam) -> None:
-    """Give AdamW the state that it would create at its first step, so that a checkpoint can be loaded into it."""
+    """Give AdamW the state that it would create at its first step, so that a checkpoint can be loaded into that."""
     for group in optimizer.param_groups:
         for tensor in group["params"]:
             step = torch.zeros((), dtype=torch.float32, device=tensor.device if group.get("fused") else "cpu")

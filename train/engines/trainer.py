@@ -26,11 +26,11 @@ from train.model.trainee import DTYPES, Trainee, fill, fill_buffers, freeze, mak
 from train.settings.config import Config
 
 SHARDED = ("cuda",)
-"""Devices that accelerate shards a model on."""
+"""Types of devices on which accelerate shards a model."""
 
 
 class TrainerEngine:
-    """A model with its optimizer. The Trainer shards it before its first step, and calls `fill` then."""
+    """A model with its optimizer. The Trainer shards the model before its first step, and then calls `fill`."""
 
     kernels = "torch"
 
@@ -57,13 +57,13 @@ class TrainerEngine:
         return write(self.model, self.optimizer, folder, self.world)
 
     def read(self, folder: Path) -> None:
-        """See `Engine`. It is read in `fill`, when the model is sharded."""
+        """See `Engine`. Only notes the folder: `fill` reads it when the model is sharded."""
         self.start = folder
 
     def fill(self) -> None:
-        """Fill the sharded model, each rank its own shards, from the checkpoint or from `model.path`."""
+        """Fill the sharded model from the checkpoint or from `model.path`; each rank reads its own shards."""
         config = self.config
-        if self.start is None or config.lora is not None:  # which saves adapters only
+        if self.start is None or config.lora is not None:  # LoRA saves adapters only
             with torch.no_grad():
                 fill(self.model, config.model.path)
                 for tensor, whole in lora.begins(self.model, config.lora, config.model.path, config.seed):

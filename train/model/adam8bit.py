@@ -1,8 +1,9 @@
-"""AdamW of bitsandbytes, whose moments are 8-bit numbers in blocks: over the local shards, with our checkpoints.
+"""AdamW of bitsandbytes, with 8-bit moments in blocks, over the local shards of this rank.
 
-Checkpoints have float32 moments, as those of every other run, which become the same 8-bit numbers again: a run resumes
-bit for bit on the same number of ranks. Blocks are of 256 elements of a shard, and shards of less than 4096
-elements keep float32: another number of ranks rounds elsewhere (bitsandbytes 0.50.2 optim/optimizer.py).
+Checkpoints have float32 moments, as those of every other run; when they are read, they become the same 8-bit numbers
+again, so a run resumes bit for bit on the same number of ranks. Blocks are of 256 elements of a shard, and shards of
+less than 4096 elements keep float32: with another number of ranks, moments are rounded differently
+(bitsandbytes 0.50.2 optim/optimizer.py).
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from train.settings.config import Optim
 
 BLOCK = 256
 MOMENTS = {"exp_avg": ("state1", "absmax1", "qmap1"), "exp_avg_sq": ("state2", "absmax2", "qmap2")}
-"""torch's names of the moments, and those of bitsandbytes: the numbers, the largest of each block, their code."""
+"""Moment in torch: names in bitsandbytes of its 8-bit numbers, the largest value of each block, and the code table."""
 
 
 class Adam8bit:
-    """An optimizer with the interface that the engine needs of torch's, over parameters that FSDP shards.
+    """An optimizer with the part of torch's interface that the engine needs, over parameters that FSDP shards.
 
     Attributes:
-        param_groups: as torch's optimizers have them; the learning rate is read in each step.
-        state: moments of parameters in float32, only between `unpack` and `pack`.
+        param_groups: parameter groups as in torch's optimizers; the learning rate is read in each step.
+        state: float32 moments by parameter, filled only between `unpack` and `pack`.
     """
 
     def __init__(self, trainee: nn.Module, optim: Optim) -> None:
@@ -45,7 +46,7 @@ class Adam8bit:
         self.inner = library.optim.AdamW8bit(inner, **words)
 
     def step(self) -> None:
-        """A step with the gradients and the learning rates."""
+        """Update the shards with the current gradients and learning rates."""
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             theirs["lr"] = ours["lr"]
         for tensor, shard in self.shards.items():  # the storage of a shard may have changed
@@ -54,12 +55,12 @@ class Adam8bit:
         self.inner.step()
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Remove the gradients."""
         for tensor, shard in self.shards.items():
             tensor.grad = shard.grad = None
 
     def unpack(self) -> None:
-        """Fill `state` with the moments in float32."""
+        """Fill `state` with the moments, dequantized to float32."""
         steps = max((int(state["step"]) for state in self.inner.state.values()), default=0)
         for tensor in (tensor for group in self.param_groups for tensor in group["params"]):
             moments = {name: torch.zeros_like(tensor, dtype=torch.float32) for name in MOMENTS}
@@ -76,7 +77,7 @@ class Adam8bit:
             self.state[tensor] = {"step": torch.tensor(float(steps)), **moments}
 
     def pack(self) -> None:
-        """Take the moments in `state`, and empty it."""
+        """Quantize the moments in `state` into the optimizer of bitsandbytes, and empty `state`."""
         for index, group in enumerate(self.inner.param_groups):
             for place, shard in enumerate(group["params"]):
                 self.inner.init_state(group, shard, index, place)
@@ -94,7 +95,7 @@ class Adam8bit:
 
 
 def _blocks(moment: torch.Tensor) -> torch.Tensor:
-    """The blocks of a moment, [blocks, 256], the last filled up with zeros."""
+    """The blocks of a moment, [blocks, 256], the last block padded with zeros."""
     flat = moment.flatten()
     return nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
 
@@ -104,7 +105,7 @@ def _largest(moment: torch.Tensor) -> torch.Tensor:
 
 
 def _nearest(moment: torch.Tensor, largest: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
-    """The 8-bit numbers of a moment: the nearest of the code. bitsandbytes' own on CPUs is not always the nearest."""
+    """The 8-bit numbers of a moment: the nearest code. bitsandbytes on CPUs does not always choose the nearest."""
     scaled = _blocks(moment) / largest.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
     numbers = torch.bucketize(scaled, (code[1:] + code[:-1]) / 2).to(torch.uint8)
     return numbers.flatten()[: moment.numel()].view(moment.shape)

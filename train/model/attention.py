@@ -26,18 +26,18 @@ BACKENDS = {
     "sdpa": "sdpa",
     "eager": "eager",
 }
-"""Our names, and the names in transformers."""
+"""Name of a backend in our settings: its name in transformers."""
 ACROSS = {"varlen": "vitruvian_varlen_across", "sdpa": "vitruvian_sdpa_across"}
-"""Those that can be computed across the ranks of a context group, and their names in transformers then."""
+"""Backends that can be computed across the ranks of a context group, and the names in transformers of that variant."""
 UNPLACED = ("falcon", "gpt_oss")
-"""Model types whose decoder makes masks without passing positions to the mask function (transformers 5.23.0)."""
+"""Model types whose decoder passes no positions to the mask function (transformers 5.23.0)."""
 LACKING = {
     "falcon": {"flash", "varlen", "flex"},
     "gemma2": {"sdpa", "varlen"},
     "gpt_oss": {"sdpa", "varlen", "flash"},
     "mimo_v2_flash": {"sdpa", "varlen", "flash", "flex"},
 }
-"""Model type: the backends that do not compute it (transformers 5.23.0). A Falcon has attention classes of its own
+"""Model type: the backends that cannot compute it (transformers 5.23.0). A Falcon has attention classes of its own
 instead of the interface; sdpa and varlen have no soft caps and no sinks, flash-attn 2 has no sinks, and flex no values
 that are narrower than keys."""
 WIDEST = 256
@@ -45,17 +45,17 @@ WIDEST = 256
 
 
 def resolve(requested: str, config: Any, device: torch.device, dtype: torch.dtype, context: int = 1) -> str:
-    """The backend to use.
+    """The attention backend to use.
 
     Args:
-        requested: a key of `BACKENDS`, or auto: the fastest that is right for the model on the device.
+        requested: a key of `BACKENDS`, or auto: the fastest backend that is correct for the model on the device.
         config: the model's configuration, of transformers.
         device: where the model runs.
         dtype: compute dtype; flash and varlen support neither float32 nor wide heads.
-        context: ranks that share a row.
+        context: number of ranks that share a row.
 
     Raises:
-        UnsupportedError: the device does not have it, or it does not compute what the model does.
+        UnsupportedError: the backend is not available on the device, or lacks something that the model needs.
     """
     rocm = torch.version.hip is not None
     half = device.type == "cuda" and dtype != torch.float32
@@ -86,14 +86,14 @@ def resolve(requested: str, config: Any, device: torch.device, dtype: torch.dtyp
 
 
 def _width(config: Any) -> int:
-    """Dimension of a query head; with MLA `head_dim` in the config is that of its rotary part only."""
+    """Dimension of a query head; with MLA `head_dim` in the config is only that of the rotary part."""
     if getattr(config, "qk_rope_head_dim", None):
         return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _has_flash() -> bool:
-    """Whether flash-attn can be imported, which a build for another torch cannot, and transformers takes it."""
+    """Whether flash-attn can be imported (a build for another torch cannot), and transformers accepts it."""
     try:
         import_module("flash_attn")
     except ImportError:
@@ -104,32 +104,32 @@ def _has_flash() -> bool:
 
 
 def _has_varlen() -> bool:
-    """Whether torch's kernel takes windows and scales: those of torch 2.11 to 2.13 do, that of 2.10 does not."""
+    """Whether torch's varlen kernel takes windows and scales: it does in torch 2.11 to 2.13, not in 2.10."""
     return {"window_size", "scale"} <= _kernel_arguments()
 
 
 def _kernel_arguments() -> set[str]:
-    """The arguments of torch's varlen kernel."""
+    """The names of the arguments of torch's varlen kernel."""
     from torch.nn.attention.varlen import varlen_attn
 
     return set(signature(varlen_attn).parameters)
 
 
 def varlen(module: Any, query: Any, key: Any, value: Any, _: Any, **kwargs: Any) -> tuple[Any, None]:
-    """Attention over documents of different lengths by torch's own kernel, as transformers calls one.
+    """Attention over documents of different lengths by torch's own kernel, with the signature of transformers.
 
     Args:
         module: the attention layer.
         query: [1, heads, n, head dim].
         key: [1, groups, n, head dim].
-        value: likewise; [..., value dim] with MLA.
-        kwargs: `cu_seq_lens_q`, `max_length_q`, likewise of keys, `scaling`, `sliding_window`.
+        value: [1, groups, n, head dim]; [1, groups, n, value dim] with MLA.
+        kwargs: `cu_seq_lens_q`, `max_length_q`, `cu_seq_lens_k`, `max_length_k`, `scaling`, `sliding_window`.
 
     Returns:
         [1, n, heads, value dim], and no attention weights.
 
     Raises:
-        UnsupportedError: the layer needs something that the kernel does not have.
+        UnsupportedError: the layer needs dropout, a soft cap or sinks, which the kernel lacks.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -150,7 +150,7 @@ def varlen(module: Any, query: Any, key: Any, value: Any, _: Any, **kwargs: Any)
 def named(backend: str, context: int = 1) -> str:
     """The name of a backend in transformers.
 
-    Those that get the lengths of documents are registered there, with no mask: `varlen`, and all over several ranks.
+    Backends that get the lengths of documents (`varlen`, and all across ranks) are registered there, with no mask.
     """
     functions = {BACKENDS["varlen"]: varlen, ACROSS["varlen"]: across(varlen), ACROSS["sdpa"]: across(sdpa)}
     name = ACROSS[backend] if context > 1 else BACKENDS[backend]
@@ -195,7 +195,7 @@ def forward_kwargs(flat: Flat, device: torch.device, backend: str, group: Any = 
         flat: the rows, or this rank's part of them.
         device: where the model is.
         backend: a key of `BACKENDS`.
-        group: the ranks that share rows, if they do.
+        group: the process group of the ranks that share rows; None if each rank has its own rows.
     """
     kwargs: dict[str, Any] = {
         "input_ids": torch.from_numpy(flat.input_ids).to(device)[None],

@@ -1,4 +1,4 @@
-"""bitsandbytes, where it is installed: it runs on GPUs and on CPUs."""
+"""The import of bitsandbytes, an optional dependency that runs on GPUs and on CPUs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from formats.errors import UnsupportedError
 
 
 def bitsandbytes(what: str) -> Any:
-    """The library.
+    """Import bitsandbytes and return the module.
 
     Args:
-        what: the setting that needs it.
+        what: the setting that needs bitsandbytes, for the error.
 
     Raises:
-        UnsupportedError: it is not installed.
+        UnsupportedError: bitsandbytes is not installed.
     """
     try:
         import bitsandbytes as library

@@ -1,8 +1,8 @@
 """Context parallelism: attention of a rank's queries to the keys and values of the other ranks of its group.
 
-Each layer gathers the keys and values of all parts of the rows, and takes those from the beginning of the document that
-the rank's first token is in up to its last token; the gradients are summed back to the ranks that computed them. The
-attention itself is that over documents whose queries are the last tokens of their keys.
+Each layer gathers the keys and values of all parts of the rows, and slices from the beginning of the document of the
+rank's first token up to the rank's last token. The gradients are summed back to the ranks that computed the keys and
+values. The attention itself is over documents whose queries are the last tokens of their keys.
 """
 
 from __future__ import annotations
@@ -16,24 +16,30 @@ import torch.distributed as dist
 from formats.errors import UnsupportedError
 
 QUERIES = 1024
-"""Queries whose scores are computed at a time: the mask of all of them, over all keys, would be gigabytes."""
+"""Number of queries whose scores are computed at once: the mask of all queries over all keys would be gigabytes."""
 
 
 class Context(NamedTuple):
-    """Where the keys of a part are: the group that they are gathered from, and the first and the end of them."""
+    """Which keys a part of a row attends to.
+
+    Attributes:
+        group: process group of the ranks whose keys are gathered.
+        begin: place of the first key among the gathered keys.
+        stop: place after the last key.
+    """
 
     group: Any
     begin: int
     stop: int
 
 
-# torch 2.13 renames both, and warns of their names in torch 2.10
+# torch 2.13 renames both functions, and deprecates their names in torch 2.10
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _Gather(torch.autograd.Function):
-    """The parts of all ranks of a group, one after the other, [n, …]; the gradient of a part is summed in float32."""
+    """The parts of all ranks of a group, concatenated, [n, …]; the gradient of a part is summed in float32."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
@@ -50,13 +56,13 @@ class _Gather(torch.autograd.Function):
 
 
 def gathered(part: torch.Tensor, group: Any) -> torch.Tensor:
-    """The parts of all ranks of a group, one after the other along the first dimension; differentiable."""
+    """The parts of all ranks of a group, concatenated along the first dimension; differentiable."""
     whole: torch.Tensor = _Gather.apply(part, group)  # type: ignore[no-untyped-call]
     return whole
 
 
 def across(attend: Callable[..., tuple[Any, None]]) -> Callable[..., tuple[Any, None]]:
-    """An attention over documents, as transformers calls one, that gathers keys and values if it gets a `context`."""
+    """Wrap an attention over documents so that it gathers keys and values when it gets a `context` argument."""
 
     def attention(module: Any, query: Any, key: Any, value: Any, _: Any, **kwargs: Any) -> tuple[Any, None]:
         context: Context | None = kwargs.pop("context", None)
@@ -71,26 +77,26 @@ def across(attend: Callable[..., tuple[Any, None]]) -> Callable[..., tuple[Any, 
 
 
 def sdpa(module: Any, query: Any, key: Any, value: Any, _: Any, **kwargs: Any) -> tuple[Any, None]:
-    """Attention over documents whose queries are the last of their keys, by torch's `scaled_dot_product_attention`.
+    """Attention over documents whose queries are the last tokens of their keys, by `scaled_dot_product_attention`.
 
     Args:
         module: the attention layer.
         query: [1, heads, n, head dim].
         key: [1, groups, m, head dim].
-        value: likewise.
+        value: [1, groups, m, value dim].
         kwargs: `cu_seq_lens_q`, `cu_seq_lens_k`, `scaling`, `sliding_window`.
 
     Returns:
         [1, n, heads, value dim], and no attention weights.
 
     Raises:
-        UnsupportedError: the layer needs something else.
+        UnsupportedError: the layer needs dropout, a soft cap or sinks.
     """
     require_plain("sdpa across ranks", module, kwargs)
     window = kwargs.get("sliding_window")
     document, place = _places(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"])
     document_of_key, place_of_key = _places(kwargs["cu_seq_lens_k"], kwargs["cu_seq_lens_k"])
-    first = kwargs["cu_seq_lens_k"][document]  # key of the document that a query is in
+    first = kwargs["cu_seq_lens_k"][document]  # first key of the document of each query
     begins = (first if window is None else first + (place - window + 1).clamp(min=0)).tolist()
     stops = (first + place + 1).tolist()
 
@@ -111,7 +117,10 @@ def sdpa(module: Any, query: Any, key: Any, value: Any, _: Any, **kwargs: Any) -
 
 
 def _places(ends: torch.Tensor, ends_of_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The document of each token, and its place in it: the last tokens of documents are the last of their keys."""
+    """The document of each token, and the token's position in it.
+
+    The last tokens of a document are the last of its keys, so a query's position counts from the document's first key.
+    """
     sizes, totals = ends.diff(), ends_of_keys.diff()
     document = torch.repeat_interleave(torch.arange(len(sizes), device=ends.device), sizes)
     first = totals - sizes - ends[:-1]
@@ -122,12 +131,12 @@ def require_plain(attention: str, module: Any, kwargs: dict[str, Any]) -> None:
     """Refuse a layer that needs more than scores, a scale and a window.
 
     Args:
-        attention: its name.
-        module: the layer.
-        kwargs: its arguments.
+        attention: name of the attention, for the error.
+        module: the attention layer.
+        kwargs: the arguments that the layer passes to the attention.
 
     Raises:
-        UnsupportedError: it has dropout, a soft cap or sinks.
+        UnsupportedError: the layer has dropout, a soft cap or sinks.
     """
     for name in ("dropout", "softcap", "s_aux"):
         value = kwargs.get(name)

@@ -1,6 +1,6 @@
 """Experts of a layer: separate tensors in the Hub's files, one fused tensor in the memory of transformers 5.
 
-The family's table says which belong together: its rows `separate` and its rows `fused`.
+The family's table specifies which tensors belong together: its rows `separate` and its rows `fused`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from formats.layout.table import MTP
 class Fused:
     """A lazy tensor [experts, rows, …]: slicing it reads the tensors of each expert and concatenates their rows.
 
-    One that is not of experts, `apart` from them, is [rows, …].
+    With `apart` the tensor is not one of experts, and is [rows, …].
     """
 
     def __init__(self, parts: Sequence[Sequence[Any]], *, apart: bool = False) -> None:
@@ -31,7 +31,7 @@ class Fused:
         return rows if self.apart else [len(self.parts), *rows]
 
     def __getitem__(self, where: Any) -> torch.Tensor:
-        """A box, a range of experts, or everything with `...`; only what is in the box is read."""
+        """Read a box, a range of experts, or everything with `...`; nothing outside the box is read."""
         whole = [slice(0, size) for size in self.get_shape()]
         indices = [] if where is ... else [where] if isinstance(where, slice) else list(where)
         experts, *inside = [slice(None)] * self.apart + indices + whole[len(indices) :]
@@ -53,15 +53,15 @@ def _rows(parts: Sequence[Any], rows: slice, *rest: slice) -> torch.Tensor:
 
 
 def keys_of(name: str, config: Mapping[str, Any], experts: int) -> list[list[str]]:
-    """The keys in the Hub's files that make up a tensor in memory: for each expert those whose rows are concatenated.
+    """The keys in the Hub's files that make up a tensor in memory: a list per expert, whose rows are concatenated.
 
     Args:
-        name: in memory.
-        config: of the model, with its `model_type`.
-        experts: how many a layer has.
+        name: name of the tensor in memory.
+        config: config of the model, with its `model_type`.
+        experts: number of experts of a layer.
 
     Returns:
-        One list with one key for a tensor that is only renamed; an empty list for one with the same name.
+        One list with one key for a tensor that is only renamed; an empty list for a tensor that keeps its name.
     """
     family = find_family(config)
     table = [rule for rule in family.tensors if MTP not in rule.conditions] if family else []

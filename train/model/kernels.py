@@ -18,10 +18,10 @@ def resolve(requested: str, config: Any, device: torch.device, compiled: bool = 
     """The kernels to use, torch or liger.
 
     Args:
-        requested: torch, liger, or auto: liger where it runs and supports the model, and layers are not compiled.
+        requested: torch, liger, or auto: liger where it runs and supports the model, unless layers are compiled.
         config: the model's configuration, of transformers.
         device: where the model runs.
-        compiled: whether torch.compile makes kernels of the layers: it fuses torch's own operations.
+        compiled: whether layers are compiled: torch.compile fuses torch's own operations into kernels.
 
     Raises:
         UnsupportedError: liger does not run here, or does not support the model.
@@ -37,7 +37,7 @@ def resolve(requested: str, config: Any, device: torch.device, compiled: bool = 
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0) != 1.0
-    if config.model_type in MODEL_TYPE_TO_APPLY_LIGER_FN and not partial:  # its rotary kernel rotates whole heads
+    if config.model_type in MODEL_TYPE_TO_APPLY_LIGER_FN and not partial:  # liger's rotary kernel rotates whole heads
         return "liger"
     if requested == "auto":
         return "torch"
@@ -48,8 +48,8 @@ def resolve(requested: str, config: Any, device: torch.device, compiled: bool = 
 def replace(model: Any) -> None:
     """Patch a model with liger's kernels, by the call that transformers makes (5.23.0 integrations/liger.py).
 
-    The defaults of liger 0.8.5 say which kernels fit a model: some have no rotary kernel. It patches the model's module
-    for the whole process: later models of the same type have these kernels too.
+    The defaults of liger 0.8.5 specify which kernels a model gets: some get no rotary kernel. The Python module of the
+    model is patched for the whole process: later models of the same type have these kernels too.
     """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 

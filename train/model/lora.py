@@ -1,4 +1,4 @@
-"""LoRA adapters: peft makes the modules; they are filled, sharded and saved here.
+"""LoRA adapters: peft makes the modules; this file fills, shards and saves them.
 
 The base model's weights are frozen. A checkpoint holds only the adapters, under the names that they have in peft's
 files, and peft's `adapter_config.json`, which names their base model.
@@ -25,7 +25,7 @@ from train.start.run_folder import RECORD
 
 NOTE, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ROOT, MAGNITUDE = "base_model.model.", "lora_magnitude_vector"
-"""Prefix of module names in peft's files, and DoRA's tensor there (peft 0.21.2 utils/save_and_load.py)."""
+"""Prefix of module names in peft's files, and the name of DoRA's tensor there (peft 0.21.2 utils/save_and_load.py)."""
 BASE = "base_model_name_or_path"
 SAME = {
     "r": "lora.rank",
@@ -35,18 +35,18 @@ SAME = {
     "use_dora": "lora.dora",
     BASE: "model.path",
 }
-"""Keys of `adapter_config.json` that define an adapter, and our settings for them."""
+"""Key of `adapter_config.json` that defines an adapter: our setting for it."""
 FREE = ("lora_dropout", "inference_mode", "peft_version")
-"""Keys that may change; no other setting of peft can be set here."""
+"""Keys of `adapter_config.json` that may change between jobs; no other setting of peft can be set here."""
 
 
 def insert(model: Any, lora: Lora, base: Path) -> None:
     """Add float32 adapters on the meta device to linear layers, and freeze everything else.
 
     Args:
-        model: of transformers, on the meta device.
+        model: a model of transformers, on the meta device.
         lora: the settings.
-        base: the folder of its weights.
+        base: the folder of the model's weights.
 
     Raises:
         UsageError: a target is not a linear layer of the model, or is a head that is tied to the embedding.
@@ -75,7 +75,7 @@ def insert(model: Any, lora: Lora, base: Path) -> None:
 
 
 def note_of(model: Any) -> dict[str, Any] | None:
-    """The contents of `adapter_config.json` for a model's adapters; None if it has none."""
+    """The contents of `adapter_config.json` for a model's adapters; None if the model has none."""
     if not hasattr(model, "peft_config"):
         return None
     settings = model.peft_config["default"].to_dict()
@@ -99,7 +99,7 @@ def _check(model: Any, lora: Lora) -> None:
 
 
 def adapters(model: Any) -> dict[str, torch.Tensor]:
-    """The adapters by their names in peft's files; empty if there are none."""
+    """The adapter tensors of a model by their names in peft's files; empty if there are none."""
     return {
         ROOT + name.replace(".default.", ".").replace(f"{MAGNITUDE}.weight", MAGNITUDE): tensor
         for name, tensor in model.named_parameters()
@@ -108,13 +108,13 @@ def adapters(model: Any) -> dict[str, torch.Tensor]:
 
 
 def begins(model: Any, lora: Lora | None, base: Path, seed: int) -> Iterator[tuple[torch.Tensor, Any]]:
-    """Each adapter tensor, and what it begins with, which can be sliced: the same on any number of ranks.
+    """Each adapter tensor, and its initial values, which can be sliced: the same on any number of ranks.
 
     Args:
-        model: with adapters.
+        model: a model with adapters.
         lora: the settings; None yields nothing.
         base: the folder of the model's weights.
-        seed: of A, which is random as in peft; B is zero, and DoRA's magnitudes are the norms of the weight's rows.
+        seed: seed of A, which is random as in peft; B is zero, DoRA's magnitudes are the norms of the weight's rows.
 
     Raises:
         SourceError: `lora.adapter` has other tensors than the model.
@@ -125,7 +125,7 @@ def begins(model: Any, lora: Lora | None, base: Path, seed: int) -> Iterator[tup
     if lora.adapter is not None:
         yield from _saved(tensors, lora.adapter)
         return
-    plain = [name for name in tensors if not name.endswith(MAGNITUDE)]  # their numbers are part of the seed
+    plain = [name for name in tensors if not name.endswith(MAGNITUDE)]  # the place in this list is part of the seed
     for number, name in enumerate(plain):
         whole = torch.zeros(shape_of(tensors[name]))
         if ".lora_A." in name:
@@ -140,7 +140,7 @@ def begins(model: Any, lora: Lora | None, base: Path, seed: int) -> Iterator[tup
 
 
 class _Norms:
-    """The norms of the rows of a weight, as peft computes them: in the dtype of the weight in memory."""
+    """The norms of the rows of a weight, as peft computes them: in the dtype that the weight has in memory."""
 
     def __init__(self, piece: Any, module: Any) -> None:
         self.piece, self.dtype = piece, module.base_layer.weight.dtype
@@ -152,7 +152,7 @@ class _Norms:
 
 
 def _saved(tensors: Mapping[str, torch.Tensor], folder: Path) -> Iterator[tuple[torch.Tensor, Any]]:
-    """The tensors of an adapter that peft, or an export, has written."""
+    """Each adapter tensor, and its slice in the files of an adapter that peft, or an export, has written."""
     from safetensors import safe_open
 
     if not (folder / WEIGHTS).is_file():
@@ -180,28 +180,28 @@ def write_note(folder: Path, model: Any) -> None:
 
 
 def check_same(folder: Path, model: Any) -> None:
-    """Refuse a checkpoint of another adapter, or an adapter where all weights are trained, or vice versa.
+    """Refuse a checkpoint of another adapter, or of adapters where all weights are trained, or vice versa.
 
     Args:
         folder: the checkpoint.
-        model: the model that will be filled from it.
+        model: the model that will be filled from the checkpoint.
 
     Raises:
-        RefusedError: it does not match.
+        RefusedError: the checkpoint does not match the model.
     """
     settings = note_of(model)
     _compare(folder, None if settings is None else json.loads(json.dumps(settings)))
 
 
 def require_same_settings(folder: Path, lora: Lora | None) -> None:
-    """The check of `check_same` from the settings only, before the model is built; `all-linear` needs the model.
+    """Do the check of `check_same` from the settings, before the model is built; `all-linear` needs the model.
 
     Args:
         folder: the checkpoint.
         lora: the settings, None where all weights are trained.
 
     Raises:
-        RefusedError: it does not match.
+        RefusedError: the checkpoint does not match the settings.
     """
     settings = None
     if lora is not None:
@@ -219,7 +219,7 @@ def _compare(folder: Path, settings: Mapping[str, Any] | None) -> None:
     if settings is None:
         return
     saved = read_json(folder / NOTE)
-    free = (*FREE, BASE) if (folder / RECORD).is_file() else FREE  # with it, the weights themselves were compared
+    free = (*FREE, BASE) if (folder / RECORD).is_file() else FREE  # with a record, the weights were compared
     changed = [name for name in settings if name not in free and saved.get(name, settings[name]) != settings[name]]
     if changed:
         changes = "; ".join(f"{SAME.get(name, name)}: {saved[name]}, now {settings[name]}" for name in changed)

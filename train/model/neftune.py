@@ -1,7 +1,7 @@
 """NEFTune: noise on the embeddings during training, scaled for each document.
 
-The paper's scale is alpha / sqrt(length x width) of a sequence. A packed row has many sequences, so the length is that
-of the document. The row's length would make the noise several times too small (transformers 5.23.0
+The paper's scale is alpha / sqrt(length x width) of a sequence. A packed row has many sequences, so `length` is that of
+the document. The row's length would make the noise several times too small (transformers 5.23.0
 integrations/neftune.py takes `output.size(1)`, the row).
 """
 
@@ -20,9 +20,9 @@ def noise_for(model: Any, flat: Flat, alpha: float, seed: tuple[int, ...]) -> to
     """Noise for flattened rows, a function of the seed only.
 
     Args:
-        model: of transformers, for the width of its embedding.
+        model: a model of transformers; only the width of its embedding is read.
         flat: the rows.
-        alpha: strength.
+        alpha: strength of the noise, `neftune_alpha`.
         seed: the training's seed, and the step, rank and micro-batch.
 
     Returns:

@@ -1,4 +1,4 @@
-"""AdamW, without weight decay on vectors (norms and biases)."""
+"""AdamW with weight decay on matrices only: not on vectors (norms and biases)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def groups(trainee: nn.Module, decay: float) -> list[dict[str, object]]:
 
 
 def adamw(trainee: nn.Module, optim: Optim, *, fused: bool) -> torch.optim.AdamW:
-    """The optimizer of all trainable parameters of a model."""
+    """AdamW over all trainable parameters of a model."""
     parameter_groups = groups(trainee, optim.weight_decay)
     return torch.optim.AdamW(parameter_groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=fused)

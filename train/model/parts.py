@@ -1,4 +1,4 @@
-"""Where the decoder and its layers are in a model of transformers."""
+"""The decoder of a model of transformers, and its layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from formats.errors import UnsupportedError
 def decoder_of(model: Any) -> Any:
     """The model without its head.
 
-    Llama 4 has a wrong `base_model_prefix`, so its `get_decoder()` returns the model itself (transformers 5.23.0
+    Llama 4 has a wrong `base_model_prefix`, so `get_decoder()` returns the model itself (transformers 5.23.0
     models/llama4/modeling_llama4.py, `Llama4ForCausalLM`); then the decoder is the attribute `model`.
     """
     decoder = model.get_decoder()
@@ -21,7 +21,7 @@ def decoder_of(model: Any) -> Any:
 
 
 def layers(model: Any) -> list[Any]:
-    """The decoder's layers."""
+    """The layers of the model's decoder."""
     decoder = decoder_of(model)
     for name in ("layers", "h", "blocks"):
         if isinstance(getattr(decoder, name, None), nn.ModuleList):

@@ -1,8 +1,8 @@
-"""QLoRA: the weights of linear layers in NF4 of bitsandbytes, quantized when they are read; each rank has all of them.
+"""QLoRA: the weights of linear layers are NF4 of bitsandbytes, quantized when they are read. Each rank has all of them.
 
-A frozen weight takes half a byte and a float32 for each 64 elements. FSDP leaves it alone: only adapters, embedding,
-head and norms are sharded. Its value in the computation is that of bitsandbytes (0.50.2 functional.py `quantize_4bit`),
-which transformers' `load_in_4bit` computes too.
+A frozen weight takes half a byte per element, and a float32 for each 64 elements. FSDP does not shard these weights:
+only adapters, embedding, head and norms are sharded. The value in the computation is that of bitsandbytes (0.50.2
+functional.py `quantize_4bit`), which transformers' `load_in_4bit` computes too.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ KIND = "nf4"
 
 
 class Packed(nn.Parameter):
-    """A frozen weight: two numbers in a byte, [elements / 2, 1]; `whole_shape` is that of the weight."""
+    """A frozen weight with two 4-bit numbers in a byte, [elements / 2, 1]; `whole_shape` is the weight's own shape."""
 
     whole_shape: tuple[int, ...]
     dtype_of_whole: torch.dtype
     state: Any
 
     def quantize(self, whole: torch.Tensor) -> None:
-        """Take a weight."""
+        """Quantize a weight and keep the result."""
         library = bitsandbytes("lora.quantize")
         self.data, self.state = library.functional.quantize_4bit(
             whole.to(self.device, self.dtype_of_whole), quant_type=KIND
@@ -49,7 +49,7 @@ class Linear4bit(nn.Linear):
         self.register_parameter("bias", plain.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The layer; the weight is dequantized in the forward and in the backward pass."""
+        """Compute the layer; the weight is dequantized in the forward and in the backward pass."""
         out: torch.Tensor = bitsandbytes("lora.quantize").matmul_4bit(
             x, self.weight.t(), quant_state=self.weight.state, bias=self.bias
         )
@@ -57,11 +57,11 @@ class Linear4bit(nn.Linear):
 
 
 def quantize(model: Any, device: torch.device) -> None:
-    """Replace the linear layers of a decoder's layers.
+    """Replace the linear layers in the decoder's layers by layers with quantized weights.
 
     Args:
-        model: on the meta device.
-        device: where it will run.
+        model: the model, on the meta device.
+        device: where the model will run.
 
     Raises:
         UnsupportedError: bitsandbytes is not installed, or the model has experts, whose weights are no linear layers.

@@ -1,7 +1,8 @@
 """Rotary frequencies that depend on the length of a document: in a packed row each document gets its own.
 
-transformers takes those of the longest document for all of a row (5.23.0 modeling_rope_utils.py `dynamic_rope_update`):
-LongRoPE has one set up to a length and one beyond it, dynamic scaling a set for each longer length.
+transformers takes the frequencies of the longest document for the whole row (5.23.0 modeling_rope_utils.py
+`dynamic_rope_update`). LongRoPE has one set of frequencies up to a length and another beyond it, dynamic scaling a set
+for each longer length.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import torch
 from formats.huggingface.rope import ORIGINAL
 
 OF_LENGTH = ("longrope", "dynamic")
-"""Types of rotary positions whose frequencies depend on the length."""
+"""Types of rotary positions (`rope_type`) whose frequencies depend on the length."""
 
 
 def turned_alike(config: Any) -> dict[str, float]:
-    """Type of rotary positions: the length up to which all documents have the same frequencies; most models have none.
+    """The length up to which all documents have the same frequencies, by type of rotary positions; often empty.
 
     Args:
-        config: of transformers.
+        config: the model's configuration, of transformers.
     """
     parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
@@ -35,13 +36,13 @@ def turned_alike(config: Any) -> dict[str, float]:
 
 
 def is_turned_apart(config: Any) -> bool:
-    """Whether `turn_apart` gives each document its frequencies: not where kinds of layers have their own."""
+    """Whether `turn_apart` gives each document its own frequencies; it does not where kinds of layers have theirs."""
     parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     return parameters.get("rope_type") in OF_LENGTH
 
 
 def turn_apart(model: Any) -> None:
-    """Give each document of a row the frequencies that transformers would give it alone."""
+    """Give each document of a row the frequencies that transformers would give it in a row of its own."""
     if not is_turned_apart(model.config):
         return
     (limit,) = turned_alike(model.config).values()

@@ -3,9 +3,9 @@
 `output_router_logits` in a config.json adds `router_aux_loss_coef` times the load balancing loss of a forward pass to
 the loss of the labels (transformers 5.23.0 models/mixtral/modeling_mixtral.py, `MixtralForCausalLM.forward`), and
 `router_z_loss_coef` adds the z-loss: the mean over tokens and layers of the square of the router's logsumexp
-(models/switch_transformers/modeling_switch_transformers.py, `router_z_loss_func`). Such a loss is no sum over tokens,
-so it would depend on the micro-batch. Here it is computed for each row, and rows have the weight of their trained
-labels: then it is the same with any micro-batch and on any ranks, and that of transformers where a batch is one row.
+(models/switch_transformers/modeling_switch_transformers.py, `router_z_loss_func`). This loss is not a sum over tokens,
+so it would depend on the micro-batch. Here the loss is computed for each row, weighted by the row's trained labels: it
+is the same with any micro-batch and on any ranks, and equals that of transformers where a batch is one row.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Balance = Callable[[Sequence[torch.Tensor], Flat], torch.Tensor]
 
 
 def router_loss(model: Any) -> Balance | None:
-    """The loss that a model's config asks for; None if it asks for none.
+    """The router's loss that a model's config asks for; None if it asks for none.
 
     Raises:
-        UnsupportedError: its class has no such loss.
+        UnsupportedError: the model's class has no such loss.
     """
     if not getattr(model.config, "output_router_logits", False):
         return None

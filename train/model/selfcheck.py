@@ -24,16 +24,16 @@ from train.model.rope import is_turned_apart, turned_alike
 from train.model.trainee import adjusted
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""Largest difference of hidden states, relative to their largest, between a packed and an unpacked document.
+"""Largest allowed difference of hidden states, relative to the largest, between a packed and an unpacked document.
 
 In bf16 sdpa and eager on CPUs have 0.003 to 0.010 (llama, qwen3, mistral, gpt_neox, 256 to 4096 wide).
 """
 TRIES = 3
-"""Draws of weights and tokens. A real leak between documents shows in every draw; but in bf16 rounding alone may route
-a token to another expert (0.035 with OLMoE's sizes, once in three draws)."""
+"""Number of draws of weights and tokens. A real leak between documents shows in every draw; but in bf16 rounding alone
+may route a token to another expert (0.035 with OLMoE's sizes, once in three draws)."""
 LENGTHS = (5, 1, 17, 32, 2)
 NARROW = 8
-"""The window in the check of attention across ranks."""
+"""Size of the sliding window in the check of attention across ranks."""
 CHOSEN = ("index_topk", "keep_window_size")
 """Config keys of sparse attention: the number of tokens of a row that a layer selects. The check has fewer tokens."""
 LOUD = 100.0
@@ -52,14 +52,14 @@ def self_check(
 
     Args:
         config: the model's configuration, of transformers.
-        device: where it will run.
+        device: where the model will run.
         backend: a key of `attention.BACKENDS`.
-        dtype: of the computation.
+        dtype: dtype of the computation.
         kernel: torch or liger.
         world: the ranks; if they share rows, the packed documents are computed across them.
 
     Returns:
-        The largest difference of hidden states, relative to the largest of them.
+        The largest difference of hidden states, relative to the largest hidden state.
 
     Raises:
         UnsupportedError: the attention does not run, or the model's logits differ from ours.
@@ -122,7 +122,7 @@ def _apart(
 
 
 def _across(config: Any, world: World, backend: str, flat: Flat, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """The hidden states of the same model, each rank of a group computing its part."""
+    """The hidden states of the same small model, of which each rank of a group computes its part."""
     model, _ = _small(config, world.device, named(backend, world.context), dtype, seed, narrow=True)
     kwargs = forward_kwargs(own(flat, world), world.device, backend, world.sharing)
     hidden = decoder_of(model)(**kwargs).last_hidden_state[0]
@@ -135,12 +135,12 @@ def _small(
     """A model of the first two layers with randomly initialised weights, and tokens for it.
 
     Args:
-        config: of the whole model.
-        device: where it is.
-        attention: a name in transformers.
-        dtype: of its weights.
-        seed: of weights and tokens.
-        narrow: whether windows are narrow, so that a document of the check is longer.
+        config: the configuration of the whole model.
+        device: where the small model is.
+        attention: name of the attention in transformers.
+        dtype: dtype of the weights.
+        seed: seed of weights and tokens.
+        narrow: whether sliding windows are so narrow that a document of the check is longer.
     """
     from transformers import AutoModelForCausalLM
 
@@ -148,7 +148,7 @@ def _small(
     small.num_hidden_layers, small.use_cache = min(2, config.num_hidden_layers), False
     if narrow and getattr(small, "sliding_window", None):
         small.sliding_window = NARROW
-    if getattr(small, "num_kv_shared_layers", 0):  # those of the last layers, which it does not have
+    if getattr(small, "num_kv_shared_layers", 0):  # of the last layers, which the small model lacks
         small.num_kv_shared_layers = 0
     if getattr(small, "layer_types", None):
         small.layer_types = small.layer_types[: small.num_hidden_layers]
@@ -163,7 +163,7 @@ def _small(
 
 
 def _one(tokens: torch.Tensor) -> Flat:
-    """A single document, not packed."""
+    """A single document, not packed, as a row."""
     ends = torch.tensor([0, len(tokens)], dtype=torch.int32)
     return Flat(tokens.numpy(), tokens.numpy(), torch.arange(len(tokens)).numpy(), ends.numpy(), len(tokens), 0)
 
@@ -172,12 +172,12 @@ def _require_logits(model: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) ->
     """Compare the model's own logits with ours, for the same hidden states, scaled up to large logits.
 
     Args:
-        model: two layers.
-        hidden: their output, [n, hidden].
-        kwargs: the arguments of its forward.
+        model: the model of two layers.
+        hidden: output of the two layers, [n, hidden].
+        kwargs: the arguments of the model's forward.
 
     Raises:
-        UnsupportedError: they differ.
+        UnsupportedError: the logits differ.
     """
     head = model.get_output_embeddings()
     loud = hidden * (LOUD / head(hidden).abs().max())
@@ -203,17 +203,17 @@ def require_masks(config: Any, length: int, rows: int = 1, context: int = 1) -> 
     """Refuse models whose layers would see more than one document of a packed row.
 
     Args:
-        config: of transformers.
-        length: maximum tokens of a row.
-        rows: rows that are flattened into one sequence.
-        context: ranks that share a row.
+        config: the model's configuration, of transformers.
+        length: maximum number of tokens of a row.
+        rows: number of rows that are flattened into one sequence.
+        context: number of ranks that share a row.
 
     Raises:
         UsageError: layers carry a recurrent state over a row, which positions do not reset; or they chunk or select the
             tokens of a row instead of a document (transformers 5.23.0 models/llama4/modeling_llama4.py and
             doge/modeling_doge.py), and a row is longer than that limit; or the longest document sets the rotary
             frequencies of all (modeling_rope_utils.py) in a way that `rope.turn_apart` does not change.
-        UnsupportedError: it is a multimodal model.
+        UnsupportedError: the model is multimodal.
     """
     if config.get_text_config() is not config:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""The model: built on the meta device, and filled from a Hugging Face folder, each rank its own shards.
+"""The model: built on the meta device, and filled from a Hugging Face folder, by each rank its own shards.
 
 No rank ever holds a whole tensor that is sharded: a rank reads the rows of its shard from the safetensors file.
 """
@@ -36,7 +36,8 @@ from train.start.start_weights import MAKE
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FILED: Mapping[str, Mapping[str, str]] = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
-"""Model type: names in memory that differ from the names in its files (transformers 5.23.0 conversion_mapping.py)."""
+"""Model type: names in memory, and their names in the files where these differ (transformers 5.23.0
+conversion_mapping.py)."""
 LEARNED = ("biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt")
 """Model types with learned position embeddings (transformers 5.23.0)."""
 ADAPTERS = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.")
@@ -67,9 +68,9 @@ class Trainee(nn.Module):
         noise: torch.Tensor | None = None,
         predicted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The sum of the losses of all trained labels, float32; `predicted` as in `summed_loss`.
+        """The sum of the losses of all trained labels, float32; `predicted` is filled as by `summed_loss`.
 
-        In training the loss of the router is part of it, where the model has one.
+        In training the sum includes the router's loss, where the model has such a loss.
         """
         kwargs = forward_kwargs(flat, device, self.backend, self.group)
         if noise is not None:
@@ -82,9 +83,9 @@ class Trainee(nn.Module):
 
 
 def adjusted(logits: torch.Tensor, config: Any) -> torch.Tensor:
-    """The model's logits from those of its head: granite scales them, gemma2 caps them (transformers 5.23.0).
+    """The model's logits from those of its head: granite scales logits, gemma2 caps them (transformers 5.23.0).
 
-    `selfcheck.py` refuses models that do anything else with them.
+    `selfcheck.py` refuses models that do anything else with logits.
     """
     scale, cap = getattr(config, "logits_scaling", 1.0), getattr(config, "final_logit_softcapping", None)
     logits = logits if scale == 1.0 else logits / scale
@@ -92,7 +93,7 @@ def adjusted(logits: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def _with_loss(head: Callable[[torch.Tensor], torch.Tensor], config: Any) -> Callable[..., torch.Tensor]:
-    """A head that returns the sum of losses if it gets labels, and its own logits otherwise."""
+    """Wrap a head so that it returns the sum of losses if it gets labels, and its own logits otherwise."""
 
     def forward(
         hidden: torch.Tensor, labels: torch.Tensor | None = None, predicted: torch.Tensor | None = None
@@ -113,13 +114,13 @@ def summed_loss(
     """Cross entropy, a chunk of tokens at a time; logits are recomputed in the backward pass.
 
     Args:
-        hidden: [n, hidden].
+        hidden: hidden states, [n, hidden].
         labels: int64[n].
-        head: from hidden states to logits.
+        head: computes logits from hidden states.
         predicted: int64[n], filled with the most likely token at each position; None if not needed.
 
     Returns:
-        The sum over trained labels, float32; 0 if there is none.
+        The sum of the losses of trained labels, float32; 0 if there is none.
     """
 
     def loss_of(states: torch.Tensor, targets: torch.Tensor, begin: int) -> torch.Tensor:
@@ -135,7 +136,7 @@ def summed_loss(
 
 
 def open_config(path: Path) -> Any:
-    """The configuration of a model in a Hugging Face folder, of transformers.
+    """The configuration of the model in a Hugging Face folder, as an object of transformers.
 
     Raises:
         SourceError: transformers cannot read it.
@@ -150,7 +151,7 @@ def open_config(path: Path) -> Any:
 
 
 def fitted(rows: Rows, path: Path) -> Rows:
-    """Rows for a model: ids and positions beyond its size are refused. Raises as `open_config` does."""
+    """Rows that refuse ids and positions beyond the model's size. Raises what `open_config` raises."""
     model_config = open_config(path).get_text_config()
     positions, learned = getattr(model_config, "max_position_embeddings", None), model_config.model_type in LEARNED
     return replace(rows, vocabulary=int(model_config.vocab_size)).within(positions, learned)
@@ -160,10 +161,10 @@ def make(model_config: Any, backend: str, dtype: torch.dtype = torch.float32, co
     """A model of transformers on the meta device.
 
     Args:
-        model_config: its configuration.
+        model_config: the model's configuration, of transformers.
         backend: a key of `attention.BACKENDS`.
-        dtype: of all its weights.
-        context: ranks that share a row.
+        dtype: dtype of all weights.
+        context: number of ranks that share a row.
     """
     from transformers import AutoModelForCausalLM
 
@@ -177,9 +178,9 @@ def make(model_config: Any, backend: str, dtype: torch.dtype = torch.float32, co
 
 
 def _keep_exact(model: Any) -> None:
-    """Turn frozen parameters into buffers, and keep all stored buffers float32: they are not trained, and not rounded.
+    """Turn frozen parameters into buffers, and keep all stored buffers in float32, so that they are not rounded.
 
-    One such is the router's correction bias: ERNIE's is a parameter (transformers 5.23.0), and in bf16 neighbouring
+    An example is the router's correction bias: ERNIE's is a parameter (transformers 5.23.0), and in bf16 neighbouring
     values of MiniMax-M2's would become equal.
     """
     for module in model.modules():
@@ -194,27 +195,27 @@ def _keep_exact(model: Any) -> None:
 
 
 def freeze(model: Any, patterns: Sequence[str]) -> None:
-    """Freeze the parameters whose names match; raises as `freezing.frozen`."""
+    """Freeze the parameters whose names match the patterns. Raises what `freezing.frozen` raises."""
     parameters = {name: tensor for name, tensor in weights(model).items() if isinstance(tensor, nn.Parameter)}
     for name in frozen(parameters, patterns):
         parameters[name].requires_grad_(False)
 
 
 def compile_layers(decoder_layers: Iterable[Any]) -> None:
-    """Compile each layer's forward, once for all sizes of rows: inside of checkpointing and of FSDP's hooks.
+    """Compile each layer's forward, once for all sizes of rows, inside of checkpointing and of FSDP's hooks.
 
-    Around them, each size would be compiled anew until torch gives up and runs all of them eagerly (torch 2.11).
+    Outside of them, each size would be compiled anew until torch gives up and runs all sizes eagerly (torch 2.11).
     """
     for layer in decoder_layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def save_memory(decoder_layers: Iterable[Any], settings: Model, device: torch.device) -> None:
-    """Activation checkpointing: keep only the inputs of these layers, and recompute the rest in the backward pass.
+    """Reduce activation memory: keep only the inputs of layers, and recompute the rest in the backward pass.
 
     Args:
         decoder_layers: the layers.
-        settings: which of it, and whether inputs are kept in the memory of the CPU.
+        settings: whether activations are recomputed, and whether inputs are kept in CPU memory.
         device: where the model runs.
     """
     for layer in decoder_layers:
@@ -240,7 +241,7 @@ def _away(forward: Any, pinned: bool) -> Any:
 
 
 def fill_buffers(model: Any, device: torch.device) -> None:
-    """Initialise non-persistent buffers as their class does: rotary frequencies, embedding scales.
+    """Initialise non-persistent buffers (rotary frequencies, embedding scales) as the model's class does.
 
     Raises:
         UnsupportedError: the class does not compute a buffer's value, which would stay random memory.
@@ -277,7 +278,7 @@ def _computed(config: Any) -> Any:
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
-    """The model's own tensors by their names in its files, each once: a tied head is the embedding."""
+    """The model's own tensors by their names in its files, each once: a tied head is left out for the embedding."""
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *_stored_buffers(model)]:
@@ -291,7 +292,7 @@ def filed(name: str, kind: str) -> str:
     """The name of a tensor in the files of a model, also where peft has wrapped its layer.
 
     Args:
-        name: in memory.
+        name: name of the tensor in memory.
         kind: the model's type, of transformers.
     """
     name = name.replace(".base_layer.", ".")
@@ -304,7 +305,7 @@ def _stored_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def fill(model: Any, path: Path) -> None:
-    """Read the shards of this rank.
+    """Read this rank's shards of all tensors from a Hugging Face folder.
 
     Raises:
         SourceError: a tensor is missing, left over, or has another shape.
@@ -314,7 +315,7 @@ def fill(model: Any, path: Path) -> None:
 
 
 def pieces(model: Any, path: Path) -> Iterator[tuple[Any, Any]]:
-    """Each tensor of the model, and a slice of safetensors to read it from.
+    """Each tensor of the model, and a safetensors slice to read it from.
 
     Raises:
         SourceError: a tensor is missing, left over, or has another shape.
@@ -323,7 +324,7 @@ def pieces(model: Any, path: Path) -> Iterator[tuple[Any, Any]]:
 
     with ExitStack() as stack:
         files = {name: stack.enter_context(safe_open(path / name, "pt")) for name in _files(path)}
-        file_of = {key: file for file in files.values() for key in file.keys()}  # noqa: SIM118  # a handle is no mapping
+        file_of = {key: file for file in files.values() for key in file.keys()}  # noqa: SIM118  # a safetensors handle is no mapping
         tensors, kind = weights(model), model.config.model_type
         config = model.config.to_dict()
         apart = {
@@ -356,7 +357,10 @@ def pieces(model: Any, path: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def _not_carried(path: Path, config: Mapping[str, Any], keys: Sequence[str]) -> str:
-    """A hint, if the converter leaves all of these tensors out: layers of further tokens, stored rotary frequencies."""
+    """A hint, if the converter leaves out all of these tensors.
+
+    These are layers that predict further tokens, and stored rotary frequencies.
+    """
     if len(mtp.keys_of(keys)) == len(keys):
         return f"layers that predict further tokens are not trained: convert hf2hf {path} FOLDER --drop mtp"
     family = find_family(config)
@@ -369,17 +373,17 @@ def _not_carried(path: Path, config: Mapping[str, Any], keys: Sequence[str]) -> 
 def shape_of(tensor: Any) -> tuple[int, ...]:
     """The shape of a whole tensor: ZeRO-3 leaves an empty tensor in the module, and keeps the shape in `ds_shape`.
 
-    That of a quantized weight is its `whole_shape`.
+    For a quantized weight it is `whole_shape`.
     """
     return tuple(getattr(tensor, "ds_shape", getattr(tensor, "whole_shape", tensor.shape)))
 
 
 def place(tensor: torch.Tensor, whole: Any) -> None:
-    """Copy this rank's shard of a whole tensor.
+    """Copy this rank's shard of a whole tensor into the tensor in memory.
 
     Args:
         tensor: the destination, sharded or not.
-        whole: the source; slicing it returns a tensor.
+        whole: the source; slicing the source returns a tensor.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

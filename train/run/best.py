@@ -1,7 +1,8 @@
-"""The best evaluation of a run: its checkpoint is kept and exported, and the training ends when none is better.
+"""The best evaluation of a run: its checkpoint is kept and exported; training stops early when no later one improves.
 
-Nothing has to be saved for it: `evaluations.jsonl` has every evaluation. What counts as better, and when patience ends,
-is as in transformers 5.23.0 trainer_callback.py, `EarlyStoppingCallback`, and trainer.py, `_determine_best_metric`.
+No state is saved for this, because `evaluations.jsonl` has every evaluation. What counts as better, and when patience
+ends, is as in transformers 5.23.0 trainer_callback.py, `EarlyStoppingCallback`, and trainer.py,
+`_determine_best_metric`.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from train.settings.config import Config
 from train.start.run_folder import BEST, EVALUATIONS, PREFIX
 
 LOSS = "_loss"
-"""Suffix of metrics that are better when they are lower: all others are ROUGE and BLEU."""
+"""Suffix of the metrics where lower is better; in all others (ROUGE and BLEU) higher is better."""
 
 
 class Best:
     """The best evaluation so far.
 
     Attributes:
-        metric: its name in `evaluations.jsonl`.
+        metric: name of the compared metric in `evaluations.jsonl`.
         step: global step of the best evaluation, None before the first.
-        value: the metric there.
-        stale: evaluations since then that were not better by `evaluate.min_delta`.
+        value: the metric at `step`.
+        stale: consecutive evaluations that did not improve on the best value by more than `evaluate.min_delta`.
     """
 
     def __init__(self, config: Config, evaluations: Iterable[tuple[int, float]] = ()) -> None:
@@ -40,7 +41,7 @@ class Best:
             self.add(step, value)
 
     def add(self, step: int, value: float) -> bool:
-        """Add an evaluation. Returns whether it is the best one."""
+        """Record an evaluation. Returns whether it is the best so far."""
         gain = self.value - value if self.metric.endswith(LOSS) else value - self.value
         first, self.stale = self.step is None, 0 if self.step is None or gain > self.least else self.stale + 1
         if first or gain > 0:
@@ -50,7 +51,7 @@ class Best:
 
     @property
     def is_over(self) -> bool:
-        """Whether the training ends here."""
+        """Whether training stops here: `evaluate.patience` evaluations in a row brought no improvement."""
         return self.patience is not None and self.stale >= self.patience
 
     def __str__(self) -> str:
@@ -58,10 +59,10 @@ class Best:
 
 
 def metric_of(config: Config) -> str:
-    """The metric that `evaluate.best` names: a set means its loss.
+    """The name of the metric that `evaluate.best` selects; the name of a validation set alone selects its loss.
 
     Raises:
-        UsageError: there is no such metric.
+        UsageError: `evaluate.best` names no metric that is evaluated.
     """
     name = str(config.evaluate.best)
     if name in config.data.validation:
@@ -77,7 +78,7 @@ def metric_of(config: Config) -> str:
 
 
 def open_best(config: Config, progress: Progress) -> Best | None:
-    """The best evaluation of a run so far, up to a checkpoint; None if nothing asks for it."""
+    """The best evaluation of a run up to its current checkpoint; None if `evaluate.best` is not set."""
     if config.evaluate.best is None:
         return None
     path, last = config.save.path / EVALUATIONS, progress.offset + progress.step
@@ -94,10 +95,10 @@ def open_best(config: Config, progress: Progress) -> Best | None:
 
 
 def score_of(best: Best, scores: Mapping[str, Score]) -> float:
-    """The metric in an evaluation."""
+    """The value of the compared metric in an evaluation."""
     return record_of(scores)[best.metric]
 
 
 def write_best(save: Path, best: Best) -> None:
-    """Note the best checkpoint in the run folder."""
+    """Write the name of the best checkpoint into the file `best` of the run folder."""
     write_file(save / BEST, f"{PREFIX}{best.step}".encode())

@@ -5,7 +5,7 @@
         .progress                    steps done, and what the order of rows depends on
         .start                       digests of the weights that the run began with, see `identity.py`
         .files                       size and checksum of each file of this save: see `formats/torch_files/saves.py`
-        adapter_config.json          with LoRA, where a checkpoint holds adapters only: which model they belong to
+        adapter_config.json          with LoRA, where a checkpoint has adapters only: which base model they belong to
         config.json, tokenizer, …    whatever `convert fsdp2hf` or `zero2hf` needs, so that they need no flags
 
 Weights are float32 under their Hugging Face names. A folder gets its final name when all ranks have written their part;
@@ -41,22 +41,22 @@ from train.start.start_moments import MOMENTS
 
 PARTIAL = ".partial"
 THREADS = 2
-"""Files of a checkpoint that a rank checks at the same time."""
+"""Number of threads, each checking one file of a checkpoint, on a rank."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training run is.
+    """How far a training run has come.
 
     Attributes:
-        step: steps that this run has done.
-        offset: global step that it began at.
-        size: rows of a step.
-        seed: of the order of rows.
+        step: number of steps that this run has done.
+        offset: global step that the run began at.
+        size: rows per step.
+        seed: random seed of the order of rows.
         rows: digest of the rows.
-        tokens: labels trained so far.
-        samples: rows that the settings ask for, over all epochs; the step that reaches their end is short.
-        engine: whose checkpoint format it has, see `engines.ENGINES`.
+        tokens: number of labels trained so far.
+        samples: number of rows that the settings ask for, over all epochs; the step that reaches the end is short.
+        engine: engine whose checkpoint format is written, see `engines.ENGINES`.
     """
 
     step: int
@@ -70,7 +70,7 @@ class Progress:
 
     @property
     def name(self) -> str:
-        """Name of its folder: the global step, as GPT-NeoX counts."""
+        """Name of the checkpoint folder: the global step, as GPT-NeoX counts."""
         return f"{PREFIX}{self.offset + self.step}"
 
 
@@ -97,7 +97,7 @@ def newest(save: Path) -> Path | None:
 
 
 def best_of(save: Path) -> Path | None:
-    """The checkpoint that `best` names, None if there is none."""
+    """The checkpoint that the file `best` names, None if there is none."""
     name = (save / BEST).read_text().strip() if (save / BEST).is_file() else ""
     return save / name if name and is_ours(save / name) else None
 
@@ -112,7 +112,7 @@ def require_places(save: Path, progress: Progress, total: int) -> None:
     """Check that no later checkpoint would replace a folder of another run, or put two models into one folder.
 
     Raises:
-        OutputError: a checkpoint would.
+        OutputError: a checkpoint would do so.
     """
     weights_path = weights(save) or shards(save)
     if weights_path is not None and not progress.step:  # a run that already has checkpoints there may finish
@@ -163,7 +163,7 @@ def read_progress(path: Path) -> Progress:
 
 
 def _unclear(path: Path, why: str) -> SourceError:
-    """The error for a `.progress` that cannot be read."""
+    """The error for a `.progress` file that is damaged or does not fit its folder."""
     return SourceError(
         f"{path / NOTE} does not tell how far the training was: {why}",
         f"take an earlier checkpoint: echo global_stepN > {quote(str(path.parent / LATEST))}",
@@ -174,7 +174,7 @@ def check_same(saved: Progress, now: Progress, path: Path) -> None:
     """Refuse to resume with settings that change which rows come next.
 
     Raises:
-        RefusedError: something changed.
+        RefusedError: a setting that determines the order of rows changed.
     """
     names = {"offset": "steps.iteration_offset", "size": "batch.size", "seed": "seed", "rows": "the rows of data.train"}
     if saved.step * saved.size > saved.samples:
@@ -189,7 +189,7 @@ def check_same(saved: Progress, now: Progress, path: Path) -> None:
 
 
 def require_sound(folder: Path, world: World) -> None:
-    """Compare the files of a checkpoint with the CRC-32 inside them, and with its record. Collective.
+    """Compare the files of a checkpoint with the CRC-32 inside them, and with its record `.files`. Collective.
 
     Each file is read by one rank.
 
@@ -217,7 +217,7 @@ def require_sound(folder: Path, world: World) -> None:
 
 
 def refuse_damaged(folder: Path, damaged: Sequence[str]) -> None:
-    """Refuse a checkpoint with damaged parts, and name another one to resume from."""
+    """Raise SourceError if parts of a checkpoint are damaged, and name another checkpoint to resume from."""
     if not damaged:
         return
     others = [path.name for path in ours(folder.parent) if path.name != folder.name]
@@ -231,7 +231,7 @@ def refuse_damaged(folder: Path, damaged: Sequence[str]) -> None:
 class Saver:
     """Writes checkpoints in the background, one at a time.
 
-    Beside weights and moments each has the small files of the start, as they were when the model was built.
+    Beside weights and moments each checkpoint has the small files of the start, as they were when the model was built.
     """
 
     def __init__(self, settings: Save, beside: Mapping[str, bytes], world: World) -> None:
@@ -250,7 +250,7 @@ class Saver:
         return self.minutes is not None and time.monotonic() - self.last > 60 * self.minutes
 
     def start(self, engine: Engine, progress: Progress) -> None:
-        """Start to write the engine's state; training may continue meanwhile."""
+        """Start to write the engine's state; training may continue while it is written."""
         self.finish()
         self.last = time.monotonic()
         staging = self.save / (progress.name + PARTIAL)
@@ -258,7 +258,7 @@ class Saver:
         self.running = progress, engine.write(staging)
 
     def finish(self) -> None:
-        """Wait until all ranks have written, and give the folder its name. Collective: all ranks call it."""
+        """Wait until all ranks have written the checkpoint, then give the folder its final name. Collective."""
         if self.running is None:
             return
         progress, writing = self.running
@@ -275,7 +275,7 @@ class Saver:
         self.world.from_first(lambda: self._publish(progress, record))
 
     def _record(self, staging: Path) -> dict[str, saves.Entry]:
-        """Size and checksum of the files of all ranks, for `.files`; each file is read by one rank.
+        """Size and checksum of the files of all ranks, for `.files`. Each file is read by one rank. Collective.
 
         Raises:
             OutputError: a file cannot be read; rank 0 raises it, the others exit with its exit code.
@@ -297,7 +297,7 @@ class Saver:
         return {name: entry for rank_entries, _ in results for name, entry in rank_entries.items()}
 
     def _clear(self, staging: Path) -> None:
-        """Make an empty folder, and delete partial ones that killed jobs have left."""
+        """Make an empty staging folder, after deleting the partial folders that killed jobs have left."""
         for path in self.save.glob(f"{PREFIX}*{PARTIAL}"):
             shutil.rmtree(path)
         staging.mkdir(parents=True)
@@ -319,7 +319,7 @@ class Saver:
         self._forget(place, progress)
 
     def _forget(self, latest: Path, progress: Progress) -> None:
-        """Delete the oldest checkpoints beyond `save.keep`; never links, the best, nor another run's."""
+        """Delete the oldest checkpoints beyond `save.keep`, but no link, not the best, and none of another run."""
         if self.keep is None:
             return
         checkpoints = [path for path in ours(self.save) if _offset(path) == progress.offset]
@@ -330,7 +330,7 @@ class Saver:
 
 
 def _offset(path: Path) -> int | None:
-    """The global step where a checkpoint's run began; None if its `.progress` is damaged: it is not ours to delete."""
+    """The global step where a checkpoint's run began; None if its `.progress` is damaged, so that it is not deleted."""
     try:
         return read_progress(path).offset
     except SourceError:

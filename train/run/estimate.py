@@ -1,10 +1,16 @@
 """Steps, memory and FLOPs of a training run, from its settings and the headers of its files: no GPU, no torch.
 
-Memory is that of one rank: FP32 weights, gradients and two moments of its shard (with LoRA those of the adapters only,
-beside the shard of the frozen weights in the compute dtype; tensors of `model.freeze` are float32, with DeepSpeed in
-that dtype); the gathered weights of two layers, or of all without `parallel.reshard` (with tensor parallelism its part
-of them), and of the root in that dtype; the inputs of every layer, which activation checkpointing keeps; and the logits
-of a chunk. ZeRO-1 does not shard gradients; neither ZeRO-1 nor ZeRO-2 shards the compute weights. It is an estimate:
+Memory is per rank, and is the sum of:
+
+* FP32 weights, gradients and two moments of its shard. With LoRA these are of the adapters only, and the shard of the
+  frozen weights in the compute dtype is added. Tensors of `model.freeze` are float32, with DeepSpeed in the compute
+  dtype;
+* the gathered weights of two layers, or of all layers without `parallel.reshard` (with tensor parallelism the rank's
+  part of them), and of the root module, in the compute dtype;
+* the inputs of every layer, which activation checkpointing keeps;
+* the logits of a chunk.
+
+ZeRO-1 does not shard gradients; neither ZeRO-1 nor ZeRO-2 shards the compute weights. All of it is an estimate:
 kernels, the allocator and DeepSpeed's buckets need more, and what DeepSpeed offloads is counted all the same.
 """
 
@@ -35,9 +41,9 @@ from train.start.start_adapter import resolved
 
 MASTER, GRADIENT = 4, 4
 MOMENTS = {"fp32": 2 * 4, "8bit": 2 * (1 + 4 / 256)}
-"""Bytes of a parameter in its shard: FP32 weight; gradient; two moments, in 8 bits with a scale for each block."""
+"""Bytes per parameter of a shard: FP32 weight; gradient; two moments, in 8 bits with a scale for each block."""
 NF4 = 1 / 2 + 4 / 64
-"""Bytes of a quantized parameter."""
+"""Bytes per quantized parameter."""
 WIDTH = {"bf16": 2, "fp32": 4}
 PEAK = {
     "A100": 312e12,  # NVIDIA A100 datasheet, dense bf16
@@ -46,11 +52,20 @@ PEAK = {
     "MI250X": 191.5e12,  # AMD MI250X datasheet: 383e12 of the card, whose two dies are a device each
     "MI300X": 1307e12,  # AMD MI300X datasheet
 }
-"""Part of a device's name: bf16 floating point operations a second."""
+"""Peak bf16 FLOP/s of a device, by a part of its name."""
 
 
 class Part(NamedTuple):
-    """A set of a mixture: its name, its rows, its share of the rows that are trained, these, passes, and tokens."""
+    """A set of a mixture.
+
+    Attributes:
+        name: prefix of its token file.
+        rows: number of rows of the set.
+        share: share of the set in the rows that are trained.
+        trained: number of its rows that are trained, counting repetitions.
+        epochs: passes over the set.
+        tokens: number of its tokens that are trained, counting repetitions.
+    """
 
     name: str
     rows: int
@@ -64,16 +79,16 @@ class Estimate(NamedTuple):
     """What a training run will need.
 
     Attributes:
-        ranks: of the training.
-        sizes: the batch equation.
-        steps: optimizer steps.
-        samples: rows of all steps; the last step may be short.
-        rows: of the data, and how full they are.
-        parameters: of the model, adapters included.
-        trained: trainable parameters.
-        memory: bytes of a rank, by use.
+        ranks: number of ranks of the training.
+        sizes: micro-batch, accumulation and rows per step.
+        steps: number of optimizer steps.
+        samples: number of rows of all steps; the last step may be short.
+        rows: the rows of the data, and how full they are.
+        parameters: number of parameters of the model, adapters included.
+        trained: number of trainable parameters.
+        memory: bytes per rank, by use.
         flops: model FLOPs of all steps, see `throughput.flops_of`.
-        mixture: the sets, if they are mixed.
+        mixture: the sets of a mixture; empty if sets are not mixed.
     """
 
     ranks: int
@@ -89,7 +104,7 @@ class Estimate(NamedTuple):
 
     @property
     def epochs(self) -> float:
-        """Passes over the rows."""
+        """Number of passes over the rows."""
         return self.samples / len(self.rows)
 
     def seconds(self, device: str, mfu: float) -> float:
@@ -174,7 +189,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
 
 
 def _once(rows: Rows, order: Order) -> tuple[float, float]:
-    """Inputs of the training, and pairs of inputs that see each other, over all its rows."""
+    """Input tokens of the whole training, and pairs of input tokens where one attends to the other."""
     sets = [lengths(*pair).astype(float) - 1 for pair in zip(rows.documents, rows.plans, strict=True)]
     parts = [stop - first for first, stop in pairwise(rows.ends)]
     taken = order.taken() if order.sets else [order.samples * many / len(rows) for many in parts]
@@ -185,7 +200,7 @@ def _once(rows: Rows, order: Order) -> tuple[float, float]:
 
 
 def mixture_of(rows: Rows, order: Order) -> list[Part]:
-    """The sets of a mixture as they are trained; none if all rows are trained alike."""
+    """The sets of a mixture, with how much of each is trained; empty if all rows are trained alike."""
     if not order.sets:
         return []
     names = [str(documents.indexed.prefix) for documents in rows.documents]
@@ -197,7 +212,7 @@ def mixture_of(rows: Rows, order: Order) -> list[Part]:
 
 
 def _idle(spec: ModelSpec) -> int:
-    """Parameters of the experts that a token is not routed to."""
+    """Number of parameters of the experts that a token is not routed to."""
     if not spec.experts or not spec.top_k:
         return 0
     expert_parameters = sum(prod(shape) for tensor, _, shape in spec.boxes(None) if "expert_" in tensor)
@@ -205,20 +220,20 @@ def _idle(spec: ModelSpec) -> int:
 
 
 def _frozen(patterns: Sequence[str], spec: ModelSpec) -> int:
-    """Parameters that are frozen. Raises as `freezing.frozen`."""
+    """Number of frozen parameters. Raises what `freezing.frozen` raises."""
     slots = [slot for slot in model_slots(spec, memory=True) if not slot.replica.shared]
     names = frozen([key for slot in slots for key in slot.keys], patterns)
     return sum(prod(slot.shape) for slot in slots if not names.isdisjoint(slot.keys))
 
 
 def _quantized(spec: ModelSpec) -> int:
-    """Parameters that QLoRA quantizes: all matrices of layers, which are linear layers where there are no experts."""
+    """Number of parameters that QLoRA quantizes: the matrices of layers, which are all linear without experts."""
     slots = [slot for slot in model_slots(spec, memory=True) if len(slot.shape) == 2 and slot.layer is not None]
     return sum(prod(slot.shape) for slot in slots)
 
 
 def _adapters(lora: Lora, spec: ModelSpec) -> int:
-    """Parameters of adapters: rank x (rows + columns) of each matrix that has one, and with DoRA its rows.
+    """Number of adapter parameters: rank x (rows + columns) of each matrix with an adapter, and with DoRA its rows.
 
     Raises:
         UsageError: a target is not a matrix of the model.

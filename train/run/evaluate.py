@@ -33,16 +33,16 @@ from train.settings.config import Config
 from train.start.run_folder import EVALUATIONS
 
 CSV = "perplexity"
-"""Folder in the run folder, with a file for each step that was evaluated."""
+"""Name of the folder in the run folder that has a CSV file for each evaluated step."""
 
 
 class Score(NamedTuple):
-    """The scores of a set.
+    """The scores of a validation set.
 
     Attributes:
-        total: sum of the losses of its labels.
+        total: sum of the losses of the set's labels.
         tokens: number of labels.
-        texts: ROUGE and BLEU, where they were asked for.
+        texts: ROUGE and BLEU by name, where `evaluate.metrics` asks for them.
     """
 
     total: float
@@ -51,7 +51,7 @@ class Score(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Mean over labels."""
+        """Mean loss over labels."""
         return self.total / max(1, self.tokens)
 
     @property
@@ -61,7 +61,7 @@ class Score(NamedTuple):
 
 
 def open_sets(config: Config, world: World) -> dict[str, Rows]:
-    """The rows of each validation set; `model.path` is a Hugging Face folder by now.
+    """The rows of each validation set by name; `config.model.path` is a Hugging Face folder by now.
 
     Raises:
         RefusedError: a set was made with another tokenizer.
@@ -123,7 +123,7 @@ def evaluate(
 
 
 def back_to_training(trainee: Trainee) -> None:
-    """End an evaluation. FSDP2 leaves weights gathered after a forward pass that no backward pass follows."""
+    """Return to training mode, and free the weights that FSDP2 leaves gathered without a backward pass."""
     trainee.train()
     for module in trainee.modules():
         if isinstance(module, FSDPModule):
@@ -131,12 +131,12 @@ def back_to_training(trainee: Trainee) -> None:
 
 
 def _spread(rows: int, most: int | None) -> Sequence[int]:
-    """Rows to take, evenly spread: a packed set is sorted by the longest document of a row."""
+    """Numbers of at most `most` rows, evenly spread: a packed set is sorted by the longest document of a row."""
     return range(rows) if most is None or most >= rows else [place * rows // most for place in range(most)]
 
 
 def line_of(step: int | None, scores: Mapping[str, Score]) -> str:
-    """One line for people, with the metric names of ControlLLM's logs; without a global step where there is none."""
+    """The log line of an evaluation, with the metric names of ControlLLM's logs, and a global step if there is one."""
     parts = []
     for name, score in scores.items():
         metrics = {"ppl": score.perplexity, "epoch_loss": score.loss} | dict(score.texts)
@@ -145,7 +145,7 @@ def line_of(step: int | None, scores: Mapping[str, Score]) -> str:
 
 
 def record_of(scores: Mapping[str, Score]) -> dict[str, float]:
-    """The metrics of all sets in a line of `evaluations.jsonl`."""
+    """The metrics of all sets as the keys and values of a line of `evaluations.jsonl`."""
     return {
         f"{name}_{key}": value
         for name, score in scores.items()
@@ -165,9 +165,9 @@ def write_scores(save: Path, progress: Progress, scores: Mapping[str, Score]) ->
 
 
 def write_csv(folder: Path, step: int, scores: Mapping[str, Score]) -> None:
-    """`STEP.csv`, with the columns of the users' perplexity tester: total, mean, and perplexity of each set.
+    """Write `STEP.csv`, with the columns of the users' perplexity tester: total loss, mean loss, perplexity per set.
 
-    They are followed by the set's ROUGE and BLEU, where they were asked for.
+    The columns of a set continue with ROUGE and BLEU, where `evaluate.metrics` asks for them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     columns = {

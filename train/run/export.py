@@ -31,7 +31,7 @@ from train.data.tokens.documents import Documents
 from train.settings.config import Config
 
 ADAPTER = "adapter"
-"""Folder in OUT with the adapters only, as peft loads them."""
+"""Name of the folder in OUT that has the adapters only, as peft loads them."""
 
 
 def export(checkpoint: Path, out: Path, template: str | None = None, moved: Path | None = None) -> str:
@@ -40,10 +40,10 @@ def export(checkpoint: Path, out: Path, template: str | None = None, moved: Path
     For a checkpoint with adapters, OUT is the merged model and `OUT/adapter` is what peft loads.
 
     Args:
-        checkpoint: of this trainer.
-        out: the new folder.
+        checkpoint: a checkpoint of this trainer.
+        out: the folder to write; it must not exist.
         template: name or file of a chat template; None keeps that of the model, if it has one.
-        moved: the base model of the adapters, if it is no longer at the path that they record.
+        moved: the base model of the adapters, if it is no longer at the path that `adapter_config.json` records.
 
     Returns:
         A note, if the checkpoint does not record which weights its adapters belong to.
@@ -87,9 +87,9 @@ def check_export(config: Config, start: Path, trained: Iterable[Documents]) -> s
     """Check before the training that its model can be exported.
 
     Args:
-        config: `export`, `chat_template` and `model`.
+        config: the settings; `export`, `chat_template` and `model` are read.
         start: the Hugging Face folder that the training starts from.
-        trained: the token files.
+        trained: the documents of the token files that are trained.
 
     Returns:
         A note, if a token file was made with another chat template than the exported model will have; both may render
@@ -129,7 +129,7 @@ def check_export(config: Config, start: Path, trained: Iterable[Documents]) -> s
 
 
 def read_adapters(checkpoint: Path) -> dict[str, Any]:
-    """The adapters of a checkpoint by their names in peft's files, float32.
+    """The adapters of a checkpoint as float32 tensors, by their names in peft's files.
 
     Raises:
         SourceError: a file does not match its CRC-32, or belongs to another save.

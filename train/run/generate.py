@@ -1,7 +1,7 @@
-"""Answers to a few prompts at each evaluation: the most likely token, again and again.
+"""Answers to a few prompts at each evaluation, by greedy decoding.
 
-All ranks compute the same forward pass, since the model is sharded over them; there is no cache, so an answer of n
-tokens takes n passes over the prompts.
+All ranks compute the same forward pass, because the model is sharded over them. There is no key-value cache, so an
+answer of n tokens takes n passes over the prompts.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Prompts(NamedTuple):
     """Prompts to answer.
 
     Attributes:
-        texts: as the settings have them.
-        ids: their tokens, with the chat template if the model has one.
-        stops: tokens that end an answer.
-        most: tokens of an answer.
+        texts: the prompts of the settings.
+        ids: the token ids of each prompt, with the chat template if the model has one.
+        stops: ids of the tokens that end an answer.
+        most: maximum number of tokens of an answer.
         vocabulary: the tokenizer.
     """
 
@@ -44,7 +44,7 @@ class Prompts(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An answer: its prompt, its text, and whether it ended before the most tokens."""
+    """An answer: its prompt, its text, and whether it ended before the maximum number of tokens."""
 
     prompt: str
     text: str
@@ -52,7 +52,7 @@ class Answer(NamedTuple):
 
 
 def open_prompts(config: Config) -> Prompts | None:
-    """The prompts of the settings as tokens of the model; None if there are none.
+    """The prompts of the settings as token ids of the model; None if there are none.
 
     Raises:
         UsageError: the model has no tokenizer, or its chat template refuses a prompt.
@@ -85,7 +85,7 @@ def generate(
 
     Args:
         trainee: the model.
-        prompts: what to answer.
+        prompts: the prompts to answer.
         world: the ranks.
         alive: called before each token, to reset the watchdog.
     """
@@ -115,7 +115,7 @@ def generate(
 
 
 def _flat(documents: Sequence[Sequence[int]]) -> Flat:
-    """Documents of which no label is trained."""
+    """The documents as one row without a trained label."""
     sizes = [len(ids) for ids in documents]
     ids = np.concatenate([np.array(ids, np.int64) for ids in documents])
     positions = np.concatenate([np.arange(size) for size in sizes])

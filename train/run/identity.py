@@ -1,9 +1,9 @@
-"""Identity of the start: each checkpoint records the model that its run began with; resuming and merging compare it.
+"""Identity of the start: each checkpoint records the model that its run began with; resume and merge compare it.
 
     SAVE/global_step1500/config.json   the config of the start, which the model is built from
     SAVE/global_step1500/.start        digest of the start's weights, as `convert digest` prints it, and of each tensor
 
-A checkpoint of all weights requires the same config; adapters require the same weights too.
+To resume from a checkpoint of all weights, the config must be the same; for adapters, the weights must be too.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from train.start.run_folder import RECORD
 BESIDE = (".json", ".jinja", ".model", ".txt")
 """Suffixes of the small files of a model folder that go into each checkpoint."""
 NOT_BESIDE = (".index.json", "vitruvian.json")
-"""Endings of those that do not: they describe the start's tensors."""
+"""Endings of the small files that do not go into a checkpoint: they describe the tensors of the start."""
 FREE = frozenset({
     "_name_or_path", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache",
     "bos_token_id", "eos_token_id",
 })  # fmt: skip
-"""Keys of a config that do not affect the training: `model.dtype` sets the dtype, token files determine the tokens
+"""Keys of a config.json that do not affect the training: `model.dtype` sets the dtype, token files determine the tokens
 (transformers 5.23.0 configuration_utils.py)."""
 LIMITS = Limits(threads=2, replicas="first")
-"""transformers reads one copy of a tied head."""
+"""How tensors are read for a digest: the first copy of a tied head, which is the one that transformers reads."""
 
 
 def small_files(folder: Path) -> dict[str, bytes]:
-    """The small files of a start that go into each checkpoint, by name, as they are now."""
+    """The contents of the small files of a start that go into each checkpoint, by name, as they are now."""
     return {
         path.name: path.read_bytes()
         for path in sorted(folder.iterdir())
@@ -52,7 +52,7 @@ def small_files(folder: Path) -> dict[str, bytes]:
 
 
 def changed_files(checkpoint: Path, folder: Path) -> str:
-    """A note of the small files of a start that differ from those in a checkpoint; empty if none does."""
+    """A note that names the small files that differ between a start and a checkpoint; empty if none does."""
     then, now = small_files(checkpoint), small_files(folder)
     both = (then.keys() & now.keys()) - {"config.json"}  # `require_same_config` compares its values
     names = [name for name in sorted(both) if then[name] != now[name]]
@@ -65,15 +65,15 @@ def changed_files(checkpoint: Path, folder: Path) -> str:
 
 
 def require_same_config(checkpoint: Path, folder: Path) -> None:
-    """Check that a model's config equals that of a checkpoint. Both are compared as transformers reads them.
+    """Check that a model's config equals that of a checkpoint; both are compared as transformers reads them.
 
     Args:
-        checkpoint: of a run; it has the config that it was trained with.
-        folder: the model that will be filled from it.
+        checkpoint: a checkpoint of a run, with the config.json that it was trained with.
+        folder: the model folder whose model will get the weights of the checkpoint.
 
     Raises:
         RefusedError: a setting differs.
-        SourceError: one of them is missing or cannot be read.
+        SourceError: a config.json is missing or cannot be read.
     """
     changed = differing(read_settings(checkpoint), read_settings(folder))
     if changed:
@@ -85,7 +85,7 @@ def require_same_config(checkpoint: Path, folder: Path) -> None:
 
 
 def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Where settings of models differ, as `name: then | now`; the model type comes first, as it says most."""
+    """The settings that differ between two models, as `name: then | now`; the model type comes first if it differs."""
     return contradictions({"model_type": None, **dict.fromkeys(now), **then}, now)
 
 
@@ -93,7 +93,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """The config of a model as transformers reads it, without the keys in `FREE`.
 
     Raises:
-        SourceError: it is missing or cannot be read.
+        SourceError: config.json is missing or cannot be read.
     """
     if not (folder / "config.json").is_file():
         raise SourceError(f"{folder} has no config.json, so its model is not known", "copy it back")
@@ -112,11 +112,11 @@ def require_same_tokenizer(checkpoint: Path, folder: Path) -> None:
     """Check that token ids still mean the same tokens; added tokens and the formatting of the file may differ.
 
     Args:
-        checkpoint: of a run; it has the tokenizer of its start, if that had one.
-        folder: the model whose tokenizer would go into the next checkpoints.
+        checkpoint: a checkpoint of a run, with the tokenizer of its start, if the start had one.
+        folder: the model folder whose tokenizer would go into the next checkpoints.
 
     Raises:
-        RefusedError: an id has another token.
+        RefusedError: a token id stands for another token.
     """
     for name in FILES:
         pair = [place / name for place in (checkpoint, folder)]
@@ -143,16 +143,16 @@ def _same_names(then: Path, now: Path) -> bool:
 
 
 def begun(start: Path | None, folder: Path, partial: bool, world: World) -> tuple[dict[str, str], str]:
-    """The digests of the weights that a run began with, and a note. Collective: all ranks call it.
+    """The digests of the weights that a run began with, and a note, empty if there is none. Collective.
 
     Args:
-        start: the checkpoint that it resumes from, None for a new run.
-        folder: the model with the current weights.
-        partial: whether checkpoints lack weights that are not trained, as those of adapters do.
+        start: the checkpoint that the run resumes from, None for a new run.
+        folder: the model folder that the settings name now.
+        partial: whether checkpoints lack the weights that are not trained, as checkpoints of adapters do.
         world: the ranks; each reads a share of the weights.
 
     Raises:
-        RefusedError: what was trained would be put on other weights.
+        RefusedError: what was trained would be combined with other weights than it was trained on.
     """
     now = _digests(folder, world)
     if start is None:
@@ -163,10 +163,10 @@ def begun(start: Path | None, folder: Path, partial: bool, world: World) -> tupl
 
 
 def require_same_base(checkpoint: Path, base: Checkpoint) -> str:
-    """Check that the adapters of a checkpoint belong to a base model. Returns a note.
+    """Check that the adapters of a checkpoint belong to a base model. Returns a note, empty if there is none.
 
     Raises:
-        RefusedError: its config, tokenizer or weights differ.
+        RefusedError: the config, tokenizer or weights of the base model differ.
     """
     require_same_config(checkpoint, base.root)
     require_same_tokenizer(checkpoint, base.root)
@@ -181,7 +181,7 @@ def compared(
     """Compare the weights that a checkpoint's run began with and those that are in a folder now. Returns a note.
 
     Raises:
-        RefusedError: they differ, and the checkpoint does not hold all weights.
+        RefusedError: the weights differ, and the checkpoint does not have all weights.
     """
     if then is None:
         note = f"{checkpoint} does not record which weights it was trained on: {folder} is taken on trust"
@@ -200,12 +200,12 @@ def compared(
 
 
 def record(digests: Mapping[str, str]) -> bytes:
-    """What a checkpoint keeps of the weights that its run began with."""
+    """The content of the file `.start` of a checkpoint: digests of the weights that its run began with."""
     return (json.dumps({"digest": total(digests), "tensors": digests}, indent=1) + "\n").encode()
 
 
 def recorded(checkpoint: Path) -> dict[str, str] | None:
-    """The digests of the weights that a run began with; None for a run of a version without this record.
+    """The digests of the weights that a checkpoint's run began with; None if the version that wrote it had no record.
 
     Raises:
         SourceError: the record is damaged.
@@ -222,9 +222,9 @@ def recorded(checkpoint: Path) -> dict[str, str] | None:
 
 
 def _digests(folder: Path, world: World) -> dict[str, str]:
-    """The digest of each tensor of a Hugging Face folder: each is read by one rank."""
+    """The digest of each tensor of a Hugging Face folder; each tensor is read by one rank. Collective."""
     jobs: tuple[Job, ...] = world.from_first(
-        lambda: make_plan(open_checkpoint(folder, first=(HUGGINGFACE,))).jobs  # which the trainer reads
+        lambda: make_plan(open_checkpoint(folder, first=(HUGGINGFACE,))).jobs  # the format that the trainer reads
     )
     mine = sorted(jobs, key=lambda job: -job.nbytes)[world.rank :: world.ranks]
     digests: dict[str, str] | Exception

@@ -15,9 +15,9 @@ LAYER = re.compile(r"(?:layers|h|blocks)\.\d+(?=\.)")
 
 
 def layer_norms(model: Any, world: World) -> dict[str, float]:
-    """The norm of the gradient of each layer, and of the parameters outside of layers. Collective.
+    """The gradient norm of each layer, and of each module outside of layers, over all ranks. Collective.
 
-    A shard is counted once: replicas have equal gradients.
+    A shard is counted once, because replicas have equal gradients.
     """
     squares: dict[str, torch.Tensor] = {}
     for name, tensor in model.named_parameters():

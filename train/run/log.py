@@ -26,25 +26,25 @@ from train.settings.config import Config
 from train.start.run_folder import EVALUATIONS, GENERATIONS, LOG
 
 RECENT, LEAST = 50, 20
-"""Steps whose losses a new loss is compared with, and how many there have to be."""
+"""A new loss is compared with those of at most RECENT steps before it, once there are at least LEAST."""
 Say = Callable[[str], None]
 
 
 class Step(NamedTuple):
-    """A step, over all ranks.
+    """What is logged of a step, over all ranks.
 
     Attributes:
         loss: mean over trained labels.
-        norm: of the gradient, before clipping.
-        trained: trained labels.
-        tokens: input tokens.
+        norm: norm of the gradient, before clipping.
+        trained: number of trained labels.
+        tokens: number of input tokens.
         flops: model FLOPs.
         memory: peak memory of rank 0, in bytes.
         rate: learning rate.
-        stop: a rank has to stop: a signal, or its time is up.
-        written: all ranks have written their part of a checkpoint.
-        due: `save.every_minutes` have passed on rank 0.
-        norms: of the gradient of each layer, with `log.layer_norms`.
+        stop: whether a rank has to stop, for a signal or because its time is up.
+        written: whether all ranks have written their part of a checkpoint.
+        due: whether `save.every_minutes` have passed on rank 0.
+        norms: gradient norm of each layer, with `log.layer_norms`.
     """
 
     loss: float
@@ -77,7 +77,7 @@ class Log:
         self.trackers = [open_tracker(name, config, step) for name in config.log.trackers]
 
     def line(self, progress: Progress, total: int, step: Step, seconds: float, say: Say) -> None:
-        """Log a step."""
+        """Log a step: a record in `log.jsonl` and the trackers, and every `log.every` steps a printed line."""
         number = progress.offset + progress.step
         self.seconds = seconds if not self.seconds else 0.9 * self.seconds + 0.1 * seconds
         record: dict[str, float] = {
@@ -106,7 +106,7 @@ class Log:
         say(" · ".join(parts))
 
     def _notice(self, number: int, loss: float, say: Say) -> None:
-        """Print a note on a loss that is far above those of the last steps."""
+        """Print a note if a loss is far above the mean of the last steps."""
         if self.spike is not None and len(self.losses) >= LEAST:
             mean, deviation = fmean(self.losses), pstdev(self.losses)
             if loss > mean + self.spike * deviation:
@@ -115,7 +115,7 @@ class Log:
         self.losses.append(loss)
 
     def answers(self, progress: Progress, answers: Sequence[Answer], say: Say) -> None:
-        """Log the answers to prompts."""
+        """Log the answers to the prompts."""
         step = {"step": progress.step, "global_step": progress.offset + progress.step}
         with (self.folder / GENERATIONS).open("a") as file:
             file.writelines(json.dumps(step | answer._asdict(), ensure_ascii=False) + "\n" for answer in answers)

@@ -1,4 +1,4 @@
-"""The training loop: steps, checkpoints, and an end that the next job can resume from."""
+"""The training loop: steps, checkpoints, and a stop from which the next job can resume."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from train.settings.schedule import learning_rate
 from train.start.run_folder import RECORD, write_config
 
 RESUME = "RESUME"
-"""File in the save folder of a run that is not finished, or not exported: the next job has work left."""
+"""Name of the file in the save folder of a run that is not finished or not exported: the next job has work left."""
 
 
 def train(config: Config, world: World, say: Say) -> Progress:
@@ -49,7 +49,7 @@ def train(config: Config, world: World, say: Say) -> Progress:
         say: prints a line; called on the first rank.
 
     Returns:
-        How far the training is.
+        How far the training has come.
 
     Raises:
         Interrupted: the run is not finished, and everything is saved.
@@ -112,7 +112,7 @@ def _train(config: Config, world: World, say: Say) -> Progress:
 
 
 def _steps(run: Run, log: Log | None, say: Say) -> Progress:
-    """The steps of a run, to its end or until it has to stop; everything is saved."""
+    """Train until the last step or until the run has to stop, and save everything. Returns how far it has come."""
     config, total, progress = run.prepared.config, run.prepared.total, run.prepared.progress
     with stoppable() as stopped, Profiler(config, run.world, say) as profiler, run.watch:
         for number in range(progress.step, total):
@@ -188,7 +188,7 @@ def _open(prepared: Prepared, best: Best | None, world: World, say: Callable[[st
 
 
 def _step(run: Run, number: int, stopped: bool) -> Step:
-    """One step of all ranks. Each label has the same weight, whichever rank and micro-batch it is in."""
+    """Do one step on all ranks. Each label has the same weight, whichever rank and micro-batch it is in."""
     prepared, world, engine = run.prepared, run.world, cast("Stepping", run.engine)
     config = prepared.config
     torch.manual_seed(

@@ -36,12 +36,12 @@ ORDER = 4
 
 @dataclass(frozen=True)
 class Judge:
-    """Compares texts.
+    """Compares predicted texts with reference texts by ROUGE and BLEU.
 
     Attributes:
         vocabulary: the tokenizer.
-        rouge: a RougeScorer, None if ROUGE was not asked for.
-        bleu: a BLEU of sacrebleu, None likewise.
+        rouge: a RougeScorer of rouge-score, None without ROUGE.
+        bleu: a BLEU of sacrebleu, None without BLEU.
     """
 
     vocabulary: Vocabulary
@@ -50,11 +50,11 @@ class Judge:
 
     @property
     def nothing(self) -> NDArray[np.float64]:
-        """The sums of zero examples."""
+        """The sums of zero examples, all zero: float64[1 + len(ROUGE) + 2 + 2 * ORDER]."""
         return np.zeros(1 + len(ROUGE) + 2 + 2 * ORDER)
 
     def sums(self, flat: Flat, predicted: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The sums that are added up over rows and ranks.
+        """The sums of some rows, which are added up over rows and ranks.
 
         Args:
             flat: rows; a document without trained labels is not an example.
@@ -102,7 +102,7 @@ class Judge:
 
 
 def open_judge(metrics: Sequence[str], path: Path, sets: Mapping[str, Rows]) -> Judge | None:
-    """A `Judge` of these metrics, None without any.
+    """A `Judge` of the metrics, None if there are no metrics.
 
     Args:
         metrics: `rouge`, `bleu`.

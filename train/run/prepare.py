@@ -1,7 +1,7 @@
-"""What a training needs before its model is built: rows, their order, and where it starts.
+"""Prepare a training before its model is built: its rows, their order, and where it starts.
 
-It starts from the model folder, resumes from its own latest checkpoint, or continues from the last checkpoint of the
-phase before it, which is in the same folder at the global step that this phase starts from.
+A training starts from the model folder, resumes from its own latest checkpoint, or continues from the last checkpoint
+of the previous phase, which is in the same folder at the global step that this phase starts from.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Prepared(NamedTuple):
     Attributes:
         config: the settings; `model.path` is a Hugging Face folder by now.
         rows: the training data.
-        sizes: the batch equation.
+        sizes: micro-batch, accumulation and rows per step.
         order: which rows make up each step.
         total: number of steps.
-        progress: how far it is.
+        progress: how far the training has come.
         start: checkpoint of this trainer whose weights and moments are loaded, None to start from the model folder.
-        moments: those of `model.path`, with `init: moments`.
-        notes: on the export, and on settings that changed since the last job.
+        moments: the optimizer moments of `model.path`, with `init: moments`.
+        notes: lines to print, on the export and on settings that changed since the last job.
     """
 
     config: Config
@@ -65,7 +65,7 @@ def prepare(config: Config, world: World) -> Prepared:
     """Check the settings against each other, the data and the checkpoints.
 
     Raises:
-        VitruvianError: they contradict each other.
+        VitruvianError: the settings contradict each other, the data or the checkpoint.
     """
     if config.lora is not None:
         config = config.model_copy(update={"lora": resolved(config.lora)})
@@ -118,12 +118,12 @@ def prepare(config: Config, world: World) -> Prepared:
 
 
 def choose_attention(config: Config, world: World, rows: int = 1) -> tuple[Any, str, float]:
-    """The model's configuration, the attention backend, and how much packed documents differ from unpacked ones.
+    """The model's configuration, its attention backend, and by how much packed documents differ from unpacked.
 
     Args:
         config: the settings.
         world: the ranks.
-        rows: rows that are flattened into one sequence.
+        rows: number of rows that are flattened into one sequence.
 
     Raises:
         VitruvianError: the model's layers cannot separate packed documents, or the attention backend does not.
@@ -145,7 +145,7 @@ def choose_attention(config: Config, world: World, rows: int = 1) -> tuple[Any, 
 
 
 def _start(config: Config, fresh: Progress) -> tuple[Path | None, Progress]:
-    """The checkpoint to load, and how far this run is.
+    """The checkpoint to load, None to start from the model folder, and how far this run has come.
 
     Raises:
         RefusedError: there is no checkpoint to resume from, or it belongs to another run.

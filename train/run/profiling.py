@@ -12,11 +12,11 @@ from train.run.log import Say
 from train.settings.config import Config
 
 FOLDER = "profiler"
-"""Folder in the save folder for traces, one file a rank; Perfetto shows them."""
+"""Name of the folder in the save folder for traces, one file per rank; Perfetto shows them."""
 
 
 class Profiler:
-    """Profiles `profile.steps` steps of a job, after its first `profile.after`."""
+    """Profiles `profile.steps` steps of a job, after its first `profile.after` steps."""
 
     def __init__(self, config: Config, world: World, say: Say) -> None:
         self.settings, self.world, self.say, self.folder = config.profile, world, say, config.save.path / FOLDER
@@ -30,7 +30,7 @@ class Profiler:
         self.stack.close()
 
     def step(self) -> None:
-        """Called after each step."""
+        """Count a step, and start or end the profile where it is due. Called after each step."""
         self.done += 1
         self._turn()
 

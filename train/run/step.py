@@ -1,4 +1,4 @@
-"""One training step: its counters, its loss, its watchdog, and what follows it."""
+"""One training step: its counters, its loss, its watchdog, and the log, checkpoint and evaluation after it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
 
 def finish_step(run: Run, log: Log | None, progress: Progress, step: Step, seconds: float, say: Say) -> bool:
-    """Log a step, and save and evaluate where they are due. Returns whether to stop before the end."""
+    """Log a step, and save and evaluate where that is due. Returns whether to stop before the last step."""
     config, done, total = run.prepared.config, progress.step, run.prepared.total
     if log:
         log.line(progress, total, step, seconds, say)
@@ -75,7 +75,7 @@ def finish_step(run: Run, log: Log | None, progress: Progress, step: Step, secon
 
 
 def _judged(run: Run, best: Best, progress: Progress, scores: Mapping[str, Score], say: Say) -> bool:
-    """Keep the checkpoint of the best evaluation. Returns whether the training ends here."""
+    """Keep the checkpoint of the best evaluation. Returns whether training stops early here."""
     config, step = run.prepared.config, progress.offset + progress.step
     is_best = best.add(step, score_of(best, scores))
     if (is_best or best.is_over) and not is_ours(config.save.path / progress.name):
@@ -110,13 +110,13 @@ def _interval(config: Config, done: int) -> bool:
 
 
 def time_is_up(config: Config) -> bool:
-    """Whether `steps.exit_minutes` have passed on this rank. Flags are summed: all ranks stop at the same step."""
+    """Whether `steps.exit_minutes` have passed on this rank. Flags are summed, so all ranks stop at the same step."""
     minutes = config.steps.exit_minutes
     return minutes is not None and time.monotonic() - BEGAN > 60 * minutes
 
 
 def reduce_counts(run: Run, batches: Sequence[Flat], stopped: bool) -> Step:
-    """Sum the counters and flags of all ranks before the step is computed; loss, norm, rate and memory follow later."""
+    """Sum counters and flags over all ranks, before the step; loss, norm, rate and memory are filled in later."""
     ready = run.saver.ready and run.saver.running is not None
     flops = flops_of(batches, run.engine.model.config, run.parameters)
     mine = sum(flat.trained for flat in batches), sum(flat.tokens for flat in batches)
@@ -142,8 +142,8 @@ def loss_of(run: Run, trainee: Any, flat: Flat, seed: tuple[int, ...]) -> torch.
     Args:
         run: the settings.
         trainee: the model, wrapped by whatever shards it.
-        flat: rows.
-        seed: for NEFTune's noise, if there is any: the training's seed, and the step, rank and micro-batch.
+        flat: the rows of the micro-batch.
+        seed: of NEFTune's noise, if `neftune_alpha` is set: the training's seed, and the step, rank and micro-batch.
     """
     noise, device = None, run.world.device
     if run.prepared.config.neftune_alpha:

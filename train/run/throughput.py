@@ -1,4 +1,4 @@
-"""Model FLOPs of a step, the peak of a device, and peak memory: for MFU and the log.
+"""Model FLOPs of a step, the peak FLOP/s of a device, and peak memory, for MFU and the log.
 
 Model FLOPs are those of the model's forward and backward; recomputation by activation checkpointing does not count
 (Chowdhery et al., PaLM, appendix B). Documents attend only to themselves, so attention is counted from their lengths,
@@ -21,11 +21,11 @@ from train.model.trainee import shape_of
 from train.run.estimate import PEAK
 
 EXPERTS = re.compile(r"\.experts\.\w+$")
-"""Names of parameters that hold all experts of a layer."""
+"""Matches the names of parameters that have all experts of a layer."""
 
 
 def peak_of(device: torch.device) -> float | None:
-    """Peak FLOP/s of a device, None if it is not in the table."""
+    """Peak FLOP/s of a device, None if it is not in `PEAK`."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -33,7 +33,7 @@ def peak_of(device: torch.device) -> float | None:
 
 
 def multiplied(model: Any) -> float:
-    """Parameters that a token is multiplied with: all but the input embedding, unless it is tied to the head.
+    """Number of parameters that a token is multiplied with: all but the input embedding, unless the head is tied.
 
     A frozen parameter counts two thirds, because its gradient is not computed. Experts, which transformers 5 keeps as
     tensors [experts, …] of a module `experts`, count as many times as a token is routed to (`num_experts_per_tok`).
@@ -49,12 +49,12 @@ def multiplied(model: Any) -> float:
 
 
 def flops_of(flats: Sequence[Flat], config: Any, parameters: float) -> float:
-    """Floating point operations of some rows, forward and backward.
+    """Model FLOPs of some rows, forward and backward.
 
     Args:
         flats: the rows.
         config: the model's configuration, of transformers.
-        parameters: see `multiplied`. Each costs a multiplication and an addition forward, twice that backward; so does
+        parameters: from `multiplied`. Each costs a multiplication and an addition forward, twice that backward; so does
             each channel of a query, with its key and with its value, for half of the pairs of a document's tokens
             (causal mask). With MLA, keys are wider than values.
     """
@@ -67,7 +67,7 @@ def flops_of(flats: Sequence[Flat], config: Any, parameters: float) -> float:
 
 
 def _pairs(flat: Flat) -> float:
-    """Half of the pairs of tokens of each document; of a part, those whose query is in it."""
+    """Half of the query-key pairs of all documents; for a part of a row, those whose query is in the part."""
     queries = np.diff(flat.cu_seqlens).astype(float)
     keys = queries if flat.keys is None else np.diff(flat.keys.cu_seqlens).astype(float)
     return float((np.square(keys) - np.square(keys - queries)).sum()) / 2

@@ -1,4 +1,4 @@
-"""Trackers: where the curves of a run go beside its logs."""
+"""Trackers (TensorBoard, Weights & Biases, MLflow, …), which get the curves of a run beside its logs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from train.settings.config import Config, flat
 Tracker = Callable[[int, Mapping[str, float]], None]
 """Called with a global step and its metrics."""
 MLFLOW = ".mlflow"
-"""File in the run folder with the id of its MLflow run."""
+"""Name of the file in the run folder that has the id of its MLflow run."""
 
 
 def open_tracker(name: str, config: Config, step: int) -> Tracker:
     """Open a tracker at a global step.
 
     Raises:
-        UnsupportedError: it is not installed.
+        UnsupportedError: the tracker is not installed.
     """
     return TRACKERS[name](config, step) if name in TRACKERS else _of_transformers(name, config)
 
@@ -30,7 +30,7 @@ def _lacking(name: str) -> UnsupportedError:
 
 
 def _tensorboard(config: Config, step: int) -> Tracker:
-    """TensorBoard; it drops later steps by itself (`purge_step`)."""
+    """TensorBoard, which drops later steps by itself (`purge_step`)."""
     try:
         from torch.utils.tensorboard.writer import SummaryWriter
     except ImportError:
@@ -46,7 +46,7 @@ def _tensorboard(config: Config, step: int) -> Tracker:
 
 
 def _wandb(config: Config, _: int) -> Tracker:
-    """Weights & Biases; a resumed run has the same id, which is made from its folder's path."""
+    """Weights & Biases; a resumed run keeps its id, which is the digest of its folder's path."""
     try:
         import wandb
     except ImportError:
@@ -66,7 +66,7 @@ def _wandb(config: Config, _: int) -> Tracker:
 
 
 def _mlflow(config: Config, _: int) -> Tracker:
-    """MLflow; a resumed run continues the one whose id is in its folder. Steps that are trained again appear twice."""
+    """MLflow; a resumed run continues the MLflow run whose id is in its folder. Steps trained again appear twice."""
     try:
         mlflow: Any = import_module("mlflow")
     except ImportError:
@@ -86,7 +86,7 @@ def _mlflow(config: Config, _: int) -> Tracker:
 
 
 def _of_transformers(name: str, config: Config) -> Tracker:
-    """A tracker that transformers knows, by the callback of its Trainer, which is told of steps as the Trainer does."""
+    """A tracker that transformers supports, driven through the callback of its Trainer."""
     from transformers import TrainerControl, TrainerState, TrainingArguments
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 

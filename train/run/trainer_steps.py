@@ -26,7 +26,7 @@ from train.settings.schedule import learning_rate
 
 
 class Samples(Dataset[int | None]):
-    """Rows in their order, starting at a sample; None after the last one.
+    """Rows in their order, starting at a sample; None after the last row.
 
     accelerate gives micro-batch `b` to rank `b mod ranks`, as `Order.batch` does.
     """
@@ -43,7 +43,7 @@ class Samples(Dataset[int | None]):
 
 
 class Loop(Trainer):
-    """The Trainer of a run. The Trainer counts the steps of this job, `progress` those of the run."""
+    """The Trainer of a run. The Trainer counts the steps of this job, `progress` counts those of the run."""
 
     def __init__(
         self, run: Run, on_step_begin: Callable[[], bool], on_step_end: Callable[[Progress, Step, float], bool]
@@ -67,12 +67,12 @@ class Loop(Trainer):
         return inputs  # `Trainee` moves them to the device
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:  # noqa: ARG002
-        """Our AdamW: the Trainer's has other parameter groups."""
+        """Return the engine's AdamW, because the Trainer's own has other parameter groups."""
         self.optimizer = self.engine.optimizer
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:  # noqa: ARG002
-        """Our learning rate. The model is sharded by now, so its weights are filled here too."""
+        """Return the learning rate of `settings.schedule`; fills the weights, as the model is sharded by now."""
         self.engine.fill()
         config, first, total = self.job.prepared.config, self.progress.step, self.job.prepared.total
         prepared: Any = self.optimizer
@@ -80,7 +80,7 @@ class Loop(Trainer):
         return self.lr_scheduler
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *_: Any) -> tuple[list[Any], int]:
-        """The micro-batches of a step, and the number of labels that all ranks train in it."""
+        """The micro-batches of a step, and the number of labels that all ranks train in the step."""
         self.began = time.monotonic()
         stopped = self.on_step_begin()
         torch.manual_seed(seed_of(self.job.prepared.config.seed, self.progress.step, self.job.world.rank))
@@ -94,7 +94,7 @@ class Loop(Trainer):
         return loss_of(self.job, model, inputs["flat"], seed) * (self.job.world.ranks / max(1, num_items_in_batch))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:  # noqa: ARG002
-        """Called after each step (with `grad_norm`), and once at the end, which is ignored."""
+        """Finish a step. Called after each step with `grad_norm`; the call at the end, without it, is ignored."""
         if "grad_norm" not in logs:
             return
         memory = memory_of(self.job.world.device)
@@ -106,7 +106,7 @@ class Loop(Trainer):
 
 
 def steps(run: Run, log: Log | None, say: Say) -> Progress:
-    """The steps of a run, to its end or until it has to stop; everything is saved."""
+    """Train until the last step or until the run has to stop, and save everything. Returns how far it has come."""
     config = run.prepared.config
     with stoppable() as stopped, Profiler(config, run.world, say) as profiler, run.watch:
 
@@ -125,10 +125,10 @@ def steps(run: Run, log: Log | None, say: Say) -> Progress:
 
 
 def _arguments(run: Run, kinds: Sequence[str]) -> TrainingArguments:
-    """The arguments of the Trainer and accelerate; they report, save and download nothing.
+    """The arguments for the Trainer and accelerate, which report, save and download nothing.
 
     Args:
-        run: the settings.
+        run: the run and its settings.
         kinds: class names of the decoder's layers.
     """
     prepared, device = run.prepared, run.world.device.type

@@ -18,7 +18,13 @@ from train.settings.mixture import Set, samples_of, turns, weights_of
 
 @dataclass(frozen=True)
 class Sizes:
-    """How a step is made up: size = micro x accumulation x ranks."""
+    """How the rows of a step are divided: size = micro x accumulation x ranks.
+
+    Attributes:
+        micro: number of rows of a micro-batch on a rank.
+        accumulation: number of micro-batches of a step.
+        ranks: number of ranks, or of groups of ranks that share rows.
+    """
 
     micro: int
     accumulation: int
@@ -26,7 +32,7 @@ class Sizes:
 
     @property
     def size(self) -> int:
-        """Rows of a step."""
+        """Number of rows of a step."""
         return self.micro * self.accumulation * self.ranks
 
     def __str__(self) -> str:
@@ -34,7 +40,7 @@ class Sizes:
 
 
 def batch_sizes(batch: Batch, ranks: int) -> Sizes:
-    """Solve the batch equation.
+    """Solve the batch equation: find the values of `micro`, `size` and `accumulation` that are not given.
 
     Raises:
         UsageError: the equation has no solution.
@@ -54,7 +60,7 @@ def batch_sizes(batch: Batch, ranks: int) -> Sizes:
     sizes = Sizes(micro, accumulation, ranks)
     if sizes.size != size:
         product = f"batch.micro {micro} x batch.accumulation {accumulation} x {ranks} ranks is {sizes.size}"
-        rows = micro * accumulation  # of a rank
+        rows = micro * accumulation  # rows of a rank
         fits = "" if size % rows else f" to {size // rows}"
         hint = f"remove one of the three, or change the number of ranks{fits}"
         raise UsageError(f"{product}, batch.size is {size}", hint)
@@ -62,10 +68,10 @@ def batch_sizes(batch: Batch, ranks: int) -> Sizes:
 
 
 def sizes_of(config: Config, ranks: int) -> Sizes:
-    """Solve the batch equation of a training on so many ranks.
+    """Solve the batch equation of a training on a number of ranks.
 
     Raises:
-        UsageError: it has no solution, or the ranks cannot be groups that share rows.
+        UsageError: the equation has no solution, or the ranks cannot be divided into groups that share rows.
     """
     context, tensor = config.parallel.context, config.parallel.tensor
     if ranks % context:
@@ -81,8 +87,8 @@ class Order:
 
     Attributes:
         rows: number of rows.
-        seed: of their order, which differs in each epoch.
-        samples: number of rows trained in all; batches after it are empty.
+        seed: seed of the order of rows, which differs in each epoch.
+        samples: number of rows trained over all epochs; batches after that are empty.
         sets: the sets of a mixture; empty if all rows are trained alike.
     """
 
@@ -95,9 +101,9 @@ class Order:
     )
 
     def batch(self, step: int, sizes: Sizes, rank: int) -> list[list[int]]:
-        """The rows of one rank in a step: for each micro-batch its rows, fewer at the end.
+        """The rows of one rank in a step: the row numbers of each micro-batch, fewer at the end.
 
-        A function of its arguments only: a resumed run, on any number of ranks, takes the same rows as an
+        The result depends on the arguments only: a resumed run, on any number of ranks, takes the same rows as an
         uninterrupted one.
         """
         first = step * sizes.size
@@ -111,14 +117,14 @@ class Order:
         ]
 
     def row(self, sample: int) -> int:
-        """The row of a sample, counted over all epochs."""
+        """The row number of a sample; samples are counted over all epochs."""
         if not self.sets:
             return self._permuted(self.rows, sample)
         of, before = (int(numbers[sample]) for numbers in turns(self.weights, self.samples))
         return self.sets[of].first + self._permuted(self.sets[of].rows, before, of)
 
     def _permuted(self, rows: int, number: int, *of: int) -> int:
-        """A row of a set, which is permuted anew in each epoch; the current permutation is kept."""
+        """A row of a set, whose rows are permuted anew in each epoch; the current permutation is kept."""
         epoch, place = divmod(number, rows)
         permutation = self.permutations.get(of)
         if permutation is None or permutation[0] != epoch:
@@ -130,11 +136,11 @@ class Order:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The shares of the sets."""
+        """The weights of the sets: their shares of the rows that are trained."""
         return tuple(chosen.weight for chosen in self.sets)
 
     def taken(self) -> list[int]:
-        """How many rows of each set are trained."""
+        """Number of trained rows of each set."""
         counts: list[int] = np.bincount(turns(self.weights, self.samples)[0], minlength=len(self.sets)).tolist()
         return counts
 
@@ -144,13 +150,13 @@ def make_order(ends: Sequence[int], seed: int, data: Data, steps: Steps, size: i
 
     Args:
         ends: first row of each set, and the number of rows.
-        seed: of the order.
-        data: how sets are mixed.
-        steps: how long.
-        size: rows of a step.
+        seed: seed of the order.
+        data: settings that determine how sets are mixed.
+        steps: settings that determine how long the training is.
+        size: number of rows of a step.
 
     Raises:
-        UsageError: not one of train_iters and epochs is given, or the mixture's settings contradict each other.
+        UsageError: not exactly one of train_iters and epochs is given, or the mixture's settings contradict each other.
     """
     parts = [stop - first for first, stop in pairwise(ends)]
     weights = weights_of(data, parts)
@@ -160,7 +166,7 @@ def make_order(ends: Sequence[int], seed: int, data: Data, steps: Steps, size: i
 
 
 def _length(rows: int, of_sets: int | None, steps: Steps, size: int) -> tuple[int, int]:
-    """Rows of a training, and its steps; `of_sets` are the rows that `data.epochs` asks for."""
+    """Numbers of rows and of steps of a training; `of_sets` is the number of rows that `data.epochs` asks for."""
     if of_sets is not None:
         for name in ("train_iters", "epochs"):
             if getattr(steps, name) is not None:
@@ -184,12 +190,12 @@ def mixed(digest: str, weights: Sequence[float]) -> str:
 
 
 def one_pass(rows: int, size: int) -> int:
-    """Steps in which every row is trained once; the last one may be short."""
+    """Number of steps in which every row is trained once; the last step may be short."""
     return -(-rows // size)
 
 
 def passes(rows: int, steps: Steps, size: int) -> str:
-    """A note if `train_iters` is not one pass over the rows; empty if it is, or is not given."""
+    """A note if `train_iters` is not exactly one pass over the rows; empty if it is, or is not given."""
     total, once = steps.train_iters, one_pass(rows, size)
     if total is None or total == once:
         return ""
@@ -202,5 +208,5 @@ def seed_of(*parts: int) -> int:
 
 
 def shares(values: Sequence[int]) -> list[int]:
-    """Start of each of several consecutive parts, and the end: exclusive prefix sums."""
+    """Start of each of several consecutive parts, and the end of the last: exclusive prefix sums of their sizes."""
     return [0, *np.cumsum(values).tolist()]

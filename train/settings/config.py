@@ -24,7 +24,7 @@ Tracker = Literal[
 
 
 def _listed(value: Any) -> Any:
-    """A list; a single string becomes a list of one."""
+    """The value as a list: a single string becomes a list of one."""
     return [value] if isinstance(value, str) else value
 
 
@@ -282,11 +282,11 @@ class Config(_Part):
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def remember(self, notes: Iterable[str]) -> None:
-        """Keep which GPT-NeoX keys became which settings, as the notes say."""
+        """Store which GPT-NeoX keys became which settings, from the notes of `load_config`."""
         self._origins.update((match[2], match[1]) for note in notes if (match := ORIGIN.fullmatch(note)))
 
     def called(self, name: str) -> str:
-        """A setting by the name that the user gave it, also in a GPT-NeoX file."""
+        """The name of a setting in the user's file, with our name in parentheses if it was a GPT-NeoX key."""
         if name in self._origins:
             return f"{self._origins[name]} ({name})"
         section, _, last = name.rpartition(".")
@@ -294,11 +294,11 @@ class Config(_Part):
 
 
 ORIGIN = re.compile(r"(?!no )([\w ,.-]+?) -> ([\w.]+)(?:: .*)?")
-"""A note on a GPT-NeoX key that became a setting: the key and the setting."""
+"""Matches a note on a GPT-NeoX key that became a setting; the groups are the key and the setting."""
 
 
 def keys(part: type[BaseModel] = Config, prefix: str = "") -> dict[str, str]:
-    """Every setting with its explanation, in the order of the file."""
+    """The description of every setting by its dotted name, in the order of the file."""
     descriptions: dict[str, str] = {}
     for name, info in part.model_fields.items():
         kind = next((argument for argument in get_args(info.annotation) if isinstance(argument, type)), info.annotation)
@@ -310,7 +310,7 @@ def keys(part: type[BaseModel] = Config, prefix: str = "") -> dict[str, str]:
 
 
 def flat(config: Config) -> Mapping[str, Any]:
-    """Every setting by its dotted name."""
+    """The value of every setting by its dotted name."""
 
     def walk(value: Any, prefix: str) -> Iterable[tuple[str, Any]]:
         for name, inner in value:

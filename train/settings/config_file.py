@@ -1,8 +1,8 @@
-"""The settings of a training run, read.
+"""Reads the settings of a training run.
 
-They come from a YAML file, merged over another one if it names a `base`; dotted options on the command line override
-them (`--optim.lr 1e-5`). An unknown key is an error that names the nearest known one. Keys of GPT-NeoX files are
-translated, see `neox_keys.py`.
+Settings come from a YAML file, merged over another file if it names a `base`; dotted options on the command line
+override them (`--optim.lr 1e-5`). An unknown key is an error that names the nearest known one. Keys of GPT-NeoX files
+are translated, see `neox_keys.py`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list
 
     Args:
         path: a YAML file.
-        overrides: `--optim.lr`, `1e-5`, `--model.compile=true`, ….
+        overrides: options of the command line: `--optim.lr`, `1e-5`, `--model.compile=true`, ….
 
     Returns:
-        The settings, and notes on GPT-NeoX keys: the settings that they became, and the defaults of absent ones.
+        The settings, and notes on GPT-NeoX keys: the settings that they became, and the defaults of absent keys.
 
     Raises:
         UsageError: a key is unknown, or a value is wrong.
@@ -59,7 +59,7 @@ def _tree(path: Path, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Not
 
     Args:
         path: the file.
-        above: the files that it is a base of.
+        above: the files that have this file as their base, directly or through others.
     """
     content = _read(path)
     base = content.pop("base", None)
@@ -82,7 +82,7 @@ def _says(tree: Any, name: str) -> bool:
 
 
 def _upon(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings merged over others: sections are merged, everything else is replaced."""
+    """Settings `over` merged over settings `under`: sections are merged, everything else is replaced."""
     joined = {
         name: _upon(under[name], value)
         for name, value in over.items()
@@ -92,7 +92,7 @@ def _upon(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The content of a file, without keys that have no value."""
+    """The content of a YAML file, without keys whose value is null."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
         _require_once(path)
@@ -111,13 +111,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _overridden(name: str, settings: Mapping[str, Any]) -> str:
-    """The options on the command line that override a setting, or settings in a section."""
+    """A note of the command-line options that override a setting, or settings in a section; empty if none does."""
     options = [f"--{key} {value}" for key, value in settings.items() if name and f"{key}.".startswith(f"{name}.")]
     return f"; but {', '.join(options)}" if options else ""
 
 
 def _check_engine(config: Config) -> None:
-    """Refuse settings that only another engine has."""
+    """Refuse settings that the chosen engine does not support."""
     zero = {"parallel.deepspeed": bool(config.parallel.deepspeed)}
     ours = {
         "parallel.replicas": config.parallel.replicas > 1,
@@ -138,7 +138,7 @@ def _check_engine(config: Config) -> None:
 
 
 def _require_once(path: Path) -> None:
-    """Refuse a section or setting that is given twice: YAML silently takes the last."""
+    """Refuse a section or setting that is given twice: YAML silently takes the last value."""
 
     def walk(node: Any) -> None:
         if isinstance(node, yaml.MappingNode):
@@ -169,7 +169,7 @@ def _options(overrides: Iterable[str]) -> Iterable[tuple[str, Any]]:
 
 
 def _value(text: str) -> Any:
-    """A value as YAML reads it, except that `1e-5` is a number: YAML 1.1 reads it as text."""
+    """A value as YAML reads it, except that text such as `1e-5`, a string in YAML 1.1, is a number."""
     try:
         return float(text) if text.lower().lstrip("+-")[:1].isdigit() and "e" in text.lower() else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError):
@@ -177,7 +177,7 @@ def _value(text: str) -> Any:
 
 
 def _explained(error: ValidationError, path: str) -> tuple[str, str]:
-    """The first fault as a sentence, or all unknown keys, and the nearest known ones as a hint."""
+    """The first fault of a validation as a sentence, or all unknown keys with the nearest known ones as a hint."""
     faults = error.errors()
 
     def of_type(kind: str) -> list[str]:
@@ -203,7 +203,7 @@ def _explained(error: ValidationError, path: str) -> tuple[str, str]:
 
 
 def _nearest(name: str) -> str:
-    """The known setting whose name is nearest, empty if none is near."""
+    """The known setting whose name is nearest to an unknown one, empty if none is near."""
     known = list(keys())
     last = {key.rpartition(".")[2]: key for key in known}
     close = difflib.get_close_matches(name, known, 1, 0.6)

@@ -1,4 +1,4 @@
-"""Settings that would have no effect because of others are refused before the first step."""
+"""Refuses, before the first step, settings that would have no effect because of other settings."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ OF_SETS = ("every", "metrics", "max_rows", "tokenizer", "best", "prompts")
 
 
 def check_effect(config: Config, total: int) -> None:
-    """Check that settings have an effect.
+    """Check that every setting that is given has an effect, and that settings work together.
 
     Args:
         config: the settings.
-        total: steps of the run.
+        total: number of steps of the run.
 
     Raises:
-        UsageError: one has none.
+        UsageError: a setting has no effect, or two settings do not work together.
     """
     for name in OF_SETS:
         value = getattr(config.evaluate, name)

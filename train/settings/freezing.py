@@ -12,8 +12,8 @@ def frozen(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
     """The names of the tensors that are frozen.
 
     Args:
-        names: of all trainable tensors of the model, as transformers has them in memory.
-        patterns: shell patterns; of those that match a name the last decides, and one with `!` before it unfreezes.
+        names: names of all trainable tensors of the model, as transformers has them in memory.
+        patterns: shell patterns; the last one that matches a name decides, and a pattern with a leading `!` unfreezes.
 
     Raises:
         UsageError: a pattern matches no name, or nothing is left to train.

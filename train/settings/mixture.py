@@ -1,4 +1,4 @@
-"""Mixtures: which set each row of a training comes from, and which of its rows.
+"""Mixtures: which set each row of a training comes from, and which row of that set it is.
 
 The sets take turns by the method of Sainte-Laguë: row j of a set with weight w is due at (j + 1/2) / w, and rows come
 in the order of those times. So after any number of rows each set has had its share up to about one row, a run that is
@@ -23,9 +23,9 @@ class Set(NamedTuple):
     """A set of a mixture.
 
     Attributes:
-        first: number of its first row.
-        rows: number of its rows.
-        weight: its share of the rows of the training; the weights of all sets add up to 1.
+        first: number of the set's first row among all rows.
+        rows: number of rows of the set.
+        weight: the set's share of the rows of the training; the weights of all sets add up to 1.
     """
 
     first: int
@@ -34,10 +34,10 @@ class Set(NamedTuple):
 
 
 def weights_of(data: Data, rows: Sequence[int]) -> list[float]:
-    """The share of each set in the rows of a training; empty if nothing sets them: then all rows are trained alike.
+    """The share of each set in the rows of a training; empty if no setting determines shares: all rows are alike.
 
     Args:
-        data: `weights`, `temperature` and `epochs`.
+        data: the settings; `weights`, `temperature` and `epochs` are read.
         rows: number of rows of each set.
 
     Raises:
@@ -59,10 +59,10 @@ def weights_of(data: Data, rows: Sequence[int]) -> list[float]:
 
 
 def samples_of(data: Data, rows: Sequence[int]) -> list[int]:
-    """How many rows of each set `data.epochs` asks for.
+    """Number of rows of each set that `data.epochs` asks for.
 
     Raises:
-        UsageError: of a set less than a row.
+        UsageError: the number of rows of a set rounds to 0.
     """
     samples = [round(epochs * many) for epochs, many in zip(data.epochs, rows, strict=True)]
     if not all(samples):
@@ -73,14 +73,14 @@ def samples_of(data: Data, rows: Sequence[int]) -> list[int]:
 
 @lru_cache(2)
 def turns(weights: tuple[float, ...], samples: int) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
-    """The sets that take turns.
+    """The set that each row of a training comes from.
 
     Args:
-        weights: of the sets.
-        samples: rows of the training.
+        weights: weight of each set; they add up to 1.
+        samples: number of rows of the training.
 
     Returns:
-        The set of each row, and how many rows of that set come before it; int[samples] each.
+        The set of each row, uint16[samples], and how many rows of that set come before the row, int64[samples].
     """
     counts = [min(samples, math.ceil((samples + len(weights)) * weight) + 1) for weight in weights]
     due = np.concatenate([(np.arange(many) + 0.5) / weight for many, weight in zip(counts, weights, strict=True)])

@@ -1,8 +1,8 @@
-"""Translation of GPT-NeoX keys to our settings, so that a GPT-NeoX yml trains unchanged.
+"""Translates GPT-NeoX keys to our settings, so that a GPT-NeoX yml trains unchanged.
 
 A file with such keys has GPT-NeoX's defaults for settings that it does not give. Keys without a counterpart are refused
-unless they are in `IGNORED`: those describe the model, as the checkpoint does too, or how GPT-NeoX does its work. Keys
-may be written with `-` or `_`.
+unless they are in `IGNORED`: such keys describe the model, as the checkpoint does too, or how GPT-NeoX works inside.
+Keys may be written with `-` or `_`.
 
 Facts: EleutherAI/gpt-neox ea7aefd8 and tilde-nlp/llm-gpt-neox 374a5c6, megatron/neox_arguments for keys and defaults,
 megatron/learning_rates.py for learning rates, megatron/data/gpt2_dataset.py for rows.
@@ -55,7 +55,7 @@ TOGETHER: Mapping[str, str] = {
     "loss_mask_alternating_individual": "", "eval_interval": "evaluate.every", "eval_iters": "evaluate.max_rows",
     "allow_chopped": "data.overlong", "eod_mask_loss": "",
 }  # fmt: skip
-"""Keys that have a meaning only together, see `completed`; and the equivalent setting, if there is one."""
+"""Key that has a meaning only together with others, see `completed`: the equivalent setting, empty if there is none."""
 DEFAULTS: Mapping[str, tuple[str, Any]] = {
     "pack_impl": ("data.packing", "packed"),
     "loss_mask_pairs": ("data.loss", "all"),
@@ -64,9 +64,9 @@ DEFAULTS: Mapping[str, tuple[str, Any]] = {
     "betas": ("optim.betas", [0.9, 0.999]),
     "precision": ("model.dtype", "fp32"),
 }
-"""Key: the setting that it becomes, and GPT-NeoX's default for it."""
+"""Key: the setting that the key becomes, and GPT-NeoX's default value."""
 WARMUP, EVAL_ITERS, EVAL_INTERVAL, FALL = 0.01, 100, 1000, 0.693
-"""More defaults of GPT-NeoX, and the exponent of its exponential decay."""
+"""GPT-NeoX's defaults of `warmup`, `eval_iters` and `eval_interval`, and the exponent of its exponential decay."""
 ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "hidden_dropout": ((0,), "nothing is dropped out here"),
     "attention_dropout": ((0,), "nothing is dropped out here"),
@@ -83,7 +83,7 @@ ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "z_loss": ((0,), "the loss is only the cross entropy"),
     "use_bnb_optimizer": ((False,), "AdamW keeps its moments in float32 here"),
 }
-"""Key: values that agree with what is done here, and why any other value is refused."""
+"""Key: the values that agree with what this trainer does, and why any other value is refused."""
 IGNORED = frozenset({
     "override_lr_scheduler", "CURSE_ATTENTION", "SAMPLE_ENDS", "test_data_paths", "split",
     "valid_data_weights", "test_data_weights",
@@ -97,7 +97,7 @@ IGNORED = frozenset({
     "yarn_original_max_position_embeddings", "gpt_j_residual", "gpt_j_tied", "use_bias_in_norms",
     "use_bias_in_attn_linear", "use_bias_in_mlp", "mlp_type", "output_layer_parallelism", "padded_vocab_size",
     "init_method", "init_method_std", "output_layer_init_method", "apply_query_key_layer_scaling",
-    # how it computes
+    # how GPT-NeoX computes
     "layernorm_fusion", "rmsnorm_fusion", "use_flashattn_swiglu", "scaled_upper_triang_masked_softmax_fusion",
     "scaled_masked_softmax_fusion", "bias_gelu_fusion", "bias_dropout_fusion", "rope_fusion", "fp16_lm_cross_entropy",
     "use_cpu_initialization", "attention_softmax_in_fp32", "pipe_parallel_size", "model_parallel_size",
@@ -110,7 +110,7 @@ IGNORED = frozenset({
     "tokenizer_type", "merge_file", "data_impl", "dataset_impl", "use_shared_fs", "num_workers", "mmap_warmup",
     "short_seq_prob", "weighted_sampler_alpha", "no_save_optim", "no_save_rng", "no_load_rng", "checkpoint",
     "checkpoint_validation_with_forward_pass", "s3_path", "s3_chunk_size", "do_train", "do_valid", "do_test",
-    # what it logs
+    # what GPT-NeoX logs
     "use_wandb", "wandb", "wandb_group", "wandb_team", "wandb_project", "wandb_host", "wandb_init_all_ranks",
     "use_comet", "comet_workspace", "comet_project", "comet_experiment_name", "comet_tags", "comet_others",
     "tensorboard", "tensorboard_dir", "csv_monitor", "git_hash", "log_dir", "log_grad_pct_zeros", "log_param_norm",
@@ -118,15 +118,15 @@ IGNORED = frozenset({
     "gradient_noise_scale_cpu_offload", "memory_profiling", "memory_profiling_path", "profile", "profile_step_start",
     "profile_step_stop", "steps_per_print", "wall_clock_breakdown", "comms_logger", "flops_profiler", "dump_state",
     "char_level_ppl",
-    # how it is started
+    # how GPT-NeoX is started
     "launcher", "distributed_backend", "deepspeed_slurm", "deepspeed_mpi", "no_ssh_check", "hostfile", "include",
     "exclude", "num_nodes", "num_gpus", "master_port", "master_addr", "force_multi", "detect_nvlink_pairs",
     "autotuning", "autotuning_run", "comment", "account", "user_script", "config_files", "local_rank", "rank",
     "lazy_mpu_init", "global_num_gpus", "adlr_autoresume", "adlr_autoresume_interval", "onnx_safe",
 })  # fmt: skip
-"""Keys without effect: documents of a row are always kept apart, and settings always override a checkpoint's."""
+"""Keys without effect. Documents of a row are always kept apart, and settings always override those of a checkpoint."""
 HELD = "(GPT-NeoX)"
-"""Where a tree keeps keys of `TOGETHER` until all of them are known; its presence marks a GPT-NeoX file."""
+"""The section of a tree that has the keys of `TOGETHER` until all are known; its presence marks a GPT-NeoX file."""
 
 
 Notes = list[tuple[str, str]]
@@ -136,8 +136,8 @@ def translated(content: Mapping[str, Any], path: str) -> tuple[dict[str, Any], N
     """A tree of our settings from a file that may have GPT-NeoX keys.
 
     Returns:
-        The tree, for `completed`; and for each key that was translated or has no effect the setting that it became (or
-        an empty string), and a note.
+        The tree, for `completed`; and for each key that was translated or has no effect the setting that the key became
+        (or an empty string), and a note.
 
     Raises:
         UsageError: two keys contradict each other, or a key cannot be translated.
@@ -192,14 +192,14 @@ def completed(tree: dict[str, Any], path: str) -> list[str]:
     """Add the settings that the keys of `TOGETHER` become, and GPT-NeoX's defaults, where a tree has no value.
 
     Args:
-        tree: of one or several files, and the command line; changed in place.
+        tree: settings of one or several files and the command line; changed in place.
         path: the file, for errors.
 
     Returns:
         A note for each setting.
 
     Raises:
-        UsageError: a key requires another one that is missing, or cannot be translated.
+        UsageError: a key requires another key that is missing, or cannot be translated.
     """
     held_keys = tree.pop(HELD, None)
     if held_keys is None:
@@ -246,7 +246,7 @@ def _completed(tree: dict[str, Any], held_keys: Mapping[str, Any]) -> list[str]:
 
 
 def get(tree: Any, name: str) -> Any:
-    """A setting in a tree, None where it is not given."""
+    """The value of a setting in a tree, None where the setting is not given."""
     for part in name.split("."):
         tree = tree.get(part) if isinstance(tree, Mapping) else None
     return tree
@@ -319,7 +319,7 @@ def _packing(value: Any) -> Any:
 
 
 def _named(value: Any) -> dict[str, str]:
-    """Validation sets by the names of their files."""
+    """Validation sets by names, which are those of their files."""
     paths = [str(path) for path in (value if isinstance(value, list) else [value])]
     sets = {Path(path).name.removesuffix(".bin"): path for path in paths}
     if len(sets) < len(paths):
@@ -330,7 +330,7 @@ def _named(value: Any) -> dict[str, str]:
 # --- keys that have a meaning together -------------------------------------------------------------------------------
 
 Filled = Iterator[tuple[str, Any, str]]
-"""Settings, their values, and the keys that they come from."""
+"""Triples: a setting, its value, and the GPT-NeoX keys that the value comes from, or why."""
 
 
 def _number(tree: Mapping[str, Any], name: str, default: float = 0.0) -> float:
@@ -344,7 +344,10 @@ def _number(tree: Mapping[str, Any], name: str, default: float = 0.0) -> float:
 
 
 def _masks(tree: Mapping[str, Any], neox: Mapping[str, Any]) -> Filled:
-    """Which labels are trained. One pair of equal ids is the user's token, an alternating id is the assistant's."""
+    """The settings of which labels are trained.
+
+    A pair of equal ids is the user's token, an alternating id is the assistant's.
+    """
     pairs, opens = neox.get("loss_mask_pairs"), neox.get("loss_mask_alternating_individual")
     if not pairs and not opens:
         return
@@ -363,7 +366,7 @@ def _masks(tree: Mapping[str, Any], neox: Mapping[str, Any]) -> Filled:
 
 
 def _rates(tree: Mapping[str, Any], neox: Mapping[str, Any]) -> Filled:
-    """The schedule. After the warm-up the learning rate is at least min_lr, with every style."""
+    """The settings of the schedule. After the warm-up the learning rate is at least min_lr, with every style."""
     style, lowest = get(tree, "schedule.style"), _number(neox, "min_lr")
     if lowest:
         yield "schedule.min_lr" if style == "cosine" else "schedule.floor", lowest, "min_lr"
@@ -386,7 +389,7 @@ def _rates(tree: Mapping[str, Any], neox: Mapping[str, Any]) -> Filled:
 
 
 def _cool_down(tree: Mapping[str, Any], neox: Mapping[str, Any]) -> Filled:
-    """The cool-down of tilde-nlp's fork: from start_cd_lr to decay_pp times it, between two global steps."""
+    """The settings of the cool-down of tilde-nlp's fork: from start_cd_lr to decay_pp times it, between two steps."""
     settings = {"cd_start_iter": "start", "cd_end_iter": "end", "start_cd_lr": "min_lr", "decay_pp": "min_lr"}
     needed = [key for key, ours in settings.items() if get(tree, f"schedule.{ours}") is None]
     lacking = [key for key in needed if neox.get(key) is None]
@@ -405,7 +408,7 @@ def _cool_down(tree: Mapping[str, Any], neox: Mapping[str, Any]) -> Filled:
 
 
 def _rows(tree: Mapping[str, Any], neox: Mapping[str, Any]) -> Filled:
-    """How documents longer than a row are treated, and how many rows are evaluated."""
+    """The settings of how documents longer than a row are treated, and how many rows are evaluated."""
     if get(tree, "data.packing") == "overflow" and neox.get("allow_chopped", True):
         yield "data.overlong", "truncate", "allow_chopped"
     if get(tree, "data.validation"):

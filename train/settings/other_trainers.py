@@ -1,6 +1,6 @@
-"""Settings of axolotl, TRL, LLaMA-Factory and torchtune as ours, for `train init`: the tables.
+"""Tables that translate the settings of axolotl, TRL, LLaMA-Factory and torchtune to ours, for `train init`.
 
-Every key of a file becomes a setting, has no effect here, or is left with the reason; all three are printed. Settings
+Every key of a file becomes a setting, has no effect here, or is left out with a reason; all three are printed. Settings
 that a file does not give have the defaults of its trainer, not ours.
 
 Facts: axolotl 0.19.0 utils/schemas/ and core/builders/base.py; TRL 1.16.0 trainer/sft_config.py and model_config.py;
@@ -13,21 +13,21 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 Settings = dict[str, Any]
-"""Our settings, by dotted names."""
+"""Values of our settings, by dotted names."""
 Value = Callable[[Any], Settings | None]
-"""What a value of a key becomes; None if it cannot be expressed."""
+"""Function of the value of a key that returns our settings; None if the value cannot be expressed."""
 
 
 class Trainer(NamedTuple):
-    """How the settings of a trainer are read.
+    """How the settings of another trainer are translated.
 
     Attributes:
-        name: of the trainer.
-        keys: keys with the same meaning, and the setting.
-        values: keys whose values are translated.
-        defaults: what the trainer does without any of some keys: the keys, the value there, and our settings.
-        idle: keys, or beginnings of keys, that have no effect here.
-        left: keys that are not translated, and why.
+        name: name of the trainer.
+        keys: our setting with the same meaning, by key.
+        values: function that translates the value, by key.
+        defaults: defaults of the trainer: keys, the value that applies if none of them is given, and our settings.
+        idle: keys, or prefixes of keys, that have no effect here.
+        left: why a key is not translated, by key.
     """
 
     name: str
@@ -39,22 +39,22 @@ class Trainer(NamedTuple):
 
 
 def _to(name: str, **choices: Any) -> Value:
-    """A setting whose values have other names."""
+    """The translation to a setting whose values have other names."""
     return lambda value: {name: choices[str(value).lower()]} if str(value).lower() in choices else None
 
 
 def _if(settings: Settings, other: Settings | None = None) -> Value:
-    """Settings that `true` means, and those of `false`; without the latter false means nothing."""
+    """The translation of a flag: the settings for `true`, and for `false`; without the latter false means nothing."""
     return lambda value: settings if value is True else ({} if other is None else other) if value is False else None
 
 
 def _positive(name: str) -> Value:
-    """A number; zero and less mean that it is not set."""
+    """The translation of a number where zero and less mean that the setting is not given."""
     return lambda value: {name: value} if value > 0 else {}
 
 
 def _steps(name: str) -> Value:
-    """A number of steps; a share of them cannot be expressed."""
+    """The translation of a number of steps; a share of the steps cannot be expressed."""
     return lambda value: None if 0 < value < 1 else {name: int(value)} if value > 0 else {}
 
 
@@ -64,19 +64,19 @@ def _trackers(value: Any) -> Settings | None:
 
 
 def _targets(value: Any) -> Settings:
-    """Layers with adapters; LLaMA-Factory writes them as a list with commas, and `all`."""
+    """The layers with adapters; LLaMA-Factory writes them as a list with commas, and `all`."""
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else list(value)
     return {"lora.targets": ["all-linear"] if names in (["all"], ["all-linear"]) else names}
 
 
 def _optimizer(value: Any) -> Settings | None:
-    """AdamW of torch, whoever fuses it, or of bitsandbytes with moments in 8 bits."""
+    """AdamW of torch, fused or not, or of bitsandbytes with moments in 8 bits; None for any other optimizer."""
     name = str(value).lower()
     return {"optim.moments": "8bit"} if name in ADAMW_8BIT else {} if name in ADAMW else None
 
 
 def _template(value: Any) -> Settings | None:
-    """A chat template that is shipped here too; the tokenizer's own is the default."""
+    """A chat template that is shipped here too; the tokenizer's own is our default; None for any other template."""
     return {"chat_template": value} if value in ("chatml", "llama3") else {} if value == "tokenizer_default" else None
 
 
@@ -110,7 +110,7 @@ OF_THE_TRAINER: Mapping[str, str] = {
     "neftune_noise_alpha": "neftune_alpha",
     "seed": "seed",
 }
-"""Keys of transformers' TrainingArguments, which the other trainers have too."""
+"""Key of transformers' TrainingArguments, which other trainers have too: our setting."""
 VALUES_OF_THE_TRAINER: Mapping[str, Value] = {
     "lr_scheduler_type": STYLES,
     "lr_scheduler_kwargs": lambda value: {"schedule.min_lr": value["min_lr"]} if set(value) == {"min_lr"} else None,
@@ -377,4 +377,4 @@ TORCHTUNE = Trainer(
 TRAINERS: Mapping[str, Trainer] = {
     "axolotl": AXOLOTL, "trl": TRL, "llama-factory": LLAMA_FACTORY, "torchtune": TORCHTUNE
 }  # fmt: skip
-"""What `train init --from-axolotl FILE` and its like translate, by option."""
+"""The translated trainers, by the name in the options of `train init`, such as `--from-axolotl FILE`."""

@@ -1,6 +1,6 @@
 """Presets of `train init`: settings of published recipes for a model on a machine, with the source of each number.
 
-What a recipe does not say has our defaults.
+Settings that a recipe does not give have our defaults.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from formats.errors import UsageError
 
 
 class Preset(NamedTuple):
-    """A recipe.
+    """The settings of a recipe, for a model and a machine.
 
     Attributes:
-        model: on the Hub; what it starts from.
-        ranks: on how many the batch equation is solved, and `train plan` fits.
-        memory: bytes of a rank's device.
-        settings: by dotted names: the value, and where it is from.
-        note: what is different here; empty if nothing is.
+        model: name on the Hub of the model to start from.
+        ranks: number of ranks for which the batch equation is solved, and on which the memory of `train plan` fits.
+        memory: memory of a rank's device, in bytes.
+        settings: value and its source, by dotted name.
+        note: what differs from the recipe here; empty if nothing does.
     """
 
     model: str
@@ -87,14 +87,14 @@ PRESETS: Mapping[str, Preset] = {
         EXAMPLES,
     ),
 }  # fmt: skip
-"""Name: model/machine-nodes, or model/method-GPUs."""
+"""Presets by name: model/machine-nodes, or model/method-GPUs."""
 
 
 def preset(name: str) -> Preset:
     """A preset by its name.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no preset of this name.
     """
     if name not in PRESETS:
         raise UsageError(f"{name} is no preset", f"there are {', '.join(PRESETS)}")
@@ -102,7 +102,7 @@ def preset(name: str) -> Preset:
 
 
 def sources(name: str) -> list[str]:
-    """A line for each setting of a preset, and one for what is different here."""
+    """A line for each setting of a preset with its source, and a line for what differs from the recipe here."""
     chosen = preset(name)
     lines = [f"{key}: {value}  ({source})" for key, (value, source) in chosen.settings.items()]
     return [f"of {chosen.model}, on {chosen.ranks} ranks", *lines, *([f"note: {chosen.note}"] if chosen.note else [])]

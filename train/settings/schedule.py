@@ -15,16 +15,16 @@ SHAPES: Mapping[str, Callable[[float, float, float], float]] = {
     "exponential": lambda high, low, share: high * (low / high) ** share,
     "sqrt": lambda high, low, share: high - (high - low) * math.sqrt(share),
 }
-"""Style: the learning rate after a share (0 to 1) of the decay."""
+"""Style: the learning rate from the highest rate, the lowest rate, and the share (0 to 1) of the decay that is done."""
 
 
 def learning_rate(config: Config, step: int, total: int) -> float:
     """The learning rate of a step.
 
     Args:
-        config: `schedule` and `optim.lr`; warm-up counts steps of this run, the decay global steps.
-        step: of this run, from 0.
-        total: steps of this run.
+        config: the settings; warm-up counts steps of this run, the decay global steps.
+        step: number of the step in this run, from 0.
+        total: number of steps of this run.
     """
     schedule, high, offset = config.schedule, config.optim.lr, config.steps.iteration_offset
     warmup = _warmup(config, total)
@@ -44,7 +44,7 @@ def _warmup(config: Config, total: int) -> int:
 
 
 def _decay(config: Config, total: int) -> tuple[int, int]:
-    """The global steps between which the learning rate decays."""
+    """The global steps between which the learning rate decays: the first, and the end."""
     schedule, offset = config.schedule, config.steps.iteration_offset
     start = schedule.start if schedule.start is not None else offset + _warmup(config, total)
     return start, schedule.end if schedule.end is not None else offset + total
@@ -54,11 +54,11 @@ def check_schedule(config: Config, total: int) -> None:
     """Check the settings of the schedule against each other.
 
     Args:
-        config: `schedule`, `optim.lr` and `steps.iteration_offset`.
-        total: steps of the run.
+        config: the settings; `schedule`, `optim.lr` and `steps.iteration_offset` are read.
+        total: number of steps of the run.
 
     Raises:
-        UsageError: they contradict each other.
+        UsageError: the settings contradict each other.
     """
     schedule = config.schedule
     for name, low in {"min_lr": schedule.min_lr, "floor": schedule.floor}.items():

@@ -1,4 +1,4 @@
-"""Which models can be split over ranks by tensor parallelism: known before anything is loaded."""
+"""Which models can be split over ranks by tensor parallelism; checked before weights are loaded."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ FAMILIES = (
     "arcee", "cwm", "ernie4_5", "exaone4", "gemma2", "gemma3_text", "glm4", "gpt_neox", "granite", "helium", "jais2",
     "llama", "ministral", "ministral3", "mistral", "nemotron", "olmo2", "olmo3", "opensci", "phi3", "qwen2", "qwen3",
 )  # fmt: skip
-"""Families whose plan in transformers 5.23.0 gives the gradients of one rank. Its plans of experts and of latent
-attention have styles that are not handled; that of Apertus gives wrong gradients of the activations' parameters, and
-that of Gemma 4 does not run."""
+"""Families whose plan in transformers 5.23.0 gives the same gradients as one rank. The plans of experts and of latent
+attention have styles that are not handled; the plan of Apertus gives wrong gradients of the activations' parameters,
+and the plan of Gemma 4 does not run."""
 
 
 def require_divisible(tensor: int, spec: Spec) -> None:
-    """Check that a model can be split.
+    """Check that tensor parallelism can split a model.
 
     Args:
-        tensor: ranks that each compute a part of every layer; 1 for no tensor parallelism.
+        tensor: number of ranks that each compute a part of every layer; 1 for no tensor parallelism.
         spec: the model.
 
     Raises:

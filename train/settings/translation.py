@@ -1,4 +1,4 @@
-"""A file of settings of another trainer as ours, by the tables of `other_trainers`."""
+"""Translates a file of settings of another trainer to our settings, by the tables of `other_trainers`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from train.settings.other_trainers import Settings, Trainer
 
 
 def translate(trainer: Trainer, path: Path) -> tuple[Settings, list[str]]:
-    """The settings of a file of another trainer as ours.
+    """Translate a file of settings of another trainer to our settings.
 
     Returns:
-        Our settings, and a line for each key: what it became, that it has no effect, or why it is left.
+        Our settings, and lines that name for each key the setting that it became, that it has no effect, or why it is
+        left out.
 
     Raises:
         UsageError: the file cannot be read, or two keys contradict each other.
@@ -52,12 +53,12 @@ def translate(trainer: Trainer, path: Path) -> tuple[Settings, list[str]]:
 
 
 def _holds(name: str, settings: Settings) -> bool:
-    """Whether a setting applies: those of LoRA do only if it is asked for."""
+    """Whether a setting applies: settings of LoRA do only if LoRA is asked for."""
     return not name.startswith("lora.") or bool(settings.get("lora"))
 
 
 def _made(trainer: Trainer, key: str, value: Any) -> Settings | None:
-    """What a key becomes; None if it is not translated."""
+    """The settings that a key becomes; None if it is not translated."""
     if key in trainer.keys:
         return {trainer.keys[key]: value}
     if key not in trainer.values:
@@ -73,7 +74,7 @@ def _unknown(trainer: Trainer, key: str) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The keys of a file that have a value; of torchtune's sections dotted ones."""
+    """The keys of a file that have a value; keys in sections of torchtune have dotted names."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -90,7 +91,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """A number that YAML 1.1 reads as text, such as 1e-5."""
+    """The value, where text such as 1e-5, a string in YAML 1.1, becomes a number."""
     try:
         return float(value) if isinstance(value, str) and value[:1].isdigit() and "e" in value.lower() else value
     except ValueError:
@@ -98,7 +99,7 @@ def _number(value: Any) -> Any:
 
 
 def _joined(settings: Settings) -> Settings:
-    """Settings with both betas in one, without those of LoRA that nothing asks for, and no epochs beside steps."""
+    """Settings with both betas in one, without those of LoRA if nothing asks for LoRA, and no epochs beside steps."""
     if settings.get("lora"):
         settings.setdefault("lora.rank", 16)
     betas = [settings.pop(f"optim.betas.{place}", default) for place, default in enumerate((0.9, 0.999))]

@@ -4,11 +4,11 @@
     SAVE/global_step1500/      checkpoints, see `checkpoint.py`
     SAVE/latest                name of the newest checkpoint
     SAVE/log.jsonl             a line for each step
-    SAVE/best                  name of the best one, with evaluate.best
+    SAVE/best                  name of the best checkpoint, with evaluate.best
     SAVE/evaluations.jsonl     a line for each evaluation
     SAVE/generations.jsonl     a line for each answer to evaluate.prompts
 
-They are read without torch.
+These files are read without torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from train.settings.config_file import load_config
 
 CONFIG, LOG, EVALUATIONS, GENERATIONS = "config.yml", "log.jsonl", "evaluations.jsonl", "generations.jsonl"
 LATEST, BEST, NOTE, PREFIX = "latest", "best", ".progress", "global_step"
-"""Files that name the newest and the best checkpoint; progress file in each checkpoint; prefix of their names."""
+"""Files that name the newest and the best checkpoint; progress file in a checkpoint; prefix of checkpoint names."""
 OF_A_JOB = (
     "save.path", "init", "export", "chat_template", "steps.exit_", "log.", "profile.", "parallel.timeout_minutes",
 )  # fmt: skip
@@ -40,11 +40,11 @@ def open_run(path: Path, overrides: Iterable[str] = ()) -> tuple[Config, list[st
     """The settings of a run.
 
     Args:
-        path: a file of settings; or a folder with one, or with checkpoints, which may have been moved.
-        overrides: as for `load_config`.
+        path: a file of settings, or a run folder with such a file; a run folder may have been moved.
+        overrides: options that override settings, as for `load_config`.
 
     Returns:
-        As `load_config`.
+        What `load_config` returns.
 
     Raises:
         SourceError: the folder has no settings.
@@ -62,7 +62,7 @@ def started(path: Path) -> Path:
     """The checkpoint that `latest` names in a run folder of this trainer; the path itself for any other folder.
 
     Raises:
-        RefusedError: the folder also holds a Hugging Face model.
+        RefusedError: the folder also has a Hugging Face model.
     """
     require_one(path, is_ours)
     name = (path / LATEST).read_text().strip() if (path / LATEST).is_file() else ""
@@ -75,10 +75,10 @@ def is_ours(path: Path) -> bool:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log, empty if there is no log. An incomplete last line is ignored: the training may be running.
+    """The records of a log, empty if there is no log. An incomplete last line is ignored: the training may be running.
 
     Raises:
-        SourceError: any other line is damaged.
+        SourceError: a complete line is damaged.
     """
     if not path.is_file():
         return []
@@ -106,7 +106,7 @@ def changes(config: Config, done: bool) -> str:
 
     Args:
         config: the settings now.
-        done: the run is finished, so that the changes have no effect.
+        done: whether the run is finished, so that the changes have no effect.
     """
     path = config.save.path / CONFIG
     try:
@@ -126,7 +126,7 @@ def changes(config: Config, done: bool) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value of YAML's types."""
+    """A value made of YAML's types: paths become strings, tuples lists."""
     match value:
         case Path():
             return str(value.absolute())

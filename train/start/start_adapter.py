@@ -12,20 +12,20 @@ from train.settings.config import Lora
 KEYS: Mapping[str, str] = {
     "r": "rank", "lora_alpha": "alpha", "target_modules": "targets", "use_rslora": "rslora", "use_dora": "dora",
 }  # fmt: skip
-"""Keys of `adapter_config.json`, and the settings that they are here (peft 0.21.2 tuners/lora/config.py)."""
+"""Key of `adapter_config.json`: our setting in `lora` for it (peft 0.21.2 tuners/lora/config.py)."""
 UNKNOWN = (
     "rank_pattern", "alpha_pattern", "modules_to_save", "exclude_modules", "layers_to_transform", "layers_pattern",
     "target_parameters", "fan_in_fan_out",
 )  # fmt: skip
-"""Keys of adapters that `convert merge` merges and that have no setting here."""
+"""Keys of `adapter_config.json` that `convert merge` supports and that the training has no setting for."""
 
 
 def resolved(lora: Lora) -> Lora:
-    """The settings of adapters, with those of the folder that they start from, if there is one.
+    """The settings of adapters, completed from the adapter folder that the training starts from, if there is one.
 
     Raises:
         SourceError: the folder has no adapter.
-        UnsupportedError: the adapter has something that is not trained here.
+        UnsupportedError: the adapter has something that this trainer does not train.
         UsageError: a setting contradicts the adapter.
     """
     if lora.adapter is None:

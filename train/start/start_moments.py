@@ -1,4 +1,4 @@
-"""Adam's moments of the checkpoint that a run starts from, of any format, converted for the engine that reads them."""
+"""Adam's moments of the checkpoint that a run starts from, in any format, converted to the engine's format."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from train.start.run_folder import started
 from train.start.start_weights import opened
 
 MOMENTS = ".moments"
-"""Folder in `save.path` with the converted training; the first checkpoint of the run replaces it."""
+"""Name of the folder in `save.path` with the converted training state; the run's first checkpoint deletes it."""
 STEP = re.compile(r"(?:global_step|iter_|checkpoint-)(\d+)")
-"""Names of checkpoints that say their step: DeepSpeed's, Megatron's and transformers'."""
+"""Matches names of checkpoints that contain their step: DeepSpeed's, Megatron's and transformers'."""
 
 
 class Moments(NamedTuple):
-    """A training that a run continues.
+    """The training state that a run continues from.
 
     Attributes:
-        path: a checkpoint that the engine reads.
-        step: how many updates Adam has made.
+        path: a checkpoint in the engine's format.
+        step: number of updates that Adam has made.
     """
 
     path: Path
@@ -32,16 +32,16 @@ class Moments(NamedTuple):
 
 
 def moments_of(config: Config, target: str) -> Moments:
-    """Convert master weights, moments and step of `model.path`, as `convert hf2fsdp --with-optimizer` does.
+    """Convert FP32 master weights, moments and step of `model.path`, as `convert hf2fsdp --with-optimizer` does.
 
     Args:
-        config: `model`, `save.path` and `steps.iteration_offset`.
-        target: what is written, `fsdp` or `deepspeed`.
+        config: the settings; `model`, `save.path` and `steps.iteration_offset` are read.
+        target: the format to write, `fsdp` or `deepspeed`.
 
     Raises:
         RefusedError: the checkpoint is of another step than `steps.iteration_offset`.
-        SourceError: it has no optimizer, or an incomplete one.
-        UnsupportedError: its optimizer is not read, or is not Adam alone.
+        SourceError: the checkpoint has no optimizer state, or an incomplete one.
+        UnsupportedError: the optimizer state cannot be read, or is not of Adam alone.
     """
     from converters.convert import run
     from converters.plan.opening import replicas_of

@@ -21,15 +21,15 @@ from train.settings.config import Config
 from train.start.run_folder import started
 
 TO_FOLDER = {form.name: form.to_folder for form in FORMATS.values() if form.to_folder}
-"""Format of a checkpoint: the command that makes a Hugging Face folder of it."""
+"""Format of a checkpoint: the command that converts it to a Hugging Face folder."""
 MAKE = f"make one of a checkpoint: convert {', '.join(sorted({*TO_FOLDER.values()}))} CHECKPOINT FOLDER"
-"""A hint where a Hugging Face folder is required."""
+"""The hint of errors where a Hugging Face folder is required."""
 CONVERTED = "start"
-"""Folder in `save.path` with the converted start of a run, a Hugging Face folder."""
+"""Name of the Hugging Face folder in `save.path` that the start of a run is converted to."""
 
 
 def settings_of(config: Config) -> Settings:
-    """The settings that the checkpoint to start from is opened with."""
+    """The settings with which the checkpoint to start from is opened."""
     return Settings(config=config.model.config, gqa_layout=config.model.gqa_layout)
 
 
@@ -45,15 +45,15 @@ def _is_quantized(path: Path) -> bool:
 
 
 def folder_of(config: Config, resumed: bool = False) -> Path:
-    """The Hugging Face folder to start from. Any other checkpoint is converted to `SAVE/start`, unless that was done.
+    """The Hugging Face folder to start from. Any other checkpoint is converted once, to `SAVE/start`.
 
     Args:
-        config: `model`, and `save.path`.
-        resumed: the weights come from a checkpoint of this run. Where `model.path` is `save.path`, as in GPT-NeoX
-            files, `latest` then names a checkpoint of this run, and `SAVE/start` stays what the run began with.
+        config: the settings; `model`, `seed` and `save.path` are read.
+        resumed: whether the weights come from a checkpoint of this run. Where `model.path` is `save.path`, as in
+            GPT-NeoX files, `latest` then names a checkpoint of this run, and `SAVE/start` stays the start of the run.
 
     Raises:
-        VitruvianError: it cannot be converted; or the Hugging Face folder or tokenizer that it needs is not given.
+        VitruvianError: the checkpoint cannot be converted, or it needs a Hugging Face folder or tokenizer, not given.
     """
     if config.model.tokenizer is not None and config.model.tokenizer.exists():
         open_vocabulary(config.model.tokenizer)  # checked also where the start has its own
@@ -91,10 +91,10 @@ def folder_of(config: Config, resumed: bool = False) -> Path:
 
 
 def _random(path: Path, seed: int, out: Path) -> Path:
-    """A Hugging Face folder with the config and tokenizer of another and random weights, unless it is there.
+    """The folder `SAVE/start` with config and tokenizer of a Hugging Face folder and random weights, made once.
 
-    They are those that transformers initialises after `torch.manual_seed(seed)`, on this rank, which needs memory for
-    all of them.
+    The weights are those that transformers initialises after `torch.manual_seed(seed)`, on this rank, which needs
+    memory for all of them.
 
     Raises:
         SourceError: the folder has no config.json, or transformers does not know its model.
@@ -129,7 +129,11 @@ def _random(path: Path, seed: int, out: Path) -> Path:
 
 
 def opened(path: Path, config: Config, scratch: Path) -> tuple[Checkpoint, str]:
-    """A checkpoint with the tokenizer that it lacks, if it is given or its yml names one; and the tokenizer's hash."""
+    """A checkpoint, with a tokenizer if the checkpoint lacks one, and the hash of that tokenizer.
+
+    The tokenizer is that of the settings, or the one that the checkpoint's yml names. The hash is empty if no tokenizer
+    was added.
+    """
     from converters.assets.files import has_tokenizer
     from converters.assets.found_tokenizer import attached, load, named
 

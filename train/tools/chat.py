@@ -1,7 +1,7 @@
-"""Chat with a model in a Hugging Face folder, to try a trained model.
+"""Chats with a model in a Hugging Face folder, to try a trained model.
 
-Prompts are encoded as training data is (`train/data/tokens/template_encoder.py`): text never becomes a control token,
-as it can with transformers' `apply_chat_template`. An answer ends at the tokens of `generation_config.json`.
+Prompts are encoded like training data (`train/data/tokens/template_encoder.py`): text never becomes a control token,
+which it may with transformers' `apply_chat_template`. An answer ends at the tokens of `generation_config.json`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Sampling(NamedTuple):
     """How tokens are sampled; the sampling settings of generation_config.json are not used.
 
     Attributes:
-        most: maximum tokens of an answer.
-        temperature: 0 is greedy.
-        seed: for sampling.
+        most: maximum number of tokens of an answer.
+        temperature: temperature of sampling; 0 is greedy.
+        seed: random seed of sampling.
     """
 
     most: int
@@ -33,17 +33,17 @@ class Sampling(NamedTuple):
 
 
 Generate = Callable[[list[int], list[int], Sampling], list[int]]
-"""(prompt ids, stop ids, sampling) -> ids of the answer, including the one that stopped it."""
+"""(prompt ids, stop ids, sampling) -> ids of the answer, including the stop id that ended the answer."""
 
 
 class Answer(NamedTuple):
     """The answer of a model.
 
     Attributes:
-        prompt: token ids.
-        ids: of the answer, including the token that ended it.
-        text: the answer without that token.
-        ending: the token that ended it, None where it was cut off.
+        prompt: token ids of the prompt.
+        ids: token ids of the answer, including the token that ended the answer.
+        text: the text of the answer without that token.
+        ending: the token that ended the answer, None if the answer was cut off.
     """
 
     prompt: list[int]
@@ -57,12 +57,12 @@ class Chat:
     """A loaded model with its tokenizer and chat template.
 
     Attributes:
-        vocabulary: its tokenizer.
-        encoder: its chat template.
-        stops: ids that end an answer.
-        room: maximum tokens of prompt and answer together, None if config.json does not say.
+        vocabulary: the tokenizer.
+        encoder: encodes prompts with the chat template.
+        stops: ids of the tokens that end an answer.
+        room: maximum number of tokens of prompt and answer together, None if config.json does not specify it.
         generate: runs the model.
-        notes: for the user.
+        notes: notes for the user.
     """
 
     vocabulary: Fast
@@ -77,8 +77,8 @@ class Chat:
 
         Raises:
             UsageError: a turn is not valid text.
-            RefusedError: the template refuses the turns, contents cannot be told from the template's tokens, or the
-                conversation is too long.
+            RefusedError: the template refuses the turns, contents cannot be told apart from the template's tokens, or
+                the conversation is too long.
         """
         prompt = self._prompt(roles, contents)
         most = sampling.most if self.room is None else min(sampling.most, self.room - len(prompt))
@@ -104,12 +104,12 @@ def open_chat(folder: Path, backend: str) -> Chat:
     """Load a model, its tokenizer and its chat template.
 
     Args:
-        folder: as `save_pretrained` or `convert` writes it.
+        folder: a Hugging Face folder, as `save_pretrained` or `convert` writes it.
         backend: one of `BACKENDS`.
 
     Raises:
-        UsageError: it is a checkpoint of a training run, or has no chat template.
-        SourceError: it is not a checkpoint, or is damaged.
+        UsageError: the folder is a checkpoint of another format, or has no tokenizer.json or no chat template.
+        SourceError: the folder is not a checkpoint, or is damaged.
         RefusedError: tokenizer, template and weights are not of one model.
         UnsupportedError: the backend is not installed, or cannot load the model.
     """
@@ -151,7 +151,7 @@ def _require_model(folder: Path) -> None:
 
 
 def _transformers(folder: Path) -> Generate:
-    """The model in transformers, on the available accelerator or the CPU."""
+    """Load the model in transformers, on the available accelerator or the CPU, and return a generator."""
     import torch
     import transformers
 
@@ -188,7 +188,7 @@ def _transformers(folder: Path) -> Generate:
 
 
 def _vllm(folder: Path) -> Generate:
-    """The model in vLLM, which gets token ids, so that it does not tokenize."""
+    """Load the model in vLLM, and return a generator. vLLM gets token ids, so that it does not tokenize."""
     try:
         import vllm
     except ImportError:

@@ -1,4 +1,4 @@
-"""Checks of a machine before the first job: versions, device, attention backends, ranks, nodes.
+"""Checks a machine before the first job: versions, device, attention backends, ranks, nodes.
 
 Under torchrun or srun all ranks take part, and an all-reduce over them is checked and timed.
 """
@@ -30,11 +30,11 @@ PACKAGES = (
     "flash-attn", "liger-kernel", "triton", "tensorboard", "wandb", "vllm",
 )  # fmt: skip
 SUMMED = 64 * 2**20
-"""Bytes of the tensor that is all-reduced."""
+"""Size of the tensor that is all-reduced, in bytes."""
 
 
 class Finding(NamedTuple):
-    """One check.
+    """The result of one check.
 
     Attributes:
         name: what was checked.
@@ -53,7 +53,7 @@ def examine(world: World, model: Path | None, slower: float) -> Iterator[Finding
     Args:
         world: the ranks.
         model: Hugging Face folder whose layers are tried; None takes a small Llama.
-        slower: see `node_speed.compare`.
+        slower: factor from which a node is slow, see `node_speed.compare`.
     """
     yield Finding("system", f"{platform.system()} {platform.release()}, Python {platform.python_version()}")
     runtime = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
@@ -98,7 +98,7 @@ def _config(model: Path | None) -> Any:
 
 
 def _attention(device: torch.device, config: Any) -> Iterator[Finding]:
-    """For each attention backend the difference between packed documents and unpacked ones."""
+    """A finding for each attention backend: the difference between packed documents and unpacked ones."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     chosen = resolve("auto", config, device, dtype)
     for backend in BACKENDS:
@@ -113,7 +113,7 @@ def _attention(device: torch.device, config: Any) -> Iterator[Finding]:
 
 
 def _sum(world: World) -> Finding:
-    """An all-reduce over all ranks, on the device: its result and its speed."""
+    """A finding on an all-reduce over all ranks, on the device: its result and its speed."""
     tensor = torch.ones(SUMMED // 4, device=world.device)
     dist.all_reduce(tensor)
     right = bool((tensor == world.ranks).all())

@@ -1,8 +1,8 @@
-"""Evaluation of saved checkpoints, without touching the training run that made them.
+"""Evaluates saved checkpoints, without touching the training run that made them.
 
 Weights come from an FSDP2 checkpoint of this trainer, without its optimizer state, or from a Hugging Face folder, on
 any number of ranks. Any other checkpoint is converted to a temporary Hugging Face folder. Results are `STEP.csv` in a
-folder, as those of tilde-nlp's perplexity tester.
+folder, like those of tilde-nlp's perplexity tester.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from train.start.run_folder import PREFIX, is_ours, started
 from train.start.start_weights import folder_of, is_folder
 
 METADATA = ".metadata"
-"""File of DCP checkpoints. A folder converted from such a checkpoint has its `.progress`, but not this file."""
+"""File of DCP checkpoints. A Hugging Face folder converted from a checkpoint has its `.progress`, but not this file."""
 STEP = re.compile(r"(?:global_step|iter_)(\d+)")
-"""Names of checkpoints of this trainer, GPT-NeoX and Megatron."""
+"""Matches names of checkpoints of this trainer, GPT-NeoX and Megatron."""
 
 
 class Place(NamedTuple):
-    """A checkpoint: its folder, and its progress if it is one of this trainer."""
+    """A checkpoint: its folder, and its progress if this trainer wrote the checkpoint."""
 
     path: Path
     progress: Progress | None
 
     @property
     def step(self) -> int | None:
-        """The global step, from the progress or the folder's name; None if neither says it."""
+        """The global step, from the progress or the folder's name; None if neither has it."""
         if self.progress is not None:
             return self.progress.offset + self.progress.step
         match = STEP.fullmatch(self.path.name)
@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
     @property
     def sharded(self) -> bool:
-        """Whether it is an FSDP2 checkpoint of this trainer, which ranks read directly."""
+        """Whether the checkpoint is an FSDP2 checkpoint of this trainer, which ranks read directly."""
         return self.progress is not None and (self.path / METADATA).is_file()
 
 
@@ -66,8 +66,8 @@ def find(save: Path, name: str) -> Place:
     """A checkpoint by its step or name in a run, by `latest`, or by its path.
 
     Raises:
-        UsageError: there is none, or it belongs to another run.
-        SourceError: `latest` is wrong.
+        UsageError: there is no such checkpoint, or it belongs to another run.
+        SourceError: `latest` names no checkpoint of this trainer although there are some.
     """
     inside = save / (f"{PREFIX}{name}" if name.isdecimal() else name)
     if name == "latest":
@@ -87,7 +87,7 @@ def find(save: Path, name: str) -> Place:
 
 
 def every(save: Path) -> list[Place]:
-    """All checkpoints of a run (this trainer, GPT-NeoX, Megatron), oldest first: a linked start is the first."""
+    """All checkpoints of a run (of this trainer, GPT-NeoX, Megatron), oldest first, including a linked start."""
     folders = [path for path in save.glob("*") if STEP.fullmatch(path.name) and path.is_dir()]
     return sorted(map(_place, folders), key=lambda place: (place.step, place.path.name))
 
@@ -102,7 +102,7 @@ def _place(path: Path) -> Place:
 
 
 def _latest(save: Path) -> Path | None:
-    """The newest checkpoint of this trainer; else the latest one as GPT-NeoX or Megatron records it."""
+    """The newest checkpoint of this trainer; otherwise the latest one that GPT-NeoX or Megatron has recorded."""
     if (path := newest(save)) is not None or not save.is_dir():
         return path
     if deepspeed.detect(save):
@@ -112,10 +112,10 @@ def _latest(save: Path) -> Path | None:
 
 @contextmanager
 def readable(place: Place, config: Config, world: World) -> Iterator[Place]:
-    """A checkpoint that ranks can read: itself, or a temporary Hugging Face folder converted from it.
+    """Yield a checkpoint that ranks can read: the given one, or a temporary Hugging Face folder converted from it.
 
     Raises:
-        VitruvianError: it cannot be converted.
+        VitruvianError: the checkpoint cannot be converted.
     """
     if place.sharded or is_folder(place.path):
         yield place
@@ -136,10 +136,10 @@ def readable(place: Place, config: Config, world: World) -> Iterator[Place]:
 
 
 def load_weights(place: Place, model: Any, world: World) -> None:
-    """Fill a model, each rank its own shards.
+    """Fill a model with the weights of a checkpoint; each rank reads its own shards.
 
     Raises:
-        SourceError: the checkpoint holds only adapters.
+        SourceError: the checkpoint has only adapters.
     """
     if (place.path / lora.NOTE).is_file():
         raise SourceError(
@@ -156,14 +156,14 @@ def load_weights(place: Place, model: Any, world: World) -> None:
 
 @contextmanager
 def opened_sets(config: Config, texts: Path | None, world: World, tokenizer: Path) -> Iterator[Mapping[str, Rows]]:
-    """The sets to score: the validation sets, or the files of a folder, tokenized into a temporary folder.
+    """Yield the sets to score: the validation sets, or the files of a folder, tokenized into a temporary folder.
 
     Args:
-        config: `data` and `model`.
+        config: the settings.
         texts: a folder of `*.jsonl`, records with `text`; each file is a set. All tokens but the first are labels; no
             begin or end token is added.
         world: the ranks, which share the file system of `save.path`.
-        tokenizer: its file or folder.
+        tokenizer: file or folder of the tokenizer.
 
     Raises:
         UsageError: there are no sets.
@@ -190,7 +190,7 @@ def opened_sets(config: Config, texts: Path | None, world: World, tokenizer: Pat
 
 
 def _tokenize(files: list[Path], folder: Path, tokenizer: Path) -> Path:
-    """Write token files with the names of the texts into a folder. Returns the folder."""
+    """Tokenize text files into token files of the same names in a folder. Returns the folder."""
     from train.data.tokens.input_ranges import ranges
     from train.data.tokens.tokenize import Request, tokenize
     from train.data.tokens.tokenizers import names_digest, open_vocabulary
@@ -219,9 +219,9 @@ def score(
     """Evaluate checkpoints of one model.
 
     Args:
-        config: `model`, `data.validation` and `evaluate`.
+        config: the settings; `model`, `data.validation`, `evaluate` and `save.path` are read.
         places: the checkpoints, at least one.
-        texts: see `opened_sets`.
+        texts: folder of text files, see `opened_sets`; None for the validation sets.
         world: the ranks.
         tell: called on rank 0 with a note of documents that are left out.
 
@@ -261,7 +261,7 @@ class _Evaluator(NamedTuple):
 def _open_evaluator(
     config: Config, path: Path, texts: Path | None, world: World, tell: Callable[[str], None]
 ) -> Iterator[_Evaluator]:
-    """What all checkpoints share, from the first of them: the sets, and a model to fill."""
+    """Yield what all checkpoints share, made from the first of them: the sets, the judge, and a model to fill."""
     tokenizer = config.evaluate.tokenizer or path
     start = config.model.model_copy(update={"path": path})
     config = config.model_copy(update={"model": start, "lora": None})

@@ -1,4 +1,4 @@
-"""`train init`: a run folder with every setting explained, a link to the start, and a folder for checkpoints.
+"""`train init`: makes a run folder with every setting explained, a link to the start, and a folder for checkpoints.
 
 DIR/config.yml
 DIR/start -> the checkpoint              or, if it is named global_stepN as in a run folder,
@@ -32,16 +32,16 @@ from train.settings.config_file import load_config
 from train.start.run_folder import LATEST, PREFIX
 
 SEQ_LENGTH = 8192
-"""Tokens of a row, unless the model has fewer positions."""
+"""Default number of tokens of a row; less if the model has fewer positions."""
 
 
 class Start(NamedTuple):
-    """What a run starts from.
+    """The checkpoint that a run starts from.
 
     Attributes:
-        path: the checkpoint, as the settings name it.
-        offset: its global step, 0 if its name has none.
-        seq_length: tokens of a row.
+        path: path of the checkpoint in the settings.
+        offset: global step of the checkpoint, 0 if its name has none.
+        seq_length: number of tokens of a row.
     """
 
     path: Path
@@ -57,15 +57,15 @@ def init(
     gqa_layout: str = "auto",
     given: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
-    """Make a run folder.
+    """Make a run folder for a checkpoint.
 
     Args:
-        folder: new, or empty.
+        folder: the folder to make, new or empty.
         start: checkpoint of any format.
         data: token files.
         base: Hugging Face folder with config and tokenizer, for a checkpoint that has none.
-        gqa_layout: see `Settings`.
-        given: settings by dotted names, of a file of another trainer.
+        gqa_layout: order of query, key and value in a GPT-NeoX checkpoint, see `Settings`.
+        given: settings by dotted names, from a preset or from a file of another trainer.
 
     Returns:
         The path of the settings.
@@ -100,15 +100,15 @@ def init(
 
 
 def init_after(folder: Path, before: Path, data: Sequence[Path]) -> Path:
-    """Make the run folder of a phase that follows another one, with its settings and its save folder.
+    """Make the run folder of a phase that follows another phase, with its settings and its save folder.
 
     The warm-up is kept where the learning rate schedule restarts; `export` is not copied.
 
     Args:
-        folder: new, or empty.
-        before: the settings of the previous phase.
-        data: token files or plans of the new phase. If the previous phase sets `train_iters`, this one gets the steps
-            of one pass.
+        folder: the folder to make, new or empty.
+        before: file with the settings of the previous phase.
+        data: token files or plans of the new phase. If the previous phase sets `train_iters`, the new phase gets the
+            steps of one pass.
 
     Returns:
         The path of the settings.
@@ -150,7 +150,7 @@ def _tag(start: Path) -> Path:
     """The checkpoint that `latest` in a folder names, so that its step is known; the path itself without `latest`.
 
     Raises:
-        RefusedError: the folder also holds a Hugging Face model.
+        RefusedError: the folder also has a Hugging Face model.
     """
     require_one(start, Path.is_dir)
     name = (start / LATEST).read_text().strip() if (start / LATEST).is_file() else ""
@@ -158,7 +158,7 @@ def _tag(start: Path) -> Path:
 
 
 def _link(folder: Path, start: Path, seq_length: int) -> Start:
-    """Link the checkpoint, by a relative path, so that the folders can be moved together."""
+    """Link the checkpoint into the run folder by a relative path, so that both can be moved together."""
     target = start.parent.resolve() / start.name if start.name else start.resolve()
     step = re.fullmatch(rf"_?{PREFIX}_?(\d+).*|iter_(\d+)", target.name)
     place = folder / "start"
@@ -175,7 +175,7 @@ def _link(folder: Path, start: Path, seq_length: int) -> Start:
 
 
 def _set_values(config: Config) -> Iterator[tuple[str, Any]]:
-    """The settings that a file sets, by dotted names."""
+    """The settings that a file sets, by dotted names, with their values."""
 
     def walk(part: BaseModel, prefix: str) -> Iterator[tuple[str, Any]]:
         for name in sorted(part.model_fields_set):
@@ -197,10 +197,10 @@ def _write(folder: Path, values: Mapping[str, Any]) -> Path:
 
 
 def text_of(values: Mapping[str, Any]) -> Iterator[str]:
-    """A file of settings: given values, and all other settings as comments with their defaults; each explained.
+    """The lines of a file of settings, each explained: values that are set, all others as comments with their defaults.
 
     Args:
-        values: by dotted names.
+        values: values of settings by dotted names.
     """
     yield "# Every setting can be given on the command line too: train run config.yml --optim.lr 1e-5"
     yield "# Commented-out settings have the default shown. Paths are relative to where the command is run.\n"
@@ -232,7 +232,7 @@ def _lines(fields: Mapping[str, FieldInfo], prefix: str, indent: str, values: Ma
 
 
 def _flow(value: Any) -> str:
-    """A value on one line, as YAML."""
+    """A value as YAML on one line."""
     match value:
         case Path():
             return _flow(str(value))
@@ -250,7 +250,7 @@ def _flow(value: Any) -> str:
 
 
 def _choices(kind: Any) -> str:
-    """The values that a setting accepts, if they are listed."""
+    """The values that a setting accepts as text, if its type lists them; else empty."""
     if get_origin(kind) is Literal:
         return "(" + " | ".join(map(str, get_args(kind))) + ")"
     if get_origin(kind) in (Union, UnionType, list):

@@ -1,8 +1,8 @@
-"""The command line of EleutherAI's lm-evaluation-harness for a model. The harness itself is never imported.
+"""Makes the command line of EleutherAI's lm-evaluation-harness for a model. The harness itself is never imported.
 
 Facts: lm-eval 0.4.13, `lm_eval run --help` (older versions: the same without `run`); models/huggingface.py
-and models/vllm_causallms.py for what --model_args may hold. `hf` has one copy of the model for each process of
-`accelerate launch`, vLLM shares or copies it itself.
+and models/vllm_causallms.py for the keys of --model_args. `hf` has one copy of the model for each process of
+`accelerate launch`, vLLM shares or copies the model itself.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True)
 class Bench:
-    """An evaluation.
+    """An evaluation with the harness.
 
     Attributes:
         model: a Hugging Face folder.
         tasks: names that the harness knows.
         backend: hf or vllm.
         gpus: number of copies of the model, each on its own GPU.
-        dtype: one of `DTYPES`; None for that of the model's config.
-        chat: whether prompts get the chat template; None where the model has one.
+        dtype: one of `DTYPES`; None for the dtype in the model's config.
+        chat: whether prompts get the chat template; None means if the model has a template.
         out: folder of the results.
         more: further arguments for the harness.
     """
@@ -44,11 +44,12 @@ class Bench:
 
 
 def command_of(bench: Bench) -> list[str]:
-    """The arguments of the command.
+    """The command of an evaluation, as a list of arguments.
 
     Raises:
-        UsageError: it is not a Hugging Face folder, or the harness could not parse its name.
-        SourceError: its config does not say the dtype of the weights.
+        UsageError: the model is not a Hugging Face folder, or has no chat template for `chat`, or the harness could not
+            parse the folder's name.
+        SourceError: the model's config does not specify the dtype of the weights.
     """
     model = bench.model
     if not (model / "config.json").is_file():
@@ -76,7 +77,7 @@ def command_of(bench: Bench) -> list[str]:
 
 
 def _dtype(model: Path) -> str:
-    """The dtype of the weights in the config: `dtype`, or `torch_dtype` before transformers 5."""
+    """The dtype of the weights in a model's config: `dtype`, or `torch_dtype` before transformers 5."""
     try:
         config = json.loads((model / "config.json").read_bytes())
         dtype = config.get("dtype") or config.get("torch_dtype")

@@ -1,4 +1,4 @@
-"""Speed of each node's matmul and of its links to its neighbours: a training waits for the slowest node."""
+"""Measures the speed of each node's matmul and of its links to neighbours: a training waits for the slowest node."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from train.distributed import World
 
 REPEATS = 15
 EXCHANGED = 64 * 2**20
-"""Bytes that each rank sends to a neighbour, and receives from it at the same time."""
+"""Number of bytes that each rank sends to a neighbour, and receives from that neighbour at the same time."""
 
 
 class Figures(NamedTuple):
-    """Seconds of the slowest rank of a node.
+    """Times of a node, in seconds, each of the node's slowest rank.
 
     Attributes:
-        node: its name, as sbatch's --exclude takes it.
-        matmul: a product of two matrices, while all other ranks compute it too.
-        link: an exchange with the faster of its two neighbours; 0 where there are none.
+        node: name of the node, as sbatch's --exclude takes it.
+        matmul: time of a product of two matrices, while all other ranks compute the same product.
+        link: time of an exchange with the faster of the node's two neighbours; 0 where there are none.
     """
 
     node: str
@@ -50,7 +50,7 @@ def measure(world: World) -> list[Figures]:
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """The pairs of neighbours in a ring of nodes, in rounds where each node is in at most one pair."""
+    """The pairs of neighbours in a ring of nodes, grouped into rounds in which each node is in at most one pair."""
     ring = [(at, (at + 1) % count) for at in range(count if count > 2 else count - 1)]
     last = ring[len(ring) - count % 2 :]
     ring = ring[: len(ring) - len(last)]
@@ -58,10 +58,10 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def compare(figures: Sequence[Figures], slower: float) -> tuple[str, dict[str, str]]:
-    """The median figures as text; and for each slow node a text that says what takes longer.
+    """The median figures as text; and for each slow node, by its name, a text that names what takes longer.
 
     Args:
-        figures: of all nodes.
+        figures: figures of all nodes.
         slower: a node is slow if it takes more than this many times the median of all nodes.
     """
     matmul, link = (
@@ -87,7 +87,7 @@ def compare(figures: Sequence[Figures], slower: float) -> tuple[str, dict[str, s
 
 
 def _matmul(world: World) -> float:
-    """Seconds of a product of two matrices."""
+    """Time of a product of two matrices, in seconds."""
     cuda = world.device.type == "cuda"
     rows, dtype = (8192, torch.bfloat16) if cuda else (1024, torch.float32)
     matrix = torch.randn(
@@ -98,7 +98,7 @@ def _matmul(world: World) -> float:
 
 
 def _link(world: World, nodes: Sequence[Sequence[int]]) -> float:
-    """Seconds of an exchange with the same local rank of a neighbour node, while all nodes exchange."""
+    """Time of an exchange with the same local rank of a neighbour node, while all nodes exchange, in seconds."""
     if len({len(ranks) for ranks in nodes}) > 1:
         return 0.0
     sent, received = (torch.ones(EXCHANGED // 4, device=world.device) for _ in range(2))
@@ -120,7 +120,7 @@ def _exchange(sent: torch.Tensor, received: torch.Tensor, peer: int) -> None:
 
 
 def _seconds(world: World, work: Callable[[], object]) -> float:
-    """Median seconds of some work; the median ignores the warm-up."""
+    """Median time of some work, in seconds; the median ignores the warm-up."""
     seconds = []
     for _ in range(REPEATS):
         began = time.monotonic()

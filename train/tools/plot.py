@@ -1,7 +1,7 @@
-"""Diagrams of runs over the global step: loss, learning rate, gradient norm, and evaluations.
+"""Draws diagrams of runs over the global step: loss, learning rate, gradient norm, and evaluations.
 
 The log of an interrupted run has one line for each step, so its curves have no gaps; runs that follow each other, such
-as the phases of a pre-training, are drawn in one diagram. No torch.
+as the phases of a pre-training, are drawn in one diagram. torch is not needed.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from formats.errors import SourceError, UnsupportedError
 from train.start.run_folder import EVALUATIONS, LOG, lines_of
 
 Curve = Mapping[int, float]
-"""Global step to value."""
+"""Values by global step."""
 PANELS: Mapping[str, str] = {"loss": "loss", "lr": "learning rate", "grad_norm": "gradient norm"}
-"""Key in the log of steps, and the label of its axis."""
+"""Key in the log of steps: the label of the panel's axis."""
 TEXTS = {"rouge": "ROUGE", "bleu": "BLEU"}
-"""Prefixes of metrics that have a panel of their own, where they were computed."""
+"""Prefix of metrics that have a panel of their own, if they were computed: the label of its axis."""
 VARYING = ("loss", "grad_norm")
-"""Panels of what varies from step to step: smoothed, and perhaps with a logarithmic axis."""
+"""Panels of values that vary from step to step: they are smoothed, and may have a logarithmic axis."""
 CLIPPED = "grad_norm"
-"""The panel whose peaks are cut off."""
+"""The panel in which peaks are cut off."""
 PARTS = 40
-"""A curve is smoothed over one part of so many."""
+"""A curve is smoothed over this fraction of its length: one part of 40."""
 WIDTH, HEIGHT, DPI = 10.0, 2.6, 160
 """Width of the diagram and height of a panel in inches, and dots per inch."""
 MARKERS = "osD^vPX"
@@ -37,9 +37,9 @@ class History:
     """The curves of a run's logs.
 
     Attributes:
-        name: of the run folder.
-        steps: key of `PANELS` to its curve.
-        scores: for each panel of evaluations, name of the set (and of the metric) to its curve.
+        name: name of the run folder.
+        steps: curve by key of `PANELS`.
+        scores: for each panel of evaluations, curve by name of the set (and of the metric).
     """
 
     name: str
@@ -51,7 +51,7 @@ def read_history(run: Path) -> History:
     """Read the logs of a run. Where a step was evaluated twice, the later evaluation counts.
 
     Raises:
-        SourceError: there is no log, or it is damaged.
+        SourceError: the run has no log, or a damaged one.
     """
     lines = lines_of(run / LOG)
     if not lines:
@@ -69,7 +69,7 @@ def read_history(run: Path) -> History:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The mean of each value and those around it: a fortieth of the curve, less at its ends."""
+    """The mean of each value and the values around it: over a fortieth of the curve, less at its ends."""
     half = len(values) // (2 * PARTS)
     if half == 0:
         return list(values)
@@ -79,7 +79,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def ceiling(values: Sequence[float]) -> float | None:
-    """Where a panel is cut off, so that a few peaks do not flatten it; None where it need not be."""
+    """The value at which a panel is cut off, so that a few peaks do not flatten the curve; None for no cut."""
     usual = sorted(values)[int(0.99 * (len(values) - 1))] if values else 0.0
     return 1.5 * usual if values and max(values) > 3 * usual > 0 else None
 
@@ -88,8 +88,8 @@ def draw(runs: Sequence[History], out: Path, log: bool = False) -> None:
     """Draw runs into one PNG, with the panels below each other.
 
     Args:
-        runs: their logs.
-        out: the file.
+        runs: the logs of the runs.
+        out: the PNG file to write.
         log: whether loss and gradient norm have a logarithmic axis.
 
     Raises:
@@ -131,7 +131,7 @@ def draw(runs: Sequence[History], out: Path, log: bool = False) -> None:
 
 
 def _clip(axis: Any, values: Sequence[float]) -> None:
-    """Cut peaks off, and say how many there are."""
+    """Cut the peaks of a panel off, and annotate their number and the largest."""
     top = ceiling(values)
     if top is None:
         return
@@ -142,7 +142,7 @@ def _clip(axis: Any, values: Sequence[float]) -> None:
 
 
 def _panel(axis: Any, name: str, run: History, colour: str, several: bool) -> None:
-    """The curves of a run in a panel: every value thin, their mean thick, and the last one as a number."""
+    """Draw the curves of a run in a panel: every value thin, their mean thick, and the last value as a number."""
     curve_of_steps = run.steps.get(name, {})
     scores = run.scores.get(name, {})
     before = f"{run.name} " if several else ""
@@ -166,5 +166,5 @@ def _panel(axis: Any, name: str, run: History, colour: str, several: bool) -> No
 
 def _number(axis: Any, step: int, value: float, colour: str) -> None:
     where: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "annotation_clip": True}
-    where["bbox"] = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 1}  # another run may begin there
+    where["bbox"] = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 1}  # another curve may be there
     axis.annotate(f"{value:.3g}", (step, value), color=colour, fontsize="x-small", **where)

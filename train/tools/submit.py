@@ -1,4 +1,4 @@
-"""Training runs, evaluations, data commands and preflights as Slurm jobs; see `converters/common/slurm.py`."""
+"""Makes Slurm jobs of trainings, evaluations, data commands and preflights; see `converters/common/slurm.py`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from train.settings.batching import sizes_of
 from train.settings.config_file import load_config
 
 RETRIES = 2
-"""Failures in a row without a new checkpoint, after which a chain ends."""
+"""Number of failures in a row without a new checkpoint after which a chain ends."""
 DATA_SECONDS, DATA_MB = 4 * 3600, 28_000
-"""Defaults of a data command: the limits of Leonardo's serial partition, enough for a long preparation."""
+"""Default time in seconds and memory in MB of a data command: the limits of Leonardo's serial partition, enough for a
+long preparation."""
 EACH = 240
-"""Seconds for each node, for all together, and twice for neighbours: less than the 20 minutes of a preflight."""
+"""Seconds for each node, for all nodes together, and twice for neighbours: less than the 20 minutes of a preflight."""
 RENDEZVOUS = (
     "OMP_NUM_THREADS={cpus} exec python -m torch.distributed.run "
     "--nnodes=$SLURM_NNODES --node_rank=$SLURM_NODEID --nproc_per_node={tasks} "
@@ -44,19 +45,19 @@ def training(
     launcher: str,
     save_seconds: int,
 ) -> Job:
-    """A training run, as a chain of jobs until it is done.
+    """The chain of jobs of a training run, which ends when the training is done.
 
     Args:
-        config: its settings.
+        config: file with the settings of the run.
         overrides: dotted options, as for `load_config`.
         wishes: options of the job.
         links: maximum number of jobs.
         bench: batch script that is submitted for the last checkpoint of each job.
         launcher: srun or torchrun.
-        save_seconds: seconds before the end of a job at which it gets the signal to save.
+        save_seconds: number of seconds before the end of a job at which the training gets the signal to save.
 
     Raises:
-        UsageError: the settings contradict each other, or the job.
+        UsageError: the settings contradict each other, or do not fit the job.
     """
     settings, _ = load_config(config, overrides)
     site = load_site(wishes.site)
@@ -75,7 +76,7 @@ def require_batch(config: Path, overrides: Sequence[str], wishes: Wishes) -> Non
     """Check that the ranks of a training job have rows for each step.
 
     Raises:
-        UsageError: the batch is too small for them, or does not divide among them.
+        UsageError: the batch is too small for the ranks, or cannot be divided among them.
     """
     settings, _ = load_config(config, overrides)
     site = load_site(wishes.site)
@@ -83,7 +84,7 @@ def require_batch(config: Path, overrides: Sequence[str], wishes: Wishes) -> Non
 
 
 def evaluation(argv: Sequence[str], wishes: Wishes, launcher: str) -> Job:
-    """`train eval …` on all GPUs of its nodes."""
+    """The job that runs `train eval …` on all GPUs of its nodes."""
     site = load_site(wishes.site)
     header, srun, command = _with_gpus(site, wishes, launcher, argv)
     folder = Path.cwd() / "slurm"
@@ -91,15 +92,15 @@ def evaluation(argv: Sequence[str], wishes: Wishes, launcher: str) -> Job:
 
 
 def data(argv: Sequence[str], wishes: Wishes) -> Job:
-    """A data command, as a job without GPUs that resumes in another job when its time is up."""
+    """The job of a data command: it has no GPUs, and resumes in another job when its time is up."""
     return cpu_job(argv[0], ["train", *argv], wishes, DATA_SECONDS, DATA_MB)
 
 
 def preflight(wishes: Wishes) -> Job:
-    """`train doctor` on each node, and on all of them together."""
+    """The job that runs `train doctor` on each node, and on all of them together."""
     site = load_site(wishes.site)
     header = gpu_header(site, Wishes(wishes.site, {"time": "00:20:00", **wishes.sbatch}, wishes.image))
-    header["no-requeue"] = ""  # a failing node is what it looks for
+    header["no-requeue"] = ""  # the preflight looks for failing nodes
     folder = Path.cwd() / "slurm"
     settings = launching(site, wishes, folder) | {
         "LOGS": quoted(folder / "preflight") + "-$SLURM_JOB_ID",
@@ -112,7 +113,7 @@ def preflight(wishes: Wishes) -> Job:
 
 
 def _tasks(site: Site, wishes: Wishes) -> int:
-    """Ranks of a node."""
+    """Number of ranks of a node."""
     return int(wishes.sbatch.get("ntasks-per-node", site.tasks))
 
 
@@ -126,7 +127,7 @@ def _with_gpus(
 ) -> tuple[dict[str, str], list[str], list[object]]:
     """Header, srun options, and command of `train …` on all GPUs.
 
-    With torchrun there is one task a node. The shell of each task fills in its node number, so the command is wrapped
+    With torchrun there is one task per node. The shell of each task fills in the node number, so the command is wrapped
     in `sh -c`.
     """
     header = gpu_header(site, wishes) | {"chdir": str(Path.cwd())}

@@ -1,4 +1,4 @@
-"""From a source to one JSON line a record: filtered, made into turns, checked, counted, and published as a whole.
+"""Converts a source to one JSON line per record: filtered, made into turns, checked, counted; complete or absent.
 
 The order is that of the source. Dropped records are counted by reason; nothing is repaired.
 """
@@ -34,7 +34,7 @@ OUR_REASONS: Mapping[str, str] = {
     "columns": "the line of a table has more or fewer cells than its header",
 }
 CHOSEN = ("filter", "duplicate")
-"""Reasons that the recipe asks for; the record has no fault."""
+"""Reasons to drop a record that the recipe asks for: the record has no fault."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -42,7 +42,7 @@ class Made(NamedTuple):
     """An output record.
 
     Attributes:
-        line: from `json.dumps(…, ensure_ascii=False)`, with a line break.
+        line: the output of `json.dumps(…, ensure_ascii=False)`, with a line break.
         prompt: the first turn of the user; the whole text, if there are no turns.
     """
 
@@ -52,14 +52,14 @@ class Made(NamedTuple):
 
 @dataclass
 class Counts:
-    """What became of the records.
+    """Numbers of records that were read, kept, dropped and written.
 
     Attributes:
-        read: records of the source.
-        kept: records that were not dropped; a sample is drawn from these.
-        dropped: reason to number of records.
-        written: lines written.
-        nbytes: their size.
+        read: number of records of the source.
+        kept: number of records that were not dropped; a sample is drawn from these.
+        dropped: number of dropped records by reason.
+        written: number of lines written.
+        nbytes: size of the written lines, in bytes.
     """
 
     read: int = 0
@@ -72,21 +72,21 @@ class Counts:
 def fetch(
     recipe: Recipe, source: Source, out: Path, force: bool, strict: bool, tell: Callable[[Counts], None]
 ) -> Counts:
-    """Write the records that a recipe selects.
+    """Write the records that a recipe selects to a file.
 
     Args:
         recipe: the recipe.
-        source: its opened source.
+        source: the opened source of the recipe.
         out: the file to write; it appears when it is complete.
-        force: replace an existing file.
-        strict: stop at the first malformed record.
-        tell: called after every record.
+        force: whether to replace an existing file.
+        strict: whether to stop at the first malformed record.
+        tell: called with the counts after every record.
 
     Raises:
         SourceError: the source is damaged, a record is malformed and strict is set, or nothing is left.
         OutputError: the file exists, or there is no room for it.
         UsageError: the file is also the input.
-        NetworkError: the Hub cannot be reached any more.
+        NetworkError: the connection to the Hub is lost.
     """
     if out.exists() and any(Path(name).exists() and out.samefile(name) for name, _ in source.parts):
         raise UsageError(f"{out} is also the input")
@@ -143,7 +143,7 @@ def made(
 
 
 def maker(recipe: Recipe) -> Callable[[Mapping[str, Any]], Made]:
-    """The function that makes the output of a record, or raises Malformed."""
+    """A function that makes the output record of a record of the source, or raises Malformed."""
     roles = dict(recipe.roles)
     judge = reader(recipe.form, tuple({*roles.values(), *(role for role, _ in recipe.speakers)}))
 
@@ -182,7 +182,7 @@ def maker(recipe: Recipe) -> Callable[[Mapping[str, Any]], Made]:
 
 
 def summary(counts: Counts) -> str:
-    """The counts as a sentence."""
+    """The counts as one line of text."""
     lost = ", ".join(f"{reason} {count:,}" for reason, count in counts.dropped.most_common())
     return f"{counts.read:,} read, {counts.kept:,} kept, {counts.dropped.total():,} dropped" + (
         f" ({lost})" if lost else ""
@@ -190,7 +190,7 @@ def summary(counts: Counts) -> str:
 
 
 def why(counts: Counts) -> list[str]:
-    """Explanations of the reasons for which records were dropped."""
+    """Explanations of the reasons for which records were dropped, a line for each."""
     meanings = {**REASONS, **OUR_REASONS}
     return [f"{reason}: {meanings[reason]}" for reason in counts.dropped if reason not in CHOSEN]
 
@@ -199,7 +199,7 @@ def why(counts: Counts) -> list[str]:
 
 
 class _Unfit(Malformed):
-    """A row that its reader could not read, with a reason of `REASONS` or `OUR_REASONS`."""
+    """Raised for a row that its reader could not read, with a reason of `REASONS` or `OUR_REASONS`."""
 
     def __init__(self, reason: str) -> None:
         Exception.__init__(self, {**REASONS, **OUR_REASONS}[reason])
@@ -207,14 +207,14 @@ class _Unfit(Malformed):
 
 
 def _one(row: Row, recipe: Recipe, make: Callable[[Mapping[str, Any]], Made]) -> Made | None:
-    """The output of a record, None if a condition does not hold."""
+    """The output record of a row, None if a condition of the recipe does not hold."""
     if isinstance(row, str):
         raise _Unfit(row)
     return make(row) if all(condition.holds(row) for condition in recipe.where) else None
 
 
 def _twice(record: Made, seen: set[bytes]) -> str:
-    """`duplicate` if the prompt was seen before. 16 bytes of hash are kept for each, about 100 bytes of memory."""
+    """`duplicate` if the prompt was seen before, else empty. Per prompt, a hash of 16 bytes takes about 100 bytes."""
     digest = blake2b(record.prompt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     if digest in seen:
         return "duplicate"
@@ -229,7 +229,7 @@ def _said(fields: tuple[str, ...], record: Mapping[str, Any]) -> bool:
 
 
 def _turns(value: Any, keys: tuple[str, str], roles: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Roles and contents of a field with turns, and the flags that say whether a turn is trained."""
+    """The turns of a field: role, content, and the flags that specify whether a turn is trained."""
     if value is None:
         raise Malformed("field")
     speaker, content = keys
@@ -257,7 +257,7 @@ def _turns(value: Any, keys: tuple[str, str], roles: Mapping[str, str]) -> list[
 
 
 def _written(turns: list[dict[str, Any]], form: str) -> tuple[dict[str, Any], Record]:
-    """Turns in the output format."""
+    """Turns in the output format of the recipe, and the same turns as a Record."""
     record = Record([turn["role"] for turn in turns], [turn["content"] for turn in turns])
     if form == "conversations":
         return {"conversations": turns}, record
@@ -270,7 +270,7 @@ def _written(turns: list[dict[str, Any]], form: str) -> tuple[dict[str, Any], Re
 
 
 def _line(value: Mapping[str, Any]) -> bytes:
-    """A record as a line; only fields of `keep` may be impossible in JSON."""
+    """A record as a JSON line. Raises Malformed if a field of `keep` cannot be written as JSON."""
     try:
         return (json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain) + "\n").encode()
     except (ValueError, RecursionError):  # NaN, half of a surrogate pair, or too deep nesting
@@ -278,7 +278,7 @@ def _line(value: Mapping[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """A kept field that JSON has no type for, such as a date."""
+    """The text of a kept field that JSON has no type for, such as a date."""
     return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
@@ -286,7 +286,7 @@ def _plain(value: Any) -> Any:
 
 
 def _drawn(lines: Iterator[bytes], count: int, seed: int, folder: Path) -> Iterator[bytes]:
-    """A sample; its candidates are in an unnamed temporary file, so a killed process leaves nothing."""
+    """The lines of a sample; candidates are in an unnamed temporary file, so a killed process leaves no file."""
     with tempfile.TemporaryFile(dir=folder) as file:
         sample = Sample(count, seed, file)
         for line in lines:
@@ -296,7 +296,7 @@ def _drawn(lines: Iterator[bytes], count: int, seed: int, folder: Path) -> Itera
 
 @contextmanager
 def published(out: Path, force: bool) -> Iterator[IO[bytes]]:
-    """A file that appears when it is complete. Until then it is OUT.tmp, which only one process writes.
+    """Open a file that appears when it is complete. Until then it is OUT.tmp, which only one process writes.
 
     Raises:
         OutputError: the file exists, another process writes it, or there is no room.
@@ -321,7 +321,7 @@ def published(out: Path, force: bool) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _locked(staged: Path, out: Path) -> Iterator[IO[bytes]]:
-    """An empty file that is locked by this process, and deleted after an error."""
+    """Open an empty file that is locked by this process, and deleted after an error."""
     handle = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     with open(handle, "wb") as file:  # noqa: PTH123  # it is open
         lock(handle, staged)
@@ -339,8 +339,8 @@ def check_free(out: Path, force: bool) -> None:
     """Check that a file may be written.
 
     Raises:
-        OutputError: it exists.
-        UsageError: it is not a file.
+        OutputError: the file exists, and `force` is not set.
+        UsageError: the path is not a file.
     """
     try:
         mode = out.stat().st_mode

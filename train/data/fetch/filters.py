@@ -19,10 +19,10 @@ FIELD = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|[{}]")
 
 
 def _comparable(cell: Any, expected: Any) -> Any:
-    """The value of a field in the type of the recipe's value: text that is a number can be compared with a number.
+    """The value of a field in the type of the recipe's value, as text that is a number can be compared with a number.
 
     Raises:
-        UsageError: the two can never be equal, which is a mistake in the recipe.
+        UsageError: the two types can never be equal, which is a mistake in the recipe.
     """
     if isinstance(cell, date):  # datetime too
         cell = cell.isoformat()
@@ -76,7 +76,7 @@ TESTS: Mapping[str, tuple[Callable[[Any, Any], bool], bool, str]] = {
     "min":      (_min, True, "bound"),
     "max":      (_max, True, "bound"),
 }  # fmt: skip
-"""Name: the test, its required result, and the kind of value it takes. A pattern has *, ? and […], and is
+"""Name: the test, its required result, and the kind of value that the test takes. A pattern has *, ? and […], and is
 case-sensitive.
 
 A null field fails `in`, `like`, `min` and `max`; so `not`, `not_in` and `not_like` hold for it.
@@ -84,10 +84,10 @@ A null field fails `in`, `like`, `min` and `max`; so `not`, `not_in` and `not_li
 
 
 class Condition(NamedTuple):
-    """A test of one field.
+    """A test of one field of a record.
 
     Attributes:
-        field: its name.
+        field: name of the field.
         test: a key of `TESTS`.
         value: the value that the field is compared with.
     """
@@ -97,7 +97,7 @@ class Condition(NamedTuple):
     value: Any
 
     def holds(self, record: Mapping[str, Any]) -> bool:
-        """Whether a record passes.
+        """Whether a record passes the test.
 
         Raises:
             UsageError: the value in the recipe has another type than the field.
@@ -110,11 +110,11 @@ class Condition(NamedTuple):
 
 
 class Template(NamedTuple):
-    """Text with fields in it.
+    """Text with placeholders for fields of a record.
 
     Attributes:
         texts: the text before, between and after the fields.
-        fields: their names, one less than texts.
+        fields: names of the fields, one less than texts.
     """
 
     texts: tuple[str, ...]
@@ -124,7 +124,7 @@ class Template(NamedTuple):
         """The text for a record.
 
         Raises:
-            Malformed: a field is missing, null or not text; or all of them are empty.
+            Malformed: a field is missing, null or not text; or all fields are empty.
         """
         filled, empty = [self.texts[0]], True
         for name, text in zip(self.fields, self.texts[1:], strict=True):
@@ -139,7 +139,7 @@ class Template(NamedTuple):
 
 
 def template(text: str) -> Template:
-    """Read a template: `{name}` stands for a field, `{{` and `}}` for braces; without any brace it is a field's name.
+    """Parse a template: `{name}` is a field, `{{` and `}}` are braces; text without any brace is the name of a field.
 
     Raises:
         UsageError: a brace has no partner, or no field is named.

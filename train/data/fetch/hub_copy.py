@@ -1,6 +1,6 @@
-"""A copy of a data set of the Hub, file by file at one commit, for machines without internet access.
+"""Copies a data set of the Hub, file by file at one commit, for machines without internet access.
 
-`datasets.load_dataset(FOLDER)` reads it as it reads the set itself, and so does `source: ./FOLDER` in a recipe.
+`datasets.load_dataset(FOLDER)` reads the copy as it reads the set itself, and so does `source: ./FOLDER` in a recipe.
 FOLDER/.vitruvian.json records the commit and whether the copy is complete: an interrupted copy resumes.
 """
 
@@ -27,11 +27,11 @@ def copy_set(recipe: Recipe, folder: Path, quiet: bool = False) -> tuple[Recipe,
     """Copy the set that a recipe names, unless the folder already has it.
 
     Returns:
-        The recipe that reads the copy, and the commit that it is a copy of.
+        The recipe that reads the copy, and the commit that was copied.
 
     Raises:
         UsageError: the source is not a set of the Hub.
-        OutputError: the folder has something else in it.
+        OutputError: the folder has other files, or a copy of another set or revision.
         NetworkError: the Hub cannot be reached.
         VerificationError: a downloaded file does not have the hash that the Hub gives.
     """
@@ -51,7 +51,7 @@ def copy_set(recipe: Recipe, folder: Path, quiet: bool = False) -> tuple[Recipe,
     facts = {"source": name, "wanted": recipe.revision, "commit": commit, "complete": False}
     write_file(folder / MARK, _text(facts))
     _download(name, commit, folder, quiet)
-    shutil.rmtree(folder / ".cache" / "huggingface", ignore_errors=True)  # the state that a download resumes from
+    shutil.rmtree(folder / ".cache" / "huggingface", ignore_errors=True)  # state from which a download resumes
     write_file(folder / MARK, _text({**facts, "complete": True}))
     return local, commit
 
@@ -94,7 +94,7 @@ def _download(name: str, commit: str, folder: Path, quiet: bool) -> None:
 
 
 def _hash(path: Path, git: bool) -> str:
-    """SHA-256 of a file, or its git blob id."""
+    """SHA-256 of a file, or its git blob id, as hexadecimal text."""
     digest = hashlib.sha1(usedforsecurity=False) if git else hashlib.sha256()
     if git:
         digest.update(b"blob %d\0" % path.stat().st_size)

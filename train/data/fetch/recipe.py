@@ -1,4 +1,4 @@
-"""Recipes: which data set is read, which records of it, and what each becomes. A recipe is a small YAML file.
+"""Recipes: which data set is read, which of its records, and what each record becomes. A recipe is a small YAML file.
 
 about: Basque instructions of Aya             one line for `train fetch --list`
 source: CohereForAI/aya_dataset               a set of the Hub; or files: ./pairs.csv, data/*.jsonl; or ./folder
@@ -28,27 +28,27 @@ SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet")
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe.
+    """A recipe that selects and converts records of a source.
 
     Attributes:
-        name: that of its file.
-        about: one line.
+        name: name of the recipe's file, without suffix.
+        about: description in one line.
         source: the set's name on the Hub, or files and folders.
-        config: subsets of the set, in the order in which they are read; empty for the default one.
-        splits: such as train; empty if there is only one.
+        config: subsets of the set, in the order in which they are read; empty for the default subset.
+        splits: names of the splits to read, such as train; empty if the set has only one.
         revision: branch, tag or commit on the Hub.
         quotes: whether a field of a table may be quoted; None for .csv only.
         where: conditions that a record has to meet.
-        speakers: role, and the text of its turn, in the order of the turns.
-        conversations: the field with the turns.
-        turns: the keys there for `role` and `content`.
-        roles: the names of speakers there, and the role of each.
-        text: plain text, or text with markers.
-        keep: fields that are copied.
+        speakers: role, and the template of its turn, in the order of the turns.
+        conversations: the field that has the turns as a list.
+        turns: the keys for `role` and `content` in a turn of `conversations`.
+        roles: pairs of a speaker's name in `conversations`, and our role.
+        text: template of plain text, or of text with markers.
+        keep: fields that are copied to the output.
         dedup: whether only the first record with the same prompt is kept.
         sample: number of records to draw; None for all.
-        seed: of the sample.
-        form: one of `FORMS`.
+        seed: seed of the sample.
+        form: output format, one of `FORMS`.
     """
 
     name: str
@@ -72,12 +72,12 @@ class Recipe:
 
     @property
     def local(self) -> bool:
-        """Whether the source is files or folders; decided by its spelling, never by what exists."""
+        """Whether the source is files or folders; decided by the spelling of the source, never by what exists."""
         return is_local(self.source[0])
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Every field that is read, in the order of the recipe."""
+        """Every field that the recipe reads, in the order of the recipe."""
         templates = [template for _, template in self.speakers] + ([self.text] if self.text else [])
         names = [condition.field for condition in self.where]
         names += [name for template in templates for name in template.fields]
@@ -85,12 +85,12 @@ class Recipe:
 
 
 def is_local(source: str) -> bool:
-    """Whether a source is a path: it begins with one of . / ~ $, or has the suffix of a format."""
+    """Whether a source is a path: its text begins with one of . / ~ $, or has the suffix of a format."""
     return source.startswith((".", "/", "~", "$")) or source.lower().removesuffix(".gz").endswith(SUFFIXES)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`: did you mean X?`, if a known word is similar; else empty."""
+    """`: did you mean X?`, if a known word is similar to a word; else empty."""
     near = get_close_matches(word, list(known), 1, 0.5)
     return f": did you mean {near[0]}?" if near else ""
 
@@ -101,10 +101,10 @@ def expanded(source: str) -> Path:
 
 
 def check_local(recipe: Recipe) -> None:
-    """Refuse keys that do not apply to the kind of source.
+    """Refuse keys of a recipe that do not apply to its kind of source.
 
     Raises:
-        UsageError: there is one.
+        UsageError: the recipe has such a key.
     """
     if not recipe.local:
         if recipe.quotes is not None:
@@ -117,5 +117,5 @@ def check_local(recipe: Recipe) -> None:
 
 
 def is_folder(source: str) -> bool:
-    """Whether a path has no suffix of a format."""
+    """Whether a path is a folder: it has no suffix of a format."""
     return not source.lower().removesuffix(".gz").endswith(SUFFIXES)

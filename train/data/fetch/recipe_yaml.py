@@ -1,4 +1,4 @@
-"""The YAML of recipes: every key and every value is checked before anything is read."""
+"""Parses the YAML of recipes: every key and every value is checked before any data is read."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ TURN = {"role": "role", "content": "content"}
 
 
 def shipped() -> list[Recipe]:
-    """The included recipes, by name."""
+    """The included recipes, sorted by name."""
     folder = resources.files(SHIPPED)
     names = sorted(file.name for file in folder.iterdir() if file.name.endswith(".yml"))
     return [parse(folder.joinpath(name).read_bytes(), name.removesuffix(".yml"), name) for name in names]
 
 
 def load(name: str) -> Recipe:
-    """The recipe with a name, or in a file.
+    """The included recipe of a name, or the recipe in a file.
 
     Raises:
-        UsageError: there is none, or it is invalid.
+        UsageError: there is no such recipe, or it is invalid.
     """
     if re.fullmatch(r"[\w-]+", name):
         file = resources.files(SHIPPED).joinpath(f"{name}.yml")
@@ -50,7 +50,7 @@ def load(name: str) -> Recipe:
 
 
 def override(recipe: Recipe, source: str | None = None, splits: Iterable[str] = (), **changes: Any) -> Recipe:
-    """A recipe with the options of the command line; None keeps the recipe's value."""
+    """The recipe, changed by the options of the command line; an option that is None keeps the recipe's value."""
     overrides = {name: value for name, value in changes.items() if value is not None}
     if source:
         overrides["source"] = _sources(source, "source")
@@ -90,15 +90,15 @@ for _tag, _pattern, _first in (
 
 
 def parse(content: bytes, name: str, where: str) -> Recipe:
-    """Read a recipe and check all that can be checked without its data.
+    """Parse a recipe, and check all that can be checked without its data.
 
     Args:
-        content: the file.
+        content: the bytes of the file.
         name: the name of the recipe.
         where: the name of the file, for errors.
 
     Raises:
-        UsageError: it is not a recipe, or is invalid.
+        UsageError: the content is not a recipe, or is an invalid one.
     """
     if len(content) > LARGEST:
         raise UsageError(f"{where} is larger than {LARGEST} bytes: no recipe is")

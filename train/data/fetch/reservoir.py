@@ -1,4 +1,4 @@
-"""A sample of a stream of unknown length, in memory that does not grow with it.
+"""A sample of a stream of unknown length, in memory that does not grow with the stream.
 
 Record number n of the stream (counted from 0, after everything that drops records) has the priority
 
@@ -17,14 +17,14 @@ from hashlib import blake2b
 from typing import IO
 
 SPARE = 4096
-"""Candidates beyond twice the sample that are kept before the worst are dropped."""
+"""Number of candidates beyond twice the sample that are kept before the worst are dropped."""
 
 
 class Sample:
-    """Draws lines: candidates are in a file, with 24 bytes of memory for each, at most 2 N + SPARE.
+    """Draws a sample of lines. Candidates are in a file, with 24 bytes of memory for each, at most 2 N + SPARE.
 
     Attributes:
-        number: lines offered so far.
+        number: number of lines offered so far.
     """
 
     def __init__(self, count: int, seed: int, file: IO[bytes]) -> None:
@@ -33,7 +33,7 @@ class Sample:
         self.priorities, self.starts, self.sizes = array("Q"), array("Q"), array("Q")
 
     def offer(self, line: bytes) -> None:
-        """Offer the next line of the stream."""
+        """Consider the next line of the stream."""
         digest = blake2b(b"%d:%d" % (self.seed, self.number), digest_size=8).digest()
         priority = int.from_bytes(digest, "big")
         self.number += 1
@@ -48,14 +48,14 @@ class Sample:
             self._forget()
 
     def lines(self) -> Iterator[bytes]:
-        """The sample, in the order of the stream."""
+        """The lines of the sample, in the order of the stream."""
         self._forget()
         for start, nbytes in zip(self.starts, self.sizes, strict=True):
             self.file.seek(start)
             yield self.file.read(nbytes)
 
     def _forget(self) -> None:
-        """Keep the best candidates; of equal priorities the earlier."""
+        """Keep the `count` candidates of lowest priority, the earlier ones of equal priority."""
         if len(self.priorities) <= self.count:
             return
         import numpy as np

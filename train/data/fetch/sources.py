@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from datasets import DatasetBuilder
 
 LIBRARIES = ("httpx2", "httpx", "requests", "urllib3", "hf_xet", "aiohttp")
-"""Libraries that connect to the Hub; their errors are network errors."""
+"""Libraries that connect to the Hub: their exceptions are reported as network errors."""
 LATER = (408, 409, 425, 429)
 INSTALL = "pip install 'vitruvian[data]'"
 LOGIN = "hf auth login   # or set HF_TOKEN; some sets also ask you to accept terms on their page"
 
 
 Part = tuple[str, Callable[[], Iterator[Row]]]
-"""The name of a part, and a function that starts to read it."""
+"""The name of a part of a source, such as a split, and a function that starts to read the part."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Source:
     """An opened source.
 
     Attributes:
-        name: as the recipe names it.
+        name: name of the source in the recipe.
         revision: the commit on the Hub, None for local data.
-        parts: what is read in order, such as splits.
+        parts: the parts to read in order, such as splits.
     """
 
     name: str
@@ -52,12 +52,12 @@ class Source:
 
 
 def open_source(recipe: Recipe, quiet: bool = False) -> Source:
-    """Open the source of a recipe. Of a set of the Hub only its description is read yet.
+    """Open the source of a recipe. Of a set of the Hub only the description is read, no records.
 
     Raises:
         UsageError: set, subset, split, column or file do not exist, or the Hub requires another token.
         NetworkError: the Hub cannot be reached.
-        UnsupportedError: the library is not installed.
+        UnsupportedError: the library `datasets` or `pyarrow` is not installed.
         SourceError: the data is damaged.
     """
     if not recipe.local:
@@ -107,7 +107,7 @@ def _folder(recipe: Recipe, folder: Path, quiet: bool) -> Source:
 
 
 def _splits(recipe: Recipe, path: str, name: str, config: str | None, commit: str | None) -> list[Part]:
-    """The splits of one subset of a set; each has to have the recipe's fields."""
+    """The splits of one subset of a set; each split has to have the recipe's fields."""
     import datasets
 
     with explained(name):
@@ -129,7 +129,7 @@ def _wanted(recipe: Recipe, known: list[str], place: str) -> tuple[str, ...]:
     """The splits to read.
 
     Raises:
-        UsageError: one does not exist, or there are several and none is named.
+        UsageError: a split does not exist, or the set has several and the recipe names none.
     """
     for split in recipe.splits:
         if split not in known:
@@ -144,14 +144,14 @@ def _wanted(recipe: Recipe, known: list[str], place: str) -> tuple[str, ...]:
 
 
 def _exact(builder: DatasetBuilder) -> None:
-    """Keep the library from guessing types of cells (5.2.0: packaged_modules, CsvConfig and JsonConfig)."""
+    """Keep the library `datasets` from guessing types of cells (5.2.0: packaged_modules, CsvConfig and JsonConfig)."""
     for name, value in (("keep_default_na", False), ("parse_agent_traces", False)):
         if hasattr(builder.config, name):
             setattr(builder.config, name, value)
 
 
 def _streamed(builder: DatasetBuilder, split: str, name: str, fields: tuple[str, ...]) -> Iterator[Row]:
-    """The records of a split. Parquet is read here, column by column; all other formats by the library."""
+    """The records of a split. Parquet is read by `parquet_rows`; all other formats by the library `datasets`."""
     from datasets.packaged_modules.parquet.parquet import Parquet
     from datasets.utils.file_utils import xopen
 
@@ -165,7 +165,7 @@ def _streamed(builder: DatasetBuilder, split: str, name: str, fields: tuple[str,
 
 
 def _saved(recipe: Recipe, folder: Path) -> tuple[Part, ...]:
-    """A folder that the library's `save_to_disk` wrote."""
+    """The parts of a folder that `save_to_disk` of `datasets` wrote."""
     import datasets
 
     with explained(str(folder)):
@@ -187,7 +187,7 @@ def _library(name: str, quiet: bool = False) -> None:
     """Check that a library is installed, and reduce its output.
 
     Raises:
-        UnsupportedError: it is not installed.
+        UnsupportedError: the library is not installed.
     """
     try:
         module = import_module(name)
@@ -208,7 +208,7 @@ def _library(name: str, quiet: bool = False) -> None:
 
 @contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Turn exceptions of the libraries into one sentence: none of our own code runs inside."""
+    """Turn exceptions of libraries into errors of one sentence. None of our own code may run inside."""
     try:
         yield
     except (VitruvianError, GeneratorExit):
@@ -218,7 +218,7 @@ def explained(name: str) -> Iterator[None]:
 
 
 def _meaning(error: BaseException, name: str) -> VitruvianError:
-    """The error for the user, from an exception of a library or one that caused it."""
+    """The error for the user, from an exception of a library or the exceptions that caused it."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     chain: BaseException | None = error
@@ -242,7 +242,7 @@ def _meaning(error: BaseException, name: str) -> VitruvianError:
 
 
 def _refusal(status: int, text: str, name: str) -> VitruvianError:
-    """The error for an HTTP status of the Hub: exit code 8 if a retry may help, 2 if something has to change first."""
+    """The error for an HTTP status of the Hub: exit code 8 if a retry may help, 2 if something else has to change."""
     if status >= 500 or status in LATER:
         return NetworkError(f"the Hub is not able to serve {name} now ({status}: {text})", "the same command, later")
     if status in (401, 403):
@@ -251,5 +251,5 @@ def _refusal(status: int, text: str, name: str) -> VitruvianError:
 
 
 def _line(text: str) -> str:
-    """One line of bounded length; addresses are cut to the host, because the rest may contain a signature."""
+    """Text as one line of bounded length; addresses are cut to the host, because the rest may contain a signature."""
     return " ".join(re.sub(r"(https?://[^/\s'\")]+)[^\s'\")]*", r"\1", text).split())[:300]

@@ -1,7 +1,7 @@
-"""Local files of records, read exactly: every cell of a table is text, and types are never guessed.
+"""Reads local files of records exactly: every cell of a table is text, and types are never guessed.
 
 The library `datasets` guesses the types of columns (5.2.0, packaged_modules/csv and json): the word NA becomes null,
-007 becomes 7, and a date becomes another text. It is used for sets on the Hub only, whose types are already fixed.
+007 becomes 7, and a date becomes another text. `datasets` reads sets on the Hub only, whose types are already fixed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from train.data.fetch.recipe import SUFFIXES, Recipe, expanded, nearest
 from train.data.tokens.input_ranges import unreadable
 
 Row = Mapping[str, Any] | str
-"""A record, or the reason why there is none: a key of `REASONS` in records or of `OUR_REASONS` in fetch."""
+"""A record, or the reason why the row has none: a key of `REASONS` in records or of `OUR_REASONS` in fetch."""
 LONGEST = 64 << 20
 BATCH = 256
 BOM = b"\xef\xbb\xbf"
 
 
 def files_of(recipe: Recipe) -> list[Path]:
-    """The files that a recipe names, in its order; those of a pattern by name.
+    """The files that a recipe names, in the order of the recipe; the files of a glob pattern are sorted by name.
 
     Raises:
-        UsageError: there is no such file.
+        UsageError: a file does not exist, or has no suffix of a known format.
     """
     paths: list[Path] = []
     for source in recipe.source:
@@ -47,10 +47,10 @@ def files_of(recipe: Recipe) -> list[Path]:
 
 
 def require(fields: Sequence[str], known: Sequence[str], place: object) -> None:
-    """Check that columns exist.
+    """Check that a table has all columns that a recipe reads.
 
     Raises:
-        UsageError: one does not.
+        UsageError: a column does not exist.
     """
     for name in fields:
         if name not in known:
@@ -66,7 +66,7 @@ def rows(path: Path, quotes: bool | None, fields: Sequence[str]) -> Iterator[Row
     Args:
         path: the file; its suffix determines the format, and .gz may follow.
         quotes: whether a field of a table may be quoted; None for .csv only.
-        fields: the columns to read; a table has to have them, a line of JSON need not.
+        fields: the columns to read; a table has to have all of them, a JSON line need not.
 
     Raises:
         SourceError: the file is damaged.
@@ -95,7 +95,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _table(path: Path, separator: str, quotes: bool, fields: Sequence[str]) -> Iterator[Row]:
-    """A table with a header. Without `quotes` (.tsv, as registered with IANA) a quote is an ordinary character."""
+    """The records of a table with a header. Without `quotes` (.tsv, as registered with IANA) a quote is plain text."""
     csv.field_size_limit(LONGEST)
     with _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         table = csv.reader(
@@ -125,7 +125,7 @@ def _check_header(path: Path, header: Sequence[str]) -> None:
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """One array of objects, which is read as a whole; or JSON lines."""
+    """The records of one JSON array of objects, which is read as a whole; or of JSON lines."""
     with _opened(path) as file:
         start = file.read(4096).removeprefix(BOM).lstrip()
     if not start.startswith(b"["):
@@ -184,12 +184,12 @@ def parquet_rows(file: IO[bytes], fields: Sequence[str], place: str) -> Iterator
 
     Args:
         file: the file, which may be remote.
-        fields: the columns.
-        place: its name in errors.
+        fields: the columns to read.
+        place: name of the file in errors.
 
     Raises:
         SourceError: the file is damaged.
-        UsageError: it lacks a column.
+        UsageError: the file lacks a column.
     """
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile

@@ -1,4 +1,4 @@
-"""Lengths of documents, from the index only."""
+"""Statistics of the lengths of documents, read from the index only."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from converters.common.atomic import named
 from train.data.tokens.indexed import Indexed, chunks
 
 MOST = 1 << 20
-"""Longer documents count as this long in quantiles and bars only."""
+"""Number of tokens at which lengths are capped, in quantiles and bars only."""
 SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Lengths of documents.
+    """Statistics of the lengths of documents.
 
     Attributes:
         documents: number of documents.
-        tokens: of all of them.
-        shortest: tokens of the shortest document.
-        longest: tokens of the longest document.
-        quantiles: share to tokens.
-        bars: (from, to, documents) in powers of two; the last one, from 2^20 on, has all longer documents.
+        tokens: number of tokens of all documents.
+        shortest: number of tokens of the shortest document.
+        longest: number of tokens of the longest document.
+        quantiles: number of tokens by share of documents.
+        bars: (from, to, documents) in powers of two; the last bar, from 2^20 on, has all longer documents.
         over: number of documents longer than a limit, and their tokens.
     """
 
@@ -43,11 +43,11 @@ class Counts:
 
 
 def count(indexed: Indexed, limit: int | None = None) -> Counts:
-    """Count tokens of documents.
+    """Count the tokens of documents.
 
     Args:
-        indexed: the file; its `.bin` is not read.
-        limit: tokens of the longest document that fits.
+        indexed: the token file; its `.bin` is not read.
+        limit: number of tokens of the longest document that fits a row; None for no limit.
     """
     histogram = np.zeros(MOST + 1, np.int64)
     tokens, longest, over, over_tokens = 0, 0, 0, 0
@@ -87,7 +87,7 @@ def _bars(below: NDArray[Any], longest: int) -> Iterator[tuple[int, int, int]]:
 
 
 def write_counts(indexed: Indexed, out: Path) -> None:
-    """One number a line, in the order of the documents; the file is complete or absent."""
+    """Write the length of each document, one number per line, in order; the file is complete or absent."""
     if out.is_symlink() or (out.exists() and not out.is_file()):  # /dev/stdout must not be replaced
         _write(indexed, out)
         return

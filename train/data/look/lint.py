@@ -1,4 +1,4 @@
-"""Faults of training data before it is tokenized: every finding with its file and line."""
+"""Finds faults of training data before it is tokenized: every finding with its file and line."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ NOTES = {
     SPLIT: "documents that are added, for replies that the chat template shows otherwise in a longer one",
     "left out": "records that exclude a reply from the training",
 }
-"""Findings for which no record is dropped."""
+"""Kind of finding for which no record is dropped: its description."""
 OVER = "documents longer than a row"
 SHOWN = 5
-"""Places that are listed for each finding."""
+"""Number of places that are listed for each kind of finding."""
 
 
 @dataclass
 class Findings:
-    """The findings.
+    """What `lint` found.
 
     Attributes:
         records: number of records, including malformed ones.
         unread: errors of files that could not be read.
         form: the format of all files, decided by the first record as `train tokenize` does.
-        counts: finding to number.
-        places: finding to its first places, `FILE:LINE`.
+        counts: number of findings by kind.
+        places: the first places, `FILE:LINE`, by kind of finding.
     """
 
     records: int = 0
@@ -49,7 +49,7 @@ class Findings:
     places: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, finding: str, place: str) -> None:
-        """Count a finding."""
+        """Count a finding, and keep its place if it is among the first."""
         self.counts[finding] += 1
         shown = self.places.setdefault(finding, [])
         if len(shown) < SHOWN:
@@ -64,15 +64,15 @@ def lint(
     job: Job | None = None,
     longest: int | None = None,
 ) -> Findings:
-    """Read files and report what tokenization would drop, and other oddities.
+    """Read files and report the records that tokenization would drop, and other findings.
 
     Args:
         paths: the files.
         form: one of `shapes.FORMS`, or auto.
-        key: the field that holds text.
-        job: how `train tokenize` would encode them; each record is encoded, because some are dropped only then. None
+        key: the field that has the text.
+        job: how `train tokenize` would encode the records; each is encoded, because some faults show only then. None
             checks the records only.
-        longest: tokens of the longest document that fits a row; used with a job only.
+        longest: number of tokens of the longest document that fits a row; used with a job only.
     """
     findings = Findings(form="" if job is None else job.form)
     seen: set[int] = set()
@@ -100,7 +100,7 @@ def lint(
 
 
 def _cut(path: Path, unread: list[SourceError]) -> Ranges | None:
-    """The ranges of a file; None if it cannot be read, which is noted."""
+    """The ranges of a file; None if it cannot be read: the error is then added to `unread`."""
     try:
         return ranges([path])
     except SourceError as error:
@@ -109,7 +109,7 @@ def _cut(path: Path, unread: list[SourceError]) -> Ranges | None:
 
 
 def _numbered(parts: Ranges, key: str) -> Iterator[tuple[int, Any]]:
-    """Values of a file that are not blank, with their line from 0."""
+    """Values of the lines of a file that are not blank, with the line number from 0."""
     number = 0
     for part in parts:
         for value in values(part, key):

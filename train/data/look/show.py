@@ -1,4 +1,4 @@
-"""Documents for people: text, pieces and ids, with trained tokens marked."""
+"""Prints documents for people: text, pieces and ids, with trained tokens marked."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ TRAINED, MASKED = {"fg": "green", "bold": True}, {"fg": "bright_black"}
 def lines_of(
     documents: Documents, number: int, vocabulary: Vocabulary | None, loss: str, compat: str | None, colour: bool
 ) -> Iterator[str]:
-    """One document in a few lines.
+    """One document as a few lines of text.
 
     Args:
         documents: the token files.
-        number: of the document.
+        number: number of the document.
         vocabulary: the tokenizer; without it only ids are shown.
         loss: see `loss_masks.label_mask`.
-        compat: show the mask of neox or megatron-llm instead of ours.
-        colour: trained tokens in green; else they are between » and «.
+        compat: neox or megatron-llm, whose mask is shown instead of ours; None for ours.
+        colour: whether trained tokens are green; else they are between » and «.
     """
     tokens, _, _ = documents.span(number, number + 1)
     mask = documents.trained(number, number + 1, loss)
@@ -70,7 +70,7 @@ def _other(documents: Documents, number: int, compat: str) -> Mask:
 
 
 def _runs(mask: Mask, colour: bool, text: Any) -> str:
-    """Text of runs of consecutive tokens that are trained, or not."""
+    """The texts of runs of consecutive trained or masked tokens, joined and marked."""
     parts, low = [], 0
     for trained, group in groupby(mask.tolist()):
         high = low + len(list(group))
@@ -85,7 +85,7 @@ def _runs(mask: Mask, colour: bool, text: Any) -> str:
 
 def _require(tokens: NDArray[Any], vocabulary: Vocabulary, documents: Documents) -> None:
     if documents.roles is not None:
-        return  # their special tokens may be beyond the last piece of the tokenizer
+        return  # special tokens of roles may be beyond the last piece
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary.size:
         raise RefusedError(
             f"{documents.indexed.prefix} has the token {int(tokens.max())}, {vocabulary.path} has {vocabulary.size}: "

@@ -1,11 +1,11 @@
-"""`k_bin_packed` of tilde-nlp's GPT-NeoX, with identical indices: to resume its runs here, and for comparison.
+"""`k_bin_packed` of tilde-nlp's GPT-NeoX, with identical indices, to resume runs of that fork and to compare with it.
 
 Documents in random order go into the fullest of at most 16 open bins that has room; the fullest bin is closed when a
-17th is needed. It takes all documents, whatever the split says.
+17th is needed. All documents are taken, whatever the split specifies.
 
 Facts: tilde-nlp/llm-gpt-neox 374a5c6 megatron/data/gpt2_dataset.py, `_build_index_mappings`: bins without tokens begin
 no sample, and the last sample is never trained (`__len__` is one less). At the end it would merge bins that fit
-together; there are none, else the second would not have been opened.
+together; there are none, or the second of them would not have been opened.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ OPEN = 16
 
 
 class Indices(NamedTuple):
-    """The three `.npy` files of GPT-NeoX.
+    """The arrays of the three `.npy` files of GPT-NeoX.
 
     Attributes:
-        documents: `doc_idx`, int64; the last is a copy of the first.
+        documents: `doc_idx`: document numbers, int64; the last element is a copy of the first.
         samples: `sample_idx`: first document of each sample, and the end; zeros in column 1, int64[s + 1, 2].
         shuffle: `shuffle_idx`: the order in which samples are trained, int64[s].
     """
@@ -36,7 +36,7 @@ class Indices(NamedTuple):
 
 
 class _Bins:
-    """Open bins, and the documents and samples of those that are closed."""
+    """Open bins, and the documents and samples of the closed bins."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -46,7 +46,7 @@ class _Bins:
         self.samples: list[int] = []
 
     def put(self, document: int, length: int) -> None:
-        """Place a document in the fullest bin that has room, the first of several."""
+        """Place a document in the fullest bin that has room for it, the first of equally full ones."""
         room = self.capacity - length
         best, most = -1, -1
         for place, used in enumerate(self.used):
@@ -75,10 +75,10 @@ class _Bins:
 
 
 def k_bin_indices(lengths: Lengths, seq_length: int, seed: int, samples: int | None = None) -> Indices:
-    """The three index arrays.
+    """The three index arrays of GPT-NeoX for documents of these lengths.
 
     Args:
-        lengths: tokens of all documents of the file; those longer than seq_length + 1 are skipped.
+        lengths: number of tokens of each document of the file; longer ones than seq_length + 1 are skipped.
         seq_length: the training's sequence length; a row has one token more.
         seed: the training's seed.
         samples: `num_samples`, the minimum number of samples; None takes each document once.

@@ -1,4 +1,4 @@
-"""A pack plan: which documents share a row. A training run makes its own, or maps one of `train pack`.
+"""A pack plan: which documents share a row. A training run makes a plan, or maps one that `train pack` has made.
 
 A plan on disk is a folder:
 
@@ -7,7 +7,7 @@ A plan on disk is a folder:
     rows.npy         int64[r + 1]: first piece of each row
     pieces.npy       int32[p, 2]: first token and number of tokens of each piece; only where documents are cut
 
-The tokens themselves stay where they are. A plan records hashes of its token files, and is refused for any others.
+The tokens stay in the token files. A plan records hashes of its token files, and is refused for any other files.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ ALGORITHMS: Mapping[str, Callable[[Lengths, int, int], Rows]] = {
 }
 SPLITS = ("train", "validation", "test")
 RECORD = ("made_from", "algorithm", "capacity", "seed", "splits", "counts")
-"""Attributes that are saved in `plan.json`."""
+"""Attributes of a plan that are saved in `plan.json`."""
 FILES = {"plan.json", "documents.npy", "rows.npy", "pieces.npy"}
-"""All files that a plan's folder may have."""
+"""Names of all files that a plan's folder may have."""
 LONGEST = 2**31 - 2
-"""The longest sequence: a row has one token more, and lengths are int32."""
+"""Number of tokens of the longest sequence: a row has one token more, and lengths are int32."""
 SAMPLED = 256
-"""Number of samples of 4 KiB that are hashed of a large file."""
+"""Number of samples of 4 KiB of a large file that are hashed."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows of token files.
+    """The rows of token files: which pieces of documents each row has.
 
     Attributes:
-        prefix: the files.
-        made_from: hashes of the token files.
+        prefix: prefix of the token files.
+        made_from: hashes of the token files, by suffix.
         algorithm: a key of `ALGORITHMS`.
-        capacity: tokens of a row: the sequence length and one more, which is only a label.
-        seed: of the packer.
-        splits: name to the half-open range of its rows.
+        capacity: number of tokens of a row: the sequence length and one more, which is only a label.
+        seed: seed of the packing algorithm.
+        splits: half-open range of rows of each split, by name.
         counts: documents, rows, tokens, fill, and what was left out.
-        documents: document of each piece.
-        rows: first piece of each row.
-        pieces: first token and number of tokens of each piece; None if all documents are whole.
+        documents: document of each piece, int32[p].
+        rows: first piece of each row, and p at the end, int64[r + 1].
+        pieces: first token and number of tokens of each piece, int32[p, 2]; None if all documents are whole.
     """
 
     prefix: Path
@@ -82,11 +82,11 @@ class Plan:
         return len(self.rows) - 1
 
     def row(self, number: int, sizes: NDArray[Any]) -> list[tuple[int, int, int]]:
-        """The pieces of a row: document, first token in it, and number of tokens.
+        """The pieces of a row: document, first token in that document, and number of tokens.
 
         Args:
-            number: of the row.
-            sizes: tokens of each document.
+            number: number of the row.
+            sizes: number of tokens of each document.
         """
         begin, stop = int(self.rows[number]), int(self.rows[number + 1])
         documents = self.documents[begin:stop].tolist()
@@ -99,11 +99,11 @@ class Plan:
         """A plan with the rows of one split only.
 
         Args:
-            name: of the split.
-            sizes: tokens of each document.
+            name: name of the split.
+            sizes: number of tokens of each document.
 
         Raises:
-            RefusedError: there is none of that name.
+            RefusedError: the plan has no split of that name.
         """
         if name not in self.splits:
             raise RefusedError(
@@ -126,9 +126,9 @@ def _filling(tokens: int, rows: int, capacity: int) -> dict[str, Any]:
 
 
 def document_sizes(indexed: Indexed) -> NDArray[np.int32]:
-    """Tokens of each document; each sequence has to be a document.
+    """Number of tokens of each document, where each sequence is a document.
 
-    Merges of GPT-NeoX, and Megatron-LLM, leave the list of documents empty, or keep that of the first file.
+    GPT-NeoX's merge tool and Megatron-LLM leave the list of documents empty, or keep the list of the first file.
 
     Raises:
         UnsupportedError: documents have several sequences.
@@ -151,18 +151,18 @@ def make_plan(
     overlong: str = "drop",
     split: Sequence[float] = (1.0,),
 ) -> Plan:
-    """Pack the documents of a file.
+    """Pack the documents of token files into rows.
 
     Args:
-        indexed: the file.
+        indexed: the token files.
         algorithm: a key of `ALGORITHMS`.
-        seq_length: input tokens of a row; the row has one more token, the last label.
-        seed: of the packer.
+        seq_length: number of input tokens of a row; the row has one more token, the last label.
+        seed: seed of the packing algorithm.
         overlong: how documents longer than a row are treated: drop, error or truncate.
         split: shares of train, validation and test, which are consecutive documents.
 
     Raises:
-        RefusedError: a document is too long with `error`, or nothing is left.
+        RefusedError: a document is too long with `error`, or no document is left.
         UsageError: the algorithm does not support the arguments.
     """
     if seq_length > LONGEST:
@@ -215,7 +215,7 @@ def make_plan(
 
 
 def _joined(parts: Sequence[Rows]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """The rows of several splits, concatenated."""
+    """The rows of several splits, concatenated: document of each piece, and first piece of each row."""
     documents = np.concatenate([part.documents for part in parts])
     ends = np.cumsum([0, *(len(part.documents) for part in parts)])
     rows = [part.offsets[:-1] + end for part, end in zip(parts, ends[:-1], strict=True)]
@@ -225,8 +225,8 @@ def _joined(parts: Sequence[Rows]) -> tuple[NDArray[np.int32], NDArray[np.int64]
 def _bounds(number: int, split: Sequence[float]) -> list[tuple[int, int]]:
     """The half-open range of documents of each split, as Megatron and GPT-NeoX cut them.
 
-    The rounding error is subtracted from all ends but the first (`get_train_valid_test_split_`). There that may move an
-    end below zero, or give a share of zero a document; here splits never overlap, and such a share is empty.
+    The rounding error is subtracted from all ends but the first (`get_train_valid_test_split_`). In their code this may
+    move an end below zero, or give a share of zero a document; here splits never overlap, and a share of zero is empty.
     """
     total = sum(split)
     if not 0 < total < math.inf or min(split) < 0 or len(split) > len(SPLITS):
@@ -241,7 +241,7 @@ def _bounds(number: int, split: Sequence[float]) -> list[tuple[int, int]]:
 
 
 def hashes(prefix: Path) -> dict[str, str]:
-    """BLAKE3 of the index, and of samples of the files that are too large to be hashed as a whole."""
+    """BLAKE3 of the index, and of samples of the `.bin` and `.mask`, which are too large to hash whole; by suffix."""
     index = blake3(max_threads=blake3.AUTO).update_mmap(idx_path(prefix)).hexdigest()
     digests = {"idx": index, "bin": _sampled(bin_path(prefix))}
     return digests | ({"mask": _sampled(mask_path(prefix))} if mask_path(prefix).is_file() else {})
@@ -261,7 +261,7 @@ def write_plan(plan: Plan, out: Path, force: bool = False) -> None:
     """Write a plan atomically.
 
     Raises:
-        OutputError: the folder exists and is not to be replaced, or is not a plan.
+        OutputError: the folder exists and `force` is not set, or it has other files than those of a plan.
     """
     if out.name in ("", ".."):
         raise UsageError(f"{out} cannot be the folder of a plan", "--out PLAN")
@@ -294,7 +294,7 @@ def write_plan(plan: Plan, out: Path, force: bool = False) -> None:
 
 
 def _require_own(folder: Path) -> None:
-    """Check that a folder to be deleted has a plan and nothing else."""
+    """Check that a folder to be deleted has the files of a plan and nothing else."""
     if folder.is_symlink() or not folder.is_dir():
         raise OutputError(f"{folder} exists and is not a folder", "remove it, or choose another --out")
     other = sorted({path.name for path in folder.iterdir()} - FILES - {"plan.json.tmp"})
@@ -306,7 +306,7 @@ def _require_own(folder: Path) -> None:
 
 
 def _save(path: Path, array: NDArray[Any]) -> None:
-    """As `np.save`, but errors name the file and the reason."""
+    """Write an array as `np.save` does, but with errors that name the file and the reason."""
     array = np.ascontiguousarray(array)
     with named(path), synced(path) as file:
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
@@ -314,16 +314,16 @@ def _save(path: Path, array: NDArray[Any]) -> None:
 
 
 def is_plan(path: Path) -> bool:
-    """Whether a path is that of a plan, not of token files."""
+    """Whether a path is that of a plan, not a prefix of token files."""
     return (path / "plan.json").is_file()
 
 
 def open_plan(path: Path) -> Plan:
-    """Map a plan.
+    """Open a plan with memory-mapped arrays.
 
     Raises:
-        SourceError: it is not a plan, or damaged, or its token files are not where they were.
-        RefusedError: the token files are not those that it was made from.
+        SourceError: the folder is not a plan, or is damaged, or the token files are not where they were.
+        RefusedError: the token files are not those that the plan was made from.
     """
     try:
         record = json.loads((path / "plan.json").read_bytes())

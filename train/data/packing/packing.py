@@ -1,8 +1,8 @@
-"""Packing: which documents share a row. Functions of lengths and a seed; tokens are not read.
+"""Packing algorithms: which documents share a row. Functions of lengths and a seed; tokens are not read.
 
 `best_fit` is best-fit decreasing, computed over the histogram of lengths: documents of equal length are exchangeable,
 so whole runs of equal rows are filled at a time. The cost depends on the number of different lengths, not on the number
-of documents. The other algorithms exist to resume, or to compare with, runs of other programs.
+of documents. The other algorithms exist to resume runs of other programs, or to compare with them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Rows(NamedTuple):
         documents: the document of each piece, an index into the lengths, int32[p].
         offsets: first piece of each row, and p at the end, int64[r + 1].
         begins: first token of each piece in its document, int32[p]; None if all pieces are whole documents.
-        lengths: tokens of each piece, int32[p]; likewise None.
+        lengths: number of tokens of each piece, int32[p]; None if all pieces are whole documents.
     """
 
     documents: NDArray[np.int32]
@@ -35,11 +35,11 @@ class Rows(NamedTuple):
 
 
 def best_fit(lengths: Lengths, capacity: int, seed: int) -> Rows:
-    """Best-fit decreasing: the longest first, each into the fullest row that has room.
+    """Best-fit decreasing: the longest document first, each into the fullest row that has room.
 
     Args:
-        lengths: tokens of each document, from 1 to capacity.
-        capacity: tokens of a row.
+        lengths: number of tokens of each document, from 1 to capacity.
+        capacity: number of tokens of a row.
         seed: decides which of the documents of equal length go where.
 
     Returns:
@@ -70,12 +70,12 @@ Placements = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDAr
 def _place(histogram: NDArray[np.intp], capacity: int) -> Placements:
     """Fill rows, a run of equal rows at a time.
 
-    A row that takes a document is then again the fullest one with room for another of that length, as long as there is
+    A row that takes a document is then the fullest row for the next document of that length too, as long as there is
     room, so it takes all of them at once.
 
     Returns:
-        For each placement: the first document in descending order, the first row, the documents that each row gets,
-        and those that it already has. And the number of rows.
+        For each placement: the first document in descending order, the first row, the number of documents that each row
+        gets, and the number that the row already has. And the number of rows.
     """
     firsts: list[int] = []
     rows: list[int] = []
@@ -117,7 +117,7 @@ def _place(histogram: NDArray[np.intp], capacity: int) -> Placements:
 
 
 def _keep(free: list[int], runs: dict[int, list[tuple[int, int, int]]], space: int, run: tuple[int, int, int]) -> None:
-    """Remember rows with some free space."""
+    """Register rows that have some free space left."""
     if not space:
         return
     if space in runs:
@@ -128,19 +128,19 @@ def _keep(free: list[int], runs: dict[int, list[tuple[int, int, int]]], space: i
 
 
 def next_fit(lengths: Lengths, capacity: int, seed: int) -> Rows:
-    """Documents in random order, a new row whenever one does not fit (`pack_until_overflow` of GPT-NeoX)."""
+    """Documents in random order, a new row whenever a document does not fit (`pack_until_overflow` of GPT-NeoX)."""
     _check(lengths, capacity)
     order = np.random.default_rng(seed).permutation(len(lengths)).astype(np.int32)
     return Rows(order, _filled(lengths[order], capacity))
 
 
 def longest_first(lengths: Lengths, capacity: int) -> Rows:
-    """The longest first, ties in file order; a new row whenever a document does not fit (`pack_docs` of Megatron-LLM).
+    """The longest document first, ties in file order, a new row when one does not fit (Megatron-LLM's `pack_docs`).
 
     A separator token is between two documents of a row. A document longer than a row is cut, and is alone in its row.
 
     Source: xingyaoww/Megatron-LLM 1b07577, tools/preprocess_instruct_data.py: the first document of a row needs room
-    for a separator too, so that a document of exactly a row is written there by the branch that cuts.
+    for a separator too, so that the branch that cuts writes a document which is exactly as long as a row.
     """
     order = np.argsort(-lengths, kind="stable").astype(np.int32)
     taken = np.minimum(lengths[order], capacity)
@@ -148,7 +148,7 @@ def longest_first(lengths: Lengths, capacity: int) -> Rows:
 
 
 def _filled(lengths: Lengths, capacity: int) -> NDArray[np.int64]:
-    """First document of each row, and the number of documents, if rows are filled in order (next fit), int64[r + 1]."""
+    """First document of each row, and the number of documents, for rows filled in order (next fit), int64[r + 1]."""
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     following = (np.searchsorted(ends, ends[:-1] + capacity, "right") - 1).tolist()
     offsets = [0]
@@ -160,7 +160,7 @@ def _filled(lengths: Lengths, capacity: int) -> NDArray[np.int64]:
 def concatenated(lengths: Lengths, capacity: int, seed: int) -> Rows:
     """Documents in random order, concatenated and cut wherever a row is full (`packed` of GPT-NeoX).
 
-    The last token of a row is also the first of the next one: it is a label in the first and an input in the second.
+    The last token of a row is also the first token of the next row: it is a label in one and an input in the other.
     """
     order = np.random.default_rng(seed).permutation(len(lengths)).astype(np.int32)
     ends = np.cumsum(lengths[order], dtype=np.int64)

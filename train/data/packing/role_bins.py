@@ -4,14 +4,14 @@ Both have an index, and the same sizes. Roles are 0 for the system, 1 for the us
 conversations have the token <s> between two of them, with the role 1000.
 
 The bytes are those of Megatron-LLM's own tool, also of the indexes: each has only the document mark 0, because that
-tool never ends a document. The training that reads them uses sizes and never marks (`InstructionDataset`); to programs
-that use marks, these files have no document, as the tool's own files.
+tool never ends a document. The training that reads the files uses sizes and never marks (`InstructionDataset`); to
+programs that use marks, these files have no document, like the tool's own files.
 
 Intended differences:
-* A content that spells a special token stays text; there it becomes the token, so a content could open a turn.
-* A malformed record is dropped and counted; there it aborts the run and leaves short files that look complete. A
-  conversation without turns is malformed; there it becomes a <s> at the end of a row. A record needs no id.
-* `P.jsonl` is not written: the bins contain everything in it, and there it overwrites the input if P is its name.
+* A content that spells a special token stays text; in the tool it becomes the token, so a content could open a turn.
+* A malformed record is dropped and counted; in the tool it aborts the run and leaves short files that look complete. A
+  conversation without turns is malformed; in the tool it becomes a <s> at the end of a row. A record needs no id.
+* `P.jsonl` is not written: the bins contain everything in it, and the tool overwrites the input if P is its name.
 * `P-text.json` records which tokenizer made the files, and what was dropped.
 
 Facts: xingyaoww/Megatron-LLM 1b07577, tools/preprocess_instruct_data.py (`DatasetWriter`, `pack_docs`), megatron/data/
@@ -38,21 +38,21 @@ from train.data.tokens.tokenize import Request, put_in_place, staged, write_fact
 from train.data.tokens.tokenizers import SentencePiece
 
 NEW = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
-"""Tokens that are added after the vocabulary, before those that the user names; not with `--no-new-tokens`."""
+"""Tokens that are added after the vocabulary, before tokens that the user names; not with `--no-new-tokens`."""
 ROLE = np.dtype("<u2")
 PACK_SEP = 1000
 MARKS = np.zeros(1, np.int64)
-"""The document marks of both indexes."""
+"""The document marks in both indexes."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How conversations become rows.
+    """How conversations are packed into rows.
 
     Attributes:
-        length: tokens of a row.
-        separator: the token between two conversations.
-        name: its name.
+        length: number of tokens of a row.
+        separator: id of the token between two conversations.
+        name: name of the separator token.
     """
 
     length: int
@@ -61,15 +61,15 @@ class Packing:
 
 
 def special_tokens(vocabulary: SentencePiece, extra: Sequence[str], new: bool) -> dict[str, int]:
-    """The special tokens of a vocabulary; those that it lacks get ids after its last piece.
+    """The special tokens of a vocabulary; tokens that the vocabulary lacks get ids after its last piece.
 
     Args:
         vocabulary: the tokenizer, opened with `extra` and `NEW` as control tokens.
         extra: tokens that the user names.
-        new: whether to add `NEW` too, and those of <PAD>, <BOS> and <EOS> that the model lacks.
+        new: whether to add `NEW` too, and <PAD>, <BOS> and <EOS> where the model lacks them.
 
     Returns:
-        Name to id, in the order in which they are added.
+        Token ids by name, in the order in which the tokens are added.
 
     Raises:
         UsageError: a text could contain a token that marks turns.
@@ -103,10 +103,10 @@ def full_size(vocabulary: SentencePiece, special: Mapping[str, int]) -> int:
 
 
 def separator(vocabulary: SentencePiece, special: Mapping[str, int]) -> tuple[int, str]:
-    """The token between conversations of a row, and its name: the BOS token.
+    """Id and name of the token between conversations of a row: the BOS token.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the vocabulary has no BOS token.
     """
     number = vocabulary.model.bos_id()
     name = vocabulary.model.id_to_piece(number) if number >= 0 else "<BOS>"
@@ -119,14 +119,14 @@ def separator(vocabulary: SentencePiece, special: Mapping[str, int]) -> tuple[in
 
 
 def write_role_bins(request: Request, packing: Packing | None = None) -> Facts:
-    """Make role bins.
+    """Write role bins.
 
     Args:
         request: the input and output; the prefix is P, and the job has special tokens.
-        packing: how rows are packed, None for one conversation a row.
+        packing: how rows are packed, None for one conversation per row.
 
     Returns:
-        Their sidecar; `counts` has documents, tokens, rows, what was cut, and dropped records by reason.
+        The sidecar of the role bins; `counts` has documents, tokens, rows, what was cut, and dropped records by reason.
 
     Raises:
         OutputError: an output exists, or cannot be written.
@@ -166,7 +166,7 @@ def _cut(sizes: Sizes, length: int) -> dict[str, int]:
 
 
 def _row_sizes(rows: Rows) -> Sizes:
-    """Tokens of each row: of its conversations, and the separators between them."""
+    """Number of tokens of each row: those of its conversations, and the separators between them."""
     assert rows.lengths is not None
     sizes: Sizes = (np.add.reduceat(rows.lengths, rows.offsets[:-1]) + np.diff(rows.offsets) - 1).astype(np.int32)
     return sizes
@@ -177,8 +177,8 @@ def _rows(source: Path, mark: bytes, sizes: Sizes, rows: Rows) -> Iterator[bytes
 
     Args:
         source: the stream, conversations concatenated.
-        mark: the separator between two conversations of a row; as wide as a number of the stream.
-        sizes: length of each conversation, int32[d].
+        mark: bytes of the separator between two conversations of a row; as wide as a number of the stream.
+        sizes: number of tokens of each conversation, int32[d].
         rows: which conversations share a row.
     """
     assert rows.lengths is not None

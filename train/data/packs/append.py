@@ -1,4 +1,4 @@
-"""Append a token to every document, or replace its last one: writes `eod_FILE.bin` and `.idx` beside FILE.
+"""Appends a token to every document, or replaces its last token: writes `eod_FILE.bin` and `.idx` beside FILE.
 
 Facts: tilde-nlp/llm-gpt-neox at 374a5c6, append_eod_bin.py, which makes the same bytes one document at a time.
 """
@@ -33,11 +33,11 @@ class Work:
     """Token files whose documents will end in a token.
 
     Attributes:
-        indexed: the files.
-        marks: first sequence of each document, None where each sequence is one.
-        eod: the token.
-        appended: whether it is appended after the last token of a document, or replaces it.
-        facts: the sidecar of the files.
+        indexed: the token files.
+        marks: first sequence of each document, None where each sequence is a document.
+        eod: id of the token.
+        appended: whether the token is appended after the last token of a document; otherwise it replaces that token.
+        facts: the sidecar of the files, None if they have none.
     """
 
     indexed: Indexed
@@ -53,7 +53,7 @@ class Work:
 
     @property
     def masked(self) -> bool:
-        """Whether there is a loss mask."""
+        """Whether the token files have a loss mask."""
         return mask_path(self.indexed.prefix).exists()
 
     @property
@@ -68,17 +68,17 @@ class Work:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the output files."""
+        """Size of the output files, in bytes."""
         width = self.indexed.dtype.itemsize + self.masked
         return self.tokens * width + 34 + 12 * len(self.indexed) + 8 * (self.documents + 1)
 
 
 def plan_append(path: Path, eod: int, mode: str) -> Work:
-    """Open the files and check that the token fits their vocabulary and dtype.
+    """Open the token files, and check that the token fits their vocabulary and dtype.
 
     Args:
         path: FILE.bin.
-        eod: the token.
+        eod: id of the token.
         mode: append or replace.
 
     Raises:
@@ -102,10 +102,10 @@ def plan_append(path: Path, eod: int, mode: str) -> Work:
 
 
 def check_out(work: Work, force: bool) -> None:
-    """Check that the output does not exist.
+    """Check that the output files do not exist.
 
     Raises:
-        OutputError: it exists.
+        OutputError: a file exists, and `force` is not set.
     """
     for path in files.members(work.out):
         if path.exists() and not force:
@@ -113,10 +113,10 @@ def check_out(work: Work, force: bool) -> None:
 
 
 def write_append(work: Work, *, doubled: bool, quiet: bool) -> None:
-    """Write the files.
+    """Write the output files.
 
     Raises:
-        OutputError: there is no room.
+        OutputError: the disk has no room.
         RefusedError: documents already end in the token, or have no token to replace.
         Interrupted: a signal came.
     """
@@ -141,7 +141,7 @@ def write_append(work: Work, *, doubled: bool, quiet: bool) -> None:
 def _write_block(
     work: Work, block: _Block, readers: Sequence[BinaryIO], writers: Sequence[BinaryIO], doubled: bool
 ) -> int:
-    """Write the tokens of a block, and their mask, where the new token is trained. Returns the number of bytes."""
+    """Write the tokens of a block, and their mask, in which the new token is trained. Returns the number of bytes."""
     written = 0
     for reader, writer, value in zip(readers, writers, (work.eod, REPLY | LAST_REPLY), strict=False):
         dtype = work.indexed.dtype if reader is readers[0] else np.dtype("u1")
@@ -163,7 +163,7 @@ def _write_block(
 
 
 def _check(work: Work, block: _Block, last: Tokens, doubled: bool) -> None:
-    """Check that no document already ends in the token (append), or that each has a token to replace."""
+    """Check that no document already ends in the token (append), or that each document has a token to replace."""
     path, upto = bin_path(work.indexed.prefix), block.before + len(block.ends)
     ended, empty = int((last == work.eod).sum()), len(block.ends) - len(last)
     if work.appended and ended and not doubled:
@@ -179,7 +179,7 @@ def _check(work: Work, block: _Block, last: Tokens, doubled: bool) -> None:
 
 
 class _Longer:
-    """The sizes of all sequences; the last one of each document has one token more."""
+    """The sizes of all sequences, where the last sequence of each document has one token more."""
 
     def __init__(self, work: Work) -> None:
         self.sizes, self.marks = work.indexed.sizes, work.marks
@@ -199,13 +199,13 @@ class _Longer:
 
 
 class _Block(NamedTuple):
-    """Tokens that are in memory at a time, and the documents that end in them.
+    """Tokens that are in memory at one time, and the documents that end among them.
 
     Attributes:
-        begin: first token.
+        begin: number of the first token in the file.
         length: number of tokens.
         ends: end of each document, counted from `begin`.
-        full: whether the document has a token.
+        full: whether each document has a token.
         before: number of documents that end before the block.
     """
 
@@ -217,7 +217,7 @@ class _Block(NamedTuple):
 
 
 def _blocks(work: Work) -> Iterator[_Block]:
-    """All tokens and all document ends, each in exactly one block."""
+    """Blocks that cover all tokens and all document ends, each in exactly one block."""
     total, begin, document, start = work.indexed.total, 0, 0, 0
     while begin < total or document < work.documents:
         end = min(total, begin + CHUNK)
@@ -242,7 +242,7 @@ def _ended(work: Work, token: int) -> int:
 
 
 def _starts(work: Work, low: int, high: int) -> NDArray[np.int64]:
-    """First token of some documents; for the number after the last document, the number of tokens."""
+    """First token of the documents from `low` to `high`; the token count for the number after the last document."""
     indexed = work.indexed
     numbers = np.arange(low, high) if work.marks is None else np.asarray(work.marks[low:high])
     inside = numbers[numbers < len(indexed)]

@@ -1,4 +1,4 @@
-"""Writing token files: bytes copied by the kernel, files that appear complete or not at all, long columns."""
+"""Writes token files: bytes copied by the kernel, files that appear complete or not at all, long columns."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from train.data.tokens.indexed import Column, Indexed, bin_path, chunks, idx_pat
 from train.data.tokens.sidecar import Facts, facts_path, facts_text, mask_path
 
 STEP = 64 << 20
-"""Bytes that the kernel copies at a time; signals are handled between two copies."""
+"""Number of bytes that the kernel copies at a time; signals are handled between two copies."""
 BUFFER = 4 << 20
-"""Bytes that pass through memory at a time, where the kernel does not copy."""
+"""Number of bytes that pass through memory at a time, where the kernel does not copy."""
 NOT_HERE = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM}
-"""Errors of `copy_file_range` where it is not supported: across file systems, old kernels, containers."""
+"""Errors of `copy_file_range` where that call is not supported: across file systems, old kernels, containers."""
 
 Advance = Callable[[int], None]
 Stop = Callable[[], bool]
@@ -40,12 +40,12 @@ Result = TypeVar("Result")
 
 
 def stop_here() -> Interrupted:
-    """The error to raise where `stop` is true."""
+    """The error to raise when `stop` is true."""
     return Interrupted("stopped by a signal", "run the same command again")
 
 
 def copy_range(source: Path, begin: int, count: int, target: Path, advance: Advance, stop: Stop) -> None:
-    """Copy a byte range of a file to a new file, and fsync it. Memory does not depend on the range.
+    """Copy a byte range of a file to a new file, and fsync the new file. Memory does not depend on the range.
 
     Raises:
         SourceError: the source ends before the range does.
@@ -83,12 +83,12 @@ def _in_memory(reader: int, writer: int, begin: int, count: int, at: int) -> int
 
 
 def in_threads(tasks: Sequence[Callable[[Stop], Result]], jobs: int, stop: Stop) -> list[Result]:
-    """Run tasks in parallel. An error in one stops the others.
+    """Run tasks in parallel threads, and return their results in order. An error in one task stops all tasks.
 
     Args:
-        tasks: each gets a function that says whether it has to stop.
+        tasks: the tasks; each is called with a function that returns whether the task has to stop.
         jobs: number of threads.
-        stop: whether all have to stop.
+        stop: returns whether all tasks have to stop.
     """
     failed = threading.Event()
     with ThreadPoolExecutor(jobs) as pool:
@@ -107,13 +107,13 @@ def in_threads(tasks: Sequence[Callable[[Stop], Result]], jobs: int, stop: Stop)
 
 
 def members(prefix: Path) -> tuple[Path, ...]:
-    """All files that a prefix may have, the index last: if it exists, the others are complete."""
+    """Paths of all files that a prefix may have, the index last: if the index exists, the others are complete."""
     return bin_path(prefix), mask_path(prefix), facts_path(prefix), idx_path(prefix)
 
 
 @contextmanager
 def fresh(prefix: Path) -> Iterator[Path]:
-    """A prefix in a staging folder, whose files are renamed to those of `prefix` when all of them are on disk.
+    """Yield a prefix in a staging folder; its files are renamed to those of `prefix` when all of them are on disk.
 
     An error leaves no files; a `kill -9` leaves the folder `PREFIX.partial`, which the next attempt deletes.
     """
@@ -142,10 +142,10 @@ def write_facts(prefix: Path, facts: Facts | None) -> None:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Check that the disk has room for so many bytes.
+    """Check that the disk of a folder has room for a number of bytes.
 
     Raises:
-        OutputError: it has not.
+        OutputError: the disk has not enough room.
     """
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(place).free
@@ -157,7 +157,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 class Joined:
-    """Concatenated columns of numbers, each with an offset added, read a piece at a time."""
+    """Concatenated columns of numbers, each with an offset added, that are read a slice at a time."""
 
     def __init__(self, parts: Sequence[tuple[Column, int]], dtype: str) -> None:
         self.parts, self.dtype = parts, dtype

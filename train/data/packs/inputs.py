@@ -1,4 +1,4 @@
-"""The two inputs of slicing: the slices json (how much of each data set) and the state file (where each begins).
+"""Reads the two inputs of slicing: the slices json (tokens of each data set) and the state file (where each begins).
 
 Facts: tilde-nlp/llm-gpt-neox at 374a5c6, misc/slices_final.json, misc/create_0_state_file.py, data_packs_make.py.
 """
@@ -19,22 +19,22 @@ from train.data.packs.phases import Pool, pool
 from train.data.tokens.indexed import bin_path, idx_path
 
 POOLS = {"U1": ("U1",), "N": ("N", "U2"), "U3": ("U3",), "E": ("Ext",)}
-"""Pool: the phases of the slices json whose sum it is."""
+"""Pool: the phases of the slices json whose sum the pool is."""
 LARGEST = 16 << 20
-"""Maximum bytes of a file; real ones have less than a tenth."""
+"""Maximum number of bytes of an input file; real files have less than a tenth."""
 DEEPEST = 100
-"""Maximum nesting of a state file: real ones have three levels. YAML libraries recurse in C and overflow the stack."""
+"""Maximum nesting of a state file: real files have 3 levels. YAML libraries recurse in C and overflow the stack."""
 MOST = 2**53
-"""Maximum tokens of a data set in a phase: up to here a float is exact."""
+"""Maximum number of tokens of a data set in a phase: up to this number a float is exact."""
 
 
 @dataclass(frozen=True)
 class State:
-    """How much of a data set earlier slices have used.
+    """How much of a data set earlier slices have taken.
 
     Attributes:
-        datapath: its `.bin`.
-        idxs: first unused document after each slice; the last one counts.
+        datapath: path of the data set's `.bin`.
+        idxs: first unused document after each slice; the next slice begins at the last of them.
     """
 
     datapath: str
@@ -42,7 +42,7 @@ class State:
 
 
 def read_slices(path: Path) -> tuple[tuple[str, ...], dict[str, Pool]]:
-    """The names of the data sets, and the pools.
+    """Read a slices json: the names of the data sets, and the pools by name.
 
     Raises:
         SourceError: the file is not there, or is not a slices json.
@@ -107,7 +107,7 @@ def first_state(folder: Path) -> dict[str, State]:
     """The state of all token files of a folder before anything is sliced.
 
     Raises:
-        SourceError: there are none, or some have no index.
+        SourceError: the folder has no token files, or some have no index.
     """
     try:
         names = sorted(path.name[: -len(".bin")] for path in folder.iterdir() if path.name.endswith(".bin"))
@@ -128,7 +128,7 @@ def state_text(state: Mapping[str, State]) -> bytes:
 
 
 def read_state(path: Path) -> dict[str, State]:
-    """The states of a state file.
+    """Read a state file: the states of data sets, by name.
 
     Raises:
         SourceError: the file is not there, or is not a state file.
@@ -147,7 +147,7 @@ def read_state(path: Path) -> dict[str, State]:
 
 
 def _require_flat(text: bytes, loader: Any) -> None:
-    """Refuse deep nesting before loading: parser events come one by one, without recursion."""
+    """Refuse deep nesting before the YAML is loaded: parser events come one by one, without recursion."""
     depth = 0
     for event in yaml.parse(text, loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -167,5 +167,5 @@ def _state(name: Any, content: Any) -> State:
 
 
 def dump(content: Any) -> bytes:
-    """A small YAML file in the order of its content, as tilde-nlp's script writes it."""
+    """A small YAML file in the order of `content`, as tilde-nlp's script writes it."""
     return str(yaml.dump(content, sort_keys=False)).encode()

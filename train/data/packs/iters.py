@@ -1,4 +1,4 @@
-"""Number of training steps in the packs of a folder, counted from their indexes.
+"""Counts the tokens in the packs of a folder from their indexes, for the number of training steps.
 
 Facts: tilde-nlp/llm-gpt-neox at 374a5c6, misc/iters_per_datapack.sh, which adds up the bytes of every `.bin`, four for
 each token, and prints what awk does.
@@ -24,8 +24,8 @@ class Count:
 
     Attributes:
         folder: the folder, as it was given.
-        tokens: of all `.bin` that are not copies.
-        copies: tokens of those that `append-eod` or `merge` made from counted files, by prefix.
+        tokens: number of tokens of all `.bin` that are not copies.
+        copies: prefix and number of tokens of each copy, which `append-eod` or `merge` made from counted files.
     """
 
     folder: Path
@@ -36,10 +36,10 @@ class Count:
 def count(root: Path) -> list[Count]:
     """The tokens of each pack in a folder, or of that folder if it is a pack itself.
 
-    The merge of a counted pack is a copy of it. `states` is not a pack.
+    The merge of a counted pack is a copy of that pack. The folder `states` is not a pack.
 
     Raises:
-        SourceError: there is no such folder, or an index is missing or does not fit its `.bin`.
+        SourceError: the folder does not exist, or an index is missing or does not fit its `.bin`.
     """
     if not root.is_dir():
         raise SourceError(f"{root} is not a folder")
@@ -70,7 +70,7 @@ def count(root: Path) -> list[Count]:
 
 
 def _finished(paths: Iterable[Path]) -> list[Path]:
-    """The prefixes of token files; refused if one is still being written."""
+    """The prefixes of token files, sorted. Raises SourceError if one of them is still being written."""
     prefixes = sorted(path.with_name(path.name[:-4]) for path in paths)
     unfinished = next((path for path in prefixes if path.parent.name.endswith(".partial")), None)
     if unfinished is not None:
@@ -79,7 +79,7 @@ def _finished(paths: Iterable[Path]) -> list[Path]:
 
 
 def _merged(tokens: Mapping[Path, int]) -> dict[Path, Path]:
-    """Prefixes that a merge made from a folder that is also counted, and that folder.
+    """Each prefix that a merge made from a folder that is also counted, and that folder.
 
     A merge has the name of its folder, and a merge log beside it, or as many tokens as the folder.
     """

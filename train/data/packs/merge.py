@@ -1,7 +1,7 @@
-"""Merge the token files of a folder into one, in the order of their names, as GPT-NeoX merges them.
+"""Merges the token files of a folder into one, in the order of their names, as GPT-NeoX merges them.
 
-Unlike there (tools/datasets/merge_datasets_mmap.py, whose builder loses the documents of its parts) the merged index
-has all documents. Each part is hashed while it is copied, and the output is read back and compared.
+Unlike in GPT-NeoX (tools/datasets/merge_datasets_mmap.py, whose builder loses the documents of its parts), the merged
+index has all documents. Each part is hashed while it is copied, and the output is read back and compared.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from train.data.tokens.indexed import Column, Indexed, bin_path, idx_path, open_
 from train.data.tokens.sidecar import Facts, common_facts, facts_path, mask_path
 
 Keep = Callable[[memoryview, int], None]
-"""Called with a piece of a file and the byte where it begins."""
+"""Called with a piece of a file, and the byte in the file where the piece begins."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Merge:
 
     Attributes:
         folder: the folder of the parts.
-        parts: in the order of their names.
+        parts: the token files, in the order of their names.
         documents: number of documents of each part.
-        facts: the common sidecar of all parts, if they have one.
-        masked: whether they have a loss mask.
+        facts: the common sidecar of all parts, None if they have none.
+        masked: whether the parts have a loss mask.
         notes: notes for the user.
     """
 
@@ -62,13 +62,13 @@ class Merge:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the output files."""
+        """Size of the output files, in bytes."""
         width = self.parts[0].dtype.itemsize + self.masked
         return self.tokens * width + 34 + 12 * sum(map(len, self.parts)) + 8 * (sum(self.documents) + 1)
 
     @property
     def prefix(self) -> str:
-        """Name of the output: that of the folder."""
+        """Name of the output, which is that of the folder."""
         return name_of(self.folder)
 
 
@@ -78,11 +78,11 @@ def name_of(folder: Path) -> str:
 
 
 def plan_merge(folder: Path) -> Merge:
-    """Open all token files of a folder.
+    """Open all token files of a folder, and plan their merge.
 
     Raises:
-        SourceError: there are none, one of a pair or a slice of the pack is missing.
-        RefusedError: they cannot be merged.
+        SourceError: the folder has no token files, or one of a pair or a slice of the pack is missing.
+        RefusedError: the files cannot be merged.
     """
     names = parts_of(folder)
     notes = list(_check_slices(folder, names))
@@ -115,8 +115,8 @@ def parts_of(folder: Path) -> list[str]:
     """Names of all pairs of token files in a folder, sorted.
 
     Raises:
-        SourceError: there are none, or one of a pair is missing.
-        RefusedError: some are copies of others.
+        SourceError: the folder has no token files, or one of a pair is missing.
+        RefusedError: some files are copies of others.
     """
     try:
         names = sorted(path.name for path in folder.iterdir())
@@ -141,7 +141,7 @@ def parts_of(folder: Path) -> list[str]:
 
 
 def _check_slices(folder: Path, names: Sequence[str]) -> list[str]:
-    """Check that all slices of a pack are there, if `train packs slice` made it. Returns notes."""
+    """Check that no slice of a pack is missing, if `train packs slice` made the pack. Returns notes."""
     record = read_record(folder.resolve().parent)
     expected = files_of(record).get(name_of(folder)) if record else None
     if expected is None:
@@ -159,7 +159,7 @@ def check_out(merge: Merge, out: Path, force: bool) -> None:
     """Check that the output is not in the folder of the parts, and does not exist.
 
     Raises:
-        OutputError: it is, or it exists.
+        OutputError: the output is in that folder, or exists and `force` is not set.
     """
     if out.resolve() == merge.folder.resolve():
         raise OutputError(f"{out} is the folder of the parts", "the next merge would take the result for one of them")
@@ -172,7 +172,7 @@ def write_merge(merge: Merge, out: Path, *, jobs: int, verify: bool, quiet: bool
     """Write `OUT/XX.bin`, `.idx`, `.merge.log`, and mask and sidecar where the parts have them.
 
     Returns:
-        The prefix.
+        The prefix of the output.
 
     Raises:
         VerificationError: the output does not read back as it was written.
@@ -208,7 +208,7 @@ def write_merge(merge: Merge, out: Path, *, jobs: int, verify: bool, quiet: bool
 
 
 class _Piece(NamedTuple):
-    """A part, and its byte range in the output."""
+    """The file of a part, and its byte range in the output."""
 
     path: Path
     begin: int
@@ -236,7 +236,7 @@ def _copy(pieces: Sequence[_Piece], target: Path, jobs: int, advance: Advance, s
         os.ftruncate(writer, sum(piece.length for piece in pieces))
         sums = files.in_threads([partial(copy, piece) for piece in pieces], jobs, stop)
         os.fsync(writer)
-        if hasattr(os, "posix_fadvise"):  # so that it is read back from the disk, not from the page cache
+        if hasattr(os, "posix_fadvise"):  # so that it is read back from disk, not from the page cache
             os.posix_fadvise(writer, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(writer)
@@ -269,7 +269,7 @@ def _again(reader: int, target: Path, advance: Advance, piece: _Piece, halt: Sto
 
 
 def _hash(reader: int, path: Path, begin: int, count: int, halt: Stop, advance: Advance, keep: Keep) -> str:
-    """The BLAKE3 of a byte range; `keep` is called with each piece."""
+    """The BLAKE3 of a byte range of a file; `keep` is called with each piece."""
     digest, buffer, done = blake3(), bytearray(min(files.BUFFER, count)), 0
     while done < count:
         if halt():
@@ -289,7 +289,7 @@ def _hash(reader: int, path: Path, begin: int, count: int, halt: Stop, advance: 
 
 
 class _Each:
-    """0, 1, 2, …: the first sequence of each document, where each sequence is one."""
+    """The numbers 0, 1, 2, …: the first sequence of each document, where each sequence is a document."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -303,7 +303,7 @@ class _Each:
 
 
 def _documents(parts: Sequence[Indexed], marks: Sequence[NDArray[np.int64] | None]) -> Joined | None:
-    """First sequence of each document of all parts; None if each sequence is one."""
+    """First sequence of each document of all parts; None if each sequence is a document."""
     if all(part_marks is None for part_marks in marks):
         return None
     columns: list[tuple[Column, int]] = []
@@ -315,7 +315,7 @@ def _documents(parts: Sequence[Indexed], marks: Sequence[NDArray[np.int64] | Non
 
 
 def part_rows(merge: Merge) -> list[tuple[str, ...]]:
-    """A row for each part, and one for the sum: name, documents, tokens."""
+    """Rows of a table with name, documents and tokens: a header, a row for each part, and one for the sum."""
     parts = zip(merge.parts, merge.documents, strict=True)
     rows = [(part.prefix.name, f"{count:,}", f"{part.total:,}") for part, count in parts]
     return [("part", "documents", "tokens"), *rows, ("all", f"{sum(merge.documents):,}", f"{merge.tokens:,}")]

@@ -2,9 +2,9 @@
 
 A pre-training runs through the phases of `ORDER`. Its tokens come from four pools: U1 (the warm-up is its beginning), N
 (which includes U2), U3 (the cool-down is its end) and E. Facts: tilde-nlp/llm-gpt-neox at 374a5c6, data_packs_make.py,
-which computes in floats. Here the tokens of a pool are rounded once, to the nearest integer of their exact sum; those
-of its data sets are rounded down, and the largest remainders get the remaining tokens. From there on all numbers are
-integers, and all sums are equal by construction.
+which computes in floats. Here the tokens of a pool are rounded once, to the nearest integer of their exact sum; the
+tokens of its data sets are rounded down, and the largest remainders get the remaining tokens. From there on all numbers
+are integers, and all sums are equal by construction.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from formats.errors import RefusedError, UsageError
 ORDER = {"warmup": "U1", "U1": "U1", "N": "N", "U3": "U3", "U3_cd": "U3", "E": "E"}
 """Phase: the pool that its tokens come from."""
 FOLDERS = {"U3_cd": "U3_{}_cd"}
-"""Names of packs of a phase, where they are not PHASE_NUMBER."""
+"""Phase: the name of its packs, where that is not PHASE_NUMBER."""
 
 MANY = 10_000
-"""Maximum packs of a phase."""
+"""Maximum number of packs of a phase."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Schedule:
     """How the pools are cut into packs.
 
     Attributes:
-        tokens_per_iter: tokens of a step of the training.
-        warmup_iters: steps of the warm-up.
-        cool_down: percentage of U1, N and U3 together that the cool-down takes.
-        most: tokens of the largest pack.
+        tokens_per_iter: number of tokens of a training step.
+        warmup_iters: number of steps of the warm-up.
+        cool_down: percentage of the tokens of U1, N and U3 together that the cool-down takes.
+        most: maximum number of tokens of a pack.
     """
 
     tokens_per_iter: int
@@ -48,9 +48,9 @@ class Pool:
     """The tokens that some phases share.
 
     Attributes:
-        requested: tokens of each data set, as the file has them.
-        total: tokens of all, rounded.
-        totals: tokens of each, rounded; their sum is `total`.
+        requested: number of tokens of each data set, as in the slices json.
+        total: number of tokens of all data sets, rounded.
+        totals: number of tokens of each data set, rounded; their sum is `total`.
     """
 
     requested: tuple[Fraction, ...]
@@ -66,8 +66,8 @@ class Pack:
         number: its position in the training; the warm-up is 0.
         phase: one of `ORDER`.
         tokens: target number of tokens.
-        targets: tokens of each data set; their sum is `tokens`.
-        named: tokens of each data set in the names of its files: the exact target, truncated.
+        targets: target number of tokens of each data set; their sum is `tokens`.
+        named: the number of tokens that stands in the file name of each data set: the exact target, truncated.
     """
 
     number: int
@@ -78,11 +78,11 @@ class Pack:
 
     @property
     def name(self) -> str:
-        """Name of its folder."""
+        """Name of the pack's folder."""
         return FOLDERS.get(self.phase, self.phase + "_{}").format(self.number)
 
     def steps(self, schedule: Schedule) -> int:
-        """`train_iters`: the last step may be incomplete."""
+        """Number of steps to train on the pack, `train_iters`; the last step may be incomplete."""
         return -(-self.tokens // schedule.tokens_per_iter)
 
 
@@ -105,7 +105,7 @@ def largest_remainders(shares: Sequence[Fraction], total: int) -> tuple[int, ...
 
 
 def pool(requested: Sequence[Fraction]) -> Pool:
-    """Round the tokens that a pool takes of each data set."""
+    """A pool whose numbers of tokens are rounded from the requested ones."""
     total = floor(sum(requested, Fraction(0)) + Fraction(1, 2))
     return Pool(tuple(requested), total, largest_remainders(requested, total))
 
@@ -114,11 +114,11 @@ def packs(pools: dict[str, Pool], schedule: Schedule) -> tuple[Pack, ...]:
     """The packs of a training, in its order.
 
     Args:
-        pools: those of `ORDER`, by name, with the same data sets in the same order.
-        schedule: how they are cut.
+        pools: the pools of `ORDER`, by name, with the same data sets in the same order.
+        schedule: how the pools are cut.
 
     Raises:
-        RefusedError: the warm-up or the cool-down does not fit.
+        RefusedError: the warm-up or the cool-down does not fit its pool or a pack, or the pools have no tokens.
     """
     pack_list: list[Pack] = []
     for phase, tokens in _phases(pools, schedule).items():
@@ -128,7 +128,7 @@ def packs(pools: dict[str, Pool], schedule: Schedule) -> tuple[Pack, ...]:
 
 
 def _phases(pools: dict[str, Pool], schedule: Schedule) -> dict[str, int]:
-    """Tokens of each phase."""
+    """Number of tokens of each phase."""
     train = sum(pools[name].total for name in ("U1", "N", "U3"))
     warmup = schedule.tokens_per_iter * schedule.warmup_iters
     down = train * schedule.cool_down // 100 + 1 if schedule.cool_down and train else 0
@@ -157,10 +157,10 @@ def _phases(pools: dict[str, Pool], schedule: Schedule) -> dict[str, int]:
 
 
 def cut(tokens: int, most: int) -> list[int]:
-    """The sizes of a phase's packs: full ones, then one with the rest, if there is any.
+    """The sizes of a phase's packs: full packs, then one with the rest, if there is any.
 
     Raises:
-        UsageError: there are too many.
+        UsageError: the phase has too many packs.
     """
     full, rest = divmod(tokens, most)
     if full > MANY:
@@ -172,7 +172,7 @@ def cut(tokens: int, most: int) -> list[int]:
 
 
 def _with_targets(pack_list: Sequence[Pack], pools: dict[str, Pool]) -> list[Pack]:
-    """The packs, with the tokens that each takes of each data set."""
+    """The packs, with the number of tokens that each takes of each data set."""
     taken_of = {name: (0, (0,) * len(source_pool.totals)) for name, source_pool in pools.items()}
     last = {pack.phase: pack.number for pack in pack_list}
     done = []
@@ -188,7 +188,7 @@ def _with_targets(pack_list: Sequence[Pack], pools: dict[str, Pool]) -> list[Pac
 
 
 def take(source_pool: Pool, upto: int, given_before: Sequence[int], tokens: int) -> tuple[int, ...]:
-    """The tokens that a pack takes of each data set, so that each has given its share of the pool up to there.
+    """The tokens that a pack takes of each data set, so that each set has given its share of the first `upto` tokens.
 
     Shares count from the beginning of the pool, so the rounding of one pack is corrected in the next, and the last pack
     takes everything that is left.
@@ -201,9 +201,9 @@ def take(source_pool: Pool, upto: int, given_before: Sequence[int], tokens: int)
 
 
 def names_of(source_pool: Pool, tokens: int, last: bool) -> tuple[int, ...]:
-    """The targets in file names: computed from the unrounded pool and pack, each truncated.
+    """The numbers of tokens in file names: computed from the unrounded pool and pack, each truncated.
 
-    Only the last pack of a phase has a fraction of a token, that of the pool.
+    Only the last pack of a phase has a fraction of a token, which is that of the pool.
     """
     exact = sum(source_pool.requested, Fraction(0))
     size = tokens + (exact - source_pool.total if last else 0)
@@ -211,15 +211,15 @@ def names_of(source_pool: Pool, tokens: int, last: bool) -> tuple[int, ...]:
 
 
 def ends(pack_list: Sequence[Pack], schedule: Schedule) -> list[int]:
-    """The step at which each pack is used up."""
+    """The training step at which each pack is used up."""
     return list(accumulate(pack.steps(schedule) for pack in pack_list))
 
 
 def sums(pack_list: Sequence[Pack], pools: dict[str, Pool]) -> dict[str, int]:
-    """The tokens of all packs of each pool, recounted by packs and by data sets.
+    """The number of tokens of all packs of each pool, recounted by packs and by data sets.
 
     Raises:
-        RuntimeError: they differ from those of the pool.
+        RuntimeError: the numbers differ from those of the pool.
     """
     counted = {}
     for name, source_pool in pools.items():

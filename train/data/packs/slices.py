@@ -1,8 +1,8 @@
-"""Where each data set is cut: at the first document that begins at or after the cumulative target.
+"""Plans where each data set is cut: at the first document that begins at or after the cumulative target.
 
 The document that crosses a target belongs to the slice before it. Targets are cumulative over all packs, from where the
-state file says that the data set begins: a slice that is too long shortens the next one. Slices of a data set have no
-gaps between them and do not overlap.
+state file specifies that the data set begins: a slice that is too long shortens the next slice. Slices of a data set
+have no gaps between them and do not overlap.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from train.data.tokens.indexed import Indexed, bin_path, open_indexed, prefix_of
 from train.data.tokens.sidecar import common_facts, mask_path
 
 LONGEST = 255 - len(".partial")
-"""Maximum bytes of a file name, with room for `.partial`."""
+"""Maximum number of bytes of a file name, with room for `.partial`."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Source:
     """The token files of a data set.
 
     Attributes:
-        name: its name in the slices json.
-        indexed: the files.
-        marks: first sequence of each document, None where each sequence is one.
+        name: name of the data set in the slices json.
+        indexed: the token files.
+        marks: first sequence of each document, None where each sequence is a document.
         begin: first unused document.
-        masked: whether it has a loss mask.
+        masked: whether the data set has a loss mask.
     """
 
     name: str
@@ -73,13 +73,15 @@ class Source:
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of a data set that becomes a pair of files.
+    """A part of a data set that is written as a pair of token files.
 
     Attributes:
-        pack: the folder of its pack.
-        stem: the name of its files.
-        source: its data set.
-        documents: half-open range; so are `sequences` and `tokens`.
+        pack: name of the folder of the slice's pack.
+        stem: name of the slice's files, without suffix.
+        source: the data set.
+        documents: half-open range of documents.
+        sequences: half-open range of sequences.
+        tokens: half-open range of tokens.
     """
 
     pack: str
@@ -96,7 +98,7 @@ class Slice:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its files, without the sidecar."""
+        """Size of the slice's files without the sidecar, in bytes."""
         marks = self.documents[1] - self.documents[0] + 1
         width = self.source.indexed.dtype.itemsize + self.source.masked
         return self.count * width + 34 + 12 * (self.sequences[1] - self.sequences[0]) + 8 * marks
@@ -104,12 +106,12 @@ class Slice:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that will be written.
+    """All slices that will be written.
 
     Attributes:
         names: the data sets, in the order of the slices json.
-        packs: in the order of the training.
-        slices: by pack, then in the order of the data sets.
+        packs: the packs, in the order of the training.
+        slices: the slices, sorted by pack, then in the order of the data sets.
         sources: the data sets that give tokens.
         ends: first unused document after each pack, by data set.
         notes: notes for the user.
@@ -130,11 +132,11 @@ class Plan:
 def make_plan(
     names: Sequence[str], pools: Mapping[str, Pool], packs: Sequence[Pack], state: Mapping[str, State]
 ) -> Plan:
-    """Cut all data sets for all packs. Only indexes are read.
+    """Plan the cuts of all data sets for all packs. Only indexes are read.
 
     Raises:
-        RefusedError: data sets are unknown, their files are not there, or they have too few tokens: all of them are
-            listed; or their tokens cannot be in one file.
+        RefusedError: data sets are unknown, their files are not there, or they have too few tokens: all such data sets
+            are listed; or the tokens of data sets cannot be in one file.
     """
     needed = {name: sum(pool.totals[i] for pool in pools.values()) for i, name in enumerate(names)}
     sources = _open(needed, state)
@@ -156,7 +158,7 @@ def make_plan(
 
 
 def _open(needed: Mapping[str, int], state: Mapping[str, State]) -> dict[str, Source]:
-    """The data sets that have to give tokens."""
+    """The data sets that have to give tokens, opened."""
     sources, problems = {}, []
     for name, tokens in needed.items():
         if not tokens:
@@ -201,10 +203,10 @@ def _check_enough(needed: Mapping[str, int], sources: Mapping[str, Source]) -> N
 
 
 def check_alike(files: Sequence[Indexed]) -> None:
-    """Check that token files can become one: same dtype, same tokenizer, and all or none with a loss mask.
+    """Check that token files can be merged: same dtype, same tokenizer, and all or none with a loss mask.
 
     Raises:
-        RefusedError: they differ.
+        RefusedError: the files differ.
     """
     if not files:
         return
@@ -227,7 +229,7 @@ def check_alike(files: Sequence[Indexed]) -> None:
 
 
 def _cuts(source: Source, targets: Sequence[int]) -> list[int]:
-    """First document of each slice, and the end of the last one."""
+    """First document of each slice, and the end of the last slice."""
     base = source.token(source.sequence(source.begin))
     cuts = [source.begin]
     for upto in accumulate(targets):
@@ -253,7 +255,7 @@ def _check_names(slices: Sequence[Slice]) -> None:
 def _notes(
     names: Sequence[str], packs: Sequence[Pack], slices: Mapping[tuple[int, int], Slice], state: Mapping[str, State]
 ) -> tuple[str, ...]:
-    """Notes on what is not an error, but may be unexpected."""
+    """Notes on what is not an error, but may be unexpected: packs without a file of a data set, unused data sets."""
     idle: dict[tuple[str, ...], list[str]] = {}
     ahead: dict[tuple[str, ...], list[str]] = {}
     for k, pack in enumerate(packs):

@@ -1,4 +1,4 @@
-"""A slices json from weights: how many tokens of each data set a phase has, of the tokens of the phase."""
+"""Makes a slices json (the tokens of each data set in each phase) from tokens of phases and weights of data sets."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ EXAMPLE = "U1: {tokens: 150000000000, weights: {arxiv: 1, wiki: 2.5}}"
 
 
 def slices_of(path: Path) -> dict[str, Any]:
-    """The content of a slices json: integers that add up to the tokens of each phase.
+    """The content of a slices json: numbers of tokens that add up to those of each phase.
 
     Args:
-        path: YAML, for some of U1, U2, N, U3 and Ext the tokens, and a weight for each data set that has some.
+        path: a YAML file that has, for some of U1, U2, N, U3 and Ext, the tokens, and a weight of each data set used.
 
     Raises:
-        SourceError: it is not such a file.
+        SourceError: the file is not of this form.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -56,5 +56,5 @@ def _phase(path: Path, phase: str, entry: Any) -> tuple[int, dict[str, Fraction]
 
 
 def text_of(slices: dict[str, Any]) -> bytes:
-    """The file."""
+    """The bytes of a slices json file."""
     return (json.dumps(slices, indent=1, ensure_ascii=False) + "\n").encode()

@@ -1,9 +1,9 @@
-"""Write the slices of a plan: existing slices stay, missing ones are written, each complete or absent.
+"""Writes the slices of a plan: existing slices stay, missing slices are written, each complete or absent.
 
 OUT has a folder for each pack, `packs.json` (inputs, arguments and all slices), and for each data set a folder
-`states/NAME`: `tokens.yaml` (the target of each slice), `slices.yaml` (the phase of each) and `state.0.yaml`, as
-tilde-nlp's script writes them. `state.N.yaml` is written at the end, there and in OUT; the next slicing starts from it.
-N is the number of slices made so far.
+`states/NAME`: `tokens.yaml` (the target of each slice), `slices.yaml` (the phase of each slice) and `state.0.yaml`, as
+tilde-nlp's script writes them. `state.N.yaml` is written at the end, to that folder and to OUT; the next slicing starts
+from this file. N is the number of slices made so far.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ OPTIONS = {
     "tokens_per_iter": "--tokens-per-iter", "warmup_iters": "--warmup-iters", "cool_down": "--cd-phase",
     "most": "--max-tokens-per-pack",
 }  # fmt: skip
-"""Field of a schedule, and the option that gives it."""
+"""Field of a schedule: the option that sets it."""
 
 
 def write(
     plan: Plan, schedule: Schedule, state: Mapping[str, State], out: Path, *, jobs: int, force: bool, quiet: bool
 ) -> int:
-    """Write all missing slices. Memory does not depend on their sizes.
+    """Write all missing slices of a plan. Memory does not depend on the size of slices.
 
     Returns:
         The number of slices that were already there.
 
     Raises:
-        OutputError: OUT has packs of other inputs or arguments, another process writes them, or there is no room.
+        OutputError: OUT has packs of other inputs or arguments, another process writes packs there, or the disk has no
+            room.
         Interrupted: a signal came.
     """
     with stoppable() as stop, named(out):
@@ -75,7 +76,7 @@ def write(
 
 
 def prefix_in(part: Slice, out: Path) -> Path:
-    """The prefix of a slice."""
+    """The prefix of the token files of a slice."""
     return out / part.pack / part.stem
 
 
@@ -94,14 +95,14 @@ def write_slice(part: Slice, out: Path, advance: Advance, stop: Stop) -> None:
 
 
 def facts_of(part: Slice) -> Facts | None:
-    """The sidecar of a slice: that of its data set, with the slice's own counts."""
+    """The sidecar of a slice: that of its data set, with the counts of the slice; None if the data set has none."""
     facts = read_facts(part.source.indexed.prefix)
     counts = {"documents": part.documents[1] - part.documents[0], "tokens": part.count}
     return facts and replace(facts, counts=counts)
 
 
 def marks_in(part: Slice) -> Joined | None:
-    """First sequence of each document of a slice, counted from the slice's first sequence."""
+    """First sequence of each document, counted from the slice's first; None if each sequence is a document."""
     marks = part.source.marks
     if marks is None:
         return None
@@ -110,7 +111,7 @@ def marks_in(part: Slice) -> Joined | None:
 
 
 def is_whole(part: Slice, out: Path) -> bool:
-    """Whether a slice is complete on disk: files of the right sizes, an index with its sequences, and its sidecar."""
+    """Whether a slice is complete on disk: its file sizes, the lengths in its index, and its sidecar are right."""
     prefix = prefix_in(part, out)
     try:
         written = open_indexed(prefix, tokens=False)
@@ -159,10 +160,10 @@ def _text(record: Mapping[str, Any]) -> bytes:
 
 
 def read_record(out: Path) -> dict[str, Any] | None:
-    """The `packs.json` of OUT, None if there is none.
+    """The content of `packs.json` in OUT, None if the file does not exist.
 
     Raises:
-        OutputError: it cannot be read.
+        OutputError: the file is damaged.
     """
     path = out / RECORD
     if not path.exists():
@@ -178,12 +179,12 @@ def read_record(out: Path) -> dict[str, Any] | None:
 
 
 def files_of(record: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Pack to the names of its slices, from a record."""
+    """The names of the slices of each pack, by pack, from a record."""
     return {pack["name"]: [entry["files"] for entry in pack["slices"].values()] for pack in record["packs"]}
 
 
 def _make_way(plan: Plan, record: Mapping[str, Any], out: Path, force: bool) -> None:
-    """Check that OUT has no packs, or those that the same command has begun; with `force`, delete them."""
+    """Check that OUT has no packs, or only packs that the same command has begun; with `force`, delete packs there."""
     previous = read_record(out)
     if previous is None:
         for pack in plan.packs:
@@ -202,7 +203,7 @@ def _make_way(plan: Plan, record: Mapping[str, Any], out: Path, force: bool) -> 
 
 
 def difference(previous: Mapping[str, Any], record: Mapping[str, Any]) -> str:
-    """The difference between two records as text; empty if they are equal."""
+    """The difference between two records of `packs.json` as text; empty if they are equal."""
     for part, text in DIFFERENCES.items():
         before, now = previous.get(part), record[part]
         if before != now:
@@ -226,7 +227,7 @@ def _delete(record: Mapping[str, Any], out: Path) -> None:
 
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """Lock OUT, so that no other process writes packs here."""
+    """Lock OUT, so that no other process writes packs into it."""
     handle = os.open(out / "states" / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         lock(handle, out)
@@ -250,7 +251,7 @@ def _write_states(plan: Plan, state: Mapping[str, State], out: Path) -> None:
 
 
 def _write_last_states(plan: Plan, state: Mapping[str, State], out: Path) -> None:
-    """Write the state after slicing: the first unused document of each data set, after each slice."""
+    """Write the state after slicing: the first unused document of each data set after each slice."""
     after = {name: State(entry.datapath, entry.idxs + plan.ends.get(name, ())) for name, entry in state.items()}
     last = f"state.{max(len(entry.idxs) for entry in after.values()) - 1}.yaml"
     for name in plan.sources:

@@ -21,19 +21,19 @@ from train.data.tokens.sidecar import Facts, mask_path, read_facts
 from train.data.tokens.tokenizers import Vocabulary, control_ids, made_with
 
 MASK_MOST = 3
-"""The largest byte of a mask: the bits `encode.REPLY` and `LAST_REPLY`."""
+"""The largest byte of a mask: both bits, `encode.REPLY` and `encode.LAST_REPLY`."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Token files and what marks replies in them.
+    """The documents of token files, and what marks the replies in them.
 
     Attributes:
-        indexed: the tokens.
+        indexed: the token files.
         facts: the sidecar, None for files of other programs.
-        control: role to the id of its control token; empty if something else marks replies.
-        stored: `PREFIX.mask`, uint8[tokens], or None.
-        roles: role of each token, or None.
+        control: id of the control token of each role; empty if something else marks replies.
+        stored: the bytes of `PREFIX.mask`, uint8[tokens], None without a mask.
+        roles: files with the role of each token, None without role bins.
     """
 
     indexed: Indexed
@@ -44,12 +44,12 @@ class Documents:
 
     @property
     def silent(self) -> bool:
-        """Whether it is not known which tokens are replies."""
+        """Whether nothing in the files marks which tokens are replies."""
         plain = self.facts is not None and self.facts.plain
         return not (self.control or plain) and self.stored is None and self.roles is None
 
     def span(self, first: int, stop: int) -> tuple[NDArray[Any], NDArray[np.int32], slice]:
-        """Tokens and sizes of consecutive documents, and their range in the file, in tokens."""
+        """Tokens and sizes of consecutive documents, and the range of these tokens in the file."""
         sizes = np.array(self.indexed.sizes[first:stop])
         begin = int(self.indexed.pointers[first]) // self.indexed.dtype.itemsize if first < stop else 0
         place = slice(begin, begin + int(sizes.sum(dtype=np.int64)))
@@ -71,7 +71,7 @@ class Documents:
         return label_mask(tokens, sizes, self.control, stored, loss)
 
     def _sound(self, place: slice) -> NDArray[np.uint8]:
-        """The mask of some tokens.
+        """The mask bytes of a range of tokens, checked.
 
         Raises:
             SourceError: a byte has a bit that a mask does not have.
@@ -92,7 +92,7 @@ def require_mask_length(indexed: Indexed) -> None:
     """Check that the mask beside token files, if there is one, has a byte for each token.
 
     Raises:
-        SourceError: it has not.
+        SourceError: the mask has another length.
     """
     path = mask_path(indexed.prefix)
     if path.is_file() and path.stat().st_size != indexed.total:
@@ -100,7 +100,7 @@ def require_mask_length(indexed: Indexed) -> None:
 
 
 def _from_roles(roles: NDArray[Any], sizes: NDArray[Any]) -> NDArray[np.uint8]:
-    """Bits of a mask: replies, and the last reply of each document."""
+    """The mask bits of tokens from their roles: replies, and the last reply of each document."""
     replies = roles == ASSISTANT
     starts = np.cumsum(sizes, dtype=np.int64) - sizes
     begins = replies & ~np.concatenate([[False], replies[:-1]])
@@ -117,12 +117,12 @@ def open_documents(
     """Open token files.
 
     Args:
-        path: the prefix, with or without `.bin`, `.idx`.
+        path: the prefix, with or without `.bin` or `.idx`.
         vocabulary: the tokenizer, checked against the sidecar.
         control: ids of control tokens, for files without a sidecar and without a tokenizer.
 
     Raises:
-        SourceError: a file is missing or does not fit.
+        SourceError: a file is missing, or does not fit the others.
         RefusedError: the files were made with another tokenizer, or do not contain the given control tokens.
     """
     prefix = prefix_of(path)
@@ -153,7 +153,7 @@ def open_documents(
 
 
 def _check_control(indexed: Indexed, control_tokens: Mapping[str, int]) -> None:
-    """Check that the control tokens occur in the files; else everything would be trained as plain text."""
+    """Check that the control tokens occur in the files: otherwise all tokens would be trained as plain text."""
     lacking = {role: number for role, number in control_tokens.items() if role in ("user", "assistant")}
     for _, tokens in chunks(indexed.tokens):
         lacking = {role: number for role, number in lacking.items() if not (tokens == number).any()}
@@ -167,7 +167,7 @@ def _check_control(indexed: Indexed, control_tokens: Mapping[str, int]) -> None:
 
 
 def _roles(indexed: Indexed) -> Indexed | None:
-    """The role file of Megatron-LLM beside `P-text`."""
+    """The role file of Megatron-LLM beside `P-text`, None if there is none."""
     name = indexed.prefix.name
     if not name.endswith("-text"):
         return None

@@ -1,11 +1,11 @@
-"""Records to token ids, by control tokens or for role bins, and which tokens are replies.
+"""Encodes records as token ids, with control tokens or for role bins, and marks which tokens are replies.
 
 Without a chat template a turn is its role's control token, the content, and the control token again; every content is
 encoded separately, as preprocess_sft.py of tilde-nlp's GPT-NeoX does: SentencePiece gives each content its own prefix.
 
 In role bins a turn has the form of ChatML, and each token has the role of its turn.
 
-`template_encoder.py` does it with a chat template.
+`template_encoder.py` encodes records with a chat template.
 
 Facts: preprocess_sft.py (tilde-nlp/llm-gpt-neox 374a5c6, `Encoder.encode`); xingyaoww/Megatron-LLM 1b07577,
 `format_message` of tools/preprocess_instruct_data.py, `Role` of megatron/data/instruction_dataset.py.
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 REPLY, LAST_REPLY = 1, 2
-"""Bits of a mask: the token belongs to a reply; to the last reply."""
+"""Bits of a mask: the token belongs to a reply; the token belongs to the last reply of its document."""
 CHATML = ("<|im_start|>", "<|im_end|>")
 ROLE_NUMBERS = {"system": 0, "user": 1, "assistant": 2}
-"""Role numbers in role bins."""
+"""Role: its number in role bins."""
 
 
 class Encoded(NamedTuple):
@@ -39,11 +39,11 @@ class Encoded(NamedTuple):
 
     Attributes:
         ids: the tokens of all documents, int32.
-        sizes: tokens of each document.
-        mask: bits `REPLY` and `LAST_REPLY` of each token, uint8; in role bins the number of its role, uint16; None
-            where control tokens always determine it.
-        refused: index and reason of records that became no document.
-        counts: by the keys of `LOST`, and `SPLIT`, of `template_encoder.py`.
+        sizes: number of tokens of each document.
+        mask: bits `REPLY` and `LAST_REPLY` of each token, uint8; in role bins the number of the token's role, uint16;
+            None where control tokens determine the mask.
+        refused: index and reason of each record that became no document.
+        counts: numbers of occurrences of the keys of `LOST`, and of `SPLIT`, in `template_encoder.py`.
     """
 
     ids: NDArray[np.int32]
@@ -59,12 +59,12 @@ Encoder = Callable[[Sequence[Record]], Encoded]
 def control_encoder(
     vocabulary: Vocabulary, control: Mapping[str, int], eod: int | None, masked: bool = False
 ) -> Encoder:
-    """The function that encodes dialogues with control tokens.
+    """A function that encodes dialogues with control tokens.
 
     Args:
         vocabulary: the tokenizer.
-        control: role to the id of its token.
-        eod: id of the end-of-document token, None for none.
+        control: id of the control token of each role.
+        eod: id of the end-of-document token, None to append none.
         masked: whether to return the mask too, because records may exclude replies from the training.
     """
     marks = {role: np.array([number], np.int32) for role, number in control.items()}
@@ -106,7 +106,7 @@ def _runs_of(record: Record, lengths: Sequence[int], ending: int) -> Iterator[tu
 
     Args:
         record: the record.
-        lengths: tokens of each content.
+        lengths: number of tokens of each content.
         ending: number of tokens that end the document.
     """
     if not record.roles:
@@ -120,19 +120,19 @@ def _runs_of(record: Record, lengths: Sequence[int], ending: int) -> Iterator[tu
 
 
 def reply_bits(record: Record) -> dict[int, int]:
-    """The bits of each reply by the number of its turn: 0 for one that is not trained, even if it is the last."""
+    """The mask bits of each reply, by the number of its turn: 0 for a reply that is not trained, even the last one."""
     replies = [number for number, role in enumerate(record.roles) if role == "assistant"]
     bits = dict.fromkeys(replies, REPLY) | dict.fromkeys(replies[-1:], REPLY | LAST_REPLY)
     return bits | dict.fromkeys(record.left_out, 0)
 
 
 def end_bits(record: Record) -> int:
-    """The bits of the end-of-document token: those of the last reply."""
+    """The mask bits of the end-of-document token: those of the last reply, if the record excludes replies."""
     return list(reply_bits(record).values() or [0])[-1] if record.left_out else REPLY | LAST_REPLY
 
 
 def role_encoder(vocabulary: Vocabulary, opener: int, closer: int) -> Encoder:
-    """The function that encodes conversations for role bins.
+    """A function that encodes conversations for role bins.
 
     A turn is <|im_start|>, the name of its role and its content in one piece, <|im_end|> and the end of a line.
 

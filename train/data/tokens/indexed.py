@@ -1,4 +1,4 @@
-"""Token files of Megatron and GPT-NeoX: `PREFIX.bin` has only tokens, `PREFIX.idx` the position of each text.
+"""Token files of Megatron and GPT-NeoX: `PREFIX.bin` has only tokens, `PREFIX.idx` the position of each sequence.
 
 An index is little-endian and has no gaps: 9 bytes of magic, uint64 version, uint8 code of the token type, uint64 n,
 uint64 m, int32 sizes[n] in tokens, int64 pointers[n] in bytes, int64 documents[m].
@@ -30,9 +30,10 @@ HEADER = 34
 AGAIN = "copy it again, or tokenize again"
 CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 SMALL_VOCABULARY = 65_500
-"""From this size on a token takes four bytes (`__best_fitting_dtype` of NeoX, `DType.optimal_dtype` of Megatron)."""
+"""Vocabulary size from which a token takes four bytes (`__best_fitting_dtype` of NeoX, `DType.optimal_dtype` of
+Megatron)."""
 CHUNK = 1 << 20
-"""Numbers read or written at a time."""
+"""Count of numbers that are read or written at a time."""
 
 Sizes = NDArray[np.int32]
 
@@ -57,8 +58,8 @@ class Indexed:
     Attributes:
         prefix: path without `.bin` and `.idx`.
         dtype: type of a token.
-        sizes: tokens of each sequence, int32[n].
-        pointers: byte in the `.bin` where each begins, int64[n].
+        sizes: number of tokens of each sequence, int32[n].
+        pointers: byte in the `.bin` where each sequence begins, int64[n].
         documents: first sequence of each document, and n at the end, int64[m], as the file has it.
     """
 
@@ -86,7 +87,7 @@ class Indexed:
 
     @property
     def whole(self) -> bool:
-        """Whether the index says that each sequence is one document."""
+        """Whether the index records each sequence as a document."""
         return len(self.documents) == len(self) + 1
 
     def __getitem__(self, number: int) -> NDArray[Any]:
@@ -109,7 +110,7 @@ def prefix_of(path: Path) -> Path:
     """The prefix of a path, which may name one of the two files.
 
     Raises:
-        UsageError: it has no name.
+        UsageError: the path has no file name.
     """
     path = named_prefix(path)
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
@@ -119,7 +120,7 @@ def named_prefix(path: Path) -> Path:
     """A prefix, checked to have a name that `.bin` can be appended to.
 
     Raises:
-        UsageError: it has none.
+        UsageError: the prefix has no file name.
     """
     if path.name in ("", ".."):
         raise UsageError(f"{path} is a folder, not a prefix", "name the files in it, without .bin and .idx")
@@ -135,7 +136,7 @@ def open_indexed(path: Path, tokens: bool = True) -> Indexed:
 
     Raises:
         SourceError: a file is missing, truncated, damaged, or does not fit the other one.
-        UnsupportedError: it is an index of another format.
+        UnsupportedError: the index is of another format.
     """
     prefix = prefix_of(path)
     index = idx_path(prefix)
@@ -219,13 +220,13 @@ def chunks(array: Column) -> Iterator[tuple[int, NDArray[Any]]]:
 
 
 def write_index(path: Path, dtype: np.dtype[Any], sizes: Column, documents: Column | None = None) -> None:
-    """Write an index and fsync it. Memory does not depend on the number of sequences.
+    """Write an index and fsync the file. Memory does not depend on the number of sequences.
 
     Args:
         path: the file to create.
         dtype: type of a token, one of `CODES`.
-        sizes: tokens of each sequence, int32[n].
-        documents: first sequence of each document and n, int64[m]; without it each sequence is a document.
+        sizes: number of tokens of each sequence, int32[n].
+        documents: first sequence of each document and n, int64[m]; None where each sequence is a document.
 
     Raises:
         UsageError: the type has no code.

@@ -1,4 +1,4 @@
-"""Input files in ranges that are read independently: a range is a worker's unit of work, and what a resumed run skips.
+"""Cuts input files into ranges that are read independently: a worker takes a range at a time, a resumed run skips some.
 
 JSON lines and plain text (a line is a document) are cut at bytes: a range has the lines that begin in it. Parquet is
 cut at row groups; a compressed file is one range.
@@ -26,27 +26,27 @@ from train.data.tokens.shapes import FIELDS, NAMES
 from train.data.tokens.turn_flags import ALLOWED, MORE, SYSTEM
 
 RANGE = 1 << 20
-"""Bytes of a range."""
+"""Number of bytes of a range."""
 TOOLS = {".gz": "gzip", ".zst": "zstd"}
 PACKED = tuple(TOOLS)
 LONGEST = 16 << 20
-"""Bytes of the longest line that is read; a longer one means a file of another format."""
+"""Number of bytes of the longest line that is read; a longer line means a file of another format."""
 BOM = b"\xef\xbb\xbf"
 WIDE = {"UTF-32": (b"\xff\xfe\0\0", b"\0\0\xfe\xff"), "UTF-16": (b"\xff\xfe", b"\xfe\xff")}
-"""Unsupported encodings, and their byte order marks."""
+"""Unsupported encoding: its byte order marks."""
 KEY = re.compile(rb'(?<!\\)"[ \t\r]*:')
-"""What follows each key of an object."""
+"""Matches the end of each key of an object in JSON text."""
 BEGINS = {
     ".gz": (b"\x1f\x8b",),
     ".zst": (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + i]) + b"\x2a\x4d\x18" for i in range(16))),
 }
-"""First bytes of a compressed file. A zstd file may begin with a skippable frame."""
+"""Suffix: the first bytes of such a compressed file. A zstd file may begin with a skippable frame."""
 STEP = {".gz": 1 << 16, ".zst": 1 << 12}
-"""Bytes that are decompressed at a time. 4 KiB of zstd become 128 MiB at most."""
+"""Number of bytes that are decompressed at a time, by suffix. 4 KiB of zstd become 128 MiB at most."""
 
 
 PEEKED = 100
-"""Records of a file from which `--format auto` detects its format."""
+"""Number of records of a file from which `--format auto` detects the format."""
 
 
 class Range(NamedTuple):
@@ -61,7 +61,7 @@ class Ranges(Sequence[Range]):
     """All ranges of some files, made lazily: a terabyte has a million of them.
 
     Attributes:
-        files: path to its number of ranges.
+        files: number of ranges of each file, by path.
     """
 
     def __init__(self, files: Mapping[Path, int]) -> None:
@@ -93,11 +93,11 @@ class Ranges(Sequence[Range]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Size of all files, in bytes."""
         return sum(path.stat().st_size for path in self.files)
 
     def size(self, part: Range) -> int:
-        """Bytes of a range; all row groups of a file count as equal."""
+        """Size of a range, in bytes; all row groups of a file count as equally large."""
         whole = part.path.stat().st_size
         if part.stop < 0:
             return whole
@@ -111,11 +111,11 @@ def _cut(path: Path, number: int) -> Range:
 
 
 def ranges(paths: Iterable[Path]) -> Ranges:
-    """Cut input files.
+    """Cut input files into ranges.
 
     Raises:
         SourceError: a file is missing, empty, or one JSON value instead of lines.
-        UsageError: its format is not known, it was named twice, or there is none.
+        UsageError: the format of a file is not known, a file is named twice, or there is nothing to read.
     """
     ranges_of: dict[Path, int] = {}
     places: dict[Path, Path] = {}
@@ -164,7 +164,7 @@ def _require_packed(path: Path) -> None:
 
 
 def _require_unpacked(path: Path, head: bytes) -> None:
-    """Refuse a compressed file whose name does not say so."""
+    """Refuse a compressed file whose name lacks the suffix of its compression."""
     suffix = next((suffix for suffix, marks in BEGINS.items() if head.startswith(marks)), None)
     if suffix is not None:
         raise SourceError(
@@ -231,7 +231,7 @@ def values(part: Range, key: str) -> Iterator[Any]:
 
 
 def _rows(part: Range, columns: Iterable[str]) -> list[dict[str, Any]]:
-    """The rows of a row group, with only the given columns."""
+    """The rows of a row group of Parquet, with the given columns only."""
     from pyarrow import ArrowException
 
     file = _parquet(part.path)
@@ -247,7 +247,7 @@ def _rows(part: Range, columns: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def _present(value: Any) -> Any:
-    """A cell without the keys that are null: a column of structs has every key in every row."""
+    """A cell without the keys whose value is null: a column of structs has every key in every row."""
     match value:
         case dict():
             return {name: _present(inner) for name, inner in value.items() if inner is not None}
@@ -282,7 +282,7 @@ def _loader(kind: str, key: str) -> Callable[[bytes], Any]:
 
 
 def unreadable(line: bytes) -> str:
-    """The reason why orjson cannot read a line: `number` if it is JSON but for a number out of range."""
+    """Why orjson cannot read a line: `number` if it is JSON except for a number out of range, else `json`."""
     beyond: list[str] = []
 
     def number(text: str) -> float:
@@ -298,9 +298,9 @@ def unreadable(line: bytes) -> str:
 
 
 def _key_twice(line: bytes, content: Any) -> str | None:
-    """A key that is given twice in an object of a line; orjson silently takes the last one.
+    """A key that is given twice in an object of a line, None if there is none; orjson silently takes the last value.
 
-    A fast check counts the keys in the text first: quotation marks in texts follow a backslash, those of keys do not,
+    A fast check counts the keys in the text first: quotation marks in strings follow a backslash, those of keys do not,
     unless a key ends in a backslash.
     """
     if len(KEY.findall(line)) == _keys(content) and b'\\\\"' not in line:
@@ -379,7 +379,7 @@ class _Unpacked(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fill a buffer, or a part of it."""
+        """Fill a buffer, or the beginning of the buffer, and return the number of bytes."""
         if not self.left:
             try:
                 self.left = memoryview(next(self.pieces, b""))
@@ -406,7 +406,7 @@ class _Unpacked(io.RawIOBase):
 
 
 class _Damaged(Exception):
-    """zstd's error for a damaged file."""
+    """Raised for a damaged zstd file."""
 
 
 def _gunzipped(path: Path) -> Generator[bytes, None, None]:
@@ -416,7 +416,7 @@ def _gunzipped(path: Path) -> Generator[bytes, None, None]:
 
 
 def _unzstd(path: Path) -> Generator[bytes, None, None]:
-    """The content of all frames; EOFError if the last one is incomplete."""
+    """The decompressed content of all frames. Raises EOFError if the last frame is incomplete."""
     try:
         from zstandard import ZstdDecompressor, ZstdError
     except ImportError:
@@ -438,7 +438,7 @@ def _unzstd(path: Path) -> Generator[bytes, None, None]:
 
 
 def first_values(parts: Ranges, key: str) -> Iterator[Any]:
-    """The first valid values of each file, `PEEKED` of them at most."""
+    """The first valid values of the first range of each file, at most `PEEKED` of each."""
     for number in parts.firsts:
         usable = (value for value in values(parts[number], key) if value is not None)
         yield from islice((value for value in usable if not isinstance(value, Malformed)), PEEKED)

@@ -6,7 +6,7 @@ A label is trained iff, counted within its document:
 * with a chat template: it belongs to a generation block, as marked in `PREFIX.mask`.
 The first token of a document is never a label. There is no padding.
 
-`fork_mask` and `megatron_llm_mask` are the masks of two other programs, for those who continue a run of theirs.
+`fork_mask` and `megatron_llm_mask` are the masks of two other programs, for users who continue a run of theirs.
 
 Facts: tilde-nlp/llm-gpt-neox 374a5c6 megatron/utils.py, `get_ltor_masks_and_position_ids`; xingyaoww/Megatron-LLM
 megatron/data/instruction_dataset.py, `instruction_collator`.
@@ -37,10 +37,10 @@ def label_mask(
 
     Args:
         tokens: documents, concatenated, int[n].
-        sizes: tokens of each, none of them 0, int[d].
-        control: role to the id of its control token; not used if there is a stored mask.
-        stored: bits of `PREFIX.mask`, uint8[n].
-        loss: what is trained: every reply (`assistant`), the last one (`last_turn`), or `all` labels.
+        sizes: number of tokens of each document, none of them 0, int[d].
+        control: id of the control token of each role; not used if there is a stored mask.
+        stored: bits of `PREFIX.mask`, uint8[n], None without a mask.
+        loss: which labels are trained: those of every reply (`assistant`), of the last reply (`last_turn`), or `all`.
 
     Returns:
         bool[n]: whether each token, as a label, is trained.
@@ -91,9 +91,9 @@ def fork_mask(
 
     Args:
         rows: packed rows, int[b, t].
-        pairs: `loss_mask_pairs`: opener and closer in turn; equal ones alternate.
+        pairs: `loss_mask_pairs`: opener and closer in turn; if both are equal, occurrences alternate.
         alternating: `loss_mask_alternating_individual`: every odd occurrence is masked.
-        individual: `loss_mask_individual`: masked at any position.
+        individual: `loss_mask_individual`: tokens that are masked at any position.
         after_eod: the end-of-document token, with `eod_mask_loss`: the label after it is masked.
 
     Returns:
@@ -126,13 +126,13 @@ def _open(rows: Tokens, opener: int, closer: int) -> Mask:
 
 
 def megatron_llm_mask(roles: Tokens) -> Mask:
-    """The mask of Megatron-LLM: it is taken at the input token, so it is one label late.
+    """The mask of Megatron-LLM, which is taken at the input token, and so is one label late.
 
     Args:
         roles: a row of role ids, int[t], 2 for the assistant.
 
     Returns:
-        bool[t]: whether each token, as a label, is trained there.
+        bool[t]: whether Megatron-LLM trains each token as a label.
     """
     mask = np.zeros(len(roles), bool)
     mask[1:] = roles[:-1] == ASSISTANT

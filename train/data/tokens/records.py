@@ -58,15 +58,15 @@ REASONS: Mapping[str, str] = {
 
 
 class Record(NamedTuple):
-    """A dialogue, or a text without roles.
+    """A dialogue, or a text without roles, read from a line of training data.
 
     Attributes:
         roles: role of each turn; empty for plain text.
-        contents: text of each turn; one text if there are no roles.
+        contents: text of each turn; a single text if there are no roles.
         left_out: indices of replies that the record excludes from the training.
-        turns: the turns as a chat template takes them; empty if roles and contents say everything.
-        tools: the functions that the model may call.
-        variables: further names that the chat template finds.
+        turns: the turns as a chat template takes them; empty if these have nothing beside roles and contents.
+        tools: the functions that the model may call, None if there are none.
+        variables: further variables for the chat template.
     """
 
     roles: Sequence[str]
@@ -84,7 +84,7 @@ class Record(NamedTuple):
 
 
 class Malformed(Exception):
-    """A record that cannot be used; `reason` is a key of `REASONS`, `detail` names the part of the record."""
+    """Raised for a record that cannot be used. `reason` is a key of `REASONS`, `detail` names a part of the record."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(REASONS[reason])
@@ -93,11 +93,11 @@ class Malformed(Exception):
 
 Reader = Callable[[Any], Record]
 SILENT = ("tool_calls", *REASONING)
-"""Keys of turns that may be without text."""
+"""Keys of a turn; a turn with one of them may be without text."""
 
 
 GRAVE = ("unknown", "weight", "asked", "record", "both", "shapes", "key")
-"""Reasons that abort: the data says something about the training that is not understood, so no record is trusted."""
+"""Reasons that abort: the data specifies something about the training that is not understood: no record is trusted."""
 
 
 def reader(
@@ -108,19 +108,19 @@ def reader(
     template: str | None = None,
     auto: bool = False,
 ) -> Reader:
-    """The function that reads records of a format.
+    """A function that reads records of a format.
 
     Args:
         form: one of `shapes.FORMS`.
         roles: roles that have a control token; empty if a chat template checks roles.
-        key: the field with text.
+        key: name of the field with text.
         any_turns: whether turns may have no text and conversations no reply, as in role bins; plain text is then not a
             record.
         template: the chat template, which may read more of a turn than its role and its content.
         auto: whether the format was detected, so that the user did not choose among the fields of a record.
 
     Returns:
-        A function from a JSON value to its record; it raises Malformed.
+        A function that returns the record of a JSON value, or raises Malformed.
     """
     known = frozenset(roles)
     read = reads(template)
@@ -160,7 +160,7 @@ def reader(
 
 
 def _unambiguous(read: Reader, key: str, auto: bool) -> Reader:
-    """A reader that refuses records of two shapes; with `auto` also those of a shape that no format reads."""
+    """Wrap a reader to refuse records of two shapes; with `auto` also records of a shape that no format reads."""
 
     def judged(value: Any) -> Record:
         if isinstance(value, dict):
@@ -175,7 +175,7 @@ def _unambiguous(read: Reader, key: str, auto: bool) -> Reader:
 
 
 def _judged(check: Callable[..., None], *of: Any) -> None:
-    """Turn the `Unclear` of a check into Malformed."""
+    """Run a check, and raise its `Unclear` as Malformed."""
     try:
         check(*of)
     except Unclear as error:
@@ -199,7 +199,7 @@ def _plain(text: str) -> Record:
 
 
 def _dialogue(text: str, known: frozenset[str]) -> Record:
-    """A text with markers. Splitting gives: outside, opener, content, closer, outside, opener, …."""
+    """The record of a text with markers. Splitting gives: outside, opener, content, closer, outside, opener, …."""
     parts = MARKER.split(text)
     openers, contents, closers = parts[1::4], parts[2::4], parts[3::4]
     if openers != closers:
@@ -222,7 +222,7 @@ def _checked(
     any_turns: bool = False,
     silent: Sequence[bool] | None = None,
 ) -> Record:
-    """The record of some turns; `silent` are those that may be without text."""
+    """The record of some turns, checked; `silent` marks the turns that may be without text."""
     if known and not known.issuperset(roles):
         raise Malformed("role")
     if any_turns:
@@ -259,7 +259,7 @@ def _turns(value: Any) -> list[dict[str, Any]]:
 def _conversation(
     known: frozenset[str], any_turns: bool, keys: tuple[str, str], names: Mapping[str, str], template: Reads
 ) -> Reader:
-    """The reader of turns with these keys for speaker and text; `names` maps speakers to roles, if they differ."""
+    """A reader of turns with these keys for speaker and text; `names` maps speakers to roles, where they differ."""
 
     def read(value: Any) -> Record:
         turns = _turns(value)
@@ -300,10 +300,10 @@ def _conversation(
 
 
 def _left_out(roles: Sequence[str], flags: Sequence[bool | None], any_turns: bool) -> frozenset[int]:
-    """The replies that their record excludes from the training.
+    """The indices of replies that their record excludes from the training.
 
     Raises:
-        Malformed: a turn of another role is marked as trained, no reply is trained, or role bins cannot express it.
+        Malformed: a turn of another role is marked as trained, no reply is trained, or role bins cannot express this.
     """
     for number, (role, flag) in enumerate(zip(roles, flags, strict=True), 1):
         if flag and role != "assistant":

@@ -1,7 +1,7 @@
-"""Shapes: the fields of a record that may have the training text, and the format that reads them.
+"""Shapes of records: the fields that may have the training text, and the format that reads them.
 
-`--format auto` decides from this table. A record with fields of two rows has two readings; `auto` refuses it, because
-the reading that it does not take would be lost silently. Naming a format chooses one.
+`--format auto` decides from this table. A record with fields of two rows has two readings; `auto` refuses the record,
+because the other reading would be lost silently. Naming a format chooses one reading.
 
 Facts: the fields of sets on the Hub: tatsu-lab/alpaca (`instruction`, `output`, and `text`), CohereLabs/aya_dataset
 (`inputs`, `targets`), HuggingFaceH4/ultrafeedback_binarized (`chosen`, `rejected`, and `messages`); TRL's dataset
@@ -21,7 +21,7 @@ MARKER = re.compile(r"<<<\|([^|<>]*)\|>>>")
 FIELDS = ("conversations", "messages")
 SPELLED = ("from", "value")
 FORMS = ("control-text", "conversations", "sharegpt", "text", "mixed")
-"""conversations takes plain text rows too; mixed also takes dialogues with markers."""
+"""Formats of records. conversations reads plain text rows too; mixed also reads dialogues with markers."""
 
 
 class Shape(NamedTuple):
@@ -32,7 +32,7 @@ class Shape(NamedTuple):
 
 
 TEXT = "text"
-"""Placeholder for the field with text, whose name --jsonl-keys sets."""
+"""Placeholder for the field with text, whose name --jsonl-keys specifies."""
 SHAPES: tuple[Shape, ...] = (
     *(Shape((name,), is_read=True) for name in FIELDS),
     Shape((TEXT,), is_read=True),
@@ -49,7 +49,7 @@ SHAPES: tuple[Shape, ...] = (
 BESIDE_TURNS = (
     "instruction", "input", "output", "query", "response", "completion", "chosen", "rejected", "rejected_response",
 )  # fmt: skip
-"""Fields each of which is a second reading beside turns, unless it repeats the text of a turn."""
+"""Fields that are each a second reading beside turns, unless the field repeats the text of a turn."""
 NAMES = frozenset(name for shape in SHAPES for name in shape.fields) - {TEXT} | {*BESIDE_TURNS}
 
 
@@ -57,8 +57,8 @@ def shapes_of(record: Mapping[str, Any], key: str = TEXT) -> list[Shape]:
     """The shapes of a record; conversations and messages count as one, because their reader compares them.
 
     Args:
-        record: with all its keys. An empty field counts as absent, because tables have every field in every row.
-        key: the field with text.
+        record: the record with all its keys. Empty fields count as absent: tables have every field in every row.
+        key: name of the field with text.
     """
     if len(record) == 1:  # the usual record, checked fast
         return [shape for shape in SHAPES if len(shape.fields) == 1 and _named(shape.fields[0], key) in record]
@@ -92,7 +92,7 @@ def _named(name: str, key: str) -> str:
 
 
 def turns_field(record: Mapping[str, Any]) -> str | None:
-    """The field with turns; a non-empty one is preferred, null counts as absent."""
+    """The name of the field with turns, None if there is none; a non-empty one is preferred, null counts as absent."""
     present = [name for name in FIELDS if record.get(name) is not None]
     return next((name for name in present if not is_empty(record[name])), next(iter(present), None))
 
@@ -112,7 +112,7 @@ def form_of(value: Any, key: str = TEXT) -> str:
 def form_of_all(values: Iterable[Any], key: str = TEXT) -> str:
     """The format that `--format auto` detects from the first records of all files.
 
-    It is that of the first record; but where plain text comes first, dialogues among the others are read too.
+    This is the format of the first record; but where plain text comes first, dialogues among the others are read too.
     """
     forms = list(dict.fromkeys(form_of(value, key) for value in values)) or [form_of(None)]
     dialogues = {*forms[1:]} if forms[0] == "text" else set()

@@ -1,4 +1,4 @@
-"""Sidecar files of token files: `PREFIX.json`, how they were made, and `PREFIX.mask`, the loss mask.
+"""Sidecar files of token files: `PREFIX.json` (how the files were made) and `PREFIX.mask` (the loss mask).
 
 Both are ours and optional: files of other programs do not have them, and other programs do not read them.
 The mask has one byte for each token of the `.bin`: 1 where the token, as a label, belongs to a reply.
@@ -21,12 +21,12 @@ class Facts:
 
     Attributes:
         tokenizer: BLAKE3 of the tokenizer's file, in hexadecimal digits.
-        vocabulary: number of its tokens.
-        control: name of each role that has a control token, such as user, and its id.
+        vocabulary: number of tokens of the tokenizer.
+        control: id of the control token of each role that has one, by the name of the role, such as user.
         eod: id of the end-of-document token, None if none was appended.
         template: BLAKE3 of the chat template, None if none was used.
         counts: documents, tokens, and dropped records by reason.
-        names: BLAKE3 of the names of its tokens in the order of their ids; None in files of older versions.
+        names: BLAKE3 of the names of the tokenizer's tokens in the order of ids; None in files of older versions.
         masked: whether `PREFIX.mask` is needed although there are control tokens: records exclude replies.
         plain: whether each document is a text without turns, which is trained as a whole.
     """
@@ -43,7 +43,7 @@ class Facts:
 
     @property
     def encoding(self) -> tuple[Any, ...]:
-        """What must be equal in files that are merged."""
+        """The facts that must be equal in token files that are merged."""
         return self.tokenizer, self.vocabulary, dict(self.control), self.eod, self.template
 
 
@@ -101,15 +101,15 @@ def _number(value: object) -> bool:
 
 
 def facts_text(facts: Facts) -> str:
-    """The content of the file."""
+    """The content of a sidecar file."""
     return json.dumps(asdict(facts), indent=1, ensure_ascii=False) + "\n"
 
 
 def common_facts(prefixes: Sequence[Path], counts: Mapping[str, Any]) -> Facts | None:
-    """The facts of a file that is merged from several, None unless all have a sidecar.
+    """The facts of token files that are merged from several; None unless all have a sidecar.
 
     Raises:
-        RefusedError: two were made with different tokenizers, control tokens or templates.
+        RefusedError: two files were made with different tokenizers, control tokens or templates.
     """
     known = [(prefix, facts) for prefix in prefixes if (facts := read_facts(prefix)) is not None]
     for prefix, facts in known[1:]:

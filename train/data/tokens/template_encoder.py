@@ -1,8 +1,8 @@
-"""Records to token ids and the loss mask with a chat template.
+"""Encodes records as token ids and a loss mask, with a chat template.
 
 The text of a dialogue is encoded as transformers does (`apply_chat_template`), except that text of the template and
 contents of turns are kept apart: a content that spells a control token stays text. A template marks its replies, or
-each reply is what it adds to the prompt that it makes for that reply.
+each reply is the text that the template adds to its own prompt for that reply.
 
 Facts: transformers 5.23.0 tokenization_utils_base.py, `apply_chat_template`: a token belongs to a generation block if
 any of its characters does.
@@ -42,16 +42,22 @@ LOST = {
     "lost_tool_calls": "a tool call",
     "lost_tools": "a tool",
 }
-"""Keys of the counts: records of which a chat template leaves out or changes something."""
+"""Key of the counts: the part of a record that a chat template leaves out or changes."""
 SPLIT = "split_documents"
-"""Key of the counts: documents beyond one of each record."""
+"""Key of the counts: number of documents beyond the first of each record."""
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Span = tuple[tuple[int, int], int]
-"""A reply in a rendered text: where it begins and ends, in characters, and the bits of its tokens."""
+"""A reply in a rendered text: its range in characters, and the mask bits of its tokens."""
 
 
 class Document(NamedTuple):
-    """A document: its tokens, the bits of each, and those of the token that may end it."""
+    """A document as tokens.
+
+    Attributes:
+        ids: the token ids.
+        mask: mask bits of each token, uint8.
+        end: mask bits of the end-of-document token that may be appended.
+    """
 
     ids: list[int]
     mask: NDArray[np.uint8]
@@ -65,11 +71,11 @@ class TemplateEncoder:
     Attributes:
         vocabulary: the tokenizer.
         template: the text of the chat template.
-        eod: id of the token to append to documents that do not end with it, None for none.
-        date: what `strftime_now` takes for today, as YYYY-MM-DD; None for today.
-        separable: whether a text beside a control token is encoded as it is alone.
-        marks: whether the template marks replies; else they are told by their prompts.
-        special: control tokens in a text.
+        eod: id of the token that is appended to documents without it at their end, None to append none.
+        date: the date that `strftime_now` takes for today, as YYYY-MM-DD; None for today.
+        separable: whether a text beside a control token gets the same tokens as the text alone.
+        marks: whether the template marks replies; otherwise replies are found by their prompts.
+        special: matches control tokens in a text.
     """
 
     vocabulary: Fast
@@ -89,7 +95,7 @@ class TemplateEncoder:
         object.__setattr__(self, "separable", all(map(self._separable, names[:64])))
 
     def __call__(self, records: Sequence[Record]) -> Encoded:
-        """Encode records; those that the template refuses become no document."""
+        """Encode records; a record that the template refuses becomes no document."""
         ids: list[Sequence[int]] = []
         masks: list[NDArray[np.uint8]] = []
         refused: list[tuple[int, str]] = []
@@ -116,13 +122,13 @@ class TemplateEncoder:
         """The prompt tokens for the next reply of a dialogue.
 
         Raises:
-            Malformed: the template refuses the turns (its error is the cause), or contents cannot be kept apart.
+            Malformed: the template refuses the turns (with its error as the cause), or contents cannot be kept apart.
         """
         hidden = self._hidden(record)
         return self._tokens(self._render(hidden, asking=True)[0], hidden.shown)[0]
 
     def _documents(self, record: Record) -> tuple[list[Document], list[str]]:
-        """Tokens and masks of the documents of one record, and what the template left out of it, as in `LOST`."""
+        """The documents of a record, and the keys of `LOST` for what the template left out of the record."""
         if not record.roles:
             ids = self._plain(record.contents[0]).ids
             return [Document(ids, np.full(len(ids), REPLY | LAST_REPLY, np.uint8), REPLY | LAST_REPLY)], []
@@ -141,7 +147,7 @@ class TemplateEncoder:
         return encoded, _lost(hidden.record, [text for text, _, _ in documents])
 
     def _hidden(self, record: Record) -> _Hidden:
-        """A record whose texts cannot be taken for tokens of the template.
+        """A record whose texts cannot be taken for control tokens of the template.
 
         The first character of each spelled control token is replaced by a character that occurs nowhere, and restored
         after the template is rendered.
@@ -155,7 +161,7 @@ class TemplateEncoder:
         marks = {first: _unused(whole, number) for number, first in enumerate(sorted(self._firsts))}
 
         def hide(text: str) -> str:
-            while self.special.search(text):  # one may be inside another
+            while self.special.search(text):  # a token may be inside another
                 text = self.special.sub(lambda match: marks[match[0][0]] + match[0][1:], text)
             return text
 
@@ -165,7 +171,7 @@ class TemplateEncoder:
         return _Hidden(changed, {ord(there): first for first, there in marks.items()})
 
     def _tokens(self, text: str, shown: Mapping[int, str]) -> tuple[list[int], NDArray[Any]]:
-        """Tokens of a rendered text, and the character range of each, int[n, 2]."""
+        """Token ids of a rendered text, and the character range of each token, int[n, 2]."""
         if not shown:
             encoding = self.vocabulary.marking.encode(text, add_special_tokens=False)
             if int(self.vocabulary.special[encoding.ids].sum()) != len(self.special.findall(text)):
@@ -188,16 +194,17 @@ class TemplateEncoder:
     def _proved(self, hidden: _Hidden, text: str) -> Iterator[tuple[str, list[Span], int]]:
         """Documents of a dialogue, each with its replies, for templates that do not mark them.
 
-        A reply is what the template adds to its own prompt for it: rendered up to the reply, the dialogue has to begin
-        with the prompt. The whole dialogue trains each reply that it shows in the same way. One that it shows
-        otherwise, as Qwen3 shows earlier turns without their reasoning, gets a document of its own, which ends with it.
+        A reply is the text that the template adds to its own prompt for that reply: rendered up to the reply, the
+        dialogue has to begin with the prompt. The whole dialogue trains each reply that it shows in the same way. A
+        reply that it shows otherwise, as Qwen3 shows earlier turns without their reasoning, gets a document of its own,
+        which ends with that reply.
 
         Args:
             hidden: the record.
             text: the rendered dialogue.
 
         Yields:
-            The text of a document, its replies as `_marked` gives them, and the bits of its end.
+            The text of a document, its replies as `_marked` gives them, and the mask bits of its end.
 
         Raises:
             Malformed: a dialogue does not begin with its prompt.
@@ -216,7 +223,7 @@ class TemplateEncoder:
                 text = left[last].whole
 
     def _reply(self, hidden: _Hidden, number: int) -> _Reply:
-        """A reply as the template shows it where the dialogue ends with it."""
+        """A reply as the template shows it in the dialogue that ends with that reply."""
         prompt = self._render(hidden, number, asking=True)[0]
         text = self._render(hidden, number + 1)[0]
         if not text.startswith(prompt):
@@ -232,7 +239,7 @@ class TemplateEncoder:
         """Check that the tokens before each reply are those of its prompt.
 
         Raises:
-            Malformed: a token has characters of both.
+            Malformed: a token has characters of both prompt and reply, or the tokens differ.
         """
         for (begin, _), _ in marked:
             first = max((match.end() for match in self.special.finditer(text, 0, begin)), default=0)
@@ -267,7 +274,7 @@ class TemplateEncoder:
             raise Malformed("template") from error
 
     def _separable(self, name: str) -> bool:
-        """Whether text beside a special token is encoded as it is alone."""
+        """Whether text beside a special token gets the same tokens as the text alone."""
         number = self.vocabulary.ids[name]
         inside = self.vocabulary.marking.encode_batch([name + text + name for text in PROBES], add_special_tokens=False)
         alone = self.vocabulary.encode(list(PROBES))
@@ -278,9 +285,9 @@ class _Reply(NamedTuple):
     """A dialogue that ends with a reply.
 
     Attributes:
-        begin: characters of the reply's prompt.
-        text: up to the token that ends the reply.
-        whole: all of it.
+        begin: number of characters of the reply's prompt.
+        text: the dialogue up to the token that ends the reply.
+        whole: the whole dialogue.
     """
 
     begin: int
@@ -289,14 +296,14 @@ class _Reply(NamedTuple):
 
 
 class _Hidden(NamedTuple):
-    """A record whose texts spell no control token, and what is shown again for characters of it."""
+    """A record whose texts spell no control token, and the characters to restore by their replacements."""
 
     record: Record
     shown: Mapping[int, str]
 
 
 def _lost(record: Record, rendered: Sequence[str]) -> list[str]:
-    """What a template leaves out or changes, as in `LOST`; white space around it apart, which many templates strip."""
+    """The keys of `LOST` for parts that a template leaves out or changes. White space around a part is not compared."""
     needed: dict[str, Sequence[str]] = {"altered_documents": record.contents}
     if record.turns or record.tools:
         needed["lost_reasoning"] = [turn["thinking"] for turn in record.turns if "thinking" in turn]
@@ -306,7 +313,7 @@ def _lost(record: Record, rendered: Sequence[str]) -> list[str]:
 
 
 def _is_in(part: str, rendered: Sequence[str]) -> bool:
-    """Whether a text has a part, as it is or as JSON spells it."""
+    """Whether a rendered text has a part, literally or as JSON spells the part."""
     spelled = json.dumps(part, ensure_ascii=False)[1:-1]
     return any(part in text or spelled in text for text in rendered)
 
@@ -320,12 +327,12 @@ def _unused(text: str, number: int) -> str:
 
 
 def _marked(record: Record, text: str, spans: Sequence[tuple[int, int]]) -> list[Span]:
-    """Generation blocks, each with the bits of its tokens.
+    """The generation blocks of a rendered text, each with the mask bits of its tokens.
 
     Args:
         record: the record.
         text: the rendered template.
-        spans: generation blocks, in characters.
+        spans: character ranges of generation blocks.
 
     Raises:
         Malformed: a reply is excluded from the training, and blocks do not match replies one to one.
@@ -342,11 +349,11 @@ def _marked(record: Record, text: str, spans: Sequence[tuple[int, int]]) -> list
 
 
 def _masked(offsets: NDArray[Any], marked: Sequence[Span]) -> NDArray[np.uint8]:
-    """The mask of tokens: bits of the blocks that they overlap; 0 if one of these is not trained.
+    """The mask of tokens: the bits of the blocks that a token overlaps; 0 if one of these blocks is not trained.
 
     Args:
         offsets: character range of each token, int[n, 2].
-        marked: generation blocks, in characters, and their bits.
+        marked: character ranges of generation blocks, and their mask bits.
     """
     mask = np.zeros(len(offsets), np.uint8)
     low, high = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
@@ -359,13 +366,13 @@ def _masked(offsets: NDArray[Any], marked: Sequence[Span]) -> NDArray[np.uint8]:
 
 
 def check_template(vocabulary: Fast, template: str) -> str:
-    """Check that a chat template can be trained with: replies can be told, and end with a special token.
+    """Check that a chat template suits training: its replies can be located, and end with a special token.
 
     Returns:
         The token that ends a reply.
 
     Raises:
-        RefusedError: it cannot; the message says why.
+        RefusedError: the template does not; the message names the reason.
     """
     seen, ending = probed(vocabulary, template)
     faults = seen.faults(ending) if seen.two[1] else seen.strange_prompts()
@@ -377,11 +384,11 @@ def check_template(vocabulary: Fast, template: str) -> str:
 
 
 def probed(vocabulary: Fast, template: str) -> tuple[Probe, str | None]:
-    """The probe of a chat template, and the token that ends a reply, if there is one.
+    """The probe of a chat template, and the token that ends a reply, None if there is none.
 
     Raises:
         SourceError: the template does not render, or exceeds its limits.
-        RefusedError: it does not fit this tokenizer.
+        RefusedError: the template does not fit this tokenizer.
     """
     from converters.assets.chat_template import probe
 

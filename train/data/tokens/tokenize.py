@@ -1,8 +1,8 @@
-"""Text to token files, on all cores, in constant memory, and resumable.
+"""Makes token files of text, on all cores, in constant memory, and resumable.
 
-Workers encode ranges of the input and write the tokens of each as small files. One writer, this process, appends them
-in the order of the input to `PREFIX_KEY_document.partial/` and records its progress. A killed run resumes from the last
-record: later bytes are truncated, so the final bytes are those of an uninterrupted run.
+Workers encode ranges of the input and write the tokens of each range as small files. One writer, this process, appends
+these in the order of the input to `PREFIX_KEY_document.partial/` and records its progress. A killed run resumes from
+the last record: later bytes are truncated, so the final bytes are those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from train.data.tokens.workers import EXAMPLES, UNTRAINED, Job, Part, Workers
 STREAMS = ("bin", "sizes", "mask")
 """The staged streams: tokens, int32 sizes of documents, and the loss mask (or the roles of role bins)."""
 PARTS = "parts-"
-"""Prefix of the folder for workers' files: a new one for each run, because a worker may outlive a killed run."""
+"""Prefix of the folder for workers' files: each run has a new folder, because a worker may outlive a killed run."""
 EVERY = 5.0
 """Seconds between two records of the progress."""
 AHEAD = 4
@@ -51,7 +51,7 @@ HINTS = {
     "both": "train lint names each record; remove one of the two: jq -c 'del(.conversations)'",
     "shapes": "name what is to be trained: --format conversations, or text, control-text, sharegpt",
 }
-"""Hints for reasons that abort, where they differ from `HINT`."""
+"""Hint of a reason that aborts, where it differs from `HINT`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +60,13 @@ class Request:
 
     Attributes:
         job: how records become tokens.
-        parts: the input.
+        parts: the ranges of the input files.
         prefix: path of the output without `.bin`.
         workers: number of processes.
-        force: replace an existing output.
+        force: whether to replace an existing output.
         most_dropped: share of records that may be dropped.
         strict: whether one dropped record is an error.
-        quiet: no progress.
+        quiet: whether to show no progress.
     """
 
     job: Job
@@ -96,15 +96,15 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """The progress of the work.
+    """The progress of a tokenization, as recorded in `done.json`.
 
     Attributes:
-        fingerprint: of the request.
+        fingerprint: fingerprint of the request.
         ranges: number of appended ranges.
-        lengths: bytes of each stream that belong to them.
-        lines: lines so far of the file that the last range belongs to.
-        counts: documents, tokens, kinds and dropped records by reason.
-        examples: reason to some places, `FILE:LINE`.
+        lengths: number of bytes of each stream that belong to these ranges.
+        lines: number of lines so far of the file that the last range belongs to.
+        counts: numbers of documents, tokens, and dropped records by reason.
+        examples: some places, `FILE:LINE`, of dropped records, by reason.
     """
 
     fingerprint: str
@@ -116,10 +116,10 @@ class Done:
 
 
 def tokenize(request: Request) -> Facts:
-    """Make token files.
+    """Make token files of the input.
 
     Returns:
-        Their sidecar; `counts` has documents, tokens, and dropped records by reason.
+        The sidecar of the token files; `counts` has documents, tokens, and dropped records by reason.
 
     Raises:
         OutputError: the output exists, or cannot be written.
@@ -139,10 +139,10 @@ def staged(request: Request, finals: Mapping[str, Path]) -> Iterator[tuple[Done,
 
     Args:
         request: the request.
-        finals: the files that will be published; existing ones require `force`.
+        finals: path of each file that will be published; existing files require `force`.
 
     Yields:
-        The progress, and a function that says whether a signal came.
+        The progress, and a function that returns whether a signal came.
     """
     staging = request.staging
     existing = [path for path in finals.values() if path.exists()]
@@ -167,7 +167,7 @@ def staged(request: Request, finals: Mapping[str, Path]) -> Iterator[tuple[Done,
 
 
 def _resumed(request: Request) -> Done:
-    """The progress of an earlier run; the streams are truncated to it."""
+    """The progress of an earlier run, or none; the streams are truncated to it."""
     path, streams = request.staging / "done.json", dict.fromkeys(STREAMS, 0)
     fresh = Done(fingerprint=request.fingerprint, ranges=0, lengths=streams, lines=0, counts={}, examples={})
     done = fresh
@@ -237,7 +237,7 @@ def _append_all(request: Request, done: Done, stopped: Callable[[], bool]) -> Do
 
 
 def _first_of(waiting: deque[Future[Part]], stopped: Callable[[], bool]) -> Part | None:
-    """The next result, None if a signal comes first. It polls, because a compressed file is one long range."""
+    """The result of the next range, None if a signal comes first. Polls: a compressed file is one long range."""
     while not stopped():
         try:
             part = waiting[0].result(timeout=0.2)
@@ -249,7 +249,7 @@ def _first_of(waiting: deque[Future[Part]], stopped: Callable[[], bool]) -> Part
 
 
 def _move(path: Path, file: Any) -> None:
-    """Append a small file to a stream, and remove it."""
+    """Append a small file to a stream, and remove the file."""
     if path.exists():
         with path.open("rb") as part:
             shutil.copyfileobj(part, file, 1 << 20)
@@ -257,7 +257,7 @@ def _move(path: Path, file: Any) -> None:
 
 
 def _counted(done: Done, part: Part, parts: Ranges) -> Done:
-    """The progress with one more range."""
+    """The progress after one more range."""
     place = parts[done.ranges]
     lines = 0 if done.ranges and parts[done.ranges - 1].path != place.path else done.lines
     counts = Counter(done.counts) + Counter(part.counts)
@@ -273,12 +273,12 @@ def _counted(done: Done, part: Part, parts: Ranges) -> Done:
 
 
 def _grave(done: Done) -> str | None:
-    """The reason that aborts the work, if there is one."""
+    """The reason that aborts the work, None if there is none."""
     return next((reason for reason in GRAVE if done.counts.get(reason)), None)
 
 
 def _require_clear(request: Request, done: Done) -> None:
-    """Refuse data with even one record that says something about the training that is not understood.
+    """Refuse data with even one record that specifies something about the training that is not understood.
 
     Raises:
         RefusedError: there is such a record.
@@ -293,7 +293,7 @@ def _require_clear(request: Request, done: Done) -> None:
 
 
 def _note(request: Request, done: Done, files: dict[str, Any]) -> None:
-    """Fsync the streams, then record the progress."""
+    """Fsync the streams, then write the progress to `done.json`."""
     for file in files.values():
         file.flush()
         os.fsync(file.fileno())
@@ -333,7 +333,7 @@ def _publish(request: Request, done: Done, finals: dict[str, Path]) -> Facts:
 
 
 def write_facts(request: Request, done: Done, counts: Mapping[str, int]) -> Facts:
-    """Write the sidecar into the staging folder, with these counts and those of dropped records."""
+    """Write the sidecar into the staging folder, with these counts and the counts of dropped records."""
     job = request.job
     names = (*LOST, SPLIT, UNTRAINED, *REASONS)
     counts = dict(counts) | {name: number for name, number in done.counts.items() if name in names}
@@ -357,8 +357,8 @@ def put_in_place(staging: Path, finals: Mapping[str, Path], stale: Iterable[Path
     """Publish files of the staging folder, and remove it.
 
     Args:
-        staging: the folder.
-        finals: name in the folder to path; indexes are last, and the last one makes the output valid.
+        staging: the staging folder.
+        finals: final path by name in the folder; indexes are last, and the last one makes the output valid.
         stale: files of an earlier run that are deleted with its index.
     """
     indexes = [path for path in finals.values() if path.suffix == ".idx"]

@@ -1,6 +1,6 @@
-"""Tokenizers for tokenization: ids of plain text, and control tokens by name.
+"""Tokenizers: ids of plain text, and ids of control tokens by name.
 
-`encode` never turns text into a control token, whatever the text spells; else a document could open a turn.
+`encode` never turns text into a control token, whatever the text spells: otherwise a document could open a turn.
 
 Facts: sentencepiece 0.2.3 (`piece_to_id` of a missing piece silently returns the id of <unk>; a piece of the type
 USER_DEFINED is found in any text, one of the type CONTROL never), tokenizers 0.23.3 (`encode_special_tokens`).
@@ -22,23 +22,23 @@ from formats.errors import SourceError, UsageError, short
 from train.data.tokens.sidecar import Facts
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
-"""ModelProto.SentencePiece.Type"""
+"""Values of ModelProto.SentencePiece.Type."""
 EOD = "<|endoftext|>"
 """GPT-NeoX's end-of-document token (megatron/tokenizer/tokenizer.py at ea7aefd8)."""
 ROLES = ("user", "assistant", "system")
 FILES = ("tokenizer.json", "tokenizer.model")
-"""Tokenizer files of a folder; the first one is used."""
+"""Names of tokenizer files in a folder; the first that exists is used."""
 
 
 class Vocabulary(Protocol):
     """A tokenizer.
 
     Attributes:
-        path: its file.
+        path: the tokenizer's file.
         digest: BLAKE3 of the file.
         size: number of tokens.
-        special: ids of control tokens that `encode` may produce all the same, bool[size].
-        unusable: ids that cannot end a document: unknown and padding.
+        special: whether each id is of a control token that `encode` may produce nevertheless, bool[size].
+        unusable: ids that cannot end a document, and what they are: unknown or padding.
     """
 
     path: Path
@@ -48,7 +48,7 @@ class Vocabulary(Protocol):
     unusable: dict[int, str]
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token by its name, None if there is none."""
+        """The id of a control token by its name, None if there is none."""
 
     def encode(self, texts: list[str]) -> list[NDArray[np.int32]]:
         """The ids of texts, each encoded separately, without control tokens."""
@@ -57,19 +57,19 @@ class Vocabulary(Protocol):
         """The name of each id."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
+        """The text of token ids."""
 
 
 def open_vocabulary(path: Path, control: Iterable[str] = ()) -> Vocabulary:
-    """Load a tokenizer: a SentencePiece `.model`, a `tokenizer.json`, or a folder that holds one.
+    """Load a tokenizer: a SentencePiece `.model`, a `tokenizer.json`, or a folder that has one of them.
 
     Args:
         path: the file or folder.
-        control: tokens to treat as control tokens, even if the model would find them in text. Those of the form
+        control: tokens to treat as control tokens, even if the model would find them in text. Tokens of the form
             <|name|> always are.
 
     Raises:
-        SourceError: it is neither, or damaged.
+        SourceError: the path is no tokenizer, or a damaged one.
     """
     if path.is_dir():
         files = [path / name for name in FILES if (path / name).is_file()]
@@ -114,7 +114,7 @@ class SentencePiece:
         self.unusable = dict.fromkeys(pads, "padding") | {self.model.unk_id(): "unknown"}
 
     def id_of(self, token: str) -> int | None:
-        """The id of a control token."""
+        """The id of a control token by its name, None if there is none."""
         return self.control.get(token)
 
     def encode(self, texts: list[str]) -> list[NDArray[np.int32]]:
@@ -127,7 +127,7 @@ class SentencePiece:
         return [self.model.id_to_piece(int(number)) if number < self.size else f"<{number}?>" for number in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
+        """The text of token ids."""
         text: str = self.model.decode([int(number) for number in ids if number < self.size])
         return text
 
@@ -144,7 +144,7 @@ class Fast:
         self.known = known
         self.size, self.ids, self.added = known.length, known.ids, known.added
         self.marking = known.tokenizer
-        """The tokenizer that finds control tokens in text: for the text of chat templates."""
+        """The tokenizer that finds control tokens in text, for the text of chat templates."""
         self.plain = _whole(read_vocabulary(raw, str(path))).tokenizer
         self.plain.encode_special_tokens = True
         unknown = [known.tokenizer.token_to_id(token) for token in ("<unk>", "[UNK]")]
@@ -159,18 +159,18 @@ class Fast:
 
     @cached_property
     def beside(self) -> Mapping[str, Path]:
-        """The files beside the tokenizer's: name to path."""
+        """The files in the folder of the tokenizer's file: path by name."""
         return {path.name: path for path in self.path.parent.iterdir() if path.is_file()}
 
     @cached_property
     def named(self) -> Mapping[str, str]:
-        """The tokens that the files beside it call bos, eos and pad."""
+        """The tokens that are named bos, eos and pad in the files beside the tokenizer's file."""
         from converters.assets.token_files import named_tokens
 
         return named_tokens(self.beside)
 
     def id_of(self, token: str) -> int | None:
-        """The id of a special token."""
+        """The id of a special token by its name, None if there is none."""
         return self.ids.get(token) if self.added.get(token) else None
 
     def encode(self, texts: list[str]) -> list[NDArray[np.int32]]:
@@ -183,7 +183,7 @@ class Fast:
         return [self.plain.id_to_token(int(number)) or f"<{number}?>" for number in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, control tokens included."""
+        """The text of token ids, control tokens included."""
         text: str = self.plain.decode([int(number) for number in ids], skip_special_tokens=False)
         return text
 
@@ -201,12 +201,12 @@ def _whole(known: Any) -> Any:
 
 
 def names_digest(vocabulary: Vocabulary, size: int, special: Mapping[str, int] = MappingProxyType({})) -> str:
-    """BLAKE3 of the names of the tokens below an id: it stays the same if tokens are added or the file is rewritten.
+    """BLAKE3 of the names of the tokens below an id; the same after tokens are added or the file is rewritten.
 
     Args:
         vocabulary: the tokenizer.
         size: the id.
-        special: name and id of tokens that are not in its file.
+        special: id by name of tokens that are not in the tokenizer's file.
     """
     names = vocabulary.pieces(range(size))
     for name, number in special.items():
@@ -227,10 +227,10 @@ def control_ids(vocabulary: Vocabulary, given: Mapping[str, int]) -> dict[str, i
         given: ids that the user gave, checked against the tokenizer.
 
     Returns:
-        Role to id: of the given roles, else of those that the tokenizer has.
+        Ids by role: of the given roles, or if none are given, of all roles that the tokenizer has.
 
     Raises:
-        UsageError: a given id is not that of the token.
+        UsageError: a given id is not the id of the role's token.
     """
     for role, number in given.items():
         actual = vocabulary.id_of(f"<|{role}|>")
@@ -246,10 +246,10 @@ def eod_id(vocabulary: Vocabulary, token: str | None) -> int:
 
     Args:
         vocabulary: the tokenizer.
-        token: its name; None takes that of GPT-NeoX, or the tokenizer's eos if there is no such token.
+        token: name of the token; None takes GPT-NeoX's `EOD`, or the tokenizer's eos if it lacks that.
 
     Raises:
-        UsageError: there is no such token, or it means unknown or padding.
+        UsageError: the tokenizer has no such token, or the token means unknown or padding.
     """
     eos = vocabulary.named.get("eos") if isinstance(vocabulary, Fast) else None
     name = token or (EOD if vocabulary.id_of(EOD) is not None or eos is None else eos)

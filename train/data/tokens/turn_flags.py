@@ -1,7 +1,7 @@
-"""Keys of a dialogue beside roles and contents: which replies are trained, and what would be lost silently.
+"""Keys of a dialogue beside roles and contents: flags of which replies are trained, and data that would be lost.
 
-Every key of a turn has to be in one of these tables, or is refused by name; so are keys of a record that apply to all
-its turns.
+Every key of a turn has to be in one of these tables, or is refused by name; so does every key of a record that applies
+to all its turns.
 
 Facts: OpenAI's reference of fine-tuning (`weight` of an assistant message, 0 or 1); axolotl
 prompt_strategies/chat_template.py (`train` and `train_detail` of a turn); ms-swift 3 and xtuner (`loss` of a message,
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 
 class Flag(NamedTuple):
-    """A key that says whether a turn is trained: its allowed types, and its values."""
+    """A key that specifies whether a turn is trained: the types of its values, and what each value means."""
 
     kinds: tuple[type, ...]
     trained: Mapping[Any, bool]
@@ -34,12 +34,12 @@ HARMLESS = frozenset({
     "timestamp", "created_at", "create_time", "update_time", "date", "time", "model", "source", "url", "lang",
     "language", "tokens", "token_count", "num_tokens", "length", "tool_call_id",
 })  # fmt: skip
-"""Keys of a turn with metadata. One that a chat template reads is no longer harmless."""
+"""Keys of a turn that are metadata. A key that a chat template reads is not harmless."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a turn with what the model thinks before it speaks. A template that reads one of them is given the first
-two, whatever the record calls it (transformers 5.23.0 utils/chat_template_utils.py, `_alias_reasoning_fields`)."""
+"""Keys of a turn that have the model's reasoning before its reply. A template that reads one of them is given the first
+two, whatever the key in the record (transformers 5.23.0 utils/chat_template_utils.py, `_alias_reasoning_fields`)."""
 RENDERED = ("tool_calls", "tool_call_id", "name", *REASONING)
-"""Keys of a turn, beside role and content, that a chat template is given if it reads them."""
+"""Keys of a turn, beside role and content, that are passed to a chat template that reads them."""
 MORE = frozenset({
     "tools", "functions", "documents", "tool_calls", "function_call", *REASONING, "images", "image",
     "audio", "audios", "videos", "video",
@@ -51,13 +51,13 @@ ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "loss_mask": (), "labels": (), "assistant_masks": (), "completion_mask": (), "kto_tag": (True,),
     "chat_template_kwargs": (), "chat_template": (),
 }  # fmt: skip
-"""Key of a record that says what is trained, or how turns are rendered: the values that agree with what is done."""
+"""Key of a record that specifies what is trained or how turns are rendered: the values that agree with our training."""
 SYSTEM = ("system", "system_prompt", "system_message")
 """Keys of a record that may have the system prompt, which should be a turn."""
 
 
 class Unclear(Exception):
-    """A key that is not understood. `reason` is one of `records.REASONS`."""
+    """Raised for a key that is not understood. `reason` is one of `records.REASONS`."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -65,18 +65,18 @@ class Unclear(Exception):
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a value is empty: tables have every field in every row."""
+    """Whether a field counts as absent, because it is null or empty: tables have every field in every row."""
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
 def is_trained(turn: Mapping[str, Any], number: int, own: Collection[str], read: Collection[str]) -> bool | None:
-    """Whether a turn's flags say that it is trained; None without flags.
+    """Whether the flags of a turn specify that it is trained; None without flags.
 
     Args:
-        turn: with all its keys.
-        number: of the turn, from 1.
-        own: the keys of its role and its content.
-        read: keys that a chat template reads: it is given those of `RENDERED`, and no other is harmless.
+        turn: the turn with all its keys.
+        number: number of the turn, from 1.
+        own: the keys of the turn's role and content.
+        read: keys that a chat template reads: those in `RENDERED` are passed to it, none of the others is harmless.
 
     Raises:
         Unclear: a key is not understood, or two flags contradict each other.
@@ -103,15 +103,15 @@ def is_trained(turn: Mapping[str, Any], number: int, own: Collection[str], read:
 
 
 def check_record(record: Mapping[str, Any], systems: Collection[str], given: Collection[str] = ()) -> None:
-    """Refuse keys of a record that apply to its whole dialogue, unless they agree with what is done.
+    """Refuse keys of a record that apply to its whole dialogue, unless they agree with our training.
 
     Args:
-        record: with all its keys.
-        systems: contents of its system turns.
-        given: keys that a chat template is given.
+        record: the record with all its keys.
+        systems: contents of the record's system turns.
+        given: keys that are passed to a chat template.
 
     Raises:
-        Unclear: a key does not agree.
+        Unclear: a key does not agree with our training.
     """
     for key, value in record.items():
         if value is None or key in given or (key not in FLAGS and is_empty(value)):
@@ -133,7 +133,7 @@ def check_text(record: Mapping[str, Any]) -> None:
     A column of the same name may have other data, such as the loss of a filter: only values of a flag's types count.
 
     Raises:
-        Unclear: a flag excludes it.
+        Unclear: a flag excludes the record.
     """
     for key, flag in FLAGS.items():
         value = record.get(key)

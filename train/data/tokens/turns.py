@@ -1,11 +1,11 @@
-r"""What a chat template is given of a dialogue beside roles and texts: tool calls, tools, reasoning, its own variables.
+r"""What is passed to a chat template beside roles and texts: tool calls, tools, reasoning, and its own variables.
 
     {"role": "assistant", "content": null, "reasoning_content": "…",
      "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}}]}
     {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "…"}]}
 
-A template reads what it knows, and leaves out the rest without a word. So a key that it does not read is refused, and
-what it read and did not write is counted, see `encode.Lost`.
+A template reads the keys that it knows, and silently leaves out the rest. So a key that a template does not read is
+refused, and data that it reads and does not write is counted, see `template_encoder.LOST`.
 
 Facts: OpenAI's reference of chat completions (messages, tool_calls, arguments as a JSON string, parts of a content);
 transformers 5.23.0 chat_extras.md (`tools`, arguments as an object) and utils/chat_template_utils.py; vLLM 0.11
@@ -23,18 +23,18 @@ from train.data.tokens.turn_flags import REASONING, RENDERED, Unclear, is_empty
 
 READ = re.compile(r"""(\w+)(?:\.get\(\s*["']|\.|\[["'])(\w+)""")
 NO_TURN = re.compile("loop|ns$|namespace|tool|function|param")
-"""Attributes that a chat template reads of a variable; and names of variables that are not turns."""
+"""Match the attributes of variables that a chat template reads, and names of variables that are not turns."""
 TOOLS = re.compile(r"\btools\b")
 VARIABLES = "chat_template_kwargs"
-"""Field of a record with variables for its template, as TRL has it."""
+"""Field of a record with variables for the chat template, named as in TRL."""
 
 
 class Reads(NamedTuple):
-    """What a chat template reads.
+    """The keys and fields that a chat template reads.
 
     Attributes:
         keys: keys of a turn.
-        fields: fields of a record that it is given.
+        fields: fields of a record that are passed to the template.
     """
 
     keys: frozenset[str] = frozenset()
@@ -42,7 +42,7 @@ class Reads(NamedTuple):
 
 
 def reads(template: str | None) -> Reads:
-    """What a chat template reads; nothing without one."""
+    """The keys and fields that a chat template reads; none without a template."""
     if template is None:
         return Reads()
     keys = {key for base, key in READ.findall(template) if not NO_TURN.search(base)}
@@ -53,12 +53,12 @@ def reads(template: str | None) -> Reads:
 
 
 def text_of(content: Any, number: int) -> Any:
-    """The text of a content: of a list the texts of its parts, one after the other.
+    """The text of a turn's content; the texts of the parts of a list are concatenated.
 
-    So do templates that read lists themselves (Llama 4, Gemma 3, Qwen2-VL).
+    Templates that read lists themselves concatenate too (Llama 4, Gemma 3, Qwen2-VL).
 
     Raises:
-        Unclear: a part is something else than text.
+        Unclear: a part is not text.
     """
     if not isinstance(content, list):
         return content
@@ -75,7 +75,7 @@ def message_of(turn: Mapping[str, Any], number: int, role: str, text: str | None
     """A turn as a chat template takes it.
 
     Raises:
-        Unclear: a tool call has no name, or arguments that are no object.
+        Unclear: a tool call has no name, or arguments that are no object; or reasoning is no text, or given twice.
     """
     message: dict[str, Any] = {"role": role, "content": text}
     more = {key: turn[key] for key in RENDERED if key in keys and not is_empty(turn.get(key))}
@@ -97,7 +97,7 @@ def _calls(calls: Any, shown: str) -> list[Any]:
 
 
 def _call(call: Any, shown: str) -> dict[str, Any]:
-    """A tool call whose arguments are an object."""
+    """A tool call with its arguments decoded to an object."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise Unclear("tool call", f"{shown} without a name")
@@ -109,10 +109,10 @@ def _call(call: Any, shown: str) -> dict[str, Any]:
 
 
 def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
-    """The tools of a record: a list, or the JSON of one, as tables have it.
+    """The tools of a record as a list, which tables have as JSON text; None if there are none.
 
     Raises:
-        Unclear: they are no list of tools with names.
+        Unclear: the field is no list of tools with names.
     """
     value = record.get("tools")
     if is_empty(value):
@@ -124,20 +124,20 @@ def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
 
 
 def tool_name(tool: Any) -> str | None:
-    """The name of a tool, or of the function of a tool call; None if it has none."""
+    """The name of a tool, or of the function of a tool call; None without a name."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
 
 
 def called(message: Mapping[str, Any]) -> list[str]:
-    """The names and the texts of the tool calls of a message."""
+    """The names of the functions in the tool calls of a message, and the texts in their arguments."""
     functions = [call.get("function", call) for call in message.get("tool_calls", ())]
     return [text for function in functions for text in (function["name"], *texts(function["arguments"]))]
 
 
 def _decoded(value: Any) -> Any:
-    """The value of a JSON text; any other value as it is."""
+    """The value of a JSON text, None if the text is invalid; any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -154,7 +154,7 @@ def variables_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """The variables that a record sets for its chat template.
 
     Raises:
-        Unclear: they are no object.
+        Unclear: the field is no object.
     """
     value = record.get(VARIABLES)
     if is_empty(value):
@@ -165,7 +165,7 @@ def variables_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def replaced(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with all its texts changed, keys too."""
+    """A JSON value with `change` applied to all its strings, keys too."""
     match value:
         case str():
             return change(value)
@@ -177,7 +177,7 @@ def replaced(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def texts(value: Any) -> list[str]:
-    """All texts in a JSON value, keys too."""
+    """All strings in a JSON value, keys too."""
     match value:
         case str():
             return [value]

@@ -1,6 +1,6 @@
-"""Processes that turn ranges of the input into tokens.
+"""Worker processes that encode ranges of the input as tokens.
 
-Each has a pipe to this process and ends when the pipe is closed, also if this process is killed.
+Each worker has a pipe to this process and ends when the pipe is closed, also if this process is killed.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from train.data.tokens.template_encoder import TemplateEncoder
 from train.data.tokens.tokenizers import Fast, open_vocabulary
 
 BATCH = 1 << 20
-"""Characters encoded at a time."""
+"""Number of characters that are encoded at a time."""
 EXAMPLES = 5
-"""Maximum dropped records of a batch that are reported with their lines."""
+"""Maximum number of dropped records of a batch that are reported with their lines."""
 
 
 UNTRAINED = "untrained_replies"
-"""Key of the counts: replies that their records exclude from the training."""
+"""Key of the counts: number of replies that their records exclude from the training."""
 Dropped = tuple[int, str, str]
-"""Line of a dropped record, the reason, and the part of the record."""
+"""Line number of a dropped record, the reason, and the part of the record at fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,20 +51,20 @@ class Job:
     """How records become tokens.
 
     Attributes:
-        tokenizer: its file.
+        tokenizer: path of the tokenizer's file.
         digest: BLAKE3 of that file.
-        vocabulary: number of its tokens.
-        names: BLAKE3 of their names.
+        vocabulary: number of tokens of the tokenizer.
+        names: BLAKE3 of the names of the tokens.
         form: the format of the records, one of `shapes.FORMS`.
-        key: the field with text.
-        control: role to the id of its control token.
-        eod: id of the end-of-document token, None for none.
-        eod_token: its name.
+        key: name of the field with text.
+        control: id of the control token of each role.
+        eod: id of the end-of-document token, None to append none.
+        eod_token: name of that token.
         template: the text of a chat template, None for control tokens.
-        date: what it takes for today, as YYYY-MM-DD; None if it does not ask.
-        special: name to id of the special tokens of role bins, None for other files.
+        date: the date that the template takes for today, as YYYY-MM-DD; None if it does not ask.
+        special: id by name of the special tokens of role bins, None for other files.
         ftfy: the version of ftfy that repairs texts, None without it.
-        auto: whether the format was detected from the first record, not given.
+        auto: whether the format was detected from the first records, not given.
     """
 
     tokenizer: Path
@@ -84,19 +84,19 @@ class Job:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that records may have; empty if a chat template checks them."""
+        """The roles that records may have; empty if a chat template checks roles."""
         if self.template is not None:
             return ()
         return tuple(self.control if self.special is None else ROLE_NUMBERS)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Identity of the job, whatever the name of the tokenizer's file."""
+        """The settings of the job, for comparison: everything but the path of the tokenizer's file."""
         return asdict(self) | {"tokenizer": "", "masked": self.masked}
 
     @property
     def masked(self) -> bool:
-        """Whether a mask is needed beside control tokens: flags of turns may exclude them from the training."""
+        """Whether a mask is needed beside control tokens: flags of turns may exclude replies from the training."""
         return self.template is None and self.special is None and self.form in ("conversations", "sharegpt", "mixed")
 
     @property
@@ -106,12 +106,12 @@ class Job:
 
 
 class Part(NamedTuple):
-    """The result of a range.
+    """The result of encoding a range.
 
     Attributes:
         lines: number of lines.
-        counts: documents, tokens, and dropped records by reason.
-        lengths: bytes of each file that was written.
+        counts: numbers of documents, tokens, and dropped records by reason.
+        lengths: number of bytes of each file that was written.
         examples: (line in the range from 0, reason, part of the record) of the first dropped records.
     """
 
@@ -122,7 +122,7 @@ class Part(NamedTuple):
 
 
 def encoder(job: Job) -> Encoder:
-    """The function that encodes records for a job."""
+    """A function that encodes records for a job."""
     vocabulary = open_vocabulary(job.tokenizer, [*(job.special or ()), *([job.eod_token] if job.eod_token else ())])
     if job.special is not None:
         return role_encoder(vocabulary, *(job.special[token] for token in CHATML))
@@ -133,7 +133,7 @@ def encoder(job: Job) -> Encoder:
 
 
 def job_reader(job: Job) -> Reader:
-    """The function that reads records for a job."""
+    """A function that reads records for a job."""
     return reader(job.form, job.roles, job.key, any_turns=job.special is not None, template=job.template, auto=job.auto)
 
 
@@ -164,14 +164,14 @@ def encode_range(job: Job, encode: Encoder, part: Range, out: Path) -> Part:
 
 
 def _shown(dropped: list[Dropped]) -> list[Dropped]:
-    """The first dropped records, and the first one for each reason that aborts the work."""
+    """The first dropped records, and the first for each reason that aborts the work."""
     ordered = sorted(dropped)
     grave = {reason: drop for drop in reversed(ordered) if (reason := drop[1]) in GRAVE}
     return sorted({*ordered[:EXAMPLES], *grave.values()})
 
 
 class _Batch(NamedTuple):
-    """Records to encode together: their lines, the dropped records between them, and the lines read so far."""
+    """Records to encode together: their lines, the dropped records among them, and the number of lines read so far."""
 
     records: list[Record]
     numbers: list[int]
@@ -205,7 +205,7 @@ def _batches(job: Job, part: Range) -> Iterator[_Batch]:
 
 
 def _mended(value: Any, names: Iterable[str] = ()) -> Any:
-    """A text repaired by ftfy; in a list or a mapping all texts, or those of some fields of a record."""
+    """A value whose text ftfy has repaired; of a list or a mapping all texts, or those of the fields `names`."""
     from ftfy import fix_text
 
     match value:
@@ -241,7 +241,7 @@ def _work(pipe: Connection, job: Job) -> None:
 
 
 class Workers:
-    """Processes that encode ranges; a thread of this process waits for each."""
+    """Worker processes that encode ranges; a thread of this process waits for each."""
 
     def __init__(self, job: Job, number: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -249,7 +249,7 @@ class Workers:
         self.pipes: list[Connection] = []
         self.processes = []
         resource_tracker.ensure_running()  # its start unblocks these signals again (Python 3.10 to 3.13)
-        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # inherited: only the writer gets them
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # inherited: only the writer gets these signals
         for _ in range(number):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, job), daemon=True)

@@ -25,7 +25,7 @@ class Pushed:
         repo: ORG/NAME.
         revision: the branch or the pull request.
         commit: the commit with the files.
-        url: the page of the commit.
+        url: the page of the commit, or of the pull request.
         files: how many files the commit has, each compared with the Hub's hash of it.
         nbytes: bytes of these files.
         digest: the hash of the weights, which equals that of the manifest; None without a manifest.

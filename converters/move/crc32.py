@@ -50,7 +50,7 @@ class Checksums:
             self.small[key] += len(piece) < SMALL
 
     def taken(self) -> Counted:
-        """What was counted since the last call, for another process to merge."""
+        """The registers and counts since the last call, for another process to merge."""
         with self.lock:
             counted = {key: (self.sums[key], self.small[key]) for key in {*self.sums, *self.small}}
             self.sums.clear()

@@ -31,7 +31,7 @@ from formats.model.spec import Spec, Verbatim, differences
 from formats.model.vocab_rows import EMBEDDING, HEAD, rows
 
 NEEDED = ("transformers", "torch", "accelerate")
-"""What has to be installed to ask transformers; accelerate is what places a model on the meta device."""
+"""Packages that are needed to ask transformers; accelerate places a model on the meta device."""
 PROGRAM = (str(Path(__file__).with_name("meta_model.py")),)
 SECONDS = 300
 """Time limit for transformers: the largest models take ten seconds, importing it from a slow file system a minute."""

@@ -94,7 +94,7 @@ def _is_paired(kind: str, name: str) -> bool:
 
 
 def _lineage(model: Any, shapes: dict[str, list[int]]) -> dict[str, Any]:
-    """What `lineage.of_model` returns; the error as `unnamed` where the version of transformers cannot be followed."""
+    """The result of `lineage.of_model`; the error as `unnamed` where the version of transformers cannot be followed."""
     path = Path(__file__).with_name("lineage.py")
     spec = importlib.util.spec_from_file_location("lineage", path)
     assert spec is not None

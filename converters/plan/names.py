@@ -47,7 +47,7 @@ class Names(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What transformers tells of a model without a table.
+    """The answer of transformers on a model without a table.
 
     Args:
         spec: the model.

@@ -59,7 +59,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for, except the source.
+    """The user's request for an output: everything except the source.
 
     Attributes:
         out: the folder to write.

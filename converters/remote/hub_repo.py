@@ -133,7 +133,7 @@ class Repo:
         return patiently(self.url, lambda: self._meant(lambda: act(self._api)), tries)
 
     def _meant(self, act: Callable[[], Result]) -> Result:
-        """Call a function, and turn errors of huggingface_hub into errors for the user; others are raised as they are."""
+        """Call a function, and turn known errors of huggingface_hub into errors for the user."""
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
         try:

@@ -158,7 +158,7 @@ def probe(template: str, *, bos_token: str | None, eos_token: str | None) -> Pro
 
     Raises:
         SourceError: the template does not render, or not within its limits.
-        RefusedError: it writes a token that the tokenizer does not name.
+        RefusedError: the template writes a token that the tokenizer does not name.
     """
     turns = [
         {"role": role, "content": text}

@@ -26,7 +26,7 @@ class Tokenizer(NamedTuple):
         files: contents of the files by name.
         size: how many tokens the tokenizer has.
         special: the ids of bos, eos, pad and unk, as far as there are any.
-        notes: what the user should know.
+        notes: messages for the user.
     """
 
     path: Path

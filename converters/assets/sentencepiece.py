@@ -58,7 +58,7 @@ class Converted:
         special: the ids of bos, eos, pad and unk, as far as there are any.
         control: every special token and its id.
         reference: the SentencePiece model, in which each special token has the type of a control token.
-        notes: what the user should know.
+        notes: messages for the user.
     """
 
     files: Mapping[str, bytes]

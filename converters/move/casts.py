@@ -56,7 +56,7 @@ def _narrowed(values: Array, original: Array, target: str, name: str, hint: str)
     """Floats as words of an element type.
 
     Raises:
-        RefusedError: one that is finite in the original has no finite counterpart.
+        RefusedError: a value that is finite in the original has no finite counterpart.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         if target == "BF16":
@@ -79,7 +79,7 @@ def round_once(values: Array, target: str, name: str, out: Array) -> Array:
     """Round float64 to an element type, to the nearest even, without a step between.
 
     Args:
-        values: what was computed.
+        values: the computed values, as float64.
         target: the wanted element type.
         name: what to call the tensor in an error.
         out: where to put the result, as words of the target's size.

@@ -42,8 +42,8 @@ def weights_of(count: int, weights: Sequence[float] | None, ema: float | None) -
         ema: the decay of an exponential mean, which begins with the first: mean = ema * mean + (1 - ema) * next.
 
     Raises:
-        UsageError: there are fewer than two checkpoints; the weights are not as many as they, one of them is 0 or not
-            finite, or their sum is not 1; `ema` is not between 0 and 1, or both it and `weights` are given.
+        UsageError: there are fewer than two checkpoints; there is another number of weights, a weight is 0 or not
+            finite, or the sum of the weights is not 1; `ema` is not between 0 and 1, or is given with `weights`.
     """
     if count < 2:
         raise UsageError(f"{count} checkpoint has no mean", "name two or more, and then OUT")
@@ -108,7 +108,7 @@ def plan_average(
 
     Args:
         sources: the opened checkpoints of one model, of any formats.
-        weights: what each is multiplied by (`weights_of`).
+        weights: the weight of each checkpoint (`weights_of`).
         request: what the user asked for; without a cast, the output has the element types of the sources.
         to: the target format.
         output: how the output is laid out.
@@ -161,7 +161,7 @@ def _require_same(first: Checkpoint, other: Checkpoint) -> None:
     """Refuse two checkpoints that are not of one model.
 
     Raises:
-        RefusedError: they differ in settings, in config.json, or in the names or shapes of their tensors.
+        RefusedError: the checkpoints differ in settings, in config.json, or in the names or shapes of tensors.
     """
     where = f"{first.root} and {other.root} are different models"
     if changed := setting_differences(first, other):

@@ -265,7 +265,7 @@ def _product(key: str, lora: peft.Lora, slot: Slot, adapter: peft.Adapter, base:
 
     Raises:
         SourceError: the matrices do not fit the tensor.
-        UnsupportedError: they fit it as [out, in] and as [in, out], and nothing tells which it is.
+        UnsupportedError: the matrices fit a tensor stored as [out, in] and as [in, out], and nothing tells which it is.
     """
     (out, rank), wide = lora.left.shape, lora.right.shape[1]
     matrices = slot.shape[0] if len(slot.shape) == 3 else 1

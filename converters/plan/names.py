@@ -127,7 +127,7 @@ def by_memory(source: Checkpoint, slots: Mapping[str, Slot]) -> dict[str, Slot]:
 
     Args:
         source: the opened checkpoint.
-        slots: its slots by the tensor names in its files.
+        slots: the slots of the checkpoint by the tensor names in its files.
 
     Returns:
         A tensor that is the same in memory under another name is under that name; all others are as they were.
@@ -175,7 +175,7 @@ def _pieces(source: Checkpoint, name: str, entry: Mapping[str, Any]) -> Iterator
     """The moves from a tensor of a file to tensors in memory.
 
     Raises:
-        UnsupportedError: its pieces are not known.
+        UnsupportedError: the pieces of the tensor are not known.
     """
     if entry["pieces"] is None:
         raise UnsupportedError(

@@ -52,7 +52,7 @@ def open_source(path: Path, settings: Settings, formats: Sequence[Format] = ()) 
     """Open a checkpoint of one of some formats.
 
     Args:
-        path: its folder, or a name of the Hub (`converters.common.hub_names`).
+        path: the folder of the checkpoint, or a name of the Hub (`converters.common.hub_names`).
         settings: the user's settings.
         formats: the formats that are read; none for any.
 

@@ -118,7 +118,7 @@ DEFAULTS = {field.name: field.default for field in fields(Output)}
 
 
 def flag_of(name: str) -> str:
-    """The name of an option's flag on the command line, without the dashes."""
+    """The name of an option's flag on the command line, without the leading dashes."""
     return name.removesuffix("_trainer").replace("_", "-")
 
 

@@ -1,4 +1,4 @@
-"""Plans: what will be copied from where to where, proved complete before a byte is read.
+"""Plans: which elements are copied from where to where, proved complete before a byte is read.
 
 A job moves one logical tensor of one layer. Its sources and its targets are both maps from the same box of
 coordinates, so the plan is only a matter of putting together the leaves that hold the same tensor, and of proving that

@@ -64,7 +64,7 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int, trainer: str
 
     Raises:
         SourceError: the source holds no optimizer, or an incomplete one.
-        UnsupportedError: its optimizer has no layout here.
+        UnsupportedError: the optimizer has no layout in the target.
     """
     optimizer = optimizer_of(source)
     masters = optimizer.states.get("fp32")
@@ -112,7 +112,7 @@ def plan_run(
 
     Raises:
         SourceError: the source holds no optimizer, or an incomplete one.
-        UnsupportedError: its optimizer has no layout here.
+        UnsupportedError: the optimizer has no layout in the target.
     """
     stored = optimizer_reader.read(source)
     optimizer = stored if kind is None else of_kind(stored, source, distributed=kind == "distributed")
@@ -155,7 +155,7 @@ def plan_resumed(
 
     Raises:
         SourceError: the source holds no optimizer, or an incomplete one.
-        UnsupportedError: its optimizer has no layout here.
+        UnsupportedError: the optimizer has no layout in the target.
         UsageError: the training cannot resume without its rates.
     """
     stored = optimizer_of(source)

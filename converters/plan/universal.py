@@ -69,7 +69,7 @@ def plan_universal(states: States, request: Request) -> Plan:
     """A plan that writes a universal checkpoint.
 
     Args:
-        states: what `open_states` gave.
+        states: the states that `open_states` returned.
         request: what the user asked for.
 
     Raises:

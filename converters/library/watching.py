@@ -4,9 +4,8 @@
     OUT/.watch/NAME.claim         locked by the process that works on a checkpoint, and deleted afterwards
     OUT/NAME                      the model, complete or absent
 
-Any number of watchers can work at the same time, and be killed: another one resumes a conversion that one has begun,
-since the lock of a claim ends with its process. A model is renamed to its place in one step, and counts from its line
-in the log on.
+Any number of watchers can work at the same time, and be killed: another one resumes a begun conversion, since the lock
+of a claim ends with its process. A model is renamed to its place in one step, and counts from its line in the log on.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from formats.torch_files.crc32 import crc_of
 DEQUANTIZE = {"BF16": read_bf16, "F32": read_f32}
 """The element type that quantized elements are read as: the function that reads them."""
 SPARSEST = 8
-"""A strided region is read in one call, and an interleaved one written, if one in so many elements is its own."""
+"""A strided region is read, or an interleaved one written, by one call if at least one element in so many is wanted."""
 
 
 @dataclass

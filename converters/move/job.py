@@ -90,8 +90,8 @@ def run_job(
     """Execute one job.
 
     Raises:
-        VerificationError: copies of the tensor differ under the policy `verify`, or elements are NaN or infinite where
-            the limits refuse these.
+        VerificationError: copies of the tensor differ, and the policy does not say which one counts; or elements are
+            NaN or infinite, and the limits refuse these.
         RefusedError: the tensor is a moment that no optimizer computes.
         Interrupted: `stop` was true.
     """

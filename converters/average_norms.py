@@ -1,8 +1,8 @@
-"""Averages the norms of a GPT-NeoX checkpoint over its tensor parallel ranks, in the model and in FP32 master weights.
+"""Average the norms of a GPT-NeoX checkpoint over its tensor parallel ranks, in the module and in FP32 master weights.
 
-Each rank trains its own copy of every norm, and in a long training they drift apart. Averaged in the module alone they
-would come back with the first step that resumes from the master weights. Every other byte stays what it is: files
-without a norm are hard links.
+Each rank trains its own copy of every norm, and in a long training the copies drift apart. If only those in the module
+were averaged, the first step that resumes from the master weights would bring the old ones back. Every other byte stays
+what it is: files without a norm are hard links.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from formats.torch_files import saved_names
 
 NORMS = ("input_norm", "input_norm_bias", "post_norm", "post_norm_bias", "final_norm", "final_norm_bias")
 MARK = "average-norms"
-"""What a journal is of that knows no jobs."""
+"""The fingerprint in the journal, which records no jobs."""
 
 
 @dataclass(frozen=True)
 class Averaging:
-    """What is to be done.
+    """The planned work: jobs, and which files are copied or linked.
 
     Attributes:
         source: the opened checkpoint.
-        jobs: those that write the means, their targets in the output.
-        written: files that hold a norm, in the source.
-        linked: files that hold none.
-        out: where the tag's folder is written.
-        settings: with which the source was opened.
+        jobs: the jobs that write the means, with their targets in the output.
+        written: files of the source that hold a norm.
+        linked: files of the source that hold no norm.
+        out: the folder of the tag in the output.
+        settings: the settings that the source was opened with.
         masters: whether there are optimizer states.
     """
 
@@ -64,11 +64,11 @@ def plan(run: Path, settings: Settings, request: Request) -> Averaging:
     """Find every copy of every norm.
 
     Raises:
-        UnsupportedError: there is one tensor parallel rank, and so one copy; or it is no checkpoint of GPT-NeoX.
-        SourceError: what would be copied or linked is not a file of the checkpoint.
+        UnsupportedError: there is one tensor parallel rank, and so one copy; or the run is no checkpoint of GPT-NeoX.
+        SourceError: a file that would be copied or linked is not one of the checkpoint.
     """
     signs.check(run)
-    settings = replace(settings, gqa_layout="blocked")  # which no norm depends on
+    settings = replace(settings, gqa_layout="blocked")  # no norm depends on it
     source = neox.read(run, replace(settings, weights="module"))
     if source.topology["tp"] == 1:
         raise UnsupportedError(f"{source.home} is of one tensor parallel rank: its norms have one copy")
@@ -105,7 +105,7 @@ def _copies(job: Job) -> Iterable[Part]:
 
 
 def _require_own(home: Path, weights: Collection[Path]) -> None:
-    """What is copied or linked is in the folder of the tag itself; weights may be linked from another file system.
+    """Refuse files to copy or link that are outside the tag's folder; weights may be links to another file system.
 
     Raises:
         SourceError: a link leads out of the folder or nowhere, or something is neither a file nor a folder.
@@ -118,7 +118,7 @@ def _require_own(home: Path, weights: Collection[Path]) -> None:
 
 
 def _moved(job: Job, home: Path, out: Path) -> tuple[Part, ...]:
-    """Where all copies of a tensor are in the files of the output."""
+    """The parts of all copies of a tensor, in the files of the output."""
     places = ((part, out / part.fragment.path.relative_to(home)) for part in _copies(job))
     return tuple(replace(part, fragment=part.fragment._replace(path=path)) for part, path in places)
 
@@ -127,10 +127,10 @@ def run(work: Averaging, request: Request, limits: Limits) -> dict[str, float]:
     """Write the output: linked files, copies of the others with the means in them.
 
     Returns:
-        How far apart the copies of each norm were that differed.
+        Name of each norm whose copies differed: how far apart these were.
 
     Raises:
-        OutputError: OUT exists, there is no room, or another process or conversion has the folder of the work.
+        OutputError: OUT exists, there is no room, or another process or conversion uses the staging folder.
     """
     check_paths(work.source, request)
     with open_journal(request.staging, MARK, (), force=request.force, every=request.commit_seconds):
@@ -138,7 +138,7 @@ def run(work: Averaging, request: Request, limits: Limits) -> dict[str, float]:
 
 
 def _write(work: Averaging, request: Request, limits: Limits) -> dict[str, float]:
-    """Write and publish the output, from the beginning: what a killed run left is made anew."""
+    """Write and publish the output, from the beginning: files that a killed run left are deleted."""
     drifted: dict[str, float] = {}
     try:
         if request.root.exists():
@@ -173,10 +173,10 @@ def _write(work: Averaging, request: Request, limits: Limits) -> dict[str, float
 
 
 def _verify(work: Averaging, limits: Limits) -> None:
-    """Read every norm of the output back: all copies are equal, and the master weights are the module.
+    """Read every norm of the output back: all copies have to be equal, and master weights to round to the module.
 
     Raises:
-        VerificationError: they are not.
+        VerificationError: copies differ, or the module differs from the rounded master weights.
     """
     for weights in ("module", *(["fp32-master"] if work.masters else [])):
         written = neox.read(work.out, replace(work.settings, tag=None, weights=weights))
@@ -184,7 +184,7 @@ def _verify(work: Averaging, limits: Limits) -> None:
 
 
 def _link(path: Path, place: Path) -> None:
-    """A hard link, or a copy where file systems differ."""
+    """Make a hard link, or a copy where file systems differ."""
     try:
         os.link(path, place)
     except OSError:

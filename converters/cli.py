@@ -41,20 +41,20 @@ SECTIONS = {
     "Check": dict.fromkeys(("digest", "verify", "diff"), f"{HOME}.check"),
     "Publish": {"assets": f"{HOME}.assets", "tokenizer": f"{HOME}.tokenizer", "push": f"{HOME}.publish"},
 }
-"""The commands, and the module of each."""
+"""Title of a section: its commands, and the module of each."""
 SPELLED = {
     "--tensor-model-parallel-size": "--tp", "--tensor-parallel-size": "--tp", "--tp-size": "--tp",
     "--pipeline-model-parallel-size": "--pp", "--pipeline-parallel-size": "--pp", "--pp-size": "--pp",
     "--expert-model-parallel-size": "--ep", "--ep-size": "--ep", "--expert-tensor-parallel-size": "--etp",
 }  # fmt: skip
-"""What other programs call an option: ours."""
+"""The name of an option in other programs: the name here."""
 
 
 class Converter(Sections):
     """The commands, and a hint for two formats that no command is named after."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the words, options by the names of other programs too."""
+        """Parse the words, with options by the names of other programs too."""
         parts = [word.partition("=") for word in args]
         return super().parse_args(ctx, ["".join((SPELLED.get(name, name), *rest)) for name, *rest in parts])
 
@@ -64,7 +64,8 @@ class Converter(Sections):
         """Find a command.
 
         Raises:
-            UsageError: there is none of that name, but of two formats: another one does it, or another program.
+            UsageError: there is no such command, but the name is one of two formats: a hint names the command, or
+                another program, that converts between these.
         """
         name = args[0]
         pair = formats_of(name) if name not in self.commands else ()
@@ -79,7 +80,7 @@ class Converter(Sections):
 
 
 def formats_of(name: str) -> list[str]:
-    """The formats that a word such as deepspeed-to-megatron is of, by what commands call them."""
+    """The formats in a word such as deepspeed-to-megatron, by the names that commands have for them."""
     from converters.commands import to
 
     words = [to.called(word) for word in re.split("2|[-_]to[-_]", name.lower())]

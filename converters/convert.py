@@ -1,7 +1,7 @@
 """A conversion from end to end: write, verify, publish.
 
-Everything is written to `OUT.partial/out` beside OUT; only when all of it is there, checked and on disk is it renamed
-to OUT. So OUT is complete or absent, and the same command resumes a killed one.
+Everything is written to `OUT.partial/out` beside OUT, which is renamed to OUT only when all of it is written, verified
+and on disk. So OUT is complete or absent, and the same command resumes a killed one.
 """
 
 from __future__ import annotations
@@ -68,19 +68,20 @@ def run(
     """Execute what is left of a plan, verify the output and publish it.
 
     Args:
-        plan: what to do.
+        plan: the plan.
         request: what the user asked for.
-        drifted: told of averaged copies.
-        checked: told which checksums of the source were compared.
+        drifted: called with each job whose copies were averaged.
+        checked: called with the verdict on the checksums of the source.
 
     Returns:
         The digest of each tensor of the output.
 
     Raises:
         OutputError: OUT exists, or there is no room.
-        DamagedError: what was read has not the checksum that the source keeps of it, or was written anew meanwhile.
-        VerificationError: the source contradicts its manifest; or what was written does not read back as planned.
-        Interrupted: a signal came; the same call resumes later.
+        DamagedError: data that was read does not have the checksum that the source records, or a file of the source
+            was written during the conversion.
+        VerificationError: the source contradicts its manifest; or the output does not read back as planned.
+        Interrupted: a signal came; the same call resumes.
     """
     stamps = stamps_of(plan)
     target, opened = _begin(plan, request)
@@ -88,13 +89,13 @@ def run(
         prove(plan.source.proof, request)
     with stoppable() as stopped, opened as journal:
         try:
-            # runs before this one counted for themselves
+            # the bytes that earlier runs wrote are not counted here: checksums are read from disk
             sums = None if journal.digests else Checksums(sizes_of(target.files))
             checks = SourceChecks(plan.jobs, request.limits.replicas, journal.sound)
             with disk(request), Files(sums, checks, journal.locks) as files, journal.kept(files):
                 _execute(plan.jobs, target, request, journal, files, stopped, drifted)
                 checked(checks.complete(files.read_stored, request.limits.threads, stopped))
-                finish_files(target.files, files, request.limits.threads)  # what it has open is not on disk yet
+                finish_files(target.files, files, request.limits.threads)  # its open files are not on disk yet
                 finish_small(plan, target, request, journal.digests)
                 if stopped():
                     raise Interrupted("stopped by a signal", "run the same command again to resume")
@@ -102,7 +103,7 @@ def run(
                     verify_output(plan, request, journal.digests, stopped, request.root)
                 check_unchanged(stamps, stamps_of(plan))
         except (DamagedError, RefusedError, UnsupportedError, VerificationError):
-            shutil.rmtree(request.staging)  # nothing of it can be used: the same command starts over
+            shutil.rmtree(request.staging)  # nothing in it can be used: the same command starts over
             raise
         try:
             publish(request)
@@ -112,17 +113,17 @@ def run(
 
 
 def run_share(plan: Plan, share: Share, request: Request, drifted: Drifted = lambda *_: None) -> list[Job]:
-    """Execute one process's share of a plan, beside others. `run` does the rest, verifies and publishes.
+    """Execute one process's share of a plan, beside other processes. `run` does the rest, verifies and publishes.
 
     Returns:
-        Its jobs.
+        The jobs of the share.
 
     Raises:
-        OutputError: OUT exists, there is no room, or another process works on the share or on all of it.
-        DamagedError: what was read has not the checksum that the source keeps of it. `run` compares the entries of
-            which each process has read a part.
+        OutputError: OUT exists, there is no room, or another process works on the share or on the whole conversion.
+        DamagedError: data that was read does not have the checksum that the source records. `run` compares the archive
+            entries of which each process has read a part.
         VerificationError: copies of a tensor differ.
-        Interrupted: a signal came; the same call resumes later.
+        Interrupted: a signal came; the same call resumes.
     """
     target, opened = _begin(plan, request, share)
     jobs = share.jobs(plan.jobs)
@@ -138,7 +139,7 @@ def run_share(plan: Plan, share: Share, request: Request, drifted: Drifted = lam
 
 
 def _begin(plan: Plan, request: Request, share: Share | None = None) -> tuple[Target, AbstractContextManager[Journal]]:
-    """What a plan writes, when there is room for it, and its journal."""
+    """The target of a plan, after the checks of paths, manifests and room, and the context of its journal."""
     if plan.target is None:
         raise ValueError("a plan without a target cannot run")
     for source in plan.sources:
@@ -151,16 +152,16 @@ def _begin(plan: Plan, request: Request, share: Share | None = None) -> tuple[Ta
 
 
 def stamps_of(plan: Plan) -> dict[Path, tuple[int, int]]:
-    """Size and time of each file of the sources that is there."""
+    """Size and modification time of each file of the sources that exists."""
     stats = {path: path.stat() for source in plan.sources for path in source.files if path.exists()}
     return {path: (stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
 
 
 def check_unchanged(before: Mapping[Path, tuple[int, int]], after: Mapping[Path, tuple[int, int]]) -> None:
-    """No file of the source was written while it was read. One that was deleted since was read before.
+    """Refuse a source of which a file was written while it was read. A file that was deleted was read before.
 
     Raises:
-        DamagedError: one was.
+        DamagedError: size or time of a file changed.
     """
     for path, stamp in before.items():
         if after.get(path, stamp) != stamp:
@@ -169,7 +170,7 @@ def check_unchanged(before: Mapping[Path, tuple[int, int]], after: Mapping[Path,
 
 @contextmanager
 def disk(request: Request) -> Iterator[None]:
-    """What a disk refuses, in a sentence."""
+    """Raise an OSError as an OutputError with a sentence, and a hint where the disk is full."""
     try:
         yield
     except OSError as error:
@@ -179,10 +180,10 @@ def disk(request: Request) -> Iterator[None]:
 
 
 def prove(masters: Checkpoint, request: Request) -> None:
-    """Moments are where the master weights are: compare those with what the model computes with.
+    """Compare FP32 master weights, which the output does not hold, with the weights: so the moments are of this model.
 
     Raises:
-        VerificationError: they are not the same model.
+        VerificationError: the master weights do not round to the weights.
     """
     plan = make_plan(masters)
     with Progress("comparing master weights", plan.nbytes, request.quiet, request.tell) as progress:
@@ -200,9 +201,9 @@ def _execute(
     *,
     part: bool = False,
 ) -> None:
-    """Write the tensors of jobs into the staging folder. What the journal says is done is not done again.
+    """Write the tensors of jobs into the staging folder, except those that the journal records as finished.
 
-    What is not only a `part` of the work is read back afterwards, if that was asked for.
+    The progress includes the verification that follows, unless the jobs are only a `part` of the work.
     """
     make_files(target.files, request)
     every = [*jobs]
@@ -222,16 +223,16 @@ def _execute(
 
 
 def make_files(files: Iterable[OutputFile], request: Request) -> None:
-    """Make the files of weights in the staging folder, each of its size; those that are there stay as they are."""
+    """Create the weight files in the staging folder, each of its size; existing files keep their contents."""
     every = [*files]
     if request.stripes and not request.root.exists():
-        request.root.mkdir(parents=True, exist_ok=True)  # of several processes any may be the first
+        request.root.mkdir(parents=True, exist_ok=True)  # several processes may do this at once
         stripe(request.root)
     for path in {file.path.parent for file in every} | {request.root}:
         path.mkdir(parents=True, exist_ok=True)
     for file in every:
         with file.path.open("ab") as handle:
-            handle.truncate(file.size)  # changes nothing in one that other shares have begun
+            handle.truncate(file.size)  # changes nothing in a file that other shares have begun
 
 
 def finish_small(plan: Plan, target: Target, request: Request, digests: Mapping[str, str]) -> None:
@@ -246,15 +247,16 @@ def finish_small(plan: Plan, target: Target, request: Request, digests: Mapping[
 
 
 def check_paths(source: Checkpoint, request: Request, others: Iterable[Path] = ()) -> None:
-    """OUT is free, and apart from all that is read.
+    """Refuse an OUT that is not free, or that is not apart from all files that are read.
 
     Args:
-        source: what is converted.
-        request: what was asked for.
+        source: the checkpoint that is converted.
+        request: what the user asked for.
         others: files that are copied.
 
     Raises:
-        OutputError: it is not.
+        OutputError: OUT exists and may not be replaced, is no name for a folder, or overlaps with what is read.
+        UnsupportedError: OUT is in an object store.
     """
     out = request.out
     if is_elsewhere(out):
@@ -270,12 +272,12 @@ def check_paths(source: Checkpoint, request: Request, others: Iterable[Path] = (
 
 
 def check_apart(source: Checkpoint, request: Request, others: Iterable[Path] = ()) -> None:
-    """OUT and the source are not inside each other, and nothing else that is read is in what OUT replaces.
+    """Refuse an OUT and a source that are inside each other, and files to read inside the folders that OUT replaces.
 
-    The other way round OUT may be: a model in the folder of its config, or of its adapter, is no part of these.
+    OUT may be inside the folder of its config, or of its adapter.
 
     Raises:
-        OutputError: they are, or something is.
+        OutputError: OUT and the source are inside each other, or a file that is read would be replaced.
     """
     root, home = source.root.resolve(), source.home.resolve()  # a run may keep models beside its checkpoints
     for place in (request.place, request.staging):
@@ -284,28 +286,28 @@ def check_apart(source: Checkpoint, request: Request, others: Iterable[Path] = (
     paths = [*source.files, *(source.proof.files if source.proof else ()), *others, *request.named]
     paths += [path for path in (source.assets, source.settings.config) if path is not None]
     for path in dict.fromkeys(paths):
-        real = {path.resolve(), path.parent.resolve() / path.name}  # of a link what it leads to, and itself
+        real = {path.resolve(), path.parent.resolve() / path.name}  # of a link its target, and the link itself
         for place in (request.place, request.staging):
             if any(folder == place or place in folder.parents for folder in real):
                 raise OutputError(f"{path} is read, and is in {place}, which is replaced", "choose another folder")
 
 
 def _check_free(request: Request) -> None:
-    """OUT is absent, empty, or a checkpoint that may be replaced."""
+    """Refuse an OUT that is neither absent, nor empty, nor a checkpoint that may be replaced."""
     place = request.place
     if place.is_dir() and any(place.iterdir()):
         check_replaceable(request, lambda: foreign(place))
 
 
 def check_replaceable(request: Request, others: Callable[[], Sequence[str]]) -> None:
-    """What is at OUT is a checkpoint that may be replaced.
+    """Refuse to replace anything at OUT but one checkpoint, with --force.
 
     Args:
-        request: what was asked for.
-        others: what is there and no checkpoint has.
+        request: what the user asked for.
+        others: gives the files at OUT that no checkpoint has.
 
     Raises:
-        OutputError: it may not be replaced.
+        OutputError: OUT may not be replaced.
     """
     place = request.place
     if not request.force:
@@ -328,10 +330,10 @@ def check_replaceable(request: Request, others: Callable[[], Sequence[str]]) -> 
 
 
 def check_room(target: Target, request: Request) -> None:
-    """There is room for the output, as far as it is not written yet.
+    """Refuse an output without room for the files and bytes that are not written yet.
 
     Raises:
-        OutputError: there is not.
+        OutputError: there is too little room.
     """
     present = [file.path.stat().st_blocks * 512 for file in target.files if file.path.exists()]
     nbytes, files = needs(target)
@@ -340,11 +342,11 @@ def check_room(target: Target, request: Request) -> None:
 
 
 def _reopened(plan: Plan, root: Path) -> Plan:
-    """A plan that reads the output with its own reader, which has to find the settings that were planned."""
+    """A plan that reads the output with the reader of its format, whose settings have to be those of the plan."""
     verbatim, accept = isinstance(plan.spec, Verbatim), plan.source.settings.accept
     try:
         written = open_checkpoint(root, Settings(plan.spec.vocab, verbatim=verbatim, accept=accept))
-    except (SourceError, RefusedError, UnsupportedError) as error:  # names a file that is about to be deleted
+    except (SourceError, RefusedError, UnsupportedError) as error:  # the error names files that are about to be deleted
         text = str(error).replace(f"{root}/", "").replace(str(root), "the output")
         raise VerificationError(f"what was written of {plan.source.root} does not read back: {text}") from None
     changed = differences(written.spec, plan.spec)
@@ -359,7 +361,11 @@ def _reopened(plan: Plan, root: Path) -> Plan:
 def verify_output(
     plan: Plan, request: Request, digests: Mapping[str, str], stopped: Callable[[], bool], root: Path
 ) -> None:
-    """Read the output with its own reader, at `root`, and compare settings and digests with what was planned."""
+    """Read the output at `root` with the reader of its format, and compare settings and digests with the plan's.
+
+    Raises:
+        VerificationError: settings or digests differ, or the output cannot be read.
+    """
     reopened = plan.again(plan) if plan.again else _reopened(plan, root)
     with Progress("verifying", reopened.nbytes, request.quiet, request.tell) as progress:
         try:
@@ -373,13 +379,13 @@ def verify_output(
 
 
 def publish(request: Request) -> None:
-    """Put the finished folder in its place in one step.
+    """Rename the finished folder to OUT.
 
     Raises:
-        OutputError: something is at OUT; or OUT is complete, and what it was made in could not be deleted.
-        OSError: OUT could not be put in its place.
+        OutputError: OUT is not free; or OUT is complete, and the staging folder could not be deleted.
+        OSError: the folder could not be renamed.
     """
-    _check_free(request)  # once more: it may have come into being while we worked
+    _check_free(request)  # once more: OUT may have been created during the conversion
     for folder in [request.root, *(path for path in request.root.rglob("*") if path.is_dir())]:
         sync_folder(folder)
     if request.place.is_dir() and any(request.place.iterdir()):

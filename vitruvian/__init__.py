@@ -56,9 +56,9 @@ ROOMS = {
         "SourceError", "UnsupportedError", "UsageError", "VerificationError", "VitruvianError",
     ),
 }  # fmt: skip
-"""Module: the public names that are in it, by what it calls them where that is another name."""
+"""Module: the public names in it; a dict maps public names to the names in the module where those differ."""
 SUBMODULES = ("torch", "transformers", "axolotl", "vllm", "sglang")
-"""What imports torch, and is imported when it is first used."""
+"""Modules that import torch, and are imported when they are first used."""
 PLACES = {
     name: (module, names[name] if isinstance(names, dict) else name)
     for module, names in ROOMS.items()
@@ -75,7 +75,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, or the version; what it needs is imported when it is first used."""
+    """The object of a public name, or the version; its module is imported at the first use."""
     if name == "__version__":
         from importlib.metadata import version
 

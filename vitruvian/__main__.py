@@ -19,7 +19,7 @@ Each has --help. `convert` and `train` alone are the same commands.
 
 
 def convert() -> None:
-    """The command `convert`. Its products of matrices are for one thread each: no others are started on each core."""
+    """The command `convert`. It multiplies matrices in one thread each, so OpenBLAS is kept from starting threads."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     _run("converters.cli")
 
@@ -30,9 +30,9 @@ def train() -> None:
 
 
 def _run(module: str) -> None:
-    """Run a command. Modules and headers are many small objects without cycles: to look for those finds nothing."""
+    """Run a command. Modules and headers are many small objects without cycles, of which a collection frees nothing."""
     gc.set_threshold(100_000)
-    atexit.register(gc.freeze)  # nor does it at the end: 60 ms of 400
+    atexit.register(gc.freeze)  # no collection at the end either, which takes 60 ms of 400
     beside.load(module).main()
 
 

@@ -1,7 +1,7 @@
-"""The packages that are installed beside this one: imported even where the current folder has others of their names.
+"""Import the packages that are installed beside this one, even if the current folder has others of the same names.
 
-Python looks into the current folder first when it runs a module (`python -m`, a notebook): a `train.py`, or a folder
-`formats`, of the user's own would be taken for ours.
+Python looks into the current folder first when it runs a module (`python -m`, a notebook): it would import a user's own
+`train.py`, or folder `formats`, in place of Vitruvian's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PACKAGES = ("formats", "converters", "train")
 
 
 def load(name: str) -> ModuleType:
-    """Import a module of ours.
+    """Import a module of Vitruvian's packages.
 
     Raises:
         ImportError: a foreign package of the same name was imported before.
@@ -28,7 +28,7 @@ def load(name: str) -> ModuleType:
 
 
 def _own(package: str) -> None:
-    """Make sure that a package is ours."""
+    """Import a package from beside this one, or check that the imported one is that."""
     home = HOME / package / "__init__.py"
     loaded = sys.modules.get(package)
     if loaded is not None:

@@ -10,7 +10,7 @@ import vitruvian
 
 
 def main() -> None:
-    """Convert, unless that is done, and push if asked to; stderr and the exit code say what went wrong."""
+    """Convert, unless that is done, and push if asked to; stderr and the exit code report an error."""
     task = json.load(sys.stdin)
     try:
         out, digest = Path(task["out"]), task["digest"]

@@ -1,4 +1,4 @@
-"""Weights into a model of torch, and tensors of torch one by one: `vitruvian.torch.load`, `vitruvian.torch.iterate`."""
+"""Load weights into a torch model, or iterate over them: `vitruvian.torch.load`, `vitruvian.torch.iterate`."""
 
 from vitruvian import beside
 

@@ -10,4 +10,4 @@ __all__ = ["CheckpointLoader", "register"]
 
 
 def register() -> None:
-    """What vLLM calls in each of its processes: the loader was registered when this was imported."""
+    """Do nothing: vLLM calls this in each of its processes, and importing the module has registered the loader."""

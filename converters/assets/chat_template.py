@@ -1,8 +1,8 @@
-"""Chat templates: the shipped ones, what any template does, and a model's files after one was applied to it.
+"""Chat templates: the shipped ones, the probing of any template, and a model's files after a template was applied.
 
-A chat template makes a text of a dialogue. A model stops where its reply ends only if the token that ends a turn (the
-terminator) is a token of the tokenizer, was trained, and is an end-of-sequence id of the generation config. All three
-are found by rendering, not by reading the template.
+A chat template renders a dialogue as text. A model stops at the end of its reply only if the token that ends a turn
+(the terminator) is a token of the tokenizer, was trained, and is an end-of-sequence id of the generation config. All
+three are found by rendering, not by reading the template.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TEMPLATES: Mapping[str, Template] = {
     "llama3": Template("llama3.jinja", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), ("<|eot_id|>",)),
 }
 MARKER = re.compile(r"<[|\uff5c][^\s<>|\uff5c]+[|\uff5c]>")
-"""What a template can only mean as a token: nobody writes `<|im_end|>` for its own sake."""
+"""Text in a template that can only be a token: `<|im_end|>` is never meant as plain text."""
 QUESTIONS, REPLIES = ("How many are 2 and 3?", "And 4 more?"), ("That makes 5.", "Then 9.")
 
 
@@ -59,7 +59,7 @@ def load_template(name_or_path: str) -> str:
     """The text of a shipped template, or of a file.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: the argument names neither, or the file is no text or too large.
     """
     shipped = TEMPLATES.get(name_or_path)
     path = Path(__file__).parent / "templates" / shipped.file if shipped else Path(name_or_path)
@@ -80,14 +80,14 @@ def load_template(name_or_path: str) -> str:
 
 @dataclass(frozen=True)
 class Probe:
-    """What a template makes of a dialogue of two turns.
+    """The texts that a template renders for a dialogue of two turns.
 
     Attributes:
         one: the dialogue after the first reply.
         two: the dialogue after the second.
         prompts: the texts that ask for the first and the second reply.
         led: the text with a system turn before the others, empty if the template refuses one.
-        names: what the template looks up, such as `bos_token`.
+        names: the variables that the template looks up, such as `bos_token`.
     """
 
     one: Rendered
@@ -97,13 +97,13 @@ class Probe:
     names: frozenset[str]
 
     def markers(self) -> tuple[str, ...]:
-        """Tokens of the form <|name|> that the template writes, in their order."""
+        """The tokens of the form <|name|> that the template writes, in their order."""
         return tuple(dict.fromkeys(MARKER.findall(self.two[0] + " " + self.led)))
 
     def terminator(self, tokens: Iterable[str]) -> str | None:
-        """The first of some tokens that follows the first reply: a model that writes it has ended its turn.
+        """The first of some tokens that follows the first reply: a model that writes this token has ended its turn.
 
-        The first reply tells more than the last one, after which an eos may follow.
+        The first reply is used, since an eos may follow the last one.
         """
         text, stop = self.two[0], self._reply(0)[1]
         end = text.find(QUESTIONS[1], stop)
@@ -112,10 +112,10 @@ class Probe:
         return min(places)[2] if places else None
 
     def faults(self, ending: str | None) -> list[str]:
-        """What keeps a training run from learning replies, and nothing but replies, with this template.
+        """The faults of the template for a training that is to learn replies, and nothing but replies, as sentences.
 
         Args:
-            ending: its terminator.
+            ending: the template's terminator.
         """
         text, spans = self.two
         if not spans:
@@ -133,7 +133,7 @@ class Probe:
         return [*faults, *self.strange_prompts()]
 
     def strange_prompts(self) -> list[str]:
-        """What keeps a training run from telling replies from their prompts, without generation blocks."""
+        """The faults for a training that tells replies from prompts without generation blocks, as sentences."""
         if self.one[0].startswith(self.prompts[0]) and self.two[0].startswith(self.prompts[1]):
             return []
         return ["the prompt that the chat template makes for a reply is no beginning of what it trains"]
@@ -158,7 +158,7 @@ def probe(template: str, *, bos_token: str | None, eos_token: str | None) -> Pro
 
     Raises:
         SourceError: the template does not render, or not within its limits.
-        RefusedError: it writes a token that the tokenizer does not name.
+        RefusedError: the template writes a token that the tokenizer does not name.
     """
     turns = [
         {"role": role, "content": text}
@@ -188,15 +188,15 @@ def probe(template: str, *, bos_token: str | None, eos_token: str | None) -> Pro
 
 @dataclass(frozen=True)
 class Applied:
-    """What becomes of a model's small files.
+    """A model's small files after a chat template was applied.
 
     Attributes:
         texts: files that are new or changed: relative name to bytes.
-        removed: files that must not stay, because they hold other templates.
+        removed: files that have to be deleted, because they hold other templates.
         terminator: the token that ends a reply.
         added: tokens that the tokenizer did not have, in the order of their ids. Each needs an embedding row.
-        length: the tokenizer's length with them.
-        rows: the rows that the embedding has.
+        length: the tokenizer's length with these.
+        rows: how many rows the embedding has.
         notes: what changed, one sentence each.
     """
 
@@ -210,7 +210,7 @@ class Applied:
 
     @property
     def rows_needed(self) -> int:
-        """The rows that the embedding must have; more than `rows` if it has to grow."""
+        """How many rows the embedding has to have; more than `rows` if it has to grow."""
         return max(self.rows, self.length) if self.added else self.rows
 
 
@@ -220,13 +220,13 @@ def apply_template(assets: Assets, template: str, rows: int, trained: Sequence[s
     Args:
         assets: the model's files: relative name to path.
         template: the text of a chat template, see `load_template`.
-        rows: the rows of the model's embedding.
+        rows: how many rows the model's embedding has.
         trained: tokens that the model's training knew and these files lack, in the order of their ids.
 
     Raises:
         SourceError: a file or the template is broken.
-        RefusedError: there is no tokenizer.json, it has more tokens than rows already, no token ends a reply, a token
-            cannot be added, or another one was trained in its place.
+        RefusedError: there is no tokenizer.json, it has more tokens than the embedding has rows, no token ends a reply,
+            a token cannot be added, or another token was trained in its place.
     """
     if NAME not in assets:
         slow = next((name for name in SLOW if name in assets), None)
@@ -269,7 +269,7 @@ def apply_template(assets: Assets, template: str, rows: int, trained: Sequence[s
 
 
 def _generation_config(assets: Assets, known: Vocabulary, ending: str, named: Mapping[str, str]) -> bytes:
-    """The generation config, which also stops at the tokenizer's eos and at the terminator."""
+    """The bytes of the generation config, with the tokenizer's eos and the terminator among its eos ids."""
     ends = (named.get("eos", ending), ending)
     ids = list(dict.fromkeys([*eos_ids(assets), *(known.ids[token] for token in ends if token in known.ids)]))
     if GENERATION in assets:
@@ -280,7 +280,7 @@ def _generation_config(assets: Assets, known: Vocabulary, ending: str, named: Ma
 
 
 def _tokenizer_config(assets: Assets, changed: Mapping[str, int]) -> dict[str, bytes]:
-    """The tokenizer config without a template of its own; transformers 4 also lists the added tokens there."""
+    """The tokenizer config without a chat template; with the added tokens, where transformers 4 has listed some."""
     if TOKENIZER_CONFIG not in assets:
         return {}
     text = removed(decoded(content(assets, TOKENIZER_CONFIG), TOKENIZER_CONFIG), TOKENIZER_CONFIG, "chat_template")
@@ -295,7 +295,7 @@ def _tokenizer_config(assets: Assets, changed: Mapping[str, int]) -> dict[str, b
 
 
 def _added_tokens(assets: Assets, added: Mapping[str, int]) -> dict[str, bytes]:
-    """A list of added tokens that older tokenizers bring, made longer."""
+    """The added_tokens.json that older tokenizers have, with the new tokens added."""
     name = "added_tokens.json"
     if name not in assets or not added:
         return {}

@@ -1,8 +1,8 @@
-"""Code of a model's own: whether the files that `auto_map` names are there.
+"""Custom code of a model: check that the files which `auto_map` names are there.
 
 Facts: transformers 5.23.0, dynamic_module_utils.py: `module.Class` is in module.py beside the config,
-`repo--module.Class` in another repository; a tokenizer has a pair of them, of which one may be null. Without
-`trust_remote_code` a model type that transformers knows is loaded with its own class.
+`repo--module.Class` in another repository; a tokenizer has a pair of such names, of which one may be null. Without
+`trust_remote_code` a model type that transformers knows is loaded with transformers' class.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from formats.disk.json_file import read_json
 from formats.errors import SourceError, short
 
 ELSEWHERE = "--"
-"""What is between a repository and the name of a class in it."""
+"""The separator between a repository and the name of a class in it."""
 
 
 def missing_code(assets: Mapping[str, Path]) -> Iterator[str]:
-    """A sentence for each file of code that a config names and that is not among some assets.
+    """A sentence for each code file that a config names and that is not among the assets.
 
     Args:
         assets: relative name to path.
@@ -29,7 +29,7 @@ def missing_code(assets: Mapping[str, Path]) -> Iterator[str]:
             continue
         try:
             named = read_json(path).get("auto_map")
-        except SourceError:  # what needs the file says so
+        except SourceError:  # reported by the code that needs the file
             continue
         for code in dict.fromkeys(_files(named)):
             if code not in assets:
@@ -37,7 +37,7 @@ def missing_code(assets: Mapping[str, Path]) -> Iterator[str]:
 
 
 def _files(named: Any) -> Iterator[str]:
-    """The files of the classes that an `auto_map` names, here and in lists."""
+    """The code files of the classes that an `auto_map` names, except those in other repositories."""
     match named:
         case str() if ELSEWHERE not in named:
             yield f"{named.rpartition('.')[0]}.py"

@@ -1,7 +1,7 @@
-"""What belongs to a model besides its weights: config, generation config, tokenizer, chat template, licence.
+"""The files of a model besides its weights: config, generation config, tokenizer, chat template, licence.
 
-They travel inside a Megatron folder (in `huggingface/`) and come back out of it, byte for byte unless a setting
-changed on the way.
+They are carried inside a Megatron folder (in `huggingface/`) and back out of it, byte for byte unless a setting
+changed.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from formats.huggingface.quantized import stale
 from formats.model.spec import ModelSpec, Spec
 
 OWN = ("*.safetensors", INDEX, "vitruvian.json")
-"""What each output writes anew."""
+"""Patterns of files that each output writes anew."""
 RECORDS = {"evaluation_results.json": ".", "train_params.yaml": "..", "benchmark_results.json": ".."}
-"""What a training leaves beside (.) or above (..) a checkpoint, and its model keeps."""
+"""Records that a training writes beside (.) or above (..) a checkpoint, and that are carried with the model."""
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
-"""What says which tokens there are, and how a dialogue is written with them."""
+"""Files that define the tokens, and how a dialogue is written with them."""
 PROCESSOR = re.compile(r"(?:(?:video_|image_)?(?:pre)?processor)_config\.json")
-"""What makes tensors of images and sound."""
+"""Configs of processors, which make tensors from images and sound."""
 MOST = 1 << 30
-"""Bytes of a file that is compared."""
+"""Most bytes of a file that is compared."""
 LAST = 1 << 10
-"""Bytes at the end of a tokenizer.json that are looked at."""
+"""Bytes at the end of a tokenizer.json that are checked."""
 FOLDERS = ("additional_chat_templates",)
 DTYPE = ("dtype", "torch_dtype")
-"""What transformers 5 and 4 call the element type of the weights in a config."""
+"""The config keys for the element type of the weights, in transformers 5 and 4."""
 TORCH_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """(relative name, path) of every asset in a folder: each file that holds no weights, and has a name that we know.
+    """(relative name, path) of every asset in a folder: each file without weights that has a known name.
 
     Raises:
-        SourceError: one is a link that leads out of the folder or nowhere, or no regular file.
+        SourceError: a file is a link that leads out of the folder or nowhere, or is no regular file.
     """
     for path in sorted(folder.iterdir()):
         require_there(path, folder)
@@ -63,13 +63,13 @@ def files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def carried(source: Checkpoint) -> dict[str, Path]:
-    """The assets that travel with the weights of a checkpoint, by relative name: of text alone none of images."""
+    """The assets that are carried with the weights of a checkpoint, by relative name; no processor with --only text."""
     by_name = {} if source.assets is None else dict(files(source.assets))
     return {name: path for name, path in by_name.items() if not (source.settings.only and PROCESSOR.fullmatch(name))}
 
 
 def left_behind(source: Checkpoint) -> list[str]:
-    """Tokenizer and template that a checkpoint has itself, where others travel instead: those of another folder."""
+    """The tokenizer and template files of a checkpoint that are not carried, since those of another folder are."""
     if source.assets is None or source.assets.resolve() == source.root.resolve():
         return []
     own = [name for name in TOKENIZER if (source.root / name).is_file() and (source.root / name).stat().st_size < MOST]
@@ -81,7 +81,7 @@ def left_behind(source: Checkpoint) -> list[str]:
 
 
 def not_carried(folder: Path) -> list[str]:
-    """The files of a folder that do not travel since nobody knows their names, or since they are no regular files."""
+    """The files of a folder that are not carried, since their names are unknown or they are no regular files."""
     return [
         path.name
         for path in sorted(folder.iterdir())
@@ -90,14 +90,14 @@ def not_carried(folder: Path) -> list[str]:
 
 
 def records(folder: Path) -> Iterator[tuple[str, Path]]:
-    """(name, path) of what is on record about a checkpoint."""
+    """(name, path) of the records of a training beside or above a checkpoint (`RECORDS`)."""
     for name, where in RECORDS.items():
         if (folder / where / name).is_file():
             yield name, require_inside(folder / where / name, folder / where)
 
 
 def own_family(spec: Spec, folder: str = "") -> dict[str, Path]:
-    """The file of a family of the user's own, by which the output can be opened again."""
+    """The file of a family of the user's own, with which the output can be opened again; empty for other families."""
     file = FAMILIES[spec.family].file if isinstance(spec, ModelSpec) else None
     return {} if file is None else {f"{folder}{FAMILY_FILE}": file}
 
@@ -107,8 +107,8 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
 
     Args:
         source: the opened checkpoint.
-        dtype: the element type that a cast gave the weights, None without one.
-        spec: that of the output, when its vocabulary has grown.
+        dtype: the element type of a cast, None without a cast.
+        spec: the spec of the output, when its vocabulary has grown.
     """
     spec = spec or source.spec
     counted = list(source.dtypes().values())
@@ -131,7 +131,7 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
 
 
 def dropouts_of(source: Checkpoint) -> dict[str, float]:
-    """What a training of a checkpoint drops out, in Megatron's terms, as far as its yml or its config says."""
+    """The dropout probabilities that a checkpoint's yml or config records, under the names of Megatron's arguments."""
     return dropouts(source.run_config or source.config or {})
 
 
@@ -140,32 +140,32 @@ def _dump(value: Mapping[str, Any]) -> bytes:
 
 
 def shard_map(source: Checkpoint) -> bytes:
-    """An index that remembers which file held which tensor, also when it was a single one."""
+    """The index that records which file held which tensor, also for a single file."""
     if (source.root / INDEX).is_file() and not source.settings.only:
         return require_inside(source.root / INDEX, source.root).read_bytes()
     return _dump({"metadata": {}, "weight_map": {placed.key: SINGLE for placed in source.tensors}})
 
 
 def remembered_index(folder: Path | None) -> dict[str, Any] | None:
-    """The index that travels with a checkpoint, None without one."""
+    """The index that is carried with a checkpoint, None without one."""
     if folder is None or not (folder / INDEX).is_file():
         return None
     return read_json(require_inside(folder / INDEX, folder)) | {"weight_map": read_weight_map(folder)}
 
 
 def _ended(path: Path) -> bool:
-    """Whether a JSON object ends where the file does. To parse it whole takes ten times its size of memory."""
+    """Whether a file ends as a JSON object does. To parse all of it would take ten times its size of memory."""
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - LAST))
         return file.read().rstrip().endswith(b"}")
 
 
 def checks(folder: Path, config: Mapping[str, Any] | None, spec: Spec) -> list[str]:
-    """Where config, generation config, tokenizer and code of the model's own do not fit each other, or are damaged.
+    """Notes on config, generation config, tokenizer and custom code that do not fit each other, or are damaged.
 
     Args:
-        folder: where they are.
-        config: the config.json in it, None where it was not parsed yet.
+        folder: the folder of these files.
+        config: the config.json in the folder, None if it was not parsed yet.
         spec: the model's settings.
     """
     notes = []
@@ -213,7 +213,7 @@ def write(root: Path, texts: Mapping[str, bytes], copies: Mapping[str, Path]) ->
     """Write small files below a folder, and force them to disk.
 
     Raises:
-        SourceError: one that is to be copied cannot be read.
+        SourceError: a file that is to be copied cannot be read, or changes during the copy.
     """
     for name, content in texts.items():
         path = root / name
@@ -235,7 +235,7 @@ def write(root: Path, texts: Mapping[str, bytes], copies: Mapping[str, Path]) ->
 
 
 def _copied(reader: BinaryIO, writer: BinaryIO, left: int) -> bool:
-    """Copy a file that has so many bytes; whether it still has them afterwards, as one that grows may never end."""
+    """Copy a file of `left` bytes. Returns whether it still has that size; copying a growing file might never end."""
     while left and (piece := reader.read(min(left, 1 << 20))):
         writer.write(piece)
         left -= len(piece)

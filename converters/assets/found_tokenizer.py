@@ -1,4 +1,4 @@
-"""The tokenizer of a training that knows no Hugging Face folder: a SentencePiece model, or a tokenizer.json alone."""
+"""The tokenizer of a training without a Hugging Face folder: a SentencePiece model, or a tokenizer.json alone."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from formats.checkpoint import Checkpoint
 from formats.errors import SourceError, VerificationError
 
 NAMES = {"eos": "<|endoftext|>", "pad": "<|pad|>"}
-"""What GPT-NeoX calls the tokens that end a document and fill a batch (megatron/tokenizer/tokenizer.py at ea7aefd8)."""
+"""GPT-NeoX's tokens that end a document and fill a batch (megatron/tokenizer/tokenizer.py at ea7aefd8)."""
 CHECKED = 3000
-"""Texts on which a converted tokenizer is compared with SentencePiece."""
+"""How many texts a converted tokenizer is compared with SentencePiece on."""
 
 
 class Tokenizer(NamedTuple):
-    """A tokenizer as Hugging Face reads it.
+    """A tokenizer in the form that Hugging Face reads.
 
     Attributes:
         path: the file that it was read from.
-        files: contents by name.
-        size: how many tokens it has.
+        files: contents of the files by name.
+        size: how many tokens the tokenizer has.
         special: the ids of bos, eos, pad and unk, as far as there are any.
-        notes: what the user should know.
+        notes: messages for the user.
     """
 
     path: Path
@@ -40,8 +40,8 @@ def load(path: Path) -> Tokenizer:
     """Read a SentencePiece model, a tokenizer.json, or a folder that holds one.
 
     Raises:
-        SourceError: it is none of them.
-        VerificationError: the fast tokenizer that was made of the model gives other ids.
+        SourceError: the path is none of these.
+        VerificationError: the fast tokenizer that was made from the model gives other ids.
     """
     if (path / "tokenizer.json").is_file():
         return _fast(path / "tokenizer.json")
@@ -53,15 +53,15 @@ def load(path: Path) -> Tokenizer:
 
 
 def named(path: Path, tag: str | None, config: Path | None) -> Tokenizer | None:
-    """The tokenizer that the yml of a GPT-NeoX checkpoint names, if there is one and it is here.
+    """The tokenizer that the yml of a GPT-NeoX checkpoint names, if the yml names one that exists.
 
     Args:
-        path: of the run or the checkpoint.
+        path: the folder of the run or the checkpoint.
         tag: as in `Settings`.
-        config: likewise; a Hugging Face folder has its own tokenizer.
+        config: as in `Settings`; a Hugging Face folder has its own tokenizer.
 
     Raises:
-        UnsupportedError: it is no checkpoint of GPT-NeoX, and of a program whose checkpoints are not read.
+        UnsupportedError: the checkpoint is of a program whose checkpoints are not read.
     """
     from formats.deepspeed import folders as deepspeed
     from formats.deepspeed.neox import checkpoint as neox
@@ -76,12 +76,12 @@ def named(path: Path, tag: str | None, config: Path | None) -> Tokenizer | None:
 
 
 def attached(source: Checkpoint, tokenizer: Tokenizer, folder: Path) -> Checkpoint:
-    """A checkpoint with a tokenizer, and a config that knows its special tokens, as its small files.
+    """A checkpoint whose small files are a tokenizer, and a config with the tokenizer's special tokens.
 
     Args:
-        source: opened with the tokenizer's size as its vocabulary.
+        source: the checkpoint, opened with the tokenizer's size as its vocabulary.
         tokenizer: the tokenizer.
-        folder: where the files are written, to be kept until the checkpoint is converted.
+        folder: the folder that the files are written to, kept until the checkpoint is converted.
     """
     from converters.assets.files import config_text
 

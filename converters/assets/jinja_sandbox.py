@@ -1,11 +1,11 @@
-"""Renders chat templates as transformers does, and without trusting them.
+"""Render chat templates as transformers does, and without trusting them.
 
-A template is a program that came with a model. `render` runs it where it can reach nothing but its arguments;
-`guarded` also gives it a process of its own, so that one that never ends, or wants all memory, is stopped.
-Neither is a wall against a fault in jinja2 itself: 3.1.6 is the oldest version without a known way out.
+A template is a program that came with a model. `render` runs it in a sandbox where it can reach nothing but its
+arguments; `guarded` also gives it a process of its own, so that a template that never ends, or takes all memory, is
+stopped. Neither protects against a fault in jinja2 itself: 3.1.6 is the oldest version without a known escape.
 
 Facts: transformers 5.23.0 utils/chat_template_utils.py: the environment and its options, the names that a template
-finds in it, and where a `{% generation %}` block is said to lie.
+finds in it, and how the span of a `{% generation %}` block is computed.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from jinja2.utils import Namespace
 from formats.errors import SourceError
 
 MAX_TEXT = 1 << 22
-"""Characters of a rendered dialogue."""
+"""Most characters of a rendered dialogue."""
 MAX_SECONDS = 10
-"""Processor time of a guarded process."""
+"""Most seconds of processor time of a guarded process."""
 MAX_MEMORY = 1 << 30
-"""Bytes of address space of a guarded process."""
+"""Most bytes of address space of a guarded process."""
 
 Message = Mapping[str, Any]
 Rendered = tuple[str, list[tuple[int, int]]]
-"""A text, and where its generation blocks lie, in characters."""
+"""A text, and the start and stop of each of its generation blocks, in characters."""
 
 
 class Dialogue(NamedTuple):
-    """What a template is given; an optional one that it refuses gives no text."""
+    """The input of a template; an optional dialogue that the template refuses is rendered as an empty text."""
 
     messages: Sequence[Message]
     add_generation_prompt: bool = False
@@ -51,7 +51,7 @@ class Dialogue(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What a guarded process found out: each dialogue's text, and the names that the template looks up."""
+    """The result of a guarded process: each dialogue's text, and the names that the template looks up."""
 
     rendered: list[Rendered]
     names: frozenset[str]
@@ -61,7 +61,7 @@ class Trial(NamedTuple):
 
 
 class _Progress:
-    """How far a rendering has come: characters so far, and (start, text) of each generation block."""
+    """The state of a rendering: characters so far, and (start, text) of each generation block."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -72,7 +72,7 @@ _PROGRESS: ContextVar[_Progress] = ContextVar("progress")
 
 
 class _Generation(Extension):
-    """The tag `generation`: shows its body and notes where it begins."""
+    """The tag `generation`: renders its body and records where it begins."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it without ClassVar
 
@@ -89,7 +89,7 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """One whose attributes cannot stand in for Python's own, such as `__html__`."""
+    """A jinja2 namespace whose attributes cannot replace Python's special ones, such as `__html__`."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         for name in dict(*args[1:], **kwargs):
@@ -146,13 +146,13 @@ def render(
     tools: Sequence[Any] | None = None,
     variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> Rendered:
-    """Render a dialogue, in this process and without a limit of time: for templates that are known.
+    """Render a dialogue, in this process and without a time limit: for templates that are known.
 
     Args:
         template: the text of a chat template.
-        messages: the dialogue; keys whose value is None do not reach the template, but for `content`.
-        bos_token: what the tokenizer calls so; the template does not find the name when it is None.
-        eos_token: likewise.
+        messages: the dialogue; keys whose value is None are left out, except `content`.
+        bos_token: the tokenizer's bos token; the template does not find the name when it is None.
+        eos_token: the tokenizer's eos token, likewise.
         add_generation_prompt: end with the beginning of a reply.
         tools: the functions that the model may call, as the template takes them.
         variables: further names that the template finds.
@@ -161,8 +161,8 @@ def render(
         The text, and (start, stop) of each generation block in it.
 
     Raises:
-        SourceError: the template is malformed, fails, writes more than 4 million characters, or changes what a
-            generation block wrote, so that nobody knows where it lies.
+        SourceError: the template is malformed, fails, writes more than 4 million characters, or moves or changes the
+            text of a generation block, whose place is unknown then.
     """
     named = {"bos_token": bos_token, "eos_token": eos_token}
     plain = [
@@ -195,7 +195,7 @@ def render(
 
 
 def _placed(text: str, progress: _Progress) -> Rendered:
-    """Where the blocks lie. One inside a macro or a captured `set` is called long before its text appears."""
+    """The text with the spans of its blocks. A block in a macro or a captured `set` runs before its text appears."""
     if any(text[start : start + len(block)] != block for start, block in progress.blocks):
         raise SourceError("the chat template moves or changes the text of a generation block after the block ends")
     return text, [(start, start + len(block)) for start, block in progress.blocks]
@@ -213,10 +213,10 @@ _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from converters.assets.jinja_s
 
 
 def guarded(template: str, dialogues: Sequence[Dialogue], *, bos_token: str | None, eos_token: str | None) -> Trial:
-    """Render dialogues in a process that is ended after 10 seconds of work, or when it wants more than 1 GiB.
+    """Render dialogues in a process that is ended after 10 seconds of processor time, or above 1 GiB of memory.
 
     Raises:
-        SourceError: as `render` says, or the template reached a limit.
+        SourceError: as in `render`, or the template reached a limit.
     """
     task = {
         "template": template,
@@ -248,7 +248,7 @@ def guarded(template: str, dialogues: Sequence[Dialogue], *, bos_token: str | No
 
 
 def child() -> None:
-    """What the guarded process does: a task as JSON on stdin, the answer as JSON on stdout."""
+    """The main function of the guarded process: a task as JSON on stdin, the answer as JSON on stdout."""
     task = json.load(sys.stdin)
     for name, limit in task["limits"].items():
         allowed = resource.getrlimit(getattr(resource, name))[1]

@@ -1,4 +1,4 @@
-"""Edits a JSON file as a person would: one member of the object changes, every other byte stays as it was."""
+"""Edit a JSON file in place: one member of the object changes, every other byte stays as it was."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DECODER = json.JSONDecoder()
 
 
 class Member(NamedTuple):
-    """A member of an object: its key and value, and where they are in the text, `start` before the key's quote."""
+    """A member of an object: key, value, and their positions in the text; `start` is that of the key's quote."""
 
     key: str
     value: Any
@@ -24,10 +24,10 @@ class Member(NamedTuple):
 
 
 def decoded(content: bytes, name: str) -> str:
-    """A JSON file's text.
+    """The text of a JSON file.
 
     Raises:
-        SourceError: it is no UTF-8.
+        SourceError: the content is no UTF-8.
     """
     try:
         return content.decode("utf-8-sig")
@@ -36,7 +36,7 @@ def decoded(content: bytes, name: str) -> str:
 
 
 def members(text: str, name: str) -> Iterator[Member]:
-    """The members of the object that a text holds; what is after the last one asked for is not read.
+    """The members of the object in a text, parsed lazily: text after the last member that is consumed is not read.
 
     Raises:
         SourceError: the text is no JSON object, or has a key twice.
@@ -59,7 +59,7 @@ def members(text: str, name: str) -> Iterator[Member]:
 
 
 def replaced(text: str, name: str, key: str, value: Any) -> str:
-    """The text with another value for a key; a key that it lacks becomes the first member."""
+    """The text with another value for a key; a key that the object lacks becomes its first member."""
     start = _expect(text, _skip(text, 0), "{", name)
     first = next(members(text, name), None)
     unit = re.sub(r".*\n|[^ \t].*", "", text[start : first.start if first else start], flags=re.DOTALL)

@@ -1,8 +1,8 @@
-"""SentencePiece's normalizer as a chain of small steps that a fast tokenizer takes.
+"""Convert SentencePiece's normalizer to a chain of small steps that a fast tokenizer has.
 
-What fixes the chain (sentencepiece 0.2.3, tokenizers 0.23.3; each is measured in tests/tokenizer):
+Facts that determine the chain (sentencepiece 0.2.3, tokenizers 0.23.3; each is measured in tests/tokenizer):
 
-* Only U+0020 is collapsed and stripped, and U+2581 at the end. `Strip` would take newlines and tabs too.
+* Only U+0020 is collapsed and stripped, and U+2581 at the end. `Strip` would remove newlines and tabs too.
 * `Precompiled` (spm_precompiled 0.1.4) looks up a grapheme of less than 6 bytes, takes the shortest rule that it begins
   with and drops the rest: letters lose accents. So separators keep each character to itself there, and NFC then
   composes the pairs that the model's own rules compose, and no other.
@@ -22,21 +22,21 @@ from formats.errors import SourceError, UnsupportedError
 
 SPACE = "\u2581"
 TABLES = ("nmt_nfkc", "nfkc", "nmt_nfkc_cf", "nfkc_cf")
-"""The normalizers that SentencePiece comes with."""
+"""The normalizers that are built into SentencePiece."""
 MOST_RULES, MOST_OWN_RULES = 1 << 20, 256
 APART, ALONE = "\U000e0002", "\U000e0003"
-"""Unassigned characters that end a grapheme: the one keeps NFC from composing, the other is gone before NFC."""
+"""Unassigned characters that end a grapheme: `APART` keeps NFC from composing, `ALONE` is removed before NFC."""
 PRIVATE = 0xF0000
-"""Stand-ins for what the charsmap must not touch."""
+"""The first private code point that stands in for text that the charsmap must not change."""
 JOINING = "\u200c\u200d\u0e33\u0eb3\uff9e\uff9f"
-"""What belongs to the grapheme before it and is no mark (Unicode's GraphemeBreakProperty, up to 3 bytes long)."""
+"""Characters, up to 3 bytes long, that join the grapheme before and are no marks (Unicode's GraphemeBreakProperty)."""
 
 
 def charsmap_rules(charsmap: bytes) -> dict[str, str]:
-    """What a precompiled charsmap replaces, and by what.
+    """The replacements of a precompiled charsmap, by the text that is replaced.
 
-    It holds the size of a double array, that array (darts-clone's units of 32 bits), and the replacements, each with a
-    NUL after it (sentencepiece/src/normalizer.cc, `DecodePrecompiledCharsMap`).
+    A charsmap is the size of a double array, that array (darts-clone's units of 32 bits), and the replacements, each
+    with a NUL after it (sentencepiece/src/normalizer.cc, `DecodePrecompiledCharsMap`).
     """
     (nbytes,) = struct.unpack_from("<I", charsmap)
     units = struct.unpack_from(f"<{nbytes // 4}I", charsmap, 4)
@@ -60,7 +60,7 @@ def charsmap_rules(charsmap: bytes) -> dict[str, str]:
 
 
 def steps(proto: Any, user: Iterable[str]) -> list[dict[str, Any]]:
-    """The steps that do what SentencePiece's normalizer does."""
+    """The steps of a fast tokenizer's normalizer that normalize as SentencePiece does."""
     spec = proto.normalizer_spec
     try:
         rules = charsmap_rules(spec.precompiled_charsmap) if spec.precompiled_charsmap else {}
@@ -70,7 +70,7 @@ def steps(proto: Any, user: Iterable[str]) -> list[dict[str, Any]]:
     for key, value in rules.items():
         if len(key) > 1 and unicodedata.normalize("NFC", "".join(rules.get(char, char) for char in key)) == value:
             composed.append(key)
-        elif len(key) > 1 and spec.name not in TABLES:  # theirs are known, and newer than this Python's Unicode
+        elif len(key) > 1 and spec.name not in TABLES:  # built-in ones are known, newer than this Python's Unicode
             kept[key] = value
     if len(kept) > MOST_OWN_RULES:
         raise UnsupportedError(f"the normalizer has {len(kept)} rules of its own, {MOST_OWN_RULES} can be converted")
@@ -91,7 +91,7 @@ def steps(proto: Any, user: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def _mapped(charsmap: bytes, composed: Iterable[str]) -> list[dict[str, Any]]:
-    """Each character by itself through the charsmap, then the compositions.
+    """The steps that map each character by itself with the charsmap, then compose.
 
     No separator is put before the first character: tokenizers 0.23.3 panics in the steps after it.
     """
@@ -121,12 +121,12 @@ def replace(what: str, by: str, how: str = "String") -> dict[str, Any]:
 
 
 def literal(text: str) -> str:
-    """A pattern for a text. In ASCII: tokenizers 0.23.3 panics when it prints a long one that is not."""
+    """A pattern for a text, in ASCII: tokenizers 0.23.3 panics when it prints a long pattern that is not."""
     return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def one_of(characters: Iterable[str], others: str = "") -> str:
-    """A pattern for one of some characters, as ranges."""
+    """A pattern, with ranges, that matches one of some characters."""
     ranges: list[list[int]] = []
     for code in sorted(map(ord, characters)):
         if ranges and ranges[-1][1] == code - 1:

@@ -1,7 +1,7 @@
-"""Which folders `--force` deletes: those in which every file has a name that a checkpoint or its training gives it.
+"""Which folders `--force` deletes: those in which every file has a name that a checkpoint or a training gives.
 
-People work in their run folders. A text, a repository or sources beside the weights are the user's own: their names are
-in no table here, and neither is a general one, such as any `.txt`, `.md`, `.py` or `.json`.
+People work in their run folders. A text, a repository or source code beside the weights are the user's own: their names
+are in no table here, and no pattern is general, such as any `.txt`, `.md`, `.py` or `.json`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ NAMES = {
     "logs of a training": r"events\.out\.tfevents\..+|.+\.log|(slurm-[\w%-]+|nohup)\.(out|err)"
     r"|(log|metrics)\.(jsonl|json|csv|txt)|plot\.png",
 }
-"""Names of files: regular expressions of the whole name, in any case."""
+"""Kind of files: a regular expression of the whole file name, in any case."""
 FOLDERS = re.compile(r"wandb|runs|tensorboard|tb_logs|mlruns|\.cache|__pycache__|\.locks?")
-"""Folders of programs that watch a training, whatever is in them."""
+"""Folders of programs that monitor a training, with any contents."""
 _KNOWN = re.compile("|".join(f"(?:{names})" for names in NAMES.values()), re.ASCII | re.IGNORECASE | re.DOTALL)
 
 
@@ -40,7 +40,7 @@ def is_known_name(name: str) -> bool:
 
 
 def foreign(folder: Path) -> list[str]:
-    """What no checkpoint and no training leaves in a folder, by its path from there; of a hidden folder itself."""
+    """The files below a folder that no checkpoint and no training leaves, and the hidden folders, by relative path."""
     paths: list[str] = []
     for place, folders, names in os.walk(folder):
         inside = Path(place).relative_to(folder)

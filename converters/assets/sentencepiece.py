@@ -1,14 +1,14 @@
-"""A raw SentencePiece model as a fast tokenizer of Hugging Face that gives the same ids.
+"""Convert a raw SentencePiece model to a fast tokenizer of Hugging Face that gives the same ids.
 
-SentencePiece normalizes, prefixes and cuts a text in one piece of C++; a tokenizer.json is a chain of small steps. What
-fixes the chain (sentencepiece 0.2.3, tokenizers 0.23.3; each is measured in tests/tokenizer):
+SentencePiece normalizes, prefixes and splits a text in one piece of C++; a tokenizer.json is a chain of small steps.
+Facts that determine the chain (sentencepiece 0.2.3, tokenizers 0.23.3; each is measured in tests/tokenizer):
 
-* The prefix is `Prepend`. `Metaspace` leaves a text alone that begins with a space. Every text between two control
+* The prefix is `Prepend`. `Metaspace` adds none to a text that begins with a space. Every text between two control
   tokens gets a prefix, as in training, where each span is encoded by itself.
 * A user-defined piece is found inside a text, and the text after it gets no prefix. AddedTokens cannot do that, so it
-  is an ordinary piece that a pre-tokenizer cuts out.
-* Unigram would find control and byte pieces in a text, SentencePiece does not. A text that spells one is cut in two
-  where no ordinary piece reaches across.
+  is an ordinary piece that a pre-tokenizer splits off.
+* Unigram would find control and byte pieces in a text, SentencePiece does not. A text that spells such a piece is split
+  in two where no ordinary piece reaches across.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Converted:
     Attributes:
         files: contents by name, relative to the folder of the model.
         kind: bpe or unigram.
-        pieces: those of the SentencePiece model. Added tokens follow them.
-        size: rows that an embedding needs.
+        pieces: the pieces of the SentencePiece model. Added tokens follow them.
+        size: how many rows an embedding needs.
         special: the ids of bos, eos, pad and unk, as far as there are any.
         control: every special token and its id.
-        reference: the SentencePiece model, in which each of them has the type of a control token.
-        notes: what the user should know.
+        reference: the SentencePiece model, in which each special token has the type of a control token.
+        notes: messages for the user.
     """
 
     files: Mapping[str, bytes]
@@ -90,7 +90,7 @@ def convert_tokenizer(
 
     Raises:
         SourceError: the file is not a SentencePiece model.
-        UnsupportedError: the model does what no fast tokenizer can.
+        UnsupportedError: the model does something that no fast tokenizer can do.
         RefusedError: a named token is no piece, or a piece of ordinary text.
     """
     raw, proto = _read(model)
@@ -105,7 +105,7 @@ def convert_tokenizer(
             proto.pieces[i].type = CONTROL
     tokens = {piece.text: i for i, piece in enumerate(pieces) if piece.type in (UNKNOWN, CONTROL)}
     tokens |= {token: len(pieces) + i for i, token in enumerate(new)}
-    proto.DiscardUnknownFields()  # among them a self-test with the types before
+    proto.DiscardUnknownFields()  # among them a self-test with the old types
     special = _special(proto.trainer_spec, pieces, tokens, names or {}, model)
     if add_bos and "bos" not in special:
         raise RefusedError(f"{model} has no token for the beginning of a text", "name one with --bos")
@@ -127,7 +127,11 @@ def convert_tokenizer(
 
 
 def _read(path: Path) -> tuple[bytes, Any]:
-    """The bytes of a model and its protocol buffer. SentencePiece judges whether it can be used."""
+    """The bytes of a model and its protocol buffer, after SentencePiece has loaded the model.
+
+    Raises:
+        SourceError: the file cannot be read, or is no SentencePiece model.
+    """
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
@@ -175,7 +179,8 @@ def _is_new(token: str, ids: Mapping[str, int], pieces: Sequence[Piece], add: bo
     """Whether a named token gets a new id.
 
     Raises:
-        RefusedError: it is missing and may not be added, or it is ordinary text.
+        UsageError: the token is blank, or no valid text.
+        RefusedError: the token is no piece and may not be added, or it is a piece of ordinary text.
     """
     if not token.strip() or any("\ud800" <= char <= "\udfff" for char in token):
         raise UsageError(f"{token!a} cannot be a token")
@@ -190,7 +195,7 @@ def _is_new(token: str, ids: Mapping[str, int], pieces: Sequence[Piece], add: bo
 def _special(
     trainer: Any, pieces: Sequence[Piece], tokens: Mapping[str, int], names: Mapping[str, str], path: Path
 ) -> dict[str, int]:
-    """The ids of bos, eos, pad and unk: the named ones, else the model's own."""
+    """The ids of bos, eos, pad and unk: of the named tokens, else of the model's own."""
     unknown = next(piece.text for piece in pieces if piece.type == UNKNOWN)
     own = {"bos": trainer.bos_piece, "eos": trainer.eos_piece, "pad": trainer.pad_piece, "unk": unknown}
     texts = own | dict(names)
@@ -260,7 +265,7 @@ def _config(added: Sequence[Mapping[str, Any]], roles: Mapping[str, str], add_bo
 
 
 def _merges(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
-    """The pairs that a BPE model joins, the best first."""
+    """The merges of a BPE model, the best first."""
     ids = {piece.text: i for i, piece in enumerate(pieces) if piece.type in (NORMAL, UNUSED)}
     merges = []
     for text, i in ids.items():
@@ -273,7 +278,7 @@ def _merges(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
 
 
 def _scores(pieces: Sequence[Piece]) -> list[float]:
-    """Unigram's scores. SentencePiece's for a user-defined piece is in unigram_model.cc, `EncodeOptimized`."""
+    """The scores of a Unigram model. That of a user-defined piece is as in unigram_model.cc, `EncodeOptimized`."""
     normal = [piece.score for piece in pieces if piece.type == NORMAL] or [0.0]
     low, high = min(normal), max(normal)
     of_user = {piece.text: len(piece.text.encode()) * high - 0.1 for piece in pieces if piece.type == USER}
@@ -281,7 +286,7 @@ def _scores(pieces: Sequence[Piece]) -> list[float]:
 
 
 def _spelled(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-    """A step that cuts each text which spells a piece that is not for text, where no ordinary piece reaches across."""
+    """A step that splits text that spells a control, byte or unused piece, where no ordinary piece reaches across."""
     ordinary = {piece.text for piece in pieces if piece.type in (NORMAL, USER)}
     joined = {text[k : k + 2] for text in ordinary for k in range(len(text) - 1)}
     cuts = defaultdict(set)

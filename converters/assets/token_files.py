@@ -1,6 +1,6 @@
-"""What the small files of a model folder say about tokens: their names, their ids, the chat template.
+"""Read the small files of a model folder for its special tokens, their ids, and the chat template.
 
-Everything here reads `assets`: relative name to path, as `converters.assets.files` finds them.
+All functions read `assets`: relative name to path, as `converters.assets.files` finds them.
 Facts: transformers 5.23.0 tokenization_utils_base.py `from_pretrained` (a chat_template.jinja outranks the template
 inside tokenizer_config.json, tokenizer_config.json outranks special_tokens_map.json) and generation/utils.py (without
 a generation_config.json its values come from config.json).
@@ -22,17 +22,17 @@ GENERATION = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 OLD_TEMPLATES = ("chat_template.json", "additional_chat_templates/")
-"""Where else a template may lie, with further ones for tools."""
+"""Other files that may hold a template, with further templates for tools."""
 SLOW = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "sentencepiece.bpe.model", "spiece.model")
-"""Tokenizers that are no tokenizer.json."""
+"""Files of tokenizers other than tokenizer.json."""
 KINDS = ("bos", "eos", "pad")
 
 
 def content(assets: Assets, name: str) -> bytes:
-    """A file's bytes.
+    """The bytes of a file.
 
     Raises:
-        SourceError: it cannot be read.
+        SourceError: the file cannot be read.
     """
     try:
         return assets[name].read_bytes()
@@ -41,10 +41,10 @@ def content(assets: Assets, name: str) -> bytes:
 
 
 def object_of(assets: Assets, name: str) -> dict[str, Any]:
-    """The object in a JSON file, empty if the file is not there.
+    """The object in a JSON file, empty if there is no such file.
 
     Raises:
-        SourceError: it cannot be read, or is no JSON object.
+        SourceError: the file cannot be read, or is no JSON object.
     """
     if name not in assets:
         return {}
@@ -53,7 +53,7 @@ def object_of(assets: Assets, name: str) -> dict[str, Any]:
 
 
 def named_tokens(assets: Assets) -> dict[str, str]:
-    """Which token is the tokenizer's bos, eos and pad."""
+    """The tokenizer's bos, eos and pad tokens, by kind."""
     config = object_of(assets, "special_tokens_map.json") | object_of(assets, TOKENIZER_CONFIG)
     named = {kind: config.get(f"{kind}_token") for kind in KINDS}
     texts = {kind: token.get("content") if isinstance(token, dict) else token for kind, token in named.items()}
@@ -64,7 +64,7 @@ def token_ids(value: Any, name: str) -> list[int]:
     """The ids in a setting such as eos_token_id: none, one or several.
 
     Raises:
-        SourceError: it is something else.
+        SourceError: the value is neither null, an id nor a list of ids.
     """
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(token_id) is int for token_id in ids):
@@ -73,16 +73,16 @@ def token_ids(value: Any, name: str) -> list[int]:
 
 
 def eos_ids(assets: Assets) -> list[int]:
-    """The ids at which generation stops: a generation config that names none is not helped out by the config."""
+    """The ids at which generation stops; config.json counts only without a generation_config.json."""
     name = GENERATION if GENERATION in assets else CONFIG
     return token_ids(object_of(assets, name).get("eos_token_id"), f"eos_token_id of {name}")
 
 
 def held_template(assets: Assets) -> str | None:
-    """The chat template that a model comes with, None without one.
+    """The chat template of a model, None without one.
 
     Raises:
-        SourceError: it is no text.
+        SourceError: the template is no text.
     """
     if TEMPLATE in assets:
         return decoded(content(assets, TEMPLATE), TEMPLATE)

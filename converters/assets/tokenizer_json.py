@@ -1,8 +1,8 @@
-"""What a fast tokenizer's file (`tokenizer.json`) knows, and how tokens are added to it.
+"""Read the vocabulary of a fast tokenizer (`tokenizer.json`), and add tokens to the file.
 
-Facts: tokenizers 0.23.3. The ids of `added_tokens` in the file are not obeyed: a token that the model's vocabulary
-has keeps that id, any other gets the next one after all others (added_vocabulary.rs, `add_tokens`). So the ids written
-here are those that the library itself gives, and the edited file is loaded again to see that it does.
+Facts: tokenizers 0.23.3. The ids of `added_tokens` in the file are ignored: a token that the model's vocabulary has
+keeps that id, any other gets the next id after all others (added_vocabulary.rs, `add_tokens`). So the ids written here
+are those that the library itself gives, and the edited file is loaded again to verify that.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Vocabulary:
 
     Attributes:
         ids: every token, added ones included.
-        added: those that are cut out of a text before the model sees it, and whether they are special.
-        tokenizer: the library's own.
+        added: the tokens that are split off a text before the model sees it, and whether they are special.
+        tokenizer: the tokenizer of the library.
     """
 
     ids: Mapping[str, int]
@@ -39,15 +39,15 @@ class Vocabulary:
 
     @property
     def length(self) -> int:
-        """Rows that an embedding needs: the highest id, and one."""
+        """How many rows an embedding needs: the highest id plus one."""
         return max(self.ids.values(), default=-1) + 1
 
     def beyond(self, rows: int) -> list[str]:
-        """Tokens for which an embedding of so many rows has none."""
+        """The tokens whose ids are beyond an embedding of so many rows."""
         return [token for token, number in self.ids.items() if number >= rows]
 
     def excess(self, rows: int) -> Iterator[str]:
-        """What to tell of tokens for which an embedding of so many rows has none; nothing where it has all rows."""
+        """A sentence on the tokens beyond an embedding of so many rows; nothing if there are none."""
         if beyond := self.beyond(rows):
             entries = f"the tokenizer has {self.length} entries, the embedding {rows} rows"
             yield f"{entries}: no text may have {some(beyond, 3)} in it"
@@ -55,30 +55,30 @@ class Vocabulary:
     def lacks(self, rows: int, used: str) -> bool:
         """Whether an embedding of so many rows is too small.
 
-        A special token that nothing writes needs no row: Gemma 3's text models have `<image_soft_token>` beyond it.
+        A special token that nothing writes needs no row: Gemma 3's text models have no row for `<image_soft_token>`.
 
         Args:
-            rows: of the embedding.
-            used: what names the special tokens that are written: a chat template, and bos, eos and pad.
+            rows: how many rows the embedding has.
+            used: text with the special tokens that are written: a chat template, and bos, eos and pad.
         """
         return any(not self.special(token) or token in used for token in self.beyond(rows))
 
     def special(self, token: str) -> bool:
-        """Whether a token is cut out of a text and hidden from decoded text."""
+        """Whether a token is special: split off a text and hidden from decoded text."""
         return self.added.get(token, False)
 
     def single(self, token: str) -> bool:
-        """Whether a token is a special one, and one id alone and inside a text."""
+        """Whether a token is special, and is encoded as one id both alone and inside a text."""
         if not self.special(token):
             return False
         alone, inside = (self._encode(text) for text in (token, f"a{token}b"))
         return alone.count(self.ids[token]) == 1 and inside.count(self.ids[token]) == 1
 
     def require_single(self, tokens: Iterable[str], name: str = NAME) -> None:
-        """See that a chat template's tokens are found in what it writes.
+        """Check that the tokens of a chat template are found in the text that it writes.
 
         Raises:
-            RefusedError: one is not, as a token that is `single_word` and stands beside a letter.
+            RefusedError: a token is not found, such as one with `single_word` beside a letter.
         """
         for token in tokens:
             if self.special(token) and not self.single(token):
@@ -95,7 +95,7 @@ class Vocabulary:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """The library raises bare exceptions, and a panic in its Rust code is not even one: all are the file's fault."""
+    """Raise errors of the tokenizers library, among them panics of its Rust code, as SourceErrors of the file."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -125,11 +125,11 @@ def read_vocabulary(content: bytes, name: str = NAME) -> Vocabulary:
 
 
 def with_tokens(content: bytes, tokens: Iterable[str]) -> tuple[bytes, Vocabulary]:
-    """A tokenizer.json in which all wanted tokens are special ones, and what it then knows.
+    """A tokenizer.json in which all wanted tokens are special, and its vocabulary.
 
     Args:
         content: the file.
-        tokens: tokens; those that are special already change nothing, in the order in which new ones get ids.
+        tokens: the wanted tokens, in the order in which new ones get ids; special tokens stay as they are.
 
     Raises:
         SourceError: the file cannot be loaded.
@@ -157,7 +157,7 @@ def with_tokens(content: bytes, tokens: Iterable[str]) -> tuple[bytes, Vocabular
 
 
 def _edited(content: bytes, ids: Mapping[str, int]) -> bytes:
-    """The file with entries for tokens: existing ones become special, others are appended."""
+    """The file with entries for tokens: existing entries become special, others are appended."""
     text = decoded(content, NAME)
     added: list[dict[str, Any]] = []
     for member in members(text, NAME):

@@ -1,4 +1,4 @@
-"""The proof that a fast tokenizer gives the ids of SentencePiece: on many texts, always the same ones."""
+"""Prove that a fast tokenizer gives the ids of SentencePiece, on many texts that are the same in each run."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SCRIPTS = (
     (0x4E00, 0x4FFF), (0xAC00, 0xAD00), (0xF900, 0xF9FF), (0xFB00, 0xFB4F), (0xFE00, 0xFE0F), (0xFE70, 0xFEFF),
     (0xFF01, 0xFF9F), (0xFFF0, 0xFFFF), (0x1D400, 0x1D4FF), (0x1F1E6, 0x1F1FF), (0x1F300, 0x1F6FF), (0xE000, 0xE010),
 )  # fmt: skip
-"""First and last code point of what is drawn from: scripts, marks, spaces, symbols, emoji, presentation forms."""
+"""First and last code points that texts are drawn from: scripts, marks, spaces, symbols, emoji, presentation forms."""
 SPACES = (" ", "  ", "     ", "\t", "\n", "\n\n", "\r\n", "\r", "\u00a0", "\u3000", "\u200b", "\u2581", "a", "b c")
 MARKS = ("\u0300", "\u0301", "\u0302", "\u0304", "\u0308", "\u030c", "\u0323", "\u0327", "\u0338", "\ufe0f", "\u200d")
 EDGES = ("", " ", "   ", "\n", "\t x", "x ", " x", "\0", "a\0b", "\u2581", "\u2581\u2581x", "\ufeffx", "x" * 5000)
 
 
 class Example(NamedTuple):
-    """A text for which the tokenizers differ."""
+    """A text on which the tokenizers differ."""
 
     text: str
     expected: Sequence[int] | str
@@ -40,13 +40,13 @@ class Example(NamedTuple):
 
 @dataclass
 class Check:
-    """What was compared, and what differed.
+    """The counts of a comparison on one kind of text.
 
     Attributes:
         what: the kind of text.
-        compared: how many.
+        compared: how many texts were compared.
         different: how many of them differ.
-        examples: the first of those.
+        examples: the first texts that differ.
     """
 
     what: str
@@ -64,7 +64,7 @@ class Check:
 
     @property
     def rate(self) -> float:
-        """The share that differs."""
+        """The fraction of texts that differ."""
         return self.different / self.compared if self.compared else 0.0
 
 
@@ -75,9 +75,9 @@ def check(converted: Converted, count: int, corpus: Path | None = None) -> tuple
     with each span between two special tokens encoded by itself in SentencePiece; decoding on the same ids.
 
     Args:
-        converted: the tokenizer.
-        count: how many texts are made, and how many lines of a corpus are read at most.
-        corpus: a text file.
+        converted: the fast tokenizer.
+        count: how many texts are generated, and how many lines of the corpus are read at most.
+        corpus: a text file with further texts.
 
     Raises:
         VerificationError: the vocabularies differ.
@@ -102,7 +102,7 @@ def check(converted: Converted, count: int, corpus: Path | None = None) -> tuple
 
 @contextmanager
 def _library() -> Iterator[None]:
-    """What the tokenizers library raises: plain Exceptions, and PyO3's panics, which are none."""
+    """Raise errors of the tokenizers library, plain Exceptions and PyO3's panics, as UnsupportedErrors."""
     try:
         yield
     except BaseException as error:
@@ -112,7 +112,11 @@ def _library() -> Iterator[None]:
 
 
 def _check_vocabulary(converted: Converted, fast: Any) -> None:
-    """Each piece has its id, each id its piece, and each special token is one id."""
+    """Refuse a tokenizer in which a piece has another id, an id another piece, or a special token is not one id.
+
+    Raises:
+        VerificationError: the vocabularies differ.
+    """
     if fast.get_vocab_size() != converted.size:
         raise VerificationError(f"the tokenizer has {fast.get_vocab_size()} tokens instead of {converted.size}")
     for text, i in chain(((text, i) for i, text in enumerate(converted.pieces)), converted.control.items()):
@@ -135,7 +139,7 @@ def _compare_texts(fast: Any, raw: Any, batch: list[str], texts: Check, decoded:
 
 
 def _compare_dialogues(fast: Any, raw: Any, dialogues: list[str], control: Mapping[str, int], check: Check) -> None:
-    """Compare whole dialogues with spans that SentencePiece encodes one by one."""
+    """Compare whole dialogues with the spans between special tokens, which SentencePiece encodes one by one."""
     fast.encode_special_tokens = False
     token = re.compile("(" + "|".join(map(re.escape, sorted(control, key=len, reverse=True))) + ")")
     for text, encoded in zip(dialogues, fast.encode_batch(dialogues, add_special_tokens=False), strict=True):
@@ -150,7 +154,7 @@ def _compare_dialogues(fast: Any, raw: Any, dialogues: list[str], control: Mappi
 
 
 def made(converted: Converted, count: int, draw: random.Random) -> Iterator[str]:
-    """Texts of many kinds, always the same ones."""
+    """Generated texts of many kinds, the same in each run."""
     pieces = [text for text in converted.pieces if text not in converted.control] or ["x"]
     words = [text.replace("\u2581", " ") for text in pieces]
     spelled = [*converted.control, "<0x0A>", "<0xFF>", "\u2581", " ", "\n", "x", *pieces[:: len(pieces) // 50 + 1]]
@@ -184,14 +188,14 @@ def _joined(draw: random.Random, make: Callable[[], str], most: int) -> str:
 
 
 def _dialogues(batch: Sequence[str], control: Sequence[str], draw: random.Random) -> Iterator[str]:
-    """Dialogues of two to four turns; the token that opens a turn closes it."""
+    """Dialogues of two to four turns, each between two copies of a special token."""
     texts = iter(batch)
     while turns := list(islice(texts, draw.randint(2, 4))):
         yield "".join(f"{token}{text}{token}" for text in turns for token in [draw.choice(control)])
 
 
 def _lines_of(path: Path, count: int) -> Iterator[str]:
-    """The first lines of a corpus, each cut at 16 KB; bytes that are no UTF-8 are replaced."""
+    """The first lines of a corpus, each at most 16 KB; bytes that are no UTF-8 are replaced."""
     try:
         with path.open("rb") as file:
             for _ in range(count):

@@ -1,7 +1,7 @@
-"""Which files of a folder may be copied or sent byte for byte: by their names, and by where their links lead.
+"""Which files of a folder may be copied or sent byte for byte: by their names, and by the targets of links.
 
-A folder that was downloaded may hold anything: a file called `token`, or a link to a file of the user's. Weights are
-converted, not copied, so they may be linked from another file system; what is copied must be in the folder itself.
+A folder that was downloaded may hold anything: a file called `token`, or a link to a private file of the user. Weights
+are converted, not copied, so they may be links to another file system; a file that is copied has to be in the folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STAYS = {
         "*.onnx_data", "*.ot", "*.tflite", "*.nemo",
     ),
 }  # fmt: skip
-"""Why a file or folder neither travels with a model nor is published: patterns of its name in lower case."""
+"""Reason why a file or folder is neither carried with a model nor published: patterns of its name in lower case."""
 TRAVELS = {
     "weights, and what goes with them": r".+\.safetensors|.+\.safetensors\.index\.json|vitruvian\.json|family\.toml",
     "settings": r"config\.json|.+_config\.json|(generation_)?config_.+\.json|configuration\.json|params\.json"
@@ -41,11 +41,11 @@ TRAVELS = {
     r"s?([-_][\w-]{1,60})?(\.(txt|rst|html))?",
     "records": r"(evaluation|eval|train|test|all|benchmark)_results\.json|train_params\.yaml",
 }
-"""What is copied and sent: regular expressions of the whole name, in any case."""
+"""Kind of files that are copied and sent: a regular expression of the whole name, in any case."""
 LARGEST = 64 << 20
-"""Bytes of a file that holds no weights, whatever it is called: the largest tokenizers have half of it."""
+"""Most bytes of a file without weights, whatever its name: the largest tokenizers have half as many."""
 WITH_A_MODEL = ("settings", "tokenizers", "chat templates", "code")
-"""What of it is read with the weights."""
+"""The kinds that are read together with the weights."""
 UNKNOWN = "not the name of a model file"
 _FLAGS = re.ASCII | re.IGNORECASE | re.DOTALL
 _TRAVELS = re.compile("|".join(f"(?:{names})" for names in TRAVELS.values()), _FLAGS)
@@ -53,7 +53,7 @@ _READ = re.compile("|".join(f"(?:{TRAVELS[what]})" for what in WITH_A_MODEL), _F
 
 
 def why_not(path: Path) -> str:
-    """Why a file or folder neither travels with a model nor is published; empty when it does."""
+    """The reason why a file or folder is neither carried with a model nor published; empty when it is."""
     for why, patterns in STAYS.items():
         if any(fnmatchcase(path.name.lower(), pattern) for pattern in patterns):
             return why
@@ -65,15 +65,15 @@ def why_not(path: Path) -> str:
 
 
 def is_read_with_model(name: str) -> bool:
-    """Whether a small file of this name says what a model computes, or what its tokens are."""
+    """Whether a small file of this name determines what a model computes, or what its tokens are."""
     return _READ.fullmatch(name) is not None
 
 
 def require_there(path: Path, folder: Path) -> None:
-    """What has the name of a file that travels is a file, or a folder.
+    """Refuse a path with the name of a file that is carried that is neither a file nor a folder.
 
     Raises:
-        SourceError: it is a link that leads nowhere, as a copy of half a Hub cache leaves it, or a pipe or a device.
+        SourceError: the path is a broken link, as in a copy of half a Hub cache, or a pipe or a device.
     """
     if not path.is_file() and not path.is_dir() and not why_not(path) and _TRAVELS.fullmatch(path.name):
         require_inside(path, folder)
@@ -81,17 +81,17 @@ def require_there(path: Path, folder: Path) -> None:
 
 
 def require_inside(path: Path, folder: Path) -> Path:
-    """A file that is to be copied is in its folder, or in the `blobs` of the same model of the Hub's cache.
+    """Refuse a file to copy that is neither in its folder nor in the `blobs` of the same model in the Hub's cache.
 
     Args:
         path: a file in or below the folder, or a link there.
-        folder: the one that the user named; a link to it is the user's own.
+        folder: the folder that the user named, which may itself be a link.
 
     Returns:
         The path.
 
     Raises:
-        SourceError: its links lead out of the folder, to a file that does not travel, or nowhere.
+        SourceError: links lead out of the folder, to a file that is not carried, or nowhere.
     """
     try:
         place, root = path.resolve(strict=True), folder.resolve(strict=True)
@@ -110,7 +110,7 @@ def require_inside(path: Path, folder: Path) -> Path:
 
 
 def _blobs(root: Path) -> Path | None:
-    """Where the Hub's cache keeps the files of a snapshot (huggingface_hub 2.4.0, file_download.py)."""
+    """The folder of the files of a snapshot in the Hub's cache (huggingface_hub 2.4.0, file_download.py), or None."""
     for place in (root, *root.parents):
         if place.parent.name == "snapshots" and place.parent.parent.name.startswith("models--"):
             return place.parent.parent / "blobs"

@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 STAGING = ".assets.partial"
 KEPT = ("config.json", "README.md")
-"""What OUT has of its own, and BASE does not replace."""
+"""Files of OUT that BASE does not replace."""
 TOKENIZER = ("tokenizer.json", "merges.txt", "added_tokens.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
 class Work:
-    """What becomes of OUT's small files.
+    """The changes to OUT's small files.
 
     Attributes:
-        staged: files that are new or changed, and where they lie ready.
-        same: those that BASE has too, byte for byte.
-        removed: those that go.
-        view: all files as they will be: relative name to the path that holds them now.
-        applied: what the chat template did, None without one.
+        staged: files that are new or changed: relative name to the path of the prepared file.
+        same: files that are the same before and after, byte for byte.
+        removed: files that are removed.
+        view: all files after the changes: relative name to the path of their present content.
+        applied: the result of applying the chat template, None without one.
     """
 
     staged: Mapping[str, Path]
@@ -83,7 +83,7 @@ def assets(out: Path, base: Path | None, template: str | None, dry_run: bool, as
 
 
 def _serves(out: Path, rows: int) -> bool:
-    """Whether a model has a chat template with which nothing is wrong: then nothing may be wrong afterwards."""
+    """Whether a model has a chat template without blocking faults; then none may be there after the changes either."""
     from converters.assets.files import files
     from converters.hub.preflight import findings
 
@@ -91,7 +91,7 @@ def _serves(out: Path, rows: int) -> bool:
 
 
 def prepare(out: Path, base: Path | None, template: str | None, rows: int, folder: Path) -> Work:
-    """Lay every new file ready in a folder; OUT is only read.
+    """Prepare every new file in a folder; OUT is only read.
 
     Raises:
         RefusedError: OUT and BASE would make a mixture of two tokenizers, or the template cannot be applied.
@@ -124,7 +124,7 @@ def prepare(out: Path, base: Path | None, template: str | None, rows: int, folde
 
 
 def publish(out: Path, work: Work) -> None:
-    """Put the files in their places, each in one step, and into the manifest."""
+    """Move the files to their places, each in one step, and record them in the manifest."""
     from converters.assets.files import files
     from converters.assets.trusted import is_read_with_model
     from converters.common.manifest import record_files
@@ -153,14 +153,14 @@ def _check_mixture(out: Path, base: Path | None, own: Mapping[str, Path], given:
 
 @contextmanager
 def _staging(out: Path, dry_run: bool) -> Iterator[Path]:
-    """A folder for prepared files: inside OUT, from where a file can be renamed to its place."""
+    """A folder for prepared files: inside OUT, so that a file can be renamed to its place; elsewhere in a dry run."""
     if dry_run:
         with tempfile.TemporaryDirectory(prefix="vitruvian-") as elsewhere:
             yield Path(elsewhere)
         return
     folder = out / STAGING
     if folder.exists():
-        shutil.rmtree(folder)  # of a run that was killed
+        shutil.rmtree(folder)  # left by a run that was killed
     folder.mkdir()
     try:
         yield folder
@@ -176,7 +176,7 @@ def _read(path: Path) -> bytes:
 
 
 def _states(out: Path, work: Work) -> dict[str, str]:
-    """What happens to each file, by name."""
+    """The change to each file, by name: new, replaced, same or removed."""
     states = {name: "replaced" if (out / name).exists() else "new" for name in work.staged}
     return dict(sorted((states | dict.fromkeys(work.same, "same") | dict.fromkeys(work.removed, "removed")).items()))
 
@@ -203,7 +203,11 @@ def _print(states: Mapping[str, str], notes: list[str], problems: list[str]) -> 
 
 
 def _refuse(out: Path, rows: int, applied: Applied | None, template: str | None, problems: list[str]) -> None:
-    """Refuse what could not be served."""
+    """Refuse a model that could not be served.
+
+    Raises:
+        RefusedError: the embedding has too few rows, or there are problems.
+    """
     if applied is not None and applied.rows_needed > rows:
         raise RefusedError(
             f"{', '.join(applied.added)} are new: {applied.rows_needed} rows are needed, the embedding has {rows}",

@@ -149,7 +149,7 @@ def _unopened(folder: Path, options: Mapping[str, Any]) -> str | None:
     """Why a folder could not be opened as a checkpoint; None when it could.
 
     Raises:
-        SourceError: its files do not belong together.
+        SourceError: the files do not belong together.
     """
     from converters.library.proving import own_config
     from formats.registry import is_known
@@ -207,7 +207,7 @@ def diff(one: Path, two: Path, tensors: bool, html: Path | None, memory: int, as
 
 
 def _effects(options: Mapping[str, Any], quiet: bool) -> Effects:
-    """How a proof opens and reads its checkpoints."""
+    """The settings and limits with which a proof opens and reads checkpoints, from the options of a command."""
     from converters.library.proving import Effects
     from converters.plan.request import Limits
 

@@ -1,4 +1,4 @@
-"""The commands that take several checkpoints: means, and adapters with their base."""
+"""The commands that read several checkpoints: averages, and adapters with their base."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from formats.errors import UsageError
 
 
 class Weights(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
-    """Numbers, such as 0.5,0.3,0.2."""
+    """An option type: numbers separated by commas, such as 0.5,0.3,0.2."""
 
     name = "weights"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parse numbers with commas between."""
+        """Parse numbers separated by commas."""
         try:
             return [float(word) for word in str(value).split(",")]
         except ValueError:

@@ -1,4 +1,4 @@
-"""The commands that write a checkpoint, but those of GPT-NeoX and DeepSpeed."""
+"""The commands that write a checkpoint, except those of GPT-NeoX and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
     from formats.fsdp.runs import checkpoints
 
     old_src, old_out, old_config = (options.pop(name) for name in ("old_src", "old_out", "old_config"))
-    if old_src is not None and src is None:  # the flags, and the default, of ControlLLM's converter
+    if old_src is not None and src is None:  # the flags and the default output of ControlLLM's converter
         src, out = old_src, out or old_out or old_src.parent / "hf" / old_src.name
     options["config"] = options["config"] or old_config
     if src is None or out is None:
@@ -159,7 +159,7 @@ def fsdp2hf(context: click.Context, /, src: Path | None, out: Path | None, repo:
                 click.echo(f"note: {place} is there already, {run} is not converted again", err=True)
             else:
                 carry_out(plan, request, options, "huggingface")
-        except SourceError as error:  # noqa: PERF203  # an unfinished save must not keep the others from it
+        except SourceError as error:  # noqa: PERF203  # an unfinished save must not stop the conversion of the others
             if len(runs) == 1:
                 raise
             click.echo(f"error: {error}", err=True)

@@ -1,4 +1,4 @@
-"""What `convert diff` prints: differences by kind of tensor, under Hugging Face's names; or each."""
+"""The text that `convert diff` prints: differences by kind of tensor, under Hugging Face's names, or of each tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from converters.prove.diff import Difference
 
 
 def lines(result: Differences, tensors: bool) -> Iterator[str]:
-    """`diff` for people.
+    """The lines of `convert diff`.
 
     Args:
         result: the differences.
@@ -35,7 +35,7 @@ def lines(result: Differences, tensors: bool) -> Iterator[str]:
 
 
 def kinds(result: Differences) -> Iterator[tuple[str, str, list[Difference]]]:
-    """What differs, the tensor, and those of its layers that differ so; what differs alike is together."""
+    """(what differs, tensor, its differences in layers) for each kind of tensor, ordered by what differs."""
     alike: dict[str, dict[str, list[Difference]]] = {}
     for difference in result.tensors:
         tensor = difference.name.partition(".")[0] if result.keys else difference.name
@@ -46,7 +46,7 @@ def kinds(result: Differences) -> Iterator[tuple[str, str, list[Difference]]]:
 
 
 def named(result: Differences, kind: Sequence[Difference]) -> str:
-    """The key of a kind of tensor, with the layers that differ."""
+    """The Hugging Face key of a kind of tensor, with the layers that differ."""
     layers = [int(difference.name.partition(".")[2]) for difference in kind if result.keys and "." in difference.name]
     if not layers:
         return result.key_of(kind[0].name)

@@ -1,4 +1,4 @@
-"""What is typed as an example of each command of `convert`: shown below its help, and parsed by a test."""
+"""The examples of each command of `convert`: shown below its help, and parsed by a test."""
 
 EXAMPLES = {
     "fsdp2hf": "checkpoint-5000 model --config base\ncheckpoint-5000 model --config base --push ORG/NAME",
@@ -41,4 +41,4 @@ EXAMPLES = {
     "tokenizer": "m.model out --control '<|user|>' --control '<|system|>'",
     "push": "model ORG/NAME -n\nmodel ORG/NAME --private",
 }
-"""Command: lines, without the command."""
+"""Command: lines of arguments to type after it."""

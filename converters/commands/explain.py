@@ -1,4 +1,4 @@
-"""`convert explain`: a rule of a layout as a small picture."""
+"""`convert explain`: draw a rule of a layout as text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLE = ModelSpec(
     max_positions=8192, norm_epsilon=1e-5, rope_theta=500000.0, rope_scaling=None, sliding_window=None, tied=False,
     experts=8, expert_ffn=14336, shared_ffn=14336,
 )  # fmt: skip
-"""Llama-3 8B, drawn when no model is given, with the experts of a Mixtral where a rule has some."""
+"""The default model: Llama-3 8B, with experts as in Mixtral for rules that have some."""
 
 
 LEGEND = """\
@@ -25,24 +25,28 @@ group  key/value group             head  query head within its group    dim  a h
 half   half of a rotary head       pair  index within that half         ~    fill that belongs to no tensor
 /tp    an even split over tensor ranks; /etp and /ep those of experts
 %interleave  interleaved by so many rows where the training said so, else one after the other"""
-"""What the names in a pattern mean."""
+"""The meaning of the names in a pattern."""
 
 
 HOLDERS = (
     "huggingface", "fsdp", "zero", "megatron", "megatron_dist", "megatron_fsdp", "megatron-llm", "neox",
     "megatron_deepspeed", "mistral", "nanotron",
 )  # fmt: skip
-"""What can hold a model: the formats, and Megatron-LLM's dialect."""
+"""The layouts that can hold a model: the formats, and Megatron-LLM's dialect."""
 
 
 def held_by(family: Family) -> list[str]:
-    """What can hold a family."""
+    """The layouts that can hold models of a family."""
     holds = {name: holds for form in FORMATS.values() for name, holds in form.reader.holders(family).items()}
     return [name for name in HOLDERS if holds[name]]
 
 
 def tables(format_name: str) -> Mapping[str, tuple[Rule, ...]]:
-    """The layout tables of a format, by the name under which they are shown."""
+    """The layout tables of a format, by their displayed names.
+
+    Raises:
+        UsageError: there is no such format, or it has no tables.
+    """
     if format_name not in FORMATS:
         raise UsageError(f"there is no format {format_name!r}", f"formats: {', '.join(FORMATS)}")
     layouts = FORMATS[format_name].reader.tables()
@@ -53,7 +57,11 @@ def tables(format_name: str) -> Mapping[str, tuple[Rule, ...]]:
 
 
 def matching(format_name: str, text: str) -> list[tuple[str, Rule]]:
-    """(tables, rule) of each rule whose key contains a text; of equal rules the first, with the tables of all."""
+    """(names of tables, rule) for each rule whose key contains a text; equal rules of several tables are one.
+
+    Raises:
+        UsageError: no key contains the text.
+    """
     by_line: dict[tuple[str, str], tuple[list[str], Rule]] = {}
     for name, table in tables(format_name).items():
         for rule in table:
@@ -68,8 +76,8 @@ def matching(format_name: str, text: str) -> list[tuple[str, Rule]]:
 
 
 def draw(rule: Rule, spec: ModelSpec, tp: int) -> Iterator[str]:
-    """The picture of one rule for a model, on the first and the last tensor rank."""
-    unit = 128 * tp  # what Megatron pads to by default
+    """The lines that draw one rule for a model, on the first and the last tensor parallel rank."""
+    unit = 128 * tp  # Megatron's default padding
     sizes = spec.sizes(-(-(spec.vocab or 0) // unit) * unit)
     yield rule.key
     yield f"    {rule.pattern.text}"
@@ -99,7 +107,7 @@ def draw(rule: Rule, spec: ModelSpec, tp: int) -> Iterator[str]:
 
 
 def _lines(leaves: list[Leaf], limit: int = 12) -> Iterator[str]:
-    """Address ranges along one dimension, nested axes unrolled as far as they interleave."""
+    """The lines of address ranges along one dimension, with nested axes unrolled where they interleave."""
     lines = sorted(line for leaf in leaves for line in _unrolled(leaf))
     width = len(str(lines[-1][1]))
     for low, high, text in lines[:limit]:

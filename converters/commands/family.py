@@ -1,4 +1,4 @@
-"""The command for a model that no table describes: its family is drafted from transformers, and judged by it."""
+"""The command for a model without a table: its family is drafted from transformers, and checked with transformers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from converters.common.cli_help import command
 
 
 class Families(click.Group):
-    """Draft what is named, unless it is a command."""
+    """A group whose default command is `draft`."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a command: `draft` where the first word is none."""
+        """Find a command: `draft` if the first word is not a command."""
         return super().resolve_command(ctx, args if args[0] in self.commands else ["draft", *args])
 
 

@@ -1,4 +1,4 @@
-"""What `inspect` and `plan` print, as lines for people."""
+"""The text that `inspect`, `plan` and `formats` print."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from converters.plan.plan import Plan
 
 MOST_FILES = 64
-"""Files of a plan that are listed."""
+"""Most files of a plan that are listed."""
 HEADS = {
     "huggingface": "HF",
     "fsdp": "DCP",
@@ -29,13 +29,13 @@ HEADS = {
     "nanotron": "NT",
     "megatron-llm": "LLM",
 }
-"""Format: the head of its column, where that is shorter."""
+"""Format: the head of its column, where that is shorter than the name."""
 MOST_DRIFTED = 10
-"""Lines of the table of averaged tensors."""
+"""Most lines of the table of averaged tensors."""
 
 
 def inspect_lines(record: Mapping[str, Any]) -> Iterator[str]:
-    """`inspect` for people. Without a config there are no settings, and tensors of all containers are counted."""
+    """The lines of `inspect`. Without a config, settings are absent, and tensors of all containers are counted."""
     yield f"{record['path']}"
     yield table(inspect_rows(record))
     for note in record["notes"]:
@@ -45,7 +45,7 @@ def inspect_lines(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def inspect_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What a checkpoint is, as names and values."""
+    """The facts of a checkpoint as (name, value) pairs."""
     kind = (record.get("kind") or record["format"]) + "".join(f", {name} {n}" for name, n in record["topology"].items())
     dtypes = ", ".join(f"{n} {d}" for d, n in record["dtypes"].items())
     return [
@@ -76,7 +76,7 @@ def _optimizer_line(about: Mapping[str, Any]) -> str:
 
 
 def plan_lines(record: Mapping[str, Any]) -> Iterator[str]:
-    """What `plan_record` says of a plan, for people."""
+    """The lines of `plan`, from the record of a plan (`plan_record`)."""
     source, target = record["source"], record["target"]
     topology = "".join(f", {name} {n}" for name, n in source["topology"].items())
     yield f"read   {source['path']}: {source['format']}{topology}, {source['files']} files"
@@ -108,7 +108,7 @@ def plan_lines(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def formats_lines(about: Mapping[str, str]) -> Iterator[str]:
-    """The formats, and which of them hold each family, in 80 columns; why Megatron holds some in none is below."""
+    """The lines of `formats`, in 80 columns: formats, which of them hold each family, and why Megatron does not."""
     from converters.commands.explain import HOLDERS, held_by
     from formats.families import FAMILIES
 
@@ -132,7 +132,7 @@ def formats_lines(about: Mapping[str, str]) -> Iterator[str]:
 
 
 def drift_lines(drifted: Mapping[str, float]) -> Iterator[str]:
-    """The tensors whose copies were averaged, the farthest apart first."""
+    """The lines on tensors whose copies were averaged, those farthest apart first."""
     if drifted:
         yield f"note: the copies of {len(drifted)} tensors differed, their mean in float32 was taken; farthest apart:"
         farthest = sorted(drifted.items(), key=lambda pair: -pair[1])[:MOST_DRIFTED]
@@ -140,7 +140,7 @@ def drift_lines(drifted: Mapping[str, float]) -> Iterator[str]:
 
 
 def block_lines(plan: Plan) -> Iterator[str]:
-    """Each block of a plan: a leaf of one side, as box and strides."""
+    """The lines of each block of a plan: a leaf of a source or a target, as box and strides."""
     for job in plan.jobs:
         yield f"{job.name} {job.source_dtype}{list(job.shape)}"
         for side, parts in (("from", job.sources), ("to", job.targets)):

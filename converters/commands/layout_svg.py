@@ -1,4 +1,4 @@
-"""`convert explain --svg`: the same logical tensors in several formats side by side, as blocks of a picture."""
+"""`convert explain --svg`: draw the same logical tensors in several formats side by side, as blocks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from formats.megatron.tables import MCORE
 from formats.model.spec import ModelSpec
 
 WIDTH, MARGIN, GAP = 640, 16, 20
-"""Pixels: of the picture, around it, and between its columns."""
+"""Pixels: width of the picture, margin, and gap between columns."""
 LINE, LEAST, HEIGHT = 17, 17, 420
-"""Pixels: of a line of text, of the smallest block, and about that of a column's blocks."""
+"""Pixels: height of a line of text, of the smallest block, and roughly of a column's blocks."""
 MOST = 26
-"""Blocks of a bar; of more, those in the middle are counted."""
+"""Most blocks of a bar; of a longer bar those in the middle are replaced by their number."""
 MOST_TENSORS = 6
 TOGETHER = ("group", "expert")
-"""Axes whose coordinates are shown one by one, even where they lie one after another."""
+"""Axes whose coordinates are drawn as blocks of their own, even where they are contiguous."""
 NAMES = {"query": "q", "key": "k", "value": "v"}
-"""Tensors with a short name: the letter stands in every block."""
+"""Tensor: the letter that stands for it in blocks."""
 
 STYLE = """\
 text{font:13px ui-sans-serif,system-ui,"Segoe UI",sans-serif;fill:#1b1f24}
@@ -44,11 +44,11 @@ HATCHES = """\
 <pattern id="h4" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(-45)">\
 <path d="M0 0V7" stroke="#0004"/></pattern><pattern id="h5" width="6" height="6" patternUnits="userSpaceOnUse">\
 <path d="M3 0V6" stroke="#0004"/></pattern></defs>"""
-"""Each tensor has a hatch of its own: the picture can be read without colour."""
+"""The hatches of tensors, so that the picture can be read without colour."""
 
 
 class Block(NamedTuple):
-    """Rows of a physical tensor that lie together: of which tensor (none: padding), and what they are called."""
+    """Contiguous rows of a physical tensor: the logical tensor (empty for padding), the label, and how many rows."""
 
     tensor: str
     text: str
@@ -56,14 +56,14 @@ class Block(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A physical tensor on one rank."""
+    """A physical tensor on one rank, as blocks."""
 
     title: str
     blocks: list[Block]
 
 
 class Column(NamedTuple):
-    """A format, and the physical tensors in which it holds what is drawn; or why it holds it in none."""
+    """A format, and the physical tensors in which it holds the drawn tensors; or why it cannot hold them."""
 
     title: str
     bars: list[Bar]
@@ -71,7 +71,7 @@ class Column(NamedTuple):
 
 
 def columns(spec: ModelSpec, tensors: Sequence[str], tp: int) -> list[Column]:
-    """What each format that has the tensors holds them in."""
+    """The column of each format that has the tensors."""
     family = family_named(spec.family)
     kinds = frozenset[str]().union(*spec.layer_kinds[: spec.layers])
     shared = {"mha" if spec.heads == spec.kv_heads else "gqa"}
@@ -99,7 +99,7 @@ def _is_drawn(rule: Rule, spec: ModelSpec, tensors: Sequence[str]) -> bool:
 
 
 def _bars(table: Iterable[Rule], spec: ModelSpec, rank: int, ranks: int) -> Iterator[Bar]:
-    """The physical tensors of one rank; those that are on every rank stand on the first alone."""
+    """The bars of one rank; tensors that are the same on every rank are drawn for the first alone."""
     unit = 128 * ranks
     sizes = spec.sizes(-(-(spec.vocab or 0) // unit) * unit if ranks > 1 else spec.vocab)
     mesh = {"tp": (rank, ranks), "etp": (rank, ranks), "ep": (0, 1)}
@@ -116,7 +116,7 @@ def _bars(table: Iterable[Rule], spec: ModelSpec, rank: int, ranks: int) -> Iter
 
 
 def _drawn_dimension(rule: Rule, sizes: dict[str, int], mesh: dict[str, tuple[int, int]]) -> int:
-    """The first dimension in which something is put together or cut."""
+    """The first dimension in which tensors are fused or cut."""
     for dim in range(len(rule.pattern.dims)):
         leaves = rows(rule.pattern, dim, sizes, mesh)
         whole = all(leaf.numel == sizes[leaf.spans[0].axis] for leaf in leaves if len(leaf.spans) == 1)
@@ -126,7 +126,7 @@ def _drawn_dimension(rule: Rule, sizes: dict[str, int], mesh: dict[str, tuple[in
 
 
 def _blocks(leaves: Iterable[Leaf], size: int) -> list[Block]:
-    """The blocks of a dimension in the order of its addresses, padding between and after them."""
+    """The blocks of a dimension in the order of addresses, with padding between and after them."""
     blocks, end = list[Block](), 0
     pieces = (piece for leaf in leaves for piece in _pieces(leaf))
     for piece in sorted(pieces, key=lambda part: part.base):
@@ -138,7 +138,7 @@ def _blocks(leaves: Iterable[Leaf], size: int) -> list[Block]:
 
 
 def _pieces(leaf: Leaf) -> Iterator[Leaf]:
-    """A leaf in parts without gaps, a key/value group each."""
+    """The contiguous parts of a leaf, with one part for each key/value group or expert."""
     outer = max(leaf.spans, key=lambda span: (span.size > 1, span.stride), default=None)
     if outer is None or outer.size == 1 or (leaf.numel == leaf.width and outer.axis not in TOGETHER):
         yield leaf
@@ -150,7 +150,7 @@ def _pieces(leaf: Leaf) -> Iterator[Leaf]:
 
 
 def _text(leaf: Leaf) -> str:
-    """What a block is called: its tensor, and the coordinates that it is alone in."""
+    """The label of a block: its tensor, and the axes along which it has one coordinate, or a range of an axis."""
     alone = [f"{span.axis} {span.start}" for span in leaf.spans if span.size == 1]
     if alone:
         return " · ".join((NAMES.get(leaf.tensor, leaf.tensor), *alone))
@@ -206,7 +206,7 @@ def picture(spec: ModelSpec, tensors: Sequence[str], tp: int) -> str:
 def _column(
     column: Column, left: float, width: float, scale: float, colours: dict[str, int]
 ) -> tuple[list[str], float]:
-    """The lines of a column, and where it ends."""
+    """The SVG lines of a column, and the y coordinate of its end."""
     top = float(MARGIN + LINE)
     lines = [f'<text class="h" x="{left:.0f}" y="{top - 6:.0f}">{escape(column.title)}</text>']
     for text in wrap(column.refusal, int(width / 7)):
@@ -232,7 +232,7 @@ def _column(
 
 
 def _fewer(blocks: Sequence[Block]) -> list[Block]:
-    """The blocks of a bar, those in the middle of many as one."""
+    """The blocks of a bar, with those in the middle replaced by one if there are many."""
     if len(blocks) <= MOST:
         return list(blocks)
     ends = MOST // 2
@@ -241,7 +241,7 @@ def _fewer(blocks: Sequence[Block]) -> list[Block]:
 
 
 def _legend(colours: dict[str, int], top: float) -> tuple[list[str], float]:
-    """The lines of the legend, in as many rows as it takes, and where it ends."""
+    """The SVG lines of the legend, and the y coordinate of its end."""
     lines, left = list[str](), float(MARGIN)
     for name, number in colours.items():
         text = f"{name} ({NAMES[name]})" if name in NAMES else name

@@ -1,4 +1,4 @@
-"""The commands that look at a checkpoint or a layout. They read headers only."""
+"""The commands that show a checkpoint, a plan or a layout. They read headers only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from formats.huggingface import HUGGINGFACE
 from formats.registry import FORMATS, is_known, open_checkpoint
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp")
-"""Options of a topology, by the names that people use of them."""
+"""Options of a topology that are shown on the page of a plan."""
 
 if TYPE_CHECKING:
     from formats.families.family import Family
@@ -44,14 +44,14 @@ TARGETS: dict[str, dict[str, str]] = {
     "mistral": {"to": "mistral"},
     "nanotron": {"to": "nanotron"},
 }
-"""What `plan` plans for: targets, and files of one."""
+"""Value of `plan --to`: the target, and the `format` of its files."""
 
 
 class Planned(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2
-    """A format to plan for: that of Hugging Face also as `hf`, as commands call it."""
+    """An option type: a format to plan for; `hf` is accepted for `huggingface`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Read its name."""
+        """Parse the name of a format."""
         return super().convert("huggingface" if value == "hf" else value, param, ctx)
 
 
@@ -85,7 +85,7 @@ def inspect(src: Path, tensors: bool, html: Path | None, as_json: bool, **option
 
 
 def _inspected(src: Path, options: Mapping[str, Any], tensors: bool) -> dict[str, Any]:
-    """Everything that is known of a checkpoint, as far as its files tell it."""
+    """The record of a checkpoint; with assumed options, or from its files alone, if a needed option is not given."""
     from converters.library.records import inspect_record
 
     try:

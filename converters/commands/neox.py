@@ -33,13 +33,13 @@ from formats.errors import UsageError
 from formats.registry import format_of
 
 ARCHITECTURES = {"gpt_neox": "neox", "llama": "llama", "mistral": "mistral"}
-"""Family: what GPT-NeoX's own script calls it."""
+"""Family: its name in GPT-NeoX's own script."""
 
 
 @command()
 @click.argument("src", type=FOLDER, required=False)
 @click.argument("out", type=FOLDER, required=False)
-@click.option("--input_dir", "old_src", type=FOLDER, hidden=True)  # those of GPT-NeoX's own script
+@click.option("--input_dir", "old_src", type=FOLDER, hidden=True)  # the flags of GPT-NeoX's own script
 @click.option("--output_dir", "old_out", type=FOLDER, hidden=True)
 @click.option("--config_file", "old_config", type=FOLDER, hidden=True)
 @click.option("--architecture", type=click.Choice([*ARCHITECTURES.values()]), hidden=True)

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 LARGEST = 10**12
 LEAST = 1024
-"""Bytes that may be written without a unit: fewer were meant to have one."""
+"""The least number of bytes that may be given without a unit: a smaller number lacks its unit by mistake."""
 FILE = FOLDER = click.Path(path_type=Path)
-"""Whether a path exists is checked where it is opened, so that the error can say more."""
+"""An option type: a path. Whether it exists is checked where it is opened, for a better error."""
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
-    """Bytes, such as 5GB or 64MiB."""
+    """An option type: a number of bytes, such as 5GB or 64MiB."""
 
     name = "size"
     units: Mapping[str, int] = {
@@ -52,7 +52,7 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
 
 
 class Dtype(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2
-    """An element type, by its short name or by torch's."""
+    """An option type: an element type, by its short name or by torch's."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Parse a type."""
@@ -60,7 +60,7 @@ class Dtype(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2
 
 
 class ShareType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
-    """One of several processes, such as 2/8."""
+    """An option type: one of several processes of a conversion, such as 2/8."""
 
     name = "share"
 
@@ -75,7 +75,7 @@ class ShareType(click.ParamType):  # type: ignore[type-arg]  # generic since cli
 
 
 def together(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
-    """Several options as one decorator."""
+    """A decorator that adds several options."""
 
     def decorate(command: Command) -> Command:
         for option in reversed(options):
@@ -86,7 +86,7 @@ def together(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
 
 
 def _learn(context: click.Context, _: click.Parameter, path: Path | None) -> Family | None:
-    """Read a family of the user's own, which is one of ours until the command ends."""
+    """Load a family of the user's own, which is known until the command ends."""
     if path is None:
         return None
     from formats.families import known
@@ -105,7 +105,7 @@ own_family = click.option(
 
 
 def reading_of(*formats: Format) -> Callable[[Command], Command]:
-    """The options for a source of one of these formats; help is silent about what none of them knows."""
+    """The options for a source of one of these formats; options that have no effect on any are hidden from help."""
     hidden = {name: not set(known) & set(formats) for name, known in KNOWN_TO.items()}
     return together(
         click.option("--vocab-size", type=click.IntRange(1), metavar="N",
@@ -265,11 +265,11 @@ layout = click.option(
 
 
 def opened(path: Path, options: Mapping[str, Any], *wanted: Format) -> Checkpoint:
-    """Open the checkpoint that a command was given.
+    """Open the source of a command.
 
     Args:
-        path: its folder.
-        options: those of `reading`.
+        path: the folder of the checkpoint.
+        options: the values of the options of `reading`.
         wanted: the formats that the command reads; none for any.
     """
     from converters.plan.opening import open_only
@@ -278,7 +278,7 @@ def opened(path: Path, options: Mapping[str, Any], *wanted: Format) -> Checkpoin
 
 
 def iteration_folder(run: Path, number: int | None) -> Path:
-    """The folder of one of Megatron's iterations; the run itself when no number was given.
+    """The folder of an iteration of a Megatron run; the run itself without a number.
 
     Raises:
         SourceError: the run has no such iteration.
@@ -297,7 +297,7 @@ def iteration_folder(run: Path, number: int | None) -> Path:
 
 
 def settings_of(options: Mapping[str, Any]) -> Settings:
-    """What the options of `reading` and `deepspeed_reading` tell a reader.
+    """The settings of a reader from the options of `reading` and `deepspeed_reading`.
 
     Raises:
         UsageError: --config names no configuration.

@@ -50,7 +50,7 @@ def push(out: Path, repo: str, dry_run: bool, quiet: bool, as_json: bool, **opti
 
 
 def _send(plan: Push, digest: str | None, quiet: bool, as_json: bool) -> None:
-    """Send, and say what came of it; `digest` is that of the verified weights, None without a manifest."""
+    """Send the files, and print the result; `digest` is that of the verified weights, None without a manifest."""
     from converters.common.progress import size
     from converters.library.publishing import notes_of, send
 
@@ -70,7 +70,7 @@ def _send(plan: Push, digest: str | None, quiet: bool, as_json: bool) -> None:
 
 
 def _show(plan: Push, problems: list[str], as_json: bool) -> None:
-    """Print exactly what would be sent."""
+    """Print the files, the card and the problems of a push that is not sent."""
     from converters.common.progress import size, table
 
     where = {"repo": plan.repo, "private": plan.private, "revision": plan.revision, "create_pr": plan.create_pr}

@@ -1,4 +1,4 @@
-"""How a command that writes a checkpoint carries out its plan."""
+"""The common part of commands that write a checkpoint: make the request, run or print the plan, report the result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def request_of(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Request:
-    """What the options of `writing` ask for."""
+    """The request from the options of `writing`."""
     from converters.common.hub_names import place_of
     from converters.plan.opening import replicas_of
     from converters.plan.request import Limits, Request, named_of
@@ -46,7 +46,7 @@ def request_of(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Req
 
 
 def output_of(options: Mapping[str, Any]) -> Output:
-    """How the options of a command lay out its output. Those that it does not have are left at their defaults."""
+    """The layout options of an output from the options of a command. Absent options have their defaults."""
     from converters.plan.output import DEFAULTS, Output
 
     stated = {name: value for name, value in options.items() if name in DEFAULTS and value is not None}
@@ -54,7 +54,7 @@ def output_of(options: Mapping[str, Any]) -> Output:
 
 
 def require_new(path: Path) -> None:
-    """Insist that a page or a picture can be written, before the work for it is done.
+    """Check that a page or a picture can be written, before the work for it is done.
 
     Raises:
         OutputError: the file exists, or its folder does not.
@@ -80,9 +80,9 @@ def write_new(path: Path, text: str) -> None:
 
 
 BRIDGE, ADAPTER_OF_BRIDGE = "bridge", "adapter of bridge"
-"""A model of Megatron-Bridge, as `--for` calls it, and an adapter."""
+"""Purposes of an output: a model for Megatron-Bridge, as `--for` names it, and an adapter."""
 TORCHTITAN, OLMO_CORE = "torchtitan", "olmo-core"
-"""FSDP under the names of these trainers."""
+"""Purposes of an output: FSDP under the names of these trainers."""
 NEXT = {
     BRIDGE: 'Megatron-Bridge with checkpoint.pretrained_checkpoint={out}, or its load_megatron_model("{out}")',
     ADAPTER_OF_BRIDGE: "Megatron-Bridge with checkpoint.load={out}, checkpoint.pretrained_checkpoint=BASE, "
@@ -98,11 +98,11 @@ NEXT = {
     NANOTRON: "nanotron with model: init_method: path: {out}, and model_config as {out}/model_config.json has it",
     UNIVERSAL: "DeepSpeed with checkpoint: {{load_universal: true}}, load_checkpoint from {out}",
 }
-"""What can be done with an output, by its format."""
+"""Target or purpose of an output: how the output can be used."""
 
 
 def convert_to(to: str, source: Checkpoint, out: Path, options: Mapping[str, Any]) -> None:
-    """Write a checkpoint of some format."""
+    """Convert a checkpoint to a target."""
     from converters.plan.output import plan_output
 
     request = request_of(out, options, source)
@@ -112,7 +112,7 @@ def convert_to(to: str, source: Checkpoint, out: Path, options: Mapping[str, Any
 
 
 def is_written(plan: Plan, request: Request) -> bool:
-    """Whether OUT is what a plan would write. The source is read for it: a training may have written it anew."""
+    """Whether OUT is what a plan would write. The source is read, since a training may have overwritten it."""
     from converters.common.progress import Progress
     from converters.move.engine import digest_of
     from converters.prove.digest import same_output
@@ -126,7 +126,7 @@ def is_written(plan: Plan, request: Request) -> bool:
 
 
 def carry_out(plan: Plan, request: Request, options: Mapping[str, Any], to: str) -> None:
-    """Print the plan, or run it (or a share of it) and print what came out, and what it is for."""
+    """Print the plan; or run it, or a share of it, and print the result and how the output can be used."""
     from converters.commands.inspect_text import drift_lines, plan_lines
     from converters.common.progress import size
     from converters.library import conversion

@@ -1,4 +1,4 @@
-"""`convert submit`: a conversion as a job; and the options that it shares with `train submit`."""
+"""`convert submit`: a conversion as a Slurm job; and the options that are shared with `train submit`."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
     from converters.common.slurm import Job, Wishes
 
 BASE_MB = 2000
-"""Memory of a conversion besides its buffers: Python, tokenizers, 16 processes of 21 MB.
+"""Megabytes of memory of a conversion besides its buffers: Python, tokenizers, 16 processes of 21 MB.
 
 Without processes 130 MB was the peak of an 8 B model on 128 ranks.
 """
 PIECE = 4096
-"""Bytes for each block of a plan; 37,000 pieces took 82 MB."""
+"""Bytes of memory for each block of a plan; 37,000 blocks took 82 MB."""
 RATE = 100e6
-"""Bytes of weights a second, for reading, writing and reading back together: a slow hour of a shared file system."""
+"""Bytes of weights per second, for reading, writing and reading back together, on a slow shared file system."""
 START = 900
 """Seconds for everything else."""
 ROUND = 3600
-"""Seconds of a job that looks for new checkpoints, at the least; it may find more than there are now."""
+"""Least seconds of a job that looks for new checkpoints, as it may find more than there are now."""
 LOOKS = 100_000
-"""Jobs of a watch, at the most."""
+"""Most jobs of a watch."""
 OF_TRAININGS = ("partition", "nodes", "time")
-"""Settings of a user that do not fit a job without GPUs."""
+"""Settings of a user that are for trainings, and do not fit a job without GPUs."""
 
 
 def _settings(context: click.Context, _: click.Parameter, path: Path | None) -> None:
-    """Options that are not given come from the user's settings."""
+    """Take the defaults of options from the user's settings file."""
     from converters.common.slurm import load_settings
 
     if path is not None:
@@ -67,11 +67,11 @@ submitting = together(
 
 
 def wishes_of(options: Mapping[str, Any], *, typed: tuple[str, ...] = ()) -> Wishes:
-    """What the options of `submitting` ask for.
+    """The user's settings of a job from the options of `submitting`.
 
     Args:
-        options: their values.
-        typed: those that count only where they are given: a user's settings of them are meant for trainings.
+        options: the values of the options.
+        typed: options that count only on the command line: in a user's settings file they are meant for trainings.
     """
     from converters.common.slurm import Wishes, options_of
 
@@ -85,10 +85,10 @@ def wishes_of(options: Mapping[str, Any], *, typed: tuple[str, ...] = ()) -> Wis
 
 
 def _require_internet(site: str, job: Job, words: tuple[str, ...], push: str | None) -> None:
-    """Insist on nodes that reach what a conversion reads from or sends to other places.
+    """Refuse nodes without internet for a conversion that reads from or sends to an address.
 
     Raises:
-        UsageError: they have no internet.
+        UsageError: the nodes have no internet.
     """
     from converters.common.slurm import load_site
 
@@ -102,11 +102,11 @@ def _require_internet(site: str, job: Job, words: tuple[str, ...], push: str | N
 
 
 def hand_over(job: Job, dry_run: bool) -> str:
-    """Print a job, or submit it and tell its number, which is returned."""
+    """Print a job and return its name, or submit it, print its number and return that."""
     from converters.common.slurm import submit
 
     if dry_run:
-        job.folder.mkdir(parents=True, exist_ok=True)  # sbatch makes none
+        job.folder.mkdir(parents=True, exist_ok=True)  # sbatch does not create it
         click.echo(job.text, nl=False)
         return job.name
     click.echo(job.cost, err=True)
@@ -141,7 +141,7 @@ def submit(context: click.Context, /, words: tuple[str, ...], **options: Any) ->
     wishes, parts, dry_run = wishes_of(options, typed=OF_TRAININGS), options["parts"], options["dry_run"]
     plans, asked = _plans(context, words)
     seconds = sum(plan["bytes"] for plan in plans) / RATE
-    buffers = asked["memory"] or EACH_MEMORY * MOST  # the threads are those of the cores of the job
+    buffers = asked["memory"] or EACH_MEMORY * MOST  # the job uses as many threads as it has cores
     megabytes = BASE_MB + (buffers + PIECE * max((plan.get("blocks", 0) for plan in plans), default=0)) / 10**6
     name, command, watching = words[0], ["convert", *words], "every" in asked
     if watching and parts:
@@ -155,7 +155,7 @@ def submit(context: click.Context, /, words: tuple[str, ...], **options: Any) ->
         looks = {"LINKS": f"${{VITRUVIAN_LINKS:-{LOOKS}}}", "PAUSE": f"{60 * asked['every']:.0f}"}
         log = {"output": str(job.folder).replace("%", "%%") + "/%x.out"}  # one file, not one a look
         job = replace(job, settings={**job.settings, **looks}, header={**job.header, **log})
-    if parts:  # one whose time is up is not followed by another: the last job has time for all that is left
+    if parts:  # a part that runs out of time is not resumed: the last job has time for all that is left
         part = cpu_job(f"{name}-part", command, wishes, START + seconds / parts, megabytes, array=f"1-{parts}")
         share = {"COMMAND+": f'(--part "$SLURM_ARRAY_TASK_ID/{parts}")', "LINKS": "1"}
         number = hand_over(replace(part, settings={**part.settings, **share}), dry_run)
@@ -167,7 +167,7 @@ def _plans(context: click.Context, words: tuple[str, ...]) -> tuple[list[Mapping
     """The plans of a conversion, from its own dry run, and its options.
 
     Raises:
-        UsageError: it is no conversion.
+        UsageError: the words are no conversion.
     """
     group = context.parent.command if context.parent else None
     name, *rest = words or ("",)

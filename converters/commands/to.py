@@ -25,18 +25,18 @@ NAMES = {
     "nanotron": ("nanotron",),
     "gguf": ("gguf", "ggml", "llamacpp"),
 }
-"""What commands call a format, and what those call it who look for one."""
+"""The name of a format in commands: words that users have for it."""
 ELSEWHERE = {
     "gguf": "convert_hf_to_gguf.py of llama.cpp makes it of a Hugging Face folder: convert to hf SRC OUT",
     "hf to zero": "DeepSpeed starts from the Hugging Face folder itself; a training moves by `convert zero2universal`",
 }
-"""What no command writes: who does."""
+"""Target, or source and target, that no command writes: what does."""
 INTO = {"hf": {"hf": "hf2hf", "mds": "zero2hf"}, "megatron": {"megatron": "reshard"}, "neox": {"neox": "reshard"}}
-"""Commands within a format: into what, from what. All others are `hf2…`, `…2hf` and `zero2universal`."""
+"""Target: source: the command, where it is not named `hf2…`, `…2hf` or `zero2universal` by the two formats."""
 
 
 def called(word: str) -> str:
-    """What commands call a format; empty for a word that is none."""
+    """The name of a format in commands; empty for a word that is no format."""
     letters = re.sub("[-_.]", "", word.lower())
     return next((name for name, words in NAMES.items() if letters in words), "")
 
@@ -53,12 +53,12 @@ def pair(source: str, target: str) -> str:
 
 
 def elsewhere(source: str, target: str) -> str:
-    """Who writes what no command does; empty if nobody is known."""
+    """The hint on what converts between two formats that no command converts between; empty if nothing is known."""
     return ELSEWHERE.get(target) or ELSEWHERE.get(f"{source} to {target}", "")
 
 
 def found(path: Path) -> Format | None:
-    """The format of a source, by its files alone; None where it is none, or cannot be looked at."""
+    """The format of a source, by its files alone; None where it is of no format, or cannot be read."""
     from converters.common.hub_names import folder_of
     from formats.errors import SourceError
 

@@ -1,4 +1,4 @@
-"""The command that turns a SentencePiece model into a fast tokenizer, and proves on texts that the ids are the same."""
+"""The command that converts a SentencePiece model to a fast tokenizer, and proves on texts that the ids are equal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from converters.assets.tokenizer_proof import Check
 
 OURS = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "chat_template.jinja"}
-"""What a folder may hold that --force deletes."""
+"""The only files that may be in a folder that --force deletes."""
 
 
 @command()
@@ -61,7 +61,7 @@ def tokenizer(model: Path, out: Path, as_json: bool, **options: Any) -> None:
     from converters.assets.tokenizer_proof import check
 
     began = time.monotonic()
-    _check_free(out, options["force"])  # a tokenizer.model in it may be the input: it is written again
+    _check_free(out, options["force"])  # a tokenizer.model in OUT may be the input: it is written again
     names = {role: options[role] for role in ROLES if options[role] is not None}
     converted = convert_tokenizer(
         model, control=options["control"], names=names, add=options["add"], add_bos=options["add_bos"]
@@ -99,7 +99,7 @@ def _record(converted: Converted, checks: Iterable[Check], out: Path, seconds: f
 
 
 def _lines(converted: Converted, checks: Iterable[Check]) -> str:
-    """The tokenizer and the proof, as text."""
+    """The facts of the tokenizer and the result of the proof, as text."""
     control = ", ".join(f"{text} {i}" for text, i in islice(converted.control.items(), 12))
     more = " …" if len(converted.control) > 12 else ""
     roles = ", ".join(f"{role} {i}" for role, i in converted.special.items())
@@ -119,7 +119,11 @@ def _lines(converted: Converted, checks: Iterable[Check]) -> str:
 
 
 def _check_free(out: Path, force: bool) -> Path:
-    """The place of OUT, which is absent, empty, or a tokenizer that may be deleted."""
+    """The resolved path of OUT, which has to be absent, empty, or a tokenizer that may be deleted.
+
+    Raises:
+        OutputError: OUT may not be replaced.
+    """
     place = out.resolve()
     if not place.name or place == Path.cwd():
         raise OutputError(f"{out} cannot be replaced by a tokenizer", "name a new folder")
@@ -137,7 +141,7 @@ def _check_free(out: Path, force: bool) -> Path:
 
 
 def _publish(files: Mapping[str, bytes], out: Path, force: bool) -> None:
-    """Write everything beside OUT, then put it in its place in one step."""
+    """Write all files beside OUT, then rename the folder to OUT in one step."""
     from converters.assets.files import write
 
     place = _check_free(out, force)

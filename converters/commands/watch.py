@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from converters.library.watching import Watch
 
 OWN = ("to", "out", "push", "every", "idle", "once", "keep", "keep_every", "dry_run", "quiet", "as_json")
-"""Options of the watch itself; all others are those of each conversion."""
+"""Options of the watch itself; all others are options of each conversion."""
 IDLE = 48
 
 
@@ -101,10 +101,11 @@ def watch(run: Path, **options: Any) -> None:  # fmt: skip
 
 
 def _watch_of(run: Path, options: Mapping[str, Any]) -> Watch:
-    """What the options ask for.
+    """The watch from the options of the command.
 
     Raises:
-        UsageError: an option has an impossible value, or means nothing without another one.
+        UsageError: an option has an impossible value, or has no effect without another one.
+        SourceError: RUN is not a folder.
     """
     from converters.hub.push_plan import check_names
     from converters.hub.upload import require_token
@@ -154,7 +155,7 @@ def _show(watched: Watch, as_json: bool) -> None:
     """Print the checkpoints that are due, or the plans of those that can be converted.
 
     Raises:
-        VitruvianError: none of them can.
+        VitruvianError: none of them can be converted.
     """
     from converters.library import conversion, watching
     from converters.library.options import Planning

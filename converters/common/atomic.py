@@ -1,4 +1,4 @@
-"""What keeps work safe while it is interrupted: signals that wait, one process a folder, and names forced to disk."""
+"""Keep work safe when it is interrupted: deferred signals, one process per folder, and files forced to disk."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import BinaryIO
 from formats.errors import OutputError
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""What asks for an end: a scheduler, a terminal, and Slurm some time before the limit (`--signal=USR1@300`)."""
+"""Signals that ask for an end: of a scheduler, a terminal, and Slurm before the time limit (`--signal=USR1@300`)."""
 
 
 @contextmanager
 def answered(handler: Callable[[int, FrameType | None], object], numbers: Iterable[int] = STOPS) -> Iterator[None]:
-    """Answer signals. Only the main thread may: any other leaves them as they are."""
+    """A context in which a handler answers signals. Only the main thread may set one: in any other nothing changes."""
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number in numbers} if main else {}
     try:
@@ -33,26 +33,26 @@ def answered(handler: Callable[[int, FrameType | None], object], numbers: Iterab
 
 @contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:
-    """Signals let the running jobs finish. Yields a function that says whether one came."""
+    """A context in which signals let the running jobs finish. Yields a function that tells whether a signal came."""
     came = threading.Event()
     with answered(lambda *_: came.set()):
         yield came.is_set
 
 
 def lock(handle: int, what: object, *, shared: bool = False, wait: bool = False) -> bool:
-    """Be the only process that works on something, as long as the handle of a file in it is open.
+    """Lock a file, so that no other process works on the same thing, as long as the file is open.
 
     Args:
-        handle: of the file.
-        what: how an error calls it, such as the folder.
-        shared: work beside others that share it too.
-        wait: until no other process works on it.
+        handle: the descriptor of the file.
+        what: the name in an error of what is locked, such as the folder.
+        shared: take a lock that several processes may share.
+        wait: wait until no other process has the lock.
 
     Returns:
         Whether the file system has locks.
 
     Raises:
-        OutputError: another process works on it.
+        OutputError: another process has the lock.
     """
     try:
         fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
@@ -66,14 +66,14 @@ def lock(handle: int, what: object, *, shared: bool = False, wait: bool = False)
 
 
 def write_all(handle: int, content: bytes) -> None:
-    """Append all of it: a full disk can cut a write short."""
+    """Write all bytes: a single write may be cut short, as by a full disk."""
     while content:
         content = content[os.write(handle, content) :]
 
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """An error of the system that does not tell which file it is about is about this one."""
+    """A context that adds this path to an OSError without a file name."""
     try:
         yield
     except OSError as error:
@@ -90,7 +90,7 @@ def synced(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a small file in one step: it is there as a whole, or as it was before."""
+    """Write a small file in one step: it has all of the new content, or is as before."""
     staged = path.with_name(path.name + ".tmp")
     with named(path), synced(staged) as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""The help of a command: within 80 columns, options of the long ones under titles, and examples that can be typed."""
+"""The help of commands: 80 columns, titles where there are many options, and examples that can be typed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 MANY = 12
-"""Options that need no titles."""
+"""Most options that are listed without titles."""
 TITLES: Mapping[str, str] = {
     "What SRC is": """
         config tokenizer family vocab_size settings accept only drop verbatim allow_missing container gqa_layout tag
@@ -29,14 +29,14 @@ TITLES: Mapping[str, str] = {
         repo dry_run force share parts verify stripes threads memory workers strict max_drop_rate cache listing html
         tensors blocks quiet as_json _click_default_help""",
 }
-"""Title: the options below it, by the names of their parameters, in its order of titles."""
+"""Title: the options below it, by the names of their parameters, in this order."""
 
 
 class Finite(click.FloatRange):
-    """A number in a range. NaN is in each range of click's own, and so is infinity in one that has no end."""
+    """A finite number in a range. click's ranges contain NaN, and those without an end infinity."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Read a number."""
+        """Parse a number, and fail if it is not finite."""
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{number} is not a finite number.", param, ctx)
@@ -44,7 +44,7 @@ class Finite(click.FloatRange):
 
 
 class Helped(click.Command):
-    """A command whose options stand under titles where they are many."""
+    """A command whose help lists options under titles where there are many."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,7 +53,7 @@ class Helped(click.Command):
                 option.metavar = option.metavar or "N"
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options."""
+        """Write the options of the help."""
         options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
         rows = {str(option.name): row for option in options if (row := option.get_help_record(ctx)) is not None}
         if len(rows) <= MANY + 1:  # and --help
@@ -68,16 +68,16 @@ class Helped(click.Command):
 
 
 command = partial(click.command, cls=Helped)
-"""Makes a function a command, as `click.command` does."""
+"""A decorator that makes a function a `Helped` command, as `click.command` makes a command."""
 
 
 def with_examples(commands: Iterable[click.Command], examples: Mapping[str, str], before: str) -> None:
-    """Put examples below the help of commands.
+    """Add examples to the end of the help of commands.
 
     Args:
-        commands: those of a group.
-        examples: lines to type, by the name of the command, without the words before them.
-        before: what stands before the name, such as `convert`.
+        commands: the commands of a group.
+        examples: lines to type, by the name of the command, without the program and that name.
+        before: the words before the name, such as `convert`.
     """
     for command in commands:
         if isinstance(command, click.Group):

@@ -1,4 +1,4 @@
-"""What both commands, `convert` and `train`, have in common: help in sections, and one sentence for every error."""
+"""The common part of the programs `convert` and `train`: help in sections, and one sentence for every error."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Exit codes:
 
 
 class Commands(UserDict[str, Any]):
-    """The commands of a program by name, each loaded when it is asked for, with the examples of its name.
+    """The commands of a program by name, each imported on access, with its examples.
 
     Args:
-        modules: the module of each, and after a colon its name there, where it is not called as it is typed.
-        examples: of each, as `with_examples` has them.
-        program: the program.
+        modules: the module of each command, followed by a colon and the function's name where that differs.
+        examples: the examples of each command, as in `with_examples`.
+        program: the name of the program.
     """
 
     def __init__(self, modules: Mapping[str, str], examples: Mapping[str, str], program: str) -> None:
@@ -49,7 +49,7 @@ class Commands(UserDict[str, Any]):
 
 
 class Sections(click.Group):
-    """A group whose help lists its commands in sections, by name, with the modules that they are in."""
+    """A group whose help lists its commands in sections. `sections`: title: name of a command: its module."""
 
     def __init__(
         self, name: str | None = None, *, sections: Mapping[str, Mapping[str, str]], examples: Mapping[str, str],
@@ -69,12 +69,12 @@ class Sections(click.Group):
 
 
 def printable(text: str) -> str:
-    """A message without anything that a terminal would obey: names in it come from files."""
+    """A message with control characters escaped, which a terminal would obey: names in it come from files."""
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
 def _tell(error: VitruvianError) -> NoReturn:
-    """Print an error, as JSON if that was asked for, and leave with its exit code."""
+    """Print an error, as JSON with --json, and exit with its exit code."""
     if "--json" in sys.argv[1:]:
         facts = {"error": str(error), "hint": error.hint, "exit_code": error.exit_code}
         click.echo(json.dumps(facts, ensure_ascii=False), err=True)
@@ -86,7 +86,7 @@ def _tell(error: VitruvianError) -> NoReturn:
 
 
 def _say(what: str, text: str, colour: str) -> None:
-    """Write a line on stderr, what it is in colour if that is a terminal."""
+    """Write a line to stderr, beginning with its kind, which is coloured on a terminal."""
     plain = "NO_COLOR" in os.environ
     click.echo(f"{what if plain else click.style(what, fg=colour, bold=True)}: {printable(text)}", err=True)
 
@@ -104,7 +104,7 @@ def run(group: click.Group, program: str) -> None:
     except click.ClickException as error:
         context = error.ctx if isinstance(error, click.UsageError) else None
         _tell(UsageError(error.format_message(), f"{context.command_path} --help" if context else ""))
-    except (click.Abort, KeyboardInterrupt):  # click makes the one of the other, but not as early
+    except (click.Abort, KeyboardInterrupt):  # click turns the latter into the former, but not as early
         _say("error", "interrupted", "red")
         sys.exit(75)
     except VitruvianError as error:

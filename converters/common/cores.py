@@ -1,4 +1,4 @@
-"""How many cores a job has."""
+"""The number of cores that a process may use."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from pathlib import Path
 GROUPS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 MOST = 16
-"""Threads that are used unless more are asked for: more were never measured, and a login node is everybody's."""
+"""Most threads by default: more were never measured, and login nodes are shared."""
 
 
 def cores(own: Path = OWN, groups: Path = GROUPS) -> int:
-    """The cores that this process may use: those of its affinity, as far as its control groups let it.
+    """The cores that this process may use: those of its affinity, limited by the quotas of its control groups.
 
     Source: Documentation/admin-guide/cgroup-v2.rst of Linux 6: the line `0::PATH` names the group, and `cpu.max` of it
     and of each above it holds a quota and a period in microseconds, or `max` where there is none.
 
     Args:
-        own: which groups this process is in.
-        groups: where version 2 is mounted.
+        own: the file that lists the control groups of this process.
+        groups: the folder where cgroup version 2 is mounted.
     """
     count = float(min(len(os.sched_getaffinity(0)), MOST))
     for folder in _folders(own, groups):
         try:
             quota, period = (folder / "cpu.max").read_text().split()
-        except (OSError, ValueError):  # none here, as in the uppermost group
+        except (OSError, ValueError):  # no quota in this group, as in the uppermost one
             continue
         if quota != "max":
             count = min(count, int(quota) / int(period))
@@ -33,7 +33,7 @@ def cores(own: Path = OWN, groups: Path = GROUPS) -> int:
 
 
 def _folders(own: Path, groups: Path) -> list[Path]:
-    """The group of version 2 that this process is in, and those above it."""
+    """The folders of this process's cgroup of version 2, and of the groups above it."""
     try:
         lines = own.read_text().splitlines()
     except OSError:

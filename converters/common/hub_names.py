@@ -1,9 +1,9 @@
-"""Names of the Hub where a folder is asked for: `ORG/NAME[@REVISION]` and `hf://ORG/NAME[@REVISION][/FOLDER]`.
+"""Names of the Hub in place of folders: `ORG/NAME[@REVISION]` and `hf://ORG/NAME[@REVISION][/FOLDER]`.
 
-They are looked for in this order: a local folder of that name; the mirrors of the site, folders with ORG/NAME in them
-(`VITRUVIAN_MIRRORS`, separated by `:`); the cache of the Hub on this machine; the Hub, of which what is needed is read
-by ranges (`converters.remote`), unless `HF_HUB_OFFLINE` is set. Nothing is downloaded. `s3://`, `gs://`, `az://` and
-`https://` are read in the same way.
+A name is looked up in this order: a local folder of that name; the mirrors of the site, folders with ORG/NAME in them
+(`VITRUVIAN_MIRRORS`, separated by `:`); the cache of the Hub on this machine; the Hub, from which only needed bytes are
+read by ranges (`converters.remote`), unless `HF_HUB_OFFLINE` is set. Nothing is downloaded. `s3://`, `gs://`, `az://`
+and `https://` are read in the same way.
 
 Facts about the cache: huggingface_hub 2.4.0, constants.py and `_local_folder.py`: `$HF_HUB_CACHE`, else
 `$HF_HOME/hub`, else `~/.cache/huggingface/hub`; models--ORG--NAME/refs/REVISION holds the commit, whose files are in
@@ -23,16 +23,16 @@ NAME = re.compile(
     r"(?:hf://)?(?P<org>\w[\w.-]*)/(?P<name>\w[\w.-]*)(?:@(?P<revision>[^/\s]+))?(?:/(?P<folder>.+))?", re.A
 )
 SCHEME = "hf:/"
-"""How `hf://` begins once a path has been made of it."""
+"""The beginning of `hf://` in a Path, which joins two slashes."""
 MAIN = "main"
 STORES = ("s3", "gs", "az", "https", "http")
-"""How addresses in other stores begin."""
+"""The schemes of addresses in other stores."""
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 """Variables that keep huggingface_hub off the network (2.4.0, constants.py)."""
 
 
 class Found(NamedTuple):
-    """The folder that a name stands for; `note` says which one was taken, empty for a local folder."""
+    """The folder that a name stands for; `note` tells where it was found, empty for a local folder."""
 
     folder: Path
     note: str = ""
@@ -42,10 +42,10 @@ def folder_of(path: Path) -> Found:
     """The folder that a name of the Hub, or an address in a store, stands for; any other path as it is.
 
     Args:
-        path: what the user wrote where a folder is asked for.
+        path: the folder as the user wrote it.
 
     Raises:
-        SourceError: it is a name of the Hub, nothing on this machine has it, and the Hub neither, or may not be asked.
+        SourceError: the path is a name that is neither on this machine nor on the Hub, or the Hub may not be asked.
         NetworkError: the Hub cannot be reached.
     """
     text = str(path)
@@ -91,11 +91,11 @@ def folder_of(path: Path) -> Found:
 
 
 def _on_hub(address: str, below: str) -> Found:
-    """A model that is read from the Hub.
+    """A folder of a repository that is read from the Hub.
 
     Raises:
-        SourceError: the Hub has none of that name, or the folder is not in it.
-        NetworkError: it cannot be reached.
+        SourceError: the Hub has no such repository, or the folder is not in it.
+        NetworkError: the Hub cannot be reached.
     """
     from converters.remote.hub_repo import Repo
     from converters.remote.path import remote
@@ -113,10 +113,10 @@ def _on_hub(address: str, below: str) -> Found:
 
 
 def place_of(path: Path) -> Path:
-    """Where an output goes: a folder, or a place in a store.
+    """The place of an output: a folder, or a path in a store.
 
     Raises:
-        UsageError: it is an address that nothing can be written to.
+        UsageError: the path is an address that nothing can be written to.
     """
     scheme = str(path).partition(":/")[0]
     if scheme in ("http", "https"):
@@ -140,7 +140,7 @@ def cache() -> Path:
 
 
 def _snapshot(home: Path, revision: str) -> Path | None:
-    """The folder of a revision: a commit, or a name that refs/ knows."""
+    """The folder of a revision in the cache: of a commit, or of a name in refs/; None if it is not there."""
     ref = home / "refs" / revision
     commit = ref.read_text().strip() if ref.is_file() else revision
     folder = home / "snapshots" / commit

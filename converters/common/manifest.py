@@ -1,4 +1,4 @@
-"""The manifest beside an output of ours: read, and held against what is there."""
+"""Read the manifest of an output, and compare it with the output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from formats.families import family_named
 from formats.model.spec import ModelSpec, Verbatim
 
 LARGEST = 64 << 20
-"""Bytes of a small file."""
+"""Most bytes of a small file that is hashed."""
 UNSETTABLE = {"family", "own", "biases"}
 """The settings that `--set` cannot give."""
 
@@ -27,7 +27,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
     """The settings and the digests in a folder's manifest, None without one.
 
     Raises:
-        SourceError: it is no manifest, or contradicts itself.
+        SourceError: the file is no manifest, or contradicts itself.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -45,17 +45,17 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, str]] | None:
 
 
 def total(digests: Mapping[str, str]) -> str:
-    """The digest of a checkpoint, given that of each of its tensors."""
+    """The digest of a checkpoint from the digests of its tensors."""
     lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
     return blake3(lines.encode()).hexdigest()
 
 
 def small_digests(home: Path, names: Iterable[str]) -> dict[str, str]:
-    """The digest of each small file that is read with a model: empty where it is not there.
+    """The digest of each small file that is read with a model; empty where the file is absent.
 
     Args:
         home: the folder of the manifest.
-        names: their paths from there.
+        names: the paths of the files, relative to that folder.
     """
     paths = {name: home.parent / name[3:] if name.startswith("../") else home / name for name in names}
     return {
@@ -65,12 +65,12 @@ def small_digests(home: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def changed_files(home: Path) -> list[str] | None:
-    """The small files that are not those of a folder's manifest, None if it names none.
+    """The small files that differ from a folder's manifest, None if the manifest records no small files.
 
-    Those of a run around the folder may be elsewhere.
+    Files above the folder (`../`), of the run around it, may be absent.
 
     Raises:
-        SourceError: it is no manifest.
+        SourceError: the file is no manifest.
     """
     remembered = read_json(home / MANIFEST).get("files")
     if remembered is None:
@@ -84,7 +84,7 @@ def changed_files(home: Path) -> list[str] | None:
 
 
 def record_files(home: Path, names: Iterable[str]) -> None:
-    """Say in a folder's manifest, if it has one, what its small files are now."""
+    """Record the present digests of small files in a folder's manifest, if there is one."""
     path = home / MANIFEST
     if path.is_file():
         facts = read_json(path)
@@ -99,10 +99,10 @@ def dumped(facts: Mapping[str, Any]) -> bytes:
 
 
 def remembered_states(folder: Path) -> dict[str, str]:
-    """The digests of an optimizer in a folder's manifest, none without one.
+    """The digests of optimizer states in a folder's manifest; empty without a manifest or states.
 
     Raises:
-        SourceError: it is no manifest.
+        SourceError: the file is no manifest.
     """
     path = folder / MANIFEST
     digests = _digests(read_json(path).get("optimizer", {})) if path.is_file() else {}
@@ -112,7 +112,7 @@ def remembered_states(folder: Path) -> dict[str, str]:
 
 
 def _digests(tensors: Any) -> dict[str, str] | None:
-    """The digest of each tensor of a manifest, None if it is none."""
+    """The digest of each tensor in a section of a manifest, None if the section is malformed."""
     if not isinstance(tensors, dict):
         return None
     by_name = {name: entry.get("blake3") for name, entry in tensors.items() if isinstance(entry, dict)}
@@ -121,13 +121,13 @@ def _digests(tensors: Any) -> dict[str, str] | None:
 
 
 def is_verbatim(folder: Path) -> bool:
-    """Whether a folder's manifest counts its tensors under their own names."""
+    """Whether a folder's manifest lists the tensors under their own names, without a table."""
     facts, _ = read_manifest(folder) or ({"layers": 0}, {})
     return "layers" not in facts
 
 
 def contradictions(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
-    """Where settings are not those of a manifest, as `name: here | there`; of a map, each of its keys."""
+    """The settings that differ from a manifest's, as `name: here | there`; of a map, each key that differs."""
     texts = []
     for name, value in here.items():
         other = there.get(name)
@@ -141,16 +141,17 @@ def contradictions(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[st
 
 
 def check_manifest(source: Checkpoint) -> None:
-    """Compare what the headers of a source say with the manifest that travels with it, if there is one.
+    """Compare the settings and tensor names in the headers of a source with its manifest, if there is one.
 
-    Only what the manifest records, and what the user has not said (with --set, --config, --family and the like). Names
-    follow from the settings of a model that a table describes; a manifest of names says nothing of such a one.
+    Only settings are compared that the manifest records, and that the user has not given (with --set, --config,
+    --family and the like). The names of a model with a table follow from its settings; a manifest of a model without a
+    table is not compared with a model that has one.
 
     Raises:
         VerificationError: the source is not what it was when its manifest was written.
     """
     manifest, source = read_manifest(source.home), source.original or source
-    if manifest is None or source.settings.only:  # a manifest is of the whole
+    if manifest is None or source.settings.only:  # a manifest is of the whole model
         return
     (facts, digests), path = manifest, source.home / MANIFEST
     spec, stated = source.spec, source.settings

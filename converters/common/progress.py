@@ -1,4 +1,4 @@
-"""What the user sees: progress on stderr, sizes and tables as text."""
+"""Progress on stderr, and sizes, times and tables as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EVERY = 30.0
 
 
 def size(nbytes: float) -> str:
-    """Bytes for people, in powers of 1000."""
+    """A number of bytes as text, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -42,7 +42,7 @@ def table(rows: Iterable[Sequence[object]], indent: str = "  ") -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Numbers in rising order, such as 0-31,40."""
+    """Ascending numbers as text with ranges, such as 0-31,40."""
     runs = list[list[int]]()
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -53,14 +53,14 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 Tell = Callable[[str, int, int], object]
-"""Called with what is being done, how many bytes of it are done, and how many there are; from any thread."""
+"""Called with the name of the step, how many of its bytes are done, and how many there are; from any thread."""
 
 
 class Progress:
     """Bytes, rate and time left: one live line on a terminal, one line every 30 s in a log file; calls of `tell`.
 
-    `before` are bytes that an earlier run has done, which is said; `after` are those of what follows, such as reading
-    back, which count for the time left alone.
+    `before` are bytes that an earlier run has done, which is printed; `after` are bytes of later steps, such as reading
+    back, which count only for the time left.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Progress:
                 sys.stderr.flush()
 
     def left(self, now: float) -> str:
-        """The time left, that of what follows included, at the rate until now."""
+        """The time left, with that of later steps (`after`), at the rate so far."""
         rest = max(0, self.total - self.done) + self.after
         return clock(rest * (now - self.began) / self.done if self.done else 0.0)
 

@@ -1,4 +1,4 @@
-"""Room for an output: bytes and files, on its file system and within the quotas of Lustre and of JSC's GPFS."""
+"""Check the room for an output: bytes and files, on its file system and in quotas of Lustre and of JSC's GPFS."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from converters.common.progress import size
 from formats.errors import OutputError
 
 SECONDS = 20
-"""How long a command may take that asks a file system; one that is busy is not waited for."""
+"""Time limit of a command that asks a file system, which may be busy."""
 NONE = 1 << 62
 
 
 class Room(NamedTuple):
-    """What may still be written.
+    """How much may still be written.
 
     Attributes:
-        nbytes: bytes.
-        files: files and folders; a file system without a limit has a very large number.
-        of: what has them.
+        nbytes: free bytes.
+        files: free files and folders; a very large number where there is no limit.
+        of: the file system or quota that has the limit.
     """
 
     nbytes: int
@@ -33,16 +33,16 @@ class Room(NamedTuple):
 
 
 def require_room(place: Path, nbytes: int, files: int, out: Path) -> None:
-    """Insist on room for an output.
+    """Refuse an output for which there is no room.
 
     Args:
-        place: a folder that is there, on the file system that is written to.
+        place: an existing folder on the file system that is written to.
         nbytes: bytes that are needed.
         files: files and folders that are needed.
-        out: what is written.
+        out: the output.
 
     Raises:
-        OutputError: there is less.
+        OutputError: there is less room.
     """
     for room in rooms(place):
         if nbytes > room.nbytes:
@@ -55,7 +55,7 @@ def require_room(place: Path, nbytes: int, files: int, out: Path) -> None:
 
 
 def rooms(place: Path) -> Iterator[Room]:
-    """What the file system of a folder has, and what quotas of it leave."""
+    """The room that the file system of a folder has, and the room that each of its quotas leaves."""
     stats = os.statvfs(place)
     yield Room(stats.f_bavail * stats.f_frsize, stats.f_favail if stats.f_files else NONE, str(place))
     quotas = {"lustre": _lustre, "gpfs": _jutil}.get(mounted(place))
@@ -64,7 +64,7 @@ def rooms(place: Path) -> Iterator[Room]:
 
 
 def mounted(place: Path) -> str:
-    """The type of the file system that a folder is on; empty where Linux does not tell."""
+    """The type of the file system that a folder is on; empty where /proc/mounts cannot be read."""
     try:
         lines = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     except OSError:
@@ -74,16 +74,16 @@ def mounted(place: Path) -> str:
 
 
 def _plain(where: str) -> str:
-    """A path of /proc/mounts, which has blanks as octal numbers (proc(5))."""
+    """A path of /proc/mounts with its octal escapes of blanks decoded (proc(5))."""
     return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), where)
 
 
 def _lustre(place: Path) -> Iterator[Room]:
-    """The quotas of user, group and project that hold for new files in a folder.
+    """The room in the Lustre quotas of user, group and project that apply to new files in a folder.
 
-    `lfs quota -q` prints path, kilobytes, quota, limit, grace, files, quota, limit, grace; 0 is no limit, a star stands
-    behind what is above its quota. `lfs project -d` prints the project's number first (lfs-quota(1), lfs-project(1) of
-    Lustre 2.15).
+    `lfs quota -q` prints path, kilobytes, quota, limit, grace, files, quota, limit, grace; 0 is no limit, a star
+    follows a number above its quota. `lfs project -d` prints the project's number first (lfs-quota(1), lfs-project(1)
+    of Lustre 2.15).
     """
     status = place.stat()
     answer = asked("lfs", "project", "-d", str(place)).split()
@@ -103,11 +103,11 @@ def _lustre(place: Path) -> Iterator[Room]:
 
 
 def _jutil(place: Path) -> Iterator[Room]:
-    """The quota of the project of JSC whose folder this is in, as of some hours ago.
+    """The room in the quota of the JSC project whose folder this is in, as of some hours ago.
 
-    A project's folders are `/e/project1/PROJECT`, `/p/scratch/PROJECT` and the like. What `jutil` prints is a list of
-    objects with `project-dir`, `data-usage`, `data-hard-limit` (`17KB`), `inode-usage`, `inode-hard-limit`, where 0 is
-    no limit: so the quota parsers of ECMWF's Anemoi read it. Not tried on the machine.
+    A project's folders are `/e/project1/PROJECT`, `/p/scratch/PROJECT` and the like. `jutil` prints a list of objects
+    with `project-dir`, `data-usage`, `data-hard-limit` (`17KB`), `inode-usage`, `inode-hard-limit`, where 0 is no
+    limit, as the quota parsers of ECMWF's Anemoi read it. Not tried on the machine.
     """
     place = place.resolve()
     project = place.parts[3] if len(place.parts) > 3 else ""
@@ -127,7 +127,7 @@ def _jutil(place: Path) -> Iterator[Room]:
 
 
 def asked(*words: str) -> str:
-    """What a command prints; empty where there is none of that name, or it fails."""
+    """The output of a command; empty where the command does not exist, or fails."""
     if shutil.which(words[0]) is None:
         return ""
     import subprocess

@@ -1,7 +1,7 @@
-"""Jobs for Slurm: what a site requires, a batch script, and its submission.
+"""Jobs for Slurm: the facts of a site, a batch script, and its submission.
 
-A script is a header of sbatch options, a few settings as shell variables, and a body from `containers/slurm` as it
-stands there. The sites' facts are in `containers/sites`; nothing of those files is run here.
+A script is a header of sbatch options, a few settings as shell variables, and a body from `containers/slurm`,
+unchanged. The sites' facts are in `containers/sites`; those files are parsed here, not run.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from formats.errors import RefusedError, UsageError
 
 CONTAINERS = Path(__file__).parents[2] / "containers"
 OTHER_LIMITS = frozenset({"qos", "reservation"})
-"""Options with limits of time of their own, such as four days by boost_qos_lprod of Leonardo: Slurm knows them."""
+"""Options with time limits of their own, such as four days for boost_qos_lprod of Leonardo, which Slurm checks."""
 FACT = re.compile(r"^(SITE_(?:GPU|CPU_\d+|CORE_MB|SRUN|NET|ONLINE))=(?:'([^']*)')?", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Site:
-    """A cluster.
+    """The facts of a cluster.
 
     Attributes:
-        name: of its file.
-        gpu: sbatch options of a job with GPUs; `time` is the most there is.
-        cpu: those of each partition for jobs without, the first choice first; `mem` (MB) and `time` are the most.
+        name: the name of the site's file.
+        gpu: sbatch options of a job with GPUs; `time` is the limit.
+        cpu: sbatch options of each partition for jobs without GPUs, the first choice first; `mem` (MB) and `time` are
+            the limits.
         srun: options of a step that has whole nodes.
-        network: what connects its nodes, where TCP in its place is a fault.
-        core: megabytes that come with each core, where memory cannot be asked for; 0 where it can.
+        network: the network between nodes, where falling back to TCP is a fault.
+        core: megabytes that come with each core, where memory cannot be requested; 0 where it can.
         online: partitions whose nodes reach the internet; None for all.
     """
 
@@ -50,7 +51,7 @@ class Site:
 
     @property
     def tasks(self) -> int:
-        """GPUs of a node."""
+        """Tasks of a node: one for each of its GPUs."""
         return int(self.gpu["ntasks-per-node"])
 
 
@@ -59,11 +60,11 @@ class Job:
     """A batch script.
 
     Attributes:
-        name: of the job.
+        name: the name of the job.
         header: sbatch options.
-        settings: shell variables, each already as the shell reads it; see `quoted` and `array`.
-        body: the file in `containers/slurm` that does the work.
-        folder: where the script and its logs go.
+        settings: shell variables, with values quoted for the shell; see `quoted` and `array`.
+        body: the file in `containers/slurm` that does the work, without its suffix.
+        folder: the folder of the script and its logs.
     """
 
     name: str
@@ -74,7 +75,7 @@ class Job:
 
     @property
     def options(self) -> list[str]:
-        """All options of sbatch."""
+        """All sbatch options, as command line words."""
         output = str(self.folder).replace("%", "%%") + "/%x-%j.out"
         header = {
             "job-name": self.name,
@@ -86,7 +87,7 @@ class Job:
 
     @property
     def text(self) -> str:
-        """The script."""
+        """The text of the script."""
         options = [f"#SBATCH {quoted(option)}" for option in self.options]
         settings = [f"{name}={value}" for name, value in self.settings.items()]
         body = (CONTAINERS / "slurm" / f"{self.body}.sh").read_text()
@@ -94,19 +95,19 @@ class Job:
 
     @property
     def cost(self) -> str:
-        """What it may use at the most, in words."""
+        """The most nodes and hours that the job may use, in words."""
         nodes, hours = int(self.header["nodes"]), seconds_of(self.header["time"]) / 3600
         return f"{nodes} node{'s' * (nodes > 1)} for {hours:.3g} h, at the most {nodes * hours:.4g} node hours a job"
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a user says about any job.
+    """The user's settings for any job.
 
     Attributes:
         site: name of the site's file.
-        sbatch: options that replace the site's.
-        image: what the job runs in, None to run without.
+        sbatch: sbatch options that replace the site's.
+        image: the container image that the job runs in, None for none.
     """
 
     site: str
@@ -138,7 +139,11 @@ def load_site(name: str) -> Site:
 
 
 def _wanted(path: Path, facts: Mapping[str, str], key: str, name: str) -> dict[str, str]:
-    """Options of sbatch that a site tells, this one among them."""
+    """The sbatch options in a fact of a site, which have to include `name`, cpus-per-task and time.
+
+    Raises:
+        UsageError: an option is missing.
+    """
     options = options_of(shlex.split(facts.get(key, "")))
     for needed in (name, "cpus-per-task", "time"):
         if not options.get(needed):
@@ -147,10 +152,10 @@ def _wanted(path: Path, facts: Mapping[str, str], key: str, name: str) -> dict[s
 
 
 def _counted(options: dict[str, str], where: str = "") -> dict[str, str]:
-    """The options, of which some have to be numbers here, though sbatch knows ranges of nodes.
+    """The options, after a check that counts are numbers; ranges of nodes, as sbatch has them, are not supported.
 
     Raises:
-        UsageError: one is none.
+        UsageError: a count is no number.
     """
     for name in ("nodes", "ntasks-per-node", "cpus-per-task"):
         if re.fullmatch("[1-9][0-9]*", options.get(name, "1")) is None:
@@ -159,7 +164,7 @@ def _counted(options: dict[str, str], where: str = "") -> dict[str, str]:
 
 
 def options_of(words: Iterable[str]) -> dict[str, str]:
-    """`--nodes=2` or `nodes=2` as a pair; an option without a value has an empty one.
+    """Words such as `--nodes=2` or `nodes=2` as a dict; an option without a value has an empty one.
 
     Raises:
         UsageError: a word is no option.
@@ -174,10 +179,10 @@ def options_of(words: Iterable[str]) -> dict[str, str]:
 
 
 def gpu_header(site: Site, wishes: Wishes) -> dict[str, str]:
-    """Options of a job with all GPUs of its nodes.
+    """The sbatch options of a job with all GPUs of its nodes.
 
     Raises:
-        UsageError: it asks for more time than the partition gives, where that is known; a wish cannot be read.
+        UsageError: the job asks for more time than the partition's known limit, or a user's option cannot be read.
     """
     header = _counted({**site.gpu, "nodes": "1", **wishes.sbatch})
     known = header.get("partition") == site.gpu.get("partition") and not OTHER_LIMITS & wishes.sbatch.keys()
@@ -190,17 +195,17 @@ def gpu_header(site: Site, wishes: Wishes) -> dict[str, str]:
 
 
 def cpu_header(site: Site, wishes: Wishes, seconds: float, megabytes: float) -> dict[str, str]:
-    """Options of a job of one node without GPUs: the site's first partition that is enough.
+    """The sbatch options of a job of one node without GPUs, in the site's first partition that is large enough.
 
     Args:
         site: the site.
-        wishes: options that replace what is found here.
-        seconds: what it will take.
-        megabytes: of memory.
+        wishes: the user's options, which replace those of the site.
+        seconds: estimated duration of the job.
+        megabytes: memory of the job.
 
     Raises:
-        RefusedError: no partition is enough.
-        UsageError: a wish cannot be read.
+        RefusedError: no partition is large enough.
+        UsageError: a user's option cannot be read.
     """
     asked = {"ntasks-per-node": "1", "mem": str(round(megabytes)), "time": clock(seconds)}
     asked = _counted({**asked, **wishes.sbatch}) | {"nodes": "1"}
@@ -213,7 +218,7 @@ def cpu_header(site: Site, wishes: Wishes, seconds: float, megabytes: float) -> 
         if mem <= megabytes_of(limits["mem"]) and time <= seconds_of(limits["time"]):
             return _by_cores(site, {**limits, **asked}, mem)
     if "partition" in asked and all(limits.get("partition") != asked["partition"] for limits in site.cpu):
-        return _by_cores(site, {**site.cpu[0], **asked}, mem)  # one that only the user knows
+        return _by_cores(site, {**site.cpu[0], **asked}, mem)  # a partition that only the user knows
     most = "; ".join(
         f"{partition.get('partition', 'default')} {megabytes_of(partition['mem']):.0f} MB, {partition['time']}"
         for partition in site.cpu
@@ -225,7 +230,7 @@ def cpu_header(site: Site, wishes: Wishes, seconds: float, megabytes: float) -> 
 
 
 def _by_cores(site: Site, header: dict[str, str], megabytes: float) -> dict[str, str]:
-    """The options, with cores in the place of memory where it comes with them."""
+    """The options, with cores in place of memory where memory comes with cores."""
     if not site.core:
         return header
     cores = max(int(header["cpus-per-task"]), -int(-megabytes // site.core))
@@ -233,10 +238,10 @@ def _by_cores(site: Site, header: dict[str, str], megabytes: float) -> dict[str,
 
 
 def megabytes_of(text: str) -> float:
-    """Memory as sbatch reads it: megabytes, or with K, M, G, T.
+    """The megabytes of a memory size as sbatch reads it: in megabytes, or with K, M, G, T.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the text is no size.
     """
     match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
     if match is None:
@@ -245,10 +250,10 @@ def megabytes_of(text: str) -> float:
 
 
 def seconds_of(text: str) -> int:
-    """A time as sbatch reads it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S.
+    """The seconds of a time as sbatch reads it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the text is no time.
     """
     match = re.fullmatch(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+)(?::(\d+))?(?::(\d+))?)", text)
     if match is None:
@@ -259,23 +264,23 @@ def seconds_of(text: str) -> int:
 
 
 def clock(seconds: float) -> str:
-    """A time for sbatch, in whole minutes."""
+    """A time for sbatch, rounded up to whole minutes."""
     minutes = max(1, -int(-seconds // 60))
     return f"{minutes // 60:02}:{minutes % 60:02}:00"
 
 
 def quoted(value: object) -> str:
-    """A value for the shell."""
+    """A value quoted for the shell."""
     return shlex.quote(str(value))
 
 
 def array(words: Iterable[object]) -> str:
-    """Words for the shell."""
+    """Words quoted as a shell array."""
     return "(" + " ".join(map(quoted, words)) + ")"
 
 
 def launching(site: Site, wishes: Wishes, folder: Path) -> dict[str, str]:
-    """The settings that each body needs: the launcher, its site and image, and where jobs are written down."""
+    """The settings that each body needs: the launcher, site and image, and the file that records jobs."""
     launch = {
         "export VITRUVIAN_SITE": quoted(site.name),
         "export VITRUVIAN_IMAGE": quoted(wishes.image.absolute() if wishes.image else ""),
@@ -296,14 +301,15 @@ def chain(
     retries: int = 0,
     bench: Path | None = None,
 ) -> dict[str, str]:
-    """Settings of the body `chain`.
+    """The settings of the body `chain`, a chain of jobs that resume each other.
 
     Args:
-        command: what runs in each task.
+        command: the command that runs in each task.
         srun: options of the step.
-        save: folder of a training's checkpoints; None for a command whose exit code 75 says that it is to be resumed.
-        links: jobs at the most.
-        retries: failures in a row without a new checkpoint.
+        save: the folder of a training's checkpoints; None for a command whose exit code 75 means that it is to be
+            resumed.
+        links: most jobs in the chain.
+        retries: most failures in a row without a new checkpoint.
         bench: batch script that is submitted for each new checkpoint.
     """
     return {
@@ -320,18 +326,18 @@ def chain(
 def cpu_job(
     name: str, command: Sequence[object], wishes: Wishes, seconds: float, megabytes: float, **header: str
 ) -> Job:
-    """A command that resumes where it stopped, as a chain of jobs without GPUs in the folder where we stand.
+    """A job that runs a resumable command as a chain of jobs without GPUs in the current folder.
 
     Args:
-        name: of the job.
-        command: what runs.
-        wishes: of the user.
-        seconds: what it will take.
-        megabytes: of memory.
-        header: more options of sbatch.
+        name: the name of the job.
+        command: the command.
+        wishes: the user's settings.
+        seconds: estimated duration of the command.
+        megabytes: memory of the command.
+        header: further sbatch options.
 
     Raises:
-        RefusedError: no partition is enough.
+        RefusedError: no partition is large enough.
     """
     site, here = load_site(wishes.site), Path.cwd()
     options = cpu_header(site, wishes, seconds, megabytes)
@@ -340,16 +346,16 @@ def cpu_job(
 
 
 def submit(job: Job) -> str:
-    """Write a job's script and give it to sbatch.
+    """Write a job's script and submit it with sbatch.
 
-    Its options are said again, as variables such as SBATCH_ACCOUNT beat those in a script. SLURM_ variables are of the
-    job, if any, that we stand in.
+    The options of the script are repeated on the command line, since variables such as SBATCH_ACCOUNT override those in
+    a script. SLURM_ variables, which describe the job that this process may run in, are not passed on.
 
     Returns:
-        Its number.
+        The number of the job.
 
     Raises:
-        UsageError: Slurm is not here, or does not take it.
+        UsageError: Slurm is not here, or does not accept the job.
     """
     script = job.folder / f"{job.name}.sbatch"
     job.folder.mkdir(parents=True, exist_ok=True)
@@ -372,7 +378,7 @@ def load_settings(path: Path) -> dict[str, Any]:
     """A user's settings for all jobs: `slurm: {site: lumi, account: …, time: …}` and `container: {image: …}`.
 
     Raises:
-        UsageError: it is no such file.
+        UsageError: the file is no such file.
     """
     try:
         document = yaml.safe_load(path.read_text()) or {}

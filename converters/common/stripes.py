@@ -1,11 +1,11 @@
-"""Stripes of Lustre: the files of an output are spread over its disks by their size, without being asked for.
+"""Stripes of Lustre: the files of an output are spread over disks by their size, without an option.
 
-    up to 1 GiB       on one disk: what is small is read with one request
-    up to 16 GiB      what is beyond the first, on 4
-    larger            what is beyond these, on 16
+    first 1 GiB       on one disk: a small file is read with one request
+    up to 16 GiB      on 4 disks
+    the rest          on 16 disks
 
-A file of any size begins as a small one and is spread further as it grows: it is one layout, set on the new folder, and
-what is made in it inherits it (lfs-setstripe(1), Lustre 2.10 and newer; an older one refuses, and its own holds). No
+The parts of a file are spread in this way as it grows: the layout is set on the new folder, and files that are created
+in it inherit it (lfs-setstripe(1), Lustre 2.10 and newer; an older version refuses, and its default layout applies). No
 machine with Lustre was at hand: the numbers were not measured.
 """
 
@@ -20,10 +20,10 @@ LAYOUT = (
     "-E", "16G", "-c", "4", "-S", "4M",
     "-E", "-1", "-c", "16", "-S", "16M",
 )  # fmt: skip
-"""Where a part of a file ends (-1 for the end of the file), over how many disks it is spread, and in which steps."""
+"""For each part of a file: its end (-1 for that of the file), over how many disks it is spread, and the stripe size."""
 
 
 def stripe(folder: Path) -> None:
-    """Say how the files of a new folder are spread, if it is on Lustre and `lfs` is there."""
+    """Set the striping of files in a new folder, if it is on Lustre and `lfs` is installed."""
     if mounted(folder) == "lustre":
         asked("lfs", "setstripe", *LAYOUT, str(folder))

@@ -1,8 +1,9 @@
-"""A conversion whose OUT is in a store: written file by file, so that the disk holds few of them.
+"""A conversion whose OUT is in an object store: written and sent file by file, so that few files are on the local disk.
 
-Files that share a tensor are written together, in a folder of this machine, sent, and deleted there while the next are
-written. When all of them have arrived they are read back from the store, beside the small files of the disk; these go
-last, those by which a reader finds a model at their end. What was sent is on record: the same command resumes.
+Files that share a tensor are written together in a local folder, sent, and deleted while the next ones are written.
+When all weight files have arrived, the output is verified by reading them from the store, with the small files from the
+local disk. Small files are sent last, at the end those by which a reader finds a model. A record of the files that were
+sent lets the same command resume.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from formats.errors import DamagedError, Interrupted, OutputError, RefusedError,
 RECORD = "sent.jsonl"
 LAST = ("config.json", "model.safetensors.index.json", ".metadata", "metadata.json", "latest",
         "latest_checkpointed_iteration.txt", MANIFEST)  # fmt: skip
-"""Small files by which a reader finds a model, in the order in which they are sent, after all others."""
+"""Small files by which a reader finds a model, in the order in which they are sent after all other files."""
 
 
 class Group(NamedTuple):
@@ -61,18 +62,18 @@ class Group(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its files."""
+        """Bytes of the files."""
         return sum(file.size for file in self.files)
 
 
 @dataclass
 class Sent:
-    """The record of what was sent: a line that says of which conversion, then one for each group of files.
+    """The record of files that were sent: a line with the fingerprint of the conversion, then one for each group.
 
     Attributes:
         resumed: whether an earlier run of the same conversion has begun.
-        digests: those of the jobs whose files have arrived.
-        objects: what has arrived, by path relative to OUT.
+        digests: the digests of the jobs whose files have arrived.
+        objects: the objects that have arrived, by path relative to OUT.
     """
 
     handle: int
@@ -81,13 +82,13 @@ class Sent:
     objects: dict[str, Entry] = field(default_factory=dict)
 
     def claim(self, mark: str) -> None:
-        """Say of which conversion it is, once OUT is known to be free and before anything is sent."""
+        """Write the fingerprint of the conversion, once OUT is known to be free and before anything is sent."""
         if not self.resumed:
             write_all(self.handle, f"{mark}\n".encode())
             os.fsync(self.handle)
 
     def note(self, digests: Mapping[str, str], objects: Mapping[str, Entry]) -> None:
-        """Remember a group that has arrived."""
+        """Record a group that has arrived."""
         self.digests.update(digests)
         self.objects.update(objects)
         write_all(self.handle, (json.dumps({"digests": dict(digests), "objects": dict(objects)}) + "\n").encode())
@@ -100,15 +101,15 @@ def deliver(
     drifted: Drifted = lambda *_: None,
     checked: Callable[[Verdict], object] = lambda _: None,
 ) -> dict[str, str]:
-    """Execute a plan, send its files, verify them where they are, and publish. `converters.convert.run` says the rest.
+    """Execute a plan, send its files, verify them in the store, and publish. Else as `converters.convert.run`.
 
     Returns:
         The digest of each tensor of the output.
 
     Raises:
         NetworkError: the store cannot be reached; the same call resumes.
-        OutputError: OUT exists, or there is no room for the largest files of it.
-        UnsupportedError: the output is one that is only written into a folder.
+        OutputError: OUT exists, or the local disk has no room for its largest files.
+        UnsupportedError: the output is an adapter, which is only written into a folder.
     """
     target, stamps = _target_of(plan, request), stamps_of(plan)
     for source in plan.sources:
@@ -147,7 +148,7 @@ def deliver(
             check_unchanged(stamps, stamps_of(plan))
             receiver.finish({name: small[name] for name in sorted(small, key=_turn)}, sent.objects)
         except (DamagedError, RefusedError, UnsupportedError, VerificationError):
-            receiver.abandon(planned)  # nothing of it can be used: the same command starts over
+            receiver.abandon(planned)  # nothing that was sent can be used: the same command starts over
             _clear(request.staging)
             raise
     _clear(request.staging)
@@ -155,11 +156,11 @@ def deliver(
 
 
 def check(plan: Plan, request: Request) -> None:
-    """What a delivery could fail at before a byte of the weights is read.
+    """Check what would stop a delivery, before a byte of the weights is read.
 
     Raises:
         OutputError: OUT exists.
-        UnsupportedError: the output is one that is only written into a folder.
+        UnsupportedError: the output is an adapter, which is only written into a folder.
     """
     target = _target_of(plan, request)
     for source in plan.sources:
@@ -169,7 +170,7 @@ def check(plan: Plan, request: Request) -> None:
 
 
 def groups_of(plan: Plan, target: Target) -> list[Group]:
-    """The files of a target by which of them share a tensor, in their order."""
+    """The files of a target in groups that share a tensor, in the order of the files."""
     leader: dict[Path, Path] = {file.path: file.path for file in target.files}
 
     def lead(path: Path) -> Path:
@@ -192,14 +193,14 @@ def groups_of(plan: Plan, target: Target) -> list[Group]:
 
 
 def check_free(request: Request, present: Sequence[str]) -> None:
-    """OUT is absent, or a checkpoint that may be replaced.
+    """Refuse an OUT that is neither absent nor a checkpoint that may be replaced.
 
     Args:
-        request: what was asked for.
-        present: what is there, by path relative to OUT, and is not of this conversion.
+        request: what the user asked for.
+        present: the objects at OUT that are not of this conversion, by path relative to OUT.
 
     Raises:
-        OutputError: it may not.
+        OutputError: OUT may not be replaced.
     """
     if present:
         check_replaceable(request, lambda: [name for name in present if not is_known_name(name.rpartition("/")[2])])
@@ -217,7 +218,7 @@ def _each(
     mark: str,
     sender: ThreadPoolExecutor,
 ) -> None:
-    """Write and send every group that has not arrived. One is sent while the next is written."""
+    """Write and send every group that has not arrived. A group is sent while the next one is written."""
     sending: Future[None] | None = None
 
     def send(group: Group, digests: Mapping[str, str], journal: Path) -> None:
@@ -231,7 +232,7 @@ def _each(
         names = [_name(file.path, request) for file in group.files]
         journal_folder = request.staging / f"group-{number}"
         if all(name in sent.objects and receiver.has(name, sent.objects[name]) for name in names):
-            for file in group.files:  # of a run that was killed before it deleted them
+            for file in group.files:  # files of a run that was killed before it deleted them
                 file.path.unlink(missing_ok=True)
             shutil.rmtree(journal_folder, ignore_errors=True)
             continue
@@ -258,10 +259,10 @@ def _each(
 
 @contextmanager
 def _record(request: Request, mark: str) -> Iterator[Sent]:
-    """The record in the staging folder, which is this process's alone.
+    """The record in the staging folder, locked for this process.
 
     Raises:
-        OutputError: another process, or another conversion, has the folder.
+        OutputError: another process or another conversion uses the folder.
     """
     staging = request.staging
     staging.mkdir(parents=True, exist_ok=True)
@@ -297,7 +298,7 @@ def _record(request: Request, mark: str) -> Iterator[Sent]:
 
 
 def _clear(staging: Path) -> None:
-    """Delete the staging folder, its record last: whoever is killed meanwhile runs the same command again."""
+    """Delete the staging folder, with the record last, so that the same command resumes after a kill in between."""
     for path in staging.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
@@ -318,11 +319,11 @@ def _out(request: Request) -> RemotePath:
 
 
 def _name(path: Path, request: Request) -> str:
-    """What a file is called below OUT."""
+    """The path of a file relative to OUT."""
     return path.relative_to(request.root).as_posix()
 
 
 def _turn(name: str) -> tuple[int, str]:
-    """When a small file is sent."""
+    """The sort key that puts small files in the order in which they are sent."""
     last = name.rpartition("/")[2]
     return LAST.index(last) + 1 if last in LAST else 0, name

@@ -1,4 +1,4 @@
-"""Where an output in a store is put: what is sent is seen by nobody, or is no model yet, until all of it is there."""
+"""Receivers of an output in an object store: what was sent is not visible, or no model yet, until it is complete."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from converters.remote.store import Entry
 from formats.errors import OutputError, VerificationError
 
 BRANCH, FOLDER = "vitruvian-partial", "partial"
-"""Where files are on the Hub until one commit puts all of them on the branch that was asked for."""
+"""The branch and folder on the Hub where files wait until one commit puts all of them on the requested branch."""
 WEIGHTS = (".safetensors", ".pt", ".distcp")
 KEPT = ("README.md",)
-"""What stays on the Hub when a model is replaced."""
+"""Files that stay on the Hub when a model is replaced."""
 Free = Callable[[Sequence[str]], None]
-"""Raises where what is there, and is not of the conversion, may not be replaced."""
+"""Called with the names at OUT that are not of the conversion; raises if they may not be replaced."""
 
 
 class Receiver(Protocol):
     """A place in a store. Names are relative to OUT."""
 
     def check(self, free: Free) -> None:
-        """Whether it may be written."""
+        """Raise if OUT may not be written."""
 
     def begin(self, own: Collection[str], free: Free) -> None:
-        """Make it ready, given what an earlier run of the same conversion may have left."""
+        """Prepare OUT; `own` are the files that an earlier run of the same conversion may have left."""
 
     def send(self, name: str, path: Path) -> Entry:
         """Send a file of weights."""
 
     def abandon(self, names: Collection[str]) -> None:
-        """Delete what was sent, of all these names."""
+        """Delete the files that were sent, of all these names."""
 
     def has(self, name: str, entry: Entry) -> bool:
-        """Whether a file that was sent is still what it was."""
+        """Whether a file that was sent is unchanged in the store."""
 
     def reading(self, small: Mapping[str, Path]) -> RemotePath:
-        """Where all can be read, with small files of the disk that are not there yet."""
+        """The path where the whole output can be read, with small files from the disk that are not sent yet."""
 
     def finish(self, small: Mapping[str, Path], sent: Mapping[str, Entry]) -> None:
-        """Send the small files, in their order, and let everybody see the model."""
+        """Send the small files, in their order, and make the model visible."""
 
 
 class InBucket:
-    """A folder in a bucket. Files of weights are no model before the small files are beside them."""
+    """A folder in a bucket. Weight files are no model before the small files are beside them."""
 
     def __init__(self, out: RemotePath) -> None:
         self.out = out
@@ -61,11 +61,11 @@ class InBucket:
         return {key.removeprefix(f"{self.key}/"): entry for key, entry in self.bucket.every(self.key).items()}
 
     def check(self, free: Free) -> None:
-        """Whether it may be written (`Receiver`)."""
+        """Raise if OUT may not be written (`Receiver`)."""
         free([*self._held()])
 
     def begin(self, own: Collection[str], free: Free) -> None:
-        """Make it ready (`Receiver`). What is replaced is deleted first, what a reader begins with before the rest."""
+        """Prepare OUT (`Receiver`): delete the model that is replaced, its small files before its weights."""
         others = [name for name in self._held() if name not in own]
         free(others)
         self.bucket.remove(f"{self.key}/{name}" for name in sorted(others, key=lambda name: name.endswith(WEIGHTS)))
@@ -75,15 +75,15 @@ class InBucket:
         return self.bucket.send(f"{self.key}/{name}", path)
 
     def abandon(self, names: Collection[str]) -> None:
-        """Delete what was sent (`Receiver`)."""
+        """Delete the files that were sent (`Receiver`)."""
         self.bucket.remove(f"{self.key}/{name}" for name in self._held() if name in names)
 
     def has(self, name: str, entry: Entry) -> bool:
-        """Whether it is still there (`Receiver`)."""
+        """Whether a file is unchanged in the bucket (`Receiver`)."""
         return self.bucket.found(f"{self.key}/{name}") == entry
 
     def reading(self, small: Mapping[str, Path]) -> RemotePath:
-        """Where all can be read (`Receiver`)."""
+        """The path where the output can be read (`Receiver`)."""
         return beside(self.out, small)
 
     def finish(self, small: Mapping[str, Path], sent: Mapping[str, Entry]) -> None:
@@ -106,25 +106,25 @@ class OnHub:
         self.old: list[str] = []
 
     def _held(self) -> list[str]:
-        """The files below OUT now, the card apart."""
+        """The files below OUT at present, without the card."""
         paths = Repo(self.repo.name, self.branch).tree
         below = f"{self.key}/" if self.key else ""
         return [path.removeprefix(below) for path in paths if path.startswith(below) and path not in KEPT]
 
     def check(self, free: Free) -> None:
-        """Whether it may be written (`Receiver`)."""
+        """Raise if OUT may not be written (`Receiver`)."""
         if self._exists():
             free(self._held())
 
     def _exists(self) -> bool:
-        """Whether there are the repository and the branch."""
+        """Whether the repository and the branch exist."""
         ask = self.repo.ask
         if not ask(lambda api: api.repo_exists(self.repo.name)):
             return False
         return bool(ask(lambda api: api.revision_exists(self.repo.name, self.branch)))
 
     def begin(self, own: Collection[str], free: Free) -> None:
-        """Make it ready (`Receiver`): a new repository is private."""
+        """Prepare OUT (`Receiver`): a new repository is private."""
         from converters.hub.upload import calm, require_token
 
         calm(quiet=True)
@@ -153,7 +153,7 @@ class OnHub:
         return self._there(name)
 
     def abandon(self, names: Collection[str]) -> None:  # noqa: ARG002  # as a bucket needs them
-        """Delete what was sent (`Receiver`), which is in its branch alone."""
+        """Delete the files that were sent (`Receiver`), with the branch that holds them."""
         if self.repo.ask(lambda api: api.revision_exists(self.repo.name, BRANCH)):
             self.repo.ask(lambda api: api.delete_branch(self.repo.name, branch=BRANCH))
 
@@ -164,15 +164,15 @@ class OnHub:
         return Entry(infos[0].size, infos[0].lfs.sha256 if infos[0].lfs else infos[0].blob_id)
 
     def has(self, name: str, entry: Entry) -> bool:
-        """Whether it is still there (`Receiver`)."""
+        """Whether a file is unchanged on the Hub (`Receiver`)."""
         return self._there(name) == entry
 
     def reading(self, small: Mapping[str, Path]) -> RemotePath:
-        """Where all can be read (`Receiver`)."""
+        """The path where the output can be read (`Receiver`)."""
         return beside(RemotePath(f"hf:/{self.repo.name}@{BRANCH}") / FOLDER, small)
 
     def finish(self, small: Mapping[str, Path], sent: Mapping[str, Entry]) -> None:
-        """One commit (`Receiver`)."""
+        """Make the commit that publishes the model (`Receiver`)."""
         from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
 
         below = f"{self.key}/" if self.key else ""
@@ -191,12 +191,12 @@ class OnHub:
 
 
 def receiver_of(out: RemotePath) -> Receiver:
-    """Where an output is put."""
+    """The receiver of an output: a repository on the Hub, or a bucket."""
     return OnHub(out) if out.parts[0] == "hf:" else InBucket(out)
 
 
 def beside(out: RemotePath, small: Mapping[str, Path]) -> RemotePath:
-    """A path as it is now, with files of the disk that stand for objects which are not there yet."""
+    """A path in a store, listed anew, with files of the disk in place of objects that are not sent yet."""
     store = remote(out)
     mount, key = store.mount()
     mount.beside = {f"{key}/{name}" if key else name: path for name, path in small.items()}

@@ -1,7 +1,7 @@
-"""What names and sizes do not say, asked of the computation of a tiny model: what a norm is given, which part is which.
+"""Find what names and sizes do not tell by running a tiny model: the input of a norm, the order of parts of a tensor.
 
-Each question has an answer that follows from mathematics alone: of one token only values matter, what a query learns of
-one token is a multiple of one vector, an MLP is linear in `up`, and a rotation moves an element to its partner.
+Each answer follows from mathematics alone: with one token only values matter, the gradient of a query of one token is a
+multiple of one vector, an MLP is linear in `up`, and a rotation moves an element to its partner.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 ATTENTION = re.compile(r"attn|attention")
 NORM = re.compile(r"(?i)norm|^ln")
 SLIGHT = 1e-4
-"""Of the largest: below it a difference is one of rounding."""
+"""A fraction of the largest element, below which a difference is due to rounding."""
 EQUAL = 1e-5
-"""Of the largest: how far logits of one model may be apart."""
+"""A fraction of the largest logit: how far apart the logits of one model may be."""
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """On one thread: a tiny model is faster so, beside other programs above all."""
+    """A context in which torch uses one thread: faster for a tiny model, above all beside other programs."""
     import torch
 
     threads = torch.get_num_threads()
@@ -44,7 +44,7 @@ def alone() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without warnings and progress bars: what frameworks have to say of a tiny model is of no use."""
+    """A context without the warnings and progress bars of frameworks, which are of no use for a tiny model."""
     from transformers.utils import logging as progress
 
     logging.disable(logging.WARNING)
@@ -64,7 +64,7 @@ def real(model: Model, **changes: Any) -> Any:
     import transformers
 
     config, _ = model.tiny(**changes)
-    config._attn_implementation = config._experts_implementation = "eager"  # noqa: SLF001  # what any size can take
+    config._attn_implementation = config._experts_implementation = "eager"  # noqa: SLF001  # works with any size
     torch.manual_seed(0)
     made = getattr(transformers, model.architecture)(config).eval()
     generator = torch.Generator().manual_seed(0)
@@ -78,10 +78,10 @@ def real(model: Model, **changes: Any) -> Any:
 
 
 def logits(model: Any, length: int = 17) -> Any:
-    """What a model computes of some tokens: [2, length, vocab].
+    """The logits of a model for two random texts: [2, length, vocab].
 
     Raises:
-        UnsupportedError: its class computes nothing with these sizes.
+        UnsupportedError: the model's class cannot compute with these sizes.
     """
     import torch
 
@@ -96,16 +96,16 @@ def logits(model: Any, length: int = 17) -> Any:
 
 
 def blocks(model: Any) -> dict[str, Any]:
-    """The modules that a layer consists of, by name; those of all layers."""
+    """The modules directly below the layers of a model, by name, for all layers."""
     modules = {name: module for name, module in model.named_modules() if re.search(r"(?:^|\.)\d+\.\w+$", name)}
     return {name: module for name, module in modules.items() if ".experts." not in name}
 
 
 def norms(model: Any) -> dict[str, str]:
-    """Norm, by its name with `{layer}` in it: `input_norm`, `post_norm`, `output_norm` or `down_norm`.
+    """The role of each norm, by its name with `{layer}`: `input_norm`, `post_norm`, `output_norm` or `down_norm`.
 
-    What the output of attention or of an MLP goes into is the norm of that; what the residual goes into, that before
-    attention, or, after it, that before the MLP.
+    A norm whose input is the output of attention or of an MLP is the `output_norm` or `down_norm`; a norm whose input
+    is the residual is the `input_norm` before attention, and after attention the `post_norm`, before the MLP.
     """
     import torch
 
@@ -139,13 +139,13 @@ def norms(model: Any) -> dict[str, str]:
 
 
 def is_order(pattern: str, sizes: Mapping[str, int], model: Any, name: str) -> bool:
-    """Whether a tensor of queries, keys and values has these rows in this order.
+    """Whether a fused tensor of queries, keys and values has its rows in the order of a pattern.
 
     Args:
-        pattern: the order.
+        pattern: the pattern.
         sizes: the size of each axis.
         model: a tiny model of one layer.
-        name: the tensor.
+        name: the name of the tensor in the model.
     """
     import torch
 
@@ -163,14 +163,14 @@ def is_order(pattern: str, sizes: Mapping[str, int], model: Any, name: str) -> b
     if values != sorted(rows_of["value"]):
         return False
     if weight.dim() == 1:
-        return True  # a bias lies as its matrix
+        return True  # the rows of a bias are in the order of its matrix
     many = gradient(9)
     ranks = {part: int(torch.linalg.matrix_rank(many[rows_of[part]], rtol=SLIGHT)) for part in ("query", "key")}
-    return ranks["query"] <= 2 < ranks["key"]  # two texts, whose last tokens ask
+    return ranks["query"] <= 2 < ranks["key"]  # two texts, whose last tokens are the queries
 
 
 def _rows(pattern: str, sizes: Mapping[str, int], shape: Sequence[int]) -> dict[str, list[int]]:
-    """The rows of each part of a tensor."""
+    """The rows of each logical tensor in a fused tensor of a shape."""
     import numpy as np
 
     rows_of: dict[str, list[int]] = {}
@@ -185,12 +185,12 @@ def _rows(pattern: str, sizes: Mapping[str, int], shape: Sequence[int]) -> dict[
 
 
 def gated_order(model: Any, name: str, dim: int) -> tuple[bool, bool] | None:
-    """Whether gate and up lie in turns, and whether the gate is first; None where that cannot be told.
+    """Whether the rows of gate and up alternate, and whether the gate is first; None where that cannot be told.
 
     Args:
         model: a tiny model.
-        name: the tensor.
-        dim: the dimension that has both.
+        name: the name of the tensor in the model.
+        dim: the dimension along which the tensor has both.
     """
     import torch
 
@@ -220,7 +220,7 @@ def gated_order(model: Any, name: str, dim: int) -> tuple[bool, bool] | None:
 
 
 def turns_neighbours(model: Any) -> bool | None:
-    """Whether rotary embeddings turn neighbours in all of a head, not halves; None where nothing here can tell."""
+    """Whether rotary embeddings rotate neighbours in all of a head, and not halves; None where that cannot be told."""
     import torch
 
     if getattr(model.config, "rope_parameters", None) is None:

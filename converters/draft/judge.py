@@ -1,7 +1,8 @@
-"""A family file, judged by transformers: which tensors have no line, and what the model computes after FSDP.
+"""Check a family file with transformers: each tensor has a line, and the model computes the same after FSDP.
 
-What torch's own reader loads into the model in memory shows the lines of its names there, what `from_pretrained` loads
-of the folder that comes back those of files. Orders inside a tensor that both have alike only Megatron shows.
+Loading the FSDP checkpoint into the model with torch's reader checks the lines of names in memory; loading the folder
+that is converted back with `from_pretrained` checks those of names in files. An order inside a tensor that is the same
+in both can only be checked with Megatron.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ RANKS = 2
 
 
 def check(family: Family, model: Model, folder: Path) -> Iterator[str]:
-    """What holds, line by line.
+    """Check a family, and yield a sentence for each check that it passes.
 
     Args:
         family: the family of a file.
-        model: the model that it is to describe.
-        folder: an empty one, for the tiny model.
+        model: the model that the family is to describe.
+        folder: an empty folder, for the tiny model and its conversions.
 
     Raises:
         UsageError: the file is of another model, or tensors have no line.
-        VerificationError: the model computes something else after a conversion.
+        VerificationError: the model computes other logits after a conversion.
     """
     if (family.model_type or family.name, family.architecture) != (model.kind, model.architecture):
         described = f"{family.model_type or family.name} ({family.architecture})"
@@ -50,7 +51,11 @@ def _untied(model: Model) -> dict[str, Any]:
 
 
 def _check_names(family: Family, model: Model) -> None:
-    """Lines and tensors are each other's."""
+    """Refuse a family in which a tensor has no line, or a line no tensor.
+
+    Raises:
+        UsageError: there is such a tensor or line.
+    """
     probe = model.probe(**_untied(model))
     choices = {name for names, _ in family.biases.values() for name in names.split()}
     lines = {spelling: rule for rule in family.tensors for spelling in rule.spellings}
@@ -63,7 +68,11 @@ def _check_names(family: Family, model: Model) -> None:
 
 
 def _through(family: Family, net: Any, before: Any, folder: Path) -> None:
-    """The model through FSDP, and back."""
+    """Convert the model to FSDP and back, and compare its logits after each conversion.
+
+    Raises:
+        VerificationError: logits differ, or the folder that comes back does not load cleanly.
+    """
     import torch
     import torch.distributed.checkpoint as dcp
 

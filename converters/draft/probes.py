@@ -1,7 +1,7 @@
-"""Tiny models of a class of transformers, in which each size is another number: a size tells which axis it is.
+"""Tiny models of a transformers class in which each axis has a different size, so that a size tells its axis.
 
 Facts: transformers 5.23.0, configuration_utils.py: the config of a model type is a dataclass, whose `attribute_map`
-leads from the usual name of a key to its own.
+maps the usual name of a key to the name that the class has for it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ SIZES: Mapping[str, tuple[int, int]] = {
 }  # fmt: skip
 """Setting: its size in the two tiny models."""
 WIDTH = (330, 364)
-"""Their hidden size; where heads have no size of their own, it is that of all heads."""
+"""The hidden size in the two tiny models, unless it has to be heads times head size."""
 COUNTED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-"""Config keys that count experts whose MLPs are one."""
+"""Config keys that count shared experts, whose MLPs are stored as one."""
 SHARED, COUNT = (111, 103), 2
 IN_FRONT = ("dense_layers", 1)
-"""A number of layers without experts, which is to leave some with."""
+"""The setting and value for the number of layers without experts, which leaves layers with experts."""
 BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "per_layer_config")
-"""Keys that say something of each layer; a class makes them itself of the number of these."""
+"""Config keys with an entry for each layer, which a class makes itself from the number of layers."""
 SETTINGS = (*SIZES, "hidden", "shared_ffn", "dense_layers")
-"""What is set here."""
+"""The settings that tiny models have values for."""
 
 
 def spellings() -> dict[str, list[str]]:
@@ -53,11 +53,11 @@ class Probe:
     """A tiny model on the meta device.
 
     Attributes:
-        config: its config, of transformers.
+        config: the config of transformers.
         sizes: the size of each axis.
-        memory: shapes of its tensors in memory, in the order of its parameters.
-        hub: name, shape and pieces of each tensor that it is saved as (`plan/lineage.py`).
-        turned: whether its matrices are input-major (transformers' `Conv1D`).
+        memory: shapes of the tensors in memory, in the order of the parameters.
+        hub: name, shape and pieces of each tensor that the model is saved as (`plan/lineage.py`).
+        turned: whether matrices are input-major (transformers' `Conv1D`).
     """
 
     config: Any
@@ -69,11 +69,11 @@ class Probe:
 
 @dataclass(frozen=True)
 class Model:
-    """A model type of transformers, with what a config says of it.
+    """A model type of transformers, with the keys of a config.
 
     Attributes:
-        kind: its model type.
-        said: the keys of its config.json; empty where the defaults of its class are meant.
+        kind: the model type.
+        said: the keys of a config.json; empty for the defaults of the class.
     """
 
     kind: str
@@ -81,14 +81,14 @@ class Model:
 
     @cached_property
     def config_class(self) -> Any:
-        """The class of its config."""
+        """The config class of the model type."""
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         return CONFIG_MAPPING[self.kind]
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
-        """The keys of its own that the class has, and what it assumes."""
+        """The config keys that only this class has, and their default values."""
         from transformers import PreTrainedConfig
 
         shared = {field_of_class.name for field_of_class in fields(PreTrainedConfig)}
@@ -100,9 +100,9 @@ class Model:
 
     @cached_property
     def keys(self) -> dict[str, str]:
-        """Setting: the config key that this class has for it."""
+        """Setting: the config key of this class for it."""
         renamed, keys_of = self.config_class.attribute_map, dict[str, str]()
-        for name, keys in spellings().items():  # a key that several settings have is that of the first
+        for name, keys in spellings().items():  # a key of several settings is taken for the first of them
             own = [renamed.get(key, key) for key in keys]
             free = [key for key in own if key in self.defaults and key not in keys_of.values()]
             keys_of |= {name: free[0]} if free else {}
@@ -110,7 +110,11 @@ class Model:
 
     @cached_property
     def architecture(self) -> str:
-        """The class that computes it: that of the config, or the one that generates text."""
+        """The name of the model class: that in the config, or the one that generates text.
+
+        Raises:
+            UnsupportedError: transformers has no class of the model type that generates text.
+        """
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         named = self.said.get("architectures") or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(self.kind)]
@@ -120,7 +124,7 @@ class Model:
 
     @cached_property
     def square(self) -> bool:
-        """Whether an output projection of its class is `hidden` by `hidden`, whatever the width of a head is."""
+        """Whether an output projection of the model class is `hidden` by `hidden`, whatever the size of a head is."""
         import torch
         import transformers
 
@@ -136,7 +140,7 @@ class Model:
 
     @cached_property
     def linear(self) -> str:
-        """The class of its linear layers where it is not torch's `nn.Linear`; empty where it is."""
+        """The class of linear layers in the model class where it is not torch's `nn.Linear`; empty where it is."""
         import torch
         import transformers
         from transformers.pytorch_utils import Conv1D
@@ -148,16 +152,16 @@ class Model:
         return " and ".join(sorted(kind.__name__ for kind in kinds - {torch.nn.Linear}))
 
     def tiny(self, number: int = 0, **changes: Any) -> tuple[Any, dict[str, int]]:
-        """A config in which each size is its own, but for one that heads have to fill, and the size of each axis.
+        """A config in which each axis has a different size, and these sizes; the hidden size may be that of all heads.
 
         Args:
-            number: which of the two sizes.
-            changes: other keys.
+            number: which of the two tiny models, 0 or 1.
+            changes: further config keys.
         """
         return self._sized(number, 0 if self.square else WIDTH[number], changes)
 
     def _sized(self, number: int, width: int, changes: Mapping[str, Any]) -> tuple[Any, dict[str, int]]:
-        """The same with a hidden size; 0 for that of all heads."""
+        """As `tiny`, with a given hidden size; 0 for heads times head size."""
         keys = self.keys
         keywords = {key: value for key, value in self.said.items() if key not in BY_LAYER}
         keywords |= {key: 1 for key in self.defaults if key.endswith("_token_id")}
@@ -190,7 +194,7 @@ class Model:
         config, sizes = self.tiny(number, **changes)
         with torch.device("meta"):
             model = getattr(transformers, self.architecture)(config)
-        model._weight_conversions = None  # noqa: SLF001  # no file was loaded: the conversions are those of its class
+        model._weight_conversions = None  # noqa: SLF001  # no file was loaded: the conversions are those of the class
         answer = lineage.of_model(model, {})
         order = [*dict.fromkeys([*dict(model.named_parameters()), *answer["memory"]])]
         memory = {name: tuple(answer["memory"][name]) for name in order if name in answer["memory"]}
@@ -199,11 +203,11 @@ class Model:
 
 
 def model_of(name: str) -> Model:
-    """A model by its type, or by the folder of its config.json.
+    """The model of a model type, or of a folder with a config.json.
 
     Raises:
-        UsageError: it is neither, or transformers is not installed.
-        UnsupportedError: transformers does not know it.
+        UsageError: the name is neither, or transformers is not installed.
+        UnsupportedError: transformers does not know the model type.
     """
     try:
         import transformers

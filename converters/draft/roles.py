@@ -1,7 +1,7 @@
-"""What a tensor is by its name, and where its axes are by its sizes.
+"""Guess the logical tensors in a tensor from its name, and the order of its axes from its sizes.
 
-A line of `ROLES` is the end of a key (a regular expression, without `.weight`), and what a tensor of that name may be.
-A plus joins what lies one after the other in one tensor. Sizes decide between several.
+A line of `ROLES` is the end of a key (a regular expression, without `.weight`), and the logical tensors that a tensor
+of that name may be. A plus joins logical tensors that follow one another in one tensor. Sizes decide between several.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ final_(?:layer_?)?norm|norm|ln_f|norm_f                    final_norm
 LINES = [re.split(r"\s{2,}", line, maxsplit=1) for line in ROLES.strip().splitlines()]
 OF_MODEL = {"embedding", "positions", "head", "final_norm"}
 NORM = re.compile(r"(?:norm|ln)(?:_?\w*)?$")
-"""What a norm is called."""
+"""The end of the name of a norm."""
 COMMON = ("expert", "hidden")
 """The axes that parts of one tensor share."""
 
 
 def roles_of(key: str) -> list[tuple[str, ...]]:
-    """What a tensor of this name may be: each the logical tensors that follow one another in it."""
+    """The possible roles of a tensor of this name: each is the logical tensors that follow one another in it."""
     stem = re.sub(r"\.weight$|(?<!correction)(?<!expert)[._]bias$", "", key)
     kind = "_bias" if key.endswith("bias") and stem != key else ""
     prefix = "shared_" if "shared" in stem else "expert_" if "experts" in stem else ""
@@ -80,11 +80,11 @@ def patterns(
     """The patterns of some logical tensors that have the shapes of a tensor, the likeliest first.
 
     Args:
-        tensors: those that follow one another in it.
-        shapes: its shape in each tiny model.
-        sizes: the size of each axis there.
-        key: its key, which may have the numbers of layer and expert in it.
-        turned: whether its matrices are input-major.
+        tensors: the logical tensors, which follow one another in the tensor.
+        shapes: the shape of the tensor in each tiny model.
+        sizes: the size of each axis in each tiny model.
+        key: the key of the tensor, with `{layer}` and possibly `{expert}` in it.
+        turned: whether matrices are input-major.
     """
     outside = {"layer"} | ({"expert"} if "{expert}" in key else set())
     axes = [[axis for axis in TENSORS[tensor] if axis not in outside] for tensor in tensors]
@@ -110,12 +110,12 @@ def patterns(
 def pairs(
     sizes: Sequence[Mapping[str, int]], shapes: Sequence[Sequence[int]]
 ) -> Iterator[tuple[Mapping[str, int], Sequence[int]]]:
-    """The sizes of each tiny model with the shape of a tensor in it."""
+    """The sizes of each tiny model, paired with the shape of a tensor in that model."""
     return zip(sizes, shapes, strict=True)
 
 
 def _runs(axes: Sequence[str], count: int, *, turned: bool) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """The axes of a tensor, in their order, in so many dimensions: outputs first, or inputs."""
+    """The ways to divide axes, in their order, among `count` dimensions; outputs first, or inputs first if `turned`."""
     for cuts in combinations(range(1, len(axes)), count - 1):
         bounds = [0, *cuts, len(axes)]
         runs = [tuple(axes[low:high]) for low, high in pairwise(bounds)]
@@ -125,7 +125,7 @@ def _runs(axes: Sequence[str], count: int, *, turned: bool) -> Iterator[tuple[tu
 
 
 def _joined(tensors: Sequence[str], own: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Several tensors in one dimension: one after the other, or so in each group."""
+    """The texts of logical tensors in one dimension: one after the other, or one after the other in each group."""
     yield "(" + " | ".join(f"{name}: {' '.join(axes)}" for name, axes in zip(tensors, own, strict=True)) + ")"
     if all(axes[:1] == ["group"] for axes in own):
         inner = " | ".join(f"{name}: {' '.join(axes[1:])}" for name, axes in zip(tensors, own, strict=True))

@@ -1,4 +1,4 @@
-"""The table of a family, drafted from its tiny models: a row for each name of a tensor, or why there is none."""
+"""Draft the table of a family from tiny models: a row for each name of a tensor, or why none could be guessed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from converters.draft.roles import patterns, roles_of
 ROUTED = re.compile(r"(?:expert|router|shared)_|router")
 """Tensors of layers with experts."""
 OF_MLP = re.compile(r"(?:gate|up|down)(?:_bias)?")
-"""Those of an MLP for all tokens."""
+"""Tensors of an MLP that all tokens pass."""
 QUERIES = {"query_down": "compressed", "query_latent_norm": "compressed", "query_up": "compressed",
            "latent_query": "uncompressed"}  # fmt: skip
 BIAS = {"query_bias": "qkv_bias", "key_bias": "qkv_bias", "value_bias": "qkv_bias", "output_bias": "output_bias",
         "gate_bias": "mlp_bias", "up_bias": "mlp_bias", "down_bias": "mlp_bias"}  # fmt: skip
-"""Bias: the condition that it has where a key turns it on."""
+"""Bias: its condition where a config key turns it on."""
 TIED = ("tied", "optional")
-"""The conditions of an output head that is the embedding."""
+"""The conditions of an output head that is a copy of the embedding."""
 OF_RUNS = {"tie_word_embeddings", "use_cache", "is_decoder", "output_router_logits"}
-"""Config keys that change no tensor, or what every table leaves open."""
+"""Config keys that change no tensor, or only what every table leaves open."""
 NOT_SEEN = "in this order by its name; nothing here can see it: read its class, and compare logits in Megatron"
 
 
@@ -34,9 +34,9 @@ class Row:
 
     Attributes:
         key: name of the tensor, with `{layer}` and `{expert}` in it.
-        pattern: how it lies; empty where that could not be guessed.
-        conditions: when it is there.
-        doubt: what of it is not sure, or what was not guessed.
+        pattern: the layout of the tensor; empty where it could not be guessed.
+        conditions: when a model has the tensor.
+        doubt: what is not certain, or what could not be guessed.
     """
 
     key: str
@@ -46,7 +46,7 @@ class Row:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The logical tensors in it."""
+        """The logical tensors in the pattern."""
         return tuple(re.findall(r"(\w+):", self.pattern))
 
 
@@ -55,9 +55,9 @@ class Drafted:
     """A table, and the config keys that its rows depend on.
 
     Attributes:
-        rows: in the order of the parameters.
-        biases: config key: the conditions of layout that it turns on, and what its class assumes.
-        fixed: config keys that change which tensors there are, in a way that no table can leave open.
+        rows: the rows, in the order of the parameters.
+        biases: config key: the conditions that it turns on, and its default.
+        fixed: config keys that change which tensors there are in a way that a table cannot express.
     """
 
     rows: tuple[Row, ...]
@@ -66,20 +66,20 @@ class Drafted:
 
 
 def template(name: str) -> str:
-    """The name of a tensor with `{layer}` and `{expert}` in the places of its numbers."""
+    """The name of a tensor with `{layer}` and `{expert}` in place of its numbers."""
     once = re.sub(r"(?<=\.)\d+(?=\.)", "{layer}", name, count=1)
     return re.sub(r"(?<=\.)\d+(?=\.)", "{expert}", once, count=1)
 
 
 def drafted(model: Model) -> Drafted:
-    """The table of a model."""
+    """The drafted table of a model."""
     fixed, biases, extra = list[str](), dict[str, tuple[str, bool]](), dict[str, Any]()
     full: dict[str, Any] = {"tie_word_embeddings": False} if "tie_word_embeddings" in model.defaults else {}
     choices: dict[str, str] = {}
     for key, (off, on) in _switches(model).items():
         try:
             without, with_it = (_names(model.probe(**{**full, key: value})) for value in (off, on))
-        except Exception:  # noqa: BLE001  # whatever its class raises: it takes the one value alone
+        except Exception:  # noqa: BLE001  # whatever its class raises: it supports only one value
             fixed.append(key)
             continue
         more, less = with_it - without, without - with_it
@@ -109,7 +109,7 @@ def drafted(model: Model) -> Drafted:
 
 
 def _switches(model: Model) -> dict[str, tuple[Any, Any]]:
-    """Config keys that may change which tensors there are: what they are without, and with."""
+    """Config keys that may change which tensors there are: their values without and with these tensors."""
     switches: dict[str, tuple[Any, Any]] = {
         key: (False, True) for key, value in model.defaults.items() if type(value) is bool and key not in OF_RUNS
     }
@@ -136,7 +136,7 @@ def _conditioned(row: Row, *, moe: bool, bias: str) -> Row:
 
 
 class _Asked:
-    """What was asked of the computation, each question once."""
+    """Answers of `computed` on a model, each computed once."""
 
     def __init__(self, model: Model, changes: Mapping[str, Any]) -> None:
         self.model, self.changes = model, changes
@@ -159,7 +159,7 @@ class _Asked:
 
 
 def _rows(probes: Sequence[Probe], asked: _Asked) -> Iterator[Row]:
-    """A row for each name, in memory and in files."""
+    """A row for each name of a tensor in memory and in files."""
     first = probes[0]
     hub = first.hub
     from_memory: dict[str, list[str]] = {}
@@ -185,7 +185,7 @@ def _rows(probes: Sequence[Probe], asked: _Asked) -> Iterator[Row]:
 
 
 def _saved(name: str, row: Row, probes: Sequence[Probe]) -> Row:
-    """The row of a tensor that is in files under another name than in memory: what it is of that."""
+    """The row of a tensor in files that is a part of a tensor in memory, whose row is `row`."""
     key, tensors = template(name), row.tensors
     piece = probes[0].hub[name]["pieces"][0]
     shapes = [tuple(probe.hub[name]["shape"]) for probe in probes]
@@ -219,7 +219,7 @@ def _row(
 
 
 def _gated(row: Row, name: str, asked: _Asked) -> Row:
-    """A row of gate and up with the order in which they lie."""
+    """A row of gate and up with the order of the two filled in, or marked as doubtful."""
     dim = next(i for i, text in enumerate(_dims(row.pattern)) if ":" in text)
     order = computed.gated_order(asked.whole, name, dim)
     if order is None:
@@ -232,7 +232,7 @@ def _gated(row: Row, name: str, asked: _Asked) -> Row:
 
 
 def _turned(row: Row, asked: _Asked) -> Row:
-    """A row of queries or keys with the order in which their heads rotate."""
+    """A row with the order of rotary pairs in heads filled in, or marked as doubtful."""
     if "half pair" not in row.pattern:
         return row
     if asked.neighbours:
@@ -241,11 +241,11 @@ def _turned(row: Row, asked: _Asked) -> Row:
 
 
 def _dims(pattern: str) -> list[str]:
-    """The dimensions of a pattern, as they are written."""
+    """The texts of the dimensions of a pattern."""
     return re.findall(r"\((?:[^()]|\([^()]*\))*\)|\w+", pattern)
 
 
 def _unknown(shape: Sequence[int], sizes: Mapping[str, int]) -> str:
-    """What a tensor looks like that was not guessed: the axes of which each dimension could be made."""
+    """The doubt on a tensor that was not guessed: for each dimension the axes that have its size."""
     named = [" or ".join(axis for axis, size in sizes.items() if size == dim and size > 2) or str(dim) for dim in shape]
     return f"not guessed: [{', '.join(named)}] in the tiny model"

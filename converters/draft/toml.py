@@ -1,4 +1,4 @@
-"""A drafted family as the text of a family file: what was guessed, and, as comments, what was not."""
+"""Write a drafted family as the text of a family file: guesses, and, as comments, what was not guessed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ HARMLESS = re.compile(
     r"|router_aux_loss_coef|router_jitter_noise|rope_parameters|rope_scaling|num_mtp_layers|max_window_layers|"
     + "|".join(BY_LAYER)
 )  # fmt: skip
-"""Config keys of training and generation, those that every family has, and those that follow from others."""
+"""Config keys that a family need not name: of training and generation, common to all, or derived from others."""
 OF_ROUTER = ("experts", "top_k", "expert_ffn", "dense_layers", "router_normalized", "router_scale", "router_groups",
              "router_top_groups")  # fmt: skip
 NEED = {
     **dict.fromkeys(OF_ROUTER, r"router"), "shared_ffn": r"shared_up", "latent_rank": r"latent_up",
     "query_rank": r"query_up", "nope_dim": r"latent_up", "rope_dim": r"latent_up", "parallel_residual": r"",
 }  # fmt: skip
-"""Setting: the logical tensor that a model has of which it is one; empty for any."""
+"""Setting: the logical tensor that a model with this setting has; empty for any model."""
 SWITCH, WINDOW = "use_sliding_window", "sliding_window"
 UNSEEN = "nobody has compared its logits with Megatron's yet"
 UNJUDGED = "only_here may go once somebody has compared logits with Megatron's"
@@ -41,9 +41,9 @@ class Draft:
     """A drafted family.
 
     Attributes:
-        text: the file.
-        rows: its lines.
-        faults: why it does not load yet; empty if it does.
+        text: the contents of the file.
+        rows: the lines of its table.
+        faults: why the file does not load yet; empty if it does.
     """
 
     text: str
@@ -52,12 +52,12 @@ class Draft:
 
     @property
     def doubtful(self) -> list[Row]:
-        """What was not guessed, or is not sure."""
+        """The rows that were not guessed, or are not certain."""
         return [row for row in self.rows if row.doubt]
 
 
 def draft(model: Model, table: Drafted) -> Draft:
-    """Write a draft; it has an `only_here` where Megatron has no such model, or nobody has said that it does."""
+    """The draft of a family; with an `only_here` where Megatron has no such model, or that was not confirmed."""
     values = _values(model, table)
     own = list(values["own"])
     values["only_here"] = ""
@@ -72,7 +72,7 @@ def draft(model: Model, table: Drafted) -> Draft:
 
 
 def _loaded(text: str) -> UsageError | None:
-    """Why a file is not read."""
+    """The error on loading a family file with this text, None if it loads."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "family.toml"
         path.write_text(text)
@@ -84,7 +84,7 @@ def _loaded(text: str) -> UsageError | None:
 
 
 def _values(model: Model, table: Drafted) -> dict[str, Any]:
-    """The fields of the family, but for its table."""
+    """The fields of the family, except its table."""
     tensors = {name for row in table.rows for name in row.tensors}
     raw = {entry.name: entry.default for entry in fields(model.config_class)}
     keys = {name: key for name, key in model.keys.items() if name in USUAL or NEED.get(name, "-") in {"", *tensors}}
@@ -138,18 +138,18 @@ def _values(model: Model, table: Drafted) -> dict[str, Any]:
 
 
 OF_ONE_MODEL = {"layers", "hidden", "heads", "ffn", "vocab", "max_positions"}
-"""What a config has to say itself: a default of these belongs to one model, not to its family."""
+"""Settings that a config has to specify: their defaults are of one model, not of its family."""
 
 
 def _taken(model: Model, *keys: str) -> str:
-    """The key that the class takes for a rotary setting, of two."""
+    """The key, of two, that the config class reads for a rotary setting."""
     first, second = keys
     made = model.config_class(**{second: 0.75}).rope_parameters
     return second if 0.75 in made.values() else first
 
 
 def _text(values: Mapping[str, Any], rows: tuple[Row, ...]) -> str:
-    """The file."""
+    """The contents of the family file."""
     lines = [f"# Drafted by `convert family`: what it could not see is marked; {UNJUDGED}."]
     tables = {name: value for name, value in values.items() if isinstance(value, dict) and value}
     plain = {
@@ -179,7 +179,7 @@ def _line(row: Row, wide: int, deep: int) -> str:
 
 
 def _pairs(table: Mapping[str, Any]) -> Iterator[str]:
-    """Keys and values; what no family file can hold, as comments."""
+    """The lines of keys and values; values that a family file cannot hold are comments."""
     for key, value in table.items():
         mapping = value.to_dict() if hasattr(value, "to_dict") else value
         if isinstance(mapping, dict):

@@ -8,13 +8,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class File:
-    """A file that is sent.
+    """A file that is sent to the Hub.
 
     Attributes:
-        name: its path in the repository.
-        size: bytes.
-        sha256: of its bytes.
-        path: where it is; None for the card, which is text.
+        name: the path in the repository.
+        size: the size in bytes.
+        sha256: the SHA-256 of the content.
+        path: the local file; None for the card, whose text is generated.
     """
 
     name: str

@@ -1,7 +1,8 @@
-"""The model card: the README.md that a repository on the Hub shows.
+"""The model card: the README.md of a repository on the Hub.
 
-A folder's own README.md stays as it is, but for metadata that it lacks. Without one a card is written that says where
-the weights come from, what they hash to and how to load them. Nothing is invented: what no file tells is left out.
+A folder's own README.md stays as it is, except for metadata that it lacks. Without a README.md, a card is written with
+the source of the weights, their hashes and how to load them. Nothing is invented: facts that no file records are left
+out.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 
 NAME = "README.md"
 BEGIN, END = "<!-- vitruvian: begin -->", "<!-- vitruvian: end -->"
-"""What stands between them is written anew at each push, so that no digest in it is ever an old one."""
+"""Marks around the section that is written anew at each push, so that its digests are never old."""
 FRONT = re.compile(r"\A---[ \t]*\r?\n(.*?)(?:\r?\n)?^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
 MOST = 1 << 20
-"""Bytes of a README.md."""
+"""Most bytes of a README.md."""
 
 
 def write_card(folder: Path, repo: str, files: Sequence[File], base_model: str | None) -> tuple[str, list[str]]:
@@ -40,7 +41,7 @@ def write_card(folder: Path, repo: str, files: Sequence[File], base_model: str |
         base_model: id of the model that the weights were trained from.
 
     Raises:
-        SourceError: README.md is no text, or what begins it is no metadata.
+        SourceError: README.md is no text, or its metadata is malformed.
     """
     metadata = _metadata(folder, base_model)
     section = _conversion(folder, files)
@@ -62,7 +63,7 @@ def write_card(folder: Path, repo: str, files: Sequence[File], base_model: str |
 
 
 def _metadata(folder: Path, base_model: str | None) -> dict[str, Any]:
-    """What is known for certain."""
+    """The metadata of the card that is known for certain."""
     facts: dict[str, Any] = {"library_name": "transformers"}
     names = read_json(folder / "config.json").get("architectures")
     if isinstance(names, list) and names and str(names[0]).endswith("ForCausalLM"):
@@ -79,7 +80,7 @@ def _yaml(value: Mapping[str, Any]) -> str:
 
 
 def _merged(path: Path, metadata: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """A README.md with the metadata that it lacks, which goes below what it has; and all of that metadata."""
+    """The text of a README.md with missing metadata added below its own, and all of the metadata."""
     try:
         if path.stat().st_size > MOST:
             raise SourceError(f"{path} has {path.stat().st_size} bytes, too many for a card")
@@ -124,7 +125,7 @@ def _reads_as(front: str, keys: set[Any]) -> bool:
 
 
 def _conversion(folder: Path, files: Iterable[File]) -> str:
-    """Where the weights come from, and what they and their files hash to."""
+    """The section of the card on the source of the weights, their digest, and the hashes of files."""
     lines = [BEGIN, "## Conversion", "", f"Published with vitruvian {version()}."]
     if (folder / MANIFEST).is_file():
         lines += _provenance(read_json(folder / MANIFEST))
@@ -134,7 +135,7 @@ def _conversion(folder: Path, files: Iterable[File]) -> str:
 
 
 def _provenance(manifest: Mapping[str, Any]) -> list[str]:
-    """What a manifest tells about the conversion; what is not as expected is not repeated."""
+    """Lines on the conversion from a manifest; values that are not as expected are left out."""
     lines = []
     source = manifest.get("source")
     if isinstance(source, dict) and re.fullmatch("[a-z0-9_]{1,40}", str(source.get("format"))):
@@ -150,7 +151,7 @@ def _provenance(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def _cell(name: str) -> str:
-    """A name from a file system or a file, for a table in Markdown."""
+    """A name escaped for a Markdown table."""
     return re.sub(r"([\\`*_{}\[\]<>()#+!|~])", r"\\\1", name) if not re.fullmatch(r"[\w./-]+", name) else name
 
 
@@ -162,7 +163,7 @@ def version() -> str:
 
 
 def _usage(folder: Path, repo: str) -> str:
-    """How to load what is sent."""
+    """The section of the card on how to load the model."""
     if not has_tokenizer(folder):
         lines = ["from transformers import AutoModelForCausalLM", "",
                  f"model = AutoModelForCausalLM.from_pretrained({_quoted(repo)}, dtype=\"auto\")"]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Whether a Hugging Face folder can be served: config, tokenizer, chat template and special ids fit each other.
+"""Check that a Hugging Face folder can be served: config, tokenizer, chat template and special ids fit each other.
 
 Weights are not read here. Each finding is one sentence.
 """
@@ -34,11 +34,11 @@ from formats.model.vocab_rows import EMBEDDING
 
 
 class Finding(NamedTuple):
-    """Something that does not fit.
+    """A fault in the files of a model.
 
     Attributes:
-        sentence: what.
-        blocks: whether the model cannot be served because of it; else only training with the template suffers.
+        sentence: the fault.
+        blocks: whether the model cannot be served because of the fault; else only training with the template suffers.
     """
 
     sentence: str
@@ -46,7 +46,7 @@ class Finding(NamedTuple):
 
 
 def embedding_rows(folder: Path) -> int:
-    """The rows of a model's embedding: of the tensor, or without weights as config.json says.
+    """How many rows a model's embedding has: in its weights, or without weights the vocab_size in config.json.
 
     Raises:
         UsageError: the folder is no Hugging Face model.
@@ -66,12 +66,12 @@ def embedding_rows(folder: Path) -> int:
 
 
 def findings(assets: Assets, rows: int | None, need_template: bool = False) -> list[Finding]:
-    """What is wrong with files that are to be published, which need not be in one folder.
+    """The faults in files that are to be published, which need not be in one folder.
 
     Args:
         assets: relative name to path.
-        rows: the rows of the embedding, None if they are not known.
-        need_template: whether the model is to be served with its chat template: then what is wrong with it blocks.
+        rows: how many rows the embedding has, None if unknown.
+        need_template: whether the model is to be served with its chat template, so that faults of the template block.
     """
     problems = [*_held(lambda: _config(assets)), *map(Finding, missing_code(assets))]
     vocabulary = None
@@ -87,7 +87,7 @@ def findings(assets: Assets, rows: int | None, need_template: bool = False) -> l
 
 
 def _held(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """The findings of a check; a file that it cannot read is one."""
+    """The findings of a check; an error on reading a file is a finding too."""
     try:
         yield from check()
     except SourceError as error:
@@ -95,7 +95,7 @@ def _held(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
 
 
 def _config(assets: Assets) -> Iterator[Finding]:
-    """A merge that takes the class of the wrapped model writes FSDPLlamaForCausalLM, which nothing can load."""
+    """Findings on config.json. Merges of a wrapped model may name FSDPLlamaForCausalLM, which nothing can load."""
     if CONFIG not in assets:
         yield Finding(f"there is no {CONFIG}")
         return
@@ -121,7 +121,7 @@ def _tokenizer(assets: Assets, known: Vocabulary | None, rows: int | None, need_
 
 
 def _special(assets: Assets, known: Vocabulary | None, rows: int | None) -> Iterator[Finding]:
-    """Names and ids of bos, eos and pad."""
+    """Findings on the names and ids of bos, eos and pad."""
     named = named_tokens(assets)
     for kind, token in named.items():
         if known is not None and token not in known.ids:

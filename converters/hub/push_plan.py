@@ -1,4 +1,4 @@
-"""What a push sends: which files of a Hugging Face folder, what they hash to, and the card. Nothing here is sent."""
+"""Plan a push: the files of a Hugging Face folder with their hashes, and the card. Nothing is sent here."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from formats.errors import SourceError, UsageError, VerificationError, short
 from formats.huggingface.folder import strays
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-"""What a framework takes for weights when it lies at the root of a repository."""
+"""Patterns of files that frameworks take for weights at the root of a repository."""
 NAME = re.compile(r"(?!.*(?:--|[.][.]))(?!.*[.]git$)(?:\w(?:[\w.-]*\w)?/)?\w(?:[\w.-]*\w)?", re.ASCII)
-"""What a repository can be called: huggingface_hub 2.4.0, utils/_validators.py."""
+"""Valid names of a repository: huggingface_hub 2.4.0, utils/_validators.py."""
 STEP = 1 << 20
 MAIN = "main"
 
 
 @dataclass(frozen=True)
 class Push:
-    """What would be sent, and where to.
+    """The files of a push, and where they are sent.
 
     Attributes:
         folder: the Hugging Face folder.
         repo: ORG/NAME.
-        files: all that is sent, the card included.
+        files: all files that are sent, with the card.
         card: the text of README.md.
         private: whether a new repository is private.
         revision: the branch, None for main; it is made if it does not exist.
         create_pr: whether the files go into a new pull request.
         base_model: id of the model that the weights were trained from.
-        left_out: (name, reason) of what is in the folder and is not sent.
-        notes: what the user should know.
+        left_out: (name, reason) of files in the folder that are not sent.
+        notes: messages for the user.
     """
 
     folder: Path
@@ -71,10 +71,10 @@ def plan_push(
     base_model: str | None = None,
     quiet: bool = True,
 ) -> Push:
-    """Find and hash what would be sent, in constant memory. Needs neither network nor token.
+    """Find and hash the files to send, in constant memory. Needs neither network nor token.
 
     Raises:
-        UsageError: a name that the Hub cannot have, or options that exclude each other.
+        UsageError: a name is not valid on the Hub, options exclude each other, or the folder is no model's.
         SourceError: the folder is not a Hugging Face folder, or a file in it cannot be read.
     """
     check_names(repo, base_model)
@@ -107,7 +107,11 @@ def plan_push(
 
 
 def check_names(repo: str, base_model: str | None) -> None:
-    """Refuse what cannot be the name of a repository."""
+    """Refuse names of repositories that are not valid on the Hub.
+
+    Raises:
+        UsageError: a name is not valid, or lacks its ORG/.
+    """
     for name, what in ((repo, "ORG/NAME"), (base_model, "--base-model")):
         if name is not None and not (NAME.fullmatch(name) and len(name.rpartition("/")[2]) <= 96):
             allowed = "letters, digits and single - _ . within, 96 of them at most"
@@ -117,7 +121,7 @@ def check_names(repo: str, base_model: str | None) -> None:
 
 
 def _walk(folder: Path, left_out: list[tuple[str, str]]) -> Iterator[tuple[str, Path]]:
-    """(name, path) of all that is sent; what is not is noted with the reason."""
+    """(name, path) of all files that are sent; others are added to `left_out` with the reason."""
 
     def refuse(error: OSError) -> None:
         raise SourceError(f"{error.filename}: {error.strerror}")
@@ -141,7 +145,7 @@ def _walk(folder: Path, left_out: list[tuple[str, str]]) -> Iterator[tuple[str, 
 
 
 def _irregular(path: Path) -> str:
-    """Why a path is not a file; a link to a file is one."""
+    """Why a path is not a regular file, nor a link to one; empty if it is."""
     try:
         return "" if stat.S_ISREG(path.stat().st_mode) else "no regular file"
     except OSError as error:
@@ -172,7 +176,7 @@ def verify_folder(folder: Path, *, quiet: bool = True) -> str | None:
     """Read all weights of a folder, and compare them with its manifest.
 
     Returns:
-        The digest of its weights; None when it has no manifest to compare them with.
+        The digest of the weights; None without a manifest to compare them with.
 
     Raises:
         VerificationError: weights or settings are not those of the manifest, or a weight is NaN or infinite.

@@ -1,7 +1,7 @@
-"""Publishing a Hugging Face folder on the Hub: sending it, and the proof that it arrived.
+"""Publish a Hugging Face folder on the Hub: send it, and verify that it arrived.
 
-huggingface_hub sends. It resumes because the Hub keeps every object that arrived whole; it finds the token (HF_TOKEN or
-`hf auth login`) and honours HF_ENDPOINT. It is imported where it is used, as it is heavy.
+huggingface_hub sends the files. It can resume because the Hub keeps every object that arrived whole; it finds the token
+(HF_TOKEN or `hf auth login`) and honours HF_ENDPOINT. It is imported where it is used, as its import is slow.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
 LIBRARIES = ("httpx2", "httpx", "requests", "hf_xet")
-"""What huggingface_hub speaks through; an error of theirs is trouble with the network."""
+"""The network libraries of huggingface_hub: their errors are network errors."""
 LATER = (408, 409, 412, 425, 429)
-"""Refusals that may be over when one asks again, as may all of the server's own errors."""
+"""HTTP statuses that are worth a retry, besides all errors of the server (5xx)."""
 NO_TOKEN = ("LocalTokenNotFoundError", "OIDCError")
-"""By name, as not every version of huggingface_hub has them."""
+"""Errors without a token, by class name, since not every version of huggingface_hub has these classes."""
 XET = {"HF_XET_DATA_MAX_CONCURRENT_FILE_INGESTION": "1", "HF_XET_CLIENT_AC_MAX_UPLOAD_CONCURRENCY": "4"}
 """hf_xet 1.8.0 would read 8 files at a time and send 64 blocks of 64 MB: that takes gigabytes."""
 LOGIN = "hf auth login   # or set HF_TOKEN to a token that may write"
@@ -56,13 +56,13 @@ STOPPED = "stopped by a signal; complete files are not sent again"
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a push did.
+    """The result of a push.
 
     Attributes:
         commit: the commit that holds the files.
-        url: its address, or that of the pull request.
-        revision: the ref that it is on.
-        notes: what the user should know.
+        url: the address of the commit, or of the pull request.
+        revision: the ref that the commit is on.
+        notes: messages for the user.
     """
 
     commit: str
@@ -72,10 +72,10 @@ class Pushed:
 
 
 def require_token() -> None:
-    """Find out early that nobody is logged in.
+    """Check, before any work, that there is a token for the Hub.
 
     Raises:
-        UsageError: there is no token, or it is none.
+        UsageError: there is no token, or it has characters that no token has.
     """
     from huggingface_hub import get_token
 
@@ -88,7 +88,7 @@ def require_token() -> None:
 
 
 def push(plan: Push, *, quiet: bool = False) -> Pushed:
-    """Send what was planned, then compare what the Hub holds with the plan.
+    """Send the planned files, then compare the commit on the Hub with the plan.
 
     Objects that the Hub has are not sent again, so the same call resumes an interrupted one.
 
@@ -96,8 +96,8 @@ def push(plan: Push, *, quiet: bool = False) -> Pushed:
         UsageError: the Hub refuses: token, rights, names.
         RefusedError: the repository is public and should not be, or would hold the weights of two models.
         NetworkError: the Hub cannot be reached.
-        VerificationError: what the Hub holds is not what was planned.
-        Interrupted: Control-C, before the sending begins; then a signal ends the process with the same exit code.
+        VerificationError: the commit on the Hub differs from the plan.
+        Interrupted: Control-C, before files are sent; later a signal ends the process with the same exit code.
     """
     from huggingface_hub import HfApi
 
@@ -137,7 +137,7 @@ def command(plan: Push, target: str = "") -> str:
 
 
 def differences(plan: Push, siblings: Iterable[RepoSibling]) -> list[str]:
-    """Where a revision on the Hub does not hold what is planned: names, sizes, and the hash of every file."""
+    """The differences between a revision on the Hub and the plan: in names, sizes, and the hash of every file."""
     there = {sibling.rfilename: sibling for sibling in siblings}
     return [why for file in plan.files if (why := _difference(plan, file, there.get(file.name)))]
 
@@ -155,7 +155,7 @@ def _difference(plan: Push, file: File, sibling: RepoSibling | None) -> str:
 
 
 def _hashes(plan: Push, file: File) -> tuple[str, str]:
-    """What git calls a small file, and its SHA-256 at this moment."""
+    """The git blob hash of a small file, and its SHA-256, both computed now."""
     blob, sha256 = hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False), hashlib.sha256()
     if file.path is None:
         blob.update(plan.card.encode())
@@ -171,7 +171,7 @@ def _hashes(plan: Push, file: File) -> tuple[str, str]:
 
 
 def calm(*, quiet: bool) -> None:
-    """Bounded buffers, progress bars on a terminal only, and no log lines, as they hold signed addresses."""
+    """Bound huggingface_hub's buffers, show its progress on terminals only, and silence logs with signed addresses."""
     os.environ.update({name: value for name, value in XET.items() if name not in os.environ})
     from huggingface_hub import utils
 
@@ -186,7 +186,11 @@ def _title(plan: Push) -> str:
 
 
 def _prepared(api: HfApi, plan: Push, target: str) -> ModelInfo:
-    """Make the repository and the branch if they do not exist, and see that nothing there stands against the plan."""
+    """Create the repository and the branch if they do not exist, and refuse them if they conflict with the plan.
+
+    Raises:
+        RefusedError: the repository is public and should not be, or has weights of another model.
+    """
     api.create_repo(plan.repo, private=plan.private, exist_ok=True)
     info = api.model_info(plan.repo, files_metadata=True)
     if plan.private and info.private is False:
@@ -209,12 +213,12 @@ def _prepared(api: HfApi, plan: Push, target: str) -> ModelInfo:
 
 
 def _globs(names: Iterable[str]) -> list[str]:
-    """Names, those of numbered shards as one pattern."""
+    """Names of files, with one pattern for numbered shards."""
     return sorted({re.sub(r"-\d{5}-of-(\d{5})\.", r"-*-of-\1.", name) for name in names})
 
 
 def _stage(plan: Push, staging: Path) -> None:
-    """A folder of links to exactly what is planned, and the card."""
+    """Fill a folder with links to exactly the planned files, and with the card."""
     for file in plan.files:
         place = staging / file.name
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -226,9 +230,10 @@ def _stage(plan: Push, staging: Path) -> None:
 
 @contextmanager
 def _ended_by_signals(staging: str, retry: str) -> Iterator[None]:
-    """End the process at once: huggingface_hub would first send every file that it has begun, for hours.
+    """A context in which a signal ends the process at once: huggingface_hub would finish every file it has begun.
 
-    Nothing is lost by it, as no file here is written and the Hub only keeps objects that arrived whole.
+    That could take hours. Nothing is lost, since no local file is written and the Hub only keeps objects that arrived
+    whole.
     """
 
     def end(_: int, __: FrameType | None) -> None:
@@ -242,7 +247,7 @@ def _ended_by_signals(staging: str, retry: str) -> Iterator[None]:
 
 
 def _kept(plan: Push, info: ModelInfo) -> list[str]:
-    """A note on what is on the Hub besides what was sent."""
+    """A note on files on the Hub that are not in the plan."""
     sent = {file.name for file in plan.files} | {".gitattributes"}
     names = [sibling.rfilename for sibling in info.siblings or () if sibling.rfilename not in sent]
     return (
@@ -257,7 +262,7 @@ def _kept(plan: Push, info: ModelInfo) -> list[str]:
 
 @contextmanager
 def _explained(repo: str, retry: str) -> Iterator[None]:
-    """Turn what huggingface_hub raises into one sentence and a hint; what is not known stays as it is."""
+    """A context that raises errors of huggingface_hub with one sentence and a hint; unknown errors stay as they are."""
     try:
         yield
     except KeyboardInterrupt:
@@ -272,18 +277,18 @@ def _explained(repo: str, retry: str) -> Iterator[None]:
 
 
 def _known(error: BaseException | None, repo: str, retry: str) -> VitruvianError | None:
-    """What an error, or the one that caused it, means for the user."""
+    """The error for the user that an error, or its cause, stands for; None if it is unknown."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     while error is not None:
         message = _line(str(error))
         if isinstance(error, HfHubHTTPError):
             status, message = error.response.status_code, str(error.server_message or "")
-            if message.lstrip().startswith("<"):  # a storage service, in XML that may hold parts of a signature
+            if message.lstrip().startswith("<"):  # a storage service's XML, which may hold parts of a signature
                 return NetworkError(f"the storage of the Hub refuses a file of {repo} ({status})", retry)
             message = str(error.response.headers.get("X-Error-Message") or message or error.response.reason_phrase)
             return _refusal(status, _line(message), repo, retry)
-        if status_text := re.search(r"HTTP status client error \((\d+)", message):  # as hf_xet tells it
+        if status_text := re.search(r"HTTP status client error \((\d+)", message):  # the wording of hf_xet
             return _refusal(int(status_text[1]), message, repo, retry)
         if isinstance(error, OfflineModeIsEnabled):
             return UsageError("HF_HUB_OFFLINE is set, so nothing can be sent", "unset HF_HUB_OFFLINE")
@@ -303,7 +308,7 @@ def _known(error: BaseException | None, repo: str, retry: str) -> VitruvianError
 
 
 def _refusal(status: int, message: str, repo: str, retry: str) -> VitruvianError:
-    """What an answer of the Hub means: exit 8 where asking again may help, 2 where something has to change first."""
+    """The error for an HTTP status of the Hub: exit code 8 where a retry may help, 2 where something has to change."""
     if status >= 500 or status in LATER:
         return NetworkError(f"the Hub is not able to serve {repo} now ({status}: {message})", retry)
     match status:
@@ -321,5 +326,5 @@ def _refusal(status: int, message: str, repo: str, retry: str) -> VitruvianError
 
 
 def _line(text: str) -> str:
-    """One line of bounded length, of each address the host alone: the rest may be signed."""
+    """A text as one line of bounded length, with only the host of each address: the rest may hold a signature."""
     return " ".join(re.sub(r"(https?://[^/\s'\")]+)[^\s'\")]*", r"\1", text).split())[:300]

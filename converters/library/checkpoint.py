@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 NOWHERE = Path("view")
-"""Where the files of a view would be."""
+"""The output folder in the plan of a view; nothing is written to it."""
 AXES = ("tp", "pp", "ep")
 IN_MEMORY = {"megatron": ("format", "torch"), "neox": ("layout", "sequential")}
-"""Layout: the option by which its files hold what a rank has in memory, under the names it has there."""
+"""Layout: the option with which a file holds the tensors of one rank, under the names that they have in memory."""
 IN_PIECES = {
     "torch_dist": "torch_dist holds tensors of all layers in pieces, under one name",
     "pipeline": "GPT-NeoX's layout pipeline has a file of each layer, with the names of the others",
 }
-"""What does not."""
+"""Value of such an option with which files do not: why."""
 NO_VIEW = {
     "deepspeed": ("a universal checkpoint has no view", "its tensors are those of as_('fsdp')"),
     "megatron-deepspeed": ("Megatron-DeepSpeed has a file of each layer, with the names of the others", "convert it"),
@@ -55,11 +55,11 @@ NO_VIEW = {
 
 
 class Checkpoint:
-    """A checkpoint of any format: what its headers say, and its tensors in any layout.
+    """A checkpoint of any format: the contents of its headers, and its tensors in any layout.
 
     Attributes:
         path: its folder.
-        source: what the reader of its format made of it.
+        source: the checkpoint as the reader of its format opened it.
     """
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
@@ -70,10 +70,10 @@ class Checkpoint:
         self.stamps = {file: _stamp(file) for file in self.source.files}
 
     def unchanged(self) -> None:
-        """Insist on files that are those which were opened.
+        """Refuse files that have changed since the checkpoint was opened.
 
         Raises:
-            SourceError: one was written or replaced since.
+            SourceError: a file was written or replaced.
         """
         changed = [str(file) for file, stamp in self.stamps.items() if _stamp(file) != stamp]
         if changed:
@@ -103,12 +103,12 @@ class Checkpoint:
 
     @property
     def topology(self) -> dict[str, int]:
-        """Its parallel sizes, such as `{"tp": 4, "pp": 2}`; empty when nothing is sharded."""
+        """The parallel sizes of the checkpoint, such as `{"tp": 4, "pp": 2}`; empty when nothing is sharded."""
         return dict(self.source.topology)
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        """What `convert inspect --json` says of it."""
+        """The record that `convert inspect --json` prints."""
         with known_family(self.options):
             return inspect_record(self.source, tensors=False)
 
@@ -119,12 +119,12 @@ class Checkpoint:
     def tensors(self, to: Target = "huggingface", **options: Unpack[Effort]) -> Iterator[tuple[str, Array]]:
         """Name and elements of every tensor in a layout, in the order of its files, one at a time in memory.
 
-        The bytes are those of a conversion, and memory is bounded, beside what the caller keeps. At the end the
-        checksums of the source are compared.
+        The bytes are those that a conversion writes, and memory is bounded, except for what the caller keeps. At the
+        end the checksums of the source are compared.
 
         Raises:
-            UnsupportedError: one is bfloat16 or float8, and ml_dtypes is not installed.
-            DamagedError: what was read has not the checksum that the source keeps of it.
+            UnsupportedError: a tensor is bfloat16 or float8, and ml_dtypes is not installed.
+            DamagedError: bytes that were read do not have the checksum that the source records.
             VerificationError: copies of a tensor differ.
         """
         with self.as_(to, **options) as view:
@@ -135,14 +135,14 @@ class Checkpoint:
 
         Args:
             to: `huggingface`, `megatron`, `fsdp` (the names that transformers has in memory), `neox` or `mistral`.
-            options: how it is laid out, by the flags of the command; a size of which a rank is asked for is
-                `(rank, size)`: `as_("megatron", tp=(3, 8), pp=(0, 4))`, and `as_("fsdp", ranks=(1, 2))` for a data
-                file of DCP. With `with_optimizer` states are among the tensors, as `exp_avg.NAME`. Whatever the source
-                is, Megatron's names are those of the `format` torch and GPT-NeoX's those of the `layout` sequential,
-                as a rank has them in memory.
+            options: how it is laid out, by the flags of the command; a parallel size is given as `(rank, size)` to
+                view one rank: `as_("megatron", tp=(3, 8), pp=(0, 4))`, and `as_("fsdp", ranks=(1, 2))` for a data
+                file of DCP. With `with_optimizer`, optimizer states are among the tensors, as `exp_avg.NAME`. Whatever
+                the source is, Megatron's names are those of the `format` torch and GPT-NeoX's those of the `layout`
+                sequential, as a rank has them in memory.
 
         Raises:
-            UsageError: an option means nothing to the layout, or no rank is named where several hold tensors of one
+            UsageError: an option has no effect on the layout, or no rank is named where several hold tensors of one
                 name.
             RefusedError: something would be lost, guessed or duplicated.
             UnsupportedError: the layout cannot hold the model.
@@ -178,7 +178,7 @@ class Checkpoint:
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """What a disk refuses of the source, in a sentence."""
+    """Raise an OSError of the source as a SourceError with a sentence."""
     try:
         yield
     except OSError as error:
@@ -186,7 +186,7 @@ def _readable() -> Iterator[None]:
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
-    """What changes when a file is written or replaced; nothing of one that is not there."""
+    """Inode, size and time of a file, which change when it is written or replaced; empty if there is no file."""
     try:
         about = file.stat()
     except OSError:
@@ -195,10 +195,10 @@ def _stamp(file: Path) -> tuple[int, ...]:
 
 
 def _file_of(to: str, ranks: Mapping[str, tuple[int, int]], options: Mapping[str, Any]) -> str:
-    """The name that the file of a rank has, or the folder of its files.
+    """The name of the file of a rank, or of the folder of its files.
 
     Raises:
-        UsageError: its layout has no files of ranks, or a rank is missing.
+        UsageError: the layout has no files of ranks, or a rank is missing.
     """
     if to == "fsdp" and ranks.keys() == {"ranks"}:
         return f"__{ranks['ranks'][0]}_0.distcp"
@@ -217,16 +217,17 @@ def _file_of(to: str, ranks: Mapping[str, tuple[int, int]], options: Mapping[str
 
 
 def open_checkpoint(path: Place, **options: Unpack[Reading]) -> Checkpoint:
-    """Open a checkpoint of any format. Headers are read, and none of the weights.
+    """Open a checkpoint of any format. Only headers are read, no weights.
 
     Args:
-        path: its folder; or `ORG/NAME`, `hf://…`, `s3://…` and the like, of which headers alone are read.
-        options: what it does not say of itself, by the flags of `convert inspect`: `config="BASE"`.
+        path: the folder of the checkpoint; or `ORG/NAME`, `hf://…`, `s3://…` and the like, of which only headers are
+            read.
+        options: what the checkpoint does not record itself, by the flags of `convert inspect`: `config="BASE"`.
 
     Raises:
-        SourceError: there is none, or it is damaged or incomplete.
-        UnsupportedError: it is sound, but of a kind that has no layout here.
-        RefusedError: it holds two models, and nobody said which.
-        UsageError: an option means nothing to it.
+        SourceError: there is no checkpoint, or it is damaged or incomplete.
+        UnsupportedError: the checkpoint is sound, but of a kind that has no layout here.
+        RefusedError: the checkpoint holds two models, and no option says which one is meant.
+        UsageError: an option has no effect on the checkpoint.
     """
     return Checkpoint(path_of(path, "path"), checked(options, Reading.__optional_keys__))

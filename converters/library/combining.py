@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 OF_MEAN = Conversion.__optional_keys__ - {"weights", "adapter"}
-"""The options of a mean: which weights of each are averaged follows from what it has."""
+"""The options of a mean; no `weights`, since master weights are averaged wherever a checkpoint has them."""
 OF_MERGE = Conversion.__optional_keys__ - {"adapter"}
-"""Those of a merge."""
+"""The options of a merge."""
 OF_BRIDGE = (OF_MERGE - Layout.__optional_keys__ - {"weights"}) | {"lora", "tp", "iteration"}
-"""Those of an adapter for Megatron-Bridge: of the base the model alone counts."""
+"""The options of an adapter for Megatron-Bridge; none on the base's weights, since only its model counts."""
 
 
 def average(
@@ -50,19 +50,21 @@ def average(
     to: Target = "huggingface",
     **options: Unpack[Conversion],
 ) -> Converted:
-    """The weighted mean of checkpoints of one model: in float64, in their order, rounded once. OUT as in `convert`.
+    """Write the weighted mean of checkpoints of one model: summed in float64, in their order, rounded once.
+
+    OUT is as in `convert`.
 
     Args:
-        checkpoints: their folders, of any formats, for equal weights; or the weight of each, 1 in all. FP32 master
-            weights are averaged where there are any. With `last` the folder of a run.
-        out: the folder that is written; config and tokenizer are those of the first.
+        checkpoints: their folders, of any formats, for equal weights; or the weight of each, with the sum 1. FP32
+            master weights are averaged where there are any. With `last` the folder of a run.
+        out: the folder that is written; config and tokenizer are those of the first checkpoint.
         ema: an exponential mean with this decay: mean = ema * mean + (1 - ema) * next, from the first on.
-        last: take so many of the newest checkpoints of a run, the oldest of them first.
-        to: the target.
+        last: average so many of the newest checkpoints of a run, the oldest of them first.
+        to: the target format.
         options: as in `convert`, without `weights` and `adapter`.
 
     Raises:
-        UsageError: the weights are not 1 in all.
+        UsageError: the sum of the weights is not 1.
         RefusedError: the checkpoints are of different models. Else as `convert`.
     """
     given_options, given = checked(options, OF_MEAN), None
@@ -84,18 +86,18 @@ def average(
 def merge(
     base: Place, adapter: Place, out: Place, /, *, to: Target = "huggingface", **options: Unpack[Conversion]
 ) -> Converted:
-    """A LoRA adapter of PEFT merged into its base: in float64, rounded once. OUT as in `convert`.
+    """Write a base model with a LoRA adapter of PEFT merged into it: in float64, rounded once. OUT as in `convert`.
 
     Args:
         base: the folder of the base model, in any format.
         adapter: the folder with adapter_config.json and adapter_model.safetensors.
         out: the folder that is written.
-        to: the target.
+        to: the target format.
         options: as in `convert`, without `adapter`.
 
     Raises:
         UnsupportedError: the adapter is of another method, or of a LoRA that cannot be merged.
-        SourceError: it is not complete, or does not fit the base. Else as `convert`.
+        SourceError: the adapter is not complete, or does not fit the base. Else as `convert`.
     """
     given = checked(options, OF_MERGE)
     reading = _settings(given)
@@ -110,9 +112,9 @@ def merge(
 def peft2megatron(
     base: Place, adapter: Place, out: Place, /, *, lora: Lora = "canonical", **options: Unpack[Conversion]
 ) -> Converted:
-    """A LoRA adapter of PEFT as one of Megatron-Bridge: torch_dist, to train on beside its base.
+    """Write a LoRA adapter of PEFT as one of Megatron-Bridge: torch_dist, to train it further beside its base.
 
-    `convert(out, adapter, adapter="only")` leads back.
+    `convert(out, adapter, adapter="only")` is the way back.
 
     Args:
         base: the folder of the model that the adapter is of, in any format.
@@ -120,12 +122,12 @@ def peft2megatron(
         out: the folder of the run that is written.
         lora: `canonical` for CanonicalLoRA, an adapter for each matrix of PEFT's; `fused` for LoRA, where query, key
             and value share lora_A, and gate and up.
-        options: as in `convert`; of the layout `tp`, the tensor parallel size of the training, and `iteration`, where
-            Megatron-Bridge counts on.
+        options: as in `convert`; of the layout only `tp`, the tensor parallel size of the training, and `iteration`,
+            from which Megatron-Bridge counts on.
 
     Raises:
         UnsupportedError: Megatron-Bridge has no such adapter, or no such model.
-        VerificationError: `fused`, and the factors differ that would be one.
+        VerificationError: with `fused`, factors differ that would become one.
         SourceError: the adapter is not complete, or does not fit the base. Else as `convert`.
     """
     given = checked({**options, "lora": lora}, OF_BRIDGE)
@@ -140,7 +142,7 @@ def peft2megatron(
 
 
 def _settings(given: Mapping[str, Any]) -> Settings:
-    """What the options tell a reader."""
+    """The settings of a reader among the options."""
     return settings_of({name: value for name, value in given.items() if name in Reading.__optional_keys__})
 
 

@@ -47,19 +47,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Converted:
-    """What came of a conversion.
+    """The result of a conversion.
 
     Attributes:
-        out: the folder.
-        tensors: how many logical tensors were written, states of an optimizer among them.
-        nbytes: their bytes.
-        seconds: how long it took.
+        out: the folder that was written.
+        tensors: how many logical tensors were written, optimizer states among them.
+        nbytes: bytes of these tensors.
+        seconds: the duration of the conversion.
         digest: the hash of the weights, the same in every format and topology.
         verified: whether the output was read back and compared.
         source_checksums: which checksums of the source were compared: `checked` is `verified` or says why not.
-        mixed: what would not be seen if files of several saves were mixed; empty if nothing.
-        averaged: tensors whose copies differed and were averaged: how far apart they were.
-        notes: what else to know.
+        mixed: which mixture of files of several saves could not be detected; empty if every one could.
+        averaged: tensors whose copies differed and were averaged: how far apart the copies were.
+        notes: further messages for the user.
     """
 
     out: Path
@@ -74,7 +74,7 @@ class Converted:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """What `convert --json` prints."""
+        """The record that `convert --json` prints."""
         return {
             "digest": self.digest, "verified": self.verified, "source_checksums": self.source_checksums.record(),
             "out": str(self.out), "tensors": self.tensors, "bytes": self.nbytes, "seconds": round(self.seconds, 3),
@@ -84,16 +84,16 @@ class Converted:
 
 @dataclass(frozen=True)
 class Part:
-    """What came of one of several processes of a conversion; the call without `part` finishes.
+    """The result of one of several processes of a conversion; the call without `part` finishes the conversion.
 
     Attributes:
-        part: which one, such as `2/8`.
-        out: the folder that the finished conversion will be.
+        part: the part, such as `2/8`.
+        out: the folder of the finished conversion.
         tensors: how many logical tensors the part has.
-        nbytes: their bytes.
-        seconds: how long it took.
-        averaged: tensors whose copies differed and were averaged: how far apart they were.
-        notes: what else to know.
+        nbytes: bytes of these tensors.
+        seconds: the duration of the part.
+        averaged: tensors whose copies differed and were averaged: how far apart the copies were.
+        notes: further messages for the user.
     """
 
     part: str
@@ -105,7 +105,7 @@ class Part:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """What `convert --part --json` prints."""
+        """The record that `convert --part --json` prints."""
         return {
             "part": self.part, "out": str(self.out), "tensors": self.tensors, "bytes": self.nbytes,
             "seconds": round(self.seconds, 3), "averaged": self.averaged, "notes": list(self.notes),
@@ -114,7 +114,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a conversion would do: every element has one source and one place, which is proved when it is made."""
+    """The plan of a conversion: that every element has one source and one place was proved when the plan was made."""
 
     plan: plans.Plan = field(repr=False)
 
@@ -125,12 +125,12 @@ class Plan:
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        """What `convert plan --json` says."""
+        """The record that `convert plan --json` prints."""
         return plan_record(self.plan)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to know before it is carried out."""
+        """Messages for the user before the conversion."""
         return tuple(self.record["notes"])
 
     @property
@@ -157,7 +157,7 @@ class Plan:
 def carry_out(
     planned: plans.Plan, request: Request, share: Share | None = None, notes: Sequence[str] = ()
 ) -> Converted | Part:
-    """Run a plan, or a share of it. `converters.convert` says what is raised."""
+    """Run a plan, or a share of it. Raises as `converters.convert.run` and `run_share`."""
     began, averaged, verdicts = time.monotonic(), dict[str, float](), list[Verdict]()
 
     def drifted(job: plans.Job, distance: float) -> None:
@@ -190,7 +190,7 @@ def carry_out(
 
 
 def check(planned: plans.Plan, request: Request) -> None:
-    """What a plan could fail at before a byte of the weights is read.
+    """Check what would stop a conversion, before a byte of the weights is read.
 
     Raises:
         OutputError: OUT exists, or is in the source, or there is no room for it.
@@ -209,15 +209,15 @@ def check(planned: plans.Plan, request: Request) -> None:
 
 
 def plan(src: Place, *, to: Target = "huggingface", **options: Unpack[Planning]) -> Plan:
-    """What a conversion would do. Headers are read, and none of the weights.
+    """Plan a conversion without running it. Only headers are read, no weights.
 
     Args:
         src: the folder of the source.
-        to: what would be written.
+        to: the target format.
         options: by the flags of the commands: `tp=4`, `dtype="bf16"`, `config="BASE"`.
 
     Raises:
-        VitruvianError: as `convert`, output and weights apart.
+        VitruvianError: as `convert`, except errors of the output and of the weights.
     """
     stated = checked(options, Planning.__optional_keys__)
     with known_family(stated) as family:
@@ -225,20 +225,20 @@ def plan(src: Place, *, to: Target = "huggingface", **options: Unpack[Planning])
 
 
 def convert(src: Place, out: Place, *, to: Target = "huggingface", **options: Unpack[Conversion]) -> Converted:
-    """Convert a checkpoint. OUT is complete or absent; the same call resumes what was interrupted.
+    """Convert a checkpoint. OUT is complete or absent; the same call resumes an interrupted conversion.
 
     Args:
         src: the folder of the source, in any format; or `ORG/NAME`, `hf://…`, `s3://…` and the like.
-        out: the folder that is written; or `hf://ORG/NAME`, `s3://…`, which is seen when it is complete.
+        out: the folder that is written; or `hf://ORG/NAME`, `s3://…`, which is visible when it is complete.
         to: `huggingface`, `megatron`, `fsdp`, `neox`, `deepspeed` (a universal checkpoint), or `mistral`
             (consolidated.safetensors and params.json).
         options: by the flags of the commands: `tp=4`, `dtype="bf16"`, `config="BASE"`, `force=True`. `progress` is
-            called with what is done, bytes done and bytes to do; `memory` counts bytes.
+            called with the name of the step, bytes done and bytes in all; `memory` is in bytes.
 
     Raises:
-        UsageError: options contradict each other, or mean nothing here.
+        UsageError: options contradict each other, or have no effect here.
         SourceError: the source cannot be read, is damaged or incomplete.
-        UnsupportedError: it holds something that has no layout in the target.
+        UnsupportedError: the source holds something that has no layout in the target.
         RefusedError: something would be lost, guessed or duplicated.
         VerificationError: copies of a tensor differ, or the output does not read back as planned.
         OutputError: OUT exists, or there is no room.
@@ -255,10 +255,10 @@ def convert_part(
     """Do the I-th of N parts (I, N) of a conversion, beside other processes on any nodes; `convert` then finishes.
 
     Args:
-        src: as in `convert`, and so are the others.
-        out: the folder that the finished conversion will be.
-        part: which one, from (1, N) to (N, N).
-        to: the target.
+        src: the source, as in `convert`.
+        out: the folder of the finished conversion.
+        part: the part, from (1, N) to (N, N).
+        to: the target format.
         options: by the flags of the commands.
 
     Raises:
@@ -279,7 +279,7 @@ def _convert(src: Path, out: Path, share: Share | None, to: str, options: Mappin
 
 
 def _planned(src: Path, out: Path, to: str, options: Mapping[str, Any], family: Any) -> tuple[plans.Plan, Request]:
-    """The plan of a conversion, and what is asked for."""
+    """The plan of a conversion, and its request."""
     reading = {name: value for name, value in options.items() if name in Reading.__optional_keys__}
     settings = settings_of(reading)
     opened = (open_training if to == UNIVERSAL else open_only)(src, settings, family)
@@ -288,7 +288,7 @@ def _planned(src: Path, out: Path, to: str, options: Mapping[str, Any], family: 
 
 
 def asked(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Request:
-    """What the options of `Conversion` ask for, of a source that is open."""
+    """The request that the options of `Conversion` make, for an opened source."""
     return Request(
         place_of(out),
         cast_of(options),

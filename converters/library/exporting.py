@@ -1,7 +1,7 @@
-"""Export each checkpoint while its training continues: a process for each, one after the other, a bounded queue.
+"""Export each checkpoint while its training continues: a process for each, one after the other, from a bounded queue.
 
-No export stops a training: what finds the queue full is skipped, and a failure is recorded and logged. Who wants to
-know asks `Exporter.results`, or `close(strict=True)`.
+No export stops a training: a checkpoint that finds the queue full is skipped, and a failure is recorded and logged.
+`Exporter.results` has the result of each; `close(strict=True)` raises if one failed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PROGRAM = "vitruvian.export"
 """The module that exports one checkpoint in a process of its own."""
 SECONDS = 1.0
-"""How soon an exporter that nobody closed sees that the program has ended."""
+"""Seconds after which an exporter that was not closed notices that the program has ended."""
 LOG = logging.getLogger("vitruvian")
 
 
@@ -38,15 +38,15 @@ class ExportError(VitruvianError):
 
 @dataclass(frozen=True)
 class Export:
-    """What came of one checkpoint.
+    """The result of one export.
 
     Attributes:
-        src: its folder.
+        src: the folder of the checkpoint.
         out: the Hugging Face folder.
-        digest: the hash of its weights; empty if it was not exported.
-        url: its page on the Hub, if it was pushed.
-        error: why not, in one sentence; empty if it was exported.
-        exit_code: that of the commands, 0 if it was exported.
+        digest: the hash of the weights; empty if the checkpoint was not exported.
+        url: the page of the model on the Hub, if it was pushed.
+        error: why the checkpoint was not exported, in one sentence; empty if it was.
+        exit_code: the exit code of the command, 0 if the checkpoint was exported.
     """
 
     src: Path
@@ -68,17 +68,17 @@ def export_one(
     descriptors: Sequence[int] = (),
     started: Callable[[subprocess.Popen[str]], object] = lambda _: None,
 ) -> Export:
-    """Export one checkpoint in a process of its own, and wait for it.
+    """Export one checkpoint in a process of its own, and wait for the process.
 
     Args:
-        src: its folder.
+        src: the folder of the checkpoint.
         out: the Hugging Face folder.
-        options: those of `vitruvian.convert`.
-        push: ORG/NAME to which it is pushed afterwards, into a branch of the folder's name; None for none.
-        digest: that of OUT, where it is there already and has to be pushed alone.
-        home: the folder in which relative paths begin; None for the current one.
+        options: the options of `vitruvian.convert`.
+        push: ORG/NAME to which the model is pushed afterwards, into a branch of the folder's name; None for none.
+        digest: the digest of OUT, where OUT exists already and only has to be pushed.
+        home: the folder that relative paths start from; None for the current one.
         descriptors: open files that the process keeps open too, and with them their locks.
-        started: told of the process.
+        started: called with the process.
     """
     task = {"src": str(src), "out": str(out), "push": push, "options": options, "digest": digest}
     words = [sys.executable, "-m", PROGRAM]
@@ -94,7 +94,7 @@ def export_one(
 
 
 def possible(push: str | None, waiting: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the options of an exporter, as far as that is possible before there is a checkpoint.
+    """The options of an exporter, checked as far as possible before there is a checkpoint.
 
     Raises:
         UsageError: an option is unknown or has an impossible value, `config` is no Hugging Face folder, or `push` is
@@ -115,13 +115,13 @@ def possible(push: str | None, waiting: int, options: Mapping[str, Any]) -> dict
 class Exporter:
     """Exports checkpoints to Hub-ready folders, in the order in which they are submitted.
 
-    It ends with `close`, or as a context; what is left when the program ends is exported first.
+    It ends with `close`, or as a context; checkpoints that are left when the program ends are exported first.
 
     Args:
-        out: the folder in which each becomes a folder of its name.
-        push: ORG/NAME to which each is pushed afterwards, into a branch of the folder's name; None for none.
+        out: the folder in which each checkpoint becomes a folder of its name.
+        push: ORG/NAME to which each model is pushed afterwards, into a branch of the folder's name; None for none.
         waiting: how many checkpoints may wait for the one that is exported; a further one is skipped.
-        options: those of `vitruvian.convert`, such as `config` and `dtype`.
+        options: the options of `vitruvian.convert`, such as `config` and `dtype`.
 
     Raises:
         UsageError: an option is unknown or has an impossible value, or `push` is not a valid name on the Hub.
@@ -141,18 +141,18 @@ class Exporter:
 
     @property
     def results(self) -> list[Export]:
-        """What came of each checkpoint that is done or was skipped, in the order in which they were submitted."""
+        """The result of each checkpoint that is done or was skipped, in the order in which they were submitted."""
         with self.condition:
             return [export for export in self.exports if export is not None]
 
     def submit(self, checkpoint: Place) -> bool:
-        """Export a checkpoint when those before it are done. Returns at once.
+        """Queue a checkpoint, to be exported when those before it are done. Returns at once.
 
         Args:
-            checkpoint: its folder, which must stay as it is until it is exported.
+            checkpoint: the folder of the checkpoint, which must not change until it is exported.
 
         Returns:
-            Whether there was room for it to wait. If not, it is skipped, which `results` say.
+            Whether there was room in the queue. If not, the checkpoint is skipped, which `results` records.
 
         Raises:
             UsageError: the exporter is closed.
@@ -173,13 +173,13 @@ class Exporter:
         return not skipped
 
     def close(self, *, strict: bool = False) -> list[Export]:
-        """Wait until all is done.
+        """Wait until all exports are done, and return their results.
 
         Args:
-            strict: insist on every export.
+            strict: raise if an export failed or was skipped.
 
         Raises:
-            ExportError: one failed or was skipped, and `strict`.
+            ExportError: with `strict`, an export failed or was skipped.
         """
         with self.condition:
             self.closed = True
@@ -228,9 +228,9 @@ def exporter(out: Place, *, push: str | None = None, waiting: int = 1, **options
 
     Args:
         out: the folder in which each checkpoint becomes a Hugging Face folder of its name.
-        push: ORG/NAME to which each is pushed afterwards, into a branch of the folder's name.
+        push: ORG/NAME to which each model is pushed afterwards, into a branch of the folder's name.
         waiting: how many checkpoints may wait for the one that is exported; a further one is skipped.
-        options: those of `convert`, such as `config="BASE"` and `dtype="bf16"`.
+        options: the options of `convert`, such as `config="BASE"` and `dtype="bf16"`.
 
     Raises:
         UsageError: an option is unknown or has an impossible value, or `push` is not a valid name on the Hub.

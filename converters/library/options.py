@@ -1,4 +1,4 @@
-"""The keyword arguments of the library: the flags of the commands by their names, and what becomes of them."""
+"""The keyword arguments of the library: the flags of the commands by their names, checked and made into settings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Rank = int | tuple[int, int]
 
 
 class Reading(TypedDict, total=False):
-    """What a checkpoint does not say of itself: the options of `convert inspect --help`, by name."""
+    """Options that tell what a checkpoint does not record itself: those of `convert inspect --help`, by name."""
 
     config: Place
     vocab_size: int
@@ -59,7 +59,7 @@ class Reading(TypedDict, total=False):
 
 
 class Effort(TypedDict, total=False):
-    """How much of the machine is used: threads, bytes of all buffers; and what is called with progress."""
+    """Options of a run: threads, bytes of all buffers, the replica policy, and a function to call with progress."""
 
     threads: int
     memory: int
@@ -68,7 +68,7 @@ class Effort(TypedDict, total=False):
 
 
 class Names(TypedDict, total=False):
-    """How a layout names and cuts tensors, its parallel sizes apart (`converters.plan.output.Output`)."""
+    """Options of how a layout names and cuts tensors, except parallel sizes (`converters.plan.output.Output`)."""
 
     vpp: int
     first_stage_layers: int
@@ -90,7 +90,7 @@ class Names(TypedDict, total=False):
 
 
 class Layout(Names, total=False):
-    """How an output is laid out (`converters.plan.output.Output`)."""
+    """Options of how an output is laid out (`converters.plan.output.Output`)."""
 
     tp: int
     pp: int
@@ -108,7 +108,7 @@ class Layout(Names, total=False):
 
 
 class View(Names, Effort, total=False):
-    """What a view of a checkpoint in another layout is asked for: a rank, or a whole."""
+    """Options of a view of a checkpoint in another layout: of one rank, or of all."""
 
     tp: Rank
     pp: Rank
@@ -119,13 +119,13 @@ class View(Names, Effort, total=False):
 
 
 class Planning(Reading, Layout, total=False):
-    """What a plan depends on."""
+    """Options of a plan."""
 
     dtype: Dtype
 
 
 class Conversion(Planning, Effort, total=False):
-    """What a conversion depends on."""
+    """Options of a conversion."""
 
     force: bool
     verify: bool
@@ -133,19 +133,19 @@ class Conversion(Planning, Effort, total=False):
 
 
 class Kind(NamedTuple):
-    """What a value has to be: how to say it, and whether it is."""
+    """A kind of values: its description in words, and the test whether a value is of the kind."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
 def number(least: int) -> Kind:
-    """A natural number, from some least one on."""
+    """The kind of whole numbers from a least one on."""
     return Kind(f"a whole number of {least} or more", lambda value: type(value) is int and value >= least)
 
 
 def choice(literal: Any) -> Kind:
-    """One of the words of a Literal."""
+    """The kind of the words of a Literal."""
     values = get_args(literal)
     return Kind("one of " + ", ".join(values), lambda value: value in values)
 
@@ -184,21 +184,21 @@ KINDS: Mapping[str, Kind] = {
     "verify": FLAG, "prefetch": number(0),
     "dtype": choice(Dtype), "quantize": choice(Quantization), "stripes": FLAG,
 }  # fmt: skip
-"""Option: what it has to be."""
+"""Option: the kind of its value."""
 RANKS = dict.fromkeys(("tp", "pp", "ep", "ranks"), RANK)
-"""The same in a view."""
+"""Option of a view that may name a rank: the kind of its value."""
 
 
 def checked(options: Mapping[str, Any], names: Collection[str], kinds: Mapping[str, Kind] = KINDS) -> dict[str, Any]:
-    """Options of which each is known and has a possible value. None is what is not said.
+    """The options that were given, after a check that each is known and has a possible value. None means not given.
 
     Args:
-        options: by name.
-        names: those that a function has.
-        kinds: what each has to be.
+        options: values by name.
+        names: the options that the function has.
+        kinds: the kind of value of each option.
 
     Raises:
-        UsageError: one is unknown, or has another value.
+        UsageError: an option is unknown, or has an impossible value.
     """
     if odd := [name for name in options if name not in names]:
         raise UsageError(f"there is no option {odd[0]}", f"options: {', '.join(sorted(names))}")
@@ -212,10 +212,10 @@ def checked(options: Mapping[str, Any], names: Collection[str], kinds: Mapping[s
 
 
 def path_of(value: object, what: str) -> Path:
-    """A path that someone gave, absolute if it is there: the current folder may change.
+    """A path that the caller gave, absolute if it exists, since the current folder may change.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the value is no path.
     """
     if not isinstance(value, str | PathLike):
         raise UsageError(f"{what} = {short(value)} is no path")
@@ -224,7 +224,7 @@ def path_of(value: object, what: str) -> Path:
 
 
 def settings_of(options: Mapping[str, Any]) -> Settings:
-    """What `Reading` tells a reader.
+    """The settings of a reader from the options of `Reading`.
 
     Raises:
         UsageError: `set` names a setting that does not exist.
@@ -252,7 +252,7 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
 
 @contextmanager
 def known_family(options: Mapping[str, Any]) -> Iterator[Any]:
-    """While it lasts, the family that `family` names is known."""
+    """A context in which the family of the option `family` is known; gives the family, or None."""
     if options.get("family") is None:
         yield None
         return
@@ -265,17 +265,17 @@ def known_family(options: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def output_of(options: Mapping[str, Any]) -> Output:
-    """How `Layout` lays out an output."""
+    """The layout of an output from the options of `Layout`."""
     return Output(**{name: value for name, value in options.items() if name in DEFAULTS})
 
 
 def limits_of(options: Mapping[str, Any], replicas: str) -> Limits:
-    """How much of the machine `Effort` uses, given what is done with further copies."""
+    """The limits of a run from the options of `Effort`, with a replica policy."""
     accepted = tuple(options.get("accept", ()))
     return Limits(options.get("threads") or cores(), options.get("memory"), replicas, accepted=accepted)
 
 
 def cast_of(options: Mapping[str, Any]) -> str | None:
-    """What weights are cast to, None for nothing."""
+    """The element type that weights are cast to; None for no cast."""
     dtype = options.get("dtype", "keep")
     return None if dtype == "keep" else str(dtype)

@@ -48,35 +48,35 @@ UNCOMPARED_FILES = (
 
 
 class Proving(Reading, Effort, total=False):
-    """What a proof depends on."""
+    """Options of a proof."""
 
 
 @dataclass(frozen=True)
 class Digest:
-    """The hash of a checkpoint's weights, the same in every format and topology; and that of each logical tensor."""
+    """The hash of a checkpoint's weights, the same in every format and topology, and of each logical tensor."""
 
     digest: str
     tensors: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
-        """What `convert digest --json` prints."""
+        """The record that `convert digest --json` prints."""
         return {"digest": self.digest, "tensors": self.tensors}
 
 
 @dataclass(frozen=True)
 class Verified:
-    """How a checkpoint compares with its manifest, or with another checkpoint in any format.
+    """The comparison of a checkpoint with its manifest, or with another checkpoint in any format.
 
     Attributes:
         out: the checkpoint.
-        name: what it was compared with.
+        name: the manifest or checkpoint that it was compared with.
         tensors: how many logical tensors were compared.
-        digest: the hash of its weights.
-        against: that of the other side.
+        digest: the hash of the checkpoint's weights.
+        against: the hash of the other side's weights.
         settings: settings that differ, as `name: here | there`.
         differing: names of the logical tensors that differ, or that one side lacks.
         notes: what was not compared, or does not count.
-        files: small files of a model that are not what its manifest says, such as its tokenizer.
+        files: small files of a model that are not those that its manifest records, such as its tokenizer.
     """
 
     out: Path
@@ -95,10 +95,10 @@ class Verified:
         return not (self.settings or self.differing or self.files)
 
     def require(self, hint: str = "") -> None:
-        """Insist on it.
+        """Raise an error if something differs.
 
         Raises:
-            VerificationError: something differs.
+            VerificationError: settings, tensors or files differ.
         """
         if self.settings:
             settings = "; ".join(self.settings)
@@ -116,7 +116,7 @@ class Verified:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """What `convert verify --json` prints."""
+        """The record that `convert verify --json` prints."""
         sides = {"equal": self.equal, "digest": self.digest, "against": self.against}
         lists = {"settings": list(self.settings), "differing": list(self.differing), "files": list(self.files)}
         return {**sides, **lists}
@@ -124,13 +124,14 @@ class Verified:
 
 @dataclass(frozen=True)
 class Differences:
-    """In what two checkpoints differ: settings as `name: one | two`, and tensors.
+    """The differences between two checkpoints.
 
     Attributes:
-        tensors: those that differ, by their logical names.
-        settings: those that differ.
+        tensors: the tensors that differ, by their logical names.
+        settings: the settings that differ, as `name: one | two`.
         compared: how many tensors the first has.
-        keys: what Hugging Face calls a logical tensor, with `{layer}` and `{expert}`; none for a model without a table.
+        keys: the Hugging Face key of each logical tensor, with `{layer}` and `{expert}`; none for a model without a
+            table.
         config: keys of config.json that no tensor depends on and that differ, as `name: one | two`. They do not count.
     """
 
@@ -141,13 +142,13 @@ class Differences:
     config: tuple[str, ...] = ()
 
     def key_of(self, name: str) -> str:
-        """What Hugging Face calls a tensor of one layer, such as `up.3`."""
+        """The Hugging Face key of a tensor of one layer, such as `up.3`."""
         tensor, _, layer = name.partition(".")
         return self.keys[tensor].replace("{layer}", layer).replace("{expert}", "*") if tensor in self.keys else name
 
     @property
     def equal(self) -> bool:
-        """Whether in nothing."""
+        """Whether no setting and no tensor differs."""
         return not (self.settings or self.tensors)
 
     def __bool__(self) -> bool:
@@ -155,7 +156,7 @@ class Differences:
         return not self.equal
 
     def to_dict(self) -> dict[str, Any]:
-        """What `convert diff --json` prints."""
+        """The record that `convert diff --json` prints."""
         tensors = [
             {"name": tensor.name, "key": self.key_of(tensor.name), "what": tensor.what, "elements": tensor.count,
              "largest": tensor.largest} for tensor in self.tensors
@@ -170,7 +171,7 @@ class Differences:
 
 @dataclass(frozen=True)
 class Effects:
-    """How checkpoints are opened and read for a proof: by `settings`, perhaps with a family of the user's own."""
+    """How checkpoints are opened and read for a proof: settings, limits, a family of the user's own, and progress."""
 
     settings: Settings
     limits: Limits
@@ -179,11 +180,11 @@ class Effects:
     tell: Tell | None = None
 
     def progress(self, what: str, nbytes: int) -> Progress:
-        """The progress of a part of the work."""
+        """A progress display for a step of the work."""
         return Progress(what, nbytes, self.quiet, self.tell)
 
     def open(self, path: Path, settings: Settings, *others: Checkpoint, alone: bool = True) -> Checkpoint:
-        """Open a checkpoint; if it is the last one, what was said has to mean something to one of them."""
+        """Open a checkpoint; if it is the last one, each setting has to have an effect on one of the checkpoints."""
         source = open_source(path, settings)
         if alone or others:
             require_effect(settings if alone else self.settings, source, *others)
@@ -202,14 +203,15 @@ def verify_with(out: Path, src: Path | None, effects: Effects, share: Share | No
 
     Args:
         out: the checkpoint.
-        src: the other one, None for the manifest.
-        effects: how they are opened and read.
-        share: the part of the tensors that is read here; the call without finishes, and does what no part has done.
+        src: the other checkpoint, None for the manifest.
+        effects: how checkpoints are opened and read.
+        share: the part of the tensors that is read here; the call without a share reads what no share has read, and
+            finishes.
 
     Raises:
         SourceError: there is no manifest.
-        VerificationError: the manifest is of a model that a table described, and none does now.
-        Interrupted: a signal came while a journal is kept; the same call resumes later.
+        VerificationError: the manifest is of a model that a table described, and no table does now.
+        Interrupted: a signal came while a journal is kept; the same call resumes.
     """
     if src is not None:
         return _verify_with_source(out, src, effects)
@@ -240,7 +242,7 @@ def verify_with(out: Path, src: Path | None, effects: Effects, share: Share | No
 
 
 def _resumed(out: Path, effects: Effects, share: Share | None, plan: Plan) -> dict[str, str]:
-    """The digests of a checkpoint, by its journals; of a share of it that share's."""
+    """The digests of a checkpoint's tensors, or of a share of them, with journals that resume an interrupted run."""
     with effects.progress(
         "hashing", sum(job.nbytes for job in (share.jobs(plan.jobs) if share else plan.jobs))
     ) as tell:
@@ -275,9 +277,10 @@ def _verified(
     effects: Effects,
     read: Callable[[Plan], dict[str, str]] | None = None,
 ) -> Verified:
-    """Compare the digests of a checkpoint, and of its optimizer where those are known, with what they should be.
+    """Compare the digests of a checkpoint, and of its optimizer states where `states` are known, with recorded ones.
 
-    `read` reads them in another way than from the first to the last; what it leaves out, a share's call, has no part.
+    `read` computes the digests, if not all tensors are to be read from the first to the last; tensors that it leaves
+    out, as for a share, are not compared.
     """
     from converters.plan.training_state import state_jobs, training_of
 
@@ -288,7 +291,7 @@ def _verified(
         plan = replace(plan, jobs=(*plan.jobs, *state_jobs(checkpoint, optimizer_states)))
     elif "optimizer" in checkpoint.state:
         notes = [UNCOMPARED_OPTIMIZER, *notes]
-    here = read(plan) if read else _hashed(plan.jobs, effects, checked=False)  # digests say more than a CRC-32
+    here = read(plan) if read else _hashed(plan.jobs, effects, checked=False)  # a digest proves more than a CRC-32
     left_out = {job.name for job in plan.jobs} - here.keys()
     wrong = sorted(tensor for tensor in {*here, *there} - left_out if here.get(tensor) != there.get(tensor))
     counted = len({*here, *there} - left_out)
@@ -297,7 +300,7 @@ def _verified(
 
 
 def diff_with(one: Path, two: Path, effects: Effects, *, measured: bool = False) -> Differences:
-    """In what two checkpoints differ, tensor by tensor, whatever formats they are in; `measured`: and how."""
+    """The differences between two checkpoints of any formats, tensor by tensor; `measured`: with distances."""
     first = effects.open(one, own_config(one, effects.settings, two), alone=False)
     second = effects.open(two, own_config(two, effects.settings, one), first, alone=False)
     first, second = alike(first, second)
@@ -310,7 +313,7 @@ def diff_with(one: Path, two: Path, effects: Effects, *, measured: bool = False)
 
 
 def _keys(spec: Spec) -> dict[str, str]:
-    """What Hugging Face calls each logical tensor of a model."""
+    """The Hugging Face key of each logical tensor of a model."""
     if isinstance(spec, Verbatim):
         return {}
     slots = huggingface.model_slots(spec)
@@ -318,7 +321,7 @@ def _keys(spec: Spec) -> dict[str, str]:
 
 
 def own_config(path: Path, settings: Settings, other: Path | None = None) -> Settings:
-    """Settings for one of two checkpoints: its own config, else the one that was named, else that of the other."""
+    """The settings for one of two checkpoints, with its own config, else the one given, else that of the other."""
     own = (path / "config.json").is_file()
     if other is not None and settings.config is None and (other / "config.json").is_file():
         knows_itself = any(form.reader.detect(path) for form in (DIST, MEGATRON, MEGATRON_FSDP))
@@ -336,15 +339,15 @@ def _hashed(jobs: Iterable[Job], effects: Effects, checked: bool = True) -> dict
 
 
 def digest(src: Place, **options: Unpack[Proving]) -> Digest:
-    """A hash of the weights, the same in every format and topology. All of them are read once.
+    """The hash of the weights, the same in every format and topology. All weights are read once.
 
     Args:
         src: the folder of a checkpoint.
         options: by the flags of `convert digest`.
 
     Raises:
-        SourceError: it cannot be read, is damaged or incomplete.
-        VerificationError: copies of a tensor in it differ.
+        SourceError: the checkpoint cannot be read, is damaged or incomplete.
+        VerificationError: copies of a tensor in the checkpoint differ.
     """
     stated = checked(options, Proving.__optional_keys__)
     with known_family(stated) as family:
@@ -356,13 +359,13 @@ def verify(out: Place, src: Place | None = None, **options: Unpack[Proving]) -> 
     """Compare a checkpoint with its manifest, or with another one in any format; both are read once.
 
     Args:
-        out: the folder of a checkpoint that Vitruvian wrote, or of any with `src`.
-        src: the folder of the other one; None for the manifest.
+        out: the folder of a checkpoint that Vitruvian wrote, or with `src` of any checkpoint.
+        src: the folder of the other checkpoint; None for the manifest.
         options: by the flags of `convert verify`.
 
     Raises:
-        VerificationError: they differ, in settings or tensors.
-        SourceError: one cannot be read, or there is no manifest.
+        VerificationError: settings, tensors or small files differ.
+        SourceError: a checkpoint cannot be read, or there is no manifest.
     """
     stated = checked(options, Proving.__optional_keys__)
     with known_family(stated) as family:
@@ -373,7 +376,7 @@ def verify(out: Place, src: Place | None = None, **options: Unpack[Proving]) -> 
 
 
 def diff(one: Place, two: Place, **options: Unpack[Proving]) -> Differences:
-    """In what two checkpoints differ, in any formats: settings, and elements of tensors.
+    """The differences between two checkpoints of any formats: settings, and elements of tensors.
 
     Args:
         one: the folder of a checkpoint.
@@ -381,7 +384,7 @@ def diff(one: Place, two: Place, **options: Unpack[Proving]) -> Differences:
         options: by the flags of `convert diff`.
 
     Raises:
-        SourceError: one cannot be read, is damaged or incomplete.
+        SourceError: a checkpoint cannot be read, is damaged or incomplete.
     """
     stated = checked(options, Proving.__optional_keys__)
     with known_family(stated) as family:

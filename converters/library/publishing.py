@@ -19,17 +19,17 @@ from formats.errors import RefusedError
 
 @dataclass(frozen=True)
 class Pushed:
-    """What came of a push.
+    """The result of a push.
 
     Attributes:
         repo: ORG/NAME.
         revision: the branch or the pull request.
         commit: the commit with the files.
-        url: its page.
-        files: how many files it has, each compared with the Hub's hash of it.
-        nbytes: their bytes.
+        url: the page of the commit, or of the pull request.
+        files: how many files the commit has, each compared with the Hub's hash of it.
+        nbytes: bytes of these files.
         digest: the hash of the weights, which equals that of the manifest; None without a manifest.
-        notes: what else to know.
+        notes: further messages for the user.
     """
 
     repo: str
@@ -42,7 +42,7 @@ class Pushed:
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """What `convert push --json` prints."""
+        """The record that `convert push --json` prints."""
         return {
             "repo": self.repo, "revision": self.revision, "commit": self.commit, "url": self.url, "files": self.files,
             "bytes": self.nbytes, "digest": self.digest, "notes": list(self.notes),
@@ -50,7 +50,7 @@ class Pushed:
 
 
 def problems_of(folder: Path) -> list[str]:
-    """What keeps a folder from being published; each problem is a sentence."""
+    """The problems that keep a folder from being published, each as a sentence."""
     assets = dict(files(folder))
     chats = held_template(assets) is not None
     return [
@@ -59,7 +59,7 @@ def problems_of(folder: Path) -> list[str]:
 
 
 def require_fit(folder: Path, problems: list[str]) -> None:
-    """Insist on a folder that can be published.
+    """Refuse a folder that cannot be published.
 
     Raises:
         RefusedError: there are problems.
@@ -69,13 +69,13 @@ def require_fit(folder: Path, problems: list[str]) -> None:
 
 
 def notes_of(plan: Push, digest: str | None) -> list[str]:
-    """What to know before a push, given the digest of the verified weights."""
+    """Messages for the user before a push, given the digest of the verified weights."""
     unproved = f"{plan.folder} holds no {MANIFEST}: there was nothing to compare the weights with"
     return [*plan.notes, *([] if digest else [unproved])]
 
 
 def send(plan: Push, digest: str | None, *, quiet: bool) -> Pushed:
-    """Send what a push plans, whose weights were verified."""
+    """Upload the files of a planned push, after the weights were verified."""
     done = upload(plan, quiet=quiet)
     notes = (*notes_of(plan, digest), *done.notes)
     return Pushed(plan.repo, done.revision, done.commit, done.url, len(plan.files), plan.nbytes, digest, notes)
@@ -95,15 +95,15 @@ def push(
     Args:
         out: the folder.
         repo: ORG/NAME.
-        private: what a new repository is.
+        private: whether a new repository is private.
         revision: the branch, made if it does not exist; or refs/pr/N; None for main.
         create_pr: open a pull request instead.
         base_model: id of the model on the Hub that the weights come from, for the card.
 
     Raises:
-        UsageError: there is no token, or a name is none of the Hub.
+        UsageError: there is no token, or a name is not valid on the Hub.
         RefusedError: the folder is not fit to be published.
-        VerificationError: its weights are not those of its manifest, or the Hub holds something else afterwards.
+        VerificationError: the weights are not those of the manifest, or the Hub's files differ after the upload.
         NetworkError: the Hub cannot be reached.
     """
     require_token()

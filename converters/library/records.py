@@ -1,4 +1,4 @@
-"""What is known of a checkpoint and of a plan, as records for programs; the commands make lines for people of them."""
+"""Checkpoints and plans as JSON records for programs; the commands make text for people from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILL = {"zeros": "zeros", "last": "copies of the last row"}
 
 
 def inspect_record(source: Checkpoint, tensors: bool) -> dict[str, Any]:
-    """Everything that `inspect` knows."""
+    """The record of a checkpoint, as `convert inspect --json` prints it; with a list of `tensors` if asked for."""
     counted = Counter[str]()
     for placed in source.tensors:
         counted[placed.fragment.dtype] += placed.fragments
@@ -61,7 +61,7 @@ def rank_text(mesh: Iterable[tuple[str, tuple[int, int]]]) -> str:
 
 
 def _optimizer(source: Checkpoint) -> dict[str, Any] | None:
-    """The states of a training's optimizer, or why it cannot be converted; None without one."""
+    """The optimizer states of a checkpoint, or why they cannot be converted; None without an optimizer."""
     training = format_of(source).training
     if training is None:
         return None
@@ -75,7 +75,7 @@ def _optimizer(source: Checkpoint) -> dict[str, Any] | None:
 
 
 def _parameters(source: Checkpoint) -> int:
-    """Elements of the model, padding and copies left out."""
+    """How many parameters the model has, without padding and copies."""
     return sum(prod(shape) for _, _, shape in source.spec.boxes(source.padded_vocab))
 
 
@@ -101,7 +101,7 @@ def _notes(source: Checkpoint) -> list[str]:
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
-    """Everything that a plan says."""
+    """The record of a plan, as `convert plan --json` prints it."""
     from converters.plan.plan import filled, name_in, needs
 
     source, target = plan.source, plan.target
@@ -153,6 +153,6 @@ def _carried_padding(plan: Plan) -> int:
 
 
 def _residue(source: Checkpoint) -> dict[str, list[str]]:
-    """Settings that no table knows, by the file that holds them."""
+    """Settings that no table knows, by the file that they are in."""
     of_config = {} if source.config is None else {"config.json": hf_config.residue(source.config)}
     return {name: keys for name, keys in (of_config | dict(source.details.residue)).items() if keys}

@@ -1,4 +1,4 @@
-"""Bits as tensors of torch."""
+"""Make torch tensors from the bits of their elements."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from formats.torch_files.pickle_values import DTYPES
 
 TorchTensor = torch.Tensor
 TORCH = {name: torch_name for torch_name, name in DTYPES.items()}
-"""Element type as safetensors calls it: as torch does."""
+"""Element type by its name in safetensors: its name in torch."""
 
 
 def dtype_of(dtype: str) -> torch.dtype:
-    """The type of torch.
+    """The torch dtype of an element type.
 
     Raises:
-        UnsupportedError: torch has none.
+        UnsupportedError: torch has no such dtype.
     """
     if dtype not in TORCH:
         raise UnsupportedError(f"torch has no element type {dtype}", "take the tensor with numpy()")
@@ -26,5 +26,5 @@ def dtype_of(dtype: str) -> torch.dtype:
 
 
 def as_torch(words: Array, dtype: str) -> torch.Tensor:
-    """Unsigned integers of the size of an element as a tensor of its type, which shares their memory."""
+    """A torch tensor of an element type that shares the memory of words, unsigned integers of an element's size."""
     return torch.from_numpy(words.view(f"i{words.itemsize}")).view(dtype_of(dtype))

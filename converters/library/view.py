@@ -1,7 +1,7 @@
-"""A checkpoint in any layout, without a conversion: names, shapes, and elements that are read when they are asked for.
+"""A checkpoint in any layout, without a conversion: names, shapes, and elements that are read on access.
 
-A view is the target of a plan that nobody writes. Each of its tensors is put together from the pieces of logical
-tensors that a conversion would write there, so that its bytes are those of the conversion.
+A view is the target of a plan that is not written. Each of its tensors is assembled from the pieces of logical tensors
+that a conversion would write there, so that its bytes are those of the conversion.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ if TYPE_CHECKING:
     from converters.library.torch_tensor import TorchTensor
 
 Index = SupportsIndex | slice | EllipsisType
-"""What picks elements along an axis."""
+"""An index along one axis of a tensor."""
 NUMPY = {
     "F64": "float64", "F32": "float32", "F16": "float16", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
     "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
-"""The types of numpy itself."""
+"""Element type by its name in safetensors: its name in numpy."""
 ML_DTYPES = {
     "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
-"""Those of the package ml_dtypes."""
+"""Element type by its name in safetensors: its name in the package ml_dtypes."""
 
 
 class Reader:
-    """Reads what a plan would write. Threads may share it.
+    """Reads the tensors that a plan would write. Threads may share it.
 
     Args:
         plan: the plan.
-        target: what it would write.
-        limits: threads, memory, and what is done with further copies.
-        unchanged: called before and after reading; it raises if the source is not what it was when it was opened.
+        target: the target that the plan would write.
+        limits: threads, memory, and the replica policy.
+        unchanged: called before and after reading; it raises if the source has changed since it was opened.
     """
 
     def __init__(self, plan: Plan, target: Target, limits: Limits, unchanged: Callable[[], None]) -> None:
@@ -78,7 +78,7 @@ class Reader:
         raise TypeError("a view has files open, which no other process has: pickle its checkpoint, and view it there")
 
     def close(self) -> None:
-        """Close the files, once whoever reads them is done; nothing can be read afterwards."""
+        """Wait for threads that read, and close the files; nothing can be read afterwards."""
         with self.condition:
             self.closed = True
             self.condition.wait_for(lambda: not self.reading)
@@ -86,10 +86,10 @@ class Reader:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """While it lasts, the files stay open.
+        """A context in which the files stay open.
 
         Raises:
-            UsageError: they were closed.
+            UsageError: the files were closed.
             SourceError: the source has changed since it was opened.
         """
         with self.condition:
@@ -110,20 +110,20 @@ class Reader:
         """Fill flat words from a tensor of the target, or from a part of it. Vocabulary padding is left alone.
 
         Args:
-            placed: which tensor, and with `part` which box of it.
-            state: the state of an optimizer that it belongs to, empty for the weights.
+            placed: the tensor, and with `part` the box of it to read.
+            state: the optimizer state that the tensor belongs to, empty for weights.
             values: a word for each element.
 
         Raises:
             SourceError: a file of the source is damaged.
-            VerificationError: copies of a tensor in it differ.
+            VerificationError: copies of a tensor in the source differ.
         """
         with self.opened():
             for job, leaf in self.leaves(placed, state):
                 self._read(job, leaf, values)
 
     def _read(self, job: Job, leaf: Leaf, values: Array) -> None:
-        """Put the elements of a leaf into their places."""
+        """Copy the elements of a leaf into their places in `values`."""
         box = tuple((0, 1) if span.axis == "layer" else (span.start, span.stop) for span in leaf.spans)
         copies = Copies(job, self.files, self.limits.replicas)
         for start, shape, piece in pieces_of(job, [copies], self.files, self.buffers, box, self.limits.accepted):
@@ -132,11 +132,11 @@ class Reader:
         copies.judge()
 
     def in_order(self, reads: Iterable[Callable[[], Array]], ahead: int) -> Iterator[Array]:
-        """What reads give, one after the other, while threads do so many further ones.
+        """The results of reads in their order, while threads do up to `ahead` further ones.
 
         Args:
-            reads: what is called.
-            ahead: how many further results are in memory, or soon will be, while the caller uses one.
+            reads: the functions to call.
+            ahead: how many further results are read, and are in memory, while the caller uses one.
         """
         running: deque[Future[Array]] = deque()
         with ThreadPoolExecutor(self.limits.threads) as pool:
@@ -152,18 +152,18 @@ class Reader:
                     future.cancel()
 
     def complete(self) -> None:
-        """Compare the checksums of the source's archives, as far as that was not done when they were read.
+        """Compare the checksums of the source's archives that were not yet compared during reading.
 
         Raises:
-            DamagedError: one differs.
-            SourceError: the source has changed meanwhile.
+            DamagedError: a checksum differs.
+            SourceError: the source has changed since it was opened.
         """
         with self.opened():
             self.checks.complete(self.files.read_stored, self.limits.threads)
             self.unchanged()
 
     def leaves(self, placed: Placed, state: str) -> Iterator[tuple[Job, Leaf]]:
-        """The logical tensors that a tensor is put together from, and where their elements are in it."""
+        """The jobs of the logical tensors that a tensor is assembled from, with the leaves of each in the tensor."""
         layer = placed.slot.layer
         for leaf in (*placed.leaves(), *(repeated_leaves(placed) if self.repeats else ())):
             if leaf.numel:
@@ -177,20 +177,20 @@ class Reader:
 
 
 def job_name(tensor: str, layer: int | None, state: str) -> str:
-    """What `Job.name` says."""
+    """The name of a job (`Job.name`)."""
     name = f"{state}.{tensor}" if state else tensor
     return name if layer is None else f"{name}.{layer}"
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a view: its header, and its elements when they are asked for.
+    """A tensor of a view: its header, and its elements, which are read on access.
 
     Attributes:
-        name: its key in the layout.
-        dtype: its element type, as safetensors calls it: BF16, F32.
-        shape: its sizes.
-        file: the file that a conversion would write it to.
+        name: the key of the tensor in the layout.
+        dtype: the element type by its name in safetensors: BF16, F32.
+        shape: the sizes of the axes.
+        file: the file that a conversion would write the tensor to.
     """
 
     name: str
@@ -203,30 +203,30 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Bytes of the elements."""
         return prod(self.shape) * DTYPES[self.dtype]
 
     @property
     def spellings(self) -> frozenset[str]:
-        """Its name, and others that some version of the framework has for it."""
+        """The name of the tensor, and its other names in some version of the framework."""
         return frozenset((self.name, *self.placed.slot.keys))
 
     @property
     def ndim(self) -> int:
-        """How many axes it has."""
+        """How many axes the tensor has."""
         return len(self.shape)
 
     def __len__(self) -> int:
-        """Its size along the first axis."""
+        """The size along the first axis."""
         if not self.shape:
             raise TypeError(f"{self.name} has no axes")
         return self.shape[0]
 
     def words(self, *index: Index) -> Array:
-        """Its elements as unsigned integers of the same size; with an index, those of a box: only they are read.
+        """The elements as unsigned integers of the same size; with an index, only the elements of that box are read.
 
         Raises:
-            IndexError: a range has a step, a number is not in its axis, or there are more of them than axes.
+            IndexError: a range has a step, a number is outside its axis, or the index has more entries than axes.
         """
         box = box_of(self.name, self.shape, index)
         low = [start for start, _ in self.placed.part.ranges] if self.placed.part else [0] * self.ndim
@@ -237,11 +237,11 @@ class Tensor:
         return values.reshape(box.shape)
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> Array:
-        """A box of it as an array: `tensor[:10]`, `tensor[2:4, -1]`. Only these elements are read."""
+        """A box of the tensor as an array: `tensor[:10]`, `tensor[2:4, -1]`. Only these elements are read."""
         return as_numpy(self.words(*(index if isinstance(index, tuple) else (index,))), self.dtype)
 
     def numpy(self) -> Array:
-        """All of it as an array; bfloat16 and float8 are types of ml_dtypes.
+        """The whole tensor as an array; bfloat16 and float8 are types of ml_dtypes.
 
         Raises:
             UnsupportedError: numpy has no such type, and ml_dtypes is not installed.
@@ -249,29 +249,30 @@ class Tensor:
         return as_numpy(self.words(), self.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """All of it, for `numpy.asarray`."""
+        """The whole tensor, for `numpy.asarray`."""
         del copy
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
     def torch(self, *index: Index) -> TorchTensor:
-        """All of it, or a box, as a tensor of torch on the CPU, which owns its memory."""
+        """The whole tensor, or a box of it, as a torch tensor on the CPU, which owns its memory."""
         from converters.library.torch_tensor import as_torch
 
         return as_torch(self.words(*index), self.dtype)
 
 
 class Box(NamedTuple):
-    """A part of a tensor: a start and a stop along each axis, and its shape without the axes of which one was named."""
+    """A part of a tensor: a start and a stop along each axis, and its shape without axes indexed by a number."""
 
     ranges: tuple[tuple[int, int], ...]
     shape: tuple[int, ...]
 
 
 def box_of(name: str, shape: tuple[int, ...], index: tuple[Index, ...]) -> Box:
-    """What an index says of a tensor of a shape, as numpy understands it.
+    """The box that an index selects in a tensor of a shape, as numpy understands the index.
 
     Raises:
-        IndexError: it is none of numbers, ranges without a step, and one `...`.
+        IndexError: an entry is no number in its axis, no range without a step and no single `...`, or there are more
+            entries than axes.
     """
     words = list(index)
     if (dots := [number for number, word in enumerate(words) if word is Ellipsis]) and len(dots) == 1:
@@ -299,10 +300,10 @@ def box_of(name: str, shape: tuple[int, ...], index: tuple[Index, ...]) -> Box:
 
 
 def as_numpy(words: Array, dtype: str) -> Array:
-    """Bits as an array of their type.
+    """Words as an array of an element type.
 
     Raises:
-        UnsupportedError: it is one of ml_dtypes, which is not installed; or neither has it.
+        UnsupportedError: the type is one of ml_dtypes, which is not installed; or neither numpy nor ml_dtypes has it.
     """
     if dtype in NUMPY:
         return words.view(NUMPY[dtype])
@@ -318,7 +319,7 @@ def as_numpy(words: Array, dtype: str) -> Array:
 
 
 class View(Mapping[str, Tensor]):
-    """The tensors of a layout by their names, in the order of its files. Reading one changes nothing on disk."""
+    """The tensors of a layout by their names, in the order of its files. Nothing is written to disk."""
 
     def __init__(self, plan: Plan, reader: Reader, tensors: Mapping[str, tuple[str, str, Placed]]) -> None:
         self.reader = reader
@@ -341,11 +342,11 @@ class View(Mapping[str, Tensor]):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What its plan notes."""
+        """The notes of the plan."""
         return self.plan.notes
 
     def close(self) -> None:
-        """Close the files of the source, once whoever reads them is done."""
+        """Wait for threads that read, and close the files of the source."""
         self.reader.close()
 
     def __repr__(self) -> str:
@@ -364,23 +365,23 @@ class View(Mapping[str, Tensor]):
             ahead: how many further tensors are read, and are in memory, while the caller uses one.
 
         Raises:
-            DamagedError: what was read has not the checksum that the source keeps of it.
+            DamagedError: bytes that were read do not have the checksum that the source records.
         """
         for tensor, words in self.read_words(ahead):
             yield tensor.name, as_numpy(words, tensor.dtype)
             del words
 
     def read_words(self, ahead: int = 0) -> Iterator[tuple[Tensor, Array]]:
-        """The same, each with its header, as unsigned integers of the size of an element."""
+        """As `read`, with the header of each tensor, and elements as unsigned integers of the same size."""
         reads = (tensor.words for tensor in self.held.values())
         words = self.reader.in_order(reads, ahead)
         for tensor in self.held.values():
-            yield tensor, next(words)  # zip would keep the one before
+            yield tensor, next(words)  # zip would keep the words of the tensor before in memory
         self.reader.complete()
 
 
 def tensors_of(target: Target) -> Iterator[tuple[Path, str, str, Placed]]:
-    """(file, state, name, tensor) of all that a target holds, in the order of its files and of the bytes in them."""
+    """(file, state, name, tensor) of all tensors of a target, in the order of its files and of the bytes in them."""
     for file in target.files:
         every = [("", placed) for placed in file.tensors]
         every += [(state, placed) for state, of_state in file.states.items() for placed in of_state]

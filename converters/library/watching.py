@@ -1,11 +1,11 @@
 """Convert each complete checkpoint of a training once, while it runs.
 
-    OUT/.watch/log.jsonl          what came of each checkpoint, a line an event; the last one of a name counts
-    OUT/.watch/NAME.claim         locked by the process that works on a checkpoint, and gone afterwards
+    OUT/.watch/log.jsonl          a line for each event of a checkpoint; the last line of a name counts
+    OUT/.watch/NAME.claim         locked by the process that works on a checkpoint, and deleted afterwards
     OUT/NAME                      the model, complete or absent
 
-Any number of watchers can work beside each other, and be killed: what one has begun another resumes, since the lock of
-a claim ends with its process. A model is put in its place in one step, and counts from its line in the log on.
+Any number of watchers can work at the same time, and be killed: another one resumes a begun conversion, since the lock
+of a claim ends with its process. A model is renamed to its place in one step, and counts from its line in the log on.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from formats.errors import Interrupted, OptionNeededError, OutputError, SourceEr
 
 PLACE, LOG = ".watch", "log.jsonl"
 BEGIN = b'{"time": '
-"""How each line of the log begins."""
+"""The beginning of each line of the log."""
 ENDED = ("converted", "failed", "gone", "removed")
-"""What a line says of a checkpoint that nobody is to do, as long as its files are the same."""
+"""States of a checkpoint that is not to be converted, as long as its files are the same."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What an OUT without room fails with; there may be room by the next look."""
+"""Error numbers of an OUT without room; there may be room at the next look."""
 AGAIN = {7, 8, Interrupted.exit_code}
-"""Exit codes of what may be otherwise the next time: room, network, a signal. So may a process that was killed."""
+"""Exit codes of failures that may pass: no room, no network, a signal. A killed process is retried too."""
 
 Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Watch:
-    """What is watched, and what becomes of it.
+    """The training that is watched, and how its checkpoints are converted.
 
     Attributes:
         run: the folder of the training.
         out: the folder of the models.
-        options: those of `vitruvian.convert`.
+        options: the options of `vitruvian.convert`.
         push: ORG/NAME to which each model is pushed, into a branch of its name.
         keep: how many of the newest models are kept; None for all.
         keep_every: models of steps that this divides are kept too.
-        idle: seconds without a new checkpoint after which it is over.
-        tell: told what came of each checkpoint.
+        idle: seconds without a new checkpoint after which the watch is over.
+        tell: called with the result of each checkpoint.
     """
 
     run: Path
@@ -70,7 +70,7 @@ class Watch:
 
     @property
     def place(self) -> Path:
-        """Where the log is."""
+        """The folder of the log."""
         return self.out / PLACE
 
     def kept(self, steps: Iterable[int]) -> set[int]:
@@ -87,14 +87,14 @@ class Watch:
 
 
 def begin(watch: Watch, *, anew: bool = True) -> None:
-    """Make the log, or see that it is of the same watch.
+    """Create the log, or check that an existing one is of the same watch.
 
     Args:
-        watch: what is watched.
-        anew: the time without a new checkpoint begins now.
+        watch: the watch.
+        anew: whether the time without a new checkpoint starts now.
 
     Raises:
-        UsageError: the log is of another training, or of other options; or what is read may be deleted.
+        UsageError: the log is of another training, or of other options; or --keep might delete the config's folder.
         OutputError: the file system has no locks.
     """
     config = watch.options.get("config")
@@ -105,7 +105,7 @@ def begin(watch: Watch, *, anew: bool = True) -> None:
     watch.place.mkdir(parents=True, exist_ok=True)
     with _appending(watch) as (history, append):
         if not last(history) and not _is_same(watch, history):
-            os.truncate(watch.place / LOG, 0)  # of a command that was wrong
+            os.truncate(watch.place / LOG, 0)  # that of a command that was wrong
             history.clear()
         _require_same(watch, history)
         if anew or not history:
@@ -113,7 +113,7 @@ def begin(watch: Watch, *, anew: bool = True) -> None:
 
 
 def _asked(watch: Watch) -> Record:
-    """What two watches have to agree on to share their work."""
+    """The facts that two watches have to agree on to share their work."""
     options = json.loads(json.dumps(watch.options, default=str))
     return {"run": str(watch.run), "push": watch.push, "options": options}
 
@@ -131,10 +131,10 @@ def _require_same(watch: Watch, history: Sequence[Record]) -> None:
 
 @contextmanager
 def _appending(watch: Watch) -> Iterator[tuple[list[Record], Callable[[Record], None]]]:
-    """What the log says, and what adds a line; alone. A line that was cut short counts for nothing, and is cut off.
+    """The records of the log, and the function that adds one, with the log locked. An incomplete last line is cut off.
 
     Raises:
-        OutputError: a line is none of ours, or the end of the file is not the begin of one.
+        OutputError: a line is no record, or the end of the file is not the beginning of one.
     """
     handle = os.open(watch.place / LOG, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
@@ -157,10 +157,10 @@ def _appending(watch: Watch) -> Iterator[tuple[list[Record], Callable[[Record], 
 
 
 def _record(watch: Watch, number: int, line: bytes) -> Record:
-    """A line of the log.
+    """The record in a line of the log.
 
     Raises:
-        OutputError: it is none of ours: a file system may leave zeros, or old bytes, where a node has died.
+        OutputError: the line is no record: a file system may leave zeros, or old bytes, after a node has died.
     """
     try:
         record = json.loads(line.decode())
@@ -178,7 +178,7 @@ def _damaged(watch: Watch, number: int) -> OutputError:
 
 
 def records(watch: Watch) -> list[Record]:
-    """The lines of the log, none before it is begun."""
+    """The records of the log; none before the log exists."""
     if not (watch.place / LOG).is_file():
         return []
     with _appending(watch) as (history, _):
@@ -186,12 +186,12 @@ def records(watch: Watch) -> list[Record]:
 
 
 def last(history: Iterable[Record]) -> dict[str, Record]:
-    """What the log says of each checkpoint, by its name."""
+    """The last record of each checkpoint in the log, by its name."""
     return {record["checkpoint"]: record for record in history if "checkpoint" in record}
 
 
 def _note(watch: Watch, name: str, state: str, **facts: Any) -> None:
-    """Add a line about a checkpoint."""
+    """Add a record of a checkpoint to the log."""
     with _appending(watch) as (history, append):
         _require_same(watch, history)
         append({"checkpoint": name, "state": state, **facts})
@@ -199,14 +199,14 @@ def _note(watch: Watch, name: str, state: str, **facts: Any) -> None:
 
 @contextmanager
 def _claimed(watch: Watch, name: str) -> Iterator[int | None]:
-    """Be the only process that works on a checkpoint: the handle of the lock, None if another one works on it."""
+    """A context that claims a checkpoint for this process: the handle of the lock, or None if another one has it."""
     path = watch.place / f"{name}.claim"
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             lock(handle, path)
             mine = os.path.samestat(os.fstat(handle), path.stat())
-        except (OutputError, FileNotFoundError):  # another one has it, or had it and is done
+        except (OutputError, FileNotFoundError):  # another process has it, or had it and is done
             mine = False
         yield handle if mine else None
         if mine:
@@ -221,7 +221,7 @@ def _claimed(watch: Watch, name: str) -> Iterator[int | None]:
 def due(watch: Watch, latest: Mapping[str, Record]) -> list[commits.Saved]:
     """The complete checkpoints that are to be converted, the oldest first, which the training deletes first.
 
-    What was begun, and whose checkpoint is gone by now, is to be ended.
+    Conversions that were begun, and whose checkpoint is gone, are among them, to be ended.
 
     Raises:
         SourceError: the run cannot be read.
@@ -250,7 +250,7 @@ def _is_due(watch: Watch, saved: commits.Saved, record: Record | None) -> bool:
 
 
 def is_over(watch: Watch, history: Iterable[Record]) -> bool:
-    """Whether no checkpoint was new for too long."""
+    """Whether no new checkpoint came for `idle` seconds."""
     newest: float = max(record["time"] for record in history if record["state"] in ("watch", *ENDED))
     return time.time() - newest >= watch.idle
 
@@ -259,7 +259,7 @@ def is_over(watch: Watch, history: Iterable[Record]) -> bool:
 
 
 class Stop:
-    """What a signal has asked for: no further checkpoint, and the end of the conversion that runs."""
+    """The request of a signal: start no further checkpoint, and end the running conversion."""
 
     def __init__(self) -> None:
         self.came = threading.Event()
@@ -272,13 +272,13 @@ class Stop:
             self.running.terminate()
 
     def started(self, process: subprocess.Popen[str]) -> None:
-        """Remember a conversion. One that is over takes no harm of a signal: it has been waited for."""
+        """Remember the process of a conversion. Terminating one that has ended and was waited for has no effect."""
         self.running = process
         if self.came.is_set():
             process.terminate()
 
     def check(self, seconds: float = 0) -> None:
-        """Wait for so long.
+        """Wait for some seconds.
 
         Raises:
             Interrupted: a signal came.
@@ -292,25 +292,25 @@ class Stop:
 
 @contextmanager
 def stoppable() -> Iterator[Stop]:
-    """Signals end a watch between two steps of its work."""
+    """A context in which a signal ends a watch between two steps of its work."""
     stop = Stop()
     with answered(stop.ask):
         yield stop
 
 
 def look(watch: Watch, stop: Stop) -> None:
-    """Convert what is due, and delete what is not kept.
+    """Convert the checkpoints that are due, and delete the models that are not kept.
 
     Raises:
         Interrupted: a signal came; the next look resumes.
-        UsageError, UnsupportedError, RefusedError: the first checkpoint has such an error, and so would every other.
+        UsageError, UnsupportedError, RefusedError: planning the first checkpoint fails, as that of all others would.
         SourceError: the run cannot be read.
         OutputError: the log cannot be written.
     """
     latest = last(records(watch))
     todo = due(watch, latest)
     if not latest and todo:
-        with suppress(SourceError):  # of this checkpoint, which its conversion will tell
+        with suppress(SourceError):  # an error of this checkpoint, which its conversion will report
             _check_options(watch, todo[0])
     _note_overwritten(watch)
     for saved in todo:
@@ -324,7 +324,7 @@ def look(watch: Watch, stop: Stop) -> None:
 
 
 def _note_overwritten(watch: Watch) -> None:
-    """Say once of each checkpoint whose weights are newer than its sign that it is left out."""
+    """Report once that a checkpoint is left out since its weights are newer than its sign of completeness."""
     for name, text in commits.overwritten(watch.run).items():
         with _appending(watch) as (history, append):
             if any(record.get("left_out") == name and record["error"] == text for record in history):
@@ -334,10 +334,10 @@ def _note_overwritten(watch: Watch) -> None:
 
 
 def _check_options(watch: Watch, saved: commits.Saved) -> None:
-    """Plan the first conversion.
+    """Plan the first conversion, to check the options.
 
     Raises:
-        UsageError, UnsupportedError, RefusedError, SourceError: it cannot be planned.
+        UsageError, UnsupportedError, RefusedError, SourceError: the conversion cannot be planned.
     """
     names = Planning.__optional_keys__
     try:
@@ -347,7 +347,7 @@ def _check_options(watch: Watch, saved: commits.Saved) -> None:
 
 
 def _convert(watch: Watch, saved: commits.Saved, stop: Stop) -> Export | None:
-    """Convert one checkpoint, unless another process does. What is already in its place is only pushed and noted."""
+    """Convert one checkpoint, unless another process does. A model that is complete is only pushed and recorded."""
     folder, name = saved.folder, saved.folder.name
     out = watch.out / name
     with _claimed(watch, name) as claim:
@@ -369,7 +369,7 @@ def _convert(watch: Watch, saved: commits.Saved, stop: Stop) -> Export | None:
             _note(watch, name, "failed", **facts | {"mark": ""}, error=error, exit_code=export.exit_code)
             return export
         digest = None
-        if out.exists():  # it was killed before it could say so
+        if out.exists():  # the process was killed before it could record the model
             remembered = read_manifest(out)
             digest = total(remembered[1]) if remembered else ""
             assert began is not None
@@ -393,14 +393,14 @@ def _convert(watch: Watch, saved: commits.Saved, stop: Stop) -> Export | None:
 
 
 def _staging(out: Path) -> Path:
-    """Where a conversion works before its output is complete (`Request.staging`)."""
+    """The folder of an unfinished conversion (`Request.staging`)."""
     return out.with_name(out.name + ".partial")
 
 
 def _state(export: Export, before: Record | None) -> str:
-    """What the log says of an attempt. A source that cannot be read may be half deleted: it is looked at twice.
+    """The state that the log records after an attempt. A source that cannot be read may be half deleted: it is retried.
 
-    A model that is there and was not sent is sent by a later look, whatever the reason was.
+    A model that is complete and was not pushed is pushed at a later look, whatever the reason was.
     """
     if not export.error:
         return "converted"
@@ -413,7 +413,7 @@ def _state(export: Export, before: Record | None) -> str:
 
 
 def _remove(watch: Watch) -> None:
-    """Delete the models that are not kept: out of their place in one step, then their files."""
+    """Delete the models that are not kept: each is renamed out of its place in one step, then its files are deleted."""
     latest = last(records(watch))
     steps = {name: record["step"] for name, record in latest.items() if record["state"] == "converted"}
     for name in [name for name, step in steps.items() if step not in watch.kept(steps.values())]:
@@ -430,10 +430,10 @@ def _remove(watch: Watch) -> None:
 
 
 def require_all(watch: Watch) -> None:
-    """Insist on every checkpoint that was seen complete, but those that the training deleted before they were read.
+    """Raise an error if a complete checkpoint was not converted, unless the training deleted it before it was read.
 
     Raises:
-        ExportError: some were not converted.
+        ExportError: some checkpoints were not converted.
     """
     failures = {name: record for name, record in last(records(watch)).items() if record.get("error")}
     states = [("failed", "again") if (watch.run / name).exists() else ("failed",) for name in failures]

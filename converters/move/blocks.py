@@ -1,4 +1,4 @@
-"""Reading and writing of blocks: open files, and the leaves of a tensor gathered into a tile or scattered out of it."""
+"""Read and write blocks: open files, and the leaves of a tensor, gathered into a tile or scattered from one."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from formats.disk.zstd_stream import Reader, Stream
 from formats.torch_files.crc32 import crc_of
 
 DEQUANTIZE = {"BF16": read_bf16, "F32": read_f32}
-"""What reads quantized elements, by what they are read as."""
+"""The element type that quantized elements are read as: the function that reads them."""
 SPARSEST = 8
-"""A strided region is read in one go, and an interleaved one written, when it has at least one element in so many."""
+"""A strided region is read, or an interleaved one written, by one call if at least one element in so many is wanted."""
 
 
 @dataclass
@@ -38,9 +38,9 @@ class Files:
     """Open files, shared by all threads.
 
     Attributes:
-        sums: the checksums of what is written.
-        checks: those of what is read.
-        locks: descriptors of locks that all processes keep which write these files.
+        sums: the checksums of the storages that are written.
+        checks: the checksums of the archive entries that are read.
+        locks: locked descriptors, which every process that writes these files keeps.
     """
 
     sums: Checksums | None = None
@@ -73,7 +73,7 @@ class Files:
             self.checks.passed(fragment, at, buffer)
 
     def _read_pieces(self, fragment: Fragment, at: int, buffer: memoryview) -> None:
-        """Fill a buffer from a tensor that is in pieces."""
+        """Fill a buffer from a fragment that consists of pieces."""
         size = DTYPES[fragment.dtype]
         for first, piece in fragment.pieces:
             low, high = max(at, first * size), min(at + len(buffer), first * size + piece.nbytes)
@@ -81,7 +81,7 @@ class Files:
                 self.read(piece, low - first * size, buffer[low - at : high - at])
 
     def read_stored(self, fragment: Fragment, at: int, buffer: memoryview) -> None:
-        """Fill a buffer with bytes as they are stored, which are not counted."""
+        """Fill a buffer with bytes as they are stored; they are not counted for checksums."""
         offset = fragment.offset + at
         if fragment.stream is None:
             with self.open(fragment.path) as fd:
@@ -122,7 +122,7 @@ class Files:
 
 
 def finish_files(targets: Iterable[OutputFile], files: Files, threads: int) -> None:
-    """Write what is no tensor, with the checksums that a zip archive needs."""
+    """Write the headers of output files, with the checksums that a zip archive needs."""
 
     def finish(file: OutputFile) -> None:
         sums = {}
@@ -167,7 +167,7 @@ def gather(
 def scatter(
     files: Files, parts: Nearby, start: tuple[int, ...], shape: tuple[int, ...], tile: Array, scratch: Array
 ) -> None:
-    """Write a tile to the leaves that hold it. Of an interleaved one all between is read and written."""
+    """Write a tile to the leaves that hold it. For an interleaved leaf, elements in between are read and rewritten."""
     item = tile.itemsize
     for part in parts(start, shape):
         where, sparsest = region(part.leaf, start, shape), SPARSEST if part.woven else 1

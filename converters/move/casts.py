@@ -1,4 +1,4 @@
-"""Edges: the closed list of changes that a value may undergo on its way. All else is a copy of bits."""
+"""Edges: the closed list of changes of value that a conversion may make. Everything else is a copy of bits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from formats.errors import RefusedError
 
 Array = NDArray[Any]
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-"""Elements travel as words of their size: what is not cast is never interpreted."""
+"""Bytes of an element: the unsigned word that it is moved as. An element that is not cast is never interpreted."""
 
 ROUNDED_NORMS = "rounded_norms"
-"""What accepts norms that are rounded when one is taken off."""
+"""The name for --accept that allows norms to be rounded when 1 is subtracted."""
 PIECE = 1 << 16
 """Elements that are cast at a time: few enough to stay in the cache, and in little memory."""
 
@@ -56,7 +56,7 @@ def _narrowed(values: Array, original: Array, target: str, name: str, hint: str)
     """Floats as words of an element type.
 
     Raises:
-        RefusedError: one that is finite in the original has no finite counterpart.
+        RefusedError: a value that is finite in the original has no finite counterpart.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         if target == "BF16":
@@ -79,7 +79,7 @@ def round_once(values: Array, target: str, name: str, out: Array) -> Array:
     """Round float64 to an element type, to the nearest even, without a step between.
 
     Args:
-        values: what was computed.
+        values: the computed values, as float64.
         target: the wanted element type.
         name: what to call the tensor in an error.
         out: where to put the result, as words of the target's size.
@@ -96,7 +96,7 @@ def round_once(values: Array, target: str, name: str, out: Array) -> Array:
 
 
 def _to_odd(values: Array) -> Array:
-    """Float64 as the float32 next to it whose last bit is odd, unless it is exact: so a second rounding is as one.
+    """Float64 rounded to odd: exact in float32, or the neighbour whose last bit is odd, which can be rounded again.
 
     Boldo and Melquiond, "When double rounding is odd" (2005).
     """
@@ -143,12 +143,12 @@ def _to_bf16(values: Array) -> Array:
 
 
 def add_one(words: Array, dtype: str, target: str | None = None) -> Array:
-    """The elements of a tensor that is stored minus 1: one is added in float64, and the sum rounded once.
+    """The elements of a tensor that is stored minus 1, with 1 added in float64 and the sum rounded once.
 
     Args:
         words: the elements as unsigned words.
         dtype: their element type.
-        target: the wanted element type; None for theirs.
+        target: the wanted element type; None for `dtype`.
     """
     target = target or dtype
     room = np.empty(len(words), WORDS[DTYPES[target]])
@@ -156,16 +156,16 @@ def add_one(words: Array, dtype: str, target: str | None = None) -> Array:
 
 
 def less_one(words: Array, dtype: str, name: str, *, rounded: bool = False) -> Array:
-    """The elements as they are stored minus 1, so that adding it gives them back bit by bit.
+    """The elements minus 1, such that adding 1 gives them back bit by bit.
 
     Args:
         words: the elements as unsigned words.
         dtype: their element type.
         name: what to call the tensor in an error.
-        rounded: take those of which it does not, rounded to the nearest even.
+        rounded: accept elements that adding 1 does not give back, rounded to the nearest even.
 
     Raises:
-        RefusedError: some do not come back, such as most of those below one half.
+        RefusedError: adding 1 does not give some elements back, such as most of those below one half.
     """
     less = _rounded(to_float(words, dtype) - 1, dtype, name)
     lost = add_one(less, dtype) != words
@@ -179,7 +179,7 @@ def less_one(words: Array, dtype: str, name: str, *, rounded: bool = False) -> A
 
 
 def finite(words: Array, dtype: str) -> bool:
-    """Whether no element is NaN or infinite: none has an exponent of ones only."""
+    """Whether no element is NaN or infinite, that is, has an exponent of ones only."""
     mask, exponent = {"F64": (2**63 - 1, 0x7FF << 52), "F32": (2**31 - 1, 0xFF << 23)}.get(
         dtype, (2**15 - 1, 0xFF << 7 if dtype == "BF16" else 0x1F << 10)
     )
@@ -195,12 +195,12 @@ def mean(copies: Iterable[Array], dtype: str) -> Array:
 
 
 def add(copies: Iterable[Array], dtype: str) -> Array:
-    """The sum of what several ranks hold, taken in float32 (float64 for F64) and rounded once."""
+    """The sum of the summands of several ranks, taken in float32 (float64 for F64) and rounded once."""
     return _rounded(_total(copies, dtype)[0], dtype, "the sum")
 
 
 def _total(copies: Iterable[Array], dtype: str) -> tuple[Array, int]:
-    """The sum of copies, each of which is done with when the next one is asked for, and how many there were."""
+    """The sum of copies, and how many there were; the next copy may overwrite the one before."""
     rest = iter(copies)
     total, count = to_float(next(rest), dtype).copy(), 1
     for copy in rest:

@@ -1,7 +1,7 @@
-"""The edge from numbers in 8 bits to float32: the value of each code times the largest of its block.
+"""The edge from 8-bit codes to float32: the value of each code times the largest absolute value of its block.
 
-So bitsandbytes 0.50.2 reads its moments, in float32 (functional.py `dequantize_blockwise`): the elements are in one
-row, in blocks of 256.
+bitsandbytes 0.50.2 reads its moments in this way, in float32 (functional.py `dequantize_blockwise`): the elements are
+in one row, in blocks of 256.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from formats.errors import SourceError
 
 
 def read_f32(opened: Open, fragment: Fragment, scales: Scales, at: int, buffer: memoryview) -> None:
-    """Fill a buffer with the elements of a row of codes, from `at` bytes after the first float32 on.
+    """Fill a buffer with the float32 elements of a row of codes, from byte `at` of the float32 elements on.
 
     Raises:
-        SourceError: a file ends before its elements do, a value or the largest of a block is no finite number, or the
-            second is negative, or values do not ascend.
+        SourceError: a file ends before its elements do, the value of a code or the largest of a block is not finite,
+            the largest of a block is negative, or the values of the codes do not ascend.
     """
     out, wide = np.frombuffer(buffer, np.float32), scales.block[1]
     assert scales.values is not None
@@ -39,7 +39,7 @@ def read_f32(opened: Open, fragment: Fragment, scales: Scales, at: int, buffer: 
 
 
 def _floats(opened: Open, fragment: Fragment, first: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """Some of the numbers by which codes are read."""
+    """Some of the float32 values of codes, or of the largest values of blocks."""
     numbers = np.empty(count, np.float32)
     with opened(fragment.path) as fd:
         read_into(fd, numbers.view(np.uint8).data, fragment.offset + 4 * first, fragment.path)

@@ -1,4 +1,4 @@
-"""Tensors that are computed of several: a sum in float64, in the order of its terms, rounded once; DoRA's norms."""
+"""Tensors that are computed from several: a sum in float64, in the order of its terms, rounded once; DoRA's norms."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from formats.errors import RefusedError
 
 Start = tuple[int, ...]
 Combined = Callable[[Start, tuple[int, ...], Array], Array]
-"""Makes a tile, from a start and of a shape, in a buffer of words."""
+"""Computes the tile at a start, of a shape, in a buffer of words."""
 
 
 def combination(job: Job, readings: Sequence[Reading]) -> Combined:
-    """What computes the tiles of a tensor.
+    """The function that computes the tiles of a tensor.
 
     Args:
-        job: with its terms.
-        readings: what reads each of them.
+        job: the tensor's job, with its terms.
+        readings: the reading of each term.
     """
     if job.dtype not in FLOATS:
         return _equal(job, readings)
@@ -43,7 +43,7 @@ def combination(job: Job, readings: Sequence[Reading]) -> Combined:
 
 
 def _called(job: Job) -> str:
-    """What to call a tensor in an error: by the key of its base, where a LoRA is added to it."""
+    """The name of a tensor in an error: its key in the base model, where a LoRA is added to it."""
     products = (term.job.sources[0].fragment.product for term in job.terms)
     return next((product.name for product in products if product), job.name)
 
@@ -51,7 +51,7 @@ def _called(job: Job) -> str:
 def _total(job: Job, readings: Sequence[Reading], start: Start, shape: tuple[int, ...]) -> Array:
     """The sum of the terms of a tile, in float64."""
     total = np.zeros(prod(shape), np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused, or a value like any other
+    with np.errstate(over="ignore", invalid="ignore"):  # NaN and infinity are refused, or summed
         for term, reading in zip(job.terms, readings, strict=True):
             words = reading(start, shape)
             if term.finite and not casts.finite(words, term.job.source_dtype):
@@ -65,9 +65,10 @@ def _total(job: Job, readings: Sequence[Reading], start: Start, shape: tuple[int
 
 
 class _Normed:
-    """What the elements of a tile are multiplied by, so that rows of matrices have the norms that are wanted.
+    """The factors of the elements of a tile with which the rows of matrices get the wanted norms.
 
-    The tensor is computed once for its norms, and once more for itself. Squares are added in the order of its elements.
+    The tensor is computed once for its norms, and once more for its values. Squares are added in the order of its
+    elements.
     """
 
     def __init__(self, job: Job, readings: Sequence[Reading]) -> None:
@@ -99,7 +100,7 @@ class _Normed:
         return factors
 
     def _rows(self, start: Start, shape: tuple[int, ...]) -> NDArray[np.int64]:
-        """The row of each element of a tile, counted through all matrices; the last number where there is none."""
+        """The row number of each element of a tile, counted through all matrices; the number of all rows if in none."""
         rows = np.full(prod(shape), sum(len(norms) for norms, _ in self.norms))
         first = 0
         for norms, parts in self.norms:
@@ -115,14 +116,14 @@ class _Normed:
 
 
 def _vector(files: Files, fragment: Fragment) -> Array:
-    """A vector, as float64."""
+    """The elements of a fragment that is a vector, as float64."""
     words = np.empty(prod(fragment.shape), WORDS[DTYPES[fragment.dtype]])
     files.read(fragment, 0, words.view(np.uint8).data)
     return casts.to_float(words, fragment.dtype).astype(np.float64)
 
 
 def _equal(job: Job, readings: Sequence[Reading]) -> Combined:
-    """Integers have no mean: they are those of every term."""
+    """The function that gives the tiles of a tensor of integers, which have no mean: all terms have to be equal."""
 
     def same(start: Start, shape: tuple[int, ...], room: Array) -> Array:
         room[:] = readings[0](start, shape)

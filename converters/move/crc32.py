@@ -1,4 +1,4 @@
-"""CRC-32 of a storage that is written in any order, by any number of threads. What is never written are zeros."""
+"""CRC-32 of a storage that is written in any order, by any number of threads; bytes that are not written are zeros."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from formats.disk.safetensors import Fragment
 from formats.torch_files import crc32
 
 SMALL, MANY = 16 << 10, 256
-"""A storage of more than so many pieces of fewer bytes is cheaper to read once more."""
+"""A storage with `MANY` pieces of fewer than `SMALL` bytes is cheaper to read once more than to count."""
 
 
 Sizes = dict[tuple[Path, int], int]
 """Bytes of each storage that needs a checksum, by its file and its first byte."""
 Counted = dict[tuple[Path, int], tuple[int, int]]
-"""What was counted of some storages: a register, to be combined by exclusive or, and how many small pieces."""
+"""Of each storage the register of the counted bytes, combined by exclusive or, and how many small pieces there were."""
 
 
 def sizes_of(files: Iterable[OutputFile]) -> Sizes:
@@ -50,7 +50,7 @@ class Checksums:
             self.small[key] += len(piece) < SMALL
 
     def taken(self) -> Counted:
-        """What was counted since the last time, for another process to merge."""
+        """The registers and counts since the last call, for another process to merge."""
         with self.lock:
             counted = {key: (self.sums[key], self.small[key]) for key in {*self.sums, *self.small}}
             self.sums.clear()
@@ -65,7 +65,7 @@ class Checksums:
                 self.small[key] += small
 
     def forget(self, fragment: Fragment) -> None:
-        """Count no more of the storage of a tensor, bytes of which are written more than once."""
+        """Stop counting the storage of a tensor, since bytes of the storage are written more than once."""
         key = self._storage(fragment)
         if key is not None:
             with self.lock:  # `add` of another thread writes what it has read before

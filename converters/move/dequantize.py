@@ -1,4 +1,4 @@
-"""The edge from quantized elements to BF16: those of MXFP4 exactly, all others times their scale, rounded once.
+"""The edge from quantized elements to BF16: element times scale, exact for MXFP4, rounded once for all other methods.
 
 Facts: OCP Microscaling Formats (MX) 1.0: E2M1, E4M3 and E8M0, whose 0xFF is no number; E4M3 without infinities, as
 torch's float8_e4m3fn. transformers and DeepSeek's own script multiply in float32 and round to the nearest even, too.
@@ -26,7 +26,7 @@ PIECE = 1 << 16
 
 Words = NDArray[np.uint16]
 Open = Callable[[Path], AbstractContextManager[Handle]]
-"""The descriptor of a file."""
+"""Opens a file; the context gives its handle."""
 
 
 def _e4m3() -> NDArray[np.float32]:
@@ -53,7 +53,7 @@ E4M3, E2M1, E8M0 = _e4m3(), _e2m1(), _e8m0()
 
 
 class Method(NamedTuple):
-    """How an element is coded: bits, and the value of each code."""
+    """How an element is coded: the number of bits, and the value of each code."""
 
     bits: int
     values: NDArray[np.float32]
@@ -71,10 +71,10 @@ METHODS = {
 
 
 def read_bf16(opened: Open, fragment: Fragment, scales: Scales, at: int, buffer: memoryview) -> None:
-    """Fill a buffer with the BF16 elements of a quantized tensor, from `at` bytes after the first on.
+    """Fill a buffer with the BF16 elements of a quantized tensor, from byte `at` of the BF16 elements on.
 
     Raises:
-        SourceError: a file ends before its elements or scales do, or says another shape than its header.
+        SourceError: a file ends before its elements or scales do, or its weight_shape is not that of the elements.
         RefusedError: a scale is no finite positive number, or a product is NaN or too large for BF16.
     """
     if scales.stated and at == 0:  # each conversion reads the first element
@@ -95,10 +95,10 @@ def read_bf16(opened: Open, fragment: Fragment, scales: Scales, at: int, buffer:
 
 
 def _require_shape(opened: Open, stated: Fragment, shape: tuple[int, ...], name: str) -> None:
-    """The shape that a file says in integers is that of its elements.
+    """Refuse a shape, recorded as integers in a file, that is not that of the elements.
 
     Raises:
-        SourceError: it is another one.
+        SourceError: the two differ.
     """
     recorded = _read(opened, stated, 0, len(shape)).view(f"<i{DTYPES[stated.dtype]}").tolist()
     if recorded != [*shape]:
@@ -109,7 +109,7 @@ def _require_shape(opened: Open, stated: Fragment, shape: tuple[int, ...], name:
 
 
 def _pieces(start: int, count: int, scales: Scales) -> Iterator[tuple[int, int, int]]:
-    """(first element, rows, columns) of rectangles that have one row of factors: whole rows, or a part of one."""
+    """(first element, rows, columns) of rectangles that share one row of factors: whole rows, or a part of a row."""
     stop = start + count
     while start < stop:
         row, column = divmod(start, scales.columns)
@@ -123,7 +123,7 @@ def _pieces(start: int, count: int, scales: Scales) -> Iterator[tuple[int, int, 
 
 
 def _codes(opened: Open, fragment: Fragment, start: int, count: int, scales: Scales) -> NDArray[np.uint8]:
-    """Elements as they are coded, one a byte."""
+    """The codes of some elements, one a byte."""
     bits = METHODS[scales.method].bits
     first, last = start * bits // 8, ((start + count) * bits + 7) // 8
     raw = np.empty(last - first, np.uint8)
@@ -152,7 +152,7 @@ def _factors(opened: Open, start: int, columns: int, scales: Scales) -> NDArray[
 
 
 def _read(opened: Open, fragment: Fragment, first: int, count: int) -> casts.Array:
-    """Elements of a tensor as words."""
+    """Some elements of a tensor as words."""
     words = np.empty(count, casts.WORDS[DTYPES[fragment.dtype]])
     with opened(fragment.path) as fd:
         read_into(fd, words.view(np.uint8).data, fragment.offset + first * words.itemsize, fragment.path)
@@ -168,16 +168,16 @@ def _values(words: casts.Array, dtype: str) -> NDArray[np.float32]:
 
 
 def _require_factors(values: NDArray[np.float32], place: int, name: str, fragment: Fragment) -> None:
-    """Factors are finite and positive: a quantizer divides by each, or has it as a power of two.
+    """Refuse factors that are not finite and positive: a quantizer divides by a factor, or has it as a power of two.
 
     Args:
-        values: some of them.
-        place: the number of the first one.
-        name: what they are called.
-        fragment: where they are.
+        values: some factors.
+        place: the number of the first one in its tensor.
+        name: what to call the factors in an error.
+        fragment: the tensor that the factors are in.
 
     Raises:
-        RefusedError: one is not.
+        RefusedError: a factor is not finite, or not positive.
     """
     wrong = np.flatnonzero(~((values > 0) & np.isfinite(values)))
     if len(wrong):

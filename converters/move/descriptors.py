@@ -1,7 +1,7 @@
-"""Open files: as many at a time as the process may have, however many ranks a checkpoint is of.
+"""Open files: at most as many at a time as the process may have, however many ranks a checkpoint is of.
 
-A file is opened when it is first needed. When there are too many, those that nobody has used for longest are closed;
-what was written to them is forced to disk first, for a failure that the disk reports later would be seen by nobody.
+A file is opened when it is first needed. When there are too many, those that were not used for longest are closed; data
+that was written to them is forced to disk first, since an error that the disk reports after that would not be seen.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Descriptors:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self.most = max(8, max(soft, hard) - RESERVE)
         self.held: dict[_Key, Handle] = {}
-        """In the order in which they were used, the latest last."""
+        """Open handles in the order of their use, the latest last."""
         self.used: dict[_Key, int] = {}
         self.fresh: set[_Key] = set()
         self.lock = threading.Lock()
 
     @contextmanager
     def open(self, path: Path, writable: bool = False) -> Iterator[Handle]:
-        """A file, which stays open as long as it is used.
+        """The handle of a file, which stays open while the context is entered.
 
         Raises:
             OutputError: a file that is to be written cannot be opened.
-            SourceError: one that is to be read cannot.
+            SourceError: a file that is to be read cannot be opened.
         """
         with self._used((path, writable)) as fd:
             try:
@@ -53,12 +53,12 @@ class Descriptors:
                         self.fresh.add((path, writable))
 
     def written(self, paths: Iterable[Path]) -> None:
-        """Files that another process has written to are to be forced to disk too."""
+        """Force files that another process has written to disk at the next sync too."""
         with self.lock:
             self.fresh.update((path, True) for path in paths)
 
     def sync(self) -> None:
-        """Force to disk what was written since the last time: of a thousand files, those few that are at work."""
+        """Force to disk what was written since the last call: only files that were written are synced."""
         with self.lock:
             fresh, self.fresh = self.fresh, set()
         for key in fresh:
@@ -66,7 +66,7 @@ class Descriptors:
                 _sync(fd)
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all open files."""
         for handle in self.held.values():
             close_handle(handle)
 

@@ -10,5 +10,5 @@ from converters.plan.plan import Job
 
 
 def hasher(job: Job) -> Any:
-    """A hash that has seen the line that says what follows."""
+    """A BLAKE3 hash that has been fed the name, element type and shape of a job's tensor, before its bytes."""
     return blake3(f"{job.name} {job.dtype} {list(job.shape)}\n".encode())

@@ -1,10 +1,10 @@
 """One job: a tensor passes through a buffer in constant memory.
 
-In canonical order, tile by tile: source leaves are read into the tile, the tile is cast if it has to be, hashed, and
-written out to the target leaves. So each source byte is read once and each target byte written once, whatever the two
-layouts are, and the digest comes for free. Payloads are never mapped and never held whole; a thread owns a tile, a
-second one for casts and replicas, and a scratch buffer. Where copies are summed or averaged, their total is as many
-floats again.
+In canonical order, tile by tile: source leaves are read into the tile, the tile is cast if necessary, hashed, and
+written to the target leaves. So each source byte is read once and each target byte is written once, whatever the two
+layouts are, and the digest needs no further read. Tensors are never memory-mapped and never in memory as a whole; a
+thread has a tile, a second one for casts and replicas, and a scratch buffer. Where copies are summed or averaged, their
+total takes as many floats again.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from formats.errors import Interrupted, VerificationError
 
 
 def buffers_of(limits: Limits) -> Buffers:
-    """The memory of each of some threads."""
+    """The buffers of one thread, an equal share of the memory for all threads."""
     return Buffers(max(192 << 10, limits.room // limits.threads))
 
 
 class Outcome(NamedTuple):
-    """What came of a job: the digest of the tensor as it was written, and how far apart its averaged copies were."""
+    """The result of a job: the digest of the tensor as it was written, and how far apart its averaged copies were."""
 
     digest: str
     drift: float = 0.0
@@ -56,11 +56,11 @@ def pieces_of(
     box: Box | None = None,
     accepted: Collection[str] = (),
 ) -> Iterator[Piece]:
-    """The elements of a job's tensor as they are written, in canonical order; `copies` know at the end of any others.
+    """The elements of a job's tensor as they are written, in canonical order; `copies` record copies that differ.
 
     Args:
-        job: what is read, summed, averaged, grown and cast.
-        copies: what is done with the further copies of each tensor that it reads.
+        job: the job, which says what is read, summed, averaged, grown and cast.
+        copies: the handling of further copies of each tensor that the job reads.
         files: open files.
         buffers: this thread's memory. Each piece is in it, and overwritten by the next.
         box: the part of the tensor, as a start and a stop along each axis; None for all of it.
@@ -90,8 +90,9 @@ def run_job(
     """Execute one job.
 
     Raises:
-        VerificationError: copies of the tensor differ, and nothing said which one counts.
-        RefusedError: it is a moment that Adam does not compute.
+        VerificationError: copies of the tensor differ, and the policy does not say which one counts; or elements are
+            NaN or infinite, and the limits refuse these.
+        RefusedError: the tensor is a moment that no optimizer computes.
         Interrupted: `stop` was true.
     """
     job = job.made

@@ -1,12 +1,12 @@
 """The journal: which jobs of a conversion are done and on disk, so that a killed run can be resumed.
 
 `OUT.partial/journal.jsonl` begins with a fingerprint of the conversion; then comes a line for each finished job, its
-name and its digest, and lines of the entries of the source's archives that were found sound. Lines are written after
-the data that they speak of was forced to disk.
+name and its digest, and lines of the entries of the source's archives that were found sound. A line is written after
+the data that it records was forced to disk.
 
 A conversion can be split over processes on any nodes: each does a share, with a journal of its own beside the common
-one, and what any journal says is done is done. A process that works on all of it locks the common journal for itself,
-those with a share hold it together: so they work beside each other, and never beside the one that finishes.
+one, and a job is done if any journal records it. A process that does all jobs locks the common journal exclusively,
+processes with a share lock it shared: so shares run at the same time, and never while the process that finishes runs.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from formats.errors import OutputError
 JOURNAL = "journal.jsonl"
 SOUND = "sound"
 SPOILED = "the source is damaged"
-"""Stands for the fingerprint in the journal of a share that read something damaged."""
+"""Takes the place of the fingerprint in the journal of a share that read damaged data."""
 
 
 class Done(NamedTuple):
-    """What a journal says: its fingerprint, finished jobs and sound entries; and how many of its bytes are whole."""
+    """The contents of a journal: fingerprint, finished jobs and sound entries; and how many bytes are whole lines."""
 
     head: str
     digests: dict[str, str]
@@ -56,11 +56,11 @@ class Share(NamedTuple):
 
     @property
     def journal(self) -> str:
-        """Name of its journal."""
+        """The name of the share's journal."""
         return f"journal-{self.number}-of-{self.of}.jsonl"
 
     def jobs(self, jobs: Iterable[Job]) -> list[Job]:
-        """Its part of a plan's jobs, by bytes: layers that follow each other, so that few files have two writers."""
+        """The share's part of a plan's jobs, by bytes: consecutive layers, so that few files have two writers."""
         ordered = sorted(jobs, key=lambda job: -1 if job.layer is None else job.layer)
         own, before, total = list[Job](), 0, sum(job.nbytes for job in ordered)
         together: dict[tuple[Path, int], int] = {}
@@ -79,9 +79,9 @@ class Journal:
     """The finished jobs of a conversion, on disk.
 
     Attributes:
-        digests: that of each finished job, those of runs before this one too.
-        sound: the entries of the source's archives that runs before this one have found sound.
-        locks: descriptors whose locks keep other conversions out, as long as any process has them.
+        digests: the digest of each finished job by its name, those of earlier runs too.
+        sound: the entries of the source's archives that earlier runs found sound.
+        locks: locked descriptors, which keep other conversions out as long as any process has them open.
     """
 
     def __init__(self, locks: tuple[int, ...], done: Done, every: float) -> None:
@@ -92,7 +92,7 @@ class Journal:
         self.committing: threading.Thread | None = None
 
     def note(self, job: Job, digest: str) -> None:
-        """Remember a finished job."""
+        """Record a finished job, which the next commit writes."""
         with self.lock:
             self.digests[job.name] = digest
             self.fresh.append((job.name, digest))
@@ -100,7 +100,7 @@ class Journal:
             self.committing.start()
 
     def commit(self, files: Files) -> None:
-        """Force the data to disk, then the lines that say so."""
+        """Force the data of finished jobs to disk, then write their lines."""
         with self.lock:
             fresh, self.fresh = self.fresh, []
         files.sync()
@@ -111,13 +111,13 @@ class Journal:
             os.fsync(self.handle)
 
     def spoil(self) -> None:
-        """Say that what was read for the finished jobs is damaged: nobody resumes them."""
+        """Record that data which was read for finished jobs is damaged, so that no run resumes them."""
         os.ftruncate(self.handle, 0)
         _begin(self.handle, SPOILED)
 
     @contextmanager
     def kept(self, files: Files) -> Iterator[None]:
-        """Commit again and again from the first finished job on, and once more at the end: the disk works along.
+        """Commit every `every` seconds from the first finished job on, and once at the end: the disk writes meanwhile.
 
         The thread that commits is not started before: until then the process can be copied (`converters.move.workers`).
         """
@@ -127,7 +127,7 @@ class Journal:
             try:
                 while not finished.wait(self.every):
                     self.commit(files)
-            except OSError as error:  # raised where the conversion can see it
+            except OSError as error:  # raised below, in the thread of the conversion
                 failed.append(error)
 
         self.committing = threading.Thread(target=work, daemon=True)
@@ -138,7 +138,7 @@ class Journal:
             if self.committing.ident is not None:
                 self.committing.join()
             self.committing = None
-            if not failed:  # Linux says once that data was lost: what was noted since may be part of it
+            if not failed:  # Linux reports lost data once: the data of jobs that were recorded since may be lost
                 self.commit(files)
         if failed:
             raise failed[0]
@@ -154,18 +154,18 @@ def open_journal(
     force: bool,
     every: float,
 ) -> Iterator[Journal]:
-    """Open or create the journal in a staging folder, alone, and only for this very conversion.
+    """Open or create the journal in a staging folder, locked, and only for the same conversion.
 
     Args:
         staging: the folder.
-        fingerprint: what the journal must be of.
-        files: what the finished jobs wrote to; if one of them is gone, nothing counts as finished.
-        share: open that of a share, beside others.
-        force: discard what the folder holds of another conversion, instead of refusing. A share never does.
+        fingerprint: the fingerprint of the conversion.
+        files: the files that finished jobs wrote to; if one of them is gone, no job counts as finished.
+        share: the share whose journal is opened, beside those of other shares; None for all of the conversion.
+        force: discard the files of another conversion in the folder, instead of refusing. A share never does.
         every: seconds after which finished work is forced to disk.
 
     Raises:
-        OutputError: another process, or another conversion, has the folder; or it cannot be written.
+        OutputError: another process or another conversion uses the folder, or the folder cannot be written.
     """
     with ExitStack() as stack:
         try:
@@ -177,16 +177,16 @@ def open_journal(
 
 
 def _claim(stack: ExitStack, staging: Path, share: Share | None) -> tuple[int, ...]:
-    """Lock the staging folder, or a share of it. Returns the handles that are locked, that of the journal last."""
+    """Lock the staging folder, or a share of it. Returns the locked handles, that of the journal last."""
     staging.mkdir(parents=True, exist_ok=True)
-    if any(staging.iterdir()) and not (staging / JOURNAL).is_file():  # in this order: the journal comes first
+    if any(staging.iterdir()) and not (staging / JOURNAL).is_file():  # in this order: the journal is created first
         raise OutputError(f"{staging} is needed for the work and holds something else", "move it out of the way")
     common = own = _open(stack, staging / JOURNAL)
     if share is None:
         try:
             lock(common, staging)
         except OutputError:
-            lock(common, staging, shared=True)  # then the others share it too
+            lock(common, staging, shared=True)  # then the others have shared locks
             raise OutputError(f"other processes are writing parts of {staging}", "wait until they are done") from None
     else:
         own = _open(stack, staging / share.journal)
@@ -206,7 +206,7 @@ def _open(stack: ExitStack, path: Path) -> int:
 def _resume(
     handle: int, staging: Path, fingerprint: str, files: Iterable[OutputFile], share: Share | None, force: bool
 ) -> Done:
-    """Make the journal ready to be appended to. Returns what is finished, of all journals."""
+    """Prepare the journal for appending. Returns the finished jobs and sound entries of all journals."""
     own = staging / (share.journal if share else JOURNAL)
     own_entries = _entries(os.pread(handle, os.fstat(handle).st_size, 0))
     os.ftruncate(handle, own_entries.length)
@@ -272,7 +272,7 @@ def _entries(content: bytes) -> Done:
 
 
 def fingerprint(plan: Plan, replicas: str) -> str:
-    """What makes a conversion the same one: what is read of which files, the target's layout, casts, replica policy.
+    """A hash that identifies a conversion: what is read from which files, the target's layout, casts, replica policy.
 
     Raises:
         SourceError: a file of the source cannot be read.
@@ -288,7 +288,7 @@ def fingerprint(plan: Plan, replicas: str) -> str:
         for file in files
     ]
     facts = blake3(json.dumps([source, target, repr(plan.spec), replicas]).encode())
-    place = lru_cache(maxsize=None)(lambda path: path.resolve())  # however the user spells it
+    place = lru_cache(maxsize=None)(lambda path: path.resolve())  # the same for every spelling of a path
     for job in plan.jobs:  # which tensors are read, and in which order, and not only from which files
         facts.update(_line(job).encode())
         for term in job.terms:
@@ -310,5 +310,5 @@ def fingerprint(plan: Plan, replicas: str) -> str:
 
 
 def _line(job: Job) -> str:
-    """What a job does to its tensor."""
+    """The line of a job in the fingerprint: its tensor, element types, shape and changes of value."""
     return f"{job.name} {job.source_dtype} {job.dtype} {job.shape} {job.rows} {job.partial} {job.less_one} {job.edge}\n"

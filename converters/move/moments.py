@@ -1,7 +1,7 @@
-"""What moments cannot be: NaN or infinite, and Adam's second, a mean of squares, negative.
+"""Refuse impossible moments: NaN or infinity, and negative second moments of Adam, which are means of squares.
 
-A training that is resumed with such moments writes NaN into its weights at the next step. What is only read, for a
-digest or a comparison, may be anything.
+A training that is resumed with such moments writes NaN into its weights at the next step. Moments that are only read,
+for a digest or a comparison, are not judged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from formats.disk.safetensors import FLOATS
 from formats.errors import RefusedError
 
 LEAST = {"exp_avg": -np.inf, "exp_avg_sq": 0.0, "momentum_buffer": -np.inf}
-"""What no element of a state is less than."""
+"""Optimizer state: the least value that its elements can have."""
 RULES = {
     "exp_avg": "the first moments of Adam and Lion are finite",
     "exp_avg_sq": "Adam's second moments are finite and not negative",
@@ -29,7 +29,7 @@ class Moments:
     """The elements of one job's tensor that no optimizer computes.
 
     Attributes:
-        state: which of the moments is moved; empty where it is none, or need not be possible.
+        state: the optimizer state that is judged; empty where the tensor is no moment, or is not judged.
         count: how many such elements there were.
         first: the first of them.
     """
@@ -41,20 +41,20 @@ class Moments:
         self.job, self.count, self.first = job, 0, 0.0
 
     def see(self, values: Array) -> None:
-        """Count those in a tile."""
+        """Count the impossible elements of a tile."""
         for start in range(0, len(values) if self.state else 0, PIECE):
             piece = casts.to_float(values[start : start + PIECE], self.job.dtype)
-            if -np.inf < piece.min() >= LEAST[self.state] and piece.max() < np.inf:  # nothing holds of a NaN
+            if -np.inf < piece.min() >= LEAST[self.state] and piece.max() < np.inf:  # false with a NaN
                 continue
             wrong = piece[~(np.isfinite(piece) & (piece >= LEAST[self.state]))]
             self.first = self.first if self.count else float(wrong[0])
             self.count += len(wrong)
 
     def judge(self) -> None:
-        """Refuse the tensor.
+        """Refuse the tensor if a tile had an impossible element.
 
         Raises:
-            RefusedError: there were such elements.
+            RefusedError: there was such an element.
         """
         if self.count:
             raise RefusedError(

@@ -1,9 +1,9 @@
-"""Products of two small matrices, a part at a time, in float64: what LoRA adds to a matrix.
+"""Products of two small matrices, a part at a time, in float64: the update that LoRA adds to a matrix.
 
-The digits do not depend on who multiplies, in which order and in which parts: both matrices are cut into numbers of so
-few bits that each sum of their products is exact in float64, whatever the BLAS does (as Ozaki, Ogita, Oishi and Rump,
-"Error-free transformations of matrix multiplication", 2012). Of each term is left out what is less than 2**-42 of the
-largest element of a row of the left times the largest of a column of the right.
+The result does not depend on the BLAS, the order or the parts of the multiplication: both matrices are split into
+numbers of so few bits that each sum of their products is exact in float64 (as in Ozaki, Ogita, Oishi and Rump,
+"Error-free transformations of matrix multiplication", 2012). Left out of each term is what is less than 2**-42 of the
+largest element of a row of the left matrix times the largest of a column of the right.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from formats.errors import RefusedError
 PIECE = 1 << 16
 """Elements of a product at a time: few enough to stay in the cache, and in little memory."""
 WIDEST = 1 << 8
-"""Columns at a time: of the right matrix so many are read for each row of it."""
+"""Columns of the product at a time: as many are read from each row of the right matrix."""
 ALONE = 1 << 18
-"""Multiplications that OpenBLAS does in one thread (interface/gemm.c): more slow down ours with its own threads."""
+"""Multiplications that OpenBLAS does in one thread (interface/gemm.c): for more it starts threads, which slow ours."""
 FLOAT64 = 53
-"""Bits of float64 that a sum of products may have."""
+"""Bits that a sum of products may have to be exact in float64."""
 
 Matrix = NDArray[np.float64]
 Read = Callable[[Fragment, int, memoryview], None]
-"""Fills a buffer from a fragment, from a byte on."""
+"""Fills a buffer from a fragment, starting at a byte offset."""
 
 
 def read_product(read: Read, fragment: Fragment, factors: Product, at: int, buffer: memoryview) -> None:
-    """Fill a buffer with the float64 elements of a product, from `at` bytes after the first on.
+    """Fill a buffer with the float64 elements of a product, from byte `at` of the product on.
 
     Raises:
         SourceError: a file ends before its elements do.
@@ -60,7 +60,7 @@ def read_product(read: Read, fragment: Fragment, factors: Product, at: int, buff
 
 
 def rectangles(start: int, count: int, height: int, width: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """(matrix, row, column, rows, columns) of rectangles that make up some elements of several matrices in a row."""
+    """(matrix, row, column, rows, columns) of rectangles that cover `count` elements of consecutive matrices."""
     stop = start + count
     while start < stop:
         row, column = divmod(start, width)
@@ -95,7 +95,7 @@ def multiplied(left: Matrix, right: Matrix) -> Matrix:
 
 
 def _times(left: Matrix, right: Matrix) -> Matrix:
-    """A product of which every digit is exact, a few rows at a time."""
+    """The product of two matrices that is exact in float64, a few rows at a time."""
     rows = max(1, ALONE // max(1, right.size))
     whole = len(left) // rows * rows
     stacked = np.matmul(left[:whole].reshape(-1, rows, left.shape[1]), right)
@@ -104,7 +104,7 @@ def _times(left: Matrix, right: Matrix) -> Matrix:
 
 
 def _halves(matrix: Matrix, axis: int, bits: int) -> tuple[Matrix, Matrix]:
-    """A matrix as the sum of two, whose elements along an axis have so many bits and one exponent."""
+    """A matrix as the sum of two whose elements, along an axis, have `bits` bits and one exponent."""
     largest = np.frexp(np.abs(matrix).max(axis, initial=0.0, keepdims=True))[1]
     unit = np.ldexp(1.0, largest - bits)
     high = np.rint(matrix / unit) * unit

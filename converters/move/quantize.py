@@ -1,7 +1,8 @@
-"""The edge from floats to FP8 with a scale for each block: the elements, and the scales, from any one on.
+"""The edge from floats to FP8 with a scale for each block: elements and scales can be read from any offset on.
 
-Facts: transformers 5.23.0, integrations/finegrained_fp8.py (`Fp8Quantize`): in float32, 448 over the largest of a
-block, 1 for a block of zeros; elements times that, rounded to the nearest even; stored is its reciprocal.
+Facts: transformers 5.23.0, integrations/finegrained_fp8.py (`Fp8Quantize`): in float32, the factor is 448 over the
+largest absolute value of a block, 1 for a block of zeros; elements times the factor are rounded to the nearest even;
+the stored scale is the reciprocal of the factor.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from formats.disk.safetensors import DTYPES, Coded, Fragment
 from formats.errors import RefusedError
 
 LARGEST = np.float32(448)
-"""Of E4M3."""
+"""The largest number of E4M3."""
 PIECE = 1 << 18
-"""Elements of a row of blocks at a time: few enough to stay in little memory."""
+"""Elements of a row of blocks that are read at a time: few enough to need little memory."""
 
 Read = Callable[[Fragment, int, memoryview], None]
-"""Fills a buffer from a fragment, from a byte on."""
+"""Fills a buffer from a fragment, starting at a byte offset."""
 
 
 def read_coded(read: Read, coded: Coded, at: int, buffer: memoryview) -> None:
-    """Fill a buffer with elements of FP8, or with their scales in float32, from `at` bytes after the first on.
+    """Fill a buffer with FP8 elements, or with their scales in float32, from byte `at` on.
 
     Raises:
         SourceError: a file ends before its elements do.
@@ -38,7 +39,7 @@ def read_coded(read: Read, coded: Coded, at: int, buffer: memoryview) -> None:
 
 
 def _fill_scales(read: Read, coded: Coded, start: int, out: NDArray[np.float32]) -> None:
-    """Scales from the one with a number on: of rows of blocks, the first and last of which may be parts."""
+    """Fill `out` with scales from number `start` on; of the first and last row of blocks, possibly only a part."""
     wide = coded.matrix.shape[1] // coded.block[1]
     for row in range(start // wide, -(-(start + len(out)) // wide)):
         low, high = max(start, row * wide), min(start + len(out), (row + 1) * wide)
@@ -48,7 +49,7 @@ def _fill_scales(read: Read, coded: Coded, start: int, out: NDArray[np.float32])
 
 
 def _fill_codes(read: Read, coded: Coded, start: int, out: NDArray[np.uint8]) -> None:
-    """Elements from the one with a number on. Whole blocks are read for each: their largest element scales them."""
+    """Fill `out` with elements from number `start` on. Whole blocks are read: their largest element scales them."""
     columns, (tall, broad) = coded.matrix.shape[1], coded.block
     for row in range(start // (columns * tall), -(-(start + len(out)) // (columns * tall))):
         for first, blocks in _panels(read, coded, row, 0, columns // broad):
@@ -62,7 +63,7 @@ def _fill_codes(read: Read, coded: Coded, start: int, out: NDArray[np.uint8]) ->
 
 
 def _panels(read: Read, coded: Coded, row: int, low: int, high: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Blocks of a row of them, a few at a time: the number of the first, and [rows, blocks, columns].
+    """A few blocks of a row of blocks at a time: the number of the first, and values as [rows, blocks, columns].
 
     Raises:
         RefusedError: an element is NaN or infinite.
@@ -84,9 +85,9 @@ def _panels(read: Read, coded: Coded, row: int, low: int, high: int) -> Iterator
 
 
 def _factors(blocks: NDArray[np.float32]) -> NDArray[np.float32]:
-    """What the elements of each block are multiplied by; [rows, blocks, columns].
+    """The factor of the elements of each block, given as [rows, blocks, columns].
 
-    As torch divides a number by a tensor: the reciprocal, rounded, times the number.
+    Computed as torch divides a number by a tensor: the rounded reciprocal times the number.
     """
     largest = np.abs(blocks).max(axis=(0, 2))
     one = np.float32(1)
@@ -95,7 +96,7 @@ def _factors(blocks: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def to_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """The byte of E4M3 next to each number, to the nearest even; what is beyond the largest becomes the largest."""
+    """The byte of E4M3 for each number, rounded to the nearest even; numbers beyond the largest become the largest."""
     bits = values.view(np.uint32)
     sizes = np.minimum(np.abs(values), LARGEST)
     normal = sizes.view(np.uint32)

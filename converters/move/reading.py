@@ -1,4 +1,4 @@
-"""Reading a logical tensor tile by tile: gathered from its leaves, its copies settled, new rows put in."""
+"""Read a logical tensor tile by tile: gathered from its leaves, with further copies settled and new rows filled in."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from formats.errors import RefusedError, UsageError
 Box = tuple[tuple[int, int], ...]
 """A start and a stop along each axis of a logical tensor."""
 SCRATCH = 512 << 10
-"""Bytes that are read around strided blocks at a time: they are still in the cache when they are copied."""
+"""Bytes of strided blocks, with the gaps between them, that are read at a time: they stay in the cache."""
 
 
 class Buffers(threading.local):
-    """One thread's memory: a tile, another one for casts and further copies, and what is read around strided blocks."""
+    """One thread's memory: a tile, a second one for casts and further copies, and scratch for strided blocks."""
 
     def __init__(self, nbytes: int) -> None:
         around = min(SCRATCH, nbytes // 3 // 64 * 64)
@@ -37,16 +37,16 @@ class Buffers(threading.local):
 
 
 class Reading:
-    """One job's tensor, to be asked for its tiles. What it gives is in the thread's memory, until it is asked again.
+    """Reads the tiles of one job's tensor. A tile is in the thread's memory, and overwritten by the next one.
 
     Elements that no source has are zero: a summand may be of a part of the tensor.
 
     Args:
-        job: what is read, and with which new rows.
-        copies: what is done with its further copies.
+        job: the job that says what is read, and which rows are new.
+        copies: the handling of further copies of the tensor.
         files: open files.
         buffers: this thread's memory.
-        box: the part of the tensor that will be asked for.
+        box: the part of the tensor that the tiles are in.
     """
 
     def __init__(self, job: Job, copies: Copies, files: Files, buffers: Buffers, box: Box) -> None:
@@ -72,7 +72,7 @@ class Reading:
 
 
 def _grow(values: Array, rows: int, fill: Array, start: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """Put the new row into what of a tile is after the rows of the source."""
+    """Put the new row into the rows of a tile that are after the rows of the source."""
     (low, left), (tall, wide) = (*start, 0)[:2], (*shape, 1)[:2]
     new = min(tall, max(0, low + tall - rows))
     values.reshape(tall, wide)[tall - new :] = fill[left : left + wide]

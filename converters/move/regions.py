@@ -12,7 +12,7 @@ from converters.plan.parts import Part
 from formats.layout.leaves import Leaf
 
 ALONE = 4
-"""A contiguous block of more than the limit's quarter stands alone: a call for it is cheaper than one more copy."""
+"""A contiguous block of more than a quarter of the limit is read by a call of its own: it is cheaper than a copy."""
 
 
 class Region(NamedTuple):
@@ -40,7 +40,7 @@ def tiles(shape: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...],
 
 
 class Nearby:
-    """Parts of a tensor, to be asked which of them meet a tile: a tensor of a thousand ranks has as many."""
+    """Finds the parts of a tensor that meet a tile: a tensor of a thousand ranks has as many parts."""
 
     def __init__(self, parts: Sequence[Part], axes: int) -> None:
         self.parts = tuple(parts)
@@ -57,10 +57,10 @@ class Nearby:
 
 
 def region(leaf: Leaf, start: tuple[int, ...], shape: tuple[int, ...]) -> Region:
-    """The part of a tile that a leaf holds, given that they meet.
+    """The region of a tile that a leaf holds, given that the two meet.
 
-    `start` and `shape` are the tile's, in the coordinates of the job's box. A `layer` span counts as coordinate 0: a
-    job has one layer.
+    `start` and `shape` are those of the tile, in the coordinates of the job's box. A `layer` span counts as coordinate
+    0: a job has one layer.
     """
     address, position, dims, tile_stride = leaf.base, 0, [], 1
     for span, low, count in zip(reversed(leaf.spans), reversed(start), reversed(shape), strict=True):
@@ -82,7 +82,7 @@ def region(leaf: Leaf, start: tuple[int, ...], shape: tuple[int, ...]) -> Region
 
 
 def runs(where: Region, limit: int, sparsest: int) -> Iterator[tuple[int, int, int, tuple[tuple[int, int, int], ...]]]:
-    """Cut a region into pieces that lie close together in the file.
+    """Cut a region into pieces whose elements are close together in the file.
 
     Args:
         where: the region.
@@ -96,7 +96,7 @@ def runs(where: Region, limit: int, sparsest: int) -> Iterator[tuple[int, int, i
     span = useful = within = 1
     while inner and span * ALONE <= limit:
         count, in_file, in_tile = dims[inner - 1]
-        whole = in_file == 0 or (in_file, in_tile) == (1, 1)  # one element for all of them, as torch's expand leaves it
+        whole = in_file == 0 or (in_file, in_tile) == (1, 1)  # stride 0: one element for all, as after torch's expand
         most = count if whole else min(count, (limit - span) // in_file + 1)
         wider = span + (most - 1) * in_file
         if most < 2 or wider > useful * most * sparsest:

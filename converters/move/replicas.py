@@ -19,11 +19,11 @@ from formats.errors import VerificationError
 from formats.layout.slots import SHARED, Replica
 
 FARTHEST = 0.5
-"""Of the largest element of a tensor: copies of a norm that are farther apart did not drift there."""
+"""A fraction of the largest element of a tensor: copies of a norm that are farther apart did not drift there."""
 
 
 class Tile(NamedTuple):
-    """A part of a tensor, and a thread's memory of the same size as bytes."""
+    """The start and shape of a tile, and the thread's further buffers, as bytes: a second tile, and scratch."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -32,13 +32,14 @@ class Tile(NamedTuple):
 
 
 class Copies:
-    """What is done with the copies of one job's tensor, and what they turned out to be.
+    """Settles the copies of one job's tensor by a policy, and records how far apart they are.
 
     Attributes:
-        worst: how far apart the others were, by the copy; by None that of all of them whose mean would be taken.
-        drift: how far apart the copies were that had to be averaged.
-        nameless: master weights are in the model's own file, as in ZeRO stage 0, which gives them no names: that each
-            is the tensor's own only the comparison tells, and no policy does without it.
+        worst: the largest distance of each copy that is to be refused; under None that of copies whose mean would be
+            taken, but which are too far apart.
+        drift: the largest distance of copies that were averaged.
+        nameless: master weights are in the model's own file, as in ZeRO stage 0, which gives them no names: only the
+            comparison with the weights proves that they belong to the tensor, so that no policy skips it.
     """
 
     def __init__(self, job: Job, files: Files, policy: str) -> None:
@@ -55,7 +56,10 @@ class Copies:
         self.drift, self.unequal = 0.0, 0
 
     def settle(self, values: Array, tile: Tile) -> None:
-        """Make of the elements of the first copy in a tile those that count. Rows that no copy has are left alone."""
+        """Replace the elements of the first copy in a tile by the sum or mean where the policy says so, or compare.
+
+        Rows that no copy has are left alone.
+        """
         rows = self.job.rows
         if rows is not None:
             values = values[: max(0, rows - tile.start[0]) * (len(values) // tile.shape[0])]
@@ -67,14 +71,14 @@ class Copies:
             values[:] = casts.mean(chain([values], self._others(values, tile)), self.job.source_dtype)
 
     def _others(self, values: Array, tile: Tile) -> Iterator[Array]:
-        """The further copies, one after the other in the same memory."""
+        """The elements of each further copy in a tile, all in the same memory."""
         other = tile.other.view(values.dtype)[: len(values)]
         for parts in self.replicas.values():
             gather(self.files, parts, tile.start, tile.shape, other, tile.scratch.view(values.dtype))
             yield other
 
     def _apart(self, values: Array, tile: Tile) -> bool:
-        """Whether copies differ; how far is noted."""
+        """Whether copies differ in a tile; the distance is recorded."""
         dtype, differ = self.job.source_dtype, False
         for name, copy in zip(self.replicas, self._others(values, tile), strict=True):
             if np.array_equal(values, copy):
@@ -89,7 +93,7 @@ class Copies:
         return differ
 
     def _round(self, values: Array, tile: Tile, twins: Nearby) -> None:
-        """Count the elements in which the rounded master weights differ from what the model computes with."""
+        """Count the elements in which the rounded FP32 master weights differ from the weights of the model."""
         dtype = self.job.twins[0].fragment.dtype
         word = WORDS[DTYPES[dtype]]
         room = tile.other.view(word)[: len(values)]
@@ -99,10 +103,10 @@ class Copies:
         self.unequal += int((rounded != stored).sum())
 
     def judge(self) -> None:
-        """Refuse copies that differ, when nothing said which one counts.
+        """Refuse copies that differ where the policy does not say which one counts.
 
         Raises:
-            VerificationError: they do.
+            VerificationError: copies differ, are too far apart for drift, or are not the rounded FP32 master weights.
         """
         job = self.job
         if self.unequal:
@@ -142,7 +146,7 @@ def _largest(values: Array, dtype: str) -> float:
 
 
 def _distance(first: Array, second: Array, dtype: str) -> float:
-    """The largest absolute difference; infinity where a NaN meets a number."""
+    """The largest absolute difference of floats, infinity where a NaN meets a number; of integers how many differ."""
     if dtype not in FLOATS:
         return float((first != second).sum())
     a, b = casts.to_float(first, dtype), casts.to_float(second, dtype)

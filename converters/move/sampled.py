@@ -1,8 +1,8 @@
-"""A hash of samples of files: whether they are still those that a conversion began with.
+"""A hash of samples of files, which tells whether the files are still those that a conversion began with.
 
-Size and time of a file may be those of another one (`cp -p`, `rsync -t`, a tar archive). All of its bytes would take as
-long as the conversion: samples at fixed places see another model, whose weights differ nearly everywhere. Of files of
-torch.save the CRC-32 of every tensor is known besides (`journal.fingerprint`).
+Another file may have the same size and time (`cp -p`, `rsync -t`, a tar archive). Hashing all bytes would take as long
+as the conversion: samples at fixed places tell another model, whose weights differ nearly everywhere. For files of
+torch.save the CRC-32 of every tensor is compared too (`journal.fingerprint`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from formats.errors import SourceError
 SAMPLE = 4 << 10
 """Bytes of a sample: a page."""
 SAMPLES = 4096
-"""Of all files together: less than a second on a parallel file system."""
+"""Samples of all files together: less than a second on a parallel file system."""
 FEWEST, MOST = 3, 256
-"""Of a file: its beginning, middle and end at least."""
+"""Samples of one file: at least its beginning, middle and end."""
 THREADS = 8
 
 

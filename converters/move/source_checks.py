@@ -1,9 +1,9 @@
-"""The CRC-32 that zip archives keep of their entries, compared with the bytes that a conversion reads.
+"""Compare the CRC-32 that zip archives record of their entries with the bytes that a conversion reads.
 
-Bytes are counted as they pass, in any order and from any number of threads, and each byte once: tensors are read in
-tiles, and bytes between two wanted ones more than once. What of an entry no tile has read (padding, a part that no
-tensor is in, many small pieces, what a run before this one has read) is read at the end, in the order of the file. So
-every entry that a tensor is read from is compared as a whole.
+Bytes are counted when they are read, in any order and from any number of threads, and each byte once: tensors are read
+in tiles, and bytes between two wanted ones more than once. Bytes of an entry that no tile has read (padding, a part
+that no tensor is in, many small pieces, what an earlier run has read) are read at the end, in the order of the file.
+So every entry that a tensor is read from is compared as a whole.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from formats.torch_files import crc32
 SMALL = 16 << 10
 """A piece of fewer bytes is cheaper to read once more than to count."""
 _Key = tuple[Path, Stream | None, int]
-"""Which entry it is: of a file, or of a stream in it, at a byte."""
+"""Identifies an entry: its file, the stream in the file if there is one, and its first byte."""
 Read = Callable[[Fragment, int, memoryview], None]
 """Reads bytes of a fragment, from an offset in it."""
 
 
 class Verdict(NamedTuple):
-    """What was compared: entries with a checksum, all of them sound; entries without one; tensors in no archive."""
+    """How many entries have a checksum, all of them sound; how many have none; how many parts are in no archive."""
 
     entries: int
     unrecorded: int
@@ -40,11 +40,11 @@ class Verdict(NamedTuple):
 
     @property
     def word(self) -> str:
-        """What came of it, for all entries that have a checksum."""
+        """The result in words, for all entries that have a checksum."""
         return "verified" if self.entries else "none recorded" if self.unrecorded else "none in this format"
 
     def record(self) -> dict[str, str | int]:
-        """The same for a program."""
+        """The result as JSON values, for programs."""
         return {"checked": self.word, **self._asdict()}
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Verdict(NamedTuple):
 
 @dataclass
 class Entry:
-    """An entry that is not complete: what of it was counted, as starts and stops in turn, and what that adds up to."""
+    """An entry that is not complete: bytes left, starts and stops in turn of the counted bytes, and their register."""
 
     left: int
     bounds: list[int] = field(default_factory=list)
@@ -63,14 +63,14 @@ class Entry:
 
 
 Entries = dict[_Key, Entry | None]
-"""Those that were begun, None for those that are complete. There may be a million of them."""
+"""The entries of which bytes were counted; None for complete ones. There may be a million of them."""
 
 
 class SourceChecks:
     """The entries that the tensors of some jobs are in, and which of them are sound.
 
     Args:
-        jobs: all of a conversion, those that an earlier run has done too.
+        jobs: all jobs of a conversion, those that an earlier run has done too.
         replicas: whether further copies of a tensor are read.
         sound: names of the entries that an earlier run found sound.
     """
@@ -85,17 +85,17 @@ class SourceChecks:
         """Count bytes that were read `at` bytes into a fragment.
 
         Raises:
-            DamagedError: they complete an entry, and its CRC-32 is another.
+            DamagedError: the bytes complete an entry, and its CRC-32 is not the recorded one.
         """
         member = fragment.member
         if member is not None and member.crc and len(piece) >= min(SMALL, member.size):
             self._count(fragment, member, fragment.offset + at - member.start, piece)
 
     def merge(self, job: Job, entries: Entries) -> None:
-        """Add what another process has counted while it did a job. Bytes that were counted here are left to `complete`.
+        """Add the counts of another process that did a job; entries whose bytes overlap are left to `complete`.
 
         Raises:
-            DamagedError: it completes an entry, and its CRC-32 is another.
+            DamagedError: the counts complete an entry, and its CRC-32 is not the recorded one.
         """
         fragments = {
             _key(fragment, fragment.member): (fragment, fragment.member)
@@ -119,27 +119,27 @@ class SourceChecks:
                 if complete:
                     self.entries[key] = None
             if complete:
-                if counted is not None:  # one that another process has completed it has judged too
+                if counted is not None:  # an entry that another process has completed, that process has judged too
                     self._judge(fragment, member, crc32.whole(entry.register, member.size))
                 with self.lock:
                     self.fresh.append(key)
 
     def noted(self) -> list[str]:
-        """The names of the entries that were found sound since the last time."""
+        """The names of the entries that were found sound since the last call."""
         with self.lock:
             fresh, self.fresh = self.fresh, []
         return [_name(key) for key in fresh]
 
     def complete(self, read: Read, threads: int, stop: Callable[[], bool] = lambda: False) -> Verdict:
-        """Read what was not read yet of the entries.
+        """Read the bytes of the entries that were not counted yet.
 
         Args:
-            read: how.
+            read: the function that reads them.
             threads: entries at a time.
             stop: asked at every block; when true, nothing further is read.
 
         Raises:
-            DamagedError: an entry has another CRC-32 than its archive says.
+            DamagedError: an entry has another CRC-32 than its archive records.
             Interrupted: `stop` was true.
         """
         left, unrecorded, without = dict[_Key, tuple[Fragment, Member]](), set[_Key](), 0
@@ -172,12 +172,12 @@ class SourceChecks:
         return Verdict(len(self.entries), len(unrecorded), without)
 
     def _begun(self, key: _Key, member: Member) -> bool:
-        """Whether an entry is not complete. Those who share a view may be reading it."""
+        """Whether an entry is not complete. It takes the lock: other threads that share a view may read the entry."""
         with self.lock:
             return self._entry(key, member) is not None
 
     def _entry(self, key: _Key, member: Member) -> Entry | None:
-        """What was counted of an entry, None if it is sound; the lock is held."""
+        """The counts of an entry, None if it is complete; the caller has the lock."""
         if key not in self.entries:
             self.entries[key] = None if self.before and _name(key) in self.before else Entry(member.size)
         return self.entries[key]
@@ -227,7 +227,7 @@ class SourceChecks:
 
 
 def claim(bounds: list[int], low: int, high: int) -> list[tuple[int, int]]:
-    """Add an interval to a set of them, given as starts and stops in turn. Returns what of it is new."""
+    """Add an interval to a set of intervals, given as starts and stops in turn. Returns the parts that are new."""
     first, last = bisect_left(bounds, low), bisect_right(bounds, high)
     start, stop = ([low] if first % 2 == 0 else []), ([high] if last % 2 == 0 else [])
     edges = [*start, *bounds[first:last], *stop]
@@ -236,7 +236,7 @@ def claim(bounds: list[int], low: int, high: int) -> list[tuple[int, int]]:
 
 
 def _read_by(job: Job, copies: bool) -> Iterator[Fragment]:
-    """Every fragment that a job reads, those of further copies if they are read."""
+    """Every fragment that a job reads, with those of further copies if `copies` are read or summed."""
     further = chain(*job.replicas.values(), job.twins) if copies or job.partial else ()
     for part in chain(job.sources, further):
         yield part.fragment
@@ -248,6 +248,6 @@ def _key(fragment: Fragment, member: Member) -> _Key:
 
 
 def _name(key: _Key) -> str:
-    """What an entry is called in a journal."""
+    """The name of an entry in a journal."""
     path, stream, start = key
     return f"{path}:{stream.start if stream else ''}:{start}"

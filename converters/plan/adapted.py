@@ -1,4 +1,4 @@
-"""Plans of adapters: out of the checkpoint of a training, as PEFT saves them or merged, and into Megatron-Bridge's."""
+"""Plans for LoRA adapters: from a training checkpoint to PEFT's files or into the base, and to Megatron-Bridge."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from formats.registry import format_of
 
 
 def plan_adapted(source: Checkpoint, request: Request, planned: Callable[[Checkpoint], Plan]) -> Plan:
-    """A plan of what `--adapter` asks for.
+    """The plan of a conversion with `--adapter`: of the adapter alone, or of the base with the adapter merged into it.
 
     Args:
-        source: the adapter alone, or the base that it is merged into, as its settings say.
+        source: the opened checkpoint: the adapter alone if `settings.adapter` is `only`, else the base.
         request: what the user asked for.
-        planned: the plan of the base alone.
+        planned: makes the plan of the base without the adapter.
 
     Raises:
         SourceError: there is no adapter_config.json.
@@ -53,7 +53,7 @@ def plan_adapted(source: Checkpoint, request: Request, planned: Callable[[Checkp
 
 
 def _config(source: Checkpoint) -> dict[str, Any]:
-    """The settings of the adapter, which trainers leave beside the checkpoint, and Megatron-Bridge in its own."""
+    """The settings of an adapter: from the adapter_config.json beside a checkpoint, or Megatron-Bridge's run config."""
     own = source.run_config.get("peft")
     if own and isinstance(source.spec, LoraSpec):
         settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "r": own.get("dim"),
@@ -72,7 +72,7 @@ def _config(source: Checkpoint) -> dict[str, Any]:
 
 
 def _saved(alone: Checkpoint) -> peft.Saved:
-    """An adapter in a checkpoint as one on disk: each tensor in one piece."""
+    """The adapter of a training checkpoint in the form of a PEFT folder: the fragments of each tensor joined."""
     tensors = {}
     counted = (tensor for tensor in alone.fragments() if not tensor.slot.replica)
     for key, pieces in groupby(counted, key=lambda tensor: tensor.key):
@@ -81,10 +81,10 @@ def _saved(alone: Checkpoint) -> peft.Saved:
 
 
 def _joined(pieces: list[Placed]) -> Fragment:
-    """A tensor whose pieces are intervals of its elements.
+    """The fragment of a tensor whose pieces are intervals of its elements.
 
     Raises:
-        UnsupportedError: they are other parts of it.
+        UnsupportedError: a piece is no such interval, or has gaps.
     """
     shape, places = pieces[0].slot.shape, []
     for key, _, fragment, part, *_ in pieces:
@@ -120,7 +120,7 @@ def _plan_alone(source: Checkpoint, request: Request) -> Plan:
 
 
 def _read_back(plan: Plan) -> Plan:
-    """A plan that reads what was written, with the reader of adapters."""
+    """A plan that reads the written adapter with `peft.read`."""
     assert plan.target is not None
     root: Path = plan.target.files[0].path.parent
     tensors = peft.read(root).tensors
@@ -131,7 +131,7 @@ def _read_back(plan: Plan) -> Plan:
 
 
 def plan_bridge(base: Checkpoint, saved: peft.Saved, request: Request, kind: str, tp: int, iteration: int) -> Plan:
-    """A plan that writes an adapter of PEFT as one of Megatron-Bridge, for training on.
+    """A plan that writes an adapter of PEFT as one of Megatron-Bridge, to train it further there.
 
     Args:
         base: the opened base model, of any format.
@@ -140,12 +140,12 @@ def plan_bridge(base: Checkpoint, saved: peft.Saved, request: Request, kind: str
         kind: `canonical`, an adapter for each of query, key and value, gate and up; or `fused`, where they have one
             lora_A, which has to be alike in all of them.
         tp: tensor parallel size of the training.
-        iteration: that of the folder.
+        iteration: the iteration in the name of the folder.
 
     Raises:
         SourceError: the adapter is not complete, or does not fit the base.
-        UnsupportedError: Megatron-Bridge has none like it.
-        UsageError: factors that differ would be one.
+        UnsupportedError: Megatron-Bridge has no such adapter.
+        UsageError: `fused` with a replica policy that would make one lora_A of several that differ.
     """
     if kind == "fused" and request.limits.replicas != "verify":
         raise UsageError(f"--replicas {request.limits.replicas} would change the LoRA", "--lora canonical keeps it")
@@ -196,7 +196,7 @@ def plan_bridge(base: Checkpoint, saved: peft.Saved, request: Request, kind: str
 
 
 def _bridge_back(plan: Plan, config: Path | None) -> Plan:
-    """A plan that reads what was written, with the reader of Megatron's adapters; zeros apart."""
+    """A plan that reads the written adapter with the reader of Megatron's adapters, without zeros that fill it up."""
     assert plan.target is not None
     settings = Settings(adapter="only", config=config)
     tensors = DIST.reader.read(plan.target.files[0].path.parent, settings).tensors

@@ -1,10 +1,10 @@
-"""Whether a model without a table and its config are one model: by its base's weights, or by transformers.
+"""Whether the tensors of a model without a table are those of its config: compared with transformers or the base model.
 
-Where a table describes a model, the plan proves that it is complete. Of any other the names and shapes are compared
-with the first of these that can tell: what transformers makes of the config (in a process of its own), the weights of
-the base model, and the manifest of an earlier conversion. Where there is none of them nothing proves that a tensor is
-not missing from every layer, so that the model is refused, unless the user takes its tensors as they are (--verbatim).
-What the config says of sizes and numbers is compared all the same.
+Where a table describes a model, the plan proves that the checkpoint is complete. The names and shapes of any other
+model are compared with the first of these that is available: the model that transformers makes of the config (in a
+process of its own), the weights of the base model, and the manifest of an earlier conversion. Without any of them
+nothing proves that a tensor is not missing from every layer, so that the checkpoint is refused, unless the user takes
+its tensors as they are (--verbatim). The sizes and counts in the config are compared in any case.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from formats.model.spec import Spec, Verbatim, differences
 from formats.model.vocab_rows import EMBEDDING, HEAD, rows
 
 NEEDED = ("transformers", "torch", "accelerate")
-"""What has to be installed to ask transformers; accelerate is what places a model on the meta device."""
+"""Packages that are needed to ask transformers; accelerate places a model on the meta device."""
 PROGRAM = (str(Path(__file__).with_name("meta_model.py")),)
 SECONDS = 300
-"""How long transformers may take: the largest models take ten seconds, a slow file system a minute to import it."""
+"""Time limit for transformers: the largest models take ten seconds, importing it from a slow file system a minute."""
 SHOWN = 4
 HINT = (
     "a file of the checkpoint may be missing, or --config names another model; what may be missing or left over is "
@@ -47,7 +47,7 @@ AS_THEY_ARE = "take the tensors as they are with --verbatim"
 BASE = "name its base with the weights (--config BASE), or "
 INSTALL = "install a transformers that knows the model (pip install 'vitruvian[transformers]'), or "
 COMPARED_BY_NAMES = ("vocab", "tied", "mtp_layers")
-"""Settings of a model in memory that its names and shapes tell."""
+"""Settings of a model in memory that are compared by the names and shapes of its tensors."""
 OF_LENGTH = ("dynamic", "longrope", "yarn")
 """Kinds of rope scaling that may compute with `max_positions`, which elsewhere is a limit and computes nothing
 (transformers 5.23.0, modeling_rope_utils.py)."""
@@ -58,23 +58,23 @@ UNBOUNDED = (
 
 
 def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
-    """The tensors of a checkpoint are those that its config describes.
+    """Check that the tensors of a checkpoint are those that its config describes.
 
     Args:
         source: the opened checkpoint.
-        spec: that of the output, whose vocabulary may have grown.
+        spec: the spec of the output, whose vocabulary may have grown.
         config: the config.json of the output.
 
     Returns:
-        What they were compared with, for the summary; nothing for a model with a table.
+        A note for the summary on what the tensors were compared with; none for a model with a table.
 
     Raises:
-        SourceError: a tensor is missing, of another shape, or none of the model's.
+        SourceError: a tensor is missing, has another shape, or is no tensor of the model.
         UnsupportedError: nothing tells which tensors the model has.
     """
     if not (isinstance(spec, Verbatim) and isinstance(source.spec, Verbatim)):
         return []
-    check_manifest(source)  # it has the better sentence, where there is one
+    check_manifest(source)  # where there is a manifest, its error message is the better one
     parsed = json.loads(config)
     answer = {"why": "the weights are quantized"} if parsed.get("quantization_config") else ask(parsed, spec.shapes)
     if "why" not in answer:
@@ -105,7 +105,7 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
 
 
 def ask(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """What transformers says of a model, in a process of its own; or `why` it cannot."""
+    """The report of transformers on a config and tensor shapes (`meta_model.report`), or `why` there is none."""
     lacking = [name for name in NEEDED if find_spec(name) is None]
     if lacking:
         return {"why": f"{' and '.join(lacking)} not installed"}
@@ -131,10 +131,10 @@ def _asked(request: str) -> str:
 
 
 def _refuse(source: Checkpoint, findings: Iterable[Finding]) -> None:
-    """What the user did not allow is an error.
+    """Refuse findings that --allow-missing does not name.
 
     Raises:
-        SourceError: there is something.
+        SourceError: there is such a finding.
     """
     allowed = source.settings.allow_missing
     left = [finding for finding in findings if not any(fnmatchcase(finding.name, pattern) for pattern in allowed)]
@@ -149,12 +149,12 @@ def _refuse(source: Checkpoint, findings: Iterable[Finding]) -> None:
 
 
 def _brings_config(source: Checkpoint) -> bool:
-    """Whether its config.json is in its own folder."""
+    """Whether the config.json of a checkpoint is in the folder of the checkpoint."""
     return source.assets is not None and source.assets.resolve() in (source.root.resolve(), source.home.resolve())
 
 
 def _against_base(source: Checkpoint, spec: Verbatim) -> list[Finding] | None:
-    """In what a model differs from the one that its training began with; None where there are no such weights."""
+    """The tensors in which a model differs from the base of its training; None without a base that has weights."""
     folder = source.assets
     if folder is None or not has_weights(folder) or _brings_config(source):
         return None
@@ -178,13 +178,13 @@ def _against_base(source: Checkpoint, spec: Verbatim) -> list[Finding] | None:
 
 
 def _same(key: str, here: tuple[int, ...], there: tuple[int, ...], spec: Verbatim) -> bool:
-    """Whether two shapes are equal, or that of the checkpoint has the vocabulary that the user said."""
+    """Whether two shapes of a tensor are equal, or that of the checkpoint has the vocabulary rows of its spec."""
     grown = here[:1] == (spec.vocab,) and here[1:] == there[1:]
     return here == there or (grown and bool(EMBEDDING.fullmatch(key) or HEAD.fullmatch(key)))
 
 
 def _of_transformers(answer: Mapping[str, Any], config: dict[str, Any], *, known_only: bool) -> list[Finding]:
-    """What transformers reports. Without `known_only` the model may have more than its class: --verbatim means so."""
+    """The findings in a report of transformers; without `known_only` (--verbatim) unexpected tensors are allowed."""
     unknown = [key for key in answer.get("unexpected", ()) if known_only and not predicts_further(config, key)]
     return [
         *(Finding("", text) for text in answer["errors"]),
@@ -203,7 +203,7 @@ def _is_bounded(spec: Verbatim) -> bool:
 
 
 def setting_differences(first: Checkpoint, other: Checkpoint) -> list[str]:
-    """The settings in which two models differ, as `name: one | other`; without a table those of their configs."""
+    """The settings in which two models differ, as `name: one | other`; without a table the keys of their configs."""
     changed = differences(first.spec, other.spec)
     verbatim = isinstance(first.spec, Verbatim) and isinstance(other.spec, Verbatim)
     if changed or not verbatim or first.config is None or other.config is None:
@@ -212,7 +212,7 @@ def setting_differences(first: Checkpoint, other: Checkpoint) -> list[str]:
 
 
 APART = "config.json differs in keys that no tensor depends on"
-"""How the differences of two files are told that are none of the weights."""
+"""The message for two config.json that differ only in keys that no tensor depends on."""
 
 
 def file_differences(first: Checkpoint, other: Checkpoint) -> list[str]:
@@ -233,8 +233,8 @@ def model_differences(source: Checkpoint, config: Mapping[str, Any], own: Mappin
 
     Args:
         source: the checkpoint.
-        config: that of the model, as transformers writes it.
-        own: what the model's class makes of the checkpoint's config, where it has one: it decides without a table.
+        config: the config of the model in memory, as transformers writes it.
+        own: the checkpoint's config, where it has one, as the model's class reads it; compared if there is no table.
         where: what to call the model's config in an error.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The plan of a mean of several checkpoints: of their FP32 master weights, where they have them."""
+"""The plan of a weighted mean of several checkpoints: of their FP32 master weights, where they have them."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ from formats.registry import format_of, steps
 TRACKERS = (TRACKER, LATEST)
 """Files in which a run names its latest checkpoint."""
 TOLERANCE = 1e-6
-"""By how much weights may miss 1 in all, for those that are written with a few digits."""
+"""How far the sum of the weights may be from 1, since weights are given with a few digits."""
 MASTERS, WEIGHTS = "FP32 master weights", "weights"
-"""What of a checkpoint is averaged."""
+"""Names of what is averaged: the FP32 master weights of a checkpoint, or its weights."""
 
 
 def weights_of(count: int, weights: Sequence[float] | None, ema: float | None) -> list[float]:
-    """The weight of each of some checkpoints, which are 1 in all.
+    """The weight of each checkpoint in a mean; the sum of the weights is 1.
 
     Args:
         count: how many there are, the oldest first.
-        weights: what the user said; None for equal ones.
+        weights: the user's weights; None for equal ones.
         ema: the decay of an exponential mean, which begins with the first: mean = ema * mean + (1 - ema) * next.
 
     Raises:
-        UsageError: there are fewer than two, or the weights are of another number, or not 1 in all.
+        UsageError: there are fewer than two checkpoints; there is another number of weights, a weight is 0 or not
+            finite, or the sum of the weights is not 1; `ema` is not between 0 and 1, or is given with `weights`.
     """
     if count < 2:
         raise UsageError(f"{count} checkpoint has no mean", "name two or more, and then OUT")
@@ -75,8 +76,9 @@ def last_of(run: Path, count: int) -> list[Path]:
     """The newest checkpoints of a run, the oldest of them first.
 
     Raises:
-        SourceError: there are not so many.
-        RefusedError: the run does not count the newest of them among its own: its save was cut short, or taken back.
+        SourceError: the run is no folder, or holds fewer checkpoints.
+        RefusedError: the tracker of the run names an older checkpoint than the newest, whose save was cut short or
+            taken back.
     """
     if not run.is_dir():
         raise SourceError(f"{run} is not a folder", "name the run, in which the checkpoints are")
@@ -106,16 +108,16 @@ def plan_average(
 
     Args:
         sources: the opened checkpoints of one model, of any formats.
-        weights: what each is multiplied by (`weights_of`).
+        weights: the weight of each checkpoint (`weights_of`).
         request: what the user asked for; without a cast, the output has the element types of the sources.
-        to: the target.
-        output: how it is laid out.
-        replicas: what is done with further copies of a tensor in each source; None for what is usual in its format.
+        to: the target format.
+        output: how the output is laid out.
+        replicas: what is done with further copies of a tensor in each source; None for the default of its format.
 
     Raises:
         RefusedError: the checkpoints are of different models, or hold a tensor in different types.
-        UnsupportedError: the output has other names, and no table connects them.
-        UsageError: one is named twice.
+        UnsupportedError: the output has other tensor names than a source, and no table connects them.
+        UsageError: a checkpoint is named twice.
     """
     homes = [source.home.resolve() for source in sources]
     if twice := [source.home for source, home in zip(sources, homes, strict=True) if homes.count(home) > 1]:
@@ -156,10 +158,10 @@ def plan_average(
 
 
 def _require_same(first: Checkpoint, other: Checkpoint) -> None:
-    """Two checkpoints are of one model.
+    """Refuse two checkpoints that are not of one model.
 
     Raises:
-        RefusedError: they differ in settings, or in what they hold.
+        RefusedError: the checkpoints differ in settings, in config.json, or in the names or shapes of tensors.
     """
     where = f"{first.root} and {other.root} are different models"
     if changed := setting_differences(first, other):
@@ -180,7 +182,7 @@ def _require_same(first: Checkpoint, other: Checkpoint) -> None:
 
 
 def _other_tokenizers(sources: Sequence[Checkpoint]) -> list[str]:
-    """A note of each checkpoint whose tokenizer has other files than that of the first."""
+    """A note on each checkpoint whose tokenizer files differ from those of the first."""
     names = [name for name in TOKENIZER if not name.endswith(".jinja")]
     first, *others = [{name: path for name, path in carried(model).items() if name in names} for model in sources]
     odd = {
@@ -196,10 +198,10 @@ def _other_tokenizers(sources: Sequence[Checkpoint]) -> list[str]:
 
 
 def _require_names(source: Checkpoint, planned: Plan) -> None:
-    """The output has the names of a source that no table describes.
+    """Refuse a source without a table whose tensor names are not those of the output.
 
     Raises:
-        UnsupportedError: some are others.
+        UnsupportedError: some names differ.
     """
     if not isinstance(source.spec, Verbatim) or not isinstance(planned.spec, Verbatim):
         return
@@ -212,10 +214,10 @@ def _require_names(source: Checkpoint, planned: Plan) -> None:
 
 
 def _require_types(sources: Sequence[Checkpoint]) -> None:
-    """Each tensor has one element type in all checkpoints.
+    """Refuse checkpoints that hold a tensor in different element types.
 
     Raises:
-        RefusedError: it has several, and nobody said which one the mean has.
+        RefusedError: a tensor has several types, and no cast says which one the mean has.
     """
     first = sources[0].dtypes()
     for source in sources[1:]:
@@ -229,7 +231,7 @@ def _require_types(sources: Sequence[Checkpoint]) -> None:
 
 
 def _masters(source: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
-    """A checkpoint with its FP32 master weights for its weights, if it has them; and what else to know."""
+    """A checkpoint with its FP32 master weights in place of its weights, if it has them; and notes for the user."""
     if set(source.dtypes().values()) == {"F32"}:
         return source, ()
     if format_of(source).training is None or not training_of(source).is_trained(source):

@@ -1,8 +1,9 @@
-"""Where each tensor that transformers would save comes from in memory: its own conversion, followed on the meta device.
+"""Which tensors in memory each tensor that transformers would save consists of, followed on the meta device.
 
-Read by `meta_model.py`, a program of its own. `revert_weight_conversion` of transformers (core_model_loading.py,
-5.23.0) is run on tensors without data that remember of which boxes of which others they consist. Rows in another order
-are a box each; what no box can follow, or too many would, is not told.
+`meta_model.py`, a program of its own, loads this file. `revert_weight_conversion` of transformers
+(core_model_loading.py, 5.23.0) is run on tensors without data that record which boxes of which other tensors they
+consist of. Rows in another order are a box each; the pieces of a tensor that boxes cannot describe, or only too many
+boxes could, are None.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import torch
 
 Box = tuple[tuple[int, int], ...]
 MOST_ROWS = 20_000
-"""Of a tensor whose rows are followed one by one: more than the towers have in which transformers sorts some."""
+"""Most rows of a tensor that are followed one by one: more than the towers have in which transformers sorts rows."""
 
 
 class Piece(NamedTuple):
-    """A box `here` of a tensor, and the box of another that it is; `axes` are the dimensions of that, None for none."""
+    """The box `here` of a tensor, which is the box `there` of the tensor `name`.
+
+    `axes` has, for each dimension of `here`, the dimension of `there` that it runs along, or None.
+    """
 
     name: str
     there: Box
@@ -29,13 +33,13 @@ class Piece(NamedTuple):
 
 
 class Followed(torch.Tensor):
-    """A tensor without data that knows its pieces; None where they are not known."""
+    """A tensor without data that records its pieces; None where they are not known."""
 
     pieces: tuple[Piece, ...] | None = None
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do what torch does, and follow the pieces."""
+        """Compute as torch does, and set the pieces of the results."""
         compute: Any = super().__torch_function__
         result = compute(function, types, args, kwargs or {})
         follow = FOLLOW.get(getattr(function, "__name__", ""))
@@ -50,7 +54,7 @@ Pieces = tuple[Piece, ...] | None
 
 
 def whole(name: str, shape: Sequence[int]) -> Followed:
-    """A tensor of a model."""
+    """A tensor of a model in memory, whose one piece is itself."""
     tensor = torch.empty(tuple(shape), device="meta").as_subclass(Followed)
     box = tuple((0, size) for size in shape)
     tensor.pieces = (Piece(name, box, box, tuple(range(len(shape)))),)
@@ -62,7 +66,7 @@ def _put(box: Sequence[Any], at: int, value: Any) -> tuple[Any, ...]:
 
 
 def _narrow(pieces: Pieces, dim: int, low: int, high: int) -> Pieces:
-    """What of some pieces lies at [low, high) of a dimension."""
+    """The pieces cut to [low, high) of a dimension, with `here` counted from `low`."""
     if pieces is None:
         return None
     narrowed = []
@@ -79,7 +83,7 @@ def _narrow(pieces: Pieces, dim: int, low: int, high: int) -> Pieces:
 
 
 def _parts(result: Any, tensor: Any, _: Any, dim: int = 0) -> Iterator[Pieces]:
-    """Of `chunk` and `split`."""
+    """The pieces of each result of `chunk` and `split`."""
     dim, low = _dim(tensor, dim), 0
     for part in result:
         yield _narrow(tensor.pieces, dim, low, low + part.shape[dim])
@@ -116,7 +120,7 @@ def _stack(result: Any, tensors: Any, dim: int = 0) -> Iterator[Pieces]:
 
 
 def _ordered(pieces: tuple[Piece, ...], order: Sequence[int]) -> tuple[Piece, ...]:
-    """Pieces with these of their dimensions, in this order."""
+    """The pieces with the dimensions `order`, in this order."""
     return tuple(
         piece._replace(here=tuple(piece.here[i] for i in order), axes=tuple(piece.axes[i] for i in order))
         for piece in pieces
@@ -143,7 +147,7 @@ def _transpose(_: Any, tensor: Any, dim0: int, dim1: int) -> Iterator[Pieces]:
 
 
 def _reshape(result: Any, tensor: Any, *_: Any) -> Iterator[Pieces]:
-    """Of `view` and `reshape`: what is before the dimensions that both end with is followed row by row."""
+    """The pieces after `view` and `reshape`: rows before the last dimensions that both have are followed one by one."""
     old, new = tuple(tensor.shape), tuple(result.shape)
     if tensor.pieces is None or tensor.dtype != result.dtype:
         yield None
@@ -177,15 +181,15 @@ FOLLOW: dict[str, Callable[..., Iterator[Pieces]]] = {
     "chunk": _parts, "split": _parts, "cat": _cat, "stack": _stack, "squeeze": _squeeze, "transpose": _transpose,
     "view": _reshape, "reshape": _reshape, "contiguous": _same, "clone": _same, "detach": _same,
 }  # fmt: skip
-"""Function of torch: what becomes of the pieces."""
+"""Name of a torch function: the function that gives the pieces of its results."""
 
 
 def of_model(model: Any, shapes: dict[str, Sequence[int]]) -> dict[str, Any]:
     """The tensors of a model in memory, which of them are copies, and those that it would be saved as.
 
     Args:
-        model: a model of transformers on the meta device, which these tensors were loaded into.
-        shapes: the shape of each of them.
+        model: a model of transformers on the meta device, which the tensors of `shapes` were loaded into.
+        shapes: name and shape of each of these tensors.
 
     Returns:
         `memory`: name and shape of each tensor of its state dict; `tied`: copy and original; `hub`: name, shape and
@@ -194,19 +198,19 @@ def of_model(model: Any, shapes: dict[str, Sequence[int]]) -> dict[str, Any]:
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.device("meta"):
-        fresh = type(model)(model.config)  # what is in a file twice is not tied in the other
+        fresh = type(model)(model.config)  # in `model` a tensor that is in a file twice is not tied
     fresh.tie_weights()
     first: dict[int, str] = {}
     own = dict(model.state_dict())
     state = {name: tensor for name, tensor in fresh.state_dict(keep_vars=True).items() if name in own}
     tied = {name: first[id(tensor)] for name, tensor in state.items() if first.setdefault(id(tensor), name) != name}
     for copy, original in (getattr(fresh, "all_tied_weights_keys", None) or {}).items():
-        if tied.get(original) == copy:  # that of the class is what is saved
+        if tied.get(original) == copy:  # the original that the class names is the one that is saved
             tied = {name: original if other == copy else other for name, other in tied.items() if name != original}
             tied[copy] = original
     memory = {name: tuple(tensor.shape) for name, tensor in own.items()}
     kept = {name: whole(name, shape) for name, shape in memory.items() if name not in tied}
-    if kept.keys() <= shapes.keys():  # names in memory: no file was loaded that would tell how they were called there
+    if kept.keys() <= shapes.keys():  # the names are those in memory: no file was loaded that would tell those in files
         model._weight_conversions = None  # noqa: SLF001
     hub = revert_weight_conversion(model, dict(kept))
     if any(shapes.get(name, tuple(tensor.shape)) != tuple(tensor.shape) for name, tensor in hub.items()):
@@ -219,7 +223,7 @@ def of_model(model: Any, shapes: dict[str, Sequence[int]]) -> dict[str, Any]:
 
 
 def _turn(model: Any) -> None:
-    """Transpose what transformers only transposes where the shape of a file asks for it, as that of this one does."""
+    """Make transformers transpose the tensors that it only transposes where their shape in a file differs."""
     for conversion in getattr(model, "_weight_conversions", None) or ():
         for operation in getattr(conversion, "operations", ()):
             if hasattr(operation, "check_dims"):

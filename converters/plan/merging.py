@@ -32,20 +32,20 @@ ROW_AXES = ("expert",)
 CONV1D = {"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"}
 """Models of transformers 5.23 with `Conv1D`, whose weights are [in, out], beside `Linear`."""
 NOT_LINEAR = {"embedding", "head", "positions", "layer_embedding", "router"}
-"""Logical tensors in matrices that PEFT's `all-linear` is not: embeddings, parameters of a router, the output head."""
+"""Logical tensors in matrices that PEFT's `all-linear` leaves out: embeddings, router parameters, the output head."""
 AS_EXPERTS = {"gate", "up", "down", "shared_gate", "shared_up", "shared_down"}
-"""What it takes for the experts by its name where a model has them, and leaves out (peft 0.21.2
-utils/transformers_weight_conversion.py)."""
+"""Logical tensors that `all-linear` takes for experts by their names and leaves out, in a model with experts (peft
+0.21.2 utils/transformers_weight_conversion.py)."""
 
 
 @dataclass
 class Changes:
-    """What an adapter does to one logical tensor.
+    """The changes that an adapter makes to one logical tensor.
 
     Attributes:
-        whole: what takes its place.
-        added: what is added.
-        norms: what norms its rows get.
+        whole: parts that replace the tensor.
+        added: parts that are added to the tensor.
+        norms: the norms that the rows of the tensor get.
     """
 
     whole: list[Part] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Changes:
 
     @property
     def edge(self) -> str:
-        """What they are called."""
+        """The names of the changes, for the plan."""
         named = {"weights of the adapter": self.whole, "LoRA added": self.added, "norms of DoRA": self.norms}
         return ", ".join(name for name, present in named.items() if present)
 
@@ -68,12 +68,12 @@ def plan_merge(base: Checkpoint, saved: peft.Saved, request: Request, planned: C
         base: the opened base model, of any format.
         saved: the adapter.
         request: what the user asked for.
-        planned: the plan of a base alone.
+        planned: makes the plan of a base without the adapter.
 
     Raises:
         SourceError: the adapter is not complete, or does not fit the base.
-        UnsupportedError: it is none that can be merged, or the target renames tensors that it changes.
-        RefusedError: it changes an embedding that the output head shares, in a model without a table.
+        UnsupportedError: the adapter cannot be merged, or the target renames tensors that the adapter changes.
+        RefusedError: the adapter changes an embedding that the output head shares, in a model without a table.
     """
     adapter, slots = opened(saved, base)
     before, base = rows(base.spec), _resized(adapter, slots, base)
@@ -108,7 +108,7 @@ def plan_merge(base: Checkpoint, saved: peft.Saved, request: Request, planned: C
 
 
 def _notes(adapter: peft.Adapter, base: Checkpoint) -> Iterator[str]:
-    """What else the user should know."""
+    """Notes for the user on the base and the tokenizer of an adapter."""
     named = str(adapter.config.get("base_model_name_or_path") or "")
     if Path(named).name.lower() not in str(base.root.resolve()).lower():
         yield f"the adapter says that its base is {short(named)}; only names and shapes were compared with {base.root}"
@@ -117,10 +117,11 @@ def _notes(adapter: peft.Adapter, base: Checkpoint) -> Iterator[str]:
 
 
 def opened(saved: peft.Saved, base: Checkpoint) -> tuple[peft.Adapter, Mapping[str, Slot]]:
-    """The adapter, and the base's tensors by the names that it knows: those in memory, or in files.
+    """The parsed adapter, and the base's slots by the tensor names that the adapter uses: in memory, or in files.
 
     Raises:
-        SourceError: it has tensors that the base lacks, or lacks some that its config names.
+        SourceError: the adapter has tensors that the base lacks, lacks some that its config names, or has a LoRA of
+            modules that its config leaves out.
     """
     in_memory, on_hub = (
         {key: slot for slot in model_slots(base.spec, memory=memory) for key in slot.keys} for memory in (True, False)
@@ -157,7 +158,7 @@ def _is_further(slot: Slot) -> bool:
 
 
 def _is_linear(slot: Slot, base: Checkpoint) -> bool:
-    """Whether a matrix is a layer of PEFT's `all-linear`. Without a table each one in a layer of the model is."""
+    """Whether a matrix is in PEFT's `all-linear`. Without a table each matrix in a layer of the model is."""
     spec = base.spec
     if isinstance(spec, Verbatim):
         return re.search(r"\.\d+\.", slot.keys[0]) is not None
@@ -168,10 +169,10 @@ def _is_linear(slot: Slot, base: Checkpoint) -> bool:
 def _changes(
     adapter: peft.Adapter, slots: Mapping[str, Slot], base: Checkpoint
 ) -> dict[tuple[str, int | None], Changes]:
-    """What the adapter does to each logical tensor.
+    """The changes that the adapter makes, by logical tensor and layer.
 
     Raises:
-        SourceError: shapes do not fit.
+        SourceError: a shape in the adapter is not that of the base.
     """
     by_tensor: dict[Key, Changes] = {}
 
@@ -199,7 +200,7 @@ def _changes(
 
 
 def _resized(adapter: peft.Adapter, slots: Mapping[str, Slot], base: Checkpoint) -> Checkpoint:
-    """The base with the rows that the adapter was trained with, if that has every tensor of the vocabulary whole."""
+    """The base with the vocabulary rows of the adapter, if the adapter replaces every tensor that has such rows."""
     whole = {key: part for key, part in adapter.whole.items() if EMBEDDING.fullmatch(key) or HEAD.fullmatch(key)}
     counts = {fragment.shape[0] for fragment in whole.values() if fragment.shape}
     if len(counts) != 1 or counts == {rows(base.spec)}:
@@ -222,7 +223,7 @@ def _resized(adapter: peft.Adapter, slots: Mapping[str, Slot], base: Checkpoint)
 
 
 def _trained_apart(adapter: peft.Adapter, slots: Mapping[str, Slot], base: Checkpoint) -> str:
-    """The first tensor that embedding and output head share and that the adapter changes; empty if there is none.
+    """The key of the first tensor that embedding and output head share and the adapter changes; empty if there is none.
 
     PEFT trains one of both, or a copy of it, and leaves the other as it was (peft 0.21.2, where a merge changes both).
 
@@ -246,7 +247,7 @@ def _trained_apart(adapter: peft.Adapter, slots: Mapping[str, Slot], base: Check
 
 
 def untied(base: Checkpoint) -> Checkpoint:
-    """A model whose output head has weights of its own, which are those of the embedding."""
+    """The checkpoint of a tied model, untied: its output head has weights of its own, read from the embedding."""
     heads = []
     for placed in base.tensors:
         rule = placed.slot.rule
@@ -260,11 +261,11 @@ def untied(base: Checkpoint) -> Checkpoint:
 
 
 def _product(key: str, lora: peft.Lora, slot: Slot, adapter: peft.Adapter, base: Checkpoint) -> Product:
-    """What is added to a tensor.
+    """The product of lora_B and lora_A that is added to a tensor.
 
     Raises:
-        SourceError: the matrices do not fit it.
-        UnsupportedError: they fit it in both ways, and nothing says in which.
+        SourceError: the matrices do not fit the tensor.
+        UnsupportedError: the matrices fit a tensor stored as [out, in] and as [in, out], and nothing tells which it is.
     """
     (out, rank), wide = lora.left.shape, lora.right.shape[1]
     matrices = slot.shape[0] if len(slot.shape) == 3 else 1
@@ -291,7 +292,7 @@ def _product(key: str, lora: peft.Lora, slot: Slot, adapter: peft.Adapter, base:
 
 
 def _computed(product: Product, slot: Slot) -> Fragment:
-    """A product as a tensor of the shape of its slot."""
+    """A fragment in the shape of a slot whose elements are those of a product."""
     return Fragment(product.left.path, 0, "F64", slot.shape, row_major(slot.shape), product=product)
 
 
@@ -316,7 +317,7 @@ def _input_major(slot: Slot, adapter: peft.Adapter, base: Checkpoint) -> bool:
 
 
 def _merged(job: Job, changes: Changes, policy: str) -> Job:
-    """A job with what the adapter does to its tensor.
+    """A job with the changes that the adapter makes to its tensor.
 
     Raises:
         UnsupportedError: the tensor holds no floating point numbers.

@@ -1,4 +1,4 @@
-"""What `from_pretrained` would say of tensors, by transformers itself, on the meta device: no weight is in memory.
+"""The report of transformers' `from_pretrained` on tensors, made on the meta device: no weight is in memory.
 
 A program of its own, so that no conversion imports torch: a request as JSON on its input, the answer on its output. No
 code of a model repository is run, and nothing is downloaded.
@@ -18,15 +18,15 @@ CONVERSION = "conversion of the weights"
 
 
 def report(request: dict[str, Any]) -> dict[str, Any]:
-    """What is missing, unknown or of another shape.
+    """The tensors that are missing, unexpected or of another shape in the model of a config.
 
     Args:
         request: `config`, a config.json; and `shapes`, by the names of the tensors.
 
     Returns:
         `missing` and `unexpected` names, `mismatched` with the shape that is there and that of the model, and `errors`,
-        beside what `lineage.py` tells of their names, or why it is `unnamed`; `errors` alone where config and weights
-        make no model; or `why` transformers cannot say.
+        beside what `lineage.of_model` returns, or the error in it as `unnamed`; `errors` alone where config and weights
+        make no model; or `why` transformers has no answer.
     """
     try:
         import torch
@@ -78,14 +78,14 @@ def report(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usual(config_class: type) -> Any:
-    """The class of a config that names none, which transformers takes for text; None where it has none."""
+    """The class with which transformers generates text for a config that names no class; None where there is none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     return MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
 
 
 def _is_paired(kind: str, name: str) -> bool:
-    """Whether an Auto class makes a class of a model type that has another config: the text model of one of images."""
+    """Whether an Auto class maps a model type to a class with another config: to the text model of one of images."""
     from transformers.models.auto import modeling_auto
 
     maps = [mapping for table, mapping in vars(modeling_auto).items() if table.endswith("_MAPPING_NAMES")]
@@ -94,7 +94,7 @@ def _is_paired(kind: str, name: str) -> bool:
 
 
 def _lineage(model: Any, shapes: dict[str, list[int]]) -> dict[str, Any]:
-    """What the tensors are called in memory and in files; nothing where the version of transformers cannot say."""
+    """The result of `lineage.of_model`; the error as `unnamed` where the version of transformers cannot be followed."""
     path = Path(__file__).with_name("lineage.py")
     spec = importlib.util.spec_from_file_location("lineage", path)
     assert spec is not None

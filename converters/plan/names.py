@@ -1,7 +1,7 @@
-"""Models without a table between the names of files and those in memory, as transformers itself turns them.
+"""Rename the tensors of models without a table between files and memory, as transformers converts them.
 
-`lineage.py` tells of which boxes of tensors in memory each tensor of a file consists. A checkpoint whose tensors have
-the one kind of names is read as if it had the other: each physical tensor is a part of those that will be written.
+`lineage.py` tells which boxes of tensors in memory each tensor of a file consists of. A checkpoint whose tensors have
+the one kind of names is read as if it had the other: each physical tensor is a part of the tensors that are written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ Box = tuple[tuple[int, int], ...]
 
 
 class Move(NamedTuple):
-    """A box of a tensor that is a box of another; `axes` are the dimensions of that, None where it has none."""
+    """The box `here` of a tensor, which is the box `there` of the tensor `name`.
+
+    `axes` has, for each dimension of `here`, the dimension of `there` that it runs along, or None.
+    """
 
     here: Box
     name: str
@@ -36,7 +39,7 @@ class Move(NamedTuple):
 
 
 class Names(NamedTuple):
-    """What becomes of tensors: the shapes of all that there will be, the moves of each, and those that are copies."""
+    """A renaming: the shapes of the new tensors, the moves of each old tensor, and the old tensors that are copies."""
 
     shapes: Mapping[str, tuple[int, ...]]
     moves: Mapping[str, Sequence[Move]]
@@ -44,12 +47,12 @@ class Names(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What transformers tells of a model without a table.
+    """The answer of transformers on a model without a table.
 
     Args:
         spec: the model.
         memory: the shapes of its tensors in memory.
-        hub: what each tensor of its files consists of.
+        hub: shape and pieces of each tensor of its files.
         tied: copy in memory: the tensor that it is a copy of.
     """
 
@@ -65,14 +68,14 @@ def known(source: Checkpoint, config: Mapping[str, Any]) -> bool:
 
 
 def in_memory(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
-    """A checkpoint under the names of files as if it had those that its model has in memory.
+    """A checkpoint with tensor names of files, as if it had the names that its model has in memory.
 
     Args:
         source: the opened checkpoint.
         config: the config.json of the output.
 
     Raises:
-        UnsupportedError: transformers turns a tensor in a way that no box follows.
+        UnsupportedError: transformers converts a tensor in a way that boxes cannot describe.
     """
     answer = _asked(source, config)
     if answer is None:
@@ -90,14 +93,14 @@ def in_memory(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
 
 
 def in_files(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
-    """A checkpoint under the names that its model has in memory as if it had those that transformers saves it under.
+    """A checkpoint with the tensor names that its model has in memory, as if it had those that transformers saves.
 
     Args:
         source: the opened checkpoint.
         config: the config.json of the output.
 
     Raises:
-        UnsupportedError: transformers turns a tensor in a way that no box follows.
+        UnsupportedError: transformers converts a tensor in a way that boxes cannot describe.
     """
     answer = _asked(source, config)
     if answer is None:
@@ -120,14 +123,14 @@ def in_files(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
 
 
 def by_memory(source: Checkpoint, slots: Mapping[str, Slot]) -> dict[str, Slot]:
-    """The tensors of files by the names that they have in memory.
+    """The slots of tensors in files by the names that the tensors have in memory.
 
     Args:
         source: the opened checkpoint.
-        slots: its tensors by the names of its files.
+        slots: the slots of the checkpoint by the tensor names in its files.
 
     Returns:
-        Those that have another name in memory, and are the same tensor there, under that; all others as they are.
+        A tensor that is the same in memory under another name is under that name; all others are as they were.
     """
     answer = _asked(source, json.loads(config_text(source, None)))
     hub = {name: entry for name, entry in answer.hub.items() if name in slots and entry["pieces"]} if answer else {}
@@ -137,7 +140,7 @@ def by_memory(source: Checkpoint, slots: Mapping[str, Slot]) -> dict[str, Slot]:
 
 
 def shared(source: Checkpoint, spec: Verbatim) -> set[str]:
-    """The tensors that transformers ties others to, by all names that they have: an embedding with its head."""
+    """All names, in memory and in files, of the tensors that transformers ties others to, such as an embedding."""
     answer = agreement.ask(json.loads(config_text(source, None)), spec.shapes)
     originals = {*answer.get("tied", {}).values()}
     hub = answer.get("hub", {}).items()
@@ -145,7 +148,7 @@ def shared(source: Checkpoint, spec: Verbatim) -> set[str]:
 
 
 def alike(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
-    """Two checkpoints of models without a table, under names of files where they have different ones."""
+    """Two checkpoints of models without a table, both with tensor names of files where their names differ."""
     specs = first.spec, second.spec
     if not all(isinstance(spec, Verbatim) for spec in specs) or {*specs[0].boxes()} == {*specs[1].boxes()}:
         return first, second
@@ -157,7 +160,7 @@ def alike(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkpoint
 
 
 def _asked(source: Checkpoint, config: Mapping[str, Any]) -> Answer | None:
-    """What transformers tells of the names; None where it cannot, or is not to be asked."""
+    """The answer of transformers on the names of a checkpoint; None where it has none, or is not to be asked."""
     spec = source.spec
     if not isinstance(spec, Verbatim) or source.settings.verbatim or config.get("quantization_config"):
         return None
@@ -169,10 +172,10 @@ def _asked(source: Checkpoint, config: Mapping[str, Any]) -> Answer | None:
 
 
 def _pieces(source: Checkpoint, name: str, entry: Mapping[str, Any]) -> Iterator[Move]:
-    """The moves of a tensor of a file.
+    """The moves from a tensor of a file to tensors in memory.
 
     Raises:
-        UnsupportedError: transformers cannot tell them.
+        UnsupportedError: the pieces of the tensor are not known.
     """
     if entry["pieces"] is None:
         raise UnsupportedError(
@@ -189,7 +192,7 @@ def _box(pairs: Iterable[Iterable[int]]) -> Box:
 
 
 def _renamed(source: Checkpoint, spec: Verbatim, config: Mapping[str, Any], names: Names, under: str) -> Checkpoint:
-    """The checkpoint with its tensors as parts of others; the same one where nothing changes."""
+    """The checkpoint with its tensors as parts of the new ones; the checkpoint itself where nothing changes."""
     if names.shapes == spec.shapes and all(
         list(moves) == [_whole(name, spec.shapes[name])] for name, moves in names.moves.items() if name in spec.shapes
     ):
@@ -203,21 +206,21 @@ def _renamed(source: Checkpoint, spec: Verbatim, config: Mapping[str, Any], name
 
 
 def _whole(name: str, shape: tuple[int, ...]) -> Move:
-    """A tensor that becomes one of another name."""
+    """The move of a whole tensor to the tensor `name`."""
     box = tuple((0, size) for size in shape)
     return Move(box, name, box, tuple(range(len(shape))))
 
 
 def _parts(placed: Placed, spec: Verbatim, new: Verbatim, names: Names) -> Iterator[Placed]:
-    """A physical tensor, or a part of one, as parts of the tensors that it will be.
+    """A physical tensor, or a part of one, as parts of the new tensors.
 
     Raises:
-        UnsupportedError: it is an interval of a tensor that has to be cut into boxes.
+        UnsupportedError: the part is an interval of elements of a tensor that has to be cut into boxes.
     """
     (old,) = placed.slot.rule.pattern.tensors
     whole = _whole(old, spec.shapes[old])
     copy = placed.slot.replica
-    number = names.copies.index(old) + 1 if old in names.copies else 0  # so that no two of its copies are one
+    number = names.copies.index(old) + 1 if old in names.copies else 0  # so that its copies have different numbers
     copy = copy._replace(shared=copy.shared or number > 0, number=copy.number * (len(names.copies) + 1) + number)
     part = Cut(whole.here) if placed.part is None else placed.part
     for move in names.moves.get(old, (whole,)):
@@ -236,7 +239,7 @@ def _parts(placed: Placed, spec: Verbatim, new: Verbatim, names: Names) -> Itera
 
 
 def _cut(fragment: Fragment, box: Box, move: Move) -> tuple[Fragment, Cut] | None:
-    """What a fragment that holds a box of the old tensor holds of the new one; None for nothing."""
+    """The elements of a move in a fragment that holds `box` of the old tensor, and their box in the new one, if any."""
     here = tuple(
         (max(begin, low_there), min(end, stop)) for (begin, end), (low_there, stop) in zip(box, move.here, strict=True)
     )

@@ -1,4 +1,4 @@
-"""How a conversion opens its source: the right format, no option without an effect, the policy for further copies."""
+"""Open the source of a conversion: check its format, that each option has an effect, and choose the replica policy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FLAGS = {"values": "set"}
 
 
 def located(path: Path, settings: Settings) -> tuple[Path, Settings, list[str]]:
-    """The folders of a source and of its config, which may be names of the Hub; and notes that say which were taken.
+    """The folder of a source, the settings with the folder of its config, and notes on what was found for Hub names.
 
     Raises:
         UsageError: the config is neither a folder with a config.json nor a yml of GPT-NeoX.
@@ -52,13 +52,13 @@ def open_source(path: Path, settings: Settings, formats: Sequence[Format] = ()) 
     """Open a checkpoint of one of some formats.
 
     Args:
-        path: its folder, or a name of the Hub (`converters.common.hub_names`).
-        settings: what the user said.
+        path: the folder of the checkpoint, or a name of the Hub (`converters.common.hub_names`).
+        settings: the user's settings.
         formats: the formats that are read; none for any.
 
     Raises:
-        SourceError: there is none, or it is damaged.
-        UsageError: it is of another format.
+        SourceError: there is no checkpoint, or it is damaged.
+        UsageError: the checkpoint is of another format.
     """
     path, settings, notes = located(path, settings)
     source = open_checkpoint(path, settings, formats)
@@ -73,24 +73,24 @@ def open_source(path: Path, settings: Settings, formats: Sequence[Format] = ()) 
 
 
 def open_only(path: Path, settings: Settings, family: Family | None, formats: Sequence[Format] = ()) -> Checkpoint:
-    """Open the one checkpoint that all that was said is for (`open_all`)."""
+    """Open one checkpoint, on which each setting has to have an effect (`open_all`)."""
     return open_all([path], settings, family, formats)[0]
 
 
 def open_all(
     paths: Sequence[Path], settings: Settings, family: Family | None, formats: Sequence[Format] = ()
 ) -> list[Checkpoint]:
-    """Open checkpoints that all that was said is for: each setting has an effect on one of them.
+    """Open checkpoints; each setting has to have an effect on one of them.
 
     Args:
         paths: their folders, or names of the Hub.
-        settings: what the user said.
-        family: the user's own.
+        settings: the user's settings.
+        family: the family of the user's own table, if there is one.
         formats: the formats that are read; none for any.
 
     Raises:
-        SourceError: one is not there, or is damaged.
-        UsageError: one is of another format, or a setting or the family means nothing to any of them.
+        SourceError: a checkpoint is absent, or damaged.
+        UsageError: a checkpoint is of another format, or a setting or the family has no effect on any of them.
     """
     sources = [open_source(path, settings, formats) for path in paths]
     require_effect(settings, *sources)
@@ -99,7 +99,7 @@ def open_all(
 
 
 def open_training(path: Path, settings: Settings, family: Family | None) -> Checkpoint | States:
-    """Open what a universal checkpoint is made of: states whose ranks keep a part each, or any checkpoint."""
+    """Open the source of a universal checkpoint: optimizer states partitioned over ranks, or any checkpoint."""
     from converters.plan.universal import is_partitioned, open_states
 
     if not is_partitioned(folder_of(path).folder, settings.tag):
@@ -114,20 +114,20 @@ def open_training(path: Path, settings: Settings, family: Family | None) -> Chec
 
 
 def source_of(opened: Checkpoint | States) -> Checkpoint:
-    """The checkpoint; of states the first of them."""
+    """The opened checkpoint; of optimizer states that of the FP32 master weights."""
     return opened if isinstance(opened, Checkpoint) else opened.opened["fp32"]
 
 
 def require_effect(settings: Settings, *sources: Checkpoint, known: Mapping[str, Sequence[Format]] = KNOWN_TO) -> None:
-    """Every setting that was given means something to one of the checkpoints.
+    """Refuse a setting that has no effect on any of the checkpoints.
 
     Args:
-        settings: what the user said.
-        sources: what was opened.
+        settings: the user's settings.
+        sources: the opened checkpoints.
         known: the formats that a setting is for, by its name.
 
     Raises:
-        UsageError: one means nothing to them.
+        UsageError: a setting has no effect on them.
     """
     for name, formats in known.items():
         given = getattr(settings, name) != DEFAULTS[name]
@@ -142,10 +142,10 @@ def require_effect(settings: Settings, *sources: Checkpoint, known: Mapping[str,
 
 
 def require_family(family: Family | None, *sources: Checkpoint) -> None:
-    """A family of the user's own is that of one of the checkpoints.
+    """Refuse a family of the user's own table that is not that of any of the checkpoints.
 
     Raises:
-        UsageError: it is not.
+        UsageError: no checkpoint is of the family.
     """
     from formats.model.spec import ModelSpec
 
@@ -157,11 +157,12 @@ def require_family(family: Family | None, *sources: Checkpoint) -> None:
 
 
 def replicas_of(source: Checkpoint, policy: str | None) -> str:
-    """What is done with further copies of a tensor. Those that differ are a damage, but where they drift by themselves.
+    """The policy for further copies of a tensor. Copies that differ are damaged, except in formats where copies drift.
 
     Args:
         source: the opened checkpoint.
-        policy: `verify`, `first` or `mean`; None for what is usual in its format.
+        policy: `verify`, `first` or `mean`; None for the default of its format, where `drift` is `mean` if there is a
+            `proof`.
     """
     usual = format_of(source).replicas
     return policy or ("mean" if usual == "drift" and source.proof is not None else usual)

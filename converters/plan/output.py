@@ -1,6 +1,6 @@
-"""How an output is laid out, for every target: the options by the names of their flags, and the plan they give.
+"""The layout options of every target, by the names of their flags, and the plan that they give.
 
-What an option is left at means: as in the source where that is of the same format, else the target's default.
+The default of an option means: as in the source where that is of the same format, else the target's default.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 HUGGINGFACE, MEGATRON_RUN, FSDP, GPT_NEOX, UNIVERSAL = "huggingface", "megatron", "fsdp", "neox", "deepspeed"
 MISTRAL, MEGATRON_DEEPSPEED, NANOTRON = "mistral", "megatron-deepspeed", "nanotron"
-"""What can be written."""
+"""The targets that can be written."""
 OF_MEGATRON = (MEGATRON.name, DIST.name, MEGATRON_FSDP.name)
 """The formats of Megatron as a source."""
 DIALECTS = {"torch": "megatron-core", "torch_dist": "torch_dist", "fsdp_dtensor": "fsdp_dtensor",
@@ -33,7 +33,7 @@ OF_CORE, OF_LLM = ("torch", "torch_dist", "fsdp_dtensor"), ("megatron-llm",)
 OF_DIALECTS = {"norm": OF_CORE, "experts": OF_CORE, "glu_interleave": OF_CORE, "megatron_version": OF_CORE,
                "with_optimizer": OF_CORE, "true_vocab_size": OF_LLM, "for_trainer": ("torch_dist",),
                "archive": ("torch_dist", "fsdp_dtensor")}  # fmt: skip
-"""Option: each `format` of Megatron that it is for, of those that are not for all."""
+"""Option: the values of `format` of Megatron that it is for; options that are for all of them are absent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Output:
         pp: pipeline parallel size.
         vpp: Megatron: virtual pipeline chunks of each stage.
         first_stage_layers: Megatron: layers of the first pipeline stage; the others share the rest evenly.
-        last_stage_layers: Megatron: the same for the last.
+        last_stage_layers: Megatron: layers of the last pipeline stage.
         pp_layout: Megatron: the stages as in `--pipeline-model-parallel-layout`.
         ep: Megatron: ranks over which experts are spread; None for 1.
         etp: Megatron: tensor parallel size of an expert; None for `tp`.
@@ -55,22 +55,22 @@ class Output:
         megatron_version: the Megatron-LM that its flags are for; None for the newest that computes the model.
         make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times `tp`.
         format: Megatron: `torch`, `torch_dist`, `fsdp_dtensor` or `megatron-llm`.
-        archive: Megatron: all tensors in one data file; `format` is torch_dist if it is not said.
+        archive: Megatron: all tensors in one data file; `format` is torch_dist if it is not given.
         for_trainer: Megatron: `bridge` for what Megatron-Bridge expects beside torch_dist.
-        true_vocab_size: Megatron-LLM: tokens that its training will have.
+        true_vocab_size: Megatron-LLM: vocabulary size of its training, without padding.
         iteration: the iteration that is written; None for a release of Megatron, and 0 of DeepSpeed's frameworks.
         layout: GPT-NeoX: `sequential` or `pipeline`.
-        qkv: Megatron-DeepSpeed: query, key and value as the code that loads them has them: `grouped`, `blocked` or
+        qkv: Megatron-DeepSpeed: the layout of query, key and value in the code that loads them: `grouped`, `blocked` or
             `separate`.
-        ranks: FSDP: data files.
+        ranks: FSDP: how many data files.
         names: FSDP: `huggingface`, or a trainer for its own names, `torchtitan` or `olmo-core`; None for the first.
         with_optimizer: FP32 master weights, moments and step too.
         optimizer: Megatron: the optimizer that is written, `plain` or `distributed`.
-        consumed_samples: Megatron: where schedule and data resume; None for what the source says.
+        consumed_samples: Megatron: samples after which schedule and data resume; None for what the source records.
         lr: Megatron: the largest learning rate of the training that resumes; None leaves it to the schedule.
         min_lr: Megatron: with `lr` the smallest; None for 0.
-        shard_size: Hugging Face: bytes of a safetensors file; None for 5 GB, of Megatron for the files that the model
-            once had.
+        shard_size: Hugging Face: bytes of a safetensors file; None for 5 GB, or, from Megatron, for the files that the
+            model had in Hugging Face.
         chat_template: Hugging Face: chatml, llama3, control, or a jinja file.
         quantize: Hugging Face, from Hugging Face: `fp8-block`.
     """
@@ -113,12 +113,12 @@ FSDP_OPTIONS = {"ranks", "with_optimizer", "names"}
 HUGGINGFACE_OPTIONS = {"shard_size", "chat_template", "quantize"}
 MEGATRON_OPTIONS = {field.name for field in fields(Output)} - {"layout", "qkv", "ranks", "names"} - HUGGINGFACE_OPTIONS
 RESUMED = ("consumed_samples", "lr", "min_lr")
-"""What a training of Megatron says by itself."""
+"""Options that a source in Megatron's format records itself."""
 DEFAULTS = {field.name: field.default for field in fields(Output)}
 
 
 def flag_of(name: str) -> str:
-    """What an option is called on the command line."""
+    """The name of an option's flag on the command line, without the leading dashes."""
     return name.removesuffix("_trainer").replace("_", "-")
 
 
@@ -127,13 +127,13 @@ def plan_output(source: Checkpoint | States, request: Request, to: str, output: 
 
     Args:
         source: the opened checkpoint; the states of a training of DeepSpeed, for the target `deepspeed`.
-        request: where to, and the cast.
+        request: the output folder, and the cast.
         to: the target: `huggingface`, `megatron`, `fsdp`, `neox`, `deepspeed`, `mistral`, `megatron-deepspeed` or
             `nanotron`.
         output: how it is laid out.
 
     Raises:
-        UsageError: there is no such target, or an option means nothing to it.
+        UsageError: there is no such target, or an option has no effect on it.
         RefusedError: something would be lost, guessed or duplicated.
         UnsupportedError: the source holds something that has no layout in the target.
     """
@@ -181,7 +181,7 @@ def _fsdp(source: Checkpoint, request: Request, output: Output) -> Plan:
 
 
 def _require_no_cast(request: Request) -> None:
-    """An optimizer that moves as it is belongs to weights that move as they are, or are its master weights."""
+    """Refuse a cast: the optimizer state is not cast, so that the weights, or its master weights, may not be either."""
     if request.cast:
         raise UsageError(f"--with-optimizer excludes --dtype {request.cast}", "leave one of them out")
 
@@ -250,7 +250,7 @@ def _megatron(source: Checkpoint, request: Request, output: Output) -> Plan:
     if output.for_trainer:
         if output.with_optimizer:
             raise UsageError(f"--for {output.for_trainer} is for weights alone", "leave --with-optimizer out")
-        iteration = iteration or 0  # of which each folder there has one
+        iteration = iteration or 0  # each folder of Megatron-Bridge has an iteration
     if not output.with_optimizer:
         for name in ("optimizer", *RESUMED):
             if getattr(output, name) is not None:
@@ -285,7 +285,7 @@ def _iteration(source: Checkpoint) -> int | None:
 
 
 def _megatron_options(source: Checkpoint, output: Output) -> Options:
-    """How the Megatron folder is written. A pipeline layout says itself how many virtual chunks there are."""
+    """The options of Megatron's writer. A pipeline layout determines the number of virtual chunks."""
     from formats.megatron.args.options import Options
     from formats.megatron.details import Megatron
     from formats.megatron.pipeline import virtual_chunks
@@ -338,4 +338,4 @@ TARGETS: Mapping[str, tuple[set[str], Callable[..., Plan]]] = {
     NANOTRON: ({"make_vocab_size_divisible_by"}, _nanotron),
     MEGATRON_DEEPSPEED: (MDS_OPTIONS, _megatron_deepspeed),
 }
-"""Target: the options that mean something to it, and what plans it."""
+"""Target: the options that have an effect on it, and the function that makes its plan."""

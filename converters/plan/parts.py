@@ -1,7 +1,7 @@
-"""Parts: which leaves of a logical tensor are in which physical ones, and the proof that they tile it.
+"""Parts: which leaves of a logical tensor are in which physical tensors, and the proof that they tile it.
 
-A plan of a million pieces is a plan of some thousand tensors: parts are made when they are asked for, and what only
-depends on how a tensor is cut is proved once for all layers that are cut alike.
+A plan of a million pieces is a plan of some thousand tensors: parts are made on demand, and what only depends on how a
+tensor is cut is proved once for all layers that are cut alike.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from formats.layout.slots import ORIGINAL, Layout, Replica
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A leaf, and the physical tensor that holds it; `woven` if elements of others are between its own (interleaved).
+    """A leaf, and the fragment that holds it; `woven` if elements of other leaves are between its own (interleaved).
 
-    What is interleaved is written by one process and one thread at a time: it rewrites the elements of others too.
+    A woven part is written by one process and one thread at a time: the write rewrites the elements in between too.
     """
 
     leaf: Leaf
@@ -34,7 +34,7 @@ class Part:
 
 
 class Parts(Sequence[Part]):
-    """The parts of a logical tensor in some physical ones, and `more`; each is made when it is asked for."""
+    """The parts of a logical tensor in the physical tensors `placed`, made on demand, followed by those in `more`."""
 
     __slots__ = ("leaves", "more", "placed", "tensor")
 
@@ -44,7 +44,7 @@ class Parts(Sequence[Part]):
         self.more: tuple[Part, ...] = ()
 
     def add(self, placed: Placed, leaves: int) -> None:
-        """The parts in one more physical tensor, which are so many."""
+        """Add the parts of one more physical tensor, which are as many as its `leaves`."""
         self.placed.append(placed)
         self.leaves += leaves
 
@@ -56,22 +56,22 @@ class Parts(Sequence[Part]):
         return chain(chain.from_iterable(_parts(placed, self.tensor) for placed in single), self.more)
 
     def __getitem__(self, index: Any) -> Any:
-        """One, or some from the first on."""
+        """One part, or those of a slice, found by iterating from the first."""
         if isinstance(index, slice):
             return tuple(islice(self, *index.indices(len(self))))
         return next(islice(self, range(len(self))[index], None))
 
     def prove(self, shape: tuple[int, ...], name: str) -> None:
-        """Each element of a box is in exactly one part. Raises as `prove_tiling`."""
+        """Prove that each element of the box `shape` is in exactly one part. Raises as `prove_tiling`."""
         layouts = tuple((placed.layout, placed.slot.expert) for placed in self.placed)
         if self.more or not _tiled(self.tensor, layouts, shape):
             prove_tiling([part.leaf for part in self], shape, name)
 
     def prove_copies(self, shape: tuple[int, ...], name: str) -> None:
-        """Each element of a box is in exactly one part of each copy, and there is one that counts.
+        """Prove that each element of the box `shape` is in one part of each copy, and that there is an original.
 
         Raises:
-            RefusedError: it is not.
+            RefusedError: a copy does not tile the box, or there is no original.
         """
         if _all_tiled(self.tensor, tuple(placed.kind for placed in self.placed), shape):
             return
@@ -119,7 +119,7 @@ def written_parts(tensors: Iterable[Placed]) -> dict[tuple[str, int | None], Par
 
 @lru_cache(maxsize=1024)
 def _counts(layout: Layout) -> tuple[tuple[str, int, int], ...]:
-    """How many leaves of each tensor there are, and how many elements they have."""
+    """Of each tensor of a layout: its name, how many leaves it has, and how many elements these have."""
     counts: dict[str, tuple[int, int]] = {}
     for leaf in chain.from_iterable(layout.lowered()):
         count, numel = counts.get(leaf.tensor, (0, 0))
@@ -129,7 +129,7 @@ def _counts(layout: Layout) -> tuple[tuple[str, int, int], ...]:
 
 @lru_cache(maxsize=1024)
 def _held(kind: Kind) -> tuple[tuple[str, int, int], ...]:
-    """How many leaves of each tensor there are on all ranks, and how many elements they have."""
+    """Of each tensor on all ranks: its name, how many leaves it has, and how many elements these have."""
     counts: dict[str, tuple[int, int]] = {}
     for layout, _, _ in kind.each():
         for tensor, count, numel in _counts(layout):
@@ -139,13 +139,13 @@ def _held(kind: Kind) -> tuple[tuple[str, int, int], ...]:
 
 
 def empty(placed: Placed) -> int:
-    """How many elements of a fragment, or of those of all ranks, belong to no tensor."""
+    """How many elements of a physical tensor, on all of its ranks, belong to no logical tensor."""
     count = len(placed.files.ranks) if placed.files else 1
     return count * prod(placed.fragment.shape) - sum(numel for _, _, numel in _held(placed.kind))
 
 
 def _parts(placed: Placed, tensor: str) -> Iterator[Part]:
-    """The parts of a tensor in a physical one."""
+    """The parts of a logical tensor in a physical one."""
     slot, columns = placed.slot, placed.columns
     for number, leaves in enumerate(placed.layout.lowered()):
         woven = len(leaves) > 1 and any(min(_steps(leaf), default=1) > 1 for leaf in leaves)
@@ -156,13 +156,13 @@ def _parts(placed: Placed, tensor: str) -> Iterator[Part]:
 
 
 def _steps(leaf: Leaf) -> list[int]:
-    """The strides that a leaf has."""
+    """The strides of a leaf along its axes longer than 1."""
     return [span.stride for span in leaf.spans if span.size > 1]
 
 
 @lru_cache(maxsize=256)
 def _tiled(tensor: str, layouts: tuple[tuple[Layout, int | None], ...], shape: tuple[int, ...]) -> bool:
-    """Whether the leaves of some fragments tile a tensor: the layer, which all have in common, plays no part in it."""
+    """Whether the leaves of a tensor in these layouts, each of an expert or of none, tile the box `shape`."""
     leaves, boxes = 0, []
     for layout, expert in layouts:
         outside = [] if expert is None else [("expert", expert, expert + 1)]
@@ -176,7 +176,7 @@ def _tiled(tensor: str, layouts: tuple[tuple[Layout, int | None], ...], shape: t
 
 @lru_cache(maxsize=256)
 def _all_tiled(tensor: str, kinds: tuple[Kind, ...], shape: tuple[int, ...]) -> bool:
-    """Whether each copy of a tensor in some physical ones tiles it, and there is one that counts."""
+    """Whether each copy of a tensor tiles the box `shape`, and there is an original."""
     copies: dict[Replica, list[tuple[Layout, int | None]]] = {}
     for kind in kinds:
         for layout, replica, expert in kind.each():
@@ -185,10 +185,10 @@ def _all_tiled(tensor: str, kinds: tuple[Kind, ...], shape: tuple[int, ...]) -> 
 
 
 def prove_tiling(leaves: Sequence[Leaf], shape: tuple[int, ...], name: str) -> None:
-    """Each element of the box is in exactly one leaf: the sizes add up, and no two leaves overlap.
+    """Prove that each element of a box is in exactly one leaf: the sizes add up, and no two leaves overlap.
 
     Raises:
-        RefusedError: they do not.
+        RefusedError: an element is in no leaf, or in two.
     """
     total = sum(leaf.numel for leaf in leaves)
     if total != prod(shape):

@@ -1,4 +1,4 @@
-"""Plans: what will be copied from where to where, proved complete before a byte is read.
+"""Plans: which elements are copied from where to where, proved complete before a byte is read.
 
 A job moves one logical tensor of one layer. Its sources and its targets are both maps from the same box of
 coordinates, so the plan is only a matter of putting together the leaves that hold the same tensor, and of proving that
@@ -25,24 +25,24 @@ from formats.layout.tensors import EXACT
 from formats.model.spec import Spec, Verbatim
 
 PADDING = "padding"
-"""The state that rows of a vocabulary's padding are in, where a training is resumed with them."""
+"""The state of a job that moves rows of vocabulary padding, for a training that is resumed with them."""
 MASTERS = "fp32"
-"""The state of an optimizer that weights are rounded from."""
+"""The optimizer state that weights are rounded from: FP32 master weights."""
 UNCAST = ("F8", "C64")
-"""Element types that are neither integers nor cast: eight bits of a float, complex numbers."""
+"""Element types, by the start of their names, that are neither integers nor cast: 8-bit floats, complex numbers."""
 SCALE = re.compile(r"(.*)[._](?:scale(?:_inv)?|SCB|absmax)")
-"""What weights of 8 bits, named before it, are multiplied by; the last two are bitsandbytes'."""
+"""The names of scales of 8-bit weights; the group is the name of the weights. The last two are bitsandbytes'."""
 CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
 class Term(NamedTuple):
-    """A summand of a tensor that is computed of several.
+    """A summand of a tensor that is computed from several.
 
     Attributes:
-        job: what reads it, and writes nothing.
-        factor: what it is multiplied by.
-        policy: what is done with its further copies (`Limits.replicas`).
-        finite: whether NaN and infinity in it are refused.
+        job: the job that reads the summand, and writes nothing.
+        factor: the factor that the summand is multiplied by.
+        policy: what is done with further copies of the summand (`Limits.replicas`).
+        finite: whether NaN and infinity in the summand are refused.
     """
 
     job: Job
@@ -53,7 +53,7 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """The norms that the rows of a matrix get, whatever they were: DoRA's magnitudes.
+    """The norms that the rows of a matrix are rescaled to: DoRA's magnitudes.
 
     Attributes:
         wanted: the norm of each row.
@@ -77,11 +77,11 @@ class Job:
     """One logical tensor of one layer: where its elements come from and where they go.
 
     `shape` is the box, in the canonical order of the tensor's axes. `replicas` are further copies in the source; when
-    the job is `partial` they are summands. `rows` is how many rows the source has when the target has more: the others
-    become their mean, or copies of the `last` one. `twins` hold the same tensor in the type that its master weights in
-    FP32 are rounded to. `state` says what of the tensor moves, when it is not the weights: `exp_avg` and the like.
-    `centred` says of source and target whether they store the tensor less one. A tensor that is computed of several has
-    no source but its `terms`; its rows get `norms`, and `edge` says what is computed.
+    the job is `partial` they are summands. `rows` is how many rows the source has when the target has more: the new
+    rows become the mean of those, or copies of the `last` one. `twins` hold the same tensor in the element type that
+    its FP32 master weights are rounded to. `state` is the optimizer state that moves, such as `exp_avg`; empty for
+    weights. `centred` tells of source and target whether they store the tensor minus one. A tensor that is computed
+    from several has `terms` in place of sources; its rows are rescaled to `norms`, and `edge` names the computation.
     """
 
     tensor: str
@@ -104,7 +104,7 @@ class Job:
 
     @property
     def made(self) -> Job:
-        """The same, with all of its parts made: what is carried out asks for them again and again."""
+        """The job with its parts as tuples, for its execution, which iterates over them several times."""
         replicas = {copy: tuple(parts) for copy, parts in self.replicas.items()}
         terms = tuple(term._replace(job=term.job.made) for term in self.terms)
         sources, targets, twins = tuple(self.sources), tuple(self.targets), tuple(self.twins)
@@ -112,23 +112,23 @@ class Job:
 
     @property
     def less_one(self) -> tuple[bool, bool]:
-        """Whether source and target store what moves less one: weights and their master weights, not their moments."""
+        """Whether source and target store the values minus one: weights and master weights may, moments do not."""
         return self.centred if self.state in ("", MASTERS) else (False, False)
 
     @property
     def shift(self) -> int:
-        """What is added to the source, for the target or, without one, for the tensor itself."""
+        """The number that is added to values of the source to get those of the target, or of the tensor without one."""
         source, target = self.less_one
         return int(source) - int(target)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The names of its axes."""
+        """The names of the tensor's axes."""
         return tuple(span.axis for span in self.reads[0].sources[0].leaf.spans)
 
     @property
     def reads(self) -> tuple[Job, ...]:
-        """The jobs that read what this one is made of: itself, unless it is computed of several."""
+        """The jobs that read the sources: those of the terms, or, without terms, this job."""
         return tuple(term.job for term in self.terms) or (self,)
 
     @property
@@ -144,7 +144,7 @@ class Job:
 
     @property
     def edges(self) -> tuple[str, ...]:
-        """The named changes of value on the way."""
+        """The named changes of value between source and target."""
         cast = [] if self.source_dtype == self.dtype else [f"cast {self.source_dtype} to {self.dtype}"]
         fragments = [part.fragment for part in self.sources]
         each = [piece for fragment in fragments for piece in (fragment, *(inner for _, inner in fragment.pieces))]
@@ -161,11 +161,11 @@ class Job:
 
 
 class Input(NamedTuple):
-    """One of several checkpoints that an output is computed of.
+    """One of several checkpoints that an output is computed from.
 
     Attributes:
-        checkpoint: what is read.
-        about: what record and manifest say of it, such as its weight.
+        checkpoint: the checkpoint that is read.
+        about: further entries for record and manifest, such as the weight of the checkpoint.
     """
 
     checkpoint: Checkpoint
@@ -173,7 +173,7 @@ class Input(NamedTuple):
 
     @property
     def record(self) -> dict[str, Any]:
-        """What the manifest says of it. Folders move: only their names are kept."""
+        """The manifest's entry for the checkpoint. Folders move: only the folder's name is kept."""
         checkpoint = self.checkpoint
         return {
             "name": checkpoint.home.name,
@@ -187,9 +187,9 @@ class Input(NamedTuple):
 class Plan:
     """All jobs of a conversion; without a target, those of reading the source once.
 
-    `spec` is that of the output; `notes` are what else the user should know. `again` makes of the plan one that reads
-    the output, where no reader of a checkpoint would read all of it; such an output has no manifest, unless it is
-    `remembered`: when it is read later, its tensors have the names of the plan. `more` gives the jobs of reading what
+    `spec` is that of the output; `notes` are messages for the user. `again` makes from the plan one that reads the
+    output, where no reader of a checkpoint would read all of it; such an output has no manifest, unless it is
+    `remembered`: when it is read later, its tensors have the names of the plan. `more` gives the jobs that read what
     an output holds besides the weights. `inputs` are all sources, where there are several; the first of them is
     `source`.
     """
@@ -206,12 +206,12 @@ class Plan:
 
     @property
     def reads(self) -> tuple[Job, ...]:
-        """The jobs that read."""
+        """The jobs that read sources."""
         return tuple(read for job in self.jobs for read in job.reads)
 
     @property
     def sources(self) -> tuple[Checkpoint, ...]:
-        """Every checkpoint that is read."""
+        """All checkpoints that are read."""
         return tuple(source.checkpoint for source in self.inputs) or (self.source,)
 
     @property
@@ -241,13 +241,13 @@ def make_plan(
 
     Args:
         source: the opened checkpoint.
-        target: what is to be written; without it the plan only reads.
+        target: the files to write; without it the plan only reads.
         cast: the element type to which floating point tensors are cast.
-        spec: that of the output, when its vocabulary has grown.
+        spec: the spec of the output, when its vocabulary has grown.
 
     Raises:
         RefusedError: a side does not cover a tensor, or covers it twice.
-        UnsupportedError: what would be cast are weights of 8 bits with scales, or numbers that have no cast.
+        UnsupportedError: a cast would change 8-bit weights with scales, or an element type that has no cast.
     """
     source_parts, twins = parts_of(source.tensors), parts_of(source.twins)
     partial, centred = (_marked(source.tensors, condition) for condition in ("partial", "centred"))
@@ -296,7 +296,7 @@ def make_plan(
 
 
 def _marked(tensors: Iterable[Placed], condition: str) -> set[tuple[str, int | None]]:
-    """The (tensor, layer) of physical tensors whose lines say so."""
+    """The (tensor, layer) of physical tensors whose table lines have a condition."""
     return {
         (name, placed.slot.layer)
         for placed in tensors
@@ -306,10 +306,10 @@ def _marked(tensors: Iterable[Placed], condition: str) -> set[tuple[str, int | N
 
 
 def require_castable(source: Checkpoint) -> None:
-    """A cast takes the tensors one by one: quantized weights would stay, and their scales be rounded.
+    """Refuse to cast quantized weights: a cast takes the tensors one by one, and would only round the scales.
 
     Raises:
-        UnsupportedError: there are such weights, or numbers that are neither integers nor cast.
+        UnsupportedError: there are such weights, or element types that are neither integers nor cast.
     """
     dtypes = {placed.key: placed.fragment.dtype for placed in source.tensors}
     odd = [key for key, dtype in dtypes.items() if dtype not in FLOATS]
@@ -335,7 +335,7 @@ def require_castable(source: Checkpoint) -> None:
 
 
 def cast_dtype(dtype: str, cast: str | None, tensor: str = "") -> str:
-    """The element type of a tensor after a cast, which leaves integers alone, and what no framework rounds."""
+    """The element type of a tensor after a cast, which leaves integers alone, and tensors that no framework rounds."""
     kept = tensor in EXACT or tensor.endswith(".e_score_correction_bias")  # of a model without a table
     return CASTS[cast] if cast and dtype in FLOATS and not kept else dtype
 
@@ -346,7 +346,7 @@ def cast_dtypes(source: Checkpoint, cast: str | None) -> dict[tuple[str, int | N
 
 
 def padding_leaves(placed: Placed, stop: int | None = None) -> Iterator[Leaf]:
-    """The rows of vocabulary padding in a tensor, up to `stop`, as leaves of rows after the last token."""
+    """The leaves of vocabulary padding in a tensor: of the rows after the last token, up to `stop`."""
     sizes = dict(placed.slot.sizes)
     if not placed.slot.rule.pattern.filled:
         return
@@ -362,7 +362,7 @@ def padding_leaves(placed: Placed, stop: int | None = None) -> Iterator[Leaf]:
 
 
 def _repeated(target: Target) -> dict[tuple[str, int | None], list[Part]]:
-    """The rows of vocabulary padding, each as a leaf of the last row that a token has."""
+    """The parts of vocabulary padding by (tensor, layer): each row is a copy of the last token's row."""
     by_tensor: dict[tuple[str, int | None], list[Part]] = {}
     for placed in (tensor for alike in target.tensors for tensor in alike.each()):
         for leaf in repeated_leaves(placed):
@@ -371,7 +371,7 @@ def _repeated(target: Target) -> dict[tuple[str, int | None], list[Part]]:
 
 
 def repeated_leaves(placed: Placed) -> Iterator[Leaf]:
-    """The rows of vocabulary padding in a tensor, each as a leaf of the last row that a token has."""
+    """The leaves of vocabulary padding in a tensor: each row is a copy of the last token's row."""
     last = dict(placed.slot.sizes)["vocab"]
     for leaf in padding_leaves(placed):
         rows = leaf.spans[0]
@@ -381,7 +381,7 @@ def repeated_leaves(placed: Placed) -> Iterator[Leaf]:
 
 
 def _prove_filled(target: Target) -> None:
-    """Each element of a written tensor belongs to a leaf or to a named fill: nothing is left to chance."""
+    """Refuse a target with an element that belongs neither to a leaf nor to a named fill."""
     for placed in target.tensors:
         left = empty(placed)
         if left and not placed.slot.rule.pattern.filled:
@@ -394,7 +394,7 @@ def name_in(file: OutputFile) -> str:
 
 
 def needs(target: Target) -> tuple[int, int]:
-    """Bytes of an output, and its files and folders; a manifest, a journal and the folder of that are among them."""
+    """Bytes of an output, and how many files and folders it has, with manifest, journal and the journal's folder."""
     nbytes = sum(file.size for file in target.files) + sum(path.stat().st_size for path in target.copies.values())
     names = {*map(name_in, target.files), *target.texts, *target.copies}
     folders = {str(parent) for name in names for parent in PurePath(name).parents}

@@ -18,7 +18,7 @@ from formats.model import untabled
 from formats.model.spec import ModelSpec
 
 BLOCK = (128, 128)
-"""What DeepSeek publishes, and what servers have kernels for."""
+"""Rows and columns of a block: those that DeepSeek publishes, and that servers have kernels for."""
 WHY = "its weights are quantized"
 LINEAR = {
     "query", "key", "value", "query_gate", "output", "gate", "up", "down", "shared_gate", "shared_up", "shared_down",
@@ -31,12 +31,12 @@ LINEAR = {
 def quantized(source: Checkpoint) -> tuple[Checkpoint, dict[str, Any]]:
     """A model whose linear layers are quantized as they are read, and the quantization_config that says so.
 
-    What has not whole blocks stays as it is, as transformers leaves it (`Fp8Quantize`, 5.23.0).
+    A matrix that has not whole blocks stays as it is, as transformers leaves it (`Fp8Quantize`, 5.23.0).
 
     Raises:
         UnsupportedError: the source is not a Hugging Face folder of a family with a table, its linear layers are of a
             class that transformers does not replace, or its experts are fused.
-        RefusedError: nothing of it can be quantized.
+        RefusedError: no linear layer has whole blocks.
     """
     if source.format != HUGGINGFACE.name:
         raise UnsupportedError(f"{source.root} is not a Hugging Face folder", "convert it first, then hf2hf --quantize")
@@ -76,7 +76,7 @@ def quantized(source: Checkpoint) -> tuple[Checkpoint, dict[str, Any]]:
 
 
 def _module(placed: Placed) -> str:
-    """The module of transformers that computes with a matrix: one for all experts of a layer."""
+    """The name of the transformers module that computes with a matrix: one for all experts of a layer."""
     expert = placed.slot.expert
     return placed.key.removesuffix(".weight") if expert is None else placed.key.rpartition(f".{expert}.")[0]
 
@@ -85,7 +85,7 @@ def _has_blocks(placed: Placed) -> bool:
     """Whether a weight is a matrix of whole blocks.
 
     Raises:
-        UnsupportedError: it is several matrices, or not in floats that are row-major.
+        UnsupportedError: the weight is several matrices, or not in row-major floats.
     """
     fragment = placed.fragment
     if len(fragment.shape) != 2:
@@ -101,5 +101,5 @@ def _coded(matrix: Fragment, dtype: str, shape: tuple[int, ...], *, scales: bool
 
 
 def with_config(text: bytes, quantization: Mapping[str, Any]) -> bytes:
-    """A config.json that says how the weights are quantized."""
+    """The text of a config.json with a quantization_config."""
     return (json.dumps(json.loads(text) | {"quantization_config": dict(quantization)}, indent=2) + "\n").encode()

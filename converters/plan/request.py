@@ -1,4 +1,4 @@
-"""What a conversion is asked for, and the limits it keeps."""
+"""The user's request for a conversion, and the limits that it keeps."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from formats.disk.handle import is_elsewhere
 from formats.errors import OutputError
 
 COMMIT_SECONDS = 0.25
-"""How much work a killed run may lose, and how soon the disk begins to write."""
+"""Seconds of work that a killed run may lose, after which finished work is forced to disk."""
 
 
 LEAST_MEMORY, EACH_MEMORY = 16 << 20, 4 << 20
-"""Bytes of all buffers, and of those of each of many threads, unless the user says."""
+"""Default bytes of all buffers: the least, and those for each thread where there are many."""
 LONG = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""Torch's names of the element types of a cast: ours."""
+"""Torch's name of the element type of a cast: the name here."""
 
 
 def named_of(options: Mapping[str, Any]) -> tuple[Path, ...]:
@@ -41,7 +41,7 @@ class Limits:
             that are near each other.
         finite: refuse NaN and infinity.
         accepted: the states of an optimizer that are taken even if no Adam computes them, and other deviations.
-        fresh: what is written to reads as zeros, so that zeros need not be written.
+        fresh: the output files read as zeros before they are written, so that zeros need not be written.
     """
 
     threads: int = field(default_factory=cores)
@@ -59,7 +59,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for, the source apart.
+    """The user's request for an output: everything except the source.
 
     Attributes:
         out: the folder to write.
@@ -70,7 +70,7 @@ class Request:
         quiet: no progress is printed.
         tell: called with progress.
         stripes: on Lustre, files are spread over its disks by their size.
-        commit_seconds: how often finished work is forced to disk and noted.
+        commit_seconds: seconds after which finished work is forced to disk and recorded in the journal.
         named: files that the user named besides the source and its config, such as a chat template.
     """
 
@@ -90,8 +90,8 @@ class Request:
         """OUT itself, links followed.
 
         Raises:
-            OutputError: it is the root, or the folder that we stand in, which no other folder can replace; or its
-                links lead in a circle.
+            OutputError: OUT is the root or the current folder, which no other folder can replace; or its links lead
+                in a circle.
         """
         try:
             place = self.out.resolve()
@@ -103,12 +103,12 @@ class Request:
 
     @property
     def staging(self) -> Path:
-        """Where the work is done: beside OUT; in the current folder, if OUT is in a store."""
+        """The folder of an unfinished output: beside OUT; in the current folder, if OUT is in an object store."""
         if is_elsewhere(self.place):
             return Path.cwd() / (re.sub(r"[^\w.@-]+", "-", str(self.place)) + ".partial")
         return self.place.with_name(self.place.name + ".partial")
 
     @property
     def root(self) -> Path:
-        """What becomes the output."""
+        """The folder in `staging` that becomes the output."""
         return self.staging / "out"

@@ -1,4 +1,4 @@
-"""The plan of a conversion into each format: which files, with which small ones beside them, and what is noted."""
+"""The plan of a conversion into each format: its weight files, the small files beside them, and notes for the user."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Dtypes = Mapping[tuple[str, int | None], str]
 """The element type of each logical tensor."""
 SHARD_SIZE = 5 * 10**9
-"""Bytes of a safetensors file, when nothing says otherwise."""
+"""Default bytes of a safetensors file."""
 UNTOLD = (
     "no table says which names the model has in memory: where these differ (experts that are fused there), dcp.load "
     "does not find them"
@@ -53,12 +53,12 @@ def plan_huggingface(
     Args:
         source: the opened checkpoint.
         request: what the user asked for.
-        shard_size: bytes of a file; without it, the files that the model once had come back.
+        shard_size: bytes of a file; without it, the tensors are in the files that the model had in Hugging Face.
         template: name or file of a chat template. The vocabulary grows by the tokens that it needs.
         quantize: `fp8-block` for linear layers in FP8 with a scale for each block.
 
     Raises:
-        UsageError: a cast and a quantization, of which each decides the element types.
+        UsageError: both a cast and a quantization are asked for, and each decides the element types.
     """
     if quantize and request.cast:
         raise UsageError(f"--quantize {quantize} and --dtype contradict each other", "leave one of them out")
@@ -121,8 +121,8 @@ def plan_megatron(
         request: what the user asked for.
         options: topology and dialect.
         iteration: the iteration to write; None for a release.
-        tokens: the vocabulary that Megatron-LLM's training will have; its rows grow to so many.
-        optimizer: what is written beside the weights, for a training that is resumed.
+        tokens: the vocabulary size of Megatron-LLM's training, to which the rows grow.
+        optimizer: the optimizer state that is written beside the weights, for a training that is resumed.
         args: arguments of a training that is resumed from another framework.
     """
     from formats.huggingface.text_alone import WHOLES
@@ -230,10 +230,10 @@ def _run(source: Checkpoint, request: Request, write: Callable[[Path, ModelSpec,
 
 
 def _in_tables(source: Checkpoint, name: str) -> ModelSpec:
-    """The settings of a model that a format with tables is to hold.
+    """The spec of a model that is to be written in a format with tables.
 
     Raises:
-        UnsupportedError: no table describes it.
+        UnsupportedError: no table describes the model.
     """
     if isinstance(source.spec, Verbatim):
         raise UnsupportedError(f"{source.root} has no layout of {name}: {source.spec.why}", "see `convert formats`")
@@ -256,7 +256,7 @@ def plan_mistral(source: Checkpoint, request: Request) -> Plan:
 def _inside(
     source: Checkpoint, request: Request, folder: str, spec: Spec | None = None
 ) -> tuple[dict[str, bytes], dict[str, Path]]:
-    """The small files of a model, for a folder inside one that belongs to another framework."""
+    """The small files of a model, as texts and copies, for a folder inside the checkpoint of another framework."""
     own = assets.own_family(source.spec, f"{folder}/")
     if not source.assets:
         return {}, own
@@ -277,9 +277,9 @@ def plan_fsdp(
     *,
     trainer: str | None = None,
 ) -> Plan:
-    """A plan that writes a DCP folder, with the model's config and tokenizer in it, and what it is trained with.
+    """A plan that writes a DCP folder, with the model's config and tokenizer in it, and the optimizer state `trained`.
 
-    Tensors get the own names of a `trainer`, if one is named.
+    Tensors get the names that a `trainer` of its own names has, if one is given.
     """
     from formats.fsdp import checkpoint as fsdp
 

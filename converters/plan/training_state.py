@@ -1,4 +1,4 @@
-"""Plans of trainings that are resumed: weights, master weights and moments, each a conversion into one folder."""
+"""Plans for trainings that are resumed: weights, FP32 master weights and moments, all converted into one folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from formats.registry import format_of
 
 
 def training_of(source: Checkpoint) -> Training:
-    """What reads the optimizer of a checkpoint.
+    """The reader of optimizers in the format of a checkpoint.
 
     Raises:
         UnsupportedError: optimizers of its format are not read.
@@ -47,7 +47,7 @@ def optimizer_of(source: Checkpoint) -> Optimizer:
     """The optimizer of a checkpoint of any format.
 
     Raises:
-        SourceError: it holds none, or an incomplete one.
+        SourceError: the checkpoint holds no optimizer, or an incomplete one.
         UnsupportedError: optimizers of its format are not read.
     """
     return training_of(source).read(source)
@@ -60,11 +60,11 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int, trainer: str
         source: the opened checkpoint.
         request: what the user asked for.
         ranks: how many data files.
-        trainer: whose own names the tensors get; those of Hugging Face if none is named.
+        trainer: the trainer whose own names the tensors get; None for those of Hugging Face.
 
     Raises:
         SourceError: the source holds no optimizer, or an incomplete one.
-        UnsupportedError: its optimizer has no layout here.
+        UnsupportedError: the optimizer has no layout in the target.
     """
     optimizer = optimizer_of(source)
     masters = optimizer.states.get("fp32")
@@ -107,12 +107,12 @@ def plan_run(
         source: the opened checkpoint.
         request: what the user asked for.
         options: topology and dialect.
-        iteration: that of the source.
+        iteration: the iteration to write; None for a release.
         kind: the optimizer that is written, `plain` or `distributed`; None for that of the source.
 
     Raises:
         SourceError: the source holds no optimizer, or an incomplete one.
-        UnsupportedError: its optimizer has no layout here.
+        UnsupportedError: the optimizer has no layout in the target.
     """
     stored = optimizer_reader.read(source)
     optimizer = stored if kind is None else of_kind(stored, source, distributed=kind == "distributed")
@@ -148,14 +148,14 @@ def plan_resumed(
         source: the opened checkpoint.
         request: what the user asked for; its cast is that of the weights.
         options: topology and dialect.
-        iteration: the one to write; None for as many as there were updates.
-        samples: how many samples it was trained on; None for what the source says.
+        iteration: the iteration to write; None for the number of updates.
+        samples: how many samples the model was trained on; None for what the source records.
         kind: the optimizer that is written, `plain` or `distributed`.
         rates: the largest and the smallest learning rate of the training that resumes.
 
     Raises:
         SourceError: the source holds no optimizer, or an incomplete one.
-        UnsupportedError: its optimizer has no layout here.
+        UnsupportedError: the optimizer has no layout in the target.
         UsageError: the training cannot resume without its rates.
     """
     stored = optimizer_of(source)
@@ -177,11 +177,11 @@ def plan_resumed(
 
 
 def _regrouped(optimizer: Optimizer | Native, target: Target | None, *in_megatron: bool) -> list[str]:
-    """What the user should know of matrices that were one to Muon and are several there, or the other way round.
+    """The note on parameters that are one matrix to Muon in the source and several in the target, or the reverse.
 
     Args:
-        optimizer: that of the source.
-        target: what is written.
+        optimizer: the optimizer of the source.
+        target: the files to write.
         in_megatron: whether the source is Megatron's, and whether the target is.
     """
     momentum = optimizer.states.get(MOMENTUM)
@@ -199,16 +199,17 @@ def _regrouped(optimizer: Optimizer | Native, target: Target | None, *in_megatro
 
 
 def _matrix(item: Placed, in_megatron: bool) -> tuple[str, ...]:
-    """The logical tensors that Muon orthogonalizes together with the first of a parameter."""
+    """The logical tensors of a parameter that Muon orthogonalizes together with the first of them."""
     tensors = item.slot.rule.pattern.tensors
     return tensors[:1] if in_megatron and muon.APART.issuperset(tensors) else tensors
 
 
 def _require_torch_dist(source: Checkpoint, optimizer: Native, options: Options, cast: str | None) -> None:
-    """Muon's momentum is written where Megatron was seen to load it.
+    """Refuse to write Muon's momentum where Megatron was not seen to load it.
 
     Raises:
-        UnsupportedError: it would be elsewhere, or for a training that Megatron has not.
+        UnsupportedError: the dialect is not torch_dist, or FP32 weights would be trained by the layer-wise Muon, which
+            Megatron has in BF16 alone.
     """
     weights = {dtype for (name, _), dtype in cast_dtypes(source, cast).items() if name not in UNTRAINED}
     if optimizer.muon is not None and optimizer.distributed and "F32" in weights:
@@ -221,7 +222,7 @@ def _require_torch_dist(source: Checkpoint, optimizer: Native, options: Options,
 
 
 def _split(source: Checkpoint, optimizer: Optimizer, cast: str | None) -> tuple[Checkpoint, dict[str, Checkpoint]]:
-    """What the weights are written from, and the states beside them: master weights only where weights are rounded."""
+    """The checkpoint that weights are written from, and the states; master weights only where weights are rounded."""
     states = dict(optimizer.states)
     masters = states.pop("fp32", None)
     weights = {dtype for (name, _), dtype in cast_dtypes(source, cast).items() if name not in UNTRAINED}
@@ -240,7 +241,10 @@ def _split(source: Checkpoint, optimizer: Optimizer, cast: str | None) -> tuple[
 def _for_fsdp(
     source: Checkpoint, optimizer: Native, request: Request, options: Options
 ) -> tuple[Checkpoint, Native, Request, Options]:
-    """Megatron-FSDP saves master weights in the place of the weights; its arguments say what those are rounded to."""
+    """Source, optimizer, request and options for Megatron-FSDP, which saves FP32 master weights as the weights.
+
+    Its arguments specify the element type that master weights are rounded to.
+    """
     states = dict(optimizer.states)
     masters = states.pop("fp32", None)
     rounded = [dtype for (name, _), dtype in cast_dtypes(source, request.cast).items() if name not in UNTRAINED]
@@ -253,18 +257,18 @@ def _for_fsdp(
 
 
 def _trained(source: Checkpoint) -> Checkpoint:
-    """The parameters alone, as an optimizer holds them."""
+    """A checkpoint with the trained parameters alone, as an optimizer holds them."""
     return replace(source, tensors=_parts_of(source, buffers=False), without=UNTRAINED)
 
 
 def as_weights(masters: Checkpoint, source: Checkpoint) -> Checkpoint:
-    """Master weights in place of the weights that are rounded from them; what nothing trains is as it was."""
+    """A checkpoint with FP32 master weights in place of the weights; tensors that nothing trains stay as they are."""
     tensors = (*masters.tensors, *_parts_of(source, buffers=True))
     return replace(source, tensors=tensors, twins=masters.twins or _parts_of(source, buffers=False))
 
 
 def _parts_of(source: Checkpoint, *, buffers: bool) -> tuple[Placed, ...]:
-    """The tensors of a model that no optimizer has, or all others."""
+    """The tensors of a model that no optimizer trains (`buffers`), or all others."""
     return tuple(
         placed for placed in source.tensors if bool(UNTRAINED.intersection(placed.slot.rule.pattern.tensors)) == buffers
     )
@@ -274,10 +278,10 @@ def _resumed(
     plan: Plan, optimizer: Native, rows: int, notes: Sequence[str], proof: Checkpoint | None = None,
     cast: str | None = None,
 ) -> Plan:  # fmt: skip
-    """A plan of the weights, with the jobs of the optimizer; master weights that it does not carry are the proof.
+    """A plan of the weights with the jobs of the optimizer; `proof` is the master weights that it does not carry.
 
     Raises:
-        UnsupportedError: master weights would not round to the weights, from which one is taken off.
+        UnsupportedError: FP32 master weights would not round to the weights, since those are stored minus one.
     """
     shifted = next((job.name for job in plan.jobs if job.shift), None)
     if shifted and MASTERS in optimizer.states:
@@ -308,7 +312,7 @@ def state_jobs(
     source: Checkpoint, states: Mapping[str, Checkpoint], rows: int = 0, target: Target | None = None,
     cast: str | None = None,
 ) -> Iterator[Job]:  # fmt: skip
-    """The jobs of each state, and of what lies between the vocabulary and so many rows, which in weights are cast."""
+    """The jobs of each state, and of padding rows from the vocabulary up to `rows`, cast if they are of weights."""
     vocab = source.spec.vocab or 0
     for state, part_source in {"": source, **states}.items():
         part = _only(target, state) if target else None
@@ -320,7 +324,7 @@ def state_jobs(
 
 
 def _only(target: Target, state: str) -> Target:
-    """What of a target belongs to a state, or to the weights."""
+    """A target with the tensors of one optimizer state alone, or with those of the weights."""
     if not state:
         return target
     return replace(target, files=tuple(replace(file, tensors=file.states.get(state, ())) for file in target.files))
@@ -343,7 +347,7 @@ def _padding_jobs(
 
 
 def _rows(tensors: Iterable[Placed], rows: range) -> dict[str, dict[Replica, list[Part]]]:
-    """The rows of vocabulary padding, by tensor and by the copy to which they belong; the first one counts 0."""
+    """The parts of padding `rows` by tensor and by the copy to which they belong; the first row is number 0."""
     by_tensor: dict[str, dict[Replica, list[Part]]] = {}
     for placed in (part for whole in tensors for part in whole.each()) if rows else ():
         for leaf in rows_of_padding(placed, rows):
@@ -354,7 +358,7 @@ def _rows(tensors: Iterable[Placed], rows: range) -> dict[str, dict[Replica, lis
 
 
 def rows_of_padding(placed: Placed, rows: range) -> Iterator[Leaf]:
-    """Some rows of vocabulary padding in a tensor, counted from the first of them."""
+    """The leaves of padding `rows` in a tensor, with rows counted from the first of them."""
     for leaf in padding_leaves(placed, rows.stop):
         first, *others = leaf.spans
         moved = first._replace(start=first.start - rows.start, stop=first.stop - rows.start)

@@ -1,7 +1,7 @@
 """Plans of DeepSpeed's universal checkpoints: master weights and moments, each a conversion of its own into one folder.
 
-Of DeepSpeed's own partitions every parameter keeps the name that the training gave it; of any other optimizer it has
-that of transformers.
+From DeepSpeed's own partitions every parameter keeps the name that the training gave it; from any other optimizer a
+parameter has its name in transformers.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from formats.torch_files.pickle_values import Opaque
 WHY = "DeepSpeed's own names"
 
 UNTAKEN = "the learning rate schedule, random states and the place in the data are not carried"
-"""What of a training no optimizer's states are."""
+"""The note on what of a training is no optimizer state."""
 
 
 def is_partitioned(path: Path, tag: str | None) -> bool:
-    """Whether a folder is DeepSpeed's, with parameters under names of its own, and no universal checkpoint."""
+    """Whether a folder is a checkpoint of DeepSpeed's partitions, and neither universal nor Megatron-DeepSpeed's."""
     return (
         path.is_dir()
         and deepspeed.detect(path)
@@ -56,7 +56,7 @@ def is_partitioned(path: Path, tag: str | None) -> bool:
 
 
 def open_states(path: Path, settings: Settings) -> States:
-    """Open the optimizer states of a checkpoint whose ranks keep a part each, each file once.
+    """Open the optimizer states of a checkpoint that is partitioned over ranks, each file once.
 
     Raises:
         UnsupportedError: the checkpoint is of stage 0, which keeps no names, or of another program.
@@ -69,11 +69,11 @@ def plan_universal(states: States, request: Request) -> Plan:
     """A plan that writes a universal checkpoint.
 
     Args:
-        states: what `open_states` gave.
+        states: the states that `open_states` returned.
         request: what the user asked for.
 
     Raises:
-        UnsupportedError: the loader could not cut a tensor again.
+        UnsupportedError: the training is one with Muon, or the loader could not cut a tensor again.
     """
     opened, model, partitions = states
     tag = opened["fp32"].home
@@ -106,12 +106,12 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
 
     Args:
         source: the opened checkpoint, of any format.
-        optimizer: what was trained with it.
+        optimizer: the optimizer of the checkpoint.
         request: what the user asked for.
 
     Raises:
         RefusedError: the vocabulary is unknown.
-        UnsupportedError: what is one parameter in transformers was trained in several groups.
+        UnsupportedError: a parameter of transformers was trained in several parameter groups.
     """
     require_vocab(source)
     why = "a universal checkpoint is read back with Adam's moments or Lion's"
@@ -143,7 +143,7 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
 
 
 def _not_restored(buffers: Sequence[str]) -> list[str]:
-    """What the user should know of buffers, which are no parameters."""
+    """The note on buffers, which are no parameters; none without buffers."""
     if not buffers:
         return []
     return [
@@ -153,12 +153,12 @@ def _not_restored(buffers: Sequence[str]) -> list[str]:
 
 
 def _not_in_stage_3(states: Collection[str]) -> list[str]:
-    """What the user should know of an optimizer without second moments (runtime/zero/stage3.py:3665, 0.19.8)."""
+    """The note on an optimizer without second moments (runtime/zero/stage3.py:3665, 0.19.8)."""
     return [] if "exp_avg_sq" in states else ["DeepSpeed loads it in stages 1 and 2: in 3 it asks for exp_avg_sq"]
 
 
 def _bound(summed: Sequence[Parameter]) -> list[str]:
-    """What the user should know of parameters that are sums over ranks."""
+    """The note on parameters that are sums over tensor-parallel ranks."""
     if not summed:
         return []
     first, ranks = summed[0].name, len(summed[0].summands)
@@ -169,10 +169,10 @@ def _bound(summed: Sequence[Parameter]) -> list[str]:
 
 
 def _grouped(slots: Iterable[Slot], optimizer: Optimizer, step: int) -> dict[AnyGroup | None, list[Parameter]]:
-    """The parameters of each group, in the order of the groups; None stands for one of which nothing is known.
+    """The parameters of each group, in the order of the groups; None is the group of which no setting is known.
 
     Raises:
-        UnsupportedError: what is one parameter in transformers was trained in several groups.
+        UnsupportedError: a parameter of transformers was trained in several groups.
     """
     by_group: dict[AnyGroup | None, list[Parameter]] = {group: [] for group in optimizer.groups.values()}
     for slot in slots:
@@ -185,19 +185,19 @@ def _grouped(slots: Iterable[Slot], optimizer: Optimizer, step: int) -> dict[Any
 
 
 def _settings(group: AnyGroup | None) -> dict[str, Any]:
-    """What a file says of a parameter group. What it leaves out stays as the training has it."""
+    """The settings of a parameter group in a file. Settings that it leaves out stay as the training has them."""
     return {**group._asdict(), **({"amsgrad": False} if isinstance(group, Group) else {})} if group else {}
 
 
 def _told(group: AnyGroup | None) -> str:
-    """A parameter group, for a person."""
+    """The settings of a parameter group as text for the user."""
     return (
         ", ".join(f"{name} {value}" for name, value in group._asdict().items()) if group else "as the training has it"
     )
 
 
 def _model(step: int, samples: int | None, groups: Iterable[Sequence[Parameter]]) -> dict[str, Any]:
-    """What a model file says of a training. Its scheduler's words are those of torch's, and of DeepSpeed's own."""
+    """The contents of a model file. The scheduler's keys are those of torch's schedulers and of DeepSpeed's own."""
     state: dict[str, Any] = {
         "param_shapes": [{parameter.name: parameter.slot.shape for parameter in group} for group in groups],
         "global_steps": step,
@@ -218,14 +218,14 @@ def _model(step: int, samples: int | None, groups: Iterable[Sequence[Parameter]]
 def _target(
     root: Path, tag: str, parameters: Sequence[Parameter], small: Mapping[str, bytes], states: Collection[str]
 ) -> Target:
-    """The files of every state, and those that are no tensors."""
+    """The files of every state, and the small files."""
     files = tuple(file for state in states for file in universal.files(root / tag, parameters, state))
     texts = {f"{tag}/{name}": content for name, content in small.items()}
     return Target(files, {**texts, universal.LATEST: tag.encode()}, {}, tag)
 
 
 def _jobs(opened: Mapping[str, Checkpoint], target: Target) -> tuple[Job, ...]:
-    """The jobs of each state. The master weights are the weights."""
+    """The jobs of each state. The jobs of FP32 master weights are those of weights (an empty state)."""
     state_jobs = list[Job]()
     for state, checkpoint in opened.items():
         files = tuple(file for file in target.files if file.path.stem == state)
@@ -236,7 +236,7 @@ def _jobs(opened: Mapping[str, Checkpoint], target: Target) -> tuple[Job, ...]:
 
 
 def _apart(job: Job, source: Checkpoint, files: Sequence[OutputFile]) -> Iterator[Job]:
-    """The jobs of a sum over ranks, one for each of them: each is to have again what it has. Of any other, itself."""
+    """The jobs of a sum over ranks, one for each rank, which gets its own summand again; any other job as it is."""
     if not (job.partial and job.replicas):
         yield job
         return
@@ -257,7 +257,7 @@ def _frozen(model: Mapping[str, Any], trained: set[str]) -> list[str]:
 
 
 def read_back(plan: Plan) -> Plan:
-    """The same plan, read from what was written."""
+    """The plan that reads the written output: the targets of each job are its sources."""
     for file in plan.target.files if plan.target else ():
         universal.unchanged(file)
     jobs = [
@@ -271,7 +271,7 @@ def read_back(plan: Plan) -> Plan:
 
 
 def _plain(path: Path, settings: Settings) -> States:
-    """The states of a model with names of its own."""
+    """The optimizer states of a training whose parameters have the names of its own model."""
     run, tag = deepspeed.locate(path, settings.tag)
     states = zero.trained(tag, settings.accept)
     opened = {
@@ -282,7 +282,7 @@ def _plain(path: Path, settings: Settings) -> States:
 
 
 def _state(run: Path, tag: Path, tensors: Mapping[str, Scattered], module: Mapping[str, Fragment]) -> Checkpoint:
-    """One of the states, to be compared with what is in the module."""
+    """The checkpoint of one optimizer state, with the tensors of `module` as twins to compare it with."""
     spec = Verbatim(
         "deepspeed", {name: tensor.shape for name, tensor in tensors.items()}, tied=False, vocab=None, why=WHY
     )
@@ -312,7 +312,7 @@ def _parameters(source: Checkpoint, step: float) -> Iterator[Parameter]:
 
 
 def _cut(slot: Slot, spec: ModelSpec) -> dict[str, Any]:
-    """How the loader cuts a tensor again (deepspeed/checkpoint/universal_checkpoint.py:236, 0.19.8)."""
+    """How DeepSpeed's loader cuts a tensor for its ranks (deepspeed/checkpoint/universal_checkpoint.py:236, 0.19.8)."""
     if "partial" in slot.rule.conditions:
         return {"cat_dim": 0}
     if "tp" not in slot.rule.pattern.meshes:

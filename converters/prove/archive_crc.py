@@ -1,4 +1,4 @@
-"""The CRC-32 that files of torch.save keep of each of their members: checked, and brought up to date."""
+"""Check and update the CRC-32 that files of torch.save record of each of their members."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SUFFIXES = (".pt", ".pth", ".bin", ".distcp")
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found in the archives of a checkpoint.
+    """The result of checking the archives of a checkpoint.
 
     Attributes:
-        files: how many there are.
-        members: how many members have a checksum.
-        unrecorded: how many have none: `torch.serialization.set_crc32_options(False)` leaves it out.
+        files: how many archives there are.
+        members: how many members have a checksum, and match it.
+        unrecorded: how many members have none: `torch.serialization.set_crc32_options(False)` leaves it out.
         others: files of the same suffixes that are no archives, such as compressed ones.
-        damaged: what does not match, or cannot be read.
+        damaged: sentences on members that do not match, and on files that cannot be read.
     """
 
     files: int
@@ -40,7 +40,7 @@ def archives(folder: Path) -> list[Path]:
     """The files below a folder that may be archives.
 
     Raises:
-        SourceError: one is a link to nothing.
+        SourceError: a file is a broken link.
     """
     paths = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES)
     broken = next((path for path in paths if path.is_symlink() and not path.exists()), None)
@@ -50,7 +50,7 @@ def archives(folder: Path) -> list[Path]:
 
 
 def check(paths: list[Path], threads: int, advance: Callable[[int], None]) -> Checked:
-    """Read every archive once.
+    """Read every archive once, and compare the checksums of its members.
 
     Args:
         paths: the files.
@@ -66,7 +66,7 @@ def check(paths: list[Path], threads: int, advance: Callable[[int], None]) -> Ch
 
 
 def amend(path: Path, changed: Iterable[tuple[int, int]]) -> None:
-    """Bring the CRC-32 of an archive's members up to date after byte ranges (offset, size) of it were overwritten."""
+    """Update the CRC-32 of an archive's members after byte ranges (offset, size) of the file were overwritten."""
     ranges = list(changed)
     with path.open("r+b") as file:
         fd = file.fileno()
@@ -83,9 +83,9 @@ def amend(path: Path, changed: Iterable[tuple[int, int]]) -> None:
 
 
 def _one(path: Path, advance: Callable[[int], None]) -> Iterator[str | None]:
-    """For each member what is wrong with it, empty if nothing, None without a checksum; None alone for other files."""
+    """Yield the fault of each member, empty if sound, None without a checksum; None alone if the file is no archive."""
     with opened(path) as fd:
-        if path.suffix != ".distcp" and not size_of(fd):  # torch leaves one empty where a thread has nothing
+        if path.suffix != ".distcp" and not size_of(fd):  # torch writes an empty .distcp for a thread without data
             yield f"{path} is empty"
             return
         if pread(fd, 4, 0) != b"PK\x03\x04":

@@ -1,4 +1,4 @@
-"""Comparing two checkpoints, tensor by tensor, whatever formats they are in."""
+"""Compare two checkpoints of any formats, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from formats.disk.safetensors import DTYPES, FLOATS
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor that is not the same: how many elements differ, by how much at most, and, if measured, which."""
+    """A tensor that differs: in what, in how many elements, by how much at most, and, if measured, the distances."""
 
     name: str
     what: str
@@ -34,14 +34,14 @@ class Difference:
 def compare(
     first: Plan, second: Plan, limits: Limits, advance: Callable[[int], None], *, measured: bool = False
 ) -> list[Difference]:
-    """The tensors in which two checkpoints differ; `measured` says to tell how the elements of each are apart.
+    """The tensors in which two checkpoints differ; if `measured`, with the distances between their elements.
 
-    Tensors of one element type are compared bit by bit; those of different ones as numbers, and reported even when
-    these are equal.
+    Tensors of one element type are compared bit by bit; tensors of different types as numbers, and reported even if the
+    numbers are equal.
 
     Raises:
-        DamagedError: an archive in one of them has not the checksum that it keeps of it.
-        VerificationError: copies of a tensor in one of them differ, and nothing said which one counts.
+        DamagedError: an entry of an archive does not have the checksum that the archive records.
+        VerificationError: copies of a tensor in a checkpoint differ, and the policy does not say which one counts.
     """
     left, right = {job.name: job for job in first.jobs}, {job.name: job for job in second.jobs}
     differences = [Difference(name, "only in the first") for name in left if name not in right]
@@ -64,14 +64,14 @@ def compare(
 
 
 class _Side(NamedTuple):
-    """A tensor of one of the checkpoints: where its parts lie, and what is done with its copies."""
+    """A tensor of one of the checkpoints: its job, its parts, and the handling of its copies."""
 
     job: Job
     sources: Nearby
     copies: Copies
 
     def read(self, files: Files, tile: Tile, buffer: Array, *, add: bool) -> Array:
-        """The elements of a tile that count, with one added to those of a tensor that is stored minus 1."""
+        """The settled elements of a tile, with 1 added if `add`: where only this side is stored minus 1."""
         word = WORDS[DTYPES[self.job.source_dtype]]
         values = buffer.view(word)[: prod(tile.shape)]
         gather(files, self.sources, tile.start, tile.shape, values, tile.scratch.view(word))

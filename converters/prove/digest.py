@@ -1,7 +1,7 @@
-"""Digests: a hash of what a model is, whatever the layout that holds it.
+"""Digests: a hash of a model's weights that does not depend on the layout.
 
-The elements of each logical tensor and layer are hashed (BLAKE3) in the canonical order of its axes, after a line that
-says its name, element type and shape. The digest of a checkpoint is the hash over these, sorted by name.
+The elements of each logical tensor and layer are hashed (BLAKE3) in the canonical order of its axes, after a line with
+its name, element type and shape. The digest of a checkpoint is the hash over these, sorted by name.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from formats.optimizer import KEPT, STATES
 
 
 def manifest(plan: Plan, digests: Mapping[str, str], files: Mapping[str, str]) -> bytes:
-    """What travels with an output so that `convert verify OUT` can check it anywhere.
+    """The bytes of the manifest of an output, with which `convert verify OUT` can check it anywhere.
 
     Args:
-        plan: what was done.
-        digests: of each job.
+        plan: the plan that was executed.
+        digests: the digest of each job.
         files: the digests of small files, by their paths from the manifest.
     """
     sections: dict[str, dict[str, Any]] = {"tensors": {}}
@@ -42,7 +42,7 @@ def manifest(plan: Plan, digests: Mapping[str, str], files: Mapping[str, str]) -
 
 
 def of_weights(plan: Plan, digests: Mapping[str, str]) -> dict[str, str]:
-    """The digests of the weights alone."""
+    """The digests of the weights, without those of optimizer states."""
     return {job.name: digests[job.name] for job in plan.jobs if not job.state}
 
 
@@ -59,16 +59,17 @@ def same_output(plan: Plan, place: Path) -> dict[str, str] | None:
 
 
 def check_source(plan: Plan, digests: Mapping[str, str]) -> None:
-    """Compare what was read with the manifest that travels with the source, if there is one.
+    """Compare the tensors that were read with the manifest of the source, if there is one.
 
-    Master weights that are written as the weights are not: they were compared with those that the manifest is of.
-    Neither are tensors that are read as parts of others, which it does not have, nor moments instead of weights.
+    Not compared are FP32 master weights that are written as the weights, since they were compared with the weights of
+    the manifest; tensors that are read as parts of others, which the manifest does not have; and moments in place of
+    weights.
 
     Raises:
         VerificationError: the source is not what it was when its manifest was written.
     """
     _, remembered = read_manifest(plan.source.home) or ({}, {})
-    moments = plan.source.settings.weights in STATES[1:]  # which are read under the names of the weights
+    moments = plan.source.settings.weights in STATES[1:]  # moments are read under the names of the weights
     remembered = {} if plan.source.original or moments else {**remembered, **remembered_states(plan.source.home)}
     kept = [job.name for job in plan.jobs if not (job.edges or (job.twins and not job.state))]
     wrong = [name for name in kept if remembered.get(name, digests[name]) != digests[name]]

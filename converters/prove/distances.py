@@ -1,4 +1,4 @@
-"""How two tensors are apart: by the size of the difference, along each axis, and where most. One pass."""
+"""Measure the differences between two tensors in one pass: by size, along each axis, and where they are largest."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from converters.move.casts import Array
 DECADES = range(-12, 5)
 """Differences are counted by decades: less than 1e-12, 1e-12 to 1e-11, ..., 1e4 or more."""
 FARTHEST = 8
-"""Elements that are kept with both their values."""
+"""How many of the elements that differ most are kept with both their values."""
 
 
 class Distances:
-    """What is known of the elements of a tensor that differ; grows tile by tile.
+    """Statistics of the elements of a tensor that differ, collected tile by tile.
 
     Attributes:
         axes: the names of the tensor's axes.
-        shape: its elements along each.
+        shape: the sizes of the axes.
         sizes: how many elements differ by less than 1e-12, by 1e-12 to 1e-11, and so on (`DECADES`).
         counts: for each axis, how many elements differ at each place along it.
         largest: for each axis, the largest difference at each place along it; infinite where one side is not finite.
@@ -41,13 +41,13 @@ class Distances:
         return float(np.sqrt(self._squares / max(1, prod(self.shape))))
 
     def add(self, start: Sequence[int], shape: Sequence[int], left: Array, right: Array, distance: Array) -> None:
-        """Take in a tile.
+        """Add the elements of a tile.
 
         Args:
-            start: where it is in the tensor.
-            shape: its elements along each axis.
-            left: the first tensor's elements, flat.
-            right: the second one's.
+            start: the start of the tile in the tensor.
+            shape: the sizes of the tile.
+            left: the elements of the first tensor, flat.
+            right: the elements of the second tensor, flat.
             distance: float64, 0 where the elements are equal and infinite where they cannot be subtracted.
         """
         differing = distance != 0

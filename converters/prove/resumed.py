@@ -1,4 +1,4 @@
-"""A verification that resumes after a kill, and that several processes share; `OUT.verify` has their journals."""
+"""A verification that resumes after a kill, and that several processes can share; `OUT.verify` holds the journals."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def is_begun(out: Path) -> bool:
 def digests(
     out: Path, plan: Plan, limits: Limits, share: Share | None, advance: Callable[[int], None]
 ) -> dict[str, str]:
-    """The digests of a plan's jobs, or of a share of them. What a journal says of the same files is not read again.
+    """The digests of a plan's jobs, or of a share of them. Tensors in a journal of the same files are not read again.
 
     Raises:
-        OutputError: the journal cannot be written; or another process has it, or the files have changed since.
-        Interrupted: a signal came; the same call resumes later.
+        OutputError: the journal cannot be written; or another process has locked it, or the files have changed.
+        Interrupted: a signal came; the same call resumes.
     """
     files = sorted({part.fragment.path for job in plan.reads for part in job.sources})
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]

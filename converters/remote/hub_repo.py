@@ -1,8 +1,8 @@
-"""A repository of the Hub, at one commit, by ranges.
+"""A repository of the Hub at one commit, read by ranges.
 
 Facts (huggingface_hub 2.4.0, file_download.py): resolve/COMMIT/PATH answers with the commit (X-Repo-Commit) and the
-hash of the content (X-Linked-Etag, else ETag: SHA-256 of an LFS file, git's hash of any other), and leads to a signed
-address that expires. The token goes to the Hub alone.
+hash of the content (X-Linked-Etag, else ETag: SHA-256 of an LFS file, git's hash of any other), and redirects to a
+signed address that expires. The token is sent to the Hub alone.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from formats.errors import NetworkError, SourceError, UsageError, VitruvianError
 
 LOGIN = "hf auth login   # or set HF_TOKEN, and accept the model's terms on its page"
 SECONDS = 30
-"""After so long without a byte, one asks again."""
+"""Seconds without a byte after which a request is repeated."""
 LIBRARIES = ("httpx2", "httpx", "requests", "urllib3", "httpcore", "httpcore2")
-"""What huggingface_hub speaks through; an error of theirs is trouble with the network."""
+"""The network libraries of huggingface_hub: their errors are network errors."""
 GIT = ".gitattributes"
-"""A file that every repository has, and that is git's."""
+"""A file of git that every repository has, and that is not listed."""
 FIRST = 4
-"""How often the Hub is asked for a model at first: a folder that is not there looks like a name of it."""
+"""Tries of the first request for a repository: the name of a folder that does not exist looks like one on the Hub."""
 Result = TypeVar("Result")
 
 
 class Repo:
-    """A repository at the commit that a revision was when it was first asked for."""
+    """A repository at the commit that its revision has at the first access."""
 
     def __init__(self, name: str, revision: str | None) -> None:
         self.name, self.revision = name, revision
@@ -43,20 +43,20 @@ class Repo:
 
     @cached_property
     def commit(self) -> str:
-        """Its commit."""
+        """The commit of the revision."""
         about = self.ask(lambda api: api.model_info(self.name, revision=self.revision, timeout=SECONDS), FIRST)
         return str(about.sha)
 
     @cached_property
     def tree(self) -> dict[str, Entry]:
-        """Every file of the commit."""
+        """Every file of the commit, by path."""
         listed = self.ask(lambda api: list(api.list_repo_tree(self.name, recursive=True, revision=self.commit)))
         files = [entry for entry in listed if hasattr(entry, "size")]
         files = [entry for entry in files if entry.path != GIT]
         return {entry.path: Entry(entry.size, entry.lfs.sha256 if entry.lfs else entry.blob_id) for entry in files}
 
     def listed(self, folder: str) -> dict[str, Entry | None]:
-        """What is in a folder (`Store`)."""
+        """The entries of a folder (`Store`)."""
         entries: dict[str, Entry | None] = {}
         for path, entry in self.tree.items():
             inside = path if not folder else path.removeprefix(f"{folder}/")
@@ -67,7 +67,7 @@ class Repo:
         return entries
 
     def found(self, key: str) -> Entry | None:
-        """A file (`Store`)."""
+        """The entry of a file (`Store`)."""
         return self.tree.get(key)
 
     def fetch(self, key: str, entry: Entry, start: int, stop: int) -> memoryview:
@@ -101,7 +101,11 @@ class Repo:
         raise Again(f"the Hub answers {answer.status_code}", pause_of(answer.headers))
 
     def _place(self, key: str, entry: Entry) -> str:
-        """The address of a file's bytes; the file is still what the commit has."""
+        """The address of a file's bytes.
+
+        Raises:
+            SourceError: the file is not the one that the commit had when it was listed.
+        """
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
         with self.lock:
@@ -121,15 +125,15 @@ class Repo:
         from huggingface_hub import HfApi
 
         if "HF_HUB_VERBOSITY" not in os.environ:
-            logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each time that it asks again
+            logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs each of its own retries
         return HfApi(library_name="vitruvian")
 
     def ask(self, act: Callable[[Any], Result], tries: int | None = None) -> Result:
-        """Ask the Hub, as often as it takes."""
+        """Send a request to the Hub, repeated up to `tries` times (`patiently`)."""
         return patiently(self.url, lambda: self._meant(lambda: act(self._api)), tries)
 
     def _meant(self, act: Callable[[], Result]) -> Result:
-        """Do something, and say what an error of huggingface_hub means; what is not known stays as it is."""
+        """Call a function, and turn known errors of huggingface_hub into errors for the user."""
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
         try:
@@ -153,11 +157,11 @@ class Repo:
 
 
 def offline(url: str) -> SourceError:
-    """The error where nothing may be asked of the Hub."""
+    """The error for a name that would have to be read from the Hub in offline mode."""
     return SourceError(f"{url} would have to be read from the Hub, and HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE")
 
 
 def pause_of(headers: Any) -> float:
-    """The seconds that a server wants to be left alone."""
+    """The seconds in a server's Retry-After header, 0 without one."""
     seconds = str(headers.get("Retry-After") or "")
     return float(seconds) if seconds.isdigit() else 0.0

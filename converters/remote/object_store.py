@@ -1,7 +1,7 @@
-"""Buckets of S3, Google Cloud and Azure, and servers that list by WebDAV: through obstore.
+"""Buckets of S3, Google Cloud and Azure, and web servers with WebDAV listings, through obstore.
 
 obstore (0.12.1) takes keys and endpoints from the usual variables: AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and AWS_REGION,
-GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME. Its own retries are off: `patience` has them.
+GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME. Its own retries are off, as `patience` retries.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ KEYS = {
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS",
     "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
 }
-"""Where a store takes its keys from, for a hint."""
+"""Scheme: the hint that names the variables with the store's keys."""
 PART, PARTS = 8 << 20, 9_000
-"""Bytes of a part of an object that is sent, and how many there may be: S3 takes 10,000."""
+"""Least bytes of a part of an upload, and most parts: S3 allows 10,000."""
 SENDERS = 4
 Result = TypeVar("Result")
 
@@ -41,7 +41,11 @@ class Bucket:
 
     @cached_property
     def store(self) -> Any:
-        """What obstore has of it."""
+        """The store object of obstore.
+
+        Raises:
+            UsageError: obstore cannot open the address.
+        """
         from obstore.exceptions import BaseError
         from obstore.store import from_url
 
@@ -53,7 +57,7 @@ class Bucket:
             raise UsageError(f"{self.url} cannot be opened: {line(str(error))}", KEYS.get(self.scheme, "")) from None
 
     def listed(self, folder: str) -> dict[str, Entry | None]:
-        """What is in a folder (`Store`)."""
+        """The entries of a folder (`Store`)."""
         import obstore
 
         try:
@@ -66,7 +70,7 @@ class Bucket:
         }
 
     def found(self, key: str) -> Entry | None:
-        """An object (`Store`)."""
+        """The entry of an object (`Store`)."""
         import obstore
 
         try:
@@ -95,7 +99,7 @@ class Bucket:
         return content
 
     def send(self, key: str, content: Path | bytes) -> Entry:
-        """Make an object of a file or of some bytes, in one step: it is there as a whole, or as it was before."""
+        """Upload a file or bytes as an object, in one step: the object has all of the content, or is as before."""
         import obstore
 
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
@@ -115,20 +119,20 @@ class Bucket:
             self._ask(key, lambda key=key: obstore.delete(self.store, key))  # type: ignore[misc]
 
     def every(self, folder: str) -> dict[str, Entry]:
-        """Every object below a folder, by its key."""
+        """Every object below a folder, by key."""
         import obstore
 
         entries = self._ask(folder, lambda: [entry for page in obstore.list(self.store, folder) for entry in page])
         return {entry["path"]: _entry(entry) for entry in entries}
 
     def _ask(self, key: str, act: Callable[[], Result]) -> Result:
-        """Ask the store, as often as it takes.
+        """Send a request to the store, repeated while it fails for a passing reason (`patiently`).
 
         Raises:
-            NetworkError: it does not answer.
-            UsageError: it refuses.
+            NetworkError: the store does not answer.
+            UsageError: the store refuses.
             FileNotFoundError: there is no such object.
-            PreconditionError: it is another one.
+            PreconditionError: the object has changed.
         """
         from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 
@@ -159,7 +163,7 @@ class Bucket:
 
 
 def changed(url: str, key: str) -> SourceError:
-    """The error about an object that is not what it was when its folder was listed."""
+    """The error for an object that has changed since its folder was listed."""
     return SourceError(
         f"{url}/{key} has changed since it was opened, or is gone", "run it again once nothing writes it"
     )
@@ -170,7 +174,7 @@ def _entry(about: Mapping[str, Any]) -> Entry:
 
 
 def _said(error: BaseException) -> str:
-    """What a store says of an error, in its own words."""
+    """The message of a store's error, as short as possible."""
     text = str(error).partition("\n\nDebug source:")[0]
     code, status = re.search(r"<Code>(.*?)</Code>", text), re.search(r"status code: (\d+ [\w ]+)", text)
     return " ".join(filter(None, (status and status[1], code and code[1]))) or line(text)

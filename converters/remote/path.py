@@ -1,7 +1,7 @@
-"""A path in a store: what readers do with a path of the disk works with it, and what only the disk can do is refused.
+"""Paths in a store, which readers use like paths on disk; what only a disk can do is refused.
 
-`s3://bucket/run`, `gs://…`, `az://…`, `https://…` and `hf://ORG/NAME@REVISION/…`. What is listed of a store is kept
-until a path in it is opened anew (`remote`): what changes meanwhile is refused when it is read.
+`s3://bucket/run`, `gs://…`, `az://…`, `https://…` and `hf://ORG/NAME@REVISION/…`. Listings of a store are kept until a
+path in the store is opened anew (`remote`): an object that has changed since is refused when it is read.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from formats.disk.handle import opened, pread, size_of
 from formats.errors import UnsupportedError, UsageError
 
 DEPTH = {"hf": 3} | dict.fromkeys(SCHEMES, 2)
-"""Scheme: how many parts of a path say which store it is in."""
+"""Scheme: how many parts of a path identify the store."""
 REMEMBERED = 1 << 20
-"""Smaller files are kept once they were read as a whole, as several readers look into them."""
+"""Bytes up to which a file that was read as a whole is kept in memory, since several readers read it."""
 
 
 class Mount:
-    """A store, and what is known of it.
+    """A store with its cached listings, entries and contents.
 
     Attributes:
         store: the store.
-        roots: folders that the user named; of what lies above them single files are asked for, and no lists.
-        beside: files of the disk that stand for objects which are not there yet, by key.
+        roots: folders that the user named; above these, single files are requested, and no listings.
+        beside: files of the disk in place of objects that are not sent yet, by key.
     """
 
     def __init__(self, store: Store, roots: Iterable[str] = ()) -> None:
@@ -49,7 +49,7 @@ class Mount:
         self.lock = threading.Lock()
 
     def listed(self, folder: str) -> dict[str, Entry | None]:
-        """What is in a folder, by name; None for a folder."""
+        """The entries of a folder by name; None for a folder."""
         above, _, name = folder.rpartition("/")
         with self.lock:
             if folder not in self.folders:
@@ -64,7 +64,7 @@ class Mount:
         return entries
 
     def entry(self, key: str) -> Entry | None:
-        """An object, None without one."""
+        """The entry of an object, None if there is no such object."""
         if key in self.roots and self.listed(key):  # a web server has a page there
             return None
         folder, _, name = key.rpartition("/")
@@ -78,11 +78,11 @@ class Mount:
 
 
 MOUNTS: dict[str, Mount] = {}
-"""Each store that is in use, by how its paths begin."""
+"""The stores in use, by the beginning of their paths."""
 
 
 class RemotePath(PosixPath):
-    """A path in a store."""
+    """A path in a store, with the methods of `Path` that readers use."""
 
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
@@ -102,7 +102,7 @@ class RemotePath(PosixPath):
         return isinstance(other, RemotePath) and self.parts == other.parts
 
     def mount(self) -> tuple[Mount, str]:
-        """Its store, and its key there."""
+        """The mounted store of the path, and the key of the path in it."""
         parts = self.parts
         depth = DEPTH[parts[0].rstrip(":")] if parts and parts[0].rstrip(":") in DEPTH else 0
         if not depth or len(parts) < depth or ".." in parts:
@@ -114,10 +114,10 @@ class RemotePath(PosixPath):
     # --- what a path is ---------------------------------------------------------------------------------------------
 
     def _entry(self) -> Entry | None:
-        """Its object; None for a folder.
+        """The entry of the object; None for a folder.
 
         Raises:
-            FileNotFoundError: there is neither.
+            FileNotFoundError: there is neither an object nor a folder.
         """
         mount, key = self.mount()
         entry = mount.entry(key) if key else None
@@ -126,7 +126,7 @@ class RemotePath(PosixPath):
         return entry
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:  # noqa: ARG002  # as Path has it
-        """Size and kind; the time is a number made of the ETag, which changes as a time does."""
+        """Size and kind of the object; the time is a number made from the ETag, which changes with the object."""
         entry = self._entry()
         mark = int.from_bytes(blake2b(entry.identity.encode(), digest_size=7).digest(), "big") if entry else 0
         kind = stat.S_IFREG if entry else stat.S_IFDIR
@@ -146,12 +146,12 @@ class RemotePath(PosixPath):
         return self._is(folder=False) or self._is(folder=True)
 
     def is_file(self, **_: Any) -> bool:
-        """Whether it is an object."""
+        """Whether the path is an object."""
         mount_key = self._mounted()
         return mount_key is not None and mount_key[0].entry(mount_key[1]) is not None
 
     def _mounted(self) -> tuple[Mount, str] | None:
-        """Its store and its key, None of what can be no object."""
+        """The mounted store and the key, None for a path that cannot be an object."""
         try:
             mount, key = self.mount()
         except FileNotFoundError:
@@ -159,37 +159,37 @@ class RemotePath(PosixPath):
         return (mount, key) if key else None
 
     def is_dir(self, **_: Any) -> bool:
-        """Whether objects are below it."""
+        """Whether there are objects below the path."""
         return self._is(folder=True)
 
     def is_symlink(self) -> bool:
-        """There are none."""
+        """Return False: a store has no links."""
         return False
 
     def is_absolute(self) -> bool:
-        """It is the same wherever we stand."""
+        """Return True: the path does not depend on the current folder."""
         return True
 
     def resolve(self, strict: bool = False) -> RemotePath:  # noqa: ARG002  # as Path has it
-        """Itself."""
+        """The path itself."""
         return self
 
     def absolute(self) -> RemotePath:
-        """Itself."""
+        """The path itself."""
         return self
 
     def relative_to(self, other: Any, *_: Any, **__: Any) -> Path:  # type: ignore[override]  # what is left is in no store
-        """The way from a folder above it."""
+        """The path relative to a folder above it."""
         return Path(*super().relative_to(other).parts)
 
     def expanduser(self) -> RemotePath:
-        """Itself."""
+        """The path itself."""
         return self
 
     # --- what is in it ----------------------------------------------------------------------------------------------
 
     def iterdir(self) -> Iterator[RemotePath]:  # type: ignore[override]  # Path has a generator of its own
-        """What is in a folder.
+        """The paths in a folder.
 
         Raises:
             FileNotFoundError: there is no such folder.
@@ -201,7 +201,7 @@ class RemotePath(PosixPath):
         return iter([self / name for name in sorted(names)])
 
     def glob(self, pattern: str, **_: Any) -> Iterator[RemotePath]:  # type: ignore[override]  # Path takes more
-        """What is below a folder, by a pattern of names."""
+        """The paths below a folder that match a pattern of names."""
         first, *deeper = pattern.split("/", 1)
         if not self.is_dir():
             return
@@ -213,7 +213,7 @@ class RemotePath(PosixPath):
                     yield path
 
     def ranges(self) -> Any:
-        """Open it to read at any offset (`formats.disk.handle`)."""
+        """Open the object for reads at any offset (`formats.disk.handle`)."""
         mount, key = self.mount()
         entry = mount.entry(key) if key else None
         if entry is None:
@@ -223,7 +223,7 @@ class RemotePath(PosixPath):
         return Object(mount.store, key, entry, mount.heads.pop(key, None))
 
     def open(self, mode: str = "r", *_: Any, encoding: str | None = None, errors: str | None = None, **__: Any) -> Any:
-        """Open it to read from its beginning on."""
+        """Open the object for reading from the beginning."""
         if mode not in ("r", "rt", "rb"):
             self.__fspath__()
         mount, key = self.mount()
@@ -233,7 +233,7 @@ class RemotePath(PosixPath):
         return raw if mode == "rb" else io.TextIOWrapper(raw, encoding or "utf-8", errors)
 
     def read_bytes(self) -> bytes:
-        """All of it."""
+        """The whole content."""
         mount, key = self.mount()
         if key in mount.texts:
             return mount.texts[key]
@@ -244,12 +244,12 @@ class RemotePath(PosixPath):
         return content
 
     def read_text(self, encoding: str | None = None, errors: str | None = None, **_: Any) -> str:
-        """All of it as text."""
+        """The whole content as text."""
         return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
 
     @staticmethod
     def ahead(paths: Iterable[RemotePath]) -> None:
-        """Ask for the heads of objects (`formats.disk.handle.soon`)."""
+        """Request the first bytes of objects that will be read soon (`formats.disk.handle.soon`)."""
         for path in paths:
             mount, key = path.mount()
             entry = mount.entry(key)
@@ -259,7 +259,7 @@ class RemotePath(PosixPath):
 
 
 class _Stream(io.RawIOBase):
-    """An open object, read forwards."""
+    """An open object as a stream with a position."""
 
     def __init__(self, stored: Object) -> None:
         self.held, self.at = stored, 0
@@ -288,7 +288,7 @@ class _Stream(io.RawIOBase):
 
 
 def remote(path: Path) -> RemotePath:
-    """A path in a store as it is now, given what the user wrote; nothing is asked yet."""
+    """The path in a store that the user wrote, with earlier listings of the store discarded; no request is sent yet."""
     place = RemotePath(*path.parts) if not isinstance(path, RemotePath) else path
     if ".." in place.parts:
         raise UsageError(f"{place} has a part '..', which no address in a store means", "write the whole address")

@@ -1,4 +1,4 @@
-"""Asking again: what fails for a while is tried with pauses that grow, and given up in a sentence."""
+"""Repeat requests that fail for a passing reason, with growing pauses, and at last raise an error in one sentence."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from formats.errors import NetworkError
 Result = TypeVar("Result")
 TRIES = 9
 FIRST, LONGEST = 0.2, 15.0
-"""Seconds of the first pause; each is twice the one before, up to the longest: half a minute in all."""
+"""Seconds of the first and of the longest pause; each pause is twice the one before: half a minute in all."""
 LATER = (408, 425, 429)
 NEVER = (501, 505)
-"""Refusals that may be over when one asks again, as may the server's own errors (5xx), but these."""
+"""HTTP statuses that are worth a retry besides 5xx, and those of 5xx that are not."""
 
 
 class Again(Exception):
-    """What was asked for failed, and may work later: why, and the seconds that the server wants to be left alone."""
+    """A request failed, and may work later: the reason, and the pause in seconds that the server asked for."""
 
     def __init__(self, why: str, pause: float = 0.0) -> None:
         super().__init__(line(why))
@@ -28,15 +28,15 @@ class Again(Exception):
 
 
 def patiently(what: str, act: Callable[[], Result], tries: int | None = None) -> Result:
-    """Do something, again and again while it raises `Again`.
+    """Call a function, and call it again while it raises `Again`.
 
     Args:
-        what: what it is about, for the error.
-        act: what is done.
-        tries: how often at most, None for `TRIES`.
+        what: the address that the function asks, for the error.
+        act: the function.
+        tries: most calls, None for `TRIES`.
 
     Raises:
-        NetworkError: it did not work in all that time.
+        NetworkError: the last call raised `Again` too.
     """
     tries = tries or TRIES
     for number in range(tries):
@@ -54,10 +54,10 @@ def patiently(what: str, act: Callable[[], Result], tries: int | None = None) ->
 
 
 def is_passing(status: int) -> bool:
-    """Whether a refusal may be over when one asks again."""
+    """Whether a request with this HTTP status may work later."""
     return (status >= 500 and status not in NEVER) or status in LATER
 
 
 def line(text: str) -> str:
-    """One line of bounded length, of each address the host alone: the rest may be signed."""
+    """A text as one line of bounded length, with only the host of each address: the rest may hold a signature."""
     return " ".join(re.sub(r"(https?://[^/\s'\")]+)[^\s'\")]*", r"\1", text).split())[:240]

@@ -1,8 +1,9 @@
-"""An object that is read at any offset: neighbouring reads become one request, and what follows is asked for ahead.
+"""Read an object at any offset: neighbouring reads become one request, and sequential reads are fetched ahead.
 
-A read that finds nothing fetches a window from its offset on. The window is small at first, so that a header costs
-kilobytes, and twice as large whenever a read begins where the last one ended. Of one that has grown the next window is
-fetched meanwhile. All windows of the process share a bound: with many files open each gets smaller ones.
+A read outside all windows fetches a window from its offset on. The window is small at first, so that a header costs
+kilobytes, and twice as large whenever a read begins where the last window ended. When a window that has grown is used
+again, the next one is fetched ahead. All windows of the process share a bound: with many open files each gets smaller
+windows.
 """
 
 from __future__ import annotations
@@ -17,31 +18,31 @@ from converters.remote.store import Entry, Store
 BOUND = 32 << 20
 """Bytes of all windows together."""
 SMALLEST, LARGEST = 16 << 10, 4 << 20
-"""Bytes of a window."""
+"""Least and most bytes of a window."""
 GROWN = 256 << 10
-"""From this size on the next one is fetched ahead."""
+"""Bytes of a window from which on the next one is fetched ahead."""
 FETCHERS = 8
 
 
 @lru_cache(maxsize=1)
 def fetchers() -> ThreadPoolExecutor:
-    """What fetches ahead."""
+    """The thread pool that fetches ahead."""
     return ThreadPoolExecutor(FETCHERS, "fetch")
 
 
 class Window:
-    """Bytes of an object, or the promise of them."""
+    """A range of bytes of an object, which are fetched or being fetched."""
 
     def __init__(self, start: int, stop: int) -> None:
         self.start, self.stop = start, stop
         self.content: Future[memoryview] = Future()
         self.begun = False
         self.follows = stop - start >= GROWN
-        """Whether the next one is to be fetched when this one is used once more."""
+        """Whether the next window is to be fetched when this one is used again."""
 
 
 class Cache:
-    """The windows of all objects, the oldest of which make room."""
+    """The windows of all objects; the oldest are dropped to make room."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -51,11 +52,11 @@ class Cache:
         """How many windows each object has."""
 
     def largest(self) -> int:
-        """How large a window may be now."""
+        """Most bytes of a new window, given the number of open objects."""
         return max(SMALLEST, min(LARGEST, BOUND // (4 * max(1, len(self.objects)))))
 
     def keep(self, owner: Object, window: Window) -> None:
-        """Hold a window; the lock is held."""
+        """Add a window; the caller has the lock."""
         self.held[id(owner), window.start] = owner, window
         self.objects[id(owner)] = self.objects.get(id(owner), 0) + 1
         self.nbytes += window.stop - window.start
@@ -63,7 +64,7 @@ class Cache:
             self.drop(*next(iter(self.held.values())))
 
     def drop(self, owner: Object, window: Window) -> None:
-        """Forget a window; the lock is held."""
+        """Remove a window; the caller has the lock."""
         if self.held.pop((id(owner), window.start), None) is None:
             return
         owner.windows.remove(window)
@@ -80,14 +81,14 @@ CACHE = Cache()
 
 
 class Object:
-    """An object of a store that is open (`formats.disk.handle.Ranges`)."""
+    """An open object of a store (`formats.disk.handle.Ranges`)."""
 
     def __init__(self, store: Store, key: str, entry: Entry, head: Future[memoryview] | None = None) -> None:
         self.store, self.key, self.entry, self.head = store, key, entry, head
         self.size, self.identity = entry.size, f"{store.url}/{key} {entry.size} {entry.identity}"
         self.windows: list[Window] = []
         self.ends: dict[int, int] = {}
-        """Where a window ended: how large it was."""
+        """End of a window: its size."""
 
     def read_at(self, buffer: memoryview, offset: int) -> int:
         """Read into a buffer (`Ranges`)."""
@@ -98,7 +99,7 @@ class Object:
             self._fill(window)
             try:
                 content = window.content.result()
-            except CancelledError:  # it had to make room before anybody fetched it
+            except CancelledError:  # the window was dropped before it was fetched
                 continue
             piece = content[offset + done - window.start :][: count - done]
             buffer[done : done + len(piece)] = piece
@@ -106,13 +107,13 @@ class Object:
         return max(0, done)
 
     def close(self) -> None:
-        """Give up what was read ahead (`Ranges`)."""
+        """Drop all windows of the object (`Ranges`)."""
         with CACHE.lock:
             for window in [*self.windows]:
                 CACHE.drop(self, window)
 
     def _window(self, at: int, size: int) -> Window:
-        """The window that a byte is in."""
+        """The window that contains a byte, a new one if there is none."""
         with CACHE.lock:
             for window in self.windows:
                 if window.start <= at < window.stop:
@@ -123,7 +124,7 @@ class Object:
             return self._new(at, size)
 
     def _new(self, at: int, size: int) -> Window:
-        """A window from a byte on, no further than where the next one begins; the lock is held."""
+        """A new window from a byte on, up to the next window at most; the caller has the lock."""
         grown = min(2 * self.ends.pop(at, SMALLEST // 2), CACHE.largest())
         after = min(
             (window_before.start for window_before in self.windows if window_before.start > at), default=self.size
@@ -135,12 +136,12 @@ class Object:
         return window
 
     def _ahead(self, window: Window) -> None:
-        """Fetch what follows a window; the lock is held."""
+        """Fetch the window that follows a window; the caller has the lock."""
         if window.stop < self.size and not any(other.start <= window.stop < other.stop for other in self.windows):
             fetchers().submit(self._fill, self._new(window.stop, 0))
 
     def _fill(self, window: Window) -> None:
-        """Fetch a window, if nobody does. An error is for whoever waits for it, and the window is gone then."""
+        """Fetch a window, unless a thread already does. An error is raised in waiting threads, and drops the window."""
         with CACHE.lock:
             if window.begun:
                 return

@@ -1,4 +1,4 @@
-"""What a store is to a path: folders that are listed, and objects that are read by ranges."""
+"""The interface of a store to paths: listings of folders, and objects that are read by ranges."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import NamedTuple, Protocol
 
 
 class Entry(NamedTuple):
-    """An object: its size in bytes, and what changes whenever it does (an ETag, the hash of its content)."""
+    """An object: its size in bytes, and an identity that changes with its content (an ETag, a hash)."""
 
     size: int
     identity: str
 
 
 class Store(Protocol):
-    """A bucket, a server or a repository, as it was when it was first asked."""
+    """A bucket, a server or a repository."""
 
     url: str
-    """How the paths in it begin."""
+    """The beginning of all paths in the store."""
 
     def listed(self, folder: str) -> Mapping[str, Entry | None]:
-        """What is in a folder, by name; None for a folder. Nothing in one that is not there."""
+        """The entries of a folder by name; None for a folder. Empty if there is no such folder."""
 
     def found(self, key: str) -> Entry | None:
-        """An object, without a list of its folder."""
+        """The entry of an object, found without listing its folder; None if there is no such object."""
 
     def fetch(self, key: str, entry: Entry, start: int, stop: int) -> memoryview:
         """Bytes of an object.
 
         Raises:
-            SourceError: it is gone, or another one than that entry was.
-            NetworkError: it cannot be reached.
-            UsageError: it may not be read.
+            SourceError: the object is gone, or has changed since it was listed as `entry`.
+            NetworkError: the store cannot be reached.
+            UsageError: the object may not be read.
         """

@@ -1,4 +1,4 @@
-"""`convert diff --html`: which tensors of two checkpoints differ, and how, as one page that needs nothing else."""
+"""`convert diff --html`: the tensors in which two checkpoints differ, and how, as one self-contained page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from converters.prove.distances import DECADES, Distances
 
 LAYER = "layer"
 BARS = 64
-"""Bars of an axis at most: of a longer one, each stands for several places."""
+"""Most bars of an axis: of a longer axis each bar stands for several places."""
 
 
 def page(differences: Differences, one: Path, two: Path) -> str:
@@ -24,7 +24,7 @@ def page(differences: Differences, one: Path, two: Path) -> str:
 
 
 def facts(differences: Differences, one: Path, two: Path) -> dict[str, Any]:
-    """What the page shows."""
+    """The data of the page, as JSON values."""
     return {
         "one": str(one), "two": str(two),
         "compared": differences.compared, "differing": len(differences.tensors), "settings": list(differences.settings),
@@ -63,12 +63,12 @@ def _distances(distances: Distances) -> dict[str, Any]:
 
 
 def _axes(distances: Distances) -> Iterator[dict[str, Any]]:
-    """Each axis but the layer's, in bars: how many elements differ at its places, and by how much at most."""
+    """The bars of each axis except the layer's: how many elements differ at its places, and by how much at most."""
     for name, length, counts, largest in zip(
         distances.axes, distances.shape, distances.counts, distances.largest, strict=True
     ):
         if name == LAYER:
-            continue  # a tensor is of one
+            continue  # a tensor is of one layer
         step = -(-length // BARS)
         starts = range(0, length, step)
         yield {
@@ -79,5 +79,5 @@ def _axes(distances: Distances) -> Iterator[dict[str, Any]]:
 
 
 def _number(number: float) -> float | None:
-    """A number for JSON, which has none that is not finite."""
+    """A number for JSON; None for NaN and infinity, which JSON lacks."""
     return number if isfinite(number) else None

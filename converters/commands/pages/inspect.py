@@ -1,4 +1,4 @@
-"""`convert inspect --html`: a checkpoint as one page that needs nothing else: settings, tensors by kind, files."""
+"""`convert inspect --html`: a checkpoint as one self-contained page: settings, tensors by kind, files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from converters.commands.inspect_text import inspect_rows
 from converters.commands.pages.template import filled, starred
 
 MOST_PLACES = 40_000
-"""Tensors that a page lists one by one; of a checkpoint with more, the first ones of each kind."""
+"""Most tensors that a page lists one by one; of a checkpoint with more, only the first of each kind."""
 MOST_OF_KIND = 64
 
 
@@ -19,7 +19,7 @@ def page(record: Mapping[str, Any]) -> str:
 
 
 def facts(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page shows."""
+    """The data of the page, as JSON values."""
     entries = record.get("list", [])
     files: dict[str, list[int]] = {}
     kinds: dict[tuple[str, str], list[Mapping[str, Any]]] = {}

@@ -1,4 +1,4 @@
-"""`convert plan --html`: a plan as one page that needs nothing else, aggregated by layer."""
+"""`convert plan --html`: a plan as one self-contained page, aggregated by layer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from formats.layout.placed import Placed
 from formats.layout.tensors import TENSORS
 
 MOST_PARTS = 60_000
-"""Places of tensors that a page lists one by one; of a plan with more, those of the first layer of each kind."""
+"""Most parts that a page lists one by one; of a plan with more, only those of the first layer of each kind."""
 MOST_OF_ONE = 256
-"""Places of one tensor that are listed."""
+"""Most parts of one tensor that are listed."""
 
 Where = Mapping[tuple[Path, int], tuple[str, str]]
 """(file, offset) of a physical tensor: its key, and the rank that it is for."""
@@ -30,7 +30,7 @@ def page(plan: Plan, target: str) -> str:
 
 
 def facts(plan: Plan, name: str) -> dict[str, Any]:
-    """What the page shows: the plan's record, its files, and its tensors by kind."""
+    """The data of the page, as JSON values: the plan's record, its files, and its tensors by kind."""
     record = plan_record(plan)
     sources = _where(plan.source.tensors)
     targets = _where(placed for file in plan.target.files for placed in file.tensors) if plan.target else {}
@@ -73,7 +73,7 @@ def facts(plan: Plan, name: str) -> dict[str, Any]:
 
 
 class _Names:
-    """Files by number, as they are shown."""
+    """The displayed names of files, which are referred to by number."""
 
     def __init__(self, root: Path | None) -> None:
         self.root, self.names, self.numbers = root, list[str](), dict[str, int]()
@@ -90,14 +90,14 @@ class _Names:
 
 
 def _axes(tensor: str, shape: tuple[int, ...]) -> list[str]:
-    """The lengths of a tensor's axes, named where the tensor is in the catalogue; all are of one layer."""
+    """The lengths of a tensor's axes, named where the tensor is in the catalogue, without the layer's axis."""
     if tensor not in TENSORS:
         return [str(length) for length in shape]
     return [f"{axis} {length}" for axis, length in zip(TENSORS[tensor], shape, strict=True) if axis != "layer"]
 
 
 def _by_kind(jobs: Iterable[Job]) -> dict[tuple[str, str, tuple[int, ...], str, tuple[str, ...]], list[Job]]:
-    """The jobs of each tensor that are alike but for their layer, in the order of the plan."""
+    """The jobs that differ only in their layer, in the order of the plan."""
     by_kind: dict[tuple[str, str, tuple[int, ...], str, tuple[str, ...]], list[Job]] = {}
     for job in jobs:
         by_kind.setdefault((job.tensor, job.state, job.shape, job.dtype, job.edges), []).append(job)
@@ -126,6 +126,6 @@ def _keys(job: Job, *sides: Where) -> Iterator[str]:
 
 
 def _parts(parts: Iterable[Part], where: Where, names: _Names) -> list[list[Any]]:
-    """[number of the file, key, rank, elements] of each place."""
+    """[number of the file, key, rank, elements] of each part."""
     rows = [[names.number(part.fragment.path), *_key(part.fragment, where), part.leaf.numel] for part in parts]
     return rows if len(rows) <= MOST_OF_ONE else [*rows[:MOST_OF_ONE], [-1, f"{len(rows) - MOST_OF_ONE} more", "", 0]]

@@ -1,4 +1,4 @@
-"""How facts become a page: one file that loads nothing, with the style and the script that all pages share."""
+"""Make a page from data: one HTML file that loads nothing, with the style and the script that all pages share."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 
 def filled(template: str, facts: Mapping[str, Any]) -> str:
-    """A page of facts; names from files are data in it, and never markup.
+    """The HTML of a page; names from files are data in it, never markup.
 
     Args:
-        template: the page's own markup and script, a file of this folder.
-        facts: what the script shows.
+        template: the file in this folder with the page's own markup and script.
+        facts: the data that the script shows.
     """
     room = files("converters.commands.pages")
     page = room.joinpath(template).read_text()
@@ -25,5 +25,5 @@ def filled(template: str, facts: Mapping[str, Any]) -> str:
 
 
 def starred(key: str) -> str:
-    """A key with a star for each number in it: those of its layer and its expert."""
+    """A key with a star in place of each number, those of its layer and its expert."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", key)

@@ -1,4 +1,4 @@
-"""Export at each save of axolotl.
+"""The plug-in of axolotl that exports each checkpoint at its save.
 
 As of axolotl 0.19.0, integrations/base.py and integrations/config.py: `plugins` of the config names a class as
 MODULE.CLASS; `get_input_args` names a pydantic model whose fields the config may then have; the callbacks that
@@ -16,11 +16,11 @@ from converters.library.frameworks.trainer_callback import ExportCallback
 from formats.errors import UsageError
 
 NAME = "vitruvian_export"
-"""What the config calls the arguments of `ExportCallback`."""
+"""The key in axolotl's config that holds the arguments of `ExportCallback`."""
 
 
 class ExportArgs(BaseModel):
-    """What a config of axolotl may say with the plug-in."""
+    """The fields that the plug-in adds to axolotl's config."""
 
     vitruvian_export: dict[str, Any] | None = None
 
@@ -29,15 +29,15 @@ class ExportPlugin(BasePlugin):  # type: ignore[misc]  # axolotl need not be ins
     """Exports each checkpoint that axolotl saves: `plugins: [vitruvian.axolotl.ExportPlugin]`.
 
     `vitruvian_export` of the config holds the arguments of `vitruvian.transformers.ExportCallback`: `out`, and others
-    by name. `config` is the config's `base_model`, where nothing else is said.
+    by name. The default of `config` is the `base_model` of axolotl's config.
     """
 
     def get_input_args(self) -> str:
-        """The model of what the config may say."""
+        """The name of the pydantic model with the plug-in's fields."""
         return "vitruvian.axolotl.ExportArgs"
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[ExportCallback]:
-        """What the Trainer calls.
+        """The callbacks for the Trainer.
 
         Raises:
             UsageError: the config names no folder, or an option does not exist.

@@ -1,4 +1,4 @@
-"""Weights of any checkpoint into a model of torch, and tensors of torch for whoever takes them one by one."""
+"""Load the weights of any checkpoint into a torch model, or iterate over them as torch tensors."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ AHEAD = 1
 
 
 class Loading(Reading, Effort, total=False):
-    """What loading depends on."""
+    """Options of loading."""
 
 
 class Iterating(Reading, View, total=False):
-    """What iterating depends on."""
+    """Options of iterating."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded into a model.
+    """The result of loading into a model.
 
     Attributes:
         names: tensors of the model that were filled.
-        missing: those that the checkpoint does not hold; none if `strict`.
+        missing: tensors of the model that the checkpoint does not hold; none if `strict`.
         unexpected: tensors of the checkpoint that the model does not have; none if `strict`.
     """
 
@@ -61,17 +61,17 @@ def iterate(
     prefetch: int = 1,
     **options: Unpack[Iterating],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of all that a checkpoint holds, in a layout, in the order of its files.
+    """Name and torch tensor of every tensor of a checkpoint, in a layout, in the order of its files.
 
     Args:
-        src: the folder of a checkpoint in any format, or what `vitruvian.open` gave.
+        src: the folder of a checkpoint in any format, or a checkpoint that `vitruvian.open` returned.
         to: the layout: `huggingface` for the names of the Hub, `fsdp` for those that transformers has in memory.
-        device: where the tensors go; None for the CPU.
+        device: the device of the tensors; None for the CPU.
         prefetch: how many further tensors are read, and are in memory, while the caller uses one.
-        options: by the flags of the commands; of a rank of Megatron `tp=(0, 8)`.
+        options: by the flags of the commands; for a rank of Megatron `tp=(0, 8)`.
 
     Raises:
-        DamagedError: at the end, if what was read has not the checksum that the source keeps of it.
+        DamagedError: at the end, if bytes that were read do not have the checksum that the source records.
         VerificationError: copies of a tensor differ.
     """
     checkpoint, viewing = _opened(src, options, Iterating.__optional_keys__)
@@ -92,18 +92,18 @@ def load(
     parallel) or replicated.
 
     Args:
-        model: what is filled in place.
-        src: the folder of a checkpoint, or what `vitruvian.open` gave.
-        strict: refuse a model and a checkpoint whose names differ, before anything is filled.
-            Whatever it says, settings that the config of the model has otherwise are refused, except those that
-            `accept` names: `accept=["norm_epsilon"]`.
-        cast: whether a tensor may be rounded to the type of the model's.
+        model: the model, which is filled in place.
+        src: the folder of a checkpoint, or a checkpoint that `vitruvian.open` returned.
+        strict: refuse a model and a checkpoint whose tensor names differ, before anything is filled. In any case,
+            settings that differ between the configs of checkpoint and model are refused, except those that `accept`
+            names: `accept=["norm_epsilon"]`.
+        cast: whether tensors may be rounded to the dtype of the model's.
         options: by the flags of the commands.
 
     Raises:
         RefusedError: settings, names, shapes or (without `cast`) element types differ.
-        UnsupportedError: a DTensor is placed otherwise.
-        DamagedError: what was read has not the checksum that the source keeps of it; the model is filled then.
+        UnsupportedError: a DTensor has another placement.
+        DamagedError: bytes that were read do not have the checksum that the source records; the model is filled then.
     """
     checkpoint, effort = _opened(src, options, Loading.__optional_keys__)
     _require_plain(model)
@@ -130,7 +130,7 @@ def load(
             _fill(model, name, tensors[name], as_torch(next(words), stored[name].dtype), shared[name])
         view.reader.complete()
     if any(tensors[name].is_meta for name in both) and callable(tie := getattr(model, "tie_weights", None)):
-        tie()  # what is made on the meta device is not tied yet
+        tie()  # parameters that replace those on the meta device are not tied yet
     if stranded := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise RefusedError(
             f"{type(model).__name__} has {len(stranded)} buffers on the meta device that no checkpoint holds: "
@@ -141,17 +141,17 @@ def load(
 
 
 WRAPPED = {"module.": "model.module", "_orig_mod.": "model._orig_mod", "base_model.model.": "the base model"}
-"""What the names of a wrapped model begin with, and what is to be filled in its place."""
+"""Prefix of the names of a wrapped model: the model that is to be loaded instead."""
 EXACT = {("BF16", torch.float32), ("F16", torch.float32), ("BF16", torch.float64), ("F16", torch.float64),
          ("F32", torch.float64)}  # fmt: skip
-"""Element types of which every number is one of another type."""
+"""Pairs of element types where every number of the first is one of the second."""
 
 
 def _opened(src: Place | Checkpoint, options: Any, names: Collection[str]) -> tuple[Checkpoint, Any]:
-    """The checkpoint, and the options that are not of opening it.
+    """The opened checkpoint, and the options that are not for opening it.
 
     Raises:
-        UsageError: an option is of opening a checkpoint that is open.
+        UsageError: an option is unknown, or is for opening a checkpoint that is open already.
     """
     if odd := [name for name in options if name not in names]:
         raise UsageError(f"there is no option {odd[0]}", f"options: {', '.join(sorted(names))}")
@@ -165,10 +165,10 @@ def _opened(src: Place | Checkpoint, options: Any, names: Collection[str]) -> tu
 
 
 def _require_plain(model: nn.Module) -> None:
-    """The parameters of a model are those that its state dict names.
+    """Refuse a model whose parameters are not those that its state dict names.
 
     Raises:
-        UnsupportedError: FSDP1 has flattened them.
+        UnsupportedError: FSDP1 has flattened the parameters.
     """
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise UnsupportedError(
@@ -178,7 +178,7 @@ def _require_plain(model: nn.Module) -> None:
 
 
 def _require_settings(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """What the config of the model says of its computation is what the checkpoint was trained with.
+    """Refuse a model whose config has other settings than those that the checkpoint was trained with.
 
     A model without a config of transformers is compared by its names and shapes alone.
 
@@ -201,22 +201,22 @@ def _require_settings(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _written(config: Any) -> dict[str, Any]:
-    """A config of transformers as it is in a file, which has words for an infinity, with all defaults."""
+    """A config of transformers as a config.json records it, with all defaults; infinity is spelled as there."""
     written: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return written
 
 
 def _hint(missing: Sequence[str]) -> str:
-    """What to load instead of a wrapped model; empty for any other."""
+    """The hint which model to load instead of a wrapped one; empty if the model is not wrapped."""
     inner = [what for prefix, what in WRAPPED.items() if missing and all(name.startswith(prefix) for name in missing)]
     return f"the model is wrapped: load {inner[0]}" if inner else ""
 
 
 def _require_one(names: set[str], stored: Mapping[str, Tensor]) -> None:
-    """What is one tensor in the model is one in the checkpoint.
+    """Refuse names of one tensor of the model that are different tensors in the checkpoint.
 
     Raises:
-        RefusedError: it is several there.
+        RefusedError: the checkpoint has several tensors under these names.
     """
     if len(names) == 1:
         return
@@ -229,14 +229,14 @@ def _require_one(names: set[str], stored: Mapping[str, Tensor]) -> None:
 
 
 def _origins(tensor: Tensor) -> frozenset[tuple[Path, int]]:
-    """The file and the first byte of each tensor of the source that a tensor is made of."""
+    """The file and the first byte of each physical tensor of the source that a tensor is assembled from."""
     jobs = {job.name: job for job, _ in tensor.reader.leaves(tensor.placed, tensor.state)}
     fragments = (part.fragment for job in jobs.values() for part in job.sources)
     return frozenset((fragment.path, fragment.offset) for fragment in fragments)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and the buffers that are saved, by name; the same tensor under each of its names."""
+    """Name and tensor of the parameters and saved buffers of a model; a shared tensor under each of its names."""
     kept = model.state_dict(keep_vars=True)
     for name, tensor in kept.items():
         if isinstance(tensor, torch.Tensor):
@@ -244,7 +244,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _shared(tensors: dict[str, torch.Tensor]) -> dict[str, set[str]]:
-    """Name: all names of the same tensor."""
+    """Name of a tensor: all names of the same tensor."""
     groups: dict[int, set[str]] = {}
     for name, tensor in tensors.items():
         groups.setdefault(id(tensor), set()).add(name)
@@ -252,11 +252,11 @@ def _shared(tensors: dict[str, torch.Tensor]) -> dict[str, set[str]]:
 
 
 def _require_fit(name: str, tensor: torch.Tensor, stored: Tensor, *, cast: bool) -> None:
-    """A tensor of the model can be filled as it is.
+    """Refuse a tensor of the model that cannot be filled from the stored one.
 
     Raises:
-        RefusedError: it has another shape or type.
-        UnsupportedError: it is spread over ranks in a way that has no ranges.
+        RefusedError: shape or dtype differ.
+        UnsupportedError: the tensor is a DTensor with a placement other than Shard and Replicate.
     """
     if tuple(tensor.shape) != stored.shape:
         raise RefusedError(
@@ -299,10 +299,10 @@ def _fill(model: nn.Module, name: str, tensor: torch.Tensor, values: torch.Tenso
 
 
 def _rounded(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Elements in another type.
+    """The values rounded to another dtype.
 
     Raises:
-        RefusedError: one is too large for it.
+        RefusedError: a value is too large for the dtype.
     """
     if values.dtype == dtype:
         return values
@@ -316,7 +316,7 @@ def _ranges(name: str, tensor: torch.Tensor) -> tuple[slice, ...]:
     """The box of a tensor that this rank holds: along a sharded axis chunks of ceil(n / ranks), as torch.chunk cuts.
 
     Raises:
-        UnsupportedError: it is placed otherwise.
+        UnsupportedError: the DTensor has a placement other than Shard and Replicate.
     """
     if not isinstance(tensor, DTensor):
         return ()

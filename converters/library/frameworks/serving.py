@@ -14,23 +14,23 @@ from converters.library.options import KINDS, TEXT, Effort, Reading, checked
 from formats.errors import UnsupportedError, UsageError
 
 FORMAT = "vitruvian"
-"""What `load_format` is called, where it is a name."""
+"""The value of `load_format`, where that is a name."""
 PLACE = "checkpoint"
 OPENING = Reading.__optional_keys__ - {"config"}
 READING = (Effort.__optional_keys__ - {"progress"}) | {"prefetch"}
 
 
 def opened(extra_config: Any, base: str, revision: str | None) -> tuple[Checkpoint, dict[str, Any]]:
-    """The checkpoint that the extra config of a loader names, and how it is read. Headers are read, no weights.
+    """The checkpoint that the extra config of a loader names, and the options to read it. Only headers are read.
 
     Args:
-        extra_config: `checkpoint`, the folder of one of any format, and options of `vitruvian.open` and
+        extra_config: `checkpoint`, the folder of a checkpoint of any format, and options of `vitruvian.open` and
             `vitruvian.torch.iterate` by name.
         base: the model that the server was given: a Hugging Face folder, or its name on the Hub.
-        revision: of the name on the Hub; None for the newest.
+        revision: the revision of a name on the Hub; None for the newest.
 
     Raises:
-        UsageError: it names none, or an option that does not exist.
+        UsageError: the extra config names no checkpoint, or an option that does not exist.
         SourceError: the checkpoint is damaged, incomplete, or of another model than the server's.
     """
     extra_config = extra_config if isinstance(extra_config, dict) else {}
@@ -50,18 +50,18 @@ def opened(extra_config: Any, base: str, revision: str | None) -> tuple[Checkpoi
 
 
 def weights(extra_config: Any, base: str, revision: str | None, model: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of all that a server loads into a model, on the CPU, in the names of the Hub.
+    """Name and tensor of all weights that a server loads into a model, on the CPU, under the names of the Hub.
 
-    Each is read once, by each process that loads.
+    Each process that loads reads each tensor once.
 
     Args:
-        extra_config: as of `opened`.
-        base: as of `opened`.
-        revision: as of `opened`.
-        model: of the server; `secondary_weights` are those that it takes from further folders.
+        extra_config: as in `opened`.
+        base: as in `opened`.
+        revision: as in `opened`.
+        model: the model of the server; its `secondary_weights` are taken from further folders.
 
     Raises:
-        UnsupportedError: it takes some from further folders.
+        UnsupportedError: the model takes weights from further folders.
         VitruvianError: what `opened` and `vitruvian.torch.iterate` raise.
     """
     if getattr(model, "secondary_weights", ()):

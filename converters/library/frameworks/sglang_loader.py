@@ -1,4 +1,4 @@
-"""The loader of SGLang.
+"""A loader of SGLang that reads a checkpoint of any format.
 
 As of SGLang 0.5.23, srt/model_loader/loader.py: `get_model_loader` calls a `load_format` that is a class;
 `DefaultModelLoader` takes names and tensors from `_get_all_weights`. Its constructor refuses an extra config that it
@@ -26,7 +26,7 @@ class CheckpointLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang need
     checkpoint: `{"checkpoint": "run/"}`, and options of `vitruvian.open` and `vitruvian.torch.iterate`.
 
     Args:
-        load_config: of SGLang.
+        load_config: the LoadConfig of SGLang.
     """
 
     def __init__(self, load_config: Any) -> None:
@@ -38,7 +38,7 @@ class CheckpointLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang need
         opened(self.load_config.model_loader_extra_config, model_config.model_path, model_config.revision)
 
     def _get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor of all that is loaded into the model."""
+        """Name and tensor of all weights that are loaded into the model."""
         config, draft = self.load_config.model_loader_extra_config, self.load_config.draft_model_idx
         if draft is not None:
             raise UnsupportedError(

@@ -1,8 +1,8 @@
-"""The loader of vLLM.
+"""A loader of vLLM that reads a checkpoint of any format.
 
 As of vLLM 0.33.0, model_executor/model_loader: `register_model_loader` in __init__.py names a class for `load_format`;
 `DefaultModelLoader` in default_loader.py takes names and tensors from `get_all_weights`, and refuses parameters of the
-model that none was loaded into. Its constructor refuses an extra config that it does not know.
+model that no tensor was loaded into. Its constructor refuses an extra config that it does not know.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CheckpointLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM need n
     checkpoint: `{"checkpoint": "run/"}`, and options of `vitruvian.open` and `vitruvian.torch.iterate`.
 
     Args:
-        load_config: of vLLM.
+        load_config: the LoadConfig of vLLM.
     """
 
     def __init__(self, load_config: Any) -> None:
@@ -39,7 +39,7 @@ class CheckpointLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM need n
         opened(self.load_config.model_loader_extra_config, model_config.model, model_config.revision)
 
     def get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor of all that is loaded into the model."""
+        """Name and tensor of all weights that are loaded into the model."""
         self.counter_before_loading_weights = time.perf_counter()
         config = self.load_config.model_loader_extra_config
         yield from weights(config, model_config.model, model_config.revision, model)

@@ -119,7 +119,7 @@ def read(source: Checkpoint) -> Optimizer:
         of_state = tuple(sorted(files_of(pieces)))
         checkpoints[state] = replace(source, tensors=tuple(pieces), dropped=(), files=of_state, twins=twins)
     step = _step(shares, details, source)
-    return Optimizer(checkpoints, step, _groups(shares, by_rank[0]), details.samples)
+    return Optimizer(checkpoints, step, _groups(shares, by_rank[0]), details.samples or None)
 
 
 # --- which files there are -------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def _require_said(folder: Path, sizes: Mapping[str, int], source: Checkpoint) ->
         raise SourceError(f"{path} says {short(kind)}, and the files are those of a training {found} ZeRO-1", COPY)
     for axis, size in sizes.items():
         said, weights = str(parallelism.get(SIZES[axis])), source.topology.get(axis, size)
-        if said != str(size) or weights != size:
+        if said != str(size) or weights not in (1, size):  # weights of one rank are for all topologies
             raise SourceError(
                 f"{folder} holds files of {axis} {size}: {CONFIG} says {short(said)}, the weights are of {weights}",
                 "they are of two saves: " + COPY,

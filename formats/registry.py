@@ -28,10 +28,11 @@ if TYPE_CHECKING:  # mypy sees that the modules of the formats are what `Format`
     from formats.huggingface import folder
     from formats.huggingface.mistral import folder as mistral
     from formats.huggingface.nanotron import checkpoint as nanotron
+    from formats.huggingface.nanotron import optimizer as nanotron_optimizer
     from formats.megatron import classic, fsdp_dtensor, portable_optimizer, torch_dist
 
     READERS: tuple[Reader, ...] = (folder, fsdp_dtensor, torch_dist, fsdp, mds, neox, zero, classic, mistral, nanotron)
-    TRAININGS: tuple[Training, ...] = (optimizer, fsdp_optimizer, portable_optimizer)
+    TRAININGS: tuple[Training, ...] = (optimizer, fsdp_optimizer, portable_optimizer, nanotron_optimizer)
 
 FORMATS: dict[str, Format] = {
     form.name: form for form in (HUGGINGFACE, MEGATRON_FSDP, DIST, FSDP, MDS, NEOX, ZERO, MEGATRON, MISTRAL, NANOTRON)

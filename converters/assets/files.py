@@ -25,6 +25,7 @@ from formats.families.family import FAMILY_FILE
 from formats.huggingface import mtp
 from formats.huggingface.config import dropouts, to_huggingface
 from formats.huggingface.folder import INDEX, NAME, SINGLE, read_weight_map
+from formats.huggingface.nulls import tokens_beyond
 from formats.huggingface.quantized import stale
 from formats.model.spec import ModelSpec, Spec
 
@@ -40,6 +41,8 @@ MOST = 1 << 30
 """Most bytes of a file that is compared."""
 LAST = 1 << 10
 """Bytes at the end of a tokenizer.json that are checked."""
+PAD = "pad_token_id"
+"""The token for which an embedding of transformers has to have a row."""
 FOLDERS = ("additional_chat_templates",)
 DTYPE = ("dtype", "torch_dtype")
 """The config keys for the element type of the weights, in transformers 5 and 4."""
@@ -187,6 +190,12 @@ def checks(folder: Path, config: Mapping[str, Any] | None, spec: Spec) -> list[s
         beyond = sorted(token for token in ids if spec.vocab is not None and token >= spec.vocab)
         if beyond:
             notes.append(f"{name} names token {beyond[-1]}, the vocabulary has {spec.vocab}")
+        family = FAMILIES.get(spec.family)
+        if name == "config.json" and family and PAD not in document and PAD in tokens_beyond({}, family, spec.vocab):
+            notes.append(
+                f"{folder / name} does not say {PAD}, for which transformers takes {family.tokens[PAD]}, the "
+                f"vocabulary has {spec.vocab}: it builds no such model; give the key there, or null"
+            )
     by_name = dict(files(folder))
     notes += missing_code(by_name)
     if (path := by_name.get(TOKENIZER[0])) and not _ended(path):

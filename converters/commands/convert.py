@@ -22,6 +22,7 @@ from converters.commands.options import (
     megatron_version,
     opened,
     optimizer_kind,
+    parallel,
     places,
     reading,
     reading_of,
@@ -225,12 +226,18 @@ def nanotron2hf(src: Path, out: Path, **options: Any) -> None:
 
 @command()
 @places
+@parallel
 @vocab_multiple
+@click.option(
+    "--with-optimizer",
+    is_flag=True,
+    help="Convert the optimizer too (FP32 master weights, moments, step), for a training of these --tp and --pp.",
+)
 @deepspeed_reading
 @reading
 @writing
 def hf2nanotron(src: Path, out: Path, **options: Any) -> None:
-    """Any checkpoint to nanotron, whose training loads it at any topology.
+    """Any checkpoint to nanotron, whose training loads the weights at any topology.
 
     The vocabulary has to divide over the tensor parallel ranks of the training.
     """

@@ -83,6 +83,8 @@ BRIDGE, ADAPTER_OF_BRIDGE = "bridge", "adapter of bridge"
 """Purposes of an output: a model for Megatron-Bridge, as `--for` names it, and an adapter."""
 TORCHTITAN, OLMO_CORE = "torchtitan", "olmo-core"
 """Purposes of an output: FSDP under the names of these trainers."""
+RESUMED = "nanotron, with its optimizer"
+"""A checkpoint of nanotron from which a training resumes."""
 NEXT = {
     BRIDGE: 'Megatron-Bridge with checkpoint.pretrained_checkpoint={out}, or its load_megatron_model("{out}")',
     ADAPTER_OF_BRIDGE: "Megatron-Bridge with checkpoint.load={out}, checkpoint.pretrained_checkpoint=BASE, "
@@ -96,6 +98,7 @@ NEXT = {
     MEGATRON_DEEPSPEED: "Megatron-DeepSpeed with --load {out} and the flags in {out}/megatron_flags.txt",
     MISTRAL: 'Transformer.from_folder("{out}") of mistral-inference, or vllm serve {out} --load-format mistral',
     NANOTRON: "nanotron with model: init_method: path: {out}, and model_config as {out}/model_config.json has it",
+    RESUMED: "nanotron with checkpoints: resume_checkpoint_path: {out}, load_optimizer: true, load_lr_scheduler: false",
     UNIVERSAL: "DeepSpeed with checkpoint: {{load_universal: true}}, load_checkpoint from {out}",
 }
 """Target or purpose of an output: how the output can be used."""
@@ -108,6 +111,7 @@ def convert_to(to: str, source: Checkpoint, out: Path, options: Mapping[str, Any
     request = request_of(out, options, source)
     named = (options.get("names"), options.get("for_trainer"))
     purpose = next((name for name in (TORCHTITAN, OLMO_CORE, BRIDGE) if name in named), to)
+    purpose = RESUMED if to == NANOTRON and options.get("with_optimizer") else purpose
     carry_out(plan_output(source, request, to, output_of(options)), request, options, purpose)
 
 

@@ -236,9 +236,20 @@ def _mistral(source: Checkpoint, request: Request, _: Output) -> Plan:
 
 
 def _nanotron(source: Checkpoint, request: Request, output: Output) -> Plan:
+    multiple = output.make_vocab_size_divisible_by or 1
+    if output.with_optimizer:
+        from converters.plan.training_state import plan_nanotron_run
+        from formats.huggingface.nanotron.optimizer_writer import Topology
+
+        return plan_nanotron_run(source, request, multiple, Topology(output.tp, output.pp))
+    for name in ("tp", "pp"):
+        if getattr(output, name) != 1:
+            raise UsageError(
+                f"--{name} is for a training that is resumed: any topology loads the weights", "add --with-optimizer"
+            )
     from converters.plan.targets import plan_nanotron
 
-    return plan_nanotron(source, request, output.make_vocab_size_divisible_by or 1)
+    return plan_nanotron(source, request, multiple)
 
 
 def _megatron(source: Checkpoint, request: Request, output: Output) -> Plan:
@@ -335,7 +346,7 @@ TARGETS: Mapping[str, tuple[set[str], Callable[..., Plan]]] = {
     GPT_NEOX: (NEOX_OPTIONS, _neox),
     UNIVERSAL: (set(), _deepspeed),
     MISTRAL: (set(), _mistral),
-    NANOTRON: ({"make_vocab_size_divisible_by"}, _nanotron),
+    NANOTRON: ({"make_vocab_size_divisible_by", "tp", "pp", "with_optimizer"}, _nanotron),
     MEGATRON_DEEPSPEED: (MDS_OPTIONS, _megatron_deepspeed),
 }
 """Target: the options that have an effect on it, and the function that makes its plan."""

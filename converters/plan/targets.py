@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from formats import optimizer
     from formats.deepspeed.mds import writer as mds_writer
     from formats.deepspeed.neox import writer as neox_writer
+    from formats.huggingface.nanotron.optimizer_writer import Topology
     from formats.megatron.args.options import Options
     from formats.megatron.optimizer import Optimizer
 
@@ -212,12 +213,28 @@ def plan_mds(source: Checkpoint, request: Request, options: mds_writer.Options) 
     return _run(source, request, partial(writer.write, options=options), "Megatron-DeepSpeed")
 
 
-def plan_nanotron(source: Checkpoint, request: Request, vocab_multiple: int) -> Plan:
-    """A plan that writes a checkpoint of nanotron, with the model's config and tokenizer in it."""
+def plan_nanotron(
+    source: Checkpoint,
+    request: Request,
+    vocab_multiple: int,
+    trained: optimizer.Optimizer | None = None,
+    topology: Topology | None = None,
+) -> Plan:
+    """A plan that writes a checkpoint of nanotron, with the model's config and tokenizer in it.
+
+    Args:
+        source: the opened checkpoint.
+        request: what the user asked for.
+        vocab_multiple: what the vocabulary is padded to a multiple of, for each tensor parallel rank.
+        trained: what is written beside the weights, for a training that resumes.
+        topology: its parallel sizes.
+    """
     from formats.huggingface.nanotron import writer
 
     config = json.loads(assets.config_text(source, None))
-    return _run(source, request, partial(writer.write, vocab_multiple=vocab_multiple, config=config), "nanotron")
+    options = {"vocab_multiple": vocab_multiple, "config": config, "optimizer": trained}
+    write = partial(writer.write, **options, topology=topology or writer.ONE_RANK)
+    return _run(source, request, write, "nanotron")
 
 
 def _run(source: Checkpoint, request: Request, write: Callable[[Path, ModelSpec, Dtypes], Target], name: str) -> Plan:

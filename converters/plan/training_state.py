@@ -8,12 +8,14 @@ from dataclasses import replace
 from converters.plan.parts import Part, prove_tiling
 from converters.plan.plan import MASTERS, PADDING, Job, Plan, cast_dtype, cast_dtypes, make_plan, padding_leaves
 from converters.plan.request import Request
-from converters.plan.targets import plan_fsdp, plan_megatron
+from converters.plan.targets import plan_fsdp, plan_megatron, plan_nanotron
 from converters.plan.universal import UNTAKEN
 from formats.checkpoint import Checkpoint, Target
-from formats.errors import UnsupportedError, VerificationError
+from formats.errors import UnsupportedError, UsageError, VerificationError
 from formats.format import Training
 from formats.fsdp import optimizer as fsdp_optim
+from formats.huggingface.nanotron import optimizer as nanotron_optim
+from formats.huggingface.nanotron.optimizer_writer import Topology
 from formats.layout.leaves import Leaf
 from formats.layout.placed import Placed, files_of
 from formats.layout.slots import ORIGINAL, Replica
@@ -176,6 +178,48 @@ def plan_resumed(
     return _resumed(plan, optimizer, 0, [*notes, *_regrouped(optimizer, plan.target, False, True)])
 
 
+def plan_nanotron_run(source: Checkpoint, request: Request, vocab_multiple: int, topology: Topology) -> Plan:
+    """A plan that writes a checkpoint of nanotron with the optimizer of the source.
+
+    Args:
+        source: the opened checkpoint.
+        request: what the user asked for; its cast is that of the weights.
+        vocab_multiple: what the vocabulary is padded to a multiple of, for each tensor parallel rank.
+        topology: the parallel sizes of the training that resumes.
+
+    Raises:
+        SourceError: the source holds no optimizer, or an incomplete one.
+        UnsupportedError: its optimizer has no layout here.
+        UsageError: the folder is named as another step, so that no reader would take it.
+    """
+    stored = optimizer_of(source)
+    name, step = request.place.name, str(stored.updates(source.home))
+    if name.isdecimal() and name != step:
+        raise UsageError(
+            f"{request.out} is named as step {name} of nanotron, and this is step {step}", f"name it {step}"
+        )
+    weights, states = _split(source, stored, request.cast)
+    optimizer = replace(stored, states=states)
+    plan = plan_nanotron(replace(weights, dropped=(), state=()), request, vocab_multiple, optimizer, topology)
+    paths = (path for checkpoint in stored.states.values() for path in files_of(checkpoint.tensors))
+    read = replace(plan.source, files=tuple(dict.fromkeys([*source.files, *paths])))
+
+    def more(written: Checkpoint) -> Iterator[Job]:
+        read_back = nanotron_optim.read(written)
+        if (read_back.step, read_back.groups) != (optimizer.step, optimizer.groups):
+            raise VerificationError("step or groups of the optimizer do not read back as written")
+        return state_jobs(written, {state: read_back.states[state] for state in states})
+
+    sums = "true" if MASTERS in states else "false"
+    notes = (
+        UNTAKEN,
+        f"nanotron resumes at tp {topology.tp}, pp {topology.pp} with accumulate_grad_in_fp32: {sums} and "
+        "zero_stage: 0; its schedule begins anew, at the rate of each parameter in the checkpoint",
+    )
+    jobs = (*plan.jobs, *state_jobs(source, states, target=plan.target))
+    return replace(plan, source=read, jobs=jobs, notes=(*plan.notes, *notes), more=more)
+
+
 def _regrouped(optimizer: Optimizer | Native, target: Target | None, *in_megatron: bool) -> list[str]:
     """The note on parameters that are one matrix to Muon in the source and several in the target, or the reverse.
 
@@ -232,7 +276,7 @@ def _split(source: Checkpoint, optimizer: Optimizer, cast: str | None) -> tuple[
         masters = _trained(source)
     if masters is None:
         raise UnsupportedError(
-            f"{source.root} was trained without FP32 master weights, which Megatron's optimizer has of such weights",
+            f"{source.root} was trained without FP32 master weights, which an optimizer there has of such weights",
             "--dtype fp32 takes the weights themselves, and resumes in float32",
         )
     return source, {"fp32": masters, **states}

@@ -21,6 +21,7 @@ NANOTRON = Format(
     "nanotron: model/ with a file for each parameter and rank, and model_config.json",
     "for nanotron use `convert nanotron2hf`",
     "formats.huggingface.nanotron.checkpoint",
+    "formats.huggingface.nanotron.optimizer",
     to_folder="nanotron2hf",
     signs=r"model_config\.json",
     ranked=True,

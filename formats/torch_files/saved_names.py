@@ -23,12 +23,17 @@ MODEL_DUMP = re.compile(
     r"(?P<rank>\d+)\.(?:bin|pt)"
 )
 OPTIM_DUMP = re.compile(r"optim(?:izer_0|_world_size_(?P<world>\d+))_rank_?(?P<rank>\d+)\.(?:bin|pt)")
+OPTIM_OF_NANOTRON = re.compile(
+    r"optimizer_pp-(?P<pp>\d+)-of-(?P<pps>\d+)(?:_dp-(?P<dp>\d+)-of-(?P<dps>\d+))?_tp-(?P<tp>\d+)-of-(?P<tps>\d+)"
+    r"_exp-(?P<exp>\d+)-of-(?P<exps>\d+)\.pt"
+)
 UNIVERSAL = re.compile(r"(fp32|exp_avg|exp_avg_sq)\.pt")
-NUMBERED = (MODEL, MODEL_OF_STAGE_3, LAYER, OPTIM, MODEL_DUMP, OPTIM_DUMP, UNIVERSAL)
+NUMBERED = (MODEL, MODEL_OF_STAGE_3, LAYER, OPTIM, MODEL_DUMP, OPTIM_DUMP, OPTIM_OF_NANOTRON, UNIVERSAL)
 """Each group of these patterns is a rank, a layer, a world size or an optimizer state of the file's content.
 
 Facts: deepspeed 0.19.8 (runtime/engine.py, checkpoint/constants.py), DeeperSpeed's pipeline layers, accelerate 1.15.0
-(utils/fsdp_utils.py), verl (utils/checkpoint/fsdp_checkpoint_manager.py).
+(utils/fsdp_utils.py), verl (utils/checkpoint/fsdp_checkpoint_manager.py), nanotron at 2411b022
+(serialize/optimizer.py `optimizer_filename`).
 """
 
 

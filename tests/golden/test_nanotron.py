@@ -13,6 +13,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from formats.checkpoint import Settings
 from formats.errors import RefusedError, SourceError, UnsupportedError
 from formats.huggingface.nanotron import model_config, shards
 from formats.registry import open_checkpoint
@@ -231,6 +232,62 @@ def test_no_setting_is_taken_unchecked(tmp_path, key):
                 open_checkpoint(run)
 
 
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen2_nope_tied", "llama_tp2"])
+def test_a_hint_of_a_setting_helps(tmp_path, name):
+    """Where an error says `--set NAME`, that corrects it; else it names what to do to the file."""
+    sound = vars(open_checkpoint(HERE / name).spec)
+    for key in [*(key for row in model_config.TABLE for names in row.keys for key in names), "vocab_size"]:
+        for number, value in enumerate(("x", 0, [], None)):
+
+            def apply(config: dict[str, Any], key: str = key, value: Any = value) -> None:
+                *outer, inner = key.split(".")
+                ((config.get(outer[0]) or {}) if outer else config)[inner] = value
+
+            run = changed(tmp_path / f"{key}{number}", name, apply)
+            try:
+                open_checkpoint(run)
+            except (SourceError, UnsupportedError, RefusedError) as error:
+                for setting in re.findall(r"--set (\w+)", error.hint):
+                    open_checkpoint(run, Settings(values={setting: sound[setting]}))
+            shutil.rmtree(run)
+
+
+def test_a_contradiction_is_decided_by_what_its_hint_names(convert, tmp_path):
+    assert convert("nanotron2hf", HERE / "qwen2_nope_tied", tmp_path / "base").code == 0
+    path = tmp_path / "base/config.json"
+    config = json.loads(path.read_text())
+    words = ["nanotron2hf", HERE / "qwen2_nope_tied", tmp_path / "out", "--config", tmp_path / "base"]
+    for changes, name, more in (
+        ({"vocab_size": 90}, "vocab=96", ["--vocab-size", 96]),
+        ({"vocab_size": 97}, "vocab=96", []),
+        ({"rms_norm_eps": 1e-3}, "norm_epsilon=1e-5", []),
+    ):  # fmt: skip
+        path.write_text(json.dumps(config | changes))
+        hint = f"hint: decide with --set {name.partition('=')[0]}=VALUE, or give the right config"
+        refused(convert(*words, *more), 5, "contradict each other", hint)
+        ran = convert(*words, *more, "--set", name, "--force")
+        assert ran.code == 0, ran.err
+        written = json.loads((tmp_path / "out/config.json").read_text())
+        assert (written["vocab_size"], written["rms_norm_eps"]) == (96, 1e-5)
+    refused(convert(*words, "--set", "vocab=97", "--force"), 5, "97 is more than the 96 rows")
+
+
+def test_a_padding_token_that_its_class_takes_is_told(convert, tmp_path):
+    """transformers gives a SmolLM3 the padding token 128004, for which a smaller embedding has no row."""
+    from transformers import AutoModelForCausalLM
+
+    assert convert("nanotron2hf", HERE / "qwen2_nope_tied", tmp_path / "base").code == 0
+    path = tmp_path / "base/config.json"
+    config = json.loads(path.read_text())
+    del config["pad_token_id"]
+    path.write_text(json.dumps(config))
+    ran = convert("nanotron2hf", HERE / "qwen2_nope_tied", tmp_path / "out", "--config", tmp_path / "base")
+    assert ran.code == 0
+    assert f"note: {path} does not say pad_token_id, for which transformers takes 128004" in ran.err
+    with pytest.raises(AssertionError, match="Padding_idx"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
 def test_more_tokens_than_rows_are_refused(convert, tmp_path):
     ran = convert("nanotron2hf", HERE / "llama_tp2", tmp_path / "out", "--vocab-size", 97)
     refused(ran, 5, "--vocab-size 97 is more than the 96 rows", "3/model_config.json", "tokens without padding")
@@ -345,14 +402,16 @@ def test_ranks_of_experts_are_refused(convert, tmp_path):
     refused(convert("inspect", run), 4, "several expert parallel ranks", "expert_parallel_size: 1")
 
 
-def test_its_optimizer_is_not_carried(convert, tmp_path):
+def test_its_optimizer_is_carried_where_it_is_asked_for(convert, tmp_path):
+    """What of it is there is told in test_nanotron_optim.py."""
     run = shutil.copytree(HERE / "llama_tp2", tmp_path / "run")
+    refused(convert("hf2fsdp", run, tmp_path / "fsdp", "--with-optimizer"), 3, "holds no optimizer")
     (run / "3/optimizer").mkdir()
     ran = convert("nanotron2hf", run, tmp_path / "out")
     assert ran.code == 0
     assert "not optimizer" in ran.err
     assert "load_optimizer: false" in ran.err
-    refused(convert("hf2fsdp", run, tmp_path / "fsdp", "--with-optimizer"), 4, "nanotron")
+    refused(convert("hf2fsdp", run, tmp_path / "fsdp", "--with-optimizer"), 3, "holds no file of a rank")
 
 
 def test_models_that_nanotron_has_not(convert, model, tmp_path):

@@ -5,7 +5,8 @@
     RUN/STEP/model/…               a file for each parameter and rank (shards.py)
     RUN/STEP/checkpoint_metadata.json    version, tp, dp, and the step in `metas`
     RUN/STEP/config.yaml           the run; in it whether the model is computed with muP, which nothing else says
-    RUN/STEP/optimizer/, lr_scheduler/, random/    not read
+    RUN/STEP/optimizer/            read where it is asked for (optimizer.py)
+    RUN/STEP/lr_scheduler/, random/    not read
 
 Facts: huggingface/nanotron at 2411b022, trainer.py (`save_checkpoint`), serialize/main.py, serialize/metadata.py.
 """
@@ -33,8 +34,8 @@ from formats.layout.table import Rule
 NAME = NANOTRON.name
 METADATA = "checkpoint_metadata.json"
 LATEST = "latest.txt"
-STEP = "last_train_step"
-"""The key of the step, in `metas`."""
+STEP, SAMPLES = "last_train_step", "consumed_train_samples"
+"""The keys of the step and of the samples so far, in `metas`."""
 RUN_CONFIG = "config.yaml"
 STATE = ("optimizer", "lr_scheduler", "random")
 """Folders of what is there for resuming the training."""
@@ -45,9 +46,17 @@ FRESH = "load_optimizer: false and load_lr_scheduler: false in its config"
 
 @dataclass(frozen=True, kw_only=True)
 class Nanotron(Details):
-    """The step of a checkpoint; None where it does not say one."""
+    """What is said of a save, and how its heads are laid out.
+
+    Attributes:
+        step: the step; None where it does not say one.
+        samples: how many samples it was trained on; None where it does not say.
+        neighbours: whether neighbours of a head rotate, and not its halves.
+    """
 
     step: int | None
+    samples: int | None
+    neighbours: bool
 
 
 def detect(path: Path) -> bool:
@@ -112,6 +121,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         tuple(sorted({file.fragment.path for file in files})), topology, assets,
         Nanotron(
             step=step,
+            samples=_counted(metadata, SAMPLES),
+            neighbours=neighbours,
             fresh=FRESH,
             shown={"step": step} | ({"padded_vocab": padded} if padded != spec.vocab else {}),
         ),
@@ -140,10 +151,7 @@ def _step(metadata: Mapping[str, Any], home: Path) -> int | None:
     Raises:
         SourceError: the folder has the number of another step (trainer.py `save_checkpoint` writes the same one).
     """
-    metas, name = metadata.get("metas"), home.resolve().name
-    step = metas.get(STEP) if isinstance(metas, Mapping) else None
-    if type(step) is not int:
-        return None
+    step, name = _counted(metadata, STEP), home.resolve().name
     if step and re.fullmatch("[0-9]+", name) and name != str(step):
         raise SourceError(
             f"{home / METADATA} says {STEP} = {step}, the folder is that of step {name}",
@@ -151,6 +159,13 @@ def _step(metadata: Mapping[str, Any], home: Path) -> int | None:
             f"{step}",
         )
     return step
+
+
+def _counted(metadata: Mapping[str, Any], key: str) -> int | None:
+    """A number that the metadata counts; None where it does not."""
+    metas = metadata.get("metas")
+    number = metas.get(key) if isinstance(metas, Mapping) else None
+    return number if type(number) is int else None
 
 
 def _require_all(slots: Iterable[Slot], files: Iterable[shards.Shard], home: Path) -> None:

@@ -12,18 +12,19 @@ rotate there, with a base of 10000. What 0.5 and 2411b022 saved is in tests/gold
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from formats.checkpoint import Settings
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import family_named
 from formats.model.checks import checked, unsaid
 from formats.model.codec import Codec, Context, Maker, Spelled, read, rows, same, scalar, write
-from formats.model.settings import FIXED
+from formats.model.settings import FIXED, TYPES
 from formats.model.spec import ModelSpec, differences
 from formats.model.values import real, some_layers, truth, whole
 
+T = TypeVar("T")
 NAME = "model_config.json"
 LLAMA, QWEN2 = "llama", "qwen2"
 """The classes of nanotron, as conditions of rows."""
@@ -31,6 +32,8 @@ MARKS = {LLAMA: "is_llama_config", QWEN2: "is_qwen2_config"}
 """Class: the key that tells its config."""
 EXPERTS, DENSE = "experts", "no experts"
 """Conditions of rows: whether some layers have experts."""
+FLAG, COUNT = "true or false", "a whole number above 0"
+"""What the value of a key may be."""
 OLD_BASE = 10000.0
 """The base of rotary embeddings in versions whose config does not say it."""
 DEFAULT_EPSILON = 1e-6
@@ -58,7 +61,9 @@ def _assumed(otherwise: Any) -> Maker:
 def _flag(key: str) -> Codec:
     """True or false, which is what holds where it is absent."""
     return scalar(
-        key, lambda value, context: value is not None and truth(value, key, context.where), lambda value, _: value
+        key,
+        lambda value, context: value is not None and _there(truth, value, key, context.where, FLAG),
+        lambda value, _: value,
     )
 
 
@@ -73,7 +78,10 @@ def _square() -> Codec:
     """A head has hidden / heads elements, and no key says it."""
 
     def read_size(_: Spelled, context: Context) -> int:
-        hidden, heads = (whole(context.values[name], name, context.where) for name in ("hidden", "heads"))
+        hidden, heads = (
+            _there(whole, context.values[name], key, context.where, COUNT)
+            for name, key in (("hidden", "hidden_size"), ("heads", "num_attention_heads"))
+        )
         if hidden % heads:
             raise SourceError(f"{context.where}: {heads} heads do not divide hidden_size = {hidden}")
         return hidden // heads
@@ -93,7 +101,7 @@ def _order(key: str) -> Codec:
     def read_order(value: Any, context: Context) -> bool:
         if value is None and not context.file.get(MARKS[LLAMA]):
             raise SourceError(f"{context.where} does not say {key}, and there is no safe default")
-        return value is None or truth(value, key, context.where)
+        return value is None or _there(truth, value, key, context.where, FLAG)
 
     return scalar(key, read_order, lambda *_: False)
 
@@ -111,17 +119,28 @@ def _interpolation(key: str) -> Codec:
         return factor
 
     def read_scaling(factor: Any, context: Context) -> Mapping[str, Any] | None:
-        return None if factor is None else {"rope_type": "linear", "factor": _real(factor, key, context.where)}
+        return (
+            None
+            if factor is None
+            else {
+                "rope_type": "linear",
+                "factor": _there(real, factor, key, context.where, "a finite number above 0, or null for none"),
+            }
+        )
 
     return scalar(key, read_scaling, written_factor)
 
 
-def _real(value: Any, key: str, where: str) -> float:
-    """A finite number above 0 of a key that is no setting, so that `--set` does not correct it."""
+def _there(check: Callable[[Any, str, str], T], value: Any, key: str, where: str, way: str) -> T:
+    """A value of a key that is checked before `--set` counts, or that is no setting: it is corrected in the file.
+
+    Raises:
+        SourceError: it is not what it may be, which `way` says.
+    """
     try:
-        return real(value, key, where)
+        return check(value, key, where)
     except SourceError as error:
-        raise SourceError(str(error), "correct it there: a finite number above 0, or null for none") from None
+        raise SourceError(str(error), f"correct it there: {way}") from None
 
 
 def _unapplied(key: str) -> Codec:
@@ -141,7 +160,7 @@ def _every(key: str) -> Codec:
     """Nothing rotates in each n-th layer (models/qwen.py `_forward_packed`)."""
 
     def read_layers(every: Any, context: Context) -> tuple[int, ...]:
-        step = 0 if every is None else whole(every, key, context.where)
+        step = 0 if every is None else _there(whole, every, key, context.where, f"{COUNT}, or null for none")
         return tuple(layer for layer in some_layers(context.values["layers"]) if step and (layer + 1) % step == 0)
 
     def written_step(layers: tuple[int, ...] | None, context: Context) -> int | None:
@@ -328,10 +347,11 @@ def read_config(
     values = read(TABLE, flat, conditions, where)
     neighbours, biased = values.pop("neighbours"), values.pop("biased", False)
     values |= settings.values
-    padded = whole(flat.get(VOCAB), VOCAB, where)
-    if settings.vocab_size and settings.vocab_size > padded:
+    padded = _there(whole, flat.get(VOCAB), VOCAB, where, COUNT)
+    tokens = settings.vocab_size or settings.values.get("vocab")
+    if tokens and tokens > padded:
         raise RefusedError(
-            f"--vocab-size {settings.vocab_size} is more than the {padded} rows that {where} says the embedding has",
+            f"--vocab-size {tokens} is more than the {padded} rows that {where} says the embedding has",
             "give the number of tokens without padding, or leave the option out",
         )
     has = {
@@ -343,7 +363,7 @@ def read_config(
     }
     traits = {trait for trait, holds in has.items() if holds}
     values["family"] = _family(traits, base, where)
-    values["vocab"] = settings.vocab_size or (base.vocab if base and base.vocab and base.vocab <= padded else padded)
+    values["vocab"] = tokens or (base.vocab if base and base.vocab and base.vocab <= padded else padded)
     keys = family_named(values["family"]).keys
     values = {name: FIXED.get(name) if value is None else value for name, value in values.items()}
     values |= {name: FIXED[name] for name in FIXED if name in keys and values.get(name) is None}
@@ -360,9 +380,11 @@ def _confirmed(values: dict[str, Any], said: Mapping[str, Any], base: ModelSpec 
     spec = checked(values | {"notes": tuple(notes)}, where)
     apart = [line for line in differences(spec, base) if line.partition(":")[0] not in said] if base else []
     if apart:
+        decided = {line.partition(":")[0] for line in apart} & {*TYPES}
+        ways = [f"decide with --set {name}=VALUE" for name in sorted(decided)]
         raise RefusedError(
             f"{where} and its config contradict each other (nanotron | config): {'; '.join(apart)}",
-            "decide with --set NAME=VALUE, or give the right config with --config",
+            ", ".join([*ways, f"{'or ' * bool(ways)}give the right config with --config"]),
         )
     return spec
 

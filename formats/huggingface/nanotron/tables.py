@@ -9,8 +9,6 @@ tests/golden/nanotron, with its own logits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from formats.layout.slots import Slot
 from formats.layout.table import rules
 from formats.model.spec import ModelSpec
@@ -36,9 +34,10 @@ model.lm_head.pp_block.weight                                    (head: vocab | 
 HALVES, NEIGHBOURS = rules(_TABLE), rules(_TABLE.replace("half pair", "pair half"))
 """Whether halves of a head rotate, or neighbours (`rope_interleaved`). A tied head has no file."""
 TABLES = {"nanotron (halves)": HALVES, "nanotron (neighbours)": NEIGHBOURS}
-WHOLE: Mapping[str, tuple[int, int]] = {"tp": (0, 1)}
+WHOLE = (0, 1)
+"""The rank of a training with one tensor parallel rank, and how many there are."""
 
 
-def slots_of(spec: ModelSpec, padded: int, *, neighbours: bool) -> list[Slot]:
-    """The tensors of a model, put together, with so many rows of the embedding."""
-    return spec.slots_in(NEIGHBOURS if neighbours else HALVES, spec.sizes(padded), mesh=WHOLE)
+def slots_of(spec: ModelSpec, padded: int, *, neighbours: bool, tp: tuple[int, int] = WHOLE) -> list[Slot]:
+    """The tensors of a model with so many rows of the embedding: put together, or as a tensor parallel rank has them."""
+    return spec.slots_in(NEIGHBOURS if neighbours else HALVES, spec.sizes(padded), mesh={"tp": tp})

@@ -1,7 +1,7 @@
 """Checkpoints for nanotron, which any topology loads.
 
 A training that finds no file of its own rank puts those of all ranks together and takes its part (serialize/weights.py
-`load_weights`), so one file a parameter is enough.
+`load_weights`), so one file a parameter is enough. Of an optimizer it asks for that of its own rank.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ from typing import Any
 
 from formats.checkpoint import OutputFile, Target, slot_dtype
 from formats.disk.safetensors import DTYPES, Entry, Fragment, row_major, safetensors_header
-from formats.huggingface.nanotron import model_config, shards
+from formats.huggingface.nanotron import model_config, optimizer_writer, shards
 from formats.huggingface.nanotron.checkpoint import METADATA
+from formats.huggingface.nanotron.optimizer_writer import Topology
 from formats.huggingface.nanotron.tables import slots_of
 from formats.layout.placed import Placed
 from formats.layout.slots import Slot
 from formats.model.spec import ModelSpec
+from formats.optimizer import Optimizer
+
+ONE_RANK = Topology()
 
 
 def write(
@@ -28,6 +32,8 @@ def write(
     dtypes: Mapping[tuple[str, int | None], str],
     vocab_multiple: int,
     config: Mapping[str, Any],
+    optimizer: Optimizer | None = None,
+    topology: Topology = ONE_RANK,
 ) -> Target:
     """Lay out a checkpoint.
 
@@ -35,18 +41,26 @@ def write(
         root: its folder.
         spec: the model; its true vocabulary must be known.
         dtypes: the element type of each logical tensor.
-        vocab_multiple: what the vocabulary is padded to a multiple of.
+        vocab_multiple: what the vocabulary is padded to a multiple of, for each tensor parallel rank.
         config: the Hugging Face config of the model.
+        optimizer: what is written beside the weights, for a training that resumes.
+        topology: its parallel sizes.
 
     Raises:
         UnsupportedError: nanotron is not written of such models.
         RefusedError: it has no such model.
     """
-    padded = -(-(spec.vocab or 0) // vocab_multiple) * vocab_multiple
+    multiple = vocab_multiple * topology.tp
+    padded = -(-(spec.vocab or 0) // multiple) * multiple
     settings = model_config.written_config(spec, padded, config)
     files = tuple(_file(root, slot, slot_dtype(slot, dtypes)) for slot in slots_of(spec, padded, neighbours=False))
-    texts = {model_config.NAME: settings, METADATA: _metadata()}
-    return Target(files, {name: (json.dumps(text, indent=2) + "\n").encode() for name, text in texts.items()}, {})
+    texts = {model_config.NAME: settings, METADATA: _metadata(optimizer)}
+    small = {name: (json.dumps(text, indent=2) + "\n").encode() for name, text in texts.items()}
+    if optimizer:
+        kind = next(kind for kind, mark in model_config.MARKS.items() if mark in settings)
+        files += tuple(optimizer_writer.files_of(root, spec, padded, kind, optimizer, topology))
+        small |= optimizer_writer.config_of(optimizer, topology)
+    return Target(files, small, {})
 
 
 def _file(root: Path, slot: Slot, dtype: str) -> OutputFile:
@@ -59,8 +73,10 @@ def _file(root: Path, slot: Slot, dtype: str) -> OutputFile:
     return OutputFile(path, size, (Placed(key, slot, fragment),), {}, lambda _: [(0, header)])
 
 
-def _metadata() -> dict[str, Any]:
-    """What is said of a save in which nothing was trained (serialize/metadata.py)."""
+def _metadata(optimizer: Optimizer | None) -> dict[str, Any]:
+    """What is said of a save in which nothing was trained, or by an optimizer alone (serialize/metadata.py)."""
     counts = {"consumed_train_samples": 0, "consumed_tokens_total": 0, "last_train_step": 0, "last_stage_idx": 0}
+    if optimizer:
+        counts |= {"last_train_step": optimizer.step or 0, "consumed_train_samples": optimizer.samples or 0}
     sizes = {"tp": 1, "dp": 1, "cp": 1}
     return {"version": shards.VERSION, **sizes, "custom_metas": None, "metas": {**counts, "data_stages": []}}

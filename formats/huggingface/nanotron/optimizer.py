@@ -1,0 +1,360 @@
+"""The optimizer of a nanotron training, read: AdamW's moments, FP32 master weights, steps and settings.
+
+    STEP/optimizer/optimizer_config.json                           its class, and the parallel sizes
+    STEP/optimizer/optimizer_pp-0-of-1_tp-0-of-2_exp-0-of-1.pt     one for each pipeline and tensor parallel rank
+    STEP/optimizer/optimizer_pp-0-of-1_dp-0-of-2_tp-….pt           with ZeRO-1 for each data parallel rank too
+
+Each is what `state_dict()` gave:
+
+    state                   {0: {step, exp_avg, exp_avg_sq}, …}
+    names                   {0: "model.decoder.0.pp_block.attn.qkv_proj.weight", …}: the parameters of the stage
+    param_groups            [{lr, betas, eps, weight_decay, …, params: [0]}, …]: a group for each parameter
+    gradient_accumulator    {name: FP32 master weight}, where gradients are accumulated in FP32
+
+A rank has the states of its part of each parameter, in the layout of its weights. With ZeRO-1 the part is flat, and
+each data parallel rank has an interval of it. A tied embedding has states in the first and in the last stage.
+
+Facts: huggingface/nanotron at 2411b022, serialize/optimizer.py, optim/named_optimizer.py, optim/zero.py
+(`_partition_parameters`), optim/gradient_accumulator.py, helpers.py (`init_optimizer_and_grad_accumulator`); of v0.5
+the same. What its trainer saved, and what it held in memory, is in tests/golden/nanotron/optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from formats.checkpoint import Checkpoint
+from formats.disk.json_file import read_json
+from formats.disk.safetensors import FLOATS, Fragment
+from formats.errors import SourceError, UnsupportedError, short, some
+from formats.huggingface.nanotron.checkpoint import METADATA, STEP, Nanotron
+from formats.huggingface.nanotron.tables import slots_of
+from formats.layout.columns import Cut, Piece
+from formats.layout.pieces import Scattered, match_pieces, scattered, whole_part
+from formats.layout.placed import files_of
+from formats.layout.slots import Slot
+from formats.model.spec import ModelSpec
+from formats.optimizer import STATES, Group, Optimizer, group_of, number_of, whose, why_not
+from formats.torch_files.archive import TorchFile, read_torch
+from formats.torch_files.archive_writer import plain
+from formats.torch_files.pickle_values import TensorRef
+from formats.torch_files.saved_names import OPTIM_OF_NANOTRON
+from formats.torch_files.unpickle import DAMAGE
+
+FOLDER, CONFIG = "optimizer", "optimizer_config.json"
+ZERO = "ZeroDistributedOptimizer"
+"""The class that has its states spread over data parallel ranks, as the config names it."""
+SIZES = {"pp": "pp_size", "dp": "dp_size", "tp": "tp_size", "exp": "expert_parallel_size"}
+"""Axis: what the config calls the number of its ranks."""
+COPY = "copy the files of all ranks of one save"
+WITHOUT = "convert the weights without --with-optimizer"
+FROZEN = "is it frozen, or has it made no step yet? an optimizer moves with a model that is trained as a whole"
+
+
+class Ranks(NamedTuple):
+    """Which rank a file is of, along each axis; that of data parallelism is None without ZeRO-1."""
+
+    pp: int
+    dp: int | None
+    tp: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank keeps of the parameters of its stage, each by its key: states, steps made, and how it is treated."""
+
+    file: TorchFile
+    states: Mapping[str, Mapping[str, TensorRef]]
+    steps: Mapping[str, float]
+    groups: Mapping[str, Group]
+
+
+# --- what everybody asks ---------------------------------------------------------------------------------------------
+
+
+def is_trained(source: Checkpoint) -> bool:
+    """Whether there are optimizer states besides the weights."""
+    return (source.home / FOLDER).is_dir()
+
+
+def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]]:
+    """Its states, and what `inspect` says of it."""
+    optimizer = read(source)
+    return optimizer.states, {"step": optimizer.step}
+
+
+def read(source: Checkpoint) -> Optimizer:
+    """The optimizer of an opened checkpoint of nanotron.
+
+    Raises:
+        SourceError: there is none, or it is damaged, incomplete, or of another save or model than the weights.
+        UnsupportedError: it is not AdamW's, or not all of the model was trained, and equally often.
+    """
+    folder = source.home / FOLDER
+    if not folder.is_dir():
+        raise SourceError(f"{source.root} holds no optimizer", WITHOUT)
+    files, sizes = _files(folder)
+    _require_said(folder, sizes, source)
+    shares = {ranks: _share(read_torch(path)) for ranks, path in files.items()}
+    assert isinstance(source.spec, ModelSpec)
+    details, padded = source.details_of(Nanotron), source.padded_vocab or 0
+    by_rank = {
+        tp: slots_of(source.spec, padded, neighbours=details.neighbours, tp=(tp, sizes["tp"]))
+        for tp in range(sizes["tp"])
+    }
+    _require_trained(shares, by_rank[0], folder)
+    kept = _kept(shares)
+    checkpoints = {}
+    for state in kept:
+        pieces = [
+            piece
+            for tp, slots in by_rank.items()
+            for piece in match_pieces(slots, _together(shares, slots, tp, state, sizes), (), folder)[1]
+        ]
+        twins = source.tensors if state == STATES[0] else ()
+        of_state = tuple(sorted(files_of(pieces)))
+        checkpoints[state] = replace(source, tensors=tuple(pieces), dropped=(), files=of_state, twins=twins)
+    step = _step(shares, details, source)
+    return Optimizer(checkpoints, step, _groups(shares, by_rank[0]), details.samples or None)
+
+
+# --- which files there are -------------------------------------------------------------------------------------------
+
+
+def _files(folder: Path) -> tuple[dict[Ranks, Path], dict[str, int]]:
+    """The file of each rank, and the number of ranks along each axis: those of `dp` only with ZeRO-1.
+
+    Raises:
+        SourceError: one is missing, or they are of two topologies.
+        UnsupportedError: they are of several ranks of experts.
+    """
+    files: dict[Ranks, Path] = {}
+    topologies: dict[tuple[tuple[str, int], ...], Path] = {}
+    for path in sorted(folder.iterdir()):
+        name = OPTIM_OF_NANOTRON.fullmatch(path.name)
+        if name:
+            of = {axis: (int(name[axis]), int(name[f"{axis}s"])) for axis in SIZES if name[axis] is not None}
+            topologies.setdefault(tuple((axis, size) for axis, (_, size) in of.items()), path)
+            ranks = Ranks(of["pp"][0], of["dp"][0] if "dp" in of else None, of["tp"][0])
+            if files.setdefault(ranks, path) is not path:
+                raise SourceError(f"{folder} holds two files of one rank: {files[ranks].name} and {path.name}", COPY)
+    if not topologies:
+        raise SourceError(
+            f"{folder} holds no file of a rank, such as optimizer_pp-0-of-1_tp-0-of-1_exp-0-of-1.pt", COPY
+        )
+    if len(topologies) > 1:
+        names = " and ".join(path.name for path in topologies.values())
+        raise SourceError(f"{folder} holds files of {len(topologies)} topologies: {names}", COPY)
+    sizes = dict(next(iter(topologies)))
+    if sizes["exp"] > 1:
+        raise UnsupportedError(f"{folder} is of several expert parallel ranks, which are not read", WITHOUT)
+    wanted = prod(sizes.values())
+    if len(files) != wanted or any(rank is not None and rank >= sizes[axis]
+                                   for ranks in files for axis, rank in ranks._asdict().items()):  # fmt: skip
+        told = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if axis != "exp")
+        names = some([path.name for path in files.values()], 4)
+        raise SourceError(
+            f"{folder} holds the files of {len(files)} ranks, and there were {wanted} ({told}): {names}", COPY
+        )
+    return files, sizes
+
+
+def _require_said(folder: Path, sizes: Mapping[str, int], source: Checkpoint) -> None:
+    """The files are those that the config of the optimizer tells of, and of the ranks of the weights.
+
+    Raises:
+        SourceError: they are not.
+        UnsupportedError: the config is in an unknown form.
+    """
+    path = folder / CONFIG
+    config = read_json(path)
+    parallelism, kind = config.get("parallelism"), config.get("type")
+    if not isinstance(parallelism, Mapping) or not isinstance(kind, str):
+        raise UnsupportedError(f"{path} does not say the class of its optimizer and the parallel sizes", WITHOUT)
+    if (kind == ZERO) != ("dp" in sizes):
+        found = "with" if "dp" in sizes else "without"
+        raise SourceError(f"{path} says {short(kind)}, and the files are those of a training {found} ZeRO-1", COPY)
+    for axis, size in sizes.items():
+        said, weights = str(parallelism.get(SIZES[axis])), source.topology.get(axis, size)
+        if said != str(size) or weights not in (1, size):  # weights of one rank are for all topologies
+            raise SourceError(
+                f"{folder} holds files of {axis} {size}: {CONFIG} says {short(said)}, the weights are of {weights}",
+                "they are of two saves: " + COPY,
+            )
+
+
+# --- what a file says ------------------------------------------------------------------------------------------------
+
+
+def _share(file: TorchFile) -> Share:
+    """What a rank keeps.
+
+    Raises:
+        SourceError: it is in no form that is known.
+        UnsupportedError: it is not AdamW's, or a parameter has no states.
+    """
+    try:
+        return _parse(file)
+    except DAMAGE:
+        raise SourceError(f"{file.path} holds no optimizer of nanotron in a form that is known") from None
+
+
+def _parse(file: TorchFile) -> Share:
+    where, names, kept = str(file.path), dict(file.value["names"]), dict(file.value["state"])
+    treated: dict[int, Group] = {}
+    for about in file.value["param_groups"]:
+        group = group_of(plain(file, about, "a parameter group"), where)
+        if not isinstance(group, Group):
+            raise UnsupportedError(f"{where}: its optimizer is not AdamW, which is what nanotron trains with", WITHOUT)
+        for member in about["params"]:
+            if member in treated:
+                raise SourceError(f"{where}: parameter {short(member)} is in two groups of its optimizer")
+            treated[member] = group
+    if lost := sorted(treated.keys() - kept.keys()):
+        raise UnsupportedError(f"{where} holds no states of {len(lost)} parameters, such as number {lost[0]}", FROZEN)
+    if kept.keys() != names.keys() or kept.keys() != treated.keys() or len({*names.values()}) != len(names):
+        raise SourceError(f"{where}: states, names and groups of its optimizer are not of the same parameters", COPY)
+    states: dict[str, dict[str, TensorRef]] = {state: {} for state in STATES[1:]}
+    steps: dict[str, float] = {}
+    for number, about in kept.items():
+        if others := sorted(about.keys() - {"step", *STATES[1:]}):
+            raise UnsupportedError(
+                f"{where}: its optimizer{whose(others)} keeps {some(others, 4)} of {names[number]}, and only AdamW's "
+                "states are carried",
+                why_not(others),
+            )
+        steps[names[number]] = number_of(plain(file, about["step"], "a step"), f"{where}: the step of {names[number]}")
+        for state in STATES[1:]:
+            states[state][names[number]] = about[state]
+    masters = file.value.get("gradient_accumulator")
+    if masters is not None:
+        if masters.keys() != steps.keys():
+            raise SourceError(f"{where} holds master weights of other parameters than it has moments of", COPY)
+        states[STATES[0]] = dict(masters)
+    for state, refs in states.items():
+        for key, ref in refs.items():
+            if not isinstance(ref, TensorRef) or ref.dtype not in FLOATS or (state == STATES[0] and ref.dtype != "F32"):
+                raise SourceError(f"{where} holds {state} of {key} as {short(ref)}")
+    return Share(file, states, steps, {names[number]: treated[number] for number in kept})
+
+
+def _kept(shares: Mapping[Ranks, Share]) -> list[str]:
+    """The states that all ranks keep.
+
+    Raises:
+        SourceError: some keep master weights, and others none.
+    """
+    first, *others = shares.values()
+    for share in others:
+        if share.states.keys() != first.states.keys():
+            raise SourceError(f"{share.file.path} and {first.file.path} do not both keep FP32 master weights", COPY)
+    return [state for state in STATES if state in first.states]
+
+
+def _require_trained(shares: Mapping[Ranks, Share], slots: Sequence[Slot], folder: Path) -> None:
+    """The optimizer trains the parameters of the model, and nothing else.
+
+    Raises:
+        SourceError: it has others.
+        UnsupportedError: it lacks some.
+    """
+    keys, names = {slot.keys[0] for slot in slots}, {name for share in shares.values() for name in share.steps}
+    if odd := sorted(names - keys):
+        raise SourceError(f"{folder} trains {some(odd, 4)}, its model has no such parameter", "is it of another model?")
+    if lost := sorted(keys - names):
+        raise UnsupportedError(f"{folder} holds no states of {len(lost)} parameters, such as {lost[0]}", FROZEN)
+
+
+def _step(shares: Mapping[Ranks, Share], details: Nanotron, source: Checkpoint) -> int:
+    """How many steps the optimizer has made.
+
+    Raises:
+        SourceError: ranks differ, or the metadata counts others and nobody accepted it.
+        UnsupportedError: parameters of one rank differ.
+    """
+    first = next(iter(shares.values()))
+    made = next(iter(first.steps.values()))
+    for share in shares.values():
+        for key, step in share.steps.items():
+            if step != made or step < 1 or step != int(step):
+                told = f"{share.file.path}: {key} has made {step:g} steps, others {made:g}"
+                if len({*share.steps.values()}) > 1 or share is first:
+                    raise UnsupportedError(told, WITHOUT)
+                raise SourceError(f"{told}: files of different saves", COPY)
+    if details.step is not None and made != details.step and STEP not in source.settings.accept:
+        raise SourceError(
+            f"{first.file.path} has made {made:g} steps, {source.home / METADATA} says {STEP} = {details.step}",
+            f"files of different saves? {COPY}; of a training that began without the optimizer of the one before: "
+            f"--accept {STEP}",
+        )
+    return int(made)
+
+
+def _groups(shares: Mapping[Ranks, Share], slots: Iterable[Slot]) -> dict[tuple[str, int | None], Group]:
+    """How each logical tensor is treated.
+
+    Raises:
+        SourceError: ranks differ.
+    """
+    by_key: dict[str, tuple[Group, Path]] = {}
+    for share in shares.values():
+        for key, group in share.groups.items():
+            other, path = by_key.setdefault(key, (group, share.file.path))
+            if group != other:
+                raise SourceError(f"{share.file.path} and {path} treat {key} differently: {group} and {other}", COPY)
+    return {(name, slot.layer): by_key[slot.keys[0]][0] for slot in slots for name in slot.rule.pattern.tensors}
+
+
+# --- putting states together -----------------------------------------------------------------------------------------
+
+
+def _together(
+    shares: Mapping[Ranks, Share], slots: Iterable[Slot], tp: int, state: str, sizes: Mapping[str, int]
+) -> dict[str, Scattered]:
+    """A state of each parameter, as a tensor parallel rank has it.
+
+    Raises:
+        SourceError: pieces of one are missing, or of another size.
+    """
+    together = {}
+    for slot in slots:
+        key = slot.keys[0]
+        pieces = list[Piece]()
+        for ranks, share in shares.items():
+            if ranks.tp == tp and key in share.states[state]:
+                fragment = share.file.fragment(share.states[state][key], f"{state} of {key}")
+                pieces.append(_piece(fragment, slot, ranks.dp, sizes.get("dp", 1), f"{state} of {key}"))
+        if not pieces:
+            raise SourceError(f"{FOLDER}: tensor parallel rank {tp} has no {state} of {key}", COPY)
+        together[key] = scattered(f"{state} of {key}", slot.shape, pieces[0].fragment.dtype, pieces)
+    return together
+
+
+def _piece(fragment: Fragment, slot: Slot, rank: int | None, ranks: int, name: str) -> Piece:
+    """What a file holds of a state: all of it, or with ZeRO-1 the interval of a data parallel rank.
+
+    Raises:
+        SourceError: it has another size.
+    """
+    if rank is None:
+        part, shape = whole_part(slot.shape), slot.shape
+    else:
+        low, high = _interval(prod(slot.shape), rank, ranks)
+        part, shape = Cut(((low, high),), flat=True), (high - low,)
+    if fragment.shape != shape:
+        raise SourceError(
+            f"{fragment.path} holds {name} with shape {list(fragment.shape)}, its model has {list(shape)} there",
+            "is it of another model?",
+        )
+    return Piece(part, fragment)
+
+
+def _interval(count: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The elements of so many that a data parallel rank has: the first ranks have one more, where there is a rest."""
+    size, more = divmod(count, ranks)
+    starts = [number * size + min(number, more) for number in (rank, rank + 1)]
+    return starts[0], starts[1]

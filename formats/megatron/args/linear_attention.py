@@ -1,7 +1,7 @@
 """Megatron's linear attention (Gated DeltaNet, as in Qwen3-Next): its tensors, and the topologies that it allows.
 
 Facts: megatron-core 0.16.1, ssm/gated_delta_net.py: `in_proj` and `conv1d` are cut over tensor ranks part by part, and
-torch_dist stores the parts separately (`sharded_state_dict`); models/gpt/experimental_attention_variant_module_specs.py:
+torch_dist has a tensor for each part (`sharded_state_dict`); models/gpt/experimental_attention_variant_module_specs.py:
 only Transformer Engine's layers have linear attention, and attention beside it. 0.19.2 is the same in both. If Megatron
 stores a norm minus 1, all its norms are stored so; no other format stores the norm of linear attention so.
 """

@@ -157,7 +157,7 @@ def frozen(files: Sequence[TorchFile]) -> Iterator[tuple[str, Scattered]]:
     """The parameters that are not trained: in stage 2 whole, strided as in memory, in stage 3 a part on each rank.
 
     Args:
-        files: the model files of all data parallel ranks; in stage 2 there is only one.
+        files: the model files of all data parallel ranks; in stage 2 the only model file.
 
     Raises:
         SourceError: a frozen parameter has no tensor in a file, or no valid shape.

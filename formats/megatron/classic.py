@@ -106,7 +106,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if args.get("padded_vocab_size") not in (None, padded):
         claimed = short(args["padded_vocab_size"])
         raise SourceError(f"{iteration}: args say padded_vocab_size = {claimed}, its embeddings have {padded} rows")
-    settled = table is LEGACY  # whose model was given what its args say (megatron/legacy/model/language_model.py)
+    settled = table is LEGACY  # a legacy model was built from its args (megatron/legacy/model/language_model.py)
     spec = spec_of(args, dialect, assets, config, settings, iteration, first.file.path, padded, settled=settled)
     pipeline = pipeline_of(args, pp, len(first.chunks), first.file.path)
     try:

@@ -102,7 +102,7 @@ def tables() -> dict[str, tuple[Rule, ...]]:
 
 
 def holders(family: Family) -> dict[str, bool]:
-    """Whether the format holds a family: not one of Hugging Face alone, with linear attention or with a state space."""
+    """Whether the format holds a family: all but those of Hugging Face alone, with linear attention or state spaces."""
     return {NAME: not family.only_here and not {"recurrent", "state"} & family.traits}
 
 

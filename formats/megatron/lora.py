@@ -7,7 +7,7 @@
 
 A rank stores the rows of `linear_fc1…linear_out` in two halves: of LoRA, gate and up. A `linear_out` of CanonicalLoRA
 is of gate or up alone, and its rows are stored in two halves all the same: the order of its rows in a checkpoint
-depends on the tensor parallel size, and only with the same size it is loaded in the right order
+depends on the tensor parallel size, and only with the same size Bridge loads the rows in the right order
 (`ParallelLinearAdapter.sharded_state_dict`). 0.3.1 stores a matrix without a gate in halves too, later versions do not.
 
 Facts: Megatron-Bridge 0.3.1 peft/utils.py, lora.py, canonical_lora.py, and its own files in tests/golden/bridge; NeMo 2

@@ -41,7 +41,7 @@ class Mesh:
         return not (self.tp % self.etp or self.ep * self.etp % self.tp)
 
     def files(self) -> Iterator[tuple[int, int, int]]:
-        """(rank, tensor rank, expert rank) of each file of a stage: the first ranks that hold all experts write one."""
+        """(rank, tensor rank, expert rank) of each file of a stage; only the first ranks with all experts write."""
         return ((rank, rank % self.tp, rank // self.etp % self.ep) for rank in range(self.ep * self.etp))
 
     def of(self, rank: int, experts: int) -> dict[str, Any]:

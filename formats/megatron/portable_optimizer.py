@@ -29,7 +29,7 @@ SCHEDULER = "opt_param_scheduler"
 
 
 def is_trained(source: Checkpoint) -> bool:
-    """Whether there are optimizer states besides the weights."""
+    """Whether a checkpoint holds optimizer states besides the weights."""
     return "optimizer" in source.state
 
 

@@ -141,7 +141,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _one_stage_of_experts(file: TorchFile) -> bool:
-    """Whether the only number after the tensor rank in a folder's name is an expert rank, since args have one stage."""
+    """Whether the only number after the tensor rank in a folder's name is an expert rank: args have a single stage."""
     args = args_of(file)
     stages, spread = (args.get(f"{axis}_model_parallel_size") for axis in ("pipeline", "expert"))
     return stages in (None, 1) and type(spread) is int and spread > 1

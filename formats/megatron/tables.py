@@ -68,13 +68,12 @@ output_layer.weight                                                             
 output_layer.weight                                                                          (embedding: vocab | ~padding)/tp hidden    last tied copy
 """)
 MCORE = (*DECODER, *mtp.rules_of(rule for rule in DECODER if not GROUPED.fullmatch(rule.key)), *HEAD)
-"""megatron-core's GPTModel. Of two spellings the first is Transformer Engine's, the second that of the local layers.
+"""The layout of megatron-core's GPTModel. Of two names the first is Transformer Engine's, the second the local layers'.
 
-`weight1` and `weight2` are the experts of its own grouped GEMM, older than Transformer Engine's: their shapes are those
-of matrices, but their elements are stacks of transposed experts (transformer/moe/experts.py `GroupedMLP`, 0.16.1). They
-are only read.
-Gate and up of grouped experts are interleaved where `moe_mlp_glu_interleave_size` says so (the same file,
-`_remove_glu_interleaving`, 0.19.2).
+`weight1` and `weight2` are the experts of megatron-core's own grouped GEMM, older than Transformer Engine's: they have
+the shapes of matrices, but their elements are stacks of transposed experts (transformer/moe/experts.py `GroupedMLP`,
+0.16.1). `weight1` and `weight2` are only read. Gate and up of grouped experts are interleaved if
+`moe_mlp_glu_interleave_size` is set (the same file, `_remove_glu_interleaving`, 0.19.2).
 """
 
 LEGACY = rules("""
@@ -90,7 +89,7 @@ language_model.encoder.final_norm.weight                                    fina
 language_model.output_layer.weight                                          (head: vocab | ~padding)/tp hidden    last
 word_embeddings_for_head.weight                                             (embedding: vocab | ~padding)/tp hidden    last tied copy
 """)
-"""Megatron-LM's own models, from 2023-09 (RMSNorm arrived) to their removal in 2026-05; read, not written."""
+"""The layout of Megatron-LM's own models, from 2023-09 (RMSNorm arrived) to their removal in 2026-05; only read."""
 
 BRIDGE = rules("""
 decoder.layers.{layer}.self_attention.linear_proj.post_layernorm.weight    output_norm: hidden    attention

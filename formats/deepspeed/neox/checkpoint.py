@@ -92,7 +92,7 @@ def detect(path: Path) -> bool:
             if isinstance(value, Mapping) and isinstance(value.get("args"), Namespace):
                 return False  # of Megatron-DeepSpeed
             if isinstance(value, Mapping) and "args" in value and value.get("module") is None:
-                return True  # of a pipeline, which needs its layers
+                return True  # of a pipeline, whose tensors are in layer files
             module = value.get("module", value) if isinstance(value, Mapping) else None
             if isinstance(module, Mapping) and any(
                 re.match(r"(?:sequential\.0\.)?word_emb", str(key)) for key in module

@@ -43,7 +43,7 @@ def choose(spec: ModelSpec, by_file: Found, tp: int, layout: str, old: bool) -> 
         OptionNeededError: names and weights do not determine the layout, or contradict each other.
     """
     order_of = {"blocked": "gqa", "grouped": "grouped"}
-    if spec.head_dim * spec.kv_heads % spec.heads:  # no head could have its share: the older code did not run so
+    if spec.head_dim * spec.kv_heads % spec.heads:  # a head's share is no whole number of rows: older code fails
         return order_of["blocked" if layout == "auto" else layout], []
     seen, why = _seen(spec, by_file, tp)
     if layout != "auto":
@@ -65,7 +65,7 @@ def choose(spec: ModelSpec, by_file: Found, tp: int, layout: str, old: bool) -> 
 
 
 def _blocks(spec: ModelSpec, tp: int) -> Iterator[tuple[str, int, int, int]]:
-    """(tensor, row in it, row in the file, rows) of each run of rows of one rank in the grouped layout."""
+    """(tensor, row in the tensor, row in the file, number of rows) of each block of rows of a rank, if grouped."""
     heads, dim = spec.heads // tp, spec.head_dim
     share = dim * spec.kv_heads // spec.heads
     for head in range(heads):

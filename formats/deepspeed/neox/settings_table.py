@@ -74,7 +74,7 @@ NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def number(value: Any) -> Any:
-    """A value of a yml, as a number if it is one; PyYAML reads numbers without a point, such as `3e-06`, as text."""
+    """A value of a yml, as a number if it is the text of one; PyYAML reads `3e-06`, which has no point, as text."""
     return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
 
 

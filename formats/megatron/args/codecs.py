@@ -1,4 +1,4 @@
-"""Codecs that are not special to one argument of Megatron."""
+"""Codecs that rows of several arguments of Megatron use."""
 
 from __future__ import annotations
 

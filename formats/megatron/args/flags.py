@@ -135,7 +135,7 @@ def told(patch: Patch, args: Mapping[str, Any]) -> str:
 
 
 def flags(args: Mapping[str, Any], asked: str | None = None, accepted: Collection[str] = ()) -> str:
-    """The flags as a text, one on each line, with comments as in a shell.
+    """The text of the flags, a flag on each line, with comments as in a shell.
 
     Args:
         args: the args that are written into the checkpoint.

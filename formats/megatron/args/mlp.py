@@ -44,7 +44,7 @@ qkv_bias = single(lambda spelled, context: bool(spelled) or context.values["ever
 
 
 def activation(squared: str, fusion: str) -> Codec:
-    """A codec of the activation of an MLP without a gate; of two equal ones it is `gelu_new` with learned positions.
+    """A codec of the activation of an MLP without a gate; of two names for one it is `gelu_new` with learned positions.
 
     Args:
         squared: the argument for squared ReLU.

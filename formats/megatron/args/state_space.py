@@ -54,7 +54,7 @@ SPEC = "megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec"
 STATES = ("mixer.in_proj", "mixer.out_proj")
 """The modules of a layer whose `_extra_state` a strict load of torch_dist needs."""
 LAST_STATES = ("decoder.final_norm", "output_layer")
-"""The modules after the layers whose `_extra_state` it needs; the output layer of a GPT model has none."""
+"""The modules after the layers whose `_extra_state` such a load needs; a GPT model's output layer has none."""
 EPSILON, TAPS, EXPANSION = 1e-5, 4, 2
 """Fixed in megatron-core: the epsilon of the norm after the gate, the taps of a convolution, and the inner width as a
 multiple of `hidden`, which determines the number of heads if no argument does."""

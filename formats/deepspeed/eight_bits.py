@@ -1,10 +1,10 @@
-"""Moments that bitsandbytes keeps in 8 bits, of the flat groups of ZeRO.
+"""Moments of the flat groups of ZeRO that bitsandbytes stores in 8 bits.
 
     {"step": 3, "__bnb_optimizer_quant_state__": {"state1": codes, "qmap1": their values, "absmax1": of each block, …}}
 
-`state1` is Adam's first moment, `state2` its second; where a rank's part of a group has fewer than 4096 elements they
-are float32, without the others (bitsandbytes 0.50.2 optim/optimizer.py; 0.47.0 has all of them beside the step). LAMB
-has an `unorm_vec` too, and optimizers with one moment have `state1` alone, whichever they are.
+`state1` is Adam's first moment, `state2` its second; if a rank's part of a group has fewer than 4096 elements, the
+moments are float32, without `qmap` and `absmax` (bitsandbytes 0.50.2 optim/optimizer.py; 0.47.0 has all entries beside
+the step). LAMB has an `unorm_vec` too, and every optimizer with one moment has `state1` alone.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from formats.torch_files.pickle_values import TensorRef
 
 QUANTIZED = "__bnb_optimizer_quant_state__"
 MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}
-"""How the names of each moment end."""
+"""The suffix of the names of a moment's tensors."""
 METHOD, BLOCK = "bitsandbytes 8-bit", 256
 
 
 class Codes(NamedTuple):
-    """A moment in 8 bits: its codes, the value of each, and the largest number of each block."""
+    """A moment in 8 bits: the code of each element, the value of each code, and the largest magnitude of each block."""
 
     state: Any
     qmap: Any
@@ -32,7 +32,7 @@ class Codes(NamedTuple):
 
 
 def unwrapped(kept: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What an optimizer keeps of a flat group, Adam's moments of bitsandbytes under the names of Adam's."""
+    """The optimizer states of a flat group; the moments of bitsandbytes' Adam are under torch's names for them."""
     inner = kept.get(QUANTIZED, kept)
     if not isinstance(inner, Mapping) or "state2" not in inner or "state1" not in inner:
         return kept
@@ -45,10 +45,10 @@ def unwrapped(kept: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def fragment_of(file: TorchFile, codes: Codes, name: str) -> Fragment:
-    """The float32 elements of a moment in 8 bits.
+    """A fragment that is read as the float32 elements of a moment in 8 bits.
 
     Raises:
-        SourceError: its parts are not those of so many elements.
+        SourceError: codes, values and blocks do not fit each other.
     """
     if not all(isinstance(part, TensorRef) and len(part.shape) == 1 for part in codes):
         raise SourceError(f"{file.path} holds {name} in 8 bits in a form that is not known")

@@ -20,7 +20,7 @@ from formats.torch_files.saved_names import LAYER, MODEL, MODEL_OF_STAGE_3
 
 LATEST = "latest"
 OURS = "vitruvian"
-"""The key under which model files of our own say what those of others do not."""
+"""The key in model files written here for entries that other programs do not write."""
 MOST_RANKS = 1 << 20
 TRACKERS = (LATEST, "latest_universal")
 EXPERT = re.compile(
@@ -32,17 +32,21 @@ WITH_EXPERTS = "where it was trained, save the whole model with its experts in H
 
 
 def model_name(rank: int) -> str:
-    """The file of a model parallel rank."""
+    """The name of the model file of a model parallel rank."""
     return f"mp_rank_{rank:02d}_model_states.pt"
 
 
 def is_model(name: str) -> bool:
-    """Whether a file is named as one with the state of a model parallel rank."""
+    """Whether a file name is that of a model file of a rank."""
     return bool(MODEL.fullmatch(name) or MODEL_OF_STAGE_3.fullmatch(name))
 
 
 def value_of(file: Path) -> Any:
-    """What a file holds, by which a program is recognised; parsed once for all who ask. Raises as `read_torch` does."""
+    """The contents of a file, by which readers recognize their format; parsed once, then cached.
+
+    Raises:
+        SourceError: the file cannot be read; further errors are those of `read_torch`.
+    """
     try:
         status = file.stat()
     except OSError as error:
@@ -58,7 +62,7 @@ def _value_of(file: Path, *_: int) -> Any:
 
 
 def holds(folder: Path) -> bool:
-    """Whether a folder is a tag: it holds files of DeepSpeed."""
+    """Whether a folder is a tag: it holds model or layer files of DeepSpeed."""
     return folder.is_dir() and any(is_model(path.name) or LAYER.fullmatch(path.name) for path in folder.iterdir())
 
 
@@ -68,7 +72,7 @@ def tags(run: Path) -> list[str]:
 
 
 def likely(run: Path) -> list[Path]:
-    """The tag that is read unless the user names another: that of `latest`, else the last one; none without tags."""
+    """The folder of the tag that is read by default, in a list: that of `latest`, else the last; empty without tags."""
     present = tags(run)
     tracker = run / LATEST
     tag = tracker.read_bytes()[:1000].decode(errors="replace").strip() if tracker.is_file() else ""
@@ -76,7 +80,7 @@ def likely(run: Path) -> list[Path]:
 
 
 def detect(path: Path) -> bool:
-    """Whether a folder is a tag or a run, complete or not. A training with FSDP may have a `latest` too."""
+    """Whether a folder is a tag or a run, complete or not; not a run of FSDP, which may have a `latest` too."""
     trackers = [path / name for name in TRACKERS if (path / name).is_file()]
     return holds(path) or bool(tags(path)) or (bool(trackers) and not any(path.glob("*/.metadata")))
 
@@ -85,11 +89,12 @@ def locate(path: Path, tag: str | None) -> tuple[Path, Path]:
     """The run folder and the folder of one tag.
 
     Args:
-        path: either of them.
-        tag: the tag's name; without one, `latest` tells.
+        path: the run folder or the folder of a tag.
+        tag: the tag's name; None for the tag that `latest` names.
 
     Raises:
-        SourceError: there is no such tag.
+        SourceError: there is no such tag, or it is not complete.
+        OptionNeededError: no file names a tag.
     """
     if tag is None and holds(path):
         return (path.parent if (path.parent / LATEST).is_file() else path), path
@@ -121,10 +126,10 @@ def locate(path: Path, tag: str | None) -> tuple[Path, Path]:
 
 
 def require_no_experts(tag: Path) -> None:
-    """No experts are in files of their own, beside a module that lacks them.
+    """Refuse a tag with experts in separate files, which the module in the model files lacks.
 
     Raises:
-        UnsupportedError: they are.
+        UnsupportedError: there are such files.
     """
     experts = next((name for name in sorted(path.name for path in tag.iterdir()) if EXPERT.fullmatch(name)), None)
     if experts:
@@ -134,11 +139,11 @@ def require_no_experts(tag: Path) -> None:
 
 
 def model_files(tag: Path) -> dict[int, Path]:
-    """The file of each model parallel rank, every one of which must be there.
+    """The model file of each model parallel rank, in order of the ranks.
 
     Raises:
-        SourceError: one is missing.
-        UnsupportedError: the model has experts.
+        SourceError: a rank's file is missing or there twice, or has the name of an impossible rank.
+        UnsupportedError: the model has experts in separate files.
     """
     names = {path.name: path for path in tag.iterdir()}
     require_no_experts(tag)

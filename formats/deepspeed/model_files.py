@@ -1,6 +1,6 @@
-"""The model files of DeepSpeed: those of a checkpoint, opened, and what they say.
+"""Read the model files of a DeepSpeed checkpoint.
 
-That is the module, the shapes of its parameters, those that are frozen, whole states.
+They hold the module, the shapes of its parameters, the frozen parameters, and in stage 0 the whole optimizer states.
 
 Facts: deepspeed/runtime/engine.py `_save_checkpoint` and `_get_zero_param_shapes`, 0.19.8.
 """
@@ -28,21 +28,21 @@ from formats.torch_files.saves import require_same
 from formats.torch_files.unpickle import DAMAGE
 
 OWN = {"module", "optimizer", "frozen_param_fragments", "random_ltd", "data_sampler", "lr_scheduler"}
-"""What a model file holds tensors in besides what a training itself puts there (`client_state`)."""
+"""Entries of a model file in which DeepSpeed keeps tensors; other entries are of the training (`client_state`)."""
 TIES = ("global_steps", "global_samples", "skipped_steps")
-"""What each model file says of the save that it is of (deepspeed 0.19.8, runtime/engine.py `_get_checkpoint_state`).
+"""Entries that are equal in all model files of one save (deepspeed 0.19.8, runtime/engine.py `_get_checkpoint_state`).
 The partitions have Adam's step (`partitions.py`)."""
 OF_RANK = (*TIES, "mp_world_size", "frozen_param_fragments")
-"""What counts of the model files of stage 3 but the first, which says the rest: a thousand of them are a gigabyte."""
+"""Entries that are kept of all model files of stage 3 but the first, since a thousand whole files are a gigabyte."""
 MIXED = "the file was changed, or put together of two: copy those of one save again"
 
 
 def of_ranks(tag: Path) -> list[TorchFile]:
-    """The model file, or in stage 3 that of each data parallel rank.
+    """The opened model file, or in stage 3 the model file of each data parallel rank.
 
     Raises:
-        SourceError: one is missing, or files of several topologies are there.
-        UnsupportedError: the model is cut over several model parallel ranks, and nothing tells how.
+        SourceError: a rank's file is missing, or there are files of several topologies.
+        UnsupportedError: the model is cut over several model parallel ranks in a way that is not known.
     """
     deepspeed.require_no_experts(tag)
     if universal.is_universal(tag) and (models := [path for path in tag.iterdir() if deepspeed.is_model(path.name)]):
@@ -84,7 +84,11 @@ def of_ranks(tag: Path) -> list[TorchFile]:
 
 
 def _require_alone(file: TorchFile) -> TorchFile:
-    """A model of one model parallel rank."""
+    """A model file, if it is that of the only model parallel rank.
+
+    Raises:
+        UnsupportedError: there are several model parallel ranks.
+    """
     world = file.value.get("mp_world_size", 1)
     if world not in (1, None):
         raise UnsupportedError(
@@ -97,7 +101,7 @@ def _file(path: Path) -> TorchFile:
     file = read_torch(path)
     if not isinstance(file.value, Mapping):
         raise SourceError(f"{path} holds no model states of DeepSpeed")
-    experts = file.value.get("num_experts")  # of each MoE layer: engine.py `_save_moe_checkpoint`, 0.19.8
+    experts = file.value.get("num_experts")  # by MoE layer: engine.py `_save_moe_checkpoint`, 0.19.8
     if experts or "ds_autoep_layers" in file.value:
         sign = f"num_experts = {short(experts)}" if experts else "ds_autoep_layers"
         raise UnsupportedError(
@@ -107,7 +111,11 @@ def _file(path: Path) -> TorchFile:
 
 
 def _rank(path: Path, first: TorchFile) -> TorchFile:
-    """What a further rank of stage 3 says, which lays out the same parameters in the same order as the first."""
+    """The model file of a further rank of stage 3, with the entries `OF_RANK` alone.
+
+    Raises:
+        SourceError: the file lays out other parameters, or in another order, than the first.
+    """
     file = _file(path)
     if "param_shapes" in file.value:
         here, there = ([list(group.items()) for group in param_shapes(each_file)] for each_file in (file, first))
@@ -124,10 +132,10 @@ def _rank(path: Path, first: TorchFile) -> TorchFile:
 
 
 def param_shapes(file: TorchFile) -> list[dict[str, tuple[int, ...]]]:
-    """The parameters of each optimizer group (in stage 3: of each sub group), in the order in which they are laid out.
+    """Name and shape of the parameters of each optimizer group (in stage 3: of each sub group), in the stored order.
 
     Raises:
-        SourceError: the file does not say.
+        SourceError: the file does not hold them.
     """
     groups = file.value.get("param_shapes")
     if isinstance(groups, Mapping):
@@ -146,10 +154,13 @@ def _is_shape(value: Any) -> bool:
 
 
 def frozen(files: Sequence[TorchFile]) -> Iterator[tuple[str, Scattered]]:
-    """The parameters that are not trained: in stage 2 whole, as they lay in memory, in stage 3 a part on each rank.
+    """The parameters that are not trained: in stage 2 whole, strided as in memory, in stage 3 a part on each rank.
 
     Args:
-        files: the model files of all data parallel ranks; of stage 2 only the first is there.
+        files: the model files of all data parallel ranks; in stage 2 the only model file.
+
+    Raises:
+        SourceError: a frozen parameter has no tensor in a file, or no valid shape.
     """
     shapes = files[0].value.get("frozen_param_shapes") or {}
     for name, shape in shapes.items():
@@ -176,7 +187,8 @@ def module(file: TorchFile) -> dict[str, Fragment]:
     """The tensors of the module in a model file.
 
     Raises:
-        SourceError: it holds none.
+        SourceError: the file holds no module.
+        UnsupportedError: the module holds an entry that is no tensor.
     """
     tensors = file.value.get("module")
     if not isinstance(tensors, Mapping):
@@ -191,7 +203,7 @@ def module(file: TorchFile) -> dict[str, Fragment]:
 
 
 def left_out(file: TorchFile) -> Iterator[str]:
-    """What to tell of weights that a training keeps beside its module, such as their moving average."""
+    """Notes for the user on weights that a training stores beside its module, such as their moving average."""
     for name, value in file.value.items():
         if name not in OWN and (count := _floats(value)):
             tensors = "1 tensor" if count == 1 else f"{count} tensors"
@@ -199,7 +211,7 @@ def left_out(file: TorchFile) -> Iterator[str]:
 
 
 def _floats(value: Any) -> int:
-    """How many tensors of floating point numbers are in a value; a scalar is no weight."""
+    """The number of floating point tensors in a value, without scalars, which are no weights."""
     if isinstance(value, TensorRef):
         return int(value.dtype in FLOATS and value.shape != ())
     within = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
@@ -209,15 +221,16 @@ def _floats(value: Any) -> int:
 def require_of_module(
     file: TorchFile, groups: Sequence[Mapping[str, tuple[int, ...]]], modules: Mapping[str, Fragment]
 ) -> None:
-    """The parameters that an optimizer lays out are the module's; what of the module is none of them, is said.
+    """Refuse a model file whose optimizer and module do not have the same parameters.
 
     Args:
-        file: a model file.
-        groups: its `param_shapes`.
-        modules: the tensors of its module, in stage 3 empty placeholders; none where it has none.
+        file: the model file.
+        groups: the `param_shapes` of the file.
+        modules: the tensors of the module, in stage 3 empty placeholders; empty without a module.
 
     Raises:
-        SourceError: a parameter has another name or shape in the module, or one of the module is unexplained.
+        SourceError: a parameter of the optimizer has another name or shape in the module; or the file does not record
+            that a tensor of the module is trained, frozen or a buffer, or records that it is both trained and frozen.
     """
     shapes = {name: shape for group in groups for name, shape in group.items()}
     for name, shape in shapes.items() if modules else ():
@@ -227,7 +240,7 @@ def require_of_module(
             raise SourceError(f"{file.path} lays out {short(name)} {list(shape)}, {there}", MIXED)
     by_name = [file.value.get(key) for key in ("frozen_param_shapes", "buffer_names", "shared_params")]
     if not isinstance(by_name[0], Mapping):
-        return  # older versions, and those that leave frozen parameters out, do not say which are frozen
+        return  # files of older versions, or saved without frozen parameters, do not record which are frozen
     if twice := [name for name in by_name[0] if name in shapes]:
         raise SourceError(f"{file.path} calls {short(twice[0])} both trained and frozen", MIXED)
     known = {name for names in (shapes, *by_name) for name in names or ()}
@@ -238,14 +251,15 @@ def require_of_module(
 
 
 def whole(file: TorchFile, state: str, modules: Mapping[str, Fragment]) -> Iterator[tuple[str, Scattered]]:
-    """The states of stage 0, which keeps them whole, in the order of its groups and without a name.
+    """The optimizer states of stage 0, which stores them whole, in the order of its groups and without names.
 
-    Each takes the first parameter of its shape that is left. That this is right, the comparison of the master weights
-    with the module proves, also where moments are asked for: `converters/move/replicas.py` lets no one switch it off.
+    Each state is assigned to the first parameter of its shape that is left. The comparison of the FP32 master weights
+    with the module proves that this is right, also if moments are asked for: `converters/move/replicas.py` does not let
+    the user switch it off.
 
     Raises:
-        SourceError: there are none, or they fit no parameter.
-        UnsupportedError: there are no master weights, so that nothing would tell which parameter a moment belongs to.
+        SourceError: there are no states, or they fit no parameter.
+        UnsupportedError: there are no master weights, without which the parameter of a moment is not known.
     """
     try:
         groups = _whole_groups(file, state)
@@ -262,7 +276,11 @@ def whole(file: TorchFile, state: str, modules: Mapping[str, Fragment]) -> Itera
 
 
 def _whole_groups(file: TorchFile, state: str) -> list[list[TensorRef]]:
-    """The states of each group. A training in float32 has no master weights: its optimizer is that of torch alone."""
+    """The tensors of a state in each group; a float32 training has no master weights, but torch's optimizer alone.
+
+    Raises:
+        UnsupportedError: there are no master weights beside the state.
+    """
     optimizer = file.value["optimizer"]
     masters = optimizer.get("fp32_groups")
     inner = optimizer["optimizer_state_dict"] if masters is not None else optimizer

@@ -1,7 +1,7 @@
-"""The modules of a pipeline by their numbers: the tensors in each file, and what the optimizer keeps of each.
+"""Checkpoints whose modules have numbers: the tensors in each file, and the optimizer states of each tensor.
 
-    TAG/layer_{i:02d}-model_{tp:02d}-model_states.pt    the tensors of module i on a tensor parallel rank
-    TAG/mp_rank_{mp:02d}_model_states.pt                all modules of a rank, where they are not a pipeline's
+    TAG/layer_{i:02d}-model_{tp:02d}-model_states.pt    pipeline: the tensors of module i on a tensor parallel rank
+    TAG/mp_rank_{mp:02d}_model_states.pt                no pipeline: all modules of a rank
 
 GPT-NeoX and Megatron-DeepSpeed save so. Facts: deepspeed/runtime/pipe/module.py, 0.19.8.
 """
@@ -33,24 +33,31 @@ from formats.torch_files.saves import require_same
 Partitions = Mapping[int, list[Partition]]
 """The partitions of each model parallel rank."""
 TIED = re.compile(r"tied_modules\.embed\.")
-"""What the optimizer of a pipeline calls the embedding that two stages have."""
+"""The prefix that the optimizer of a pipeline has for the embedding module, which two stages share."""
 SHARED = "word_embeddings.weight"
-"""What they keep alike of it (`tied_weight_attr`). The last stage has positions of its own, which nothing uses."""
+"""The tensor of that module which both stages keep equal (`tied_weight_attr`). The last stage has positions of its own,
+which nothing uses."""
 
 
 def file_of(index: int, rank: int, *, layered: bool = True) -> str:
-    """The file of a module of the model."""
+    """The name of the file that holds a module.
+
+    Args:
+        index: the number of the module.
+        rank: the tensor parallel rank.
+        layered: whether each module has files of its own.
+    """
     return f"layer_{index:02d}-model_{rank:02d}-model_states.pt" if layered else deepspeed.model_name(rank)
 
 
 def numbered(table: Iterable[Rule], norm: int) -> list[Rule]:
-    """A table with numbers of modules in its keys: `{norm}` is the last norm, and `{head}` comes after it."""
+    """A table with the numbers of modules in its keys: `{norm}`, the last norm, is `norm`, and `{head}` the next."""
     names = {"{norm}": str(norm), "{head}": str(norm + 1)}
     return [replace(rule, key=re.sub(r"\{(?:norm|head)\}", lambda match: names[match[0]], rule.key)) for rule in table]
 
 
 def require_whole_heads(spec: ModelSpec, tp: int) -> None:
-    """Each rank has some groups of heads.
+    """Refuse a tensor parallel size over which attention heads or key/value groups do not divide.
 
     Raises:
         RefusedError: they do not divide.
@@ -60,10 +67,15 @@ def require_whole_heads(spec: ModelSpec, tp: int) -> None:
 
 
 def require_files(tag: Path, slots: Iterable[Slot], files: Collection[str]) -> None:
-    """The files of all tensors are there.
+    """Refuse a folder that lacks files of the tensors of a model.
+
+    Args:
+        tag: the folder, for errors.
+        slots: the tensors of the model.
+        files: the names of the files that are there.
 
     Raises:
-        SourceError: some are not.
+        SourceError: a file is missing.
     """
     if lost := sorted({slot.place.file for slot in slots}.difference(files)):
         raise SourceError(f"{tag} lacks {some(lost, 4)}", "copy the files of all ranks into one folder")
@@ -75,16 +87,16 @@ def tensors(
     ties: Sequence[str],
     key_of: Callable[[str, Path], str],
 ) -> tuple[dict[str, dict[str, Fragment]], int]:
-    """The tensors of each file by key, the number of the module in front, and the tensor parallel size.
+    """The tensors of each file by key, which begins with the number of the module; and the tensor parallel size.
 
     Args:
         tag: the folder.
-        models: the file of each model parallel rank.
-        ties: what each of these says of the save.
-        key_of: a key in a file of all modules, with the number in front.
+        models: the model file of each model parallel rank.
+        ties: the entries that are equal in all model files of one save.
+        key_of: returns, for a key in a file of all modules, the key that begins with the number of the module.
 
     Raises:
-        SourceError: a file is missing, or of another topology.
+        SourceError: a file is missing, or of another topology or save.
     """
     layers = {path.name: path for path in sorted(tag.iterdir()) if saved_names.LAYER.fullmatch(path.name)}
     if not layers and models[0].value.get("module") is None:
@@ -128,16 +140,16 @@ def tensors(
 
 
 def is_layered(files: Iterable[str]) -> bool:
-    """Whether files are those of a pipeline's modules."""
+    """Whether each module has files of its own, as in a pipeline, by the names of the files."""
     return any(file.startswith("layer_") for file in files)
 
 
 OfState = Callable[[Partitions, str], Checkpoint]
-"""What the optimizer keeps under one of `optimizer.STATES`, as a checkpoint."""
+"""A function that returns one of `optimizer.STATES` as a checkpoint."""
 
 
 def kept(tag: Path, models: Mapping[int, TorchFile], settings: Settings, of_state: OfState) -> Checkpoint:
-    """What `--weights` asks for of an optimizer; moments with the master weights that prove whose they are."""
+    """The optimizer state that `--weights` names; a moment with the FP32 master weights that prove its parameters."""
     state = str(settings.weights).replace("fp32-master", "fp32")
     partitions, notes = _partitions(tag, models, sorted({"fp32", state}), settings)
     proof = None if state == "fp32" else of_state(partitions, "fp32")
@@ -146,10 +158,11 @@ def kept(tag: Path, models: Mapping[int, TorchFile], settings: Settings, of_stat
 
 
 def states_of(tag: Path, models: Mapping[int, TorchFile], settings: Settings, of_state: OfState) -> universal.States:
-    """Every state of an optimizer; each file is read once.
+    """All states of an optimizer; each file is read once.
 
     Raises:
         SourceError: a parameter was never trained.
+        UnsupportedError: the run was trained with Muon, or keeps more than Adam's states.
     """
     partitions, _ = _partitions(tag, models, None, settings)
     every = [partition for of_rank in partitions.values() for partition in of_rank]
@@ -163,7 +176,7 @@ def states_of(tag: Path, models: Mapping[int, TorchFile], settings: Settings, of
 def _partitions(
     tag: Path, models: Mapping[int, TorchFile], states: Sequence[str] | None, settings: Settings
 ) -> tuple[dict[int, list[Partition]], list[str]]:
-    """The partitions of each model parallel rank, and what the user should know of their steps."""
+    """The partitions of each model parallel rank, and notes for the user on their steps."""
     by_rank = {rank: zero_partitions.open_partitions(tag, rank, states) for rank in models}
     zero_partitions.require_same_save([partition for of_rank in by_rank.values() for partition in of_rank])
     first = by_rank[0][0]
@@ -179,17 +192,20 @@ def masters(
     *,
     layered: bool = True,
 ) -> dict[tuple[str, str], Scattered]:
-    """What the optimizer keeps of each parameter, by the file and the key that the parameter itself has.
+    """An optimizer state of each parameter, by the file and the key of the parameter's weights.
 
-    A pipeline keeps what its first and last stage share twice: the second is a further copy.
+    A pipeline stores the state of a tensor that its first and last stage share twice: the second is a further copy.
 
     Args:
-        models: the file of each model parallel rank.
+        models: the model file of each model parallel rank.
         tp: tensor parallel size.
         partitions: the partitions of each model parallel rank.
         state: one of `optimizer.STATES`.
-        embedding: the number of the module that embeds.
+        embedding: the number of the embedding module.
         layered: whether each module has files of its own.
+
+    Raises:
+        UnsupportedError: the name of a parameter does not begin with the number of a module.
     """
     tensors: dict[tuple[str, str], Scattered] = {}
     for rank, file in models.items():

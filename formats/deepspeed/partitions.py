@@ -1,13 +1,13 @@
-"""DeepSpeed ZeRO: the FP32 master weights and moments that each data parallel rank keeps a part of.
+"""Read DeepSpeed ZeRO's partitions: each data parallel rank's part of the FP32 master weights and moments.
 
-    TAG/mp_rank_{mp:02d}_model_states.pt                     stages 0 to 2: the module, and the shapes in their order
+    TAG/mp_rank_{mp:02d}_model_states.pt                     stages 0 to 2: the module, and the shapes in stored order
     TAG/zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt   stage 3: the shapes; the module is empty
     TAG/[bf16_]zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt   a rank's part of each flat parameter group
 
 Stages 1 and 2 (deepspeed/runtime/zero/stage_1_and_2.py, 0.19.8) lay the parameters of a group end to end, in the order
 of `param_shapes`, pad the end to a multiple of twice the ranks, and give each rank an equal part; padding at the end of
 the stored master weights is stripped. Stage 3 (stage3.py) gives each rank ceil(n / ranks) elements of every parameter.
-`param_slice_mappings` is not used: with round_robin_gradients it is in another order than the data.
+`param_slice_mappings` is not used: with round_robin_gradients its order is not that of the data.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from formats.torch_files.pickle_values import Opaque, TensorRef
 from formats.torch_files.unpickle import DAMAGE
 
 KEPT = frozenset({"step", *STATES})
-"""What Adam and Lion keep of a parameter."""
+"""The entries that Adam and Lion store for a parameter."""
 
 
 class Flat(NamedTuple):
-    """A rank's part of one flat group: where it lies, and how many elements of padding were stripped from its end."""
+    """A rank's part of one flat group: its fragment, and how many elements of padding were stripped from its end."""
 
     fragment: Fragment
     stripped: int
@@ -44,17 +44,17 @@ class Flat(NamedTuple):
 
 @dataclass(frozen=True)
 class Partition:
-    """What one data parallel rank holds.
+    """The optimizer states that one data parallel rank holds.
 
     Attributes:
-        path: its file.
+        path: the file of the rank.
         stage: the ZeRO stage.
-        ranks: how many ranks share each group, as the file says.
-        groups: its part of each group, by state; None where the optimizer of the group keeps no such state.
+        ranks: how many ranks share each group, as the file records it.
+        groups: the rank's part of each group, by state; None if the optimizer of the group has no such state.
         gaps: elements of padding after each parameter of each group.
-        steps: how many steps Adam has made in each group, as far as it says.
-        settings: the parameter groups of its optimizer, as torch has them; `params` are numbers of flat groups.
-        kept: what the optimizer keeps of each parameter, but for the momentum of Muon's groups.
+        steps: how many steps Adam has made in each group, as far as the file records them.
+        settings: the parameter groups of the optimizer, as torch has them; `params` are numbers of flat groups.
+        kept: the names of the states of each parameter, without the momentum of Muon's groups.
     """
 
     path: Path
@@ -73,7 +73,7 @@ def open_partitions(folder: Path, mp: int, states: Sequence[str] | None = None) 
     Args:
         folder: the tag.
         mp: the model parallel rank.
-        states: those of `optimizer.STATES` that are needed; None for all that its optimizer keeps.
+        states: the states of `optimizer.STATES` to read; None for all that the optimizer has.
 
     Raises:
         SourceError: a rank's file is missing, damaged, or there twice.
@@ -110,16 +110,16 @@ def open_partitions(folder: Path, mp: int, states: Sequence[str] | None = None) 
 
 
 def _without_states(folder: Path) -> str:
-    """What to do where files of optimizer states are missing: of stage 3 they alone hold the weights."""
+    """The hint if files of optimizer states are missing; in stage 3 no other files hold the weights."""
     third = any(saved_names.MODEL_OF_STAGE_3.fullmatch(path.name) for path in folder.iterdir())
     return "copy them from their nodes" + ("" if third else ", or take --weights module")
 
 
 def require_same_save(partitions: Sequence[Partition]) -> None:
-    """All ranks have made the same number of steps, in the same stage.
+    """Refuse partitions of ranks that differ in ZeRO stage, number of steps, or states.
 
     Raises:
-        SourceError: one has not.
+        SourceError: two ranks differ.
     """
     first = partitions[0]
     for partition in partitions[1:]:
@@ -136,7 +136,7 @@ def require_same_save(partitions: Sequence[Partition]) -> None:
 
 
 def _steps(partition: Partition) -> str:
-    """The steps that Adam has made, whatever the groups of parameters are: pipeline stages may have other ones."""
+    """The different step counts of a partition, as text; the groups may differ between pipeline stages."""
     return ", ".join(str(step) for step in sorted({*partition.steps})) or "none"
 
 
@@ -150,7 +150,7 @@ def _partition(file: TorchFile, states: Sequence[str] | None) -> Partition:
 def _parse(file: TorchFile, optimizer: Mapping[str, Any], states: Sequence[str] | None) -> Partition:
     if "ds_autoep_layers" in file.value or "autoep_layers" in file.value:
         raise UnsupportedError(f"{file.path}: expert parallel optimizer states are not supported")
-    saved_stage = optimizer.get("zero_stage", 1)  # BF16_Optimizer says no stage
+    saved_stage = optimizer.get("zero_stage", 1)  # BF16_Optimizer records no stage
     stage = saved_stage.args[0] if isinstance(saved_stage, Opaque) else saved_stage
     if stage not in (1, 2, 3):
         raise UnsupportedError(f"{file.path}: ZeRO stage {short(stage)} is not known")
@@ -208,11 +208,11 @@ def _parse(file: TorchFile, optimizer: Mapping[str, Any], states: Sequence[str] 
 
 
 def require_trained(partitions: Sequence[Partition]) -> None:
-    """All that the optimizer keeps is known, and all ranks treat the parameters of each group alike.
+    """Refuse an optimizer with unknown states, or with settings that differ between ranks.
 
     Raises:
-        SourceError: ranks differ in a setting.
-        UnsupportedError: there is more than Adam keeps.
+        SourceError: two ranks differ in a setting of a parameter group.
+        UnsupportedError: the optimizer has more states than Adam.
     """
     first = partitions[0]
     for partition in partitions:
@@ -230,10 +230,10 @@ def require_trained(partitions: Sequence[Partition]) -> None:
 
 
 def require_known(path: Path, kept: Iterable[str]) -> None:
-    """What an optimizer keeps of a parameter is what Adam keeps.
+    """Refuse an optimizer that stores more for a parameter than Adam does.
 
     Raises:
-        UnsupportedError: there is more, such as AMSGrad's largest moments.
+        UnsupportedError: there are further states, such as AMSGrad's largest moments.
     """
     if others := sorted(set(kept) - KEPT):
         raise UnsupportedError(
@@ -244,11 +244,11 @@ def require_known(path: Path, kept: Iterable[str]) -> None:
 
 
 def step_of(partitions: Sequence[Partition], model: Mapping[str, Any]) -> float:
-    """How many steps the optimizer has made: where none of a Lion's says it, those that the model file counts.
+    """The number of steps of the optimizer; that of the model file for a Lion that does not record it.
 
     Raises:
-        SourceError: a file does not say.
-        UnsupportedError: not all groups of parameters have made the same number.
+        SourceError: a file does not record the steps.
+        UnsupportedError: groups of parameters have made different numbers of steps.
     """
     lion = STATES[2] not in kept_by((group for partition in partitions for group in partition.settings), ())
     made, skipped = model.get(COUNTER), model.get("skipped_steps") or 0
@@ -264,10 +264,10 @@ def step_of(partitions: Sequence[Partition], model: Mapping[str, Any]) -> float:
 
 
 def flat_fragment(file: TorchFile, ref: Any, name: str) -> Fragment:
-    """A flat tensor of a file.
+    """The fragment of a flat tensor of a file, also of a moment in 8 bits.
 
     Raises:
-        SourceError: it is none.
+        SourceError: `ref` is no flat tensor.
     """
     if isinstance(ref, eight_bits.Codes):
         return eight_bits.fragment_of(file, ref, name)
@@ -279,15 +279,15 @@ def flat_fragment(file: TorchFile, ref: Any, name: str) -> Fragment:
 def load(
     partitions: Sequence[Partition], shapes: Sequence[Mapping[str, tuple[int, ...]]], state: str
 ) -> Iterator[tuple[str, Scattered]]:
-    """Every parameter that one model parallel rank trains, put together from all data parallel ranks.
+    """A state of every parameter that one model parallel rank trains, put together from all data parallel ranks.
 
     Args:
-        partitions: those of all ranks, in their order.
-        shapes: the parameters of each group, in their order: `param_shapes`.
+        partitions: the partitions of all ranks, in the order of the ranks.
+        shapes: name and shape of the parameters of each group, in the stored order: `param_shapes`.
         state: one of `optimizer.STATES`.
 
     Raises:
-        SourceError: the sizes do not add up.
+        SourceError: the sizes of parameters and partitions do not fit.
     """
     flat_groups = [partition.groups[state] for partition in partitions]
     for partition, groups in zip(partitions, flat_groups, strict=True):
@@ -314,7 +314,7 @@ def load(
 def _by_interval(
     flats: Sequence[Flat], group: Mapping[str, tuple[int, ...]], gaps: Sequence[int]
 ) -> Iterator[tuple[str, Scattered]]:
-    """Stages 1 and 2: the group is one row of elements, each rank holds an equal interval of it."""
+    """The parameters of a group of stage 1 or 2, a row of elements of which each rank holds an equal interval."""
     sizes = {flat.fragment.shape[0] + flat.stripped for flat in flats}
     total = sum(map(prod, group.values())) + sum(gaps)
     size = max(sizes)
@@ -338,7 +338,7 @@ def _by_interval(
 
 
 def _by_parameter(flats: Sequence[Flat], group: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Scattered]]:
-    """Stage 3: each rank holds the next ceil(n / ranks) elements of every parameter."""
+    """The parameters of a group of stage 3, of each of which every rank holds the next ceil(n / ranks) elements."""
     total = sum(-(-prod(shape) // len(flats)) for shape in group.values())
     for flat in flats:
         if flat.fragment.shape[0] != total:
@@ -374,10 +374,10 @@ class _Flats(NamedTuple):
 
     @classmethod
     def of(cls, flats: Sequence[Fragment]) -> _Flats:
-        """The parts that all ranks have of a group.
+        """The columns of a group, given the fragment of each rank.
 
         Raises:
-            SourceError: they differ in element type.
+            SourceError: the fragments differ in element type.
         """
         import numpy as np
 
@@ -392,7 +392,13 @@ class _Flats(NamedTuple):
         )
 
     def pieces(self, at: int, part: int, numel: int) -> Columns:
-        """A parameter: `part` elements on each rank, `at` elements into the group, as far as it has so many."""
+        """The pieces of a parameter.
+
+        Args:
+            at: the first element of the parameter in each rank's part of the group.
+            part: elements on each rank; the last ranks have fewer or none.
+            numel: elements of the parameter.
+        """
         import numpy as np
 
         low = np.arange(0, numel, part, dtype=np.int64)
@@ -405,7 +411,7 @@ class _Flats(NamedTuple):
 
 
 def flat_piece(flat: Fragment, at: int, low: int, high: int) -> Piece:
-    """Elements [low, high) of a parameter, which are `at` elements into a flat group."""
+    """The piece with the elements [low, high) of a parameter, which begin at element `at` of a flat group."""
     if flat.scales:
         window = flat._replace(shape=(high - low,), scales=None, pieces=((-at, flat),))
         return Piece(Cut(((low, high),), flat=True), window)
@@ -414,7 +420,7 @@ def flat_piece(flat: Fragment, at: int, low: int, high: int) -> Piece:
 
 
 def whole_of(name: str, shape: tuple[int, ...], pieces: list[Piece], like: Fragment) -> Scattered:
-    """A parameter of its pieces; without elements it has one, of the type and the file of another tensor."""
+    """A parameter made of its pieces; a parameter without elements has one piece, with dtype and file of `like`."""
     if not prod(shape):
         pieces = [Piece(whole_part(shape), like._replace(shape=shape, strides=(1,) * len(shape)))]
     return scattered(name, shape, like.dtype, pieces)

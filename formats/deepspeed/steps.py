@@ -1,4 +1,4 @@
-"""How many steps an optimizer of DeepSpeed has made: what its files of states say, and what its model files count."""
+"""The number of steps of a DeepSpeed optimizer: read from its optimizer states, and compared with the model files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from formats.torch_files.pickle_values import TensorRef
 
 
 def steps_in(file: TorchFile) -> frozenset[float]:
-    """The steps that a file of optimizer states counts; none where its optimizer is kept in another way."""
+    """The step counts in a file of optimizer states; empty if the optimizer is stored in another way."""
     kept = file.value.get("optimizer_state_dict") if isinstance(file.value, Mapping) else None
     inner = (
         (kept.get("base_optimizer_state") or kept.get("optimizer_state_dict")) if isinstance(kept, Mapping) else None
@@ -25,28 +25,28 @@ def steps_in(file: TorchFile) -> frozenset[float]:
 
 
 COUNTER = "global_steps"
-"""What a model file calls the steps of its engine."""
+"""The key of the engine's step count in a model file."""
 
 
 def require_one_step(
     model: TorchFile, path: Path | None, steps: Collection[float], accept: Collection[str]
 ) -> list[str]:
-    """The optimizer has made the steps that the model file counts, but for those that were skipped.
+    """Refuse an optimizer whose step count is not that of the model file, without skipped steps.
 
-    The engine counts both (deepspeed/runtime/engine.py `_take_model_step`, 0.19.8). A training that began with the
-    weights of another alone counts on, while its optimizer begins again.
+    The engine counts steps and skipped steps (deepspeed/runtime/engine.py `_take_model_step`, 0.19.8). In a training
+    that began with the weights of another training alone the engine's count continues, while the optimizer begins at 0.
 
     Args:
         model: the first model file.
-        path: the file of the optimizer that was asked, None where there is none.
-        steps: those that its parameters have made, none where it does not say.
-        accept: what the user names in spite of a refusal.
+        path: the file of optimizer states that was read; None if there is none.
+        steps: the steps that its parameters have made; empty if the file does not record them.
+        accept: the deviations that the user accepts.
 
     Returns:
-        What the user should know, if a difference was accepted.
+        Notes for the user, if a difference was accepted.
 
     Raises:
-        SourceError: the two differ.
+        SourceError: the counts differ, and this was not accepted.
     """
     made, skipped = model.value.get(COUNTER), model.value.get("skipped_steps") or 0
     if type(made) is not int or type(skipped) is not int:
@@ -67,10 +67,10 @@ def require_one_step(
 
 
 def number(file: TorchFile, value: Any) -> float:
-    """A number, or that of a tensor with one element.
+    """The value of a number, or of a tensor with one element.
 
     Raises:
-        SourceError: it has more or fewer.
+        SourceError: the tensor has more or fewer elements.
     """
     if not isinstance(value, TensorRef):
         return float(value)
@@ -80,10 +80,10 @@ def number(file: TorchFile, value: Any) -> float:
 
 
 def steps_made(file: TorchFile, value: Any) -> float:
-    """How many steps an optimizer has made.
+    """The number of steps that an optimizer has made, from the value in its file.
 
     Raises:
-        SourceError: it is no whole number.
+        SourceError: the value is no whole number, or negative.
     """
     if not isinstance(value, int | float | TensorRef) or not (made := number(file, value)) >= 0 or made % 1:
         count_text = short(value if isinstance(value, str) else number(file, value))

@@ -1,11 +1,11 @@
-"""DeepSpeed checkpoints of models with Hugging Face names, as DeepSpeed, the HF Trainer and accelerate save them.
+"""Read DeepSpeed checkpoints of models with Hugging Face names, as DeepSpeed, the HF Trainer and accelerate save them.
 
     RUN/latest, RUN/TAG/                                  engine.save_checkpoint, and accelerate's save_state
-    checkpoint-N/latest, checkpoint-N/global_stepN/       HF Trainer; of stage 3 often the only weights there are
+    checkpoint-N/latest, checkpoint-N/global_stepN/       HF Trainer; in stage 3 often the only weights
     TAG/mp_rank_00_model_states.pt                        stages 0 to 2
     TAG/zero_pp_rank_{dp}_mp_rank_00_model_states.pt      stage 3
 
-What the partitions hold is in `partitions.py`.
+The partitions are described in `partitions.py`.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from formats.torch_files.wrappers import unwrapped
 
 NAME = ZERO.name
 WEIGHTS = {"module": "module", "fp32-master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-"""What the user can ask for: its name in `optimizer.STATES`."""
+"""The name in `optimizer.STATES` by value of `--weights`."""
 
 
 def detect(path: Path) -> bool:
-    """Whether a folder is DeepSpeed's."""
+    """Whether a folder is a DeepSpeed checkpoint or run."""
     return deepspeed.detect(path)
 
 
 def tables() -> dict[str, tuple[Rule, ...]]:
-    """None: it cuts the tensors of Hugging Face or GPT-NeoX in flat parts."""
+    """No tables: ZeRO cuts the tensors of Hugging Face or GPT-NeoX into flat parts."""
     return {}
 
 
 def holders(_: Family) -> dict[str, bool]:
-    """It holds every family."""
+    """The format holds every family."""
     return {NAME: True}
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
-    """Open a checkpoint: the pickles of its files, none of the weights."""
+    """Open a checkpoint: read the pickles of its files, but no weights."""
     run, tag = deepspeed.locate(path, settings.tag)
     models, whole = model_files.of_ranks(tag), universal.is_universal(tag)
     first = models[0]
@@ -104,7 +104,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
 def _part(
     path: Path, run: Path, tag: Path, settings: Settings, keys: Collection[str]
 ) -> tuple[Path | None, text_alone.Alone]:
-    """The folder of the config, and what is read of the model; an adapter alone has no config."""
+    """The folder of the config, and the part of the model to read; an adapter alone has no config."""
     if settings.adapter == "only":
         return None, text_alone.Alone({}, {key: key for key in keys})
     assets = _config_folder(path, run, tag, settings)
@@ -112,7 +112,7 @@ def _part(
 
 
 def _module(file: TorchFile, modules: Mapping[str, Fragment]) -> Iterator[tuple[str, Scattered]]:
-    """The 16-bit weights, buffers included. An empty placeholder of stage 3 is none."""
+    """The 16-bit weights of the module, buffers included, without the empty placeholders of stage 3."""
     shapes = _shapes(file)
     for name, fragment in modules.items():
         if fragment.shape != (0,) or shapes.get(name, (0,)) == (0,):
@@ -120,7 +120,7 @@ def _module(file: TorchFile, modules: Mapping[str, Fragment]) -> Iterator[tuple[
 
 
 def _shapes(file: TorchFile) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter, as far as a model file says them."""
+    """The shape of each parameter, as far as a model file records them."""
     groups = model_files.param_shapes(file) if file.value.get("param_shapes") is not None else ()
     return {name: shape for group in groups for name, shape in group.items()}
 
@@ -128,7 +128,12 @@ def _shapes(file: TorchFile) -> dict[str, tuple[int, ...]]:
 def _states(
     tag: Path, models: Sequence[TorchFile], modules: Mapping[str, Fragment], state: str
 ) -> Iterator[tuple[str, Scattered]]:
-    """What the optimizer keeps of each parameter; and what it keeps nothing of, as the model has it."""
+    """A state of each parameter, and the tensors of the module that have no state, such as buffers.
+
+    Raises:
+        SourceError: files are missing, or not of one save.
+        UnsupportedError: a moment is asked for, and parameters are frozen.
+    """
     first = models[0]
     if first.value.get("optimizer") is not None:
         tensors = dict(model_files.whole(first, state, _trained(first, modules)))
@@ -153,14 +158,14 @@ def _states(
 
 
 class Training(NamedTuple):
-    """What a training keeps of every parameter that it trains, by DeepSpeed's name; every file is read once.
+    """The optimizer states of every trained parameter, by DeepSpeed's name; every file is read once.
 
     Attributes:
-        states: those of `optimizer.STATES` that there are.
-        module: the tensors that the model computes with; in stage 3 empty ones, or none.
-        model: what the first model file says.
-        shapes: the parameters of each flat group.
-        partitions: what each rank holds; none of a universal checkpoint.
+        states: the tensors of each state of `optimizer.STATES` that the optimizer has, by name.
+        module: the tensors of the module; in stage 3 empty tensors, or none.
+        model: the contents of the first model file.
+        shapes: name and shape of the parameters of each flat group.
+        partitions: the partition of each rank; empty for a universal checkpoint.
     """
 
     states: Mapping[str, Mapping[str, Scattered]]
@@ -171,11 +176,11 @@ class Training(NamedTuple):
 
 
 def trained(tag: Path, accept: Collection[str] = ()) -> Training:
-    """Open the optimizer states of a checkpoint; `accept` are the deviations that the user names.
+    """Open the optimizer states of a checkpoint; `accept` are the deviations that the user accepts.
 
     Raises:
-        SourceError: its files are damaged, missing, or of different saves.
-        UnsupportedError: it is of stage 0, which keeps no names.
+        SourceError: files are damaged, missing, or of different saves.
+        UnsupportedError: the checkpoint is of stage 0, which stores no names.
     """
     first = model_files.of_ranks(tag)[0]
     if first.value.get("optimizer") is not None:
@@ -200,7 +205,7 @@ def states_of(source: Checkpoint, training: Training) -> dict[str, Checkpoint]:
 
     Args:
         source: the checkpoint.
-        training: what `trained` gave of its `home`.
+        training: the result of `trained` for the folder `source.home`.
 
     Raises:
         UnsupportedError: a tensor of the model is not trained.
@@ -235,10 +240,15 @@ def states_of(source: Checkpoint, training: Training) -> dict[str, Checkpoint]:
 
 
 def _of_some(slots: Sequence[Slot], keys: Mapping[str, str], where: Path) -> tuple[list[Slot], frozenset[str]]:
-    """The tensors of which there is a state beside Muon, and the names of all others.
+    """The slots that have a state in a training with Muon, and the names of the logical tensors without the state.
+
+    Args:
+        slots: the slots of the model.
+        keys: the keys that have the state.
+        where: the folder, for errors.
 
     Raises:
-        UnsupportedError: a tensor has it in some layers alone.
+        UnsupportedError: a tensor has the state in some layers alone.
     """
     parts = {True: list[Slot](), False: list[Slot]()}
     for slot in slots:
@@ -250,7 +260,7 @@ def _of_some(slots: Sequence[Slot], keys: Mapping[str, str], where: Path) -> tup
 
 
 def _steps(tag: Path) -> tuple[Path | None, Collection[float]]:
-    """The steps that an optimizer has made, and the file that says it."""
+    """The file that records the steps of the optimizer, and the steps; None and empty without such a file."""
     if universal.is_universal(tag):
         path, made = universal.first_step(tag)
         return path, () if made is None else (made,)
@@ -266,25 +276,29 @@ def _require_same_stage(model: TorchFile, partitions: Sequence[zero_partitions.P
 
 
 def _trained(file: TorchFile, modules: Mapping[str, Fragment]) -> dict[str, Fragment]:
-    """The tensors of the module that are parameters, each once."""
+    """The tensors of the module that are parameters, without buffers and second names of shared parameters."""
     skipped = {*(file.value.get("buffer_names") or ()), *(file.value.get("shared_params") or ())}
     return {name: fragment for name, fragment in modules.items() if name not in skipped}
 
 
 def _shared(model: Mapping[str, Any]) -> dict[str, str]:
-    """The owner of each parameter that has two names, by the other one. Only the first rank's file knows."""
+    """The first name of each parameter with two names, by its second name. Only the first rank's file records it."""
     aliases = model.get("shared_params") or {}
     return {str(alias): str(owner) for alias, owner in aliases.items()}
 
 
 def _aliases(model: Mapping[str, Any], tensors: Mapping[str, Scattered]) -> dict[str, Scattered]:
-    """What is there under another name than the model file's."""
+    """The shared parameters in `tensors` under their second names."""
     shared = _shared(model).items()
     return {alias: tensors[owner] for alias, owner in shared if owner in tensors and alias not in tensors}
 
 
 def _keys(tensors: Mapping[str, Scattered], tag: Path, adapter: str | None = None) -> dict[str, str]:
-    """The name of each tensor by its Hugging Face key, without what wrappers put before it."""
+    """The name of each tensor by its Hugging Face key, which is the name without the prefixes of wrappers.
+
+    Raises:
+        SourceError: two names have the same key.
+    """
     keys: dict[str, str] = {}
     for name in tensors:
         key = unwrapped(name)
@@ -298,7 +312,7 @@ def _config_folder(path: Path, run: Path, tag: Path, settings: Settings) -> Path
     """The folder with the config.json that belongs to the weights.
 
     Raises:
-        SourceError: there is none.
+        OptionNeededError: there is no config.json.
     """
     if settings.config is not None:
         return settings.config
@@ -309,7 +323,7 @@ def _config_folder(path: Path, run: Path, tag: Path, settings: Settings) -> Path
 
 
 def _no_module(dtypes: Collection[str]) -> str:
-    """What weights are taken where a checkpoint has master weights alone; DeepSpeed can keep these in 16 bits too."""
+    """The note that master weights are read, since there is no module; DeepSpeed can keep them in 16 bits too."""
     text = "it holds no module: these are the {} master weights"
     if "F32" in dtypes:
         return text.format("float32") + "; --dtype bf16 rounds them as DeepSpeed does"
@@ -317,7 +331,7 @@ def _no_module(dtypes: Collection[str]) -> str:
 
 
 def _twins(placed: Sequence[Placed], keys: Mapping[str, str], modules: Mapping[str, Fragment]) -> tuple[Placed, ...]:
-    """The module's own tensors, where the optimizer has a master weight of them, or the file a copy of a frozen one."""
+    """The module's tensors to compare with tensors read from elsewhere: master weights, or copies of frozen tensors."""
     pairs = [(tensor, modules.get(keys[tensor.key])) for tensor in placed if not tensor.slot.replica]
     return tuple(
         tensor._replace(fragment=own)

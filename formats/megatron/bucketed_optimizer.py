@@ -1,12 +1,12 @@
-"""Reading a distributed optimizer as its ranks hold it (`dp_reshardable`): in buckets, end to end, rank by rank.
+"""Read a distributed optimizer in buckets (`dp_reshardable`): the flat buffers of each model-parallel rank, in pieces.
 
     optimizer.distributed.dp_group_idx_{rank}.gbuf_idx_{chunk}.dtype_(…).bucket_idx_{n}.{param|exp_avg|exp_avg_sq}
     optimizer.distributed.dp_group_idx_{rank}.{optimizer|grad_scaler}
 
-The buckets of a chunk are the buffer of `distrib_optim.pt`, cut to pieces. In each a parameter begins at a multiple of
-64 elements; it ends with its last parameter, or, where the embedding has a bucket of its own, with what would align
-that. Ranks are those of the model: tensor ranks count first, then stages; of experts on ranks of their own it is those
-of each expert, then the experts, then stages.
+The buckets of a chunk are the buffer of `distrib_optim.pt`, cut to pieces. In each bucket a parameter begins at a
+multiple of 64 elements; the bucket ends with its last parameter, or, where the embedding has a bucket of its own, is
+padded to that alignment. Ranks are model-parallel ranks: tensor ranks count fastest, then pipeline stages; in the
+optimizer of experts on several ranks, expert-tensor ranks count fastest, then expert ranks, then stages.
 
 Facts: megatron-core 0.16.1 and 0.19.2, which write the same: optimizer/distrib_optimizer.py
 `sharded_param_state_dp_reshardable`, distributed/param_and_grad_buffer.py `_does_param_require_new_bucket`.
@@ -45,19 +45,20 @@ from formats.torch_files.unpickle import DAMAGE
 
 NAME, GROUP = "dp_reshardable", "optimizer.distributed.dp_group_idx_"
 BUCKET = CHAINED + (rf"{re.escape(GROUP)}(\d+)\.gbuf_idx_(\d+)\.dtype_\([^()]*\)\.bucket_idx_(\d+)\.(\w+)")
-"""The name of a bucket, by optimizer, rank, chunk of the model, number and state."""
+"""The name of a bucket; its groups are optimizer, rank, chunk of the model, number of the bucket, and state."""
 NAMES = {stored_name(state, distributed=True) for state in STATES}
 OBJECT = "{}.{}/shard_0_1"
 Settings = tuple[list[dict[str, Any]], Any]
-"""Parameter groups, and the scaler of losses."""
+"""The parameter groups, and the state of the loss scaler."""
 
 
 def read(source: Checkpoint) -> tuple[dict[str, list[Placed]], Settings]:
-    """The states of each parameter that Adam trains, and what all ranks say of them.
+    """The states of each parameter that Adam trains, and the settings that all ranks agree on.
 
     Raises:
-        SourceError: a bucket is missing, or ranks say different things.
-        UnsupportedError: the ranks are cut in a way that is not known.
+        SourceError: a bucket is missing or left over, or the settings of two ranks differ.
+        UnsupportedError: the parameters are spread over the ranks in a way that is not known, a state is not Adam's, or
+            a bucket has several element types.
     """
     entries: dict[tuple[int, int, int, str], dict[int, dcp.Entry]] = {}
     for entry in dcp.entries(source.home):
@@ -87,7 +88,7 @@ def read(source: Checkpoint) -> tuple[dict[str, list[Placed]], Settings]:
 
 
 def _trained(source: Checkpoint) -> dict[int, list[list[Parameter]]]:
-    """What each rank of each Adam trains, in the order of its model, by the number of that among all optimizers."""
+    """The parameters that Adam trains on each rank, in model order, by the number of that Adam among all optimizers."""
     spec, details, path = cast(ModelSpec, source.spec), source.details_of(Megatron), source.home
     args = details.args
     tp, pp, virtual = (
@@ -122,7 +123,11 @@ def _trained(source: Checkpoint) -> dict[int, list[list[Parameter]]]:
 
 
 def _settings(source: Checkpoint, ranks: Mapping[int, int]) -> Settings:
-    """What all ranks of all optimizers say, given how many each has, by its number."""
+    """The settings that all ranks of all optimizers agree on, given the number of ranks by number of the optimizer.
+
+    Raises:
+        SourceError: a rank has no known settings, or two ranks have different ones.
+    """
     prefixes = {number: "" if [*ranks] == [0] else f"chained_{number}." for number in ranks}
     every = [
         [f"{prefixes[number]}{GROUP}{rank % count}" for number, count in ranks.items()]
@@ -149,7 +154,7 @@ def _settings(source: Checkpoint, ranks: Mapping[int, int]) -> Settings:
 
 
 def _places(sizes: Sequence[int], buckets: Sequence[int]) -> list[tuple[int, int]] | None:
-    """Number and first element of each parameter in all buckets end to end; None if these are not of the parameters.
+    """Number and first element of each parameter in the concatenated buckets; None if their sizes do not fit.
 
     Args:
         sizes: elements of each parameter, in the order of the model.
@@ -169,7 +174,11 @@ def _places(sizes: Sequence[int], buckets: Sequence[int]) -> list[tuple[int, int
 
 
 def _cut(source: Checkpoint, parameters: Sequence[Parameter], buckets: Sequence[dcp.Entry]) -> Iterator[Placed]:
-    """Where each parameter of a chunk is in its buckets, which together are the buffer."""
+    """The fragments of each parameter of a chunk in the buckets, which together are the buffer of the chunk.
+
+    Raises:
+        SourceError: the buckets hold other parameters.
+    """
     sizes = [prod(parameter.slot.shape) for parameter in parameters]
     places = _places(sizes, [prod(parameter.shape) for parameter in buckets])
     if places is None:

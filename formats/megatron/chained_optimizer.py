@@ -1,8 +1,8 @@
-"""Which optimizer of a Megatron run has which parameters: one has all, or experts on ranks of their own have another.
+"""Which optimizer of a Megatron run has which parameters: one has all, or experts on several ranks have their own.
 
     ep = 1    {…}                                 in a classic file, in `distrib_optim.pt` and in `common.pt`
     ep > 1    [{dense}, {experts}]                in a classic file
-              [{dense} or None, {experts}]        in `distrib_optim.pt`: the dense ones on the first data rank alone
+              [{dense} or None, {experts}]        in `distrib_optim.pt`: {dense} on the first data rank alone
               {0: {dense}, 1: {experts}}          in `common.pt`; in buckets, and in older saves, with chained_0. and
                                                   chained_1. before the names of all tensors
 
@@ -23,14 +23,14 @@ from formats.torch_files.archive import TorchFile
 from formats.torch_files.archive_writer import plain
 
 CHAINED = r"(?:chained_(\d+)\.)?"
-"""What may stand before the names of an optimizer's tensors in a distributed checkpoint."""
+"""The optional prefix of the names of an optimizer's tensors in a distributed checkpoint."""
 EXPERTS = ".mlp.experts."
 BUFFER = re.compile(r".*\.mlp\.router\.expert_bias")
-"""What is in a model and in no optimizer: a router corrects it by itself (transformer/moe/router.py)."""
+"""The key of a tensor of a model that no optimizer trains: the router updates it itself (transformer/moe/router.py)."""
 
 
 class Parameter(NamedTuple):
-    """A parameter of a rank's file: the chunk that it is in, its key, and its slot."""
+    """A parameter of a rank's file: the key of its virtual pipeline chunk, its own key, and its slot."""
 
     chunk: str
     key: str
@@ -43,12 +43,12 @@ def decays(key: str, shape: Sequence[int]) -> bool:
 
 
 def trained(parameters: Iterable[Parameter]) -> list[Parameter]:
-    """Those of them that an optimizer moves."""
+    """The parameters that an optimizer trains: all but the buffers of the model."""
     return [parameter for parameter in parameters if not BUFFER.fullmatch(parameter.key)]
 
 
 def repeated(slot: Slot) -> bool:
-    """Whether a data rank other than the first holds this dense tensor, for the experts beside it."""
+    """Whether a slot is the copy of a dense tensor on a data rank other than the first, beside that rank's experts."""
     return not slot.rule.splits & {"ep", "etp"} and any(rank for axis, (rank, _) in slot.mesh if axis in ("ep", "copy"))
 
 
@@ -56,16 +56,16 @@ def repeated(slot: Slot) -> bool:
 
 
 def spread(slots: Iterable[Slot], ep: int) -> frozenset[bool]:
-    """The groups that the optimizer of the experts has, by whether their weights decay; none where they have none.
+    """The parameter groups of the experts' optimizer, as whether a group has weight decay; empty without one.
 
-    Every rank has the same groups, also one without such a parameter.
+    Every rank has the same groups, even if no parameter of the rank is in a group.
     """
     experts = (slot for slot in slots if ep > 1 and EXPERTS in slot.keys[0])
     return frozenset(decays(slot.keys[0], slot.shape) for slot in experts)
 
 
 def shares(parameters: Sequence[Parameter], kinds: Collection[bool]) -> list[list[Parameter]]:
-    """The parameters of each optimizer of a rank, given the groups of the experts."""
+    """The parameters of each optimizer of a rank, given the groups of the experts' optimizer (`spread`)."""
     own = trained(parameters)
     if not kinds:
         return [own]
@@ -73,7 +73,7 @@ def shares(parameters: Sequence[Parameter], kinds: Collection[bool]) -> list[lis
 
 
 def groups(every: Sequence[Mapping[str, Any]], kinds: Collection[bool]) -> list[list[dict[str, Any]]]:
-    """The parameter groups of each optimizer, given those of the experts."""
+    """The parameter groups of each optimizer, given the groups of the experts' optimizer (`spread`)."""
     chained = [[dict(group) for group in every]]
     if kinds:
         chained.append([{**group, "is_expert_parallel": True} for group in every if bool(group["wd_mult"]) in kinds])
@@ -84,10 +84,10 @@ def groups(every: Sequence[Mapping[str, Any]], kinds: Collection[bool]) -> list[
 
 
 def entries(file: TorchFile, args: Mapping[str, Any]) -> list[Mapping[Any, Any]]:
-    """The entry of each optimizer in a file: one, or with experts on several ranks, or Muon beside Adam, two.
+    """The entry of each optimizer in a file: two if experts are on several ranks or Muon is beside Adam, else one.
 
     Raises:
-        UnsupportedError: there are others.
+        UnsupportedError: the file holds another number of optimizers.
     """
     optimizer, several = file.value.get("optimizer", {}), is_spread(args) or muon.is_used(args)
     if isinstance(optimizer, Mapping) and set(optimizer) == {0, 1}:
@@ -107,13 +107,18 @@ def entries(file: TorchFile, args: Mapping[str, Any]) -> list[Mapping[Any, Any]]
 
 
 def is_spread(args: Mapping[str, Any]) -> bool:
-    """Whether experts are on several ranks, as args say."""
+    """Whether experts are on several ranks, according to the args."""
     size = args.get("expert_model_parallel_size")
     return args.get("num_experts") is not None and type(size) is int and size > 1
 
 
 def apart(chunks: Mapping[Place, Mapping[str, Any]], *, several: bool) -> list[dict[Place, dict[str, Any]]]:
-    """The tensors of each chunk of a file, by key, for each optimizer."""
+    """The tensors that each optimizer trains, by chunk of a file and key.
+
+    Args:
+        chunks: the tensors of a file by key, by chunk.
+        several: whether the experts have an optimizer of their own; the first result is then of the dense tensors.
+    """
     moved = {
         place: {key: fragment for key, fragment in tensors.items() if not BUFFER.fullmatch(key)}
         for place, tensors in chunks.items()
@@ -130,13 +135,13 @@ def apart(chunks: Mapping[Place, Mapping[str, Any]], *, several: bool) -> list[d
 
 
 def joined(every: Sequence[tuple[TorchFile, Any]]) -> list[dict[str, Any]]:
-    """The parameter groups of all optimizers, without their parameters: with weight decay, and without.
+    """The two parameter groups that all optimizers share, without their parameters: with weight decay, and without.
 
     Args:
-        every: those of each optimizer, and the file that holds them.
+        every: the file of each optimizer, and the parameter groups in it.
 
     Raises:
-        UnsupportedError: more than weight decay tells two of them apart, or experts are trained otherwise.
+        UnsupportedError: two groups differ in more than weight decay, or experts are trained with other settings.
     """
     several = [groups_of(file, saved, experts=number > 0) for number, (file, saved) in enumerate(every)]
     if len(several[0]) != 2:
@@ -151,7 +156,16 @@ def joined(every: Sequence[tuple[TorchFile, Any]]) -> list[dict[str, Any]]:
 
 
 def groups_of(file: TorchFile, saved: Any, *, experts: bool = False) -> list[dict[str, Any]]:
-    """The parameter groups of an optimizer, without their parameters."""
+    """The parameter groups of one optimizer, without their parameters.
+
+    Args:
+        file: the file that holds the groups.
+        saved: the groups.
+        experts: whether the optimizer is that of the experts.
+
+    Raises:
+        UnsupportedError: two groups differ in more than weight decay, or a group is not of the expected optimizer.
+    """
     groups = [
         plain(file, {name: value for name, value in group.items() if name != "params"}, "a group") for group in saved
     ]
@@ -168,10 +182,10 @@ def _unknown(file: TorchFile, groups: Sequence[Any]) -> UnsupportedError:
 
 
 def same_scaler(every: Sequence[tuple[TorchFile | None, Any]]) -> Any:
-    """The scaler of losses, which is that of each optimizer; None without one.
+    """The state of the loss scaler, which all optimizers share; None without a scaler.
 
     Raises:
-        SourceError: they differ.
+        SourceError: the optimizers have different loss scalers.
     """
     first, *others = (plain(file, saved, "grad_scaler") if file else None for file, saved in every)
     if any(other != first for other in others):

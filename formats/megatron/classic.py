@@ -2,10 +2,10 @@
 
     ROOT/latest_checkpointed_iteration.txt     an iteration, or `release`
     ROOT/iter_0000100/mp_rank_{tp:02d}/model_optim_rng.pt             one pipeline stage
-    ROOT/iter_0000100/mp_rank_{tp:02d}_{pp:03d}/model_optim_rng.pt    several
-    ROOT/iter_0000100/mp_rank_{tp:02d}[_{pp:03d}]_{ep:03d}/...        experts on several ranks, each beside all the rest
+    ROOT/iter_0000100/mp_rank_{tp:02d}_{pp:03d}/model_optim_rng.pt    several pipeline stages
+    ROOT/iter_0000100/mp_rank_{tp:02d}[_{pp:03d}]_{ep:03d}/...        several expert ranks, each with the dense tensors
 
-Facts: megatron-core 0.16.1 and megatron/training/checkpointing.py at 0.18 and d98e8a64. Its tables are in `tables.py`.
+Facts: megatron-core 0.16.1 and megatron/training/checkpointing.py at 0.18 and d98e8a64. The tables are in `tables.py`.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ NAME = MEGATRON.name
 FLAGS = "megatron_flags.txt"
 
 TABLES = {CORE: MCORE, megatron_llm.NAME: megatron_llm.TRAINED}
-"""What is written, by dialect."""
+"""The table of each dialect that is written."""
 
 
 def tables() -> dict[str, tuple[Rule, ...]]:
-    """The layouts."""
+    """The layout tables by name."""
     return {
         NAME: MCORE,
         f"{NAME} before megatron-core": LEGACY,
@@ -74,7 +74,7 @@ def tables() -> dict[str, tuple[Rule, ...]]:
 
 
 def holders(family: Family) -> dict[str, bool]:
-    """megatron-core holds the families that are not of Hugging Face alone, and Megatron-LLM some of them."""
+    """Whether each dialect holds a family: megatron-core all not of Hugging Face alone, Megatron-LLM some of these."""
     return {NAME: not family.only_here, megatron_llm.NAME: not (family.only_here or megatron_llm.lacks(family))}
 
 
@@ -87,7 +87,7 @@ def detect(path: Path) -> bool:
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
-    """Open a checkpoint: the pickles of all its files, none of the weights."""
+    """Open a checkpoint: read the pickles of all its files, but no weights."""
     run, iteration = locate(path)
     shards = read_shards(iteration)
     first = shards[0]
@@ -106,7 +106,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if args.get("padded_vocab_size") not in (None, padded):
         claimed = short(args["padded_vocab_size"])
         raise SourceError(f"{iteration}: args say padded_vocab_size = {claimed}, its embeddings have {padded} rows")
-    settled = table is LEGACY  # whose model was given what its args say (megatron/legacy/model/language_model.py)
+    settled = table is LEGACY  # a legacy model was built from its args (megatron/legacy/model/language_model.py)
     spec = spec_of(args, dialect, assets, config, settings, iteration, first.file.path, padded, settled=settled)
     pipeline = pipeline_of(args, pp, len(first.chunks), first.file.path)
     try:
@@ -146,9 +146,22 @@ def spec_of(
     *,
     settled: bool = False,
 ) -> ModelSpec:
-    """The settings of a model, from its args and from the config that travels with it; `padded` rows are there.
+    """The spec of a model, from the args of its checkpoint and the config that travels with it.
 
-    What a conversion wrote is `settled`: nobody has trained it, whatever the version would ignore.
+    Args:
+        args: the attributes of the checkpoint's `args`.
+        dialect: a key of `args.Options.dialect`.
+        assets: the folder of the config, if there is one.
+        config: the contents of config.json, if there is one.
+        settings: the user's settings.
+        iteration: the folder of the iteration.
+        path: the file that holds the args, for errors.
+        padded: rows of the embedding in the files.
+        settled: whether the model computes what the args say, even a setting that some version ignores. A checkpoint
+            that a conversion wrote (it has a manifest) always does, since nobody has trained it with such a version.
+
+    Raises:
+        SourceError: the vocabulary is larger than `padded`.
     """
     settled = settled or (iteration / MANIFEST).is_file()
     base = huggingface.read_spec(config, assets, replace(settings, vocab_size=None)) if assets and config else None
@@ -169,7 +182,11 @@ def spec_of(
 
 
 def with_vocab(spec: ModelSpec, settings: Settings, iteration: Path) -> ModelSpec:
-    """The settings with the true vocabulary that the user named."""
+    """A spec with the true vocabulary size that the user gave, if any.
+
+    Raises:
+        RefusedError: the checkpoint records another vocabulary size.
+    """
     if settings.vocab_size is not None:
         if spec.vocab not in (None, settings.vocab_size):
             raise RefusedError(
@@ -184,6 +201,10 @@ def _legacy_args(args: dict[str, Any], keys: set[str], settings: Settings, path:
     """The args of a model before megatron-core, which ignored `rotary_base` and always used 10000.
 
     megatron/legacy/model/language_model.py:390 at 0.18, megatron/model/language_model.py:372 in 2023-10.
+
+    Raises:
+        UnsupportedError: the model is older than 2023-09, or has experts.
+        RefusedError: `rotary_base` is another number, and the user has not set rope_theta.
     """
     if any(key.startswith("language_model.transformer.") or key.endswith(".final_layernorm.weight") for key in keys):
         raise UnsupportedError(f"{path}: its names are those of Megatron-LM before 2023-09, which had no RMSNorm")
@@ -211,10 +232,10 @@ def _chunk_key(virtual: int, pipeline: Pipeline) -> str:
 
 
 def _require_tp(spec: ModelSpec, tp: int) -> None:
-    """Heads divide over tensor ranks.
+    """Refuse a tensor parallel size over which attention heads or key/value groups do not divide.
 
     Raises:
-        RefusedError: they do not.
+        RefusedError: they do not divide; a group may be copied to several ranks.
     """
 
     def divides(ranks: int) -> bool:
@@ -238,9 +259,19 @@ def slots_of(
     fused: bool = False,
     first: bool = False,
 ) -> list[Slot]:
-    """Every physical tensor of a topology; its file is a rank's folder.
+    """The slot of every physical tensor of a topology; the file of its place is the name of a rank's folder.
 
-    `first` gives those of the first rank of each stage alone. `fused` experts are those of `GROUPED`.
+    Args:
+        spec: the model.
+        table: the layout table of the dialect.
+        mesh: how the tensors of a pipeline stage are cut.
+        pipeline: how layers are cut into stages.
+        padded_vocab: rows of the embedding.
+        fused: whether all experts of a layer are in one matrix (`GROUPED`).
+        first: whether to return the slots of the first rank of each stage alone.
+
+    Raises:
+        RefusedError: the model cannot be cut so.
     """
     _require_tp(spec, mesh.tp)
     require_mesh(mesh, spec, classic=True)
@@ -283,9 +314,9 @@ def write(
         spec: the model; its true vocabulary must be known.
         dtypes: the element type of each logical tensor.
         options: topology and dialect.
-        args: those of the checkpoint that is resharded; what does not concern model and topology is kept.
-        iteration: its iteration; None for a release.
-        optimizer: what the run keeps to train on.
+        args: the args of the checkpoint that is resharded; those that do not concern model and topology are kept.
+        iteration: the iteration of the written checkpoint; None for a release.
+        optimizer: the optimizer state that the run resumes with; None for the weights alone.
     """
     pipeline, padded = topology_of(spec, options)
     llm = options.dialect == megatron_llm.NAME
@@ -323,7 +354,12 @@ def write(
 
 
 def topology_of(spec: ModelSpec, options: Options, trainer: str | None = None) -> tuple[Pipeline, int]:
-    """The pipeline that is to be written, and its padded vocabulary; a `trainer` may compute more than Megatron.
+    """The pipeline to write, and the rows of the padded vocabulary.
+
+    Args:
+        spec: the model.
+        options: topology and dialect.
+        trainer: the trainer that the checkpoint is for (`--for`), which may have models that Megatron-LM has not.
 
     Raises:
         UnsupportedError: the family has no layout of Megatron.
@@ -353,7 +389,7 @@ def topology_of(spec: ModelSpec, options: Options, trainer: str | None = None) -
 
 
 def parameters_of(slots: Iterable[Slot], options: Options) -> list[Parameter]:
-    """What a rank's file holds, in the order of the model."""
+    """The parameters of a rank's file, in the order of the model, under the names that the options choose."""
 
     def key_of(slot: Slot) -> str:
         names = options.norm if slot.expert is None else options.experts or options.norm
@@ -371,7 +407,7 @@ def _files(
     optimizer: Optimizer | None,
     kinds: Collection[bool],
 ) -> list[OutputFile]:
-    """The files of the ranks of a stage, given the args of each, and the parameters of the first."""
+    """The files of the ranks of a stage, given the args of each rank and the parameters of the first."""
     tensors: list[Held] = [
         (f"{chunk} {key}", slot, slot.shape, slot_dtype(slot, dtypes)) for chunk, key, slot in parameters
     ]
@@ -379,7 +415,7 @@ def _files(
 
     def value(refs: Mapping[str, TensorRef], rank: int) -> dict[str, Any]:
         empty = [_chunk_key(number, options.pipeline) for number in range(options.vpp)]
-        models: dict[str, Any] = {chunk: OrderedDict() for chunk in empty}  # a chunk may hold no layer
+        models: dict[str, Any] = {chunk: OrderedDict() for chunk in empty}  # a chunk may hold no tensors
         for chunk, key, _ in parameters:
             ref = refs[f"{chunk} {key}"]
             *outer, last = megatron_llm.place(key) if options.dialect == megatron_llm.NAME else (key,)

@@ -1,11 +1,12 @@
-"""What a torch_dist checkpoint holds besides tensors and is the same on all ranks: args, iteration, parameter groups.
+"""The common state of a torch_dist checkpoint: args, iteration, parameter groups; no tensors, the same on all ranks.
 
     common.pt                   a dict                                             megatron-core up to 0.18
     common_state/shard_0_1      a list of that dict, an object of the DCP          megatron-core 0.19
 
 Facts: `load_common_state_dict` in dist_checkpointing/serialization.py of megatron-core 0.16.1, 0.17.1, 0.18.2, 0.19.2.
-0.19 reads both, and takes common.pt where both are there: so common.pt is what we write, which all of them load. Of one
-training all four saved the same tensors under the same names, and loaded what we wrote with its optimizer.
+0.19 reads both, and takes common.pt where both are there. So common.pt is written here, which all four versions load.
+Of one training all four saved the same tensors under the same names, and loaded the checkpoint and optimizer written
+here.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ ABOUT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""What `metadata.json` says. From 0.19 on there is no `common_*`, and what is there is left alone (core.py, 0.19.2)."""
+"""The contents of `metadata.json`. megatron-core from 0.19 on neither writes nor reads `common_*` (core.py, 0.19.2)."""
 AGAIN = "take an earlier iteration, or copy the files again"
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a folder has one of the two."""
+    """Whether a folder holds a common state, as `FILE` or as `OBJECT`."""
     return (folder / FILE).is_file() or dcp.names(folder, OBJECT)
 
 
 def read(folder: Path) -> TorchFile:
-    """Open it; `value` is the dict, whichever of the two it is.
+    """Read the common state of a folder; `value` is the dict, whether from `FILE` or from `OBJECT`.
 
     Raises:
-        SourceError: there is none, it is damaged, or there are both.
+        SourceError: the folder holds neither, or both, or a damaged one.
     """
     inside = dcp.names(folder, OBJECT)
     if not (folder / FILE).is_file():

@@ -1,4 +1,4 @@
-"""What a checkpoint of Megatron says that no other format has a word for."""
+"""The details of a Megatron checkpoint that other formats do not have: args, iteration, names, dialect."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ FRESH = "--no-load-optim --no-load-rng"
 
 @dataclass(frozen=True, kw_only=True)
 class Megatron(Details):
-    """What a run of Megatron was saved with, and is written with again.
+    """The settings that a Megatron run was saved with, and that a resharded checkpoint is written with again.
 
     Attributes:
-        args: the attributes of its `args`.
-        iteration: that of the files; 0 in a release.
-        vocab_multiple: what the vocabulary was padded to a multiple of, for each tensor rank.
-        norm: names of the norms, `te` or `local`.
-        experts: names of the experts, likewise; None where those of the norms tell.
-        interleaves: rows of interleaved blocks of gate and up, as patterns name them.
-        dialect: what wrote the files: a key of `args.Options.dialect`.
+        args: the attributes of the checkpoint's `args`.
+        iteration: the iteration in the files; 0 in a release.
+        vocab_multiple: the vocabulary is padded to a multiple of this number times the tensor parallel size.
+        norm: the naming of the norms, `te` (Transformer Engine) or `local`.
+        experts: the naming of the experts, `te` or `local`; None if it is that of the norms.
+        interleaves: rows of the interleaved blocks of gate and up, by their names in patterns.
+        dialect: the program that wrote the files: a key of `args.Options.dialect`.
     """
 
     args: Mapping[str, Any]
@@ -44,7 +44,18 @@ def details(
     file: TorchFile, args: Mapping[str, Any], dialect: str, folder: Path, padded: int, norm: str, experts: str | None,
     interleaves: Mapping[str, int],
 ) -> Megatron:  # fmt: skip
-    """The details of a checkpoint with `padded` rows of embeddings in a folder, of which a file says the iteration."""
+    """The details of a checkpoint.
+
+    Args:
+        file: the file that holds the iteration.
+        args: the attributes of the checkpoint's `args`.
+        dialect: the program that wrote the files.
+        folder: the folder of the iteration.
+        padded: rows of the embedding.
+        norm: the naming of the norms.
+        experts: the naming of the experts.
+        interleaves: rows of the interleaved blocks of gate and up.
+    """
     kind, fresh = ("", FRESH) if dialect != megatron_llm.NAME else (dialect, megatron_llm.FRESH)
     iteration = iteration_of(file)
     return Megatron(

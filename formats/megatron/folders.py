@@ -1,4 +1,4 @@
-"""The folders in which Megatron saves: a run, and its iterations."""
+"""The folders in which Megatron saves: that of a run, and in it one for each saved iteration."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from formats.errors import SourceError, short
 
 TRACKER = "latest_checkpointed_iteration.txt"
 WEIGHTS, CONTEXT = "weights", "context"
-"""In a checkpoint of NeMo 2: the folder that Megatron-LM calls an iteration, and that of the settings."""
+"""In a checkpoint of NeMo 2: the folder of the weights (Megatron-LM's iteration folder), and that of the settings."""
 
 
 def locate(path: Path) -> tuple[Path, Path]:
-    """The run folder and the folder of one iteration, from either of them.
+    """The run folder and the folder of one iteration, given either of the two.
 
     Raises:
-        SourceError: the tracker names an iteration that is not there.
+        SourceError: the tracker names no iteration, or an iteration that does not exist.
     """
     nemo = path.parent if path.name == WEIGHTS else path
     if (nemo / WEIGHTS).is_dir() and (nemo / CONTEXT).is_dir():
@@ -38,5 +38,5 @@ def locate(path: Path) -> tuple[Path, Path]:
 
 
 def name_of(iteration: int | None) -> str:
-    """The folder of an iteration, or of a release."""
+    """The name of the folder of an iteration; None for a release."""
     return "release" if iteration is None else f"iter_{iteration:07d}"

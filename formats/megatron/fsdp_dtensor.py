@@ -1,20 +1,20 @@
 """Megatron-FSDP's checkpoints (`--ckpt-format fsdp_dtensor`): a plain torch DCP under the names of the modules.
 
     ROOT/latest_checkpointed_iteration.txt
-    ROOT/iter_0000100/.metadata                what is where in the files (formats/torch_files/dcp.py)
+    ROOT/iter_0000100/.metadata                the index of the files (formats/torch_files/dcp.py)
     ROOT/iter_0000100/__{rank}_{writer}.distcp
 
-    model.module.{key}                                                weights: the main ones, float32 in a bf16 training
+    model.module.{key}                                                weights: the main weights, FP32 in a BF16 training
     optimizer.state.module.module[.module].{key}.{exp_avg|exp_avg_sq|step}      the second `module` wraps half precision
     optimizer.param_to_group_meta.module.module[.module].{key}.{lr|betas|…}     objects
     args, iteration, checkpoint_version, opt_param_scheduler.{max_lr|…}         objects
 
-Keys are those of a classic checkpoint of one rank, but that gate and up have one each, which end in `_w` and `_v`.
-Ranks cut a tensor at any row, and one that has none of it writes none.
+Keys are those of a classic checkpoint of one rank, except that gate and up have a key each, ending in `_w` and `_v`.
+Ranks cut a tensor at any row; a rank that has no rows of a tensor writes nothing of the tensor.
 
 Facts: megatron-core 0.19.2, training/checkpointing.py `preprocess_fsdp_dtensor_state_dict` and `_load_base_checkpoint`,
 transformer/fsdp_dtensor_checkpoint.py `handle_swiglu_in_state_dict`, `handle_experts_in_state_dict`; 0.16.1 likewise.
-What it saved is in tests/golden/test_megatron_fsdp.py, how it loads what is written here in test_stock_fsdp.py.
+Checkpoints that it saved are in tests/golden/test_megatron_fsdp.py; test_stock_fsdp.py loads written ones with it.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ from formats.torch_files.pickle_values import Namespace
 
 NAME = FORMAT.name
 OBJECTS = ("args", "checkpoint_version", "iteration")
-"""What Megatron's plain DCPs have at the top, as torch.save wrote it; in torch_dist it is in one object."""
+"""Objects at the top level of Megatron's plain DCPs, each written by torch.save; torch_dist has them in one object."""
 KEY = re.compile(r"model(\d*)\.module\.(.+)")
 PREFIX = "model.module."
 CARRIED = (*OBJECTS, *states.HEAD)
-"""Objects that are read again from other places: args and iteration by `details`, the schedule with the optimizer."""
+"""Objects that are carried over: args and iteration by `details`, the scheduler state by the optimizer."""
 BESIDE = ("optimizer", "rng_state", "rerun_state_machine", "opt_param_scheduler")
 """Entries with tensors beside the model."""
 FC1 = re.compile(r"(linear_fc1\.(?:weight|bias)(?:\{expert\})?)")
-"""The key of gate and up, one after the other in one tensor."""
+"""The part of a classic key that is followed by `_w` for gate and `_v` for up, which are one tensor there."""
 
 
 def _apart(rule: Rule) -> Iterator[Rule]:
-    """A row of the classic table, gate and up each under a key of its own."""
+    """The rows that stand for one row of the classic table: two if the row has gate and up, one for each."""
     halves = rule.pattern.apart() if FC1.search(rule.key) else (rule.pattern,)
     if len(halves) == 1:
         yield rule
@@ -87,27 +87,27 @@ def detect(path: Path) -> bool:
         folder = locate(path)[1]
         if not dcp.names(folder, *OBJECTS):
             return False
-    except SourceError:  # which another reader will tell
+    except SourceError:  # another reader will raise the error
         return False
     try:
         entries, objects = dcp.contents(folder)
-    except SourceError:  # which this one will tell
+    except SourceError:  # `read` will raise the error
         return dcp.names(folder, PREFIX)
     return set(OBJECTS) <= set(objects) and any(KEY.match(entry.name) for entry in entries)
 
 
 def tables() -> dict[str, tuple[Rule, ...]]:
-    """The layout."""
+    """The layout table by name."""
     return {NAME: TABLE}
 
 
 def holders(family: Family) -> dict[str, bool]:
-    """It holds the families that are not of Hugging Face alone, and have neither linear attention nor state spaces."""
+    """Whether the format holds a family: all but those of Hugging Face alone, with linear attention or state spaces."""
     return {NAME: not family.only_here and not {"recurrent", "state"} & family.traits}
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
-    """Open a checkpoint: its metadata, its arguments, and the heads of the model's tensors."""
+    """Open a checkpoint: read its metadata, its args, and the places of the model's tensors, but no weights."""
     run, folder = locate(path)
     entries, objects = dcp.contents(folder)
     common = _common(folder)
@@ -145,7 +145,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
 
 
 def _common(folder: Path) -> TorchFile:
-    """What is the same on all ranks and no tensor, in one."""
+    """The objects `OBJECTS` of a checkpoint as one file whose value is a dict."""
     objects = dcp.read_objects(folder, OBJECTS)
     return TorchFile(folder / dcp.METADATA, {name: file.value for name, file in objects.items()}, {})
 
@@ -154,8 +154,8 @@ def _tensors(folder: Path, entries: Sequence[dcp.Entry]) -> dict[str, Scattered]
     """The model's tensors by key.
 
     Raises:
-        RefusedError: there are tensors beside the model that are not of its training.
-        UnsupportedError: the model is in several chunks.
+        RefusedError: the folder holds a tensor that belongs neither to the model nor to its training state.
+        UnsupportedError: the model has several virtual pipeline chunks.
     """
     mine: dict[str, dcp.Entry] = {}
     for entry in entries:
@@ -169,19 +169,20 @@ def _tensors(folder: Path, entries: Sequence[dcp.Entry]) -> dict[str, Scattered]
 
 
 def _table(spec: ModelSpec, keys: Iterable[str]) -> list[Rule]:
-    """The rows for a model, of which these keys are there: without a gate nothing is apart."""
+    """The rows of the table for a model: without a gate those of the classic table; copies only if `keys` has them."""
     present, table = set(keys), MODEL if "plain" in spec.conditions else TABLE
     return [rule for rule in table if "copy" not in rule.conditions or rule.key in present]
 
 
 def _require_known(args: Mapping[str, Any], spec: ModelSpec, interleaves: Mapping[str, int], where: str) -> None:
-    """The keys of all ranks are different, and gate and up are halves.
+    """Refuse a checkpoint in which two ranks use equal keys, or in which stored halves are not gate and up.
 
     Raises:
-        UnsupportedError: stages number their layers from 0 each, expert ranks do so with biases
-            (`handle_experts_in_state_dict` renames weights alone), the halves of interleaved rows are neither gate nor
-            up, and the inputs of linear attention are cut part by part or not, as the version has it
-            (`handle_gdn_in_state_dict`, which the saver of 0.19.2 does not call).
+        UnsupportedError: there are several pipeline stages, each of which numbers its layers from 0; or several expert
+            ranks with biases, whose experts are numbered from 0 too (`handle_experts_in_state_dict` renames weights
+            alone); or gate and up are interleaved; or there is linear attention or a state space, whose inputs are cut
+            part by part or not, depending on the version (`handle_gdn_in_state_dict`, which the saver of 0.19.2 does
+            not call).
     """
     mixer = "linear attention" if spec.recurrent_layers else "a state space" if spec.state_layers else ""
     if mixer:
@@ -204,7 +205,7 @@ def _require_known(args: Mapping[str, Any], spec: ModelSpec, interleaves: Mappin
 
 
 def notes(optimizer: Optimizer | None) -> tuple[str, ...]:
-    """What the user should know of what is written."""
+    """The messages for the user on a checkpoint that is written with or without an optimizer."""
     alone = (
         "Megatron-LM 0.19.2 starts no training in half precision from the weights of fsdp_dtensor alone (`reload_model_"
         "params` is not implemented); 0.16.1 does, and both resume from them with the optimizer"
@@ -225,12 +226,14 @@ def write(
     iteration: int | None = None,
     optimizer: Optimizer | None = None,
 ) -> Target:
-    """Lay out a run folder with one checkpoint, which any number of ranks loads.
+    """Lay out a run folder with one checkpoint, which any number of ranks can load.
 
-    The arguments are those of `classic.write`; the master weights of `optimizer` are the weights.
+    The arguments are those of `classic.write`; the FP32 master weights of `optimizer` are the weights.
 
     Raises:
-        RefusedError: Megatron-FSDP has no pipeline, or none of what was asked for.
+        RefusedError: there are pipeline stages, megatron-core has no such topology, or the model has a gate and would
+            resume a training in float32.
+        UnsupportedError: the model has no layout in fsdp_dtensor (`_require_known`).
     """
     if options.pp > 1:
         raise RefusedError("fsdp_dtensor has no pipeline stages: megatron-core saves their layers under equal names")

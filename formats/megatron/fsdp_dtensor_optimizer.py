@@ -1,7 +1,7 @@
-"""The optimizer in a checkpoint of Megatron-FSDP: Adam's moments of each parameter, and its settings one by one.
+"""The optimizer in a checkpoint of Megatron-FSDP: for each parameter Adam's moments, and an object for each setting.
 
-The weights are the master weights. torch's Adam counts its steps beside the moments, Transformer Engine's among the
-settings; both are written. gate and up, which are one parameter, have moments of their own and one entry of settings.
+The weights are the FP32 master weights. torch's Adam stores its step beside the moments, Transformer Engine's among the
+settings; both are written. gate and up, which are one parameter, have separate moments and one set of settings.
 
 Facts: megatron-core 0.19.2, optimizer/distrib_optimizer.py `sharded_param_state_fsdp_dtensor` and
 `_param2group_meta_to_param_groups`, torch 2.13.0 optim/adam.py, TransformerEngine 2.x pytorch/optimizers/fused_adam.py.
@@ -31,19 +31,19 @@ STATES, GROUPS, SCHEDULER = "optimizer.state.", "optimizer.param_to_group_meta."
 STATE = re.compile(re.escape(STATES) + r"(?:module\.)+(.+)\.(\w+)")
 SETTING = re.compile(re.escape(GROUPS) + r"(?:module\.)+(.+)\.(\w+)")
 HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias)\d*)_[wv]")
-"""The key of gate or of up, and that of both."""
+"""The key of gate or of up; its group is the key of the parameter that both are of."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 HEAD = (SCHEDULER, "num_floating_point_operations_so_far")
-"""Objects beside the optimizer that travel on with it."""
+"""Objects beside the optimizer that are carried over with it."""
 ADAMS = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
     "decoupled_weight_decay": True, "bias_correction": True, "default_config": True,
 }  # fmt: skip
-"""What a strict load asks for of torch's AdamW or of the fused one, where a source has the words of the other."""
+"""Settings that a strict load needs, of torch's AdamW and of the fused one: defaults where a source lacks them."""
 
 
 def parameter(key: str) -> str:
-    """The parameter that a key of the model is of, or half of."""
+    """The key of the parameter that a tensor of the checkpoint is, or is half of."""
     return half[1] if (half := HALF.fullmatch(key)) else key
 
 
@@ -58,8 +58,8 @@ def read(source: Checkpoint, grads: str) -> Optimizer:
         grads: the element type in which gradients are reduced.
 
     Raises:
-        SourceError: it is incomplete, or of another model.
-        UnsupportedError: it is not Adam's, or its parameters differ in step or settings.
+        SourceError: the optimizer is incomplete, or of another model.
+        UnsupportedError: the optimizer is not Adam, or its parameters differ in step or settings.
     """
     entries, objects = dcp.contents(source.home)
     by_state: dict[str, dict[str, dcp.Entry]] = {}
@@ -92,7 +92,12 @@ def _state(source: Checkpoint, state: str, entries: Mapping[str, dcp.Entry], slo
 
 
 def _step(source: Checkpoint, steps: Mapping[str, dcp.Entry], slots: Iterable[str]) -> float:
-    """How many updates all parameters have had, as torch's Adam counts them."""
+    """The number of updates of all parameters, from the step that torch's Adam stores for each.
+
+    Raises:
+        SourceError: a parameter has no step.
+        UnsupportedError: two parameters have different steps.
+    """
     if missing := sorted(set(slots) - set(steps)):
         raise SourceError(f"{source.home} holds no step of {some(missing, 4)}: is it frozen?")
     made: dict[float, str] = {}
@@ -106,11 +111,16 @@ def _step(source: Checkpoint, steps: Mapping[str, dcp.Entry], slots: Iterable[st
 
 
 def _groups(source: Checkpoint, names: Iterable[str], slots: Mapping[str, Slot]) -> list[dict[str, Any]]:
-    """The group with weight decay and the one without, of which each parameter says the settings again.
+    """The parameter groups with and without weight decay, from the settings that are stored for each parameter.
+
+    Args:
+        source: the opened checkpoint.
+        names: the names of the objects with settings.
+        slots: the slots of the trained tensors by key.
 
     Raises:
-        SourceError: one does not, or is none of the model's.
-        UnsupportedError: more than weight decay tells two of them apart.
+        SourceError: a parameter has no settings, or there are settings of a parameter that the model has not.
+        UnsupportedError: two parameters differ in more than weight decay, or weight decay is not Megatron's.
     """
     about: dict[str, dict[str, Any]] = {}
     for name, file in dcp.read_objects(source.home, [*names]).items():
@@ -138,7 +148,7 @@ def _groups(source: Checkpoint, names: Iterable[str], slots: Mapping[str, Slot])
 
 
 def _nested(files: Mapping[str, Any]) -> dict[str, Any]:
-    """Objects by name, those whose names have a part after a dot in a map."""
+    """The values of objects by name; objects named `outer.inner` become one map for each `outer`."""
     nested: dict[str, Any] = {}
     for name, file in files.items():
         outer, _, inner = name.partition(".")
@@ -154,19 +164,19 @@ def _nested(files: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prefix_of(args: Mapping[str, Any]) -> str:
-    """What stands before the keys of parameters: a module wraps the model in half precision (`Float16Module`)."""
+    """The prefix of parameter keys: in half precision one more module wraps the model (`Float16Module`)."""
     return "module." * (3 if args.get("bf16") or args.get("fp16") else 2)
 
 
 def objects(
     optimizer: Optimizer, moved: Iterable[tuple[str, Slot]], args: Mapping[str, Any]
 ) -> dict[str, bytes | Small]:
-    """Steps, settings and schedule, by name.
+    """The objects of an optimizer by name: steps, settings, and the state of the scheduler.
 
     Args:
-        optimizer: what is written.
-        moved: key and slot of each tensor that it moves.
-        args: those of the training, which say what stands before the keys, and whether experts are spread.
+        optimizer: the optimizer to write.
+        moved: key and slot of each tensor that the optimizer trains.
+        args: the args of the training, which determine the prefix of keys, and whether experts are on several ranks.
     """
     schedule = optimizer.head.get(SCHEDULER, {})
     groups = {bool(group["wd_mult"]): _words(optimizer, group, schedule) for group in optimizer.groups}

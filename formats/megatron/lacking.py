@@ -1,7 +1,7 @@
-"""What megatron-core lacks for models of images that are carried whole: why there is no Megatron layout of them.
+"""Why multimodal models have no Megatron layout: the features that megatron-core lacks.
 
 Facts: transformers 5.23.0, the configuration_*.py and modeling_*.py of each; megatron-core up to 0.19.2,
-transformer/transformer_config.py. What it lacks for a language model alone, the file of its family says.
+transformer/transformer_config.py. The reasons for a language model alone are in the file of its family.
 """
 
 from __future__ import annotations
@@ -17,4 +17,4 @@ REASONS: Mapping[str, str] = {
     "minimax_m3_vl": "megatron-core has no attention to blocks of keys that an indexer chooses",
     **dict.fromkeys(("step3p5", "step3p7"), f"{LAYERS}; nor has it a clamp for each layer"),
 }
-"""Model type: the reason."""
+"""The reason by model type."""

@@ -1,14 +1,14 @@
 """LoRA in Megatron: the adapters of Megatron-Bridge (and NeMo 2) in a torch_dist checkpoint without their base.
 
-    …linear_qkv.adapter.linear_in.weight               [layers, r, hidden]      LoRA: one for all of a fused matrix
+    …linear_qkv.adapter.linear_in.weight               [layers, r, hidden]      LoRA: one for the whole fused matrix
     …linear_qkv.adapter.linear_out.weight              [layers, rows, r]        rows in the order of the matrix
-    …linear_qkv.adapter.adapter_q.linear_in.weight     [layers, r, hidden]      CanonicalLoRA: one for each tensor in it
+    …linear_qkv.adapter.adapter_q.linear_in.weight     [layers, r, hidden]      CanonicalLoRA: one for each of q, k, v
     run_config.yaml, `peft`                            its class, dim (r), alpha; scale = alpha / dim
 
-A rank stores the rows of `linear_fc1…linear_out` in two halves, which are gate and up of LoRA. CanonicalLoRA has one of
-both there, and stores its halves apart all the same: the rows of a checkpoint are in an order of its tensor ranks, and
-no other number of them loads it as it was (`ParallelLinearAdapter.sharded_state_dict`). A matrix without a gate is cut
-so by 0.3.1, and not by later ones.
+A rank stores the rows of `linear_fc1…linear_out` in two halves: of LoRA, gate and up. A `linear_out` of CanonicalLoRA
+is of gate or up alone, and its rows are stored in two halves all the same: the order of its rows in a checkpoint
+depends on the tensor parallel size, and only with the same size Bridge loads the rows in the right order
+(`ParallelLinearAdapter.sharded_state_dict`). 0.3.1 stores a matrix without a gate in halves too, later versions do not.
 
 Facts: Megatron-Bridge 0.3.1 peft/utils.py, lora.py, canonical_lora.py, and its own files in tests/golden/bridge; NeMo 2
 has the same names.
@@ -61,7 +61,7 @@ decoder.layers.{layer}.mlp.linear_fc1.adapter.linear_out.weight               up
 """),
     *ALIKE,
 )
-"""`LoRA` of Bridge."""
+"""The layout of Bridge's `LoRA`."""
 CANONICAL = (
     *rules("""
 decoder.layers.{layer}.self_attention.linear_qkv.adapter.adapter_q.linear_in.weight     query_lora_a: rank hidden    no_query_gate
@@ -77,10 +77,10 @@ decoder.layers.{layer}.mlp.linear_fc1.adapter.adapter_up.linear_out.weight      
 """),
     *ALIKE,
 )
-"""`CanonicalLoRA`."""
+"""The layout of Bridge's `CanonicalLoRA`."""
 TABLES = {"fused": FUSED, "canonical": CANONICAL}
 CLASSES = {"fused": "megatron.bridge.peft.lora.LoRA", "canonical": "megatron.bridge.peft.canonical_lora.CanonicalLoRA"}
-"""The class that trains each."""
+"""The class of Bridge that trains an adapter, by kind."""
 TARGETS = {
     "query": {"fused": "linear_qkv", "canonical": "linear_q"},
     "key": {"fused": "linear_qkv", "canonical": "linear_k"},
@@ -90,7 +90,7 @@ TARGETS = {
     "up": {"fused": "linear_fc1", "canonical": "linear_fc1_up"},
     "down": {"fused": "linear_fc2", "canonical": "linear_fc2"},
 }
-"""What each calls a matrix in `target_modules`."""
+"""The name of a matrix in `target_modules`, by kind."""
 EXPORT = "export it with Megatron-Bridge: AutoBridge.export_adapter_ckpt"
 
 
@@ -106,21 +106,21 @@ def read(
     names: Sequence[str],
     settings: Settings,
 ) -> Checkpoint:
-    """The adapter of a checkpoint as one of its own, with the names of PEFT's files.
+    """The adapter of a checkpoint as a checkpoint of its own, with the names of PEFT's files.
 
     Args:
         run: the folder of the run.
-        folder: that of the iteration.
-        common: what says the arguments.
-        args: those.
-        tensors: the tensors of the adapter, each layer by itself.
-        names: those of all that the checkpoint holds.
-        settings: what the user said.
+        folder: the folder of the iteration.
+        common: the file that holds the args.
+        args: the attributes of the checkpoint's `args`.
+        tensors: the tensors of the adapter, one for each layer.
+        names: the names of all tensors and objects in the checkpoint.
+        settings: the user's settings.
 
     Raises:
-        UsageError: there is no adapter, or it is to be merged.
-        SourceError: it is not complete.
-        UnsupportedError: it is of another method, or of other modules.
+        UsageError: there is no adapter, or the user asked for more than the adapter (`--adapter only`).
+        SourceError: the adapter is not complete.
+        UnsupportedError: the adapter is of another method, or of other modules.
     """
     if not tensors:
         raise UsageError(f"{folder} holds no adapter", "leave --adapter out")
@@ -171,22 +171,22 @@ def read(
 
 
 def _held(keys: Mapping[str, Any], table: Sequence[Rule], model: ModelSpec) -> tuple[str, ...]:
-    """The matrices of a model of which a layer has something."""
+    """The matrices of a model for which at least one layer has a factor among `keys`."""
     rules = [rule for rule in table if any(rule.key.replace("{layer}", key.split(".")[2]) == key for key in keys)]
     names = {name.rpartition("_lora_")[0] for rule in rules for name in rule.pattern.tensors} & {*model.tensors}
     return tuple(name for name in TARGETS if name in names)
 
 
 def _slots(spec: LoraSpec) -> list[Slot]:
-    """The physical tensors, each layer by itself."""
+    """The slots of an adapter, one for each layer."""
     return list(spec.slots_in(TABLES["fused" if spec.shared else "canonical"]))
 
 
 def require_orders(spec: LoraSpec, tp: int) -> None:
-    """The rows of an MLP are in an order that is known.
+    """Refuse an adapter whose rows are not in a known order at a tensor parallel size.
 
     Raises:
-        UnsupportedError: they are not, or do not divide.
+        UnsupportedError: the order of the rows is not known, or the rank or the rows of the MLP do not divide.
     """
     ungated, inside = "plain" in spec.base.conditions, {"gate", "up"} & {*spec.matrices}
     if inside and ungated and (tp > 1 or not spec.shared):
@@ -205,22 +205,22 @@ def require_orders(spec: LoraSpec, tp: int) -> None:
 
 
 def write(root: Path, spec: LoraSpec, dtype: str, alpha: float, options: Options, iteration: int) -> Target:
-    """Lay out a run folder with an adapter that Megatron-Bridge resumes, beside its base in another.
+    """Lay out a run folder with an adapter that Megatron-Bridge resumes; its base is in another run folder.
 
-    Where CanonicalLoRA needs an adapter that is not there, beside others of the same matrix, it is of zeros, which a
-    training leaves alone: neither factor has a gradient.
+    If one tensor of a fused matrix has an adapter, CanonicalLoRA needs adapters for all tensors of the matrix. Adapters
+    that the source lacks are zeros, which a training leaves alone: neither factor has a gradient.
 
     Args:
-        root: where it is written.
+        root: the run folder.
         spec: the adapter.
-        dtype: its element type.
-        alpha: its scale, times its rank.
+        dtype: the element type of the adapter.
+        alpha: the scale of the adapter times its rank.
         options: the topology of the training.
-        iteration: that of the folder.
+        iteration: the iteration in the name of the folder.
 
     Raises:
-        UnsupportedError: Bridge has no such adapter, or Megatron no such model.
-        RefusedError: nor such a topology.
+        UnsupportedError: Bridge has no such adapter, or Megatron has no such model.
+        RefusedError: Megatron has no such topology.
     """
     base, kind = spec.base, "fused" if spec.shared else "canonical"
     providers.require_no_adapter(providers.PROVIDERS.get(base.family), f"a LoRA of a {base.family}")
@@ -269,7 +269,7 @@ def write(root: Path, spec: LoraSpec, dtype: str, alpha: float, options: Options
 
 
 def _zeros(spec: LoraSpec, absent: Sequence[str]) -> list[Slot]:
-    """The physical tensors of adapters that are zeros."""
+    """The slots of the adapters of zeros, for the matrices that have no adapter."""
     if not absent:
         return []
     slots = _slots(replace(spec, matrices=tuple(absent)))
@@ -277,7 +277,7 @@ def _zeros(spec: LoraSpec, absent: Sequence[str]) -> list[Slot]:
 
 
 def _filled(pattern: Pattern) -> Pattern:
-    """A layout of the same shape that no tensor has a part in."""
+    """A pattern of the same shape that holds zeros and no part of a tensor."""
     dims = tuple(_fill(term) for term in pattern.dims)
     return Pattern(f"zeros of {pattern.text}", None, dims)
 

@@ -1,7 +1,7 @@
 """Megatron-LLM: a fork of Megatron-LM of early 2023 with its own spellings, orders and arguments.
 
-Files and folders are those of `classic.py`. What differs is in the tables: up comes before gate, the rows of a rotary
-head are interleaved, the output head is a bare tensor, and settings have other names.
+Files and folders are those of `classic.py`. The tables differ: up comes before gate, the rows of a rotary head are
+interleaved, the output head is a bare tensor, and settings have other names.
 
 Facts: epfLLM/Megatron-LLM at 806a8330 and xingyaoww/Megatron-LLM at 1b075777 (weights_conversion/, tools/,
 megatron/checkpointing.py, megatron/arguments.py, megatron/model/), whose programs wrote the files in
@@ -36,7 +36,7 @@ from formats.torch_files.pickle_values import Dtype, Opaque, keeps
 NAME = "megatron-llm"
 FRESH = "--no_load_optim --no_load_rng"
 TOKENIZER = "tokenizer.model"
-"""Beside the tracker: the SentencePiece model that the training is told to use."""
+"""The SentencePiece model beside the tracker, which the training is to use."""
 
 _TABLE = """
 language_model.embedding.word_embeddings.weight                                 (embedding: vocab | ~padding)/tp hidden    first
@@ -50,12 +50,12 @@ language_model.encoder.final_layernorm.weight                                   
 language_model.lm_head                                                          (head: vocab | ~padding)/tp hidden    last
 """
 TRAINED = rules(_TABLE)
-"""What the training and the re-sharder write, and what is written here: each of upstream's programs reads it."""
+"""The layout that the training and the re-sharder write; written here too, since all of upstream's programs read it."""
 CONVERTED = rules(_TABLE.replace(".encoder.", ".transformer.").replace(".self_attention.", ".attention."))
-"""What hf_to_megatron.py writes."""
+"""The layout that hf_to_megatron.py writes."""
 
 LOST = {"norm_epsilon": 1e-5, "rope_theta": 10000.0, "rope_scaling": None, "sliding_window": None}
-"""What the re-sharder forgets, and the defaults that its files have instead (tools/checkpoint_saver_megatron.py)."""
+"""Settings that the re-sharder loses, and the defaults in its files instead (tools/checkpoint_saver_megatron.py)."""
 
 
 def _read_head_dim(value: Any, context: Context) -> int:
@@ -105,49 +105,49 @@ vocab             true_vocab_size
         "linear": single(_read_scaling, lambda scaling, _: (scaling or {}).get("factor", 1.0)),
     },
 )
-"""Setting and argument (megatron/arguments.py). The values that change what the model computes are those that its Llama
+"""Settings and their arguments (megatron/arguments.py). Arguments with a fixed value have the one that upstream's Llama
 and Mistral assert (model/llama_model.py)."""
 
 ONLY_SAID = ("glu_activation", "use_rms_norm", "position_embedding_type", "tie_embed_logits")
-"""Arguments whose default is another model: they have to be there."""
+"""Arguments that have to be recorded, since their defaults are of another model."""
 
 OWN = {name for row in TABLE for names in row.keys for name in names}
-"""The arguments of layout and computation; many of them Megatron-LM never had."""
+"""The arguments of layout and computation, many of which Megatron-LM never had."""
 
 RUN = """
 bias_droput_fusion data_type lima_dropout load_iters loss_role metrics model_name new_tokens packed_input
 scalar_loss_mask skip_iters vocab_extra_ids_list wandb_api_key wandb_id wandb_logger wandb_resume
 """
-"""Its arguments that Megatron-LM never had, but for those of the table: settings of a run."""
+"""Further arguments that Megatron-LM never had: settings of a run, which are not in the table."""
 
 WINDOW = 4096
-"""finetune.py sets this window in every model that it is told to be a `mistral`."""
+"""The sliding window in tokens that finetune.py sets with `--model_name mistral`."""
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
 def wrote(keys: Collection[str], args: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint is Megatron-LLM's, by its bare output head, or by an argument that only it has."""
+    """Whether Megatron-LLM wrote a checkpoint: it has a bare output head, or an argument that only Megatron-LLM has."""
     return "language_model.lm_head" in keys or "glu_activation" in args
 
 
 def table(keys: Iterable[str]) -> tuple[Rule, ...]:
-    """The table of a checkpoint with these keys."""
+    """The layout table of a checkpoint, by the keys in it."""
     return CONVERTED if any(key.startswith("language_model.transformer.") for key in keys) else TRAINED
 
 
 def from_args(
     args: Mapping[str, Any], settings: Settings, base: ModelSpec | None, assets: Path | None, release: bool, where: str
 ) -> ModelSpec:
-    """Read the `args` of a checkpoint.
+    """The spec of a model from the `args` of its checkpoint.
 
     Args:
         args: the attributes of the namespace.
-        settings: what the user said.
+        settings: the user's settings.
         base: the spec of the Hugging Face config that travels with the checkpoint, if there is one.
         assets: the folder of that config.
-        release: whether nothing was trained.
+        release: whether the checkpoint is a release, of which nothing was trained.
         where: what to call the file in an error.
 
     Raises:
@@ -162,7 +162,7 @@ def from_args(
     judged = {name for row in TABLE if row.setting == "-" for names in row.keys for name in names}
     notes = fields.require_understood(args, where, understood=judged, own=own, accept=settings.accept)
     values = read(TABLE, stated, (), where)
-    if args.get("perform_initialization") is False:  # nobody but the re-sharder asks for that
+    if args.get("perform_initialization") is False:  # only the re-sharder sets it
         forgotten = [name for name, default in LOST.items() if values[name] == default]
         known = "as in the config" if base else "its defaults are taken; --config BASE has the true ones"
         notes += [f"Megatron-LLM's re-sharder forgets {', '.join(forgotten)}: {known}"]
@@ -175,9 +175,10 @@ def from_args(
 
 
 def window_notes(spec: ModelSpec) -> tuple[str, ...]:
-    """What a window is there, if there is one: flash-attn is told to look so many tokens back (model/transformer.py).
+    """The note on a sliding window, if there is one: flash-attn looks back that many tokens (model/transformer.py).
 
-    The number is kept all the same: its own converters keep it, and its Mistral takes no other than that of the Hub's.
+    The number is kept all the same: upstream's converters keep it, and its Mistral takes only the number in the Hub's
+    config.
     """
     if spec.sliding_window is None:
         return ()
@@ -186,7 +187,7 @@ def window_notes(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def _is_rotary(value: Any) -> bool:
-    """Whether a value is `PositionEmbeddingType.rotary`, which pickle names by its number (model/enums.py)."""
+    """Whether a value is `PositionEmbeddingType.rotary`, which pickle stores by its number (model/enums.py)."""
     return isinstance(value, Opaque) and value.name == "PositionEmbeddingType" and value.args == (1,)
 
 
@@ -197,10 +198,10 @@ def added_tokens(args: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _vocab(args: Mapping[str, Any], base: ModelSpec | None, assets: Path | None, release: bool) -> int | None:
-    """The true vocabulary, as far as a checkpoint and its model's config tell.
+    """The true vocabulary size from a checkpoint and its model's config; None if these do not determine it.
 
-    hf_to_megatron.py pads nothing. A re-sharded training has forgotten what its tokenizer added, and one without
-    --no_new_tokens added up to seven tokens of its own.
+    hf_to_megatron.py pads nothing. A re-sharded training has lost which tokens its tokenizer added, and a training
+    without --no_new_tokens added up to seven tokens of its own.
     """
     if "perform_initialization" not in args:
         return whole(args.get("padded_vocab_size"), "padded_vocab_size", "args")
@@ -218,7 +219,11 @@ def _vocab(args: Mapping[str, Any], base: ModelSpec | None, assets: Path | None,
 
 
 def _tokens(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """The pieces and the added tokens of a folder's tokenizer.json, with their ids; nothing where it has none."""
+    """The pieces and the added tokens of a folder's tokenizer.json, with their ids; empty without a tokenizer.json.
+
+    Raises:
+        SourceError: the tokens are in an unknown form.
+    """
     path = folder / "tokenizer.json"
     if not path.is_file():
         return {}, {}
@@ -235,7 +240,7 @@ def _tokens(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def check_topology(spec: ModelSpec, tp: int, pipeline: Pipeline) -> None:
-    """Refuse what its attention cannot compute, and what its re-sharder does not read.
+    """Refuse a topology that Megatron-LLM's attention cannot compute or its re-sharder does not read.
 
     Raises:
         RefusedError: key/value groups would have to be cut (model/transformer.py `ParallelAttention`).
@@ -253,7 +258,12 @@ def check_topology(spec: ModelSpec, tp: int, pipeline: Pipeline) -> None:
 
 
 def lacks(family: Family, biases: Collection[str] | None = None) -> str:
-    """Why Megatron-LLM holds no model of a family, with the usual biases or others; empty where it does."""
+    """Why Megatron-LLM holds no model of a family; empty if it does.
+
+    Args:
+        family: the family.
+        biases: the biases of the model; None for the default biases of the family.
+    """
     biases = family.biases_of({}) if biases is None else biases
     traits = family.traits_with(biases)
     reasons = {
@@ -274,7 +284,7 @@ def check_spec(spec: ModelSpec) -> None:
     """Refuse a model that Megatron-LLM cannot hold.
 
     Raises:
-        RefusedError: it has other tensors or another rotary embedding than Megatron-LLM's Llama and Mistral.
+        RefusedError: the model has other tensors or another rotary embedding than Megatron-LLM's Llama and Mistral.
     """
     family_lacks, lost = lacks(family_named(spec.family), spec.biases), unsaid(TABLE, (), spec)
     scaling = dict(spec.rope_scaling or {})
@@ -296,7 +306,16 @@ def check_spec(spec: ModelSpec) -> None:
 def namespace(
     spec: ModelSpec, dtypes: Iterable[str], options: Options, padded: int, old: Mapping[str, Any], iteration: int | None
 ) -> dict[str, Any]:
-    """The namespace that its `load_args_from_checkpoint` and `check_checkpoint_args` read."""
+    """The namespace `args` that Megatron-LLM's `load_args_from_checkpoint` and `check_checkpoint_args` read.
+
+    Args:
+        spec: the model.
+        dtypes: the element types of its tensors.
+        options: the topology.
+        padded: rows of the embedding.
+        old: the args of the source; those that the model and the topology do not determine are kept.
+        iteration: the iteration; None for a release.
+    """
     kept = {name: value for name, value in old.items() if keeps(name) and keeps(value)}
     dtype = main_dtype(dtypes)
     base = {
@@ -326,7 +345,7 @@ def namespace(
 
 
 def flags(args: Mapping[str, Any]) -> str:
-    """The flags of finetune.py that it does not take from a checkpoint, not even with --use_checkpoint_args."""
+    """The flags that finetune.py does not take from a checkpoint, not even with --use_checkpoint_args."""
     lines = [
         "--use_checkpoint_args",
         f"--model_name {'mistral' if args['sliding_window_size'] == WINDOW else 'llama2'}",
@@ -340,6 +359,6 @@ def flags(args: Mapping[str, Any]) -> str:
 
 
 def place(key: str) -> tuple[str, ...]:
-    """The names under which a tensor is in the nested maps of a file."""
+    """The path of a tensor's key in the nested maps of a file."""
     model, part, rest = (*key.split(".", 2), "")[:3]
     return (model, part, rest) if part == "encoder" else tuple(key.split("."))

@@ -13,10 +13,10 @@ from formats.model.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Mesh:
-    """How the tensors of one pipeline stage are cut: dense ones over `tp`, experts over `ep` and each over `etp`.
+    """How the tensors of a pipeline stage are cut: dense tensors over `tp`, experts over `ep`, each expert over `etp`.
 
-    In an expert gate is before up, or they alternate, `interleave` rows at a time; `shared_interleave` rows in the
-    shared ones.
+    With `interleave` 0 the rows of an expert's gate are before those of up, else they alternate in blocks of that many
+    rows; `shared_interleave` is the same for shared experts.
     """
 
     tp: int = 1
@@ -27,12 +27,12 @@ class Mesh:
 
     @property
     def interleaves(self) -> dict[str, int]:
-        """The sizes of interleaved blocks, as patterns name them."""
+        """Rows of the interleaved blocks, by their names in patterns."""
         return {"interleave": self.interleave, "shared_interleave": self.shared_interleave}
 
     @property
     def ranks(self) -> int:
-        """How many ranks a stage needs."""
+        """The number of ranks that a pipeline stage needs."""
         return max(self.tp, self.ep * self.etp)
 
     @property
@@ -41,15 +41,15 @@ class Mesh:
         return not (self.tp % self.etp or self.ep * self.etp % self.tp)
 
     def files(self) -> Iterator[tuple[int, int, int]]:
-        """(rank, tensor rank, expert rank) of each file of a stage: the first ranks that hold all experts write one."""
+        """(rank, tensor rank, expert rank) of each file of a stage; only the first ranks with all experts write."""
         return ((rank, rank % self.tp, rank // self.etp % self.ep) for rank in range(self.ep * self.etp))
 
     def of(self, rank: int, experts: int) -> dict[str, Any]:
-        """What `layout.slots` has to know of a rank.
+        """The arguments of `ModelSpec.slots_in` that describe a rank.
 
         Args:
-            rank: that of the stage.
-            experts: how many the model has.
+            rank: the number of the rank in its stage.
+            experts: the number of experts of the model.
         """
         number, share = rank // self.etp % self.ep, experts // self.ep
         copy = "ep" if self.tp == self.etp else "copy"
@@ -60,17 +60,18 @@ class Mesh:
         }
 
     def together(self, experts: int) -> Ranks:
-        """The ranks of `files`, for a model of so many experts."""
+        """The ranks of `files`, for a model with `experts` experts."""
         every = [self.of(rank, experts) for rank, _, _ in self.files()]
         meshes = tuple((tuple(place["mesh"].items()), tuple(place["expert_mesh"].items())) for place in every)
         return Ranks(meshes, tuple(place["experts"][0][1] if place["experts"] else 0 for place in every))
 
 
 def require_mesh(mesh: Mesh, spec: ModelSpec, *, classic: bool) -> None:
-    """Experts divide over ranks, and in a classic checkpoint each part has a file.
+    """Refuse a mesh over which the experts of a model do not divide, or whose classic files would be incomplete.
 
     Raises:
-        RefusedError: they do not, or the files of Megatron would not hold all of the model.
+        RefusedError: the model has no experts, they cannot be cut so, or the sizes do not divide each other; or, of a
+            `classic` checkpoint, Megatron's files would not hold all of the model.
     """
     if not spec.experts and (mesh.ep, mesh.etp) != (1, mesh.tp):
         raise RefusedError(f"a {spec.family} has no experts to spread over ep = {mesh.ep} and etp = {mesh.etp}")

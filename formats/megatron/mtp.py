@@ -1,9 +1,10 @@
-"""The layers of Megatron that predict tokens after the next (MTP): blocks as those of the decoder, and what is around.
+"""Megatron's layers for multi-token prediction (MTP): blocks like those of the decoder, with norms and a projection.
 
 Facts: megatron-core 0.16.1, transformer/multi_token_prediction.py (names, and the order of parameters),
-models/gpt/gpt_model.py: they are on the last stage, which then has the embedding too; transformer/transformer_block.py:
-the decoder's final norm is on the stage of its last layer. Modules call a block `mtp_model_layer` since 0.17, and so do
-classic files and fsdp_dtensor; torch_dist has the older name, and never stacks these layers (`sharded_state_dict`).
+models/gpt/gpt_model.py: MTP layers are on the last stage, which then has the embedding too;
+transformer/transformer_block.py: the decoder's final norm is on the stage of its last layer. Modules, classic files and
+fsdp_dtensor call a block `mtp_model_layer` since 0.17; torch_dist has the older name, and never stacks MTP layers
+(`sharded_state_dict`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from formats.megatron.pipeline import Chunk, Pipeline
 from formats.model.spec import ModelSpec
 
 MIXERS = {"recurrent", "state"}
-"""What no such layer has in the place of attention."""
+"""Conditions of decoder rows that no MTP layer has: mixers in the place of attention."""
 BLOCK = "transformer_layer"
-"""What a block is called up to 0.16, and always in torch_dist."""
+"""The name of a block up to 0.16, and in torch_dist always."""
 STATES = ("eh_proj",)
 TE_STATES = ("enorm", "hnorm", "final_layernorm")
 """The modules around a block whose `_extra_state` a strict load of torch_dist asks for; norms of Transformer Engine."""
@@ -36,7 +37,12 @@ embedding.word_embeddings.weight             (embedding: vocab | ~padding)/tp hi
 
 
 def rules_of(table: Iterable[Rule], block: str = f"{{{BLOCK}|mtp_model_layer}}") -> tuple[Rule, ...]:
-    """The lines of these layers, made of those of a decoder's; `block` is what a block is called."""
+    """The table rows of MTP layers, made of the rows of a decoder.
+
+    Args:
+        table: the rows of the decoder.
+        block: the name of a block in keys.
+    """
     layers = [rule for rule in table if rule.key.startswith(LAYER) and not rule.conditions & MIXERS]
     inner = [
         replace(rule, key=rule.key.replace(LAYER, f"{DEPTH}{block}."), conditions=rule.conditions | {MTP, "last"})
@@ -46,16 +52,22 @@ def rules_of(table: Iterable[Rule], block: str = f"{{{BLOCK}|mtp_model_layer}}")
 
 
 def layers_of(spec: ModelSpec, decoder: Iterable[int], *, last: bool = True) -> list[tuple[int, int]]:
-    """(number in the key, number in the model) of layers of the decoder, and of those after it where the `last` is."""
+    """(number in the key, number in the model) of each layer of a chunk.
+
+    Args:
+        spec: the model.
+        decoder: the numbers in the model of the chunk's decoder layers.
+        last: whether the chunk is the last, which has the MTP layers too.
+    """
     further = [(depth, spec.layers + depth) for depth in range(spec.mtp_layers if last else 0)]
     return [*enumerate(decoder), *further]
 
 
 def require_pipeline(spec: ModelSpec, pipeline: Pipeline, parts: Iterable[Chunk]) -> None:
-    """The stage with these layers is that with the last of the decoder.
+    """Refuse a pipeline in which the stage of the MTP layers is not that of the decoder's last layer.
 
     Raises:
-        RefusedError: it is not, or a layout says where they are.
+        RefusedError: the last stage has no decoder layer, or the pipeline has a layout of its own.
     """
     if spec.mtp_layers and (pipeline.layout or any(chunk.last and not chunk.layers for chunk in parts)):
         raise RefusedError(

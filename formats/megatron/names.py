@@ -1,4 +1,4 @@
-"""Names in classic files that differ from version to version; a reader takes either.
+"""Names in classic files that differ between versions; a reader accepts either name.
 
 Facts: megatron-core at the heads of core_r0.16.0 to core_r0.19.0, transformer/multi_token_prediction.py and
 ssm/mamba_mixer.py, whose torch_dist keeps the older names.
@@ -17,11 +17,11 @@ RENAMED = (
     ("conv1d.weight", "conv1d_weight", "0.19"),
     ("conv1d.bias", "conv1d_bias", "0.19"),
 )
-"""Old name, new name, and the version that has it."""
+"""Old name, new name, and the first version with the new name."""
 
 
 def of_version(table: Iterable[Rule], version: str) -> tuple[Rule, ...]:
-    """A table as a version writes it."""
+    """The table with the names that a version writes."""
     spelled = {f"{{{old}|{new}}}": new if since(version, first) else old for old, new, first in RENAMED}
 
     def key(rule: Rule) -> str:

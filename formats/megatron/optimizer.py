@@ -1,18 +1,19 @@
-"""The optimizer of a Megatron run: what Adam keeps of each parameter, and what is written of it.
+"""The optimizer state of a Megatron run: Adam's states of each parameter, and how they are written.
 
     model_optim_rng.pt    {state: {i: {exp_avg, exp_avg_sq, step}}, param_groups}                  float32
-                          {optimizer: the same, fp32_from_fp16_params: [[master] of each group]}    half precision
-                          {optimizer: {param_groups}}, and beside it distrib_optim.pt               distributed
+                          {optimizer: {state, param_groups}, fp32_from_fp16_params: [[master] of each group]}
+                                                                                                    half precision
+                          {optimizer: {param_groups}}, with distrib_optim.pt in the same folder     distributed
     distrib_optim.pt      {chunk: {types: {param, exp_avg, exp_avg_sq, numel_unpadded}}}: the parameters end to end
     torch_dist            optimizer.state.{exp_avg|exp_avg_sq|fp32_param|param}.{key of the model}; or buckets:
                           optimizer.distributed.dp_group_idx_{rank}.gbuf_idx_{chunk}.{types}.bucket_idx_{n}.{param|…}
 
-A parameter's number i counts first those with weight decay, then the vectors and biases, each in the order in which the
-model has them. In `distrib_optim.pt` they are in the reverse order, each from a multiple of 64 elements on. Experts on
-ranks of their own have an optimizer of their own (`megatron_chained`).
+The numbers i count the parameters with weight decay first, then the vectors and biases, both in the order of the model.
+In `distrib_optim.pt` parameters are in the reverse order of the model, each from a multiple of 64 elements on. Experts
+on several ranks have an optimizer of their own (`chained_optimizer`).
 
 Facts: megatron-core 0.16.1, optimizer/__init__.py `_get_param_groups`, optimizer.py, distrib_optimizer.py and
-distributed/param_and_grad_buffer.py; a training that is resumed with each is in tests/golden/test_megatron_optim.py.
+distributed/param_and_grad_buffer.py; tests/golden/test_megatron_optim.py resumes a training with each.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from formats.torch_files.archive_writer import Held, Small
 from formats.torch_files.pickle_values import Dtype, StorageRef, TensorRef
 
 ALIGNMENT = 64
-"""Elements: where a parameter begins in the buffers of a distributed optimizer."""
+"""In the buffers of a distributed optimizer a parameter begins at a multiple of so many elements."""
 RESHARDABLE = "fully_reshardable"
 PREFIX = "optimizer.state."
 SHARDED = "distrib_optim.pt"
@@ -57,27 +58,28 @@ MODULES = (
     "mlp.linear_fc2", "mlp.router",
     "mlp.fc1_latent_proj", "mlp.fc2_latent_proj", "mlp.experts", "mlp.shared_experts", "final_layernorm",
 )  # fmt: skip
-"""Of a layer, in the order in which the model has them (transformer_layer.py, attention.py,
-gated_delta_net.py, mlp.py, moe_layer.py; multi_token_prediction.py around one)."""
+"""The modules of a layer in the order of the model (transformer_layer.py, attention.py,
+gated_delta_net.py, mlp.py, moe_layer.py; multi_token_prediction.py for those of an MTP layer)."""
 EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.|linear_fc([12])\.\w+?(\d+)$)")
-"""A module for each expert, or one for the first matrices (and biases) of all and one for the second ones: there each
-expert's come together (transformer_engine/pytorch/module/grouped_linear.py, `weight0`, `bias0`, `weight1`, ...)."""
+"""The key of an expert's tensor. Experts are a module each; or all their fc1 are one module and all their fc2 another,
+in which the tensors are ordered by expert (transformer_engine/pytorch/module/grouped_linear.py, `weight0`, `bias0`,
+`weight1`, ...)."""
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What a run keeps to train on, besides the weights.
+    """The training state of a run, besides the weights.
 
     Attributes:
-        states: those of KEPT that there are, each as a checkpoint of its own.
+        states: the states of KEPT that the optimizer has, each as a checkpoint of its own.
         groups: Adam's parameter groups, without their parameters.
         distributed: whether it is Megatron's distributed optimizer, which has its step in the groups.
-        step: that of torch's Adam; None where the groups have it.
-        scaler: that of float16 losses; None without one.
-        head: what lies beside the optimizer and is the same on all ranks, such as the scheduler of the rate.
-        grads: the element type in which gradients are reduced, as torch calls it.
-        muon: the parameter group of Muon, beside which Adam trains what is no matrix; None without one.
-        run: further arguments of a training that it is resumed in.
+        step: the step of torch's Adam; None if the groups have it.
+        scaler: the state of the loss scaler of an FP16 training; None without one.
+        head: entries beside the optimizer that are the same on all ranks, such as the learning rate scheduler.
+        grads: torch's name of the element type in which gradients are reduced.
+        muon: the parameter group of Muon, beside which Adam trains all other parameters; None without Muon.
+        run: further args of a training that resumes with the optimizer.
     """
 
     states: Mapping[str, Checkpoint]
@@ -96,7 +98,7 @@ class Optimizer:
         return {state: source.dtypes() for state, source in self.states.items()}
 
     def args(self) -> dict[str, Any]:
-        """The arguments by which Megatron knows that it is there."""
+        """The args by which Megatron recognizes that a checkpoint holds the optimizer."""
         if self.muon is None:
             return {"no_save_optim": False, "use_distributed_optimizer": self.distributed}
         layered = dict.fromkeys(muon.LAYERED, self.distributed)
@@ -104,7 +106,12 @@ class Optimizer:
         return {"no_save_optim": False, **kind, **self.run}
 
     def around(self, inner: Mapping[str, Any], masters: Any = None) -> dict[str, Any]:
-        """The entry `optimizer` around that of Adam itself."""
+        """The entry `optimizer` of a file.
+
+        Args:
+            inner: the state dict of the inner optimizer, such as torch's Adam.
+            masters: the FP32 master weights of each group; None if they are not in the entry.
+        """
         if not self.distributed and "fp32" not in self.states:
             return dict(inner)
         state = {"optimizer": dict(inner)} | ({} if self.scaler is None else {"grad_scaler": self.scaler})
@@ -114,17 +121,17 @@ class Optimizer:
 def of_kind(optimizer: Optimizer, source: Checkpoint, *, distributed: bool) -> Optimizer:
     """The same optimizer as a distributed one, or as a plain one.
 
-    The distributed optimizer of a float32 model has master weights too, which are the weights themselves. torch's Adam
-    counts its steps beside the moments, and where it is distributed they are a float in the groups; those of
-    Transformer Engine and Apex count in the groups, as integers, in both (optimizer/distrib_optimizer.py `state_dict`).
+    The distributed optimizer of a float32 model has FP32 master weights too, which are the weights themselves. The step
+    of torch's Adam is beside the moments, and, if distributed, a float in the groups; that of Transformer Engine's and
+    Apex's Adam is an integer in the groups in both (optimizer/distrib_optimizer.py `state_dict`).
 
     Args:
-        optimizer: that of the source.
-        source: the weights that it belongs to.
-        distributed: what it becomes.
+        optimizer: the optimizer of the source.
+        source: the weights of the model.
+        distributed: whether the result is a distributed optimizer.
 
     Raises:
-        UnsupportedError: moments are not float32, or steps are counted in a way that is not known.
+        UnsupportedError: a state is not float32, or the step is stored in a way that is not known.
     """
     if optimizer.distributed == distributed:
         return optimizer
@@ -149,7 +156,7 @@ def of_kind(optimizer: Optimizer, source: Checkpoint, *, distributed: bool) -> O
 
 
 def stored_name(state: str, distributed: bool) -> str:
-    """What a distributed checkpoint calls a state."""
+    """The name of a state in a distributed checkpoint."""
     return state if state != "fp32" else "param" if distributed else "fp32_param"
 
 
@@ -157,7 +164,7 @@ def stored_name(state: str, distributed: bool) -> str:
 
 
 def in_order(parameters: Iterable[Parameter]) -> list[Parameter]:
-    """The parameters of a file in the order in which the model has them."""
+    """The parameters of a file in the order of the model."""
 
     def place(parameter: Parameter) -> tuple[int, ...]:
         chunk, match = int(parameter.chunk[5:] or 0), LAYER.fullmatch(parameter.key)
@@ -191,7 +198,7 @@ def held(optimizer: Optimizer, parameters: Sequence[Parameter]) -> dict[str, lis
 def entry(
     optimizer: Optimizer, parameters: Sequence[Parameter], refs: Mapping[str, TensorRef], kinds: Collection[bool]
 ) -> Any:
-    """The entry `optimizer` of a rank's file, given the groups that experts on ranks of their own have."""
+    """The entry `optimizer` of a rank's file; a list of two if experts have an optimizer, whose groups are `kinds`."""
     every = zip(chained.groups(optimizer.groups, kinds), chained.shares(parameters, kinds), strict=True)
     entries = [_entry(optimizer, groups, share, refs) for groups, share in every]
     return entries if kinds else entries[0]
@@ -232,7 +239,7 @@ def starts(sizes: Sequence[tuple[str, Sequence[int]]]) -> Iterator[tuple[int, in
         sizes: key and shape of each parameter of a chunk, in the order of the model.
 
     Raises:
-        UnsupportedError: there are gaps between them, which depend on how the buffer is cut into buckets.
+        UnsupportedError: there are gaps between the parameters, which depend on how the buffer is cut into buckets.
     """
     at = 0
     for number in reversed(range(len(sizes))):
@@ -256,15 +263,15 @@ def sharded_file(
     *,
     first: bool,
 ) -> OutputFile:
-    """`distrib_optim.pt` of a rank.
+    """The file `distrib_optim.pt` of a rank.
 
     Args:
-        path: where it is written.
-        optimizer: what is written.
-        parameters: those of the rank.
-        dtype: their element type, as torch calls it.
-        kinds: the groups that experts on ranks of their own have.
-        first: whether it is the first data rank, which alone writes dense parameters.
+        path: the path of the file.
+        optimizer: the optimizer to write.
+        parameters: the parameters of the rank.
+        dtype: torch's name of the element type of the parameters.
+        kinds: the groups of the experts' optimizer (`chained_optimizer.spread`).
+        first: whether the rank is the first data rank, which alone writes dense parameters.
 
     Raises:
         UnsupportedError: a state is not float32, or there would be gaps between the parameters.
@@ -309,7 +316,7 @@ def sharded_file(
 
 
 def common(optimizer: Optimizer, kinds: Collection[bool]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `common.pt` says of an optimizer, and what its `content_metadata` says."""
+    """The entries of `common.pt` for an optimizer, and the entries of its `content_metadata`."""
     about: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     about |= {"distrib_optim_sharding_type": RESHARDABLE} if optimizer.distributed else {}
     parts = [_common(optimizer, groups) for groups in chained.groups(optimizer.groups, kinds)]

@@ -1,4 +1,4 @@
-"""Reading the optimizer of a Megatron run, classic or torch_dist: where each state of each parameter lies.
+"""Read the optimizer of a Megatron run: find the fragments of each state of each parameter.
 
 The layouts are those of the weights: a state is a checkpoint of its own, with the same slots and other fragments.
 """
@@ -45,22 +45,22 @@ from formats.torch_files.pickle_values import TensorRef
 from formats.torch_files.unpickle import DAMAGE
 
 HEAD = ("opt_param_scheduler", "lr_scheduler", "num_floating_point_operations_so_far")
-"""Entries beside the optimizer that are the same on all ranks, and travel on with it."""
+"""Entries beside the optimizer that are the same on all ranks, and are carried over with it."""
 HALF = ("BF16", "F16")
 NAMES = {name: dtype for dtype, name in reversed([*TYPES.items()])}
-"""Element types as torch calls them."""
+"""torch's name of each element type."""
 Chunks = Mapping[Place, Mapping[str, Fragment]]
 """Tensors by place and key."""
 Found = dict[str, dict[Place, dict[str, Fragment]]]
-"""The same by state."""
+"""Tensors by state, place and key."""
 
 
 def read(source: Checkpoint) -> Optimizer:
     """The optimizer of an opened checkpoint.
 
     Raises:
-        SourceError: there is none, or it is damaged or incomplete.
-        UnsupportedError: it is not Adam's, or kept in a way that cannot be cut again.
+        SourceError: the checkpoint has no optimizer, or a damaged or incomplete one.
+        UnsupportedError: the optimizer is neither Adam nor Muon beside Adam, or is stored in a way that is not known.
     """
     details, released = source.details_of(Megatron), source.home.name == "release"
     args = details.args
@@ -100,10 +100,10 @@ def read(source: Checkpoint) -> Optimizer:
 
 
 def _require_one_step(optimizer: Optimizer, where: str) -> None:
-    """The groups that say how many updates Adam has made agree, and with its states.
+    """Refuse an optimizer whose parameter groups and states record different numbers of updates.
 
     Raises:
-        UnsupportedError: they do not.
+        UnsupportedError: the numbers differ.
     """
     steps = {float(group["step"]) for group in optimizer.groups if type(group.get("step")) in (int, float)}
     if optimizer.step is not None and optimizer.step.shape == ():
@@ -114,7 +114,7 @@ def _require_one_step(optimizer: Optimizer, where: str) -> None:
 
 
 def _as_checkpoints(source: Checkpoint, states: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:
-    """The states, master weights to be compared with the weights."""
+    """The states, each without the tensors that it lacks; FP32 master weights with the weights to compare them with."""
     return {
         state: replace(
             checkpoint,
@@ -127,21 +127,24 @@ def _as_checkpoints(source: Checkpoint, states: Mapping[str, Checkpoint]) -> dic
 
 
 def _names(source: Checkpoint) -> frozenset[str]:
-    """The logical tensors of which a checkpoint has something."""
+    """The names of the logical tensors of which a checkpoint holds at least a part."""
     return frozenset(name for item in source.tensors for name in item.slot.rule.pattern.tensors)
 
 
 def _matched(
     source: Checkpoint, chunks: Chunks, state: str, *, once: bool = False, holds: Callable[[Slot], bool] | None = None
 ) -> list[Placed]:
-    """Pair the tensors of a state with the slots of the weights, each of which is there once, in pieces or not.
+    """Pair the tensors of a state with the slots of the weights, taking each slot once.
 
     Args:
         source: the checkpoint.
         chunks: the tensors of the state.
-        state: what to call it.
-        once: of dense tensors on several data ranks the first alone has kept it.
-        holds: which of the slots have it.
+        state: the name of the state, for errors.
+        once: whether of dense tensors on several data ranks only the first rank holds the state.
+        holds: whether a slot has the state; None if all slots have it.
+
+    Raises:
+        SourceError: a tensor of the state is missing or left over.
     """
     slots = {
         (placed.slot.place, placed.slot.keys): placed.slot
@@ -157,7 +160,7 @@ def _matched(
 
 
 def _grads(args: Mapping[str, Any], dtype: str) -> str:
-    """The type in which gradients are reduced (megatron/training/arguments.py `validate_args`)."""
+    """The type in which gradients are reduced, as torch names it (megatron/training/arguments.py `validate_args`)."""
     reduced = args.get("accumulate_allreduce_grads_in_fp32", dtype == "BF16")
     return "float32" if reduced else NAMES[dtype]
 
@@ -211,7 +214,7 @@ def _dist(source: Checkpoint) -> Optimizer:
 
 
 def _stored(*, distributed: bool, by_muon: bool) -> dict[str, tuple[str, Callable[[Slot], bool]]]:
-    """What torch_dist calls each state, and which parameters have it there."""
+    """By the name of a state in torch_dist: the state, and the test which slots have it under that name."""
     if not by_muon:
         return {stored_name(state, distributed): (state, _anything) for state in STATES}
 
@@ -225,12 +228,12 @@ def _stored(*, distributed: bool, by_muon: bool) -> dict[str, tuple[str, Callabl
 
 
 def _anything(_: Slot) -> bool:
-    """Of a state that each parameter has."""
+    """True: the test for a state that all parameters have."""
     return True
 
 
 def _listed(source: Checkpoint) -> dict[str, list[dcp.Entry]]:
-    """What a torch_dist checkpoint has of each state, by what it calls the state."""
+    """The entries of each state in a torch_dist checkpoint, by the name of the state there."""
     listed: dict[str, list[dcp.Entry]] = {}
     for item in dcp.entries(source.home):
         if named := re.fullmatch(rf"{CHAINED}{re.escape(PREFIX)}(\w+)\.(.+)", item.name):
@@ -241,17 +244,17 @@ def _listed(source: Checkpoint) -> dict[str, list[dcp.Entry]]:
 def _in_pieces(
     source: Checkpoint, entries: Sequence[dcp.Entry], state: str, holds: Callable[[Slot], bool]
 ) -> Iterator[Placed]:
-    """A state of a torch_dist checkpoint."""
+    """The fragments of a state of a torch_dist checkpoint, paired with the slots of the weights."""
     tensors = torch_dist.tensors_in(source.home, entries)
     placed = _matched(source, {ALONE: {key: item.whole for key, item in tensors.items()}}, state, holds=holds)
     return (piece for item in placed for piece in spread(item, tensors[item.key]))
 
 
 def masters(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], tuple[str, ...]]:
-    """The FP32 master weights of a training with several optimizers, such as SOAP and Adam; and what else they keep.
+    """The FP32 master weights of a training with several optimizers, such as SOAP and Adam; and names of other states.
 
-    In torch_dist each has those of its parameters under their names (megatron-core 0.19.2, layer_wise_optimizer.py).
-    Nothing where there is one of Adam, or one that is distributed.
+    In torch_dist each optimizer stores the master weights of its parameters under their names (megatron-core 0.19.2,
+    layer_wise_optimizer.py). Both results are empty if the only optimizer is Adam, or if one is distributed.
     """
     details = source.details_of(Megatron)
     if details.args.get("optimizer") in (None, "adam") or details.dialect != DIST:
@@ -305,16 +308,17 @@ def _classic(source: Checkpoint) -> Optimizer:
 def _shard(
     shard: Shard, shares: Sequence[Chunks], outers: Sequence[Mapping[Any, Any]], by_state: Found
 ) -> tuple[Any, ...]:
-    """Add the states of a rank's file to those that were found.
+    """Add the optimizer states in a rank's file to `by_state`.
 
     Args:
         shard: the file.
-        shares: the parameters of each of its optimizers.
-        outers: its entry of each.
-        by_state: where the states are added.
+        shares: the parameters of each optimizer in the file.
+        outers: the entry of each optimizer in the file.
+        by_state: the states of all files so far.
 
     Returns:
-        What all ranks have in common: groups, whether it is distributed, step, scaler, and what lies beside it.
+        The settings that all ranks have in common: groups, whether the optimizer is distributed, step, loss scaler, and
+        the entries `HEAD` beside the optimizer.
     """
     file = shard.file
     inners = [outer.get("optimizer", outer) for outer in outers]
@@ -338,7 +342,7 @@ def _shard(
 def _plain(
     file: TorchFile, outer: Mapping[Any, Any], chunks: Chunks, steps: set[Small]
 ) -> Iterator[tuple[str, Place, str, Fragment]]:
-    """State, place, key and fragment of what torch's Adam keeps; its steps are added to `steps`."""
+    """State, place, key and fragment of each tensor of a plain optimizer; the steps in it are added to `steps`."""
     inner = outer.get("optimizer", outer)
     every = [(place, key, fragment.shape) for place, tensors in chunks.items() for key, fragment in tensors.items()]
     masters = outer.get("fp32_from_fp16_params")
@@ -368,7 +372,7 @@ def _plain(
 
 
 def _sharded(beside: TorchFile, shares: Sequence[Chunks]) -> Iterator[tuple[str, Place, str, Fragment]]:
-    """The same of a distributed optimizer, whose states are in a file of their own."""
+    """State, place, key and fragment of each tensor of a distributed optimizer, whose states are in a separate file."""
     path = beside.path.with_name(SHARDED)
     if not path.is_file():
         raise SourceError(f"{path.parent} holds no {SHARDED}, which {beside.path.name} says there is")
@@ -403,4 +407,4 @@ def _buffers(file: TorchFile, every: Mapping[Any, Any], chunks: Chunks) -> Itera
 
 
 READERS = {CORE: _classic, DIST: _dist, FSDP_DTENSOR: _fsdp}
-"""By dialect."""
+"""The function that reads an optimizer, by dialect."""

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds.
+"""Which layers each pipeline stage and virtual chunk holds.
 
 The rules are those of megatron-core 0.16.1 (transformer/transformer_layer.py `get_transformer_layer_offset` and
 transformer/transformer_block.py `get_num_layers_to_build`), against which the tests compare every case.
@@ -16,7 +16,7 @@ from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.model.values import MOST_LAYERS
 
 LONGEST = 100_000
-"""Characters of an expanded pipeline layout."""
+"""The largest number of characters of an expanded pipeline layout."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def chunks(pipeline: Pipeline, layers: int) -> list[Chunk]:
     """The chunks of a model in the order of its layers.
 
     Raises:
-        RefusedError: the layers do not divide.
+        RefusedError: the layers do not divide over the chunks, or the pipeline layout holds another number of layers.
     """
     if pipeline.layout:
         counts = _layout_counts(pipeline)
@@ -86,7 +86,11 @@ def _divisors(layers: int) -> str:
 
 
 def _even_counts(pipeline: Pipeline, layers: int) -> list[int]:
-    """Layers of each chunk, chunk 0 of every stage first."""
+    """The number of layers of each chunk, chunk 0 of every stage first.
+
+    Raises:
+        RefusedError: the layers do not divide over the chunks.
+    """
     stages, virtual = pipeline.stages, pipeline.virtual
     ends = [pipeline.first_layers, pipeline.last_layers]
     if ends != [None, None]:
@@ -114,16 +118,20 @@ def _even_counts(pipeline: Pipeline, layers: int) -> list[int]:
 
 
 def virtual_chunks(layout: str, stages: int) -> int:
-    """The virtual chunks of each stage that a layout makes.
+    """The number of virtual chunks of each stage in a pipeline layout.
 
     Raises:
-        RefusedError: its entries do not divide over the stages.
+        RefusedError: the entries of the layout do not divide over the stages.
     """
     return _divide(len(_entries(layout)), stages, f"entries of the pipeline layout {short(layout)}")
 
 
 def _layout_counts(pipeline: Pipeline) -> list[int]:
-    """Decoder layers of each entry of a layout."""
+    """The number of decoder layers in each entry of a pipeline layout.
+
+    Raises:
+        RefusedError: the layout has not one entry for each chunk of each stage.
+    """
     entries = _entries(pipeline.layout or "")
     if len(entries) != pipeline.stages * pipeline.virtual:
         raise RefusedError(
@@ -134,10 +142,14 @@ def _layout_counts(pipeline: Pipeline) -> list[int]:
 
 
 def _entries(layout: str) -> list[str]:
-    """The entries of a layout such as `Et*3|(tt|)*29,t|L`, chunk 0 of every stage first.
+    """The entries of a pipeline layout such as `Et*3|(tt|)*29,t|L`, chunk 0 of every stage first.
 
     E is the embedding, t a decoder layer, L the loss; `|` ends an entry, commas are cosmetic, `x*n` and `(..)*n` repeat
-    (megatron-core transformer/pipeline_parallel_layer_layout.py). m, a multi-token-prediction layer, no model here has.
+    (megatron-core transformer/pipeline_parallel_layer_layout.py). m, a multi-token-prediction layer, is not supported.
+
+    Raises:
+        UnsupportedError: the layout holds more than E, t, L and |.
+        RefusedError: the layout is too long, or does not begin with its only E and end with its only L.
     """
     refused, text = f"the pipeline layout {short(layout)}", layout.replace(",", "").replace(" ", "")
     while repeat := re.search(r"\(([^()]*)\)\*(\d+)|([a-zA-Z|])\*(\d+)", text):
@@ -153,7 +165,18 @@ def _entries(layout: str) -> list[str]:
 
 
 def pipeline_of(args: Mapping[str, Any], pp: int, virtual: int, path: Path) -> Pipeline:
-    """How layers are spread over stages and chunks, as args say."""
+    """The pipeline of a checkpoint, as its args describe it.
+
+    Args:
+        args: the attributes of the checkpoint's `args`.
+        pp: pipeline parallel size.
+        virtual: virtual chunks of each stage.
+        path: the file that holds the args, for errors.
+
+    Raises:
+        SourceError: the layers of the first or last stage are no numbers.
+        UnsupportedError: the pipeline layout is no text.
+    """
     layout = args.get("pipeline_model_parallel_layout")
     ends = [args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
     if not all(end is None or (type(end) is int and 0 <= end < MOST_LAYERS) for end in ends):

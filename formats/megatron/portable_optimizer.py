@@ -1,8 +1,9 @@
-"""The optimizer of a Megatron run in no framework's terms, and one of another framework in Megatron's.
+"""Convert the optimizer of a Megatron run to the framework-independent form (`formats.optimizer`), and back.
 
-What only Megatron has is made up of what every training has. The scheduler stands where the samples say; its own words
-are those of a constant rate, and `--override-opt_param-scheduler` puts the training's in their place. Groups are named
-for torch's Adam and for the fused ones, which keep their step in the group.
+State that only Megatron has is made from the state that every training has. The scheduler is put at the number of
+samples trained on; its settings are those of a constant learning rate, which `--override-opt_param-scheduler` replaces
+by those of the training. Parameter groups have the settings of torch's Adam and of the fused ones, which keep their
+step in the group.
 
 Facts: megatron-core 0.16.1, optimizer/__init__.py `_get_param_groups`, optimizer_param_scheduler.py `load_state_dict`,
 optimizer/optimizer.py `_filter_and_reorder_param_groups`; trainings that resume are in tests/golden/test_optimizers.py.
@@ -28,12 +29,15 @@ SCHEDULER = "opt_param_scheduler"
 
 
 def is_trained(source: Checkpoint) -> bool:
-    """Whether there are optimizer states besides the weights."""
+    """Whether a checkpoint holds optimizer states besides the weights."""
     return "optimizer" in source.state
 
 
 def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]]:
-    """Its states, and what `inspect` says of it: of an optimizer that is not read the master weights alone."""
+    """The optimizer states of a checkpoint, and details for `inspect`.
+
+    Of an optimizer that is not supported the states are the FP32 master weights alone.
+    """
     from formats.megatron import optimizer_reader
 
     try:
@@ -47,11 +51,11 @@ def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]
 
 
 def read(source: Checkpoint) -> Optimizer:
-    """The optimizer of an opened run of Megatron, without what only Megatron knows of it.
+    """The optimizer of an opened Megatron run, without the state that only Megatron has.
 
     Raises:
-        SourceError: there is none, or it is damaged, incomplete, or without its step or settings.
-        UnsupportedError: it is not Adam's, or kept in a way that cannot be cut again.
+        SourceError: there is no optimizer, or it is damaged, incomplete, or without its step or settings.
+        UnsupportedError: the optimizer is neither Adam nor Muon beside Adam, or is stored in a way that is not known.
     """
     from formats.megatron import optimizer_reader
 
@@ -71,24 +75,24 @@ def read(source: Checkpoint) -> Optimizer:
         }
     except (KeyError, TypeError, ValueError, struct.error):
         raise SourceError(f"{source.home} holds an optimizer without its step or settings") from None
-    groups_of = sorted(treated.items(), key=lambda item: isinstance(item[1], Group))  # Muon's come first
+    groups_of = sorted(treated.items(), key=lambda item: isinstance(item[1], Group))  # parameters of Muon come first
     return Optimizer(native.states, step, dict(groups_of), _samples(native))
 
 
 def native(
     source: Checkpoint, optimizer: Optimizer, rates: tuple[float, float] | None = None
 ) -> tuple[Native, list[str]]:
-    """An optimizer of any framework as Megatron's plain one, and what Megatron will do otherwise.
+    """An optimizer of any framework as Megatron's plain optimizer, and notes on how Megatron differs.
 
     Args:
-        source: the checkpoint that it belongs to.
-        optimizer: the optimizer, with the master weights of weights that are rounded, and of no others.
+        source: the checkpoint of the optimizer.
+        optimizer: the optimizer, with the FP32 master weights of rounded weights, and of no others.
         rates: the largest and the smallest learning rate of the training that resumes, by which megatron-core 0.19.2
-            finds parameter groups (optimizer/optimizer.py `param_group_identifier_keys`); None if no one said them.
+            finds parameter groups (optimizer/optimizer.py `param_group_identifier_keys`); None if not given.
 
     Raises:
-        UsageError: Muon is resumed, which only such a release has, without these rates.
-        UnsupportedError: the settings of parameters are not known, or differ where Megatron has one for all.
+        UsageError: Muon, which only releases that need the rates have, is to resume without `rates`.
+        UnsupportedError: the settings of parameters are not known, or differ where Megatron has one setting for all.
     """
     if not optimizer.groups:
         raise UnsupportedError(
@@ -170,7 +174,7 @@ def native(
 
 
 _KNOWN = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}
-"""How Megatron tells a group from others."""
+"""The settings by which Megatron identifies a parameter group."""
 
 
 def _said(group: Group) -> str:

@@ -1,4 +1,4 @@
-"""The files of a classic Megatron checkpoint: found, opened, and checked against each other."""
+"""Find and open the files of a classic Megatron checkpoint, and check them against each other."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from formats.torch_files.pickle_values import Namespace, TensorRef
 from formats.torch_files.saves import require_same
 
 TIES = ("iteration", "checkpoint_version", "consumed_train_samples", "consumed_valid_samples")
-"""What each file says of the save that it is of (training/checkpointing.py `generate_state_dict`, 0.16: `args`, whose
-samples are counted on every rank, `checkpoint_version`, `iteration`)."""
+"""The entries of a file that are equal in all files of one save (training/checkpointing.py `generate_state_dict`, 0.16:
+`args`, in which every rank counts the samples, `checkpoint_version`, `iteration`)."""
 
 SHARED = sorted(
     {*FIELDS, *megatron_llm.OWN, "tensor_model_parallel_size", "pipeline_model_parallel_size"}
@@ -34,35 +34,35 @@ SHARED = sorted(
 """Arguments that all files of a checkpoint must agree on."""
 
 STATE = ("optimizer", "opt_param_scheduler", "lr_scheduler", "rng_state")
-"""Keys of a file beside the model that training needs to resume."""
+"""Keys of a file, beside the model, that a training needs to resume."""
 
 OTHERS = (
     "random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states",
     "rerun_state_machine",
 )  # fmt: skip
-"""Further keys with tensors that are no model's: those of random numbers where Megatron-LM kept them one by
-one, and of its checks of results (training/checkpointing.py, 2.x and 0.16)."""
+"""Further keys with tensors that are not of a model: the states of random generators, where Megatron-LM kept them under
+separate keys, and of its checks of results (training/checkpointing.py, 2.x and 0.16)."""
 
 OPTIMIZER = "optim.pt"
-"""Alone in a folder mp_rank_TP[_PP]_DP: what Megatron of 2023 kept of its distributed optimizer on a data rank."""
+"""The only file in a folder mp_rank_TP[_PP]_DP: a data rank's part of the distributed optimizer of Megatron in 2023."""
 
 MOST_RANKS = 100_000
 MAX_DEPTH, MAX_KEYS = 6, 1_000_000
-"""Maps inside each other in a state dict (Megatron-LM's own models have 4), and tensors in a file."""
+"""Limits: the depth of nested maps in a state dict (Megatron-LM's own models have 4), and the keys in a file."""
 
 COMPARED = 1 << 16
-"""Bytes of a matrix that tell two ranks apart."""
+"""How many bytes of a matrix are compared to detect a file that was copied over another rank's."""
 
 DROPS = (r".*\._extra_state", r".*\.inv_freq")
 """Transformer Engine's FP8 state, and rotary tables that some versions saved."""
 LOCAL = re.compile(r"decoder\.layers\.\d+\.input_layernorm\.weight")
 FUSED = re.compile(r"decoder\.layers\.\d+\..*\.layer_norm_weight")
-"""What tells the names of the local layers from those of Transformer Engine, which has the first too with latents."""
+"""Keys of local layers, which MLA layers of Transformer Engine have too, and keys that no local layer has."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file: its ranks, and the object in it."""
+    """The file of a rank: its tensor, pipeline and expert rank, and the opened file."""
 
     tp: int
     pp: int
@@ -71,7 +71,7 @@ class Shard:
 
     @property
     def chunks(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """(key, state dict) of each virtual pipeline chunk."""
+        """(key, state dict) of each virtual pipeline chunk in the file."""
         names = [name for name in self.file.value if isinstance(name, str) and re.fullmatch(r"model\d{0,3}", name)]
         return [(name, self.file.value[name]) for name in sorted(names, key=lambda name: int(name[5:] or 0))]
 
@@ -80,9 +80,9 @@ def read_shards(iteration: Path) -> list[Shard]:
     """Open the file of every rank.
 
     Raises:
-        SourceError: a folder holds none, or one without a model.
-        UnsupportedError: a folder is not named after a tensor and pipeline rank.
-        RefusedError: a file holds the tensors of another model too.
+        SourceError: a folder holds no file of a rank, or a file without a model.
+        UnsupportedError: a folder is not named after a tensor, pipeline and expert rank.
+        RefusedError: a file holds tensors beside its model and the training state.
     """
     shards = []
     for folder in sorted(iteration.glob("mp_rank_*")):
@@ -110,14 +110,14 @@ def read_shards(iteration: Path) -> list[Shard]:
 
 
 def require_alone(file: TorchFile, models: Iterable[str] = ()) -> None:
-    """A file holds no tensors but those of its model and of the training.
+    """Refuse a file with tensors that belong neither to its model nor to the training state.
 
     Args:
-        file: one of a rank, or what all ranks have in common.
-        models: the keys of its model.
+        file: the file of a rank, or the common state of all ranks.
+        models: the keys of the model's chunks in the file.
 
     Raises:
-        RefusedError: it does: of two models nothing says which one is wanted.
+        RefusedError: the file holds other tensors: of two models nothing specifies which one is wanted.
     """
     for name, value in file.value.items():
         if name not in {*STATE, *OTHERS, *models} and _holds_tensors(value):
@@ -128,7 +128,7 @@ def require_alone(file: TorchFile, models: Iterable[str] = ()) -> None:
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Whether there is a tensor of more than one element in maps and lists, which may hold each other in a circle."""
+    """Whether nested maps and lists, which may contain themselves, hold a tensor of more than one element."""
     rest, seen = [value], set[int]()
     while rest:
         item = rest.pop()
@@ -141,29 +141,29 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _one_stage_of_experts(file: TorchFile) -> bool:
-    """Whether the one number after a tensor rank is an expert rank: a name does not tell it from a pipeline rank."""
+    """Whether the only number after the tensor rank in a folder's name is an expert rank: args have a single stage."""
     args = args_of(file)
     stages, spread = (args.get(f"{axis}_model_parallel_size") for axis in ("pipeline", "expert"))
     return stages in (None, 1) and type(spread) is int and spread > 1
 
 
 def names_of(keys: Collection[str]) -> tuple[str, str]:
-    """Whether norms, and experts, have the names of the local layers or of Transformer Engine, where some are fused."""
+    """The naming of the norms and of the experts: `local`, or `te` for Transformer Engine, which fuses some norms."""
     norm = "local" if any(map(LOCAL.fullmatch, keys)) and not any(map(FUSED.fullmatch, keys)) else "te"
     return norm, "local" if any(".local_experts." in key for key in keys) else "te"
 
 
 def vocab_multiple(args: Mapping[str, Any], path: Path) -> int:
-    """What the vocabulary was padded to a multiple of, for each tensor rank."""
+    """The number that, times the tensor parallel size, the padded vocabulary is a multiple of; 128 if args lack it."""
     value = args.get("make_vocab_size_divisible_by")
     return 128 if value is None else whole(value, "make_vocab_size_divisible_by", str(path))
 
 
 def mesh_of(shards: Sequence[Shard], args: Mapping[str, Any], iteration: Path) -> Mesh:
-    """How tensors and experts are cut over the files of a stage.
+    """The mesh of a checkpoint: how tensors and experts are cut over the files of a pipeline stage.
 
     Raises:
-        SourceError: `args` say what cannot be.
+        SourceError: `args` record an impossible expert tensor parallel size.
     """
     tp, ep = max(shard.tp for shard in shards) + 1, max(shard.ep for shard in shards) + 1
     etp = args.get("expert_tensor_parallel_size")
@@ -177,8 +177,8 @@ def args_of(file: TorchFile) -> dict[str, Any]:
     """The attributes of a file's `args`.
 
     Raises:
-        SourceError: it has none.
-        UnsupportedError: it is from before checkpoint version 2.0.
+        SourceError: the file has no args.
+        UnsupportedError: the checkpoint version is below 2.0.
     """
     args = file.value.get("args")
     if not isinstance(args, Namespace):
@@ -195,7 +195,12 @@ def args_of(file: TorchFile) -> dict[str, Any]:
 
 
 def check_grid(shards: list[Shard], mesh: Mesh, pp: int, args: Mapping[str, Any], iteration: Path) -> None:
-    """Every rank once, as `args` say, of one iteration and one model, and none under another's name."""
+    """Refuse files that are not exactly one for each rank that `args` record, of one iteration and one model.
+
+    Raises:
+        SourceError: a rank is missing or there twice, files are of different saves or models, a file was written by
+            another rank, or the parallel sizes of `args` are not those of the files.
+    """
     for axis, size in (("tensor", mesh.tp), ("pipeline", pp), ("expert", mesh.ep)):
         claimed = args.get(f"{axis}_model_parallel_size", size)
         if claimed != size and not (axis == "expert" and claimed is None and size == 1):
@@ -229,10 +234,12 @@ def check_grid(shards: list[Shard], mesh: Mesh, pp: int, args: Mapping[str, Any]
 
 
 def check_apart(placed: Iterable[Placed]) -> None:
-    """No file was copied over another: ranks hold different parts of a matrix. Experts may be copies of each other.
+    """Refuse files of which one was copied over another: tensor ranks hold different parts of each dense matrix.
+
+    Experts are not compared, since they may be copies of each other.
 
     Raises:
-        SourceError: two files begin alike in the first matrix that they should share.
+        SourceError: two files have equal bytes at the begin of their parts of a matrix.
     """
     first: dict[Path, Placed] = {}
     for tensor in placed:
@@ -249,7 +256,11 @@ def check_apart(placed: Iterable[Placed]) -> None:
 
 
 def _check_writers(shards: list[Shard], mesh: Mesh, pp: int, args: Mapping[str, Any]) -> None:
-    """Each file was written by the rank that its folder names, as far as `args` tell."""
+    """Refuse a file that another rank than that in its folder's name has written, as far as `args` record it.
+
+    Raises:
+        SourceError: the rank in `args` belongs to another folder.
+    """
     written = [args_of(shard.file).get("rank") for shard in shards]
     ranks = [rank for rank in written if type(rank) is int]
     if len(ranks) < len(shards) or not any(ranks):
@@ -266,7 +277,12 @@ def _check_writers(shards: list[Shard], mesh: Mesh, pp: int, args: Mapping[str, 
 
 
 def tensors_of(shards: Iterable[Shard], mesh: Mesh, pp: int) -> dict[Place, dict[str, Fragment]]:
-    """The tensors of each chunk of each file, by dotted key."""
+    """The tensors of each chunk of each file, by dotted key.
+
+    Raises:
+        SourceError: a file holds a key twice.
+        UnsupportedError: a key holds no tensor.
+    """
     by_place: dict[Place, dict[str, Fragment]] = {}
     for shard in shards:
         for name, state in shard.chunks:
@@ -283,7 +299,7 @@ def tensors_of(shards: Iterable[Shard], mesh: Mesh, pp: int) -> dict[Place, dict
 
 
 def flattened(by_place: Mapping[Place, Mapping[str, Fragment]]) -> dict[Place, dict[str, Fragment]]:
-    """The tensors, with those of `GROUPED` as the elements that they are, in order."""
+    """The tensors, those of `GROUPED` with their elements as one dimension, in storage order."""
     return {
         place: {
             key: fragment._replace(shape=(prod(fragment.shape),), strides=(1,))
@@ -296,7 +312,11 @@ def flattened(by_place: Mapping[Place, Mapping[str, Fragment]]) -> dict[Place, d
 
 
 def _flat(state: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of a nested state dict, whose maps a hostile file may have made to explode."""
+    """(keys joined by spaces, value) of each entry of a nested state dict, within limits against hostile files.
+
+    Raises:
+        SourceError: the maps are too deep or too large, or a key is no text.
+    """
     rest: list[tuple[str, Any]] = [("", state)]
     for _ in range(MAX_KEYS):
         if not rest:
@@ -312,7 +332,11 @@ def _flat(state: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def iteration_of(file: TorchFile) -> int:
-    """The iteration in a file; a release may spell it so."""
+    """The iteration in a file; 0 if the file says `release`, or nothing.
+
+    Raises:
+        SourceError: the iteration is no such number.
+    """
     value = file.value.get("iteration", 0)
     if value == "release":
         return 0
@@ -322,7 +346,7 @@ def iteration_of(file: TorchFile) -> int:
 
 
 def state_of(shards: Sequence[Shard]) -> tuple[str, ...]:
-    """What the files hold to resume a training with: nothing of it is carried over."""
+    """The names of the training state in the files of a checkpoint: entries `STATE`, and files of optimizers."""
     names = {name for shard in shards for name in STATE if name in shard.file.value}
     names |= {
         path.name for shard in shards for path in shard.file.path.parent.glob("*optim*.pt") if path != shard.file.path
@@ -334,5 +358,5 @@ def state_of(shards: Sequence[Shard]) -> tuple[str, ...]:
 
 
 def folder_of(tp: int, pp: int, ep: int, stages: int, mesh: Mesh) -> str:
-    """The name of a rank's folder."""
+    """The name of the folder of a rank."""
     return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if stages > 1 else "") + (f"_{ep:03d}" if mesh.ep > 1 else "")

@@ -1,4 +1,4 @@
-"""The names and layouts of Megatron-LM's models; each line is proven by the tests that name it.
+"""The names and layouts of the tensors of Megatron-LM's models; each line is proven by the tests that name it.
 
 Facts: megatron-core 0.16.1, where nothing else is named.
 """
@@ -12,7 +12,7 @@ from formats.megatron import mtp
 from formats.megatron.args import indexer, linear_attention, mla, state_space
 
 GROUPED = re.compile(r".*\.mlp\.experts\.weight[12]")
-"""All experts of a layer in one matrix."""
+"""The key of a matrix that holds all experts of a layer."""
 
 DECODER = (
     *mla.RULES,
@@ -62,18 +62,18 @@ decoder.final_layernorm.weight                                                  
 decoder.final_layernorm.bias                                                                 final_norm_bias: hidden    last
 """),
 )
-"""Its decoder, and what is before it."""
+"""The embeddings and the decoder of megatron-core's models."""
 HEAD = rules("""
 output_layer.weight                                                                          (head: vocab | ~padding)/tp hidden    last
 output_layer.weight                                                                          (embedding: vocab | ~padding)/tp hidden    last tied copy
 """)
 MCORE = (*DECODER, *mtp.rules_of(rule for rule in DECODER if not GROUPED.fullmatch(rule.key)), *HEAD)
-"""megatron-core's GPTModel. Of two spellings the first is Transformer Engine's, the second that of the local layers.
+"""The layout of megatron-core's GPTModel. Of two names the first is Transformer Engine's, the second the local layers'.
 
-`weight1` and `weight2` are the experts of its grouped GEMM before Transformer Engine's: matrices by their shapes, and
-stacks of transposed experts by what they hold (transformer/moe/experts.py `GroupedMLP`, 0.16.1). They are only read.
-Gate and up of grouped experts are interleaved where `moe_mlp_glu_interleave_size` says so (the same file,
-`_remove_glu_interleaving`, 0.19.2).
+`weight1` and `weight2` are the experts of megatron-core's own grouped GEMM, older than Transformer Engine's: they have
+the shapes of matrices, but their elements are stacks of transposed experts (transformer/moe/experts.py `GroupedMLP`,
+0.16.1). `weight1` and `weight2` are only read. Gate and up of grouped experts are interleaved if
+`moe_mlp_glu_interleave_size` is set (the same file, `_remove_glu_interleaving`, 0.19.2).
 """
 
 LEGACY = rules("""
@@ -89,10 +89,10 @@ language_model.encoder.final_norm.weight                                    fina
 language_model.output_layer.weight                                          (head: vocab | ~padding)/tp hidden    last
 word_embeddings_for_head.weight                                             (embedding: vocab | ~padding)/tp hidden    last tied copy
 """)
-"""Megatron-LM's own models, from 2023-09 (RMSNorm arrived) to their removal in 2026-05; read, not written."""
+"""The layout of Megatron-LM's own models, from 2023-09 (RMSNorm arrived) to their removal in 2026-05; only read."""
 
 BRIDGE = rules("""
 decoder.layers.{layer}.self_attention.linear_proj.post_layernorm.weight    output_norm: hidden    attention
 decoder.layers.{layer}.mlp.linear_fc2.post_layernorm.weight                down_norm: hidden    dense
 """)
-"""What Megatron-Bridge's own modules have beside those of megatron-core (0.3.1, models/gemma/gemma3_provider.py)."""
+"""Tensors of Megatron-Bridge's own modules, beside those of megatron-core (0.3.1, models/gemma/gemma3_provider.py)."""

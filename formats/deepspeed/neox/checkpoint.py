@@ -1,11 +1,11 @@
-"""Checkpoints of GPT-NeoX: DeepSpeed's files, with the names and the layouts of NeoX.
+"""Read checkpoints of GPT-NeoX: DeepSpeed's files, with the names and the layouts of NeoX.
 
     TAG/mp_rank_{tp:02d}_model_states.pt               sequential (pipe_parallel_size 0): keys sequential.{i}.*
     TAG/layer_{i:02d}-model_{tp:02d}-model_states.pt   pipeline: the same keys without sequential.{i}.
     TAG/configs/*.yml                                  the settings
 
-What the modules hold is in `tables.py`. Facts: EleutherAI/gpt-neox at ea7aefd8, megatron/checkpointing.py; checkpoints
-that it wrote, with its own logits, are in the tests.
+The tensors of the modules are in `tables.py`. Facts: EleutherAI/gpt-neox at ea7aefd8, megatron/checkpointing.py; the
+tests have checkpoints that GPT-NeoX wrote, with its own logits.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from formats.torch_files.pickle_values import Namespace
 NAME = NEOX.name
 DROPS = (r".*\.rotary_emb\.inv_freq", r".*\._extra_state", r".*\.attention\.(?:masked_)?bias")
 STATE = ("optimizer", "lr_scheduler", "random_rng_state")
-"""What the files hold beside the model; nothing of it is carried into another format."""
+"""Entries of the training state in the model files, beside the model."""
 TIES = ("iteration", "global_steps", "global_samples", "skipped_steps")
-"""What each model file says of the save that it is of: as DeepSpeed, and in GPT-NeoX's client state (checkpointing.py).
-In the layer files of a pipeline there is nothing but tensors."""
+"""Entries that are equal in all model files of one save: DeepSpeed's, and `iteration` in GPT-NeoX's client state
+(checkpointing.py). The layer files of a pipeline hold nothing but tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Neox(Details):
-    """What a run of GPT-NeoX was saved with, and is written with again.
+    """The settings that a GPT-NeoX run was saved with, and that a resharded checkpoint is written with again.
 
     Attributes:
-        iteration: that of the files.
-        vocab_multiple: what the vocabulary was padded to a multiple of, for each tensor rank.
-        layered: whether each layer has files of its own, as a pipeline writes it.
-        layout: the conditions that hold of the tables' lines where they leave a choice.
+        iteration: the iteration in the files.
+        vocab_multiple: the vocabulary is padded to a multiple of this number times the tensor parallel size.
+        layered: whether each module has files of its own, as in a pipeline.
+        layout: the conditions of table rows that leave a choice.
     """
 
     iteration: int | None
@@ -66,12 +66,12 @@ class Neox(Details):
 
 
 def tables() -> dict[str, tuple[Rule, ...]]:
-    """The layouts."""
+    """The layout tables by name."""
     return {"neox (Llama)": LLAMA, "neox (GPT-NeoX)": GPT_NEOX}
 
 
 def holders(family: Family) -> dict[str, bool]:
-    """It holds the families of its tables."""
+    """Whether the format holds a family: GPT-NeoX has a kind of model for it."""
     return {NAME: bool(family.neox)}
 
 
@@ -79,7 +79,7 @@ def holders(family: Family) -> dict[str, bool]:
 
 
 def detect(path: Path) -> bool:
-    """Whether a folder is DeepSpeed's, with the names of NeoX."""
+    """Whether a folder holds DeepSpeed's files with the names of NeoX."""
     places = [path] if deepspeed.holds(path) else deepspeed.likely(path)
     for place in places:
         layers = [child for child in sorted(place.iterdir()) if saved_names.LAYER.fullmatch(child.name)]
@@ -87,12 +87,12 @@ def detect(path: Path) -> bool:
         for file in [*models[:1], *layers[:1]]:
             try:
                 value = deepspeed.value_of(file)
-            except SourceError:  # which `read` will tell
+            except SourceError:  # `read` will raise the error
                 return bool(layers) or (place / "configs").is_dir()
             if isinstance(value, Mapping) and isinstance(value.get("args"), Namespace):
                 return False  # of Megatron-DeepSpeed
             if isinstance(value, Mapping) and "args" in value and value.get("module") is None:
-                return True  # of a pipeline, which needs its layers
+                return True  # of a pipeline, whose tensors are in layer files
             module = value.get("module", value) if isinstance(value, Mapping) else None
             if isinstance(module, Mapping) and any(
                 re.match(r"(?:sequential\.0\.)?word_emb", str(key)) for key in module
@@ -102,7 +102,18 @@ def detect(path: Path) -> bool:
 
 
 class _Model(NamedTuple):
-    """What a checkpoint is of: its settings, and which of the table's layouts its tensors have."""
+    """The model of a checkpoint.
+
+    Attributes:
+        spec: the settings.
+        yml: the merged yml.
+        assets: the folder of config.json, if there is one.
+        config: the contents of config.json.
+        padded: rows of the embedding.
+        qkv: the condition of table rows for query, key and value: `mha`, `gqa` or `grouped`.
+        mlp: the condition of table rows for gate and up: `fused` or `separate`.
+        notes: messages for the user.
+    """
 
     spec: ModelSpec
     yml: Mapping[str, Any]
@@ -115,7 +126,7 @@ class _Model(NamedTuple):
 
 
 class _Opened(NamedTuple):
-    """The files of a model, opened, whatever of it is wanted."""
+    """The opened files of a checkpoint, for its weights and its optimizer states alike."""
 
     run: Path
     tag: Path
@@ -128,12 +139,12 @@ class _Opened(NamedTuple):
 
     @property
     def layered(self) -> bool:
-        """Whether it is a pipeline's."""
+        """Whether each module has files of its own, as in a pipeline."""
         return modules.is_layered(self.found)
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
-    """Open a checkpoint: the pickles of its files, none of the weights."""
+    """Open a checkpoint: read the pickles of its files, but no weights."""
     opened = _open(path, settings)
     if settings.weights in (None, "module"):
         pieces, dropped = _place(opened, opened.found, {})
@@ -159,7 +170,7 @@ def _open(path: Path, settings: Settings) -> _Opened:
 
 
 def _of_state(opened: _Opened, partitions: Mapping[int, list[Partition]], state: str) -> Checkpoint:
-    """What the optimizer keeps, as a checkpoint; master weights are to be compared with the module."""
+    """A state of the optimizer as a checkpoint; FP32 master weights with the module to compare them with."""
     parts = modules.masters(opened.models, opened.tp, partitions, state, 0, layered=opened.layered)
     whole = {file: {key: tensor.whole for (at, key), tensor in parts.items() if at == file} for file, _ in parts}
     pieces, dropped = _place(opened, whole, parts)
@@ -192,7 +203,13 @@ def _checkpoint(
 def _place(
     opened: _Opened, tensors: Mapping[str, Mapping[str, Fragment]], parts: Mapping[tuple[str, str], Scattered]
 ) -> tuple[tuple[Placed, ...], tuple[str, ...]]:
-    """Where each tensor of the layout is, given those of each file, and those of them that are in parts."""
+    """The pieces of each tensor of the layout, and the keys that were dropped.
+
+    Args:
+        opened: the checkpoint.
+        tensors: the tensors of each file.
+        parts: the tensors that are in pieces, by file and key.
+    """
     if opened.model.qkv == "grouped":
         from formats.deepspeed.neox import gqa_order
 
@@ -220,10 +237,12 @@ def _describe(
     tp: int,
     settings: Settings,
 ) -> _Model:
-    """The settings of a model, from its yml, its shapes, and the config.json that may travel with it.
+    """The model of a checkpoint, from its yml, its shapes, and the config.json that may travel with it.
 
     Raises:
-        SourceError: they do not belong together.
+        SourceError: yml and files do not belong together, or the vocabulary has more tokens than the embedding rows.
+        RefusedError: the vocabulary is too small for the rows of the embedding; or yml and config contradict each
+            other.
     """
     yml, where = config_of(tag, settings.config)
     neox_checks.require_same_model(models, yml, settings, where, tp)
@@ -278,14 +297,22 @@ def _describe(
 
 
 def _key_of(key: str, path: Path) -> str:
-    """A key without its `sequential.`."""
+    """A key without its prefix `sequential.`.
+
+    Raises:
+        SourceError: the key has no such prefix.
+    """
     if not key.startswith("sequential."):
         raise SourceError(f"{path} holds {key}, which is no name of GPT-NeoX")
     return key.removeprefix("sequential.")
 
 
 def _rows(by_file: Mapping[str, Mapping[str, Fragment]], key: str) -> int:
-    """Rows of the first tensor whose key ends so."""
+    """The number of rows of the first tensor whose key ends with `key`, a regular expression.
+
+    Raises:
+        SourceError: there is no such tensor.
+    """
     for tensors in by_file.values():
         for name, fragment in tensors.items():
             if re.search(rf"\.{key}$", name) and fragment.shape:
@@ -294,10 +321,11 @@ def _rows(by_file: Mapping[str, Mapping[str, Fragment]], key: str) -> int:
 
 
 def config_of(tag: Path, given: Path | None) -> tuple[dict[str, Any], str]:
-    """The merged yml, and what to call it: the user's file or folder, else what NeoX saved beside the weights.
+    """The merged yml, and its name for errors: the user's file or folder, else the yml saved with the weights.
 
     Raises:
-        SourceError: there is none.
+        SourceError: the user's file or folder does not exist.
+        OptionNeededError: there is no yml.
     """
     place = tag / "configs"
     if given is not None and not (given / "config.json").is_file():
@@ -311,7 +339,7 @@ def config_of(tag: Path, given: Path | None) -> tuple[dict[str, Any], str]:
 
 
 def _unit(config: Mapping[str, Any], model: TorchFile, tp: int, padded: int) -> int:
-    """What the vocabulary was padded to a multiple of."""
+    """The number of rows that the padded vocabulary is a multiple of; all rows if that is not known."""
     args = model.value.get("args")
     noted = args.get("make_vocab_size_divisible_by") if isinstance(args, Mapping) else None
     multiple = noted or config.get("make_vocab_size_divisible_by", 128)

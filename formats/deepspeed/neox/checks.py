@@ -1,4 +1,4 @@
-"""What in the files of a GPT-NeoX checkpoint has to agree: the seeds of its ranks, its yml and its config.json."""
+"""Check that the parts of a GPT-NeoX checkpoint agree: the seeds of its ranks, its yml and its config.json."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ NOTED = {
     "num_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads",
     "max_position_embeddings": "max_positions",
 }  # fmt: skip
-"""Keys of the yml that NeoX notes in the weights too (checkpointing.py `check_checkpoint_args`), and their settings."""
+"""The setting by key of the yml, for keys that NeoX stores with the weights too (checkpointing.py
+`check_checkpoint_args`)."""
 
 
 def require_own_seeds(models: Mapping[int, TorchFile], tp: int) -> None:
-    """Each rank's random state begins with its seed, a common number plus its tensor parallel rank (mpu/random.py).
+    """Refuse files whose seeds are those of other ranks.
+
+    The random state of a rank begins with its seed, a common number plus the tensor parallel rank (mpu/random.py).
 
     Raises:
         SourceError: the seeds are those of other ranks: files were mixed up.
@@ -45,10 +48,10 @@ def require_own_seeds(models: Mapping[int, TorchFile], tp: int) -> None:
 def require_same_model(
     models: Mapping[int, TorchFile], config: Mapping[str, Any], settings: Settings, where: str, tp: int
 ) -> None:
-    """What NeoX noted in the weights is what the yml says, where the user has not decided it.
+    """Refuse a yml that contradicts the args that NeoX stored with the weights, apart from settings that the user set.
 
     Raises:
-        SourceError: it is not.
+        SourceError: the two contradict each other, or the args have another tensor parallel size than the files.
     """
     for file in models.values():
         args = file.value.get("args")
@@ -68,13 +71,13 @@ def require_same_model(
 def require_same_topology(
     models: Mapping[int, TorchFile], config: Mapping[str, Any], where: str, tp: int, *, layered: bool
 ) -> list[str]:
-    """The parallel sizes of the yml are those of the files. Where each file says its own, they count.
+    """Compare the parallel sizes of the yml with the number of files; sizes that each file records overrule the yml.
 
     Returns:
-        What to tell the user.
+        Notes for the user on differences.
 
     Raises:
-        SourceError: they are others, and the files do not say how many they should be.
+        SourceError: the sizes differ, and the files do not record them.
     """
     notes = []
     pp = len(models) // tp
@@ -90,15 +93,19 @@ def require_same_topology(
 
 
 def _says_topology(state: Mapping[str, Any], *, layered: bool) -> bool:
-    """Whether a model file says how many ranks there are. Of a pipeline NeoX notes the tensor parallel ones apart."""
+    """Whether a model file records the number of ranks; in a pipeline also that of tensor parallel ranks."""
     args = state.get("args")
     return "mp_world_size" in state and (not layered or (isinstance(args, Mapping) and "model_parallel_size" in args))
 
 
 def require_same_config(spec: ModelSpec, base: ModelSpec, settings: Settings, where: str) -> None:
-    """The config.json of Hugging Face that goes with a checkpoint describes the same model as its yml.
+    """Refuse a config.json of Hugging Face that describes another model than the yml of a checkpoint.
 
-    Its window may be a token narrower: the scripts of GPT-NeoX copy the number, with which a token sees one more there.
+    The window of the config may be a token narrower: the scripts of GPT-NeoX copy the number, with which a token sees
+    one more token in GPT-NeoX.
+
+    Raises:
+        RefusedError: config and yml contradict each other.
     """
     decided = {*settings.values, "max_positions", "vocab"}
     if spec.sliding_window is not None and base.sliding_window == spec.sliding_window - 1:

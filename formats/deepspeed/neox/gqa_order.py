@@ -1,9 +1,10 @@
-"""Grouped queries in GPT-NeoX, of which there are two layouts with the same shapes.
+"""The two layouts of GPT-NeoX's fused query, key and value with grouped queries, which have the same shapes.
 
     blocked   all queries, then all keys, then all values of a rank: EleutherAI/gpt-neox#1315 (2024-11-13) and later
     grouped   after each query head an equal share of the rows of keys and of values: f36aed7f (2024-02-22) to #1315
 
-In the grouped layout, row y of the keys is in share y // c at its row y % c, for c = head_dim * groups / heads rows.
+In the grouped layout, row y of the keys is row y % c of share y // c, where a share has c = head_dim * groups / heads
+rows.
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ from formats.model.spec import ModelSpec
 
 QKV = "attention.query_key_value.weight"
 PROBED = 4
-"""Layers whose rows are looked at."""
+"""The number of layers whose rows are read to choose a layout."""
 MOST, LEAST = 0.5, 0.1
-"""Of the variance of the rows' lengths the right order explains at least so much in each of them, the other at most so
-much. The rows of a head are alike, so that a test of significance would call every order significant."""
+"""In each probed layer the right layout explains at least `MOST` of the variance of the rows' lengths, the other layout
+at most `LEAST`. The rows of a head are alike, so that a test of significance would call every layout significant."""
 Found = Mapping[str, Mapping[str, Fragment]]
 
 
 def choose(spec: ModelSpec, by_file: Found, tp: int, layout: str, old: bool) -> tuple[str, list[str]]:
-    """The layout of a checkpoint as a layout condition, and what to tell the user about it.
+    """The layout of a checkpoint as a condition of table rows, and notes for the user on it.
 
     Args:
         spec: the model.
         by_file: the tensors of each file.
         tp: tensor parallel size.
-        layout: what the user said: `auto`, `blocked` or `grouped`.
-        old: whether the names are those of before September 2024.
+        layout: the user's choice: `auto`, `blocked` or `grouped`.
+        old: whether the tensors have the names from before September 2024.
 
     Raises:
-        OptionNeededError: names and weights do not tell, or contradict each other.
+        OptionNeededError: names and weights do not determine the layout, or contradict each other.
     """
     order_of = {"blocked": "gqa", "grouped": "grouped"}
-    if spec.head_dim * spec.kv_heads % spec.heads:  # no head could have its share: the older code did not run so
+    if spec.head_dim * spec.kv_heads % spec.heads:  # a head's share is no whole number of rows: older code fails
         return order_of["blocked" if layout == "auto" else layout], []
     seen, why = _seen(spec, by_file, tp)
     if layout != "auto":
@@ -64,7 +65,7 @@ def choose(spec: ModelSpec, by_file: Found, tp: int, layout: str, old: bool) -> 
 
 
 def _blocks(spec: ModelSpec, tp: int) -> Iterator[tuple[str, int, int, int]]:
-    """(tensor, row in it, row in the file, rows) of each run of rows of one rank in the grouped layout."""
+    """(tensor, row in the tensor, row in the file, number of rows) of each block of rows of a rank, if grouped."""
     heads, dim = spec.heads // tp, spec.head_dim
     share = dim * spec.kv_heads // spec.heads
     for head in range(heads):
@@ -77,10 +78,19 @@ def _blocks(spec: ModelSpec, tp: int) -> Iterator[tuple[str, int, int, int]]:
 def split(
     spec: ModelSpec, by_file: Found, parts: Mapping[tuple[str, str], Scattered], tp: int
 ) -> tuple[dict[str, dict[str, Fragment]], dict[tuple[str, str], Scattered]]:
-    """Take each fused tensor of a grouped checkpoint apart, under the keys that the table has for its thirds.
+    """Split each fused tensor of a grouped checkpoint into query, key and value, under the keys of the table for them.
+
+    Args:
+        spec: the model.
+        by_file: the tensors of each file.
+        parts: the tensors that are in pieces, by file and key.
+        tp: tensor parallel size.
+
+    Returns:
+        `by_file` and `parts` with the split tensors.
 
     Raises:
-        RefusedError: the heads have no whole number of rows in each share.
+        RefusedError: the share of a head is no whole number of rows.
     """
     if spec.head_dim * spec.kv_heads % spec.heads:
         raise RefusedError(f"{spec.heads} heads of {spec.head_dim} rows cannot share {spec.kv_heads} groups in rows")
@@ -105,7 +115,11 @@ def split(
 
 
 def _flat(copy: Sequence[Piece], width: int) -> Iterator[tuple[int, int, Fragment]]:
-    """(start, stop, fragment) of each piece of a matrix, as intervals of its elements."""
+    """(start, stop, fragment) of each piece of a matrix, as intervals of its elements.
+
+    Raises:
+        RefusedError: a piece is not stored row by row.
+    """
     for part, fragment in copy:
         if part.flat:
             yield *part.ranges[0], fragment
@@ -117,7 +131,13 @@ def _flat(copy: Sequence[Piece], width: int) -> Iterator[tuple[int, int, Fragmen
 
 
 def _rows(flat: list[tuple[int, int, Fragment]], blocks: list[tuple[int, int, int]], width: int) -> Iterator[Piece]:
-    """The parts of a matrix that some rows of a flat one are."""
+    """The pieces of a matrix that consists of some blocks of rows of another matrix.
+
+    Args:
+        flat: (start, stop, fragment) of the other matrix, in elements.
+        blocks: (row in the matrix, row in the other matrix, number of rows).
+        width: elements of a row.
+    """
     for row, at, count in blocks:
         for low, high, fragment in flat:
             begin, end = max(low, at * width), min(high, (at + count) * width)
@@ -128,14 +148,14 @@ def _rows(flat: list[tuple[int, int, Fragment]], blocks: list[tuple[int, int, in
                 yield Piece(Cut(((shifted, shifted + end - begin),), flat=True), piece)
 
 
-# --- which one it is -------------------------------------------------------------------------------------------------
+# --- the layout of some weights --------------------------------------------------------------------------------------
 
 
 def _seen(spec: ModelSpec, by_file: Found, tp: int) -> tuple[str | None, str]:
-    """What the weights look like, None if that is not beyond doubt, and the figures that say so.
+    """The layout that the weights have, None if there is doubt, and the figures that support it, as text.
 
     Queries, keys and values have rows of different length in a trained model. Of the two ways to sort the rows into
-    three classes, the right one explains most of the variance of their lengths, and the other next to none of it; and
+    three classes, the right one explains most of the variance of their lengths, and the other next to none; and
     which class has the longest rows, and which the shortest, is the same in all layers.
     """
     grouped = np.zeros((spec.heads + 2 * spec.kv_heads) * spec.head_dim // tp, np.int64)
@@ -166,7 +186,7 @@ def _seen(spec: ModelSpec, by_file: Found, tp: int) -> tuple[str | None, str]:
 
 
 def _lengths(fragment: Fragment) -> np.ndarray:
-    """The length of each row of a matrix, read row by row."""
+    """The Euclidean length of each row of a matrix, read row by row."""
     rows, width = fragment.shape
     item = DTYPES[fragment.dtype]
     row, lengths = bytearray(width * item), np.zeros(rows)

@@ -1,8 +1,8 @@
 """The keys of a GPT-NeoX yml that change neither the layout of a checkpoint nor what its model computes.
 
 Facts: the fields of neox_args.py and deepspeed_args.py in megatron/neox_arguments, of every commit up to ea7aefd8, and
-configs/ there; the fork tilde-nlp/llm-gpt-neox at 92fc59e7. Keys of kinds of layers that are refused (experts, Mamba,
-RWKV, gMLP) and of muP are among them: their own switches are in `yml.py`.
+configs/ there; the fork tilde-nlp/llm-gpt-neox at 92fc59e7. Settings of layers that are refused (experts, Mamba, RWKV,
+gMLP) and of muP are among the keys: the keys that switch these on are in `yml.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OF_MODEL = {
     "yarn_factor", "attention_config", "mlp_type", "expansion_factor", "seq_length", "make_vocab_size_divisible_by",
     "model_parallel_size", "pipe_parallel_size",
 }  # fmt: skip
-"""Keys that are read, or refused at other values than are supported."""
+"""Keys that are read, or refused if their value is not supported."""
 RUN = """
 CURSE_ATTENTION SAMPLE_ENDS SFT_ENABLED account activation_checkpointing adlr_autoresume adlr_autoresume_interval
 allow_chopped amp apply_query_key_layer_scaling attention_dropout attention_softmax_in_fp32 attention_type autotuning
@@ -74,18 +74,18 @@ OF_RUN = frozenset(RUN.split())
 
 
 def require_known(config: Mapping[str, Any], where: str, accept: Collection[str]) -> list[str]:
-    """Every key of a yml is one that GPT-NeoX, or a fork that is known here, has; those that are off may be unknown.
+    """Refuse a yml with keys that neither GPT-NeoX nor a fork known here has, unless their value is false or empty.
 
     Args:
         config: the merged yml.
-        where: what to call it in an error.
-        accept: keys that the user names, to be taken as keys of the run.
+        where: what to call the yml in an error.
+        accept: keys that the user names, to be treated as keys of the run.
 
     Returns:
-        What the user should know of those that were accepted.
+        Notes for the user on the keys that were accepted.
 
     Raises:
-        UnsupportedError: a key is of no version, and may change what the model computes.
+        UnsupportedError: no version has the key, which may change what the model computes.
     """
     unknown = sorted(key for key, value in config.items() if key not in OF_MODEL and key not in OF_RUN and value)
     left = [key for key in unknown if key not in accept]

@@ -1,4 +1,4 @@
-"""Which key of GPT-NeoX's yml is which setting.
+"""The keys of GPT-NeoX's yml as a table: setting, key, codec, and the condition under which the row holds.
 
 Facts: megatron/neox_arguments/neox_args.py, megatron/model/transformer.py and activations.py at ea7aefd8; the YaRN keys
 are those of tilde-nlp/llm-gpt-neox at 374a5c6, megatron/model/positional_embeddings.py.
@@ -50,36 +50,36 @@ ffn                  intermediate_size           inner          layernorm
 parallel_residual    gpt_j_residual              same           pythia
 rope_scaling         yarn                        yarn
 """
-"""The keys in the order in which they are written. Two kinds of norms have a class in transformers: models with RMSNorm
-have a gated SiLU, no biases, a serial residual, and heads that rotate as a whole; those with LayerNorm an MLP without a
-gate, biases everywhere, and a key and value for each head."""
+"""The keys in the order in which they are written. transformers has classes for two kinds of models: with RMSNorm, a
+gated SiLU, no biases, a serial residual, and heads that rotate as a whole; or with LayerNorm, an MLP without a gate,
+biases everywhere, and a key and value for each head."""
 CONDITIONS = {
     "llama": frozenset({"rms", "rotary"}),
     "pythia": frozenset({"layernorm", "rotary", "pythia"}),
     "gpt2": frozenset({"layernorm", "learned"}),
 }
-"""Kind of model (`Family.neox`): the conditions of the rows. Learned positions are added to the embedding, where OPT
-counts them from 2 and muP multiplies them (word_embeddings.py:142); then the residual is serial."""
+"""The conditions of the rows by kind of model (`Family.neox`). Learned positions are added to the embedding, OPT counts
+them from 2 and muP multiplies them (word_embeddings.py:142); models with them have a serial residual."""
 WINDOW = "sliding_window_width"
-"""Number of earlier tokens that a token attends to: the left window of flash-attn (transformer.py:602), and the mask
-has so many diagonals below the main one (utils.py:77)."""
+"""The key for the number of earlier tokens that a token attends to: the left window of flash-attn (transformer.py:602),
+and the number of diagonals of the mask below the main diagonal (utils.py:77)."""
 CONSTANTS = ("rotary", "learned", "rmsnorm", "layernorm", "swiglu", "gelu", 1.0, 1, False, True)
-"""What is written of every model, or of all of a kind."""
+"""The values that are written for every model, or for every model of a kind."""
 YARN_ORIGINAL = "yarn_original_max_position_embeddings"
 YARN_USUAL = {"yarn_attention_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
 FUSED = {"pythia": "gelu_fast", "gpt2": "gelu_new"}
-"""Kind: what its models call the activation that is fused with its bias, the approximation with tanh
-(activations.py:83). Where it is not fused it is `gelu`."""
+"""transformers' name of the activation that is fused with its bias, the approximation with tanh (activations.py:83), by
+kind of model. An activation that is not fused is `gelu`."""
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def number(value: Any) -> Any:
-    """A number that YAML took for a text: `3e-06` has no point, so PyYAML leaves it as it is."""
+    """A value of a yml, as a number if it is the text of one; PyYAML reads `3e-06`, which has no point, as text."""
     return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
 
 
 def groups(key: str) -> Codec:
-    """The key/value heads; absent where each head has its own."""
+    """A codec of the number of key/value heads; the key is absent if each head has its own."""
     return Codec(
         lambda spelled, context: spelled.get(key) or context.values["heads"],
         lambda value, context: {} if value == context.values["heads"] else {key: value},
@@ -87,7 +87,7 @@ def groups(key: str) -> Codec:
 
 
 def window(key: str) -> Codec:
-    """A window, which counts the token itself; null where the yml that is kept has another one."""
+    """A codec of a window, which counts the token itself; null overrules that of a kept yml if the model has none."""
     return Codec(
         lambda spelled, context: whole(spelled[key], key, context.where) + 1 if key in spelled else None,
         lambda value, context: {key: value - 1} if value else dict.fromkeys({key} & {*context.file}),
@@ -95,12 +95,15 @@ def window(key: str) -> Codec:
 
 
 def inner(key: str, ratio: int = 1) -> Codec:
-    """The width of the MLP, which the weights tell. Of a gated one NeoX takes two thirds for gate and up together."""
+    """A codec of the width of the MLP, which is read from the weights.
+
+    NeoX's number is the width times `ratio`: 3 for a gated MLP, whose gate and up together have two thirds of it.
+    """
     return scalar(key, lambda _, context: context.values["ffn"], lambda value, _: ratio * value)
 
 
 def yarn(key: str) -> Codec:
-    """YaRN is read, and not written: a yml that is kept may say it, and is corrected where the model has none."""
+    """A codec of YaRN, which is read; only the key of a kept yml is written, as false if the model has no YaRN."""
     return Codec(
         lambda _, context: yarn_of(context.file, context.where),
         lambda value, context: {key: False} if context.file.get(key) and not value else {},
@@ -108,10 +111,10 @@ def yarn(key: str) -> Codec:
 
 
 def yarn_of(config: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """YaRN as transformers spells it.
+    """The YaRN of a yml as transformers spells it; None without YaRN.
 
     The fork multiplies cosine and sine by 0.1 * yarn_attention_factor * ln(factor) + 1; the attention_factor of
-    transformers is that product itself, not the factor in it (modeling_rope_utils.py, 5.23.0).
+    transformers is the result of this formula, not the factor in it (modeling_rope_utils.py, 5.23.0).
     """
     if not config.get("yarn"):
         return None
@@ -132,12 +135,12 @@ def yarn_of(config: Mapping[str, Any], where: str) -> dict[str, Any] | None:
 
 
 def constant(value: Any) -> Maker:
-    """What is written of every model, and not read."""
+    """A codec of a key that is always written with one value, and not read."""
     return lambda key: scalar(key, lambda *_: None, lambda *_: value)
 
 
 def unless(value: float) -> Maker:
-    """What makes another model unless it is a number, which NeoX takes where the key is absent; it is not written."""
+    """A codec of a key that has to have one value, NeoX's default; it is not written."""
 
     def codec(key: str) -> Codec:
         def read_value(spelled: Spelled, context: Context) -> None:
@@ -150,12 +153,12 @@ def unless(value: float) -> Maker:
 
 
 def fused(name: str) -> Maker:
-    """Whether the activation is fused with its bias; then it is called so."""
+    """A codec of whether the activation is fused with its bias; the fused activation is called `name`."""
     return plain(lambda value: name if value else "gelu", lambda value: {"gelu": False, name: True}[value])
 
 
 def plain(read_value: Callable[[Any], Any], write_value: Callable[[Any], Any] = lambda value: value) -> Maker:
-    """A codec of one key, of functions that look at nothing else."""
+    """A codec of one key, made of functions of its value alone."""
     return lambda key: scalar(key, lambda value, _: read_value(value), lambda value, _: write_value(value))
 
 

@@ -1,8 +1,8 @@
-"""The layouts of GPT-NeoX: what its modules hold, and in which file.
+"""The layouts of GPT-NeoX: the tensors of its modules, and the files that hold them.
 
-Module 0 embeds, 2 to L + 1 are the layers, L + 3 is the last norm, L + 4 the head; 1 and L + 2 hold nothing. Facts:
-EleutherAI/gpt-neox at ea7aefd8, megatron/model/gpt2_model.py and transformer.py; checkpoints that it wrote are in the
-tests, with its own logits.
+Module 0 is the embedding, 2 to L + 1 are the layers, L + 3 is the last norm, L + 4 the head; 1 and L + 2 have no
+tensors. Facts: EleutherAI/gpt-neox at ea7aefd8, megatron/model/gpt2_model.py and transformer.py; the tests have
+checkpoints that GPT-NeoX wrote, with its own logits.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ LLAMA = rules("""
 {norm}.norm.{scale|norm.weight}                                                                 final_norm: hidden
 {head}.final_linear.weight                                                                      (head: vocab | ~padding)/tp hidden    untied
 """)
-"""RMSNorm, gated, no biases. `.norm.weight` is Transformer Engine's norm (transformer_engine.py:70, from the source: it
-runs on no CPU); w1, w2 and w3 are from before September 2024."""
+"""The layout of models with RMSNorm, a gate and no biases. `.norm.weight` is Transformer Engine's norm
+(transformer_engine.py:70, from the source: it runs on no CPU); w1, w2 and w3 are from before September 2024."""
 
 GPT_NEOX = rules("""
 0.word_embeddings.weight                                     (embedding: vocab | ~padding)/tp hidden
@@ -58,19 +58,27 @@ GPT_NEOX = rules("""
 {norm}.norm.bias                                             final_norm_bias: hidden
 {head}.final_linear.weight                                   (head: vocab | ~padding)/tp hidden    untied
 """)
-"""LayerNorm, biases, not gated. With a parallel residual each rank adds its own bias before the sum over all ranks;
-with a serial one the bias is added once, after it (transformer.py:1041-1177, `parallel_output`). Positions, where they
-are learned, are whole on each rank (word_embeddings.py:88)."""
+"""The layout of models with LayerNorm, biases and no gate. With a parallel residual each rank adds its own bias before
+the sum over all ranks; with a serial one the bias is added once, after the sum (transformer.py:1041-1177,
+`parallel_output`). Learned positions are whole on each rank (word_embeddings.py:88)."""
 
 TABLES = {"llama": LLAMA, "pythia": GPT_NEOX, "gpt2": GPT_NEOX}
-"""Kind of model (`Family.neox`): layout."""
+"""The layout by kind of model (`Family.neox`)."""
 
 
 def slots_of(spec: ModelSpec, tp: int, padded: int, conditions: Iterable[str], *, layered: bool) -> Iterator[Slot]:
-    """Every physical tensor of a topology. Its file is that of a sequential checkpoint, or of a pipeline's layer."""
+    """The slot of every physical tensor of a topology.
+
+    Args:
+        spec: the model.
+        tp: tensor parallel size.
+        padded: rows of the embedding.
+        conditions: the conditions of table rows that leave a choice.
+        layered: whether each module has files of its own, as in a pipeline; else a sequential checkpoint.
+    """
     require_whole_heads(spec, tp)
     table = numbered(TABLES[family_named(spec.family).neox], spec.layers + FIRST_LAYER + 1)
-    residual = {"serial"} if spec.parallel_residual is None else set[str]()  # where it is fixed for the family
+    residual = {"serial"} if spec.parallel_residual is None else set[str]()  # fixed for the family
     layers = [(layer + FIRST_LAYER, layer) for layer in range(spec.layers)]
     for rank in range(tp):
         for slot in spec.slots_in(

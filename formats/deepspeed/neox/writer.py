@@ -1,7 +1,7 @@
-"""Checkpoints for GPT-NeoX: sequential or pipeline files of any topology.
+"""Write checkpoints for GPT-NeoX: sequential or pipeline files of any topology.
 
-What NeoX needs to load them with `finetune: true`: the module, or layer files, and `dp_world_size` (deepspeed/runtime/
-engine.py:4668, 0.19.8). Optimizer states are not carried; `finetune: false` would need them.
+The files hold what NeoX needs to load them with `finetune: true`: the module, or layer files, and `dp_world_size`
+(deepspeed/runtime/engine.py:4668, 0.19.8). Optimizer states are not written; `finetune: false` would need them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ YML = "configs/model.yml"
 
 @dataclass(frozen=True)
 class Options:
-    """What the user chose: the topology, the kind of files, and how the vocabulary is padded.
+    """The user's options: the topology, the kind of files, and the padding of the vocabulary.
 
-    `pp` is 0 for a sequential checkpoint. `base` is the yml of a checkpoint that is resharded.
+    `pp` is 0 for a sequential checkpoint. `base` is the yml of the checkpoint that is resharded.
     """
 
     tp: int = 1
@@ -75,14 +75,14 @@ def write(root: Path, spec: ModelSpec, dtypes: Mapping[tuple[str, int | None], s
 
 
 def _held(slot: Slot, dtypes: Mapping[tuple[str, int | None], str], *, layered: bool) -> Held:
-    """A tensor under the key that it has in its file. Of a sum over ranks the first one holds all, the others zeros."""
+    """A tensor to write, with its key in the file; of a bias that ranks sum up the first has all, the others zeros."""
     key = slot.keys[0].partition(".")[2] if layered else f"sequential.{slot.keys[0]}"
     zeros = "partial" in slot.rule.conditions and slot.replica
     return key, None if zeros else slot, slot.shape, slot_dtype(slot, dtypes)
 
 
 def _head(spec: ModelSpec, options: Options, padded: int) -> dict[str, Any]:
-    """What every file of a model parallel rank says besides the weights."""
+    """The entries of the file of a model parallel rank, besides the weights."""
     return {
         "optimizer": {},
         "dp_world_size": 1,
@@ -104,7 +104,7 @@ def _head(spec: ModelSpec, options: Options, padded: int) -> dict[str, Any]:
 
 
 def _archived(path: Path, tensors: Sequence[Held], value: Callable[[Mapping[str, TensorRef]], Any]) -> OutputFile:
-    """A file that knows its own name, as those of torch.save do: its reader refuses ranks that were swapped."""
+    """A file that holds its own name, as those of torch.save do, so that a reader refuses swapped ranks."""
     return archived(path, tensors, value, path.stem)
 
 

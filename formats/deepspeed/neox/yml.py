@@ -1,4 +1,4 @@
-"""The yml configs of GPT-NeoX as settings of a model, and what of them has no counterpart.
+"""Convert the yml configs of GPT-NeoX to the settings of a model, and back.
 
 A key that changes what a model computes and has no counterpart is refused, never dropped. Facts: megatron/
 neox_arguments/neox_args.py, megatron/model/transformer.py, activations.py and norms.py at ea7aefd8.
@@ -22,11 +22,11 @@ DEFAULTS = {
     "rotary_emb_base": 10000, "no_weight_tying": False, "rms_norm_epsilon": 1e-8, "layernorm_epsilon": 1e-5,
     "rotary_pct": 1.0, "gpt_j_residual": False,
 }  # fmt: skip
-"""What NeoX takes when a key is absent."""
+"""NeoX's default for an absent key."""
 NORMS = {"rmsnorm": "rms", "te_rmsnorm": "rms", "layernorm": "layernorm", "te_layernorm": "layernorm"}
-"""Values of `norm`, and the condition of the rows that each is."""
+"""The condition of table rows by value of `norm`."""
 POSITIONS = ("learned", "rotary")
-"""Values of `pos_emb`, the first where it is absent; conditions of the rows too."""
+"""Values of `pos_emb`, which are conditions of table rows too; the first is the default."""
 NEOX_ONLY: Mapping[str, tuple[Any, ...]] = {
     "use_qk_layernorm": (False,),
     "gpt_j_tied": (False,),
@@ -44,13 +44,14 @@ NEOX_ONLY: Mapping[str, tuple[Any, ...]] = {
     "geglu": (False,),
     "openai_gelu": (False,),
 }
-"""Keys that change what the model computes, and the values that have a Hugging Face counterpart here."""
+"""Keys that change what the model computes, and their values that have a Hugging Face counterpart; the first is the
+default."""
 
 BOOLEANS = (
     "no_weight_tying", "gpt_j_residual", "bias_gelu_fusion", "yarn", "use_bias_in_attn_linear", "use_bias_in_mlp",
 )  # fmt: skip
 GATED = {"llama": ("silu", "swish", "swiglu")}
-"""Kind of MLP: the activations with which it is gated; that of any other kind is `swiglu`."""
+"""The activations of a gated MLP, by `mlp_type`; of any other type it is `swiglu`."""
 DENSE = ("global", "flash")
 """Values of attention_config with plain causal attention."""
 
@@ -64,16 +65,16 @@ def from_neox(
     where: str,
     family: Any = None,
 ) -> ModelSpec:
-    """Read the settings of a model.
+    """The spec of a model from its yml.
 
     Args:
         config: the merged yml.
-        settings: values that overrule it.
-        ffn: the inner size of the MLP, which the weights tell and the yml only hints at.
+        settings: values that overrule the yml.
+        ffn: the inner size of the MLP, from the weights, since the yml does not determine it.
         biases: whether the checkpoint holds biases.
-        vocab: the true vocabulary, None while unknown.
-        where: what to call the configuration in an error.
-        family: the one to choose where several compute the same: a Mistral without a window is a Llama.
+        vocab: the true vocabulary size; None if not known.
+        where: what to call the yml in an error.
+        family: the name of the family to choose if several compute the same: a Mistral without a window is a Llama.
 
     Raises:
         SourceError: a setting is missing.
@@ -111,7 +112,7 @@ def from_neox(
 
 
 def window_notes(spec: ModelSpec) -> tuple[str, ...]:
-    """How each side counts the tokens of a window, if there is one."""
+    """A note on how transformers and GPT-NeoX count the tokens of a window, if there is one."""
     window = spec.sliding_window
     if window is None:
         return ()
@@ -119,12 +120,12 @@ def window_notes(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def is_gated(config: Mapping[str, Any]) -> bool:
-    """Whether the MLP is gated with a SiLU. Before September 2024 that was a kind of MLP, not of activation."""
+    """Whether the MLP is gated with a SiLU; before September 2024 `mlp_type` specified this, not `activation`."""
     return config.get("activation") in GATED.get(str(config.get("mlp_type")), ("swiglu",))
 
 
 def _family(kind: str, windowed: bool, usual: Any) -> str:
-    """The family of a kind that computes the same: the usual one, or one that has a window only if there is one."""
+    """The family of a model of a kind: the `usual` one if it fits, and one with a window only if the model has one."""
     fitting = [family for family in FAMILIES.values() if family.neox == kind]
     return min(
         fitting, key=lambda family: (windowed and not family.window, family.name != usual, bool(family.window))
@@ -132,10 +133,10 @@ def _family(kind: str, windowed: bool, usual: Any) -> str:
 
 
 def _kind_of(config: Mapping[str, Any], conditions: Collection[str], biases: bool, where: str) -> str:
-    """The kind of a model, which is in everything what its norm and its positions say.
+    """The kind of a model (a key of `CONDITIONS`) that has the norm, the positions and all other settings of a yml.
 
     Raises:
-        UnsupportedError: no class of transformers computes it.
+        UnsupportedError: no class of transformers computes the model.
     """
     activation, parallel = config.get("activation", "gelu"), config.get("gpt_j_residual", False)
     rotary = "rotary" in conditions
@@ -162,7 +163,12 @@ def _kind_of(config: Mapping[str, Any], conditions: Collection[str], biases: boo
 
 
 def _require_dense(config: Mapping[str, Any], where: str) -> None:
-    """Every layer attends to all tokens before it. `[[["global"], 3]]` is NeoX's way to say it."""
+    """Refuse a yml in which a layer has no plain causal attention; NeoX writes it as `[[["global"], 3]]`, for 3 layers.
+
+    Raises:
+        UnsupportedError: a layer has another kind of attention.
+        SourceError: attention_config is no list of layers.
+    """
     rest = [config.get("attention_config") or "global"]
     for _ in range(MOST_LAYERS):
         if not rest:
@@ -179,15 +185,16 @@ def _require_dense(config: Mapping[str, Any], where: str) -> None:
 
 
 def to_neox(spec: ModelSpec, tp: int, pp: int, multiple: int, base: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a yml that make NeoX build a model.
+    """The keys of a yml from which NeoX builds a model.
 
     Args:
         spec: the model.
         tp: tensor parallel size.
         pp: pipeline parallel size; 0 for a sequential checkpoint.
         multiple: the vocabulary is padded to a multiple of this times tp.
-        base: the yml of the checkpoint that is resharded; what does not concern model and topology is kept. NeoX takes
-            no expansion_factor beside an intermediate_size, and no mlp_type with today's names.
+        base: the yml of the checkpoint that is resharded; keys that do not concern model and topology are kept, except
+            for expansion_factor, which NeoX accepts only without an intermediate_size, and mlp_type, which it does not
+            accept with today's names.
 
     Raises:
         UnsupportedError: NeoX has no such model.
@@ -209,7 +216,7 @@ def to_neox(spec: ModelSpec, tp: int, pp: int, multiple: int, base: Mapping[str,
 
 
 def _kind(spec: ModelSpec) -> str:
-    """The kind of a model.
+    """The kind of a model in GPT-NeoX, a key of `CONDITIONS`.
 
     Raises:
         UnsupportedError: NeoX has no such model.

@@ -1,4 +1,4 @@
-"""The yml files of GPT-NeoX, as they are on disk."""
+"""Read and write the yml files of GPT-NeoX."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from formats.errors import SourceError, short
 
 MOST_YAML = 1 << 20
 MERGE = "tag:yaml.org,2002:merge"
-"""The key `<<`, of which a map may have several."""
+"""The tag of the key `<<`, which a map may have several times."""
 
 
 def read_yml(paths: Iterable[Path]) -> dict[str, Any]:
-    """Merge yml files as NeoX does: `-` and `_` are the same in a key, and no key may be there twice.
+    """Merge yml files as NeoX does: `-` and `_` are the same in a key, and files must not contradict each other.
 
     Raises:
-        SourceError: a file is no map or says a key twice, or two files contradict each other.
+        SourceError: a file cannot be read, is too large, is no map or has a key twice; or two files contradict each
+            other.
     """
     import yaml
 
@@ -44,7 +45,11 @@ def read_yml(paths: Iterable[Path]) -> dict[str, Any]:
 
 
 def _load(path: Path) -> Any:
-    """What a yml holds. PyYAML, and so NeoX, would take the last of two lines with one key, and say nothing."""
+    """The contents of a yml without duplicate keys, of which PyYAML, and so NeoX, would silently take the last.
+
+    Raises:
+        SourceError: the yml has a key twice.
+    """
     import yaml
 
     loader = yaml.SafeLoader(path.read_text())
@@ -74,7 +79,7 @@ def _same(first: Any, second: Any) -> bool:
 
 
 def dump_yml(config: Mapping[str, Any]) -> bytes:
-    """A yml that NeoX reads: numbers such as 3.0e-06 keep their point, without which they would be texts."""
+    """A yml that NeoX reads: numbers such as 3.0e-06 have a point, without which they would be read as text."""
     import yaml
 
     return yaml.safe_dump(dict(config), sort_keys=False).encode()

@@ -1,8 +1,8 @@
-"""What a run of Megatron-LM was trained with, where its args ask for something that its version ignored.
+"""Decide which model a run of Megatron-LM computed if its args ask for something that its version ignored.
 
-Args hold what was asked of a run, not what it computed, and a tree that was changed leaves the same args. So nothing
-proves either reading: where they differ, the user says which one it is. Args that no parser made are those of a
-converter, which nobody has trained with: every save of Megatron writes what its own parser made.
+Args record the settings that a run was given, not the settings that it computed with; and a modified source tree, which
+may heed more of them, leaves the same args. Where the two readings differ, the user has to choose. Args that no parser
+made were written by a converter, and nobody trained with them: every save of Megatron writes what its own parser made.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Scaling = Mapping[str, Any] | None
 
 
 def named(args: Args, settings: Mapping[str, Any], where: str) -> Args:
-    """The args, with what is given under two names as the version of the checkpoint reads it.
+    """The args; arguments that have two names have under both the value that the version of the checkpoint reads.
 
     Raises:
-        RefusedError: two names of the epsilon differ, and nothing tells which one counts.
+        RefusedError: the values of the two names of the epsilon differ, and the version is not known.
     """
     version = version_of(args)
     if version:
@@ -40,10 +40,10 @@ def named(args: Args, settings: Mapping[str, Any], where: str) -> Args:
 
 
 def require_one_pattern(args: Args, where: str) -> None:
-    """A hybrid has one pattern of layers: 0.17 to 0.19 copy the older name's to the newer one, and take no two.
+    """Refuse args with two patterns of layers; 0.17 to 0.19 copy the pattern of the older name to the newer one.
 
     Raises:
-        RefusedError: both names are there with two patterns.
+        RefusedError: both names of the pattern are there with different patterns.
     """
     given = {name: args[name] for name in PATTERN.split("|") if args.get(name) is not None}
     if len({*map(str, given.values())}) > 1:
@@ -55,19 +55,19 @@ def rope_scaling(args: Args, read: Callable[[Args], Scaling], base: ModelSpec | 
     """The rope scaling that a run was trained with.
 
     Args:
-        args: those of the checkpoint.
-        read: the rope scaling that args say.
-        base: the spec of the config that travels with it.
+        args: the args of the checkpoint.
+        read: returns the rope scaling that args specify.
+        base: the spec of the config that travels with the checkpoint.
         where: what to call the file in an error.
 
     Raises:
-        RefusedError: its version computed something else than its args say, or they do not say what it computed.
+        RefusedError: the version computed another rope scaling than its args specify, or one that args cannot specify.
     """
     version = version_of(args)
     if version is None:
         return read(args)
     rows = ignored(args, version)
-    changed = any(row.computed is FAILS for row in rows)  # a stock tree would have ended
+    changed = any(row.computed is FAILS for row in rows)  # a stock tree would have failed
     if changed and args.get("yarn_original_max_position_embeddings") is not None:
         return read(args)
     written, ways = _reading(args, read), []
@@ -86,7 +86,7 @@ def rope_scaling(args: Args, read: Callable[[Args], Scaling], base: ModelSpec | 
 
 
 def _reading(args: Args, read: Callable[[Args], Scaling]) -> tuple[Scaling] | None:
-    """What args say; None if transformers has no name for it."""
+    """The rope scaling that args specify, in a tuple; None if transformers has no name for it."""
     try:
         return (read(args),)
     except UnsupportedError:
@@ -94,6 +94,6 @@ def _reading(args: Args, read: Callable[[Args], Scaling]) -> tuple[Scaling] | No
 
 
 def _way(scaling: Scaling, whose: str) -> str:
-    """A reading as the option that says it."""
+    """The option with which the user chooses a rope scaling, and in brackets who computes it."""
     value = f"'rope_scaling={json.dumps(dict(scaling))}'" if scaling else "rope_scaling=none"
     return f"--set {value} ({whose})"

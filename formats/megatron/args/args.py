@@ -1,4 +1,4 @@
-"""The `args` of a Megatron checkpoint, read as the settings of a model and written of them.
+"""Convert the `args` of a Megatron checkpoint to the settings of a model, and back.
 
 An argument that changes what a model computes and has no counterpart is refused, never dropped.
 """
@@ -23,7 +23,7 @@ from formats.model.values import whole
 SCALING = [row for row in TABLE if row.setting == "rope_scaling"]
 READ = [row for row in TABLE if row not in SCALING]
 ALIKE = ("activation", "rope_scaling")
-"""Settings that Megatron spells in fewer ways than a config, as are those of `own`."""
+"""Settings that a config can spell in more ways than Megatron's args; those of `own` are too."""
 
 
 def from_megatron(
@@ -39,11 +39,12 @@ def from_megatron(
 
     Args:
         args: the attributes of the namespace.
-        settings: values that overrule it.
+        settings: values that overrule the args.
         base: the spec of the Hugging Face config that travels with the checkpoint, if there is one.
         where: what to call the file in an error.
-        accept: arguments that the user names, to be taken as if they were at a value that is understood.
-        settled: whether the args say what the model computes, whichever version made them: a conversion wrote them.
+        accept: arguments that the user names, to be treated as if they had a value that is understood.
+        settled: whether the model computes what the args specify, whichever version made them, such as args that a
+            conversion wrote.
 
     Raises:
         SourceError: a setting is missing.
@@ -52,7 +53,7 @@ def from_megatron(
     """
     ambiguous.require_one_pattern(args, where)
     args = args if settled else ambiguous.named(args, settings, where)
-    rotary = bool(args.get("use_rotary_position_embeddings"))  # which older trees have beside another embedding type
+    rotary = bool(args.get("use_rotary_position_embeddings"))  # older trees have it beside another embedding type
     if rotary and args.get("position_embedding_type") in (None, "learned_absolute"):
         args = {**args, "position_embedding_type": "rope"}
     traits = marks(args)
@@ -86,21 +87,21 @@ def agreed(
     *,
     apart: Collection[str] = (),
 ) -> ModelSpec:
-    """The spec that args make, and that the config which travels with them does not contradict.
+    """The spec of the settings in args, if the config that travels with them does not contradict it.
 
     Args:
-        values: the settings and traits that the args say.
-        holding: the conditions under which they were read.
-        settings: values that overrule them.
+        values: the settings and traits that were read from the args.
+        holding: the conditions of the table rows that were read.
+        settings: the user's values, which overrule the args.
         base: the spec of the config.
         where: what to call the file of the args in an error.
-        apart: settings in which the two may differ.
+        apart: settings in which args and config may differ.
 
     Raises:
         RefusedError: args and config contradict each other.
     """
     values = {**values, **settings}
-    values |= {name: fixed for name, fixed in FIXED.items() if values.get(name) is None}  # what has no argument
+    values |= {name: fixed for name, fixed in FIXED.items() if values.get(name) is None}  # settings without an argument
     values |= layers_of(values, where)
     if values["sliding_window"] is not None:
         whole(values["sliding_window"], "sliding_window", where)
@@ -116,18 +117,18 @@ def confirmed(
     *,
     apart: Collection[str] = (),
 ) -> ModelSpec:
-    """The spec of a family's settings, which the config that travels with them does not contradict.
+    """The spec of settings that name their family, if the config that travels with them does not contradict it.
 
-    Args and errors are those of `agreed`; the values name the family.
+    Args and errors are those of `agreed`.
     """
     values, notes = dict(values), [*values.get("notes", ())]
-    rotary = family_named(values["family"]).rope_theta is not None  # otherwise there is a weight for each position
+    rotary = family_named(values["family"]).rope_theta is not None  # else each position has a weight
     if rotary and base and values["max_positions"] != base.max_positions and "max_positions" not in settings:
         notes.append(f"max_positions = {base.max_positions} as in the config, {where} has {values['max_positions']}")
         values["max_positions"] = base.max_positions
     spec = checked(values | {"notes": tuple(notes)}, where)
     if base:
-        free = {*settings, *apart, "mtp_layers"}  # of which no config tells
+        free = {*settings, *apart, "mtp_layers"}  # no config has it
         contradictions = [line for line in differences(spec, base) if line.partition(":")[0] not in free]
         if contradictions:
             raise RefusedError(
@@ -138,9 +139,9 @@ def confirmed(
 
 
 def _as_in_family(values: Mapping[str, Any], settings: Mapping[str, Any], base: ModelSpec | None) -> dict[str, Any]:
-    """The settings as the family has them: None where they are fixed for it.
+    """The settings in the form that the family has: None for those that the family fixes.
 
-    Without a dense layer `ffn` is the width of nothing, and Megatron may say anything: it is that of the config.
+    In a model without dense layers `ffn` is not used, and Megatron may record any number: that of the config is taken.
     """
     family, values = family_named(values["family"]), dict(values)
     keys = family.keys
@@ -154,19 +155,19 @@ def _as_in_family(values: Mapping[str, Any], settings: Mapping[str, Any], base: 
 
 
 def _as_in_config(values: Mapping[str, Any], holding: Collection[str], base: ModelSpec) -> dict[str, Any]:
-    """The settings, those of `ALIKE` as the config spells them where it is written the same."""
+    """The settings; those of `ALIKE` are spelled as in the config if both are written as the same args."""
     known, spelled = values_of(base), dict(values)
     for row in TABLE:
         if row.setting in (*ALIKE, *base.own) and row.setting in values:
             with suppress(RefusedError):
                 ours = write([row], values, holding, "")
-                if ours and ours == write([row], known, holding, ""):  # nothing is written by a row that does not hold
+                if ours and ours == write([row], known, holding, ""):  # a row that does not hold writes nothing
                     spelled[row.setting] = known[row.setting]
     return spelled
 
 
 def to_megatron(spec: ModelSpec) -> dict[str, Any]:
-    """The model settings of a Megatron namespace, with both spellings where two exist.
+    """The args of a Megatron namespace that describe a model, under both names if an argument has two.
 
     Raises:
         RefusedError: Megatron has no such model.

@@ -1,4 +1,4 @@
-"""Codecs that any argument of Megatron may have."""
+"""Codecs that rows of several arguments of Megatron use."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from formats.model.codec import Codec, Context, Maker, Spelled, Value, scalar
 
 
 def cannot(context: Context, why: str) -> RefusedError:
-    """Why Megatron has no such model."""
+    """The error that megatron-core cannot compute a model."""
     return RefusedError(f"megatron-core cannot compute this {context.values['family']}: {why}")
 
 
 def single(read: Value, write: Value = lambda value, _: value) -> Maker:
-    """One key, None where it has no value. A row may name more, which are read."""
+    """A codec of one key, with None for no value; further names in the row are only read."""
     return lambda key, *_: scalar(key, read, write)
 
 
 def epsilon_of(what: str, only: float) -> Maker:
-    """The epsilon of all norms, which has to be that of the norms of something."""
+    """A codec of the epsilon of all norms, which must be `only`, the epsilon of the norms of `what`."""
 
     def read(spelled: Any, context: Context) -> Any:
         if spelled != only:
@@ -39,7 +39,12 @@ def epsilon_of(what: str, only: float) -> Maker:
 
 
 def fixed(why: str, *allowed: Any) -> Callable[[], Codec]:
-    """What no argument says: the first value; of others that are not allowed `why` is said, with {} for the value."""
+    """A codec of a setting without an argument: reads the first value, refuses values that are not allowed.
+
+    Args:
+        why: the reason in the error, with {} for the value.
+        allowed: the values that may be written; nothing is written for them.
+    """
 
     def write(value: Any, context: Context) -> Spelled:
         if value not in allowed:
@@ -50,12 +55,16 @@ def fixed(why: str, *allowed: Any) -> Callable[[], Codec]:
 
 
 def derived(write: Callable[[Mapping[str, Any]], Any]) -> Maker:
-    """One key, which is written as it follows from the settings, and not read."""
+    """A codec of one key whose value is computed from the settings by `write`, and not read."""
     return lambda key: Codec(lambda *_: None, lambda _, context: {key: write(context.values)})
 
 
 def choice(*spellings: tuple[Any, Any]) -> Maker:
-    """One key that may have some values: (its value, the setting), the first where it is absent."""
+    """A codec of one key that has one of some values; without the key it is the first.
+
+    Args:
+        spellings: (value of the key, value of the setting).
+    """
 
     def of(key: str) -> Codec:
         def read(_: Any, context: Context) -> Any:
@@ -74,12 +83,17 @@ def choice(*spellings: tuple[Any, Any]) -> Maker:
 
 
 def only(*values: Any) -> dict[str, Maker]:
-    """One key that has one value: `= VALUE`, in JSON."""
+    """Codecs of keys that have one value each, by name: `= VALUE`, in JSON."""
     return {f"= {json.dumps(value)}": choice((value, None)) for value in values}
 
 
 def switch(*allowed: bool, opposite: Collection[str] = ()) -> Maker:
-    """Keys that mean the same, or the opposite: one of `allowed`, the first where they are absent."""
+    """A codec of a boolean setting under several keys that mean the same, or the opposite.
+
+    Args:
+        allowed: the values that the setting may have; the first if all keys are absent.
+        opposite: the keys that mean the opposite.
+    """
 
     def of(*keys: str) -> Codec:
         def read(spelled: Spelled, context: Context) -> bool:

@@ -1,13 +1,13 @@
-"""What each argument of Megatron-LM does to a model: all options and config fields of 0.12 to 0.19, and of main.
+"""The effect of each argument of Megatron-LM on a model: all options and config fields of 0.12 to 0.19, and of main.
 
 An argument of a checkpoint is a field of TransformerConfig or MLATransformerConfig, an option of pretrain_gpt.py, or
-set by a program. Those that change how weights are stored (`layout`) or what the model computes (`compute`) are in the
-table below; `run_options.py` has the names of all others. An argument at a value that no table here understands
-is refused, and so is one that no version has: nothing is dropped.
+set by a program. Arguments that change how weights are stored (`layout`) or what the model computes (`compute`) are in
+the table below; `run_options.py` has the names of all others. An argument with a value that no table here understands
+is refused, and so is an argument that no version has: nothing is dropped.
 
 Facts: the dataclasses of megatron-core 0.12 to 0.19 (model_parallel_config.py, transformer/transformer_config.py) and
-megatron/training/arguments.py at each release branch and at d98e8a64; what stock Megatron hands to its model is in
-megatron/training/argument_utils.py `core_transformer_config_from_args` at 0.19.2.
+megatron/training/arguments.py at each release branch and at d98e8a64; the arguments that stock Megatron passes to its
+model are in megatron/training/argument_utils.py `core_transformer_config_from_args` at 0.19.2.
 """
 
 from __future__ import annotations
@@ -247,22 +247,22 @@ yarn_mscale_all_dim                         compute  nothing
 yarn_original_max_position_embeddings       compute  read
 yarn_rotary_scaling_factor                  compute  nothing
 """
-"""Argument, class, and what of it changes nothing that the tables here assume; `experts`: it acts only with experts.
+"""Argument, class, and its harmless values, with which the tables here are right; `experts`: acts only with experts.
 
-    null | 0        the values that a reader takes, in JSON
+    null | 0        the values that a reader accepts, in JSON
     = NAME          the value of that argument
-    read            a table here has it as a setting, or has a rule for it
-    with NAME       without effect while that argument is at one of its values here
-    rounding        it changes how exactly numbers are computed, not which
-    loud            files then have other names, shapes or types, which their readers see
-    nothing         without effect in models of megatron-core
+    read            a table here has the argument as a setting, or has a rule for it
+    with NAME       no effect while the argument NAME has one of its values in this table
+    rounding        changes the precision of a computation, not what is computed
+    loud            changes names, shapes or types in the files, which the readers detect
+    nothing         no effect in models of megatron-core
 """
 
 WORDS = ("read", "rounding", "loud", "nothing")
 UNKNOWN = "unknown-arguments"
-"""What accepts all arguments that no version has."""
+"""The name with which `--accept` accepts all arguments that no version has."""
 MOST_NAMES = 8
-"""Unknown arguments that a hint accepts one by one."""
+"""The largest number of unknown arguments that a hint lists one by one."""
 
 
 @dataclass(frozen=True)
@@ -272,10 +272,10 @@ class Field:
     Attributes:
         name: the argument.
         kind: `layout` or `compute`.
-        values: those that leave both as the tables assume; none where `rule` says more.
-        same: arguments whose values do so too.
-        rule: one of `WORDS`, or the argument without which it has no effect.
-        experts: whether it acts only in a model with experts.
+        values: the harmless values, with which layout and computation are as the tables assume; empty with a `rule`.
+        same: arguments whose values are harmless too.
+        rule: one of `WORDS`, or the argument without which this argument has no effect; empty for none.
+        experts: whether the argument acts only in a model with experts.
     """
 
     name: str
@@ -286,7 +286,7 @@ class Field:
     experts: bool = False
 
     def allows(self, value: Any, args: Mapping[str, Any]) -> bool:
-        """Whether a value leaves layout and computation alone."""
+        """Whether layout and computation with a value are as the tables assume."""
         if self.rule or (self.experts and args.get("num_experts") is None):
             return True
         named = tuple(args[name] for name in self.same if args.get(name) is not None)
@@ -294,7 +294,7 @@ class Field:
 
 
 def equal(value: Any, known: Any) -> bool:
-    """Whether two plain values are equal; True is no 1."""
+    """Whether two plain values are equal; True is not equal to 1."""
     return bool(value == known) and isinstance(value, bool) is isinstance(known, bool)
 
 
@@ -313,7 +313,7 @@ def _parsed(text: str) -> Iterator[Field]:
 
 FIELDS: Mapping[str, Field] = {field.name: field for field in _parsed(FIELDS_TEXT)}
 ASSUMED = {field.name: field.values[0] for field in FIELDS.values() if field.values and field.values[0] is not None}
-"""What the tables assume, where it is a value: what is written says so."""
+"""The value that the tables assume for an argument, if it is not None; the default in the args that are written."""
 
 
 def require_understood(
@@ -324,20 +324,20 @@ def require_understood(
     own: Collection[str] = (),
     accept: Collection[str] = (),
 ) -> list[str]:
-    """Refuse what would be dropped: arguments at other values than the tables assume, and those of no version.
+    """Refuse args that would be dropped: values that the tables do not assume, and arguments that no version has.
 
     Args:
-        args: those of a checkpoint.
-        where: what to call its file in an error.
+        args: the args of a checkpoint.
+        where: what to call the file of the args in an error.
         understood: arguments that another table checks.
         own: arguments that only this dialect has.
-        accept: arguments that the user names, to be taken as if they were at a known value.
+        accept: arguments that the user names, to be treated as if they had a known value.
 
     Returns:
-        What the user should know of those that were accepted.
+        Notes for the user on the arguments that were accepted.
 
     Raises:
-        UnsupportedError: an argument is at a value that has no counterpart, or is of no version.
+        UnsupportedError: an argument has a value without a counterpart, or no version has the argument.
     """
     unusual = [
         (field, args[name])
@@ -366,16 +366,16 @@ def require_understood(
 
 
 def unknown(args: Mapping[str, Any], own: Collection[str] = ()) -> list[str]:
-    """The arguments that no version has, without those that are off."""
+    """The arguments that no version has, apart from `own` ones and those that are off."""
     names = (name for name in args if isinstance(name, str) and name not in FIELDS and name not in RUN)
     return sorted(name for name in names if name not in own and not off(args[name]))
 
 
 def off(value: Any) -> bool:
-    """Whether a value says that an option was not used."""
+    """Whether a value means that an option was not used: None, False, 0 or empty."""
     return value is None or (isinstance(value, bool | int | float | str | list | tuple | dict) and not value)
 
 
 def residue(args: Mapping[str, Any]) -> list[str]:
-    """The arguments that are no part of a model: settings of the run, which `reshard` keeps and no config can hold."""
+    """The arguments that do not describe a model: settings of the run, which `reshard` keeps and no config can hold."""
     return sorted(name for name in args if isinstance(name, str) and name not in FIELDS)

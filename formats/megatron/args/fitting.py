@@ -1,6 +1,6 @@
-"""Which family a model is that names none.
+"""Find the family of a model from Megatron's args, which do not name it.
 
-One fits if its rows write the arguments that were read, and if it fixes no setting to something else than they say.
+A family fits if its table rows write the same args, and if it fixes no setting to another value than the args specify.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from formats.model.spec import ModelSpec
 
 OPEN = ("sliding_window", "full_layers", "layer_types", "nope_layers", "rotary_fraction")
 FREE = {name: FIXED.get(name) for name in OPEN}
-"""Settings that only some families have, by which they are told apart, and what holds in the others."""
+"""Settings that only some families have, which distinguish families; and their value in the other families."""
 FITTED = [row for row in TABLE if row.setting in (*TRAITS, *FREE, "-")]
 
 Args = Mapping[str, Any]
 
 
 def fitting(values: Args, holding: Collection[str], base: ModelSpec | None, where: str) -> tuple[str, tuple[str, ...]]:
-    """The family of a model, and its biases, of those that the family leaves the choice of.
+    """The family of a model, and the biases that it has if the family allows a choice.
 
     Args:
-        values: the settings and traits that were read.
-        holding: the conditions under which they were.
-        base: the spec of the config that travels along, whose family it then is.
+        values: the settings and traits that were read from the args.
+        holding: the conditions of the table rows that were read.
+        base: the spec of the config that travels with the checkpoint; its family is the only candidate.
         where: what to call the file of the args in an error.
 
     Raises:
         RefusedError: a model of the config's family has other args.
-        UnsupportedError: no family fits, or each that does fixes a setting to another value.
+        UnsupportedError: no family fits, or each that fits fixes a setting to another value.
     """
     args = write(FITTED, {"family": "model", **values}, holding, where)
     fits = _fits([family_named(base.family)] if base else FAMILIES.values(), values, args)
@@ -61,19 +61,19 @@ def fitting(values: Args, holding: Collection[str], base: ModelSpec | None, wher
 
 
 def _fits(families: Iterable[Family], values: Args, args: Args) -> dict[str, tuple[str, ...]]:
-    """Those of some families whose models can have these args, and the biases that they then have."""
+    """The families whose models can have these args, each with the biases of such a model."""
     choices = {family.name: _biases(family, values, args) for family in families}
     return {name: biases for name, biases in choices.items() if biases is not None}
 
 
 def _biases(family: Family, values: Args, args: Args) -> tuple[str, ...] | None:
-    """The biases with which a model of a family has these args; None if it has not with any."""
+    """The biases with which a model of a family has these args; None if there are no such biases."""
     choices = () if family.only_here else family.bias_choices()
     return next((biases for biases in choices if _written(family, biases, values) == args), None)
 
 
 def _written(family: Family, biases: Collection[str], values: Args) -> Args | None:
-    """The args of a model of a family with these settings; None where Megatron has none for it."""
+    """The args (`FITTED`) of a model of a family with these settings; None if Megatron has no such model."""
     traits = family.traits_with(biases)
     fixed = {name: value for name, value in FREE.items() if name not in family.choices}
     with suppress(RefusedError):
@@ -83,7 +83,7 @@ def _written(family: Family, biases: Collection[str], values: Args) -> Args | No
 
 
 def _otherwise(family: Family, values: Args, where: str) -> Iterator[str]:
-    """What a family fixes to something else than these settings say, each as the end of a sentence."""
+    """Error texts, one for each setting that a family fixes to another value than these settings."""
     yield from fixed_otherwise(family, {name: value for name, value in values.items() if name not in FREE}, where)
     try:
         keys = required(family, values)
@@ -96,7 +96,7 @@ def _otherwise(family: Family, values: Args, where: str) -> Iterator[str]:
 
 
 def _ordered(fits: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """The user's own families that fit, then the general ones, then those of which least has to be chosen."""
+    """The families that fit in order of preference: the user's own, general ones, then those with default biases."""
 
     def order(name: str) -> tuple[bool, bool, bool, bool]:
         family = family_named(name)
@@ -107,7 +107,7 @@ def _ordered(fits: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 
 def _differing(base: ModelSpec, values: Args, args: Args) -> str:
-    """The arguments in which a model of the config's family differs, as the end of a sentence."""
+    """The end of an error text: the arguments in which a model of the config's family differs; empty if not known."""
     theirs = _written(family_named(base.family), base.biases, values)
     names = [name for name, value in args.items() if theirs and value != theirs.get(name)]
     return ", which differs in " + ", ".join(f"{name} = {short(args[name])}" for name in names) if names else ""

@@ -1,7 +1,7 @@
-"""The flags of Megatron-LM that a checkpoint does not bring along, for one of its versions.
+"""The command-line flags with which a version of Megatron-LM runs a checkpoint, beyond the args in its files.
 
-A model that a version does not compute is refused. Where one line in the user's own tree makes it right, `--accept`
-writes the flags all the same, and the line above them.
+A model that a version does not compute is refused. If a one-line patch of the user's own tree makes the version compute
+it, `--accept` writes the flags all the same, after a comment with the patch.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from formats.megatron.args.versions import (
 
 
 class Fault(NamedTuple):
-    """Why a version does not compute a model, and what makes it right."""
+    """Why a version does not compute a model, and the patch that makes it compute the model, if there is one."""
 
     why: str
     patch: Patch | None = None
 
 
 def given(args: Mapping[str, Any], version: str) -> Iterator[Option]:
-    """The options that these args need; those that the version takes from the checkpoint, or has not, are not asked."""
+    """The options that these args need, whether or not the version has them or takes them from the checkpoint."""
     for option in (*OPTIONS, *(older for older in BEFORE_OTHERS if since(version, older.known))):
         value = args.get(option.dest)
         if KINDS[option.when](args) and value is not None and (option.default is ALWAYS or value != option.default):
@@ -69,11 +69,16 @@ def faults(args: Mapping[str, Any], version: str) -> list[Fault]:
 
 
 def chosen(args: Mapping[str, Any], asked: str | None, accepted: Collection[str]) -> tuple[str, list[Fault]]:
-    """The version that the flags are for, the newest that computes the model where none is named, and its deviations.
+    """The version that the flags are for, and all reasons why it does not compute the model.
+
+    Args:
+        args: the args of the checkpoint.
+        asked: the version that the user named; None for the newest that computes the model.
+        accepted: the deviations that the user accepts.
 
     Raises:
-        UsageError: `accepted` names a deviation that this model does not need.
-        RefusedError: it does not compute the model, and what it does instead was not accepted.
+        UsageError: `accepted` names a deviation that the version does not have for this model.
+        RefusedError: the version does not compute the model, and not all of its deviations were accepted.
     """
     every = {version: faults(args, version) for version in VERSIONS}
 
@@ -108,12 +113,12 @@ def chosen(args: Mapping[str, Any], asked: str | None, accepted: Collection[str]
 
 
 def _mendable(missing: list[Fault]) -> bool:
-    """Whether a patch makes each of them right."""
+    """Whether each fault has a patch."""
     return all(fault.patch for fault in missing)
 
 
 def _way_out(left: list[Fault], args: Mapping[str, Any], able: str | None) -> str:
-    """What the user can do about a refusal."""
+    """The hint of a refusal: another version, or the patches with the `--accept` that goes with them."""
     ways = [f"--megatron-version {able}"] if able else []
     patches = [fault.patch for fault in left if fault.patch]
     if _mendable(left):
@@ -125,19 +130,20 @@ def _way_out(left: list[Fault], args: Mapping[str, Any], able: str | None) -> st
 
 
 def told(patch: Patch, args: Mapping[str, Any]) -> str:
-    """A patch in words."""
+    """The instruction to apply a patch, as text."""
     return f"in {patch.place}, {patch.beside} add {patch.line.format_map(args)}"
 
 
 def flags(args: Mapping[str, Any], asked: str | None = None, accepted: Collection[str] = ()) -> str:
-    """The flags as a text, a line for each; a shell takes its comments for such.
+    """The text of the flags, a flag on each line, with comments as in a shell.
 
     Args:
-        args: those that are written.
+        args: the args that are written into the checkpoint.
         asked: the version; None for the newest that computes the model.
-        accepted: the deviations that the user names; names that are for a reader do not count here.
+        accepted: the deviations that the user accepts; names of arguments that a reader accepts are ignored.
 
     Raises:
+        UsageError: `accepted` names a deviation that the version does not have for this model.
         RefusedError: the version does not compute the model.
     """
     version, deviations = chosen(args, asked, accepted)
@@ -152,12 +158,12 @@ def flags(args: Mapping[str, Any], asked: str | None = None, accepted: Collectio
 
 
 def remarks(text: str) -> tuple[str, ...]:
-    """What a text of flags says about itself."""
+    """The comments in a text of flags, as notes."""
     return tuple(line.removeprefix("# ") for line in text.splitlines() if line.startswith("# "))
 
 
 def _spelled(option: Option, value: Any) -> str:
-    """An option on the command line, as a shell reads it."""
+    """An option with its value as written on a shell command line."""
     match option.form:
         case "true" | "false":
             return option.name

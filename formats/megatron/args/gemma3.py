@@ -1,18 +1,19 @@
 """Gemma 3 (text) in Megatron-Bridge: its Gemma3ModelProvider, with norms, windows and rotary bases of its own.
 
-    window_size               tokens to the left of a token that it sees: one less than transformers counts
-    interleaved_attn_pattern  (local, global): of each so many layers the last has no window
-    rotary_base               (local, global), and `rope_scaling_factor` divides the frequencies of the second alone
+    window_size               the number of tokens to its left that a token sees: one less than transformers counts
+    interleaved_attn_pattern  (local, global): of each local + global layers the last has no window
+    rotary_base               (local, global); `rope_scaling_factor` divides the frequencies of the global base alone
     softmax_scale             the root of 1 / query_pre_attn_scalar
 
-The weights of all norms are stored minus 1, as in Hugging Face's files. It does not heed `qk_layernorm` (queries and
+The weights of all norms are stored minus 1, as in Hugging Face's files. The class ignores `qk_layernorm` (queries and
 keys have norms), `rotary_percent` (all of a head rotates) and `rope_scaling`, and the norms that it adds have the
-epsilon of megatron-core's TENorm. Its own import from Hugging Face writes a `window_size` that is one too large.
+epsilon of megatron-core's TENorm. Bridge's own import from Hugging Face writes a `window_size` that is one too large.
 
 Facts: Megatron-Bridge 0.3.1 models/gemma/gemma3_provider.py and gemma3_bridge.py (both faults are in its main of 2026
 too, models/common/te_layers.py); megatron-core 0.16.1 extensions/transformer_engine.py (`TENorm`: eps = 1e-5;
-`TEDotProductAttention` hands window_size on); Transformer Engine's documentation of DotProductAttention: a query at i
-attends to the keys from i - window_size[0] to i + window_size[1], both included. tests/golden/bridge/gemma3 is its own.
+`TEDotProductAttention` passes window_size on); Transformer Engine's documentation of DotProductAttention: a query at i
+attends to the keys from i - window_size[0] to i + window_size[1], both included. Bridge's own files are in
+tests/golden/bridge/gemma3.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from formats.model.values import LARGEST, real, some_layers, whole
 
 MODULE = "megatron.bridge.models.gemma.gemma3_provider"
 EPSILON = 1e-5
-"""Of the norms that it adds."""
+"""The epsilon of the norms that the provider adds."""
 ACCEPT = "post_layernorm_epsilon"
 PATCH = (
     "in models/gemma/gemma3_provider.py, class TERowParallelLinearLayerNorm: "
     "self.post_layernorm = TENorm(config, output_size, config.layernorm_epsilon)"
 )
 TURNS = 6
-"""Of how many layers the last has no window, where a config says nothing (transformers 5.23.0 `Gemma3TextConfig`)."""
+"""Of each so many layers the last has no window, by default (transformers 5.23.0 `Gemma3TextConfig`)."""
 
 SMALLEST = 1e-6
-"""No factor of scores is as small."""
+"""A smaller factor of attention scores is refused."""
 
 TEXT = """
 layers                       num_layers
@@ -87,7 +88,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _base(place: int) -> Callable[[str], Codec]:
-    """One of the two bases of a pair: that of layers with a window, or that of the others."""
+    """A codec of one of the pair of rotary bases: place 0 is that of layers with a window, place 1 of all others."""
 
     def read(spelled: Any, context: Context) -> float:
         if not isinstance(spelled, list | tuple) or len(spelled) != 2:
@@ -117,7 +118,7 @@ def _write_factor(value: Mapping[str, Any] | None, context: Context) -> float:
 
 
 def _read_window(spelled: Any, context: Context) -> int | None:
-    if spelled is None:  # of layers that have none
+    if spelled is None:  # no layer has a window
         return None
     if type(spelled) is not int or spelled < 0:
         raise strange(context.where, f"window_size = {short(spelled)} is no number of tokens")
@@ -125,7 +126,7 @@ def _read_window(spelled: Any, context: Context) -> int | None:
 
 
 def _kinds(full_each: int, layers: int) -> list[str]:
-    """The kinds of so many layers, of which the last of each few has no window."""
+    """The kinds of `layers` layers; the last of each `full_each` layers has no window."""
     return [SLIDING if (layer + 1) % full_each else FULL for layer in range(layers)]
 
 
@@ -149,7 +150,7 @@ def _write_turns(_: Any, context: Context) -> list[int]:
 
 
 def _read_root(spelled: Any, context: Context) -> int:
-    if spelled is None:  # of Transformer Engine's attention: by the size of a head
+    if spelled is None:  # default of Transformer Engine's attention
         return whole(context.values["head_dim"], "kv_channels", context.where)
     scale = real(spelled, "softmax_scale", context.where)
     scalar = scale**-2 if SMALLEST < scale <= 1 else 0.5
@@ -177,7 +178,7 @@ def _write_activation(value: Any, _: Context) -> Mapping[str, Any]:
 
 
 def _without(why: str, *allowed: Any) -> Callable[[], Codec]:
-    """What no field says: the first value."""
+    """A codec of a setting without a field: reads the first of `allowed`, refuses other values with `why`."""
 
     def write(value: Any, _: Context) -> Mapping[str, Any]:
         if value not in allowed:
@@ -219,7 +220,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "12B": {**_sizes(48, 3840, 16, 8, 256, 15360, 1024, 8.0, 262208), **OF_IMAGES},
     "27B": {**_sizes(62, 5376, 32, 16, 128, 21504, 1024, 8.0, 262208), **OF_IMAGES, "softmax_scale": 168**-0.5},
 }
-"""What the classes of the released sizes have otherwise."""
+"""The defaults of the classes of the released sizes that differ from `DEFAULTS`."""
 
 PROVIDER = Provider(
     family="gemma3_text",

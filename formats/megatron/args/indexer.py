@@ -1,9 +1,9 @@
-"""Megatron's sparse attention (DSA), latents whose tokens an indexer chooses: its tensors and its arguments.
+"""Megatron's sparse attention (DSA): multi-latent attention to tokens that an indexer chooses; tensors and arguments.
 
 Facts: megatron-core 0.19.2, transformer/experimental_attention_variant/dsa.py: the first elements of a head of the
-indexer rotate, in halves or by neighbours (`_apply_rope`); up to 0.18 the last ones did, by neighbours, in tensors of the
-same names and shapes. A Hadamard transform, which changes no score but by rounding, can be left out since 0.19.
-models/gpt/experimental_attention_variant_module_specs.py: the layers are Transformer Engine's alone, and the norms of
+indexer rotate, in halves or by neighbours (`_apply_rope`); up to 0.18 the last elements did, by neighbours, in tensors
+of the same names and shapes. A Hadamard transform, which changes scores by rounding alone, can be left out since 0.19.
+models/gpt/experimental_attention_variant_module_specs.py: only Transformer Engine's layers have it, and the norms of
 latents are modules of their own.
 """
 
@@ -28,12 +28,12 @@ decoder.layers.{{layer}}.{INDEXER}.k_norm.weight                 index_norm: ind
 decoder.layers.{{layer}}.{INDEXER}.k_norm.bias                   index_norm_bias: index_dim    indexing
 decoder.layers.{{layer}}.{INDEXER}.linear_weights_proj.weight    index_weights: index_head hidden    indexing
 """)
-"""The indexer, which every tensor rank has whole, and the norms of latents."""
+"""The tensors of the indexer, which are whole on every tensor rank, and of the norms of latents."""
 
 NORMS = ("q_layernorm", "kv_layernorm")
-"""The modules beside the indexer whose `_extra_state` a strict load of torch_dist asks for,"""
+"""The modules beside the indexer whose `_extra_state` a strict load of torch_dist needs."""
 STATES = ("linear_wq_b", "linear_wk", "k_norm", "linear_weights_proj")
-"""and those of the indexer."""
+"""The modules of the indexer whose `_extra_state` a strict load of torch_dist needs."""
 
 
 def _read_pairs(spelled: Any, context: Context) -> bool:
@@ -54,7 +54,12 @@ def _shared(layers: range, step: int, first: int) -> tuple[int, ...]:
 
 
 def sharing(step: str, first: str) -> Codec:
-    """How far the layers with an indexer are apart, behind some in front that all have one."""
+    """A codec of the layers without an indexer.
+
+    Args:
+        step: the argument for the distance between layers with an indexer.
+        first: the argument for the number of leading layers that all have an indexer.
+    """
 
     def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
         apart, offset = spelled.get(step) or 1, spelled.get(first) or 0
@@ -73,15 +78,15 @@ def sharing(step: str, first: str) -> Codec:
 
 
 def split(spec: ModelSpec, tp: int) -> dict[str, Any]:
-    """The argument without which several tensor ranks compute no sparse attention (absorbed_mla.py)."""
+    """The argument that sparse attention on several tensor ranks needs (absorbed_mla.py); empty for other models."""
     return {"sequence_parallel": tp > 1} if spec.index_heads else {}
 
 
 def require_topology(spec: ModelSpec, norm: str) -> None:
-    """Sparse attention is Transformer Engine's.
+    """Refuse local layers for a model with sparse attention, which only Transformer Engine's layers have.
 
     Raises:
-        RefusedError: the names of the local layers are asked for.
+        RefusedError: the options ask for the names of local layers.
     """
     if spec.index_heads and norm == "local":
         raise RefusedError(

@@ -1,6 +1,6 @@
-"""The codecs of layers that differ: in which nothing rotates, without a sliding window, without experts.
+"""Codecs of arguments that select layers: those without rotary embedding, without sliding window, without experts.
 
-Megatron names them by 0 or 1 for each layer, or by a step. Facts: megatron-core 0.16.1,
+Megatron selects them by 0 or 1 for each layer, or by a step. Facts: megatron-core 0.16.1,
 transformer/transformer_config.py `no_rope_freq`, models/gpt/experimental_attention_variant_module_specs.py
 `get_linear_attention_pattern`, transformer/utils.py `is_layer_window_attention` and line 38,
 models/gpt/gpt_layer_specs.py `get_gpt_decoder_layer_specs`.
@@ -21,14 +21,22 @@ Layers = tuple[int, ...]
 
 
 def _layers(context: Context) -> range:
-    """All layers, as far as their number is known."""
+    """The numbers of all layers; empty if the number of layers is not known."""
     return some_layers(context.values["layers"])
 
 
 def _named(
     flag: int, at: Callable[[int, int], bool], *types: type, absent: int | None = None, even: bool = False
 ) -> Maker:
-    """The layers with a flag of 0 or 1 in a list of such types, or at a place in each step, `even` if none is over."""
+    """A codec of the layers that an argument selects, by a list with 0 or 1 for each layer, or by a step.
+
+    Args:
+        flag: the flag of the selected layers in a list.
+        at: whether (layer, step) selects the layer.
+        types: the types that flags may have.
+        absent: the value of an argument that is absent; None if that selects no layer.
+        even: whether the step has to divide the number of layers.
+    """
 
     def of(key: str) -> Codec:
         def read(_: Any, context: Context) -> Layers:
@@ -55,7 +63,7 @@ def _last(layer: int, step: int) -> bool:
 
 
 def full(key: str, window: str) -> Codec:
-    """The layers without a window: with a 0, or the last of each step; all of them where no window is set."""
+    """A codec of the layers without a window: those with a 0, or the last of each step; all if no window is set."""
     named = _named(0, _last, int, bool)(key)
     return Codec(
         lambda spelled, context: named.read(spelled, context) if window in spelled else tuple(_layers(context)),
@@ -92,7 +100,9 @@ CODECS: Mapping[str, Maker] = {
     "kinds": single(_read_kinds, _write_kinds),
     "window": single(_read_window, lambda tokens, _: None if tokens is None else (tokens - 1, 0)),
 }
-"""Nothing rotates in layers with a 1, or in the last of each step. Attention is linear in those with a 1, or in all but
-the last of each step. There are no experts in layers with a 0, or in all
-but the first of each step. Kinds are windows as a list of names, sliding and full in turn where a config has none. A
-window counts the tokens that a token sees, itself included; Megatron counts those to its left."""
+"""The codecs by name.
+
+`no rope` selects layers with a 1, or the last of each step; `linear` those with a 1, or all but the last of each step;
+`no experts` those with a 0, or all but the first of each step. `kinds` are a list of names for sliding and full
+attention, in turn if a config has none. `window` counts the tokens that a token sees, itself included; Megatron counts
+the tokens to its left."""

@@ -1,9 +1,9 @@
-"""Megatron's linear attention (Gated DeltaNet), that of Qwen3-Next: its tensors, and what a checkpoint of it needs.
+"""Megatron's linear attention (Gated DeltaNet, as in Qwen3-Next): its tensors, and the topologies that it allows.
 
-Facts: megatron-core 0.16.1, ssm/gated_delta_net.py: `in_proj` and `conv1d` are cut over tensor ranks part by part,
-which torch_dist keeps apart (`sharded_state_dict`); models/gpt/experimental_attention_variant_module_specs.py: its
-layers, and those with attention beside them, are Transformer Engine's alone. In 0.19.2 both are the same. Every norm of Megatron is
-stored minus 1 where one is; that of linear attention is so in no other format.
+Facts: megatron-core 0.16.1, ssm/gated_delta_net.py: `in_proj` and `conv1d` are cut over tensor ranks part by part, and
+torch_dist has a tensor for each part (`sharded_state_dict`); models/gpt/experimental_attention_variant_module_specs.py:
+only Transformer Engine's layers have linear attention, and attention beside it. 0.19.2 is the same in both. If Megatron
+stores a norm minus 1, all its norms are stored so; no other format stores the norm of linear attention so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ decoder.layers.{layer}.self_attention.out_norm.weight               linear_norm:
 decoder.layers.{layer}.self_attention.out_proj.weight               linear_output: hidden (key_head spread value_dim)/tp    recurrent
 decoder.layers.{layer}.self_attention.linear_qkv.weight             (group (query: head half pair | query_gate: head dim | key: half pair | value: dim))/tp hidden    attention query_gate
 """)
-"""Linear attention, and the attention with a gate beside it: in each group all queries, then all gates."""
+"""Linear attention, and the gated attention of the other layers: in each group all queries, then all gates."""
 
 SPLIT = rules("""
 decoder.layers.{layer}.self_attention.in_proj.weight.query    linear_query: (key_head key_dim)/tp hidden    recurrent
@@ -35,17 +35,18 @@ decoder.layers.{layer}.self_attention.conv1d.weight.query     linear_query_taps:
 decoder.layers.{layer}.self_attention.conv1d.weight.key       linear_key_taps: (key_head key_dim)/tp () tap    recurrent
 decoder.layers.{layer}.self_attention.conv1d.weight.value     linear_value_taps: (key_head spread value_dim)/tp () tap    recurrent
 """)
-"""What torch_dist has in the places of `in_proj.weight` and `conv1d.weight`."""
+"""The tensors of torch_dist in place of `in_proj.weight` and `conv1d.weight`."""
 
 STATES = ("in_proj", "out_proj")
-"""The modules whose `_extra_state` a strict load of torch_dist asks for."""
+"""The modules whose `_extra_state` a strict load of torch_dist needs."""
 
 
 def require_topology(spec: ModelSpec, norm: str, tp: int) -> None:
-    """Linear attention is Transformer Engine's, and its heads divide over tensor ranks.
+    """Refuse a topology or naming that a model with linear attention cannot have.
 
     Raises:
-        RefusedError: they do not, or the names of the local layers are asked for.
+        RefusedError: the heads of linear attention do not divide over tensor ranks; or the options ask for the names of
+            local layers, which have no linear attention.
     """
     if not spec.recurrent_layers:
         return
@@ -55,7 +56,7 @@ def require_topology(spec: ModelSpec, norm: str, tp: int) -> None:
             "--norm te",
         )
     keys, values = spec.linear_key_heads or 0, spec.linear_value_heads or 0
-    if keys % tp:  # so are the value heads, which are a multiple
+    if keys % tp:  # value heads are a multiple of key heads
         sizes = ", ".join(str(ranks) for ranks in range(1, keys + 1) if not keys % ranks)
         raise RefusedError(
             f"{keys} key heads and {values} value heads of linear attention do not divide over tp = {tp}",

@@ -1,12 +1,12 @@
-"""Megatron's multi-latent attention (MLA), that of DeepSeek: its tensors and its arguments.
+"""Megatron's multi-latent attention (MLA, as in DeepSeek): its tensors and its arguments.
 
-    linear_q_proj                            queries, or, where they have a latent of their own,
-    linear_q_down_proj, linear_q_up_proj     down to it and up to the heads
-    linear_kv_down_proj, linear_kv_up_proj   the same of keys and values; below their latent lies the key that rotates
+    linear_q_proj                            queries without a latent
+    linear_q_down_proj, linear_q_up_proj     queries with a latent: down to the latent, up to the heads
+    linear_kv_down_proj, linear_kv_up_proj   keys and values, likewise; the rows of the rotating key follow their latent
 
-Facts: megatron-core 0.16.1, transformer/multi_latent_attention.py and models/gpt/gpt_layer_specs.py: Transformer Engine's
-layers have the down projections whole on every tensor rank, the local ones cut them. transformers 5.23.0,
-models/deepseek_v2/modeling_deepseek_v2.py: its norms of latents have an epsilon of their own.
+Facts: megatron-core 0.16.1, transformer/multi_latent_attention.py and models/gpt/gpt_layer_specs.py: the down
+projections of Transformer Engine's layers are whole on every tensor rank, local layers cut them. transformers 5.23.0,
+models/deepseek_v2/modeling_deepseek_v2.py: the norms of latents have an epsilon of their own.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ decoder.layers.{layer}.self_attention.linear_kv_down_proj.weight                
 decoder.layers.{layer}.self_attention.{linear_kv_up_proj.layer_norm_weight|kv_layernorm.weight}       latent_norm: latent_rank    unindexed
 decoder.layers.{layer}.self_attention.linear_kv_up_proj.weight                                        latent_up: (group up_dim)/tp latent_rank
 """)
-"""The part of a layer that is MLA's own, in the names of Transformer Engine and of the local layers."""
+"""The tensors of MLA in a layer, under the names of Transformer Engine and of the local layers."""
 
 EPSILON = 1e-6
-"""That of the norms of latents in transformers, whatever the config says of the others."""
+"""The epsilon of the norms of latents in transformers, whatever the epsilon of other norms in the config is."""
 STATES = ("linear_kv_down_proj", "linear_kv_up_proj", "linear_proj")
 
 
@@ -38,10 +38,10 @@ epsilon = epsilon_of("latents", EPSILON)
 
 
 def require_names(spec: ModelSpec, norm: str, tp: int) -> None:
-    """The names of the local layers mean other shapes where a tensor rank holds a part.
+    """Refuse local layers on several tensor ranks for a model with latents: their down projections have other shapes.
 
     Raises:
-        RefusedError: they do.
+        RefusedError: the options ask for local layers and several tensor ranks.
     """
     if spec.latent_rank and norm == "local" and tp > 1:
         raise RefusedError(
@@ -52,7 +52,7 @@ def require_names(spec: ModelSpec, norm: str, tp: int) -> None:
 
 
 def states(spec: ModelSpec, *, te: bool) -> list[str]:
-    """The modules of each layer's attention whose `_extra_state` a strict load of torch_dist asks for."""
+    """The modules of each layer's attention whose `_extra_state` a strict load of torch_dist needs."""
     query = ("linear_q_down_proj", "linear_q_up_proj") if spec.query_rank else ("linear_q_proj",)
     norms = indexer.NORMS if spec.index_heads else ()
     return [f"self_attention.{name}" for name in (*query, *STATES, *norms)] + (["input_layernorm"] if te else [])

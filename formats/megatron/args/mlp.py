@@ -1,4 +1,4 @@
-"""The codecs of biases, of activations, and of the clamped MLP of GPT-OSS.
+"""Codecs of the arguments for biases, for activations, and for the clamped MLP of GPT-OSS.
 
 Facts: megatron-core 0.16.1, fusions/fused_bias_gelu.py (the approximation with tanh), activations.py `squared_relu`,
 transformer/transformer_config.py (the fusions that it refuses), transformer/mlp.py (`glu`: the clamp and the offset),
@@ -18,13 +18,13 @@ from formats.model.codec import Codec, Context, Spelled
 from formats.model.values import real
 
 GELU = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False}
-"""Activation: `bias_gelu_fusion`, whose kernel is the approximation with tanh, and adds a bias.
+"""`bias_gelu_fusion` by activation; the fused kernel is the approximation with tanh, and adds a bias.
 
-The first two are one function. `openai_gelu` is a third name of it, which training on megatron-core ignores
-(megatron/training/arguments.py `core_transformer_config_from_args`).
+The first two activations are the same function. `openai_gelu` is a third name of it, which training on megatron-core
+ignores (megatron/training/arguments.py `core_transformer_config_from_args`).
 """
 SQUARED = "relu2"
-"""The activation that is `squared_relu`."""
+"""transformers' name of the activation `squared_relu`."""
 FUSION = "bias_gelu_fusion"
 ALPHA = 1.702
 """The gain of Megatron's quick GELU."""
@@ -44,7 +44,12 @@ qkv_bias = single(lambda spelled, context: bool(spelled) or context.values["ever
 
 
 def activation(squared: str, fusion: str) -> Codec:
-    """The activation of an MLP without a gate: of two that are the same, `gelu_new` came with learned positions."""
+    """A codec of the activation of an MLP without a gate; of two names for one it is `gelu_new` with learned positions.
+
+    Args:
+        squared: the argument for squared ReLU.
+        fusion: the argument for the fused GELU kernel.
+    """
 
     def read(spelled: Spelled, context: Context) -> str:
         if choice((False, False), (True, True))(squared).read(spelled, context):
@@ -82,18 +87,18 @@ clamp = single(lambda spelled, context: real(spelled, "activation_func_clamp_val
 def clamped(args: Mapping[str, Any], accept: Collection[str], where: str) -> list[str]:
     """Refuse a run whose experts clamped before they added their bias, which no Hugging Face model does.
 
-    Those are runs of experts one by one with the fusion (0.15 to 0.19: transformer/mlp.py leaves the bias to
-    fusions/fused_bias_geglu.py `weighted_bias_quick_geglu_impl`, which clamps first). Grouped experts have added it by
-    then (transformer/moe/experts.py, `skip_bias_add=False`). Args that no parser made are those of a converter, and
-    nobody has trained with them.
+    Such runs have experts that are not grouped, and the fusion (0.15 to 0.19: transformer/mlp.py leaves the bias to
+    fusions/fused_bias_geglu.py `weighted_bias_quick_geglu_impl`, which clamps first). Grouped experts add the bias
+    earlier (transformer/moe/experts.py, `skip_bias_add=False`). Args that no parser made were written by a converter,
+    and nobody trained with them.
 
     Args:
-        args: those of a checkpoint.
-        accept: arguments that the user names, to be taken as if they were at a known value.
-        where: what to call its file in an error.
+        args: the args of a checkpoint.
+        accept: arguments that the user names, to be treated as if they had a known value.
+        where: what to call the file of the args in an error.
 
     Returns:
-        What the user should know, if it was accepted.
+        Notes for the user, if such a run was accepted.
 
     Raises:
         UnsupportedError: the run clamped before the bias, and this was not accepted.

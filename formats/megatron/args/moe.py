@@ -1,4 +1,4 @@
-"""The arguments of Megatron's mixtures of experts, and the ranks that hold their parts.
+"""The arguments of Megatron's mixture-of-experts layers: codecs of the router, and how experts are stored.
 
 Facts: megatron-core 0.16.1, transformer/moe/moe_utils.py `topk_routing_with_score_function` (weights of the chosen),
 `group_limited_topk` (groups), transformer/transformer_config.py (what it refuses), parallel_state.py (the order of
@@ -18,12 +18,13 @@ from formats.model.spec import ModelSpec
 from formats.model.values import real, whole
 
 INTERLEAVE = {"interleave": "moe_mlp_glu_interleave_size", "shared_interleave": "moe_shared_expert_glu_interleave_size"}
-"""Rows of gate and of up that alternate in an expert, and in the shared ones: since 0.18, and 0.19."""
+"""The arguments for the block size, in rows, in which gate and up alternate: experts since 0.18, shared ones 0.19."""
 ACTS = {"interleave": "moe_grouped_gemm", "shared_interleave": "use_grouped_gemm_for_shared_expert"}
-"""The argument without which each has no effect (transformer/moe/experts.py, shared_experts.py, 0.19.2)."""
+"""The arguments without which those of `INTERLEAVE` have no effect (transformer/moe/experts.py, shared_experts.py,
+0.19.2)."""
 
 BALANCING = (None, "aux_loss", "seq_aux_loss", "global_aux_loss", "none")
-"""How loads may be balanced: by losses alone, which leave the choice of experts to their scores."""
+"""The supported kinds of load balancing: losses, which leave the choice of experts to the scores, or none."""
 
 
 # --- codecs ----------------------------------------------------------------------------------------------------------
@@ -51,10 +52,10 @@ def _write_normalized(value: bool, context: Context) -> bool:
 
 
 def _ranked(top_k: Any, groups: Any, context: Context) -> str:
-    """Why Megatron ranks groups otherwise than transformers, empty if it does not.
+    """Why Megatron ranks groups of experts in another way than transformers; empty if both rank them alike.
 
-    transformers ranks them by the two best of their experts where scores are of a sigmoid (models/deepseek_v3), by the
-    best where they are a softmax (models/deepseek_v2).
+    transformers ranks a group by its two best experts if scores are sigmoids (models/deepseek_v3), by its best expert
+    if scores are a softmax (models/deepseek_v2).
     """
     ours = 2 if context.values["sigmoid"] else 1
     theirs = top_k // groups if type(top_k) is int and type(groups) is int and groups > 0 else 0
@@ -96,16 +97,17 @@ CODECS: Mapping[str, Maker] = {
         _write_normalized,
     ),
 }
-"""The codecs of a router. Its weights are a softmax of the chosen scores, or of all; of sigmoids they add up to 1."""
+"""The codecs of a router by name. Weights are a softmax of the chosen scores or of all scores; of sigmoids their sum is
+1."""
 
 
 # --- how experts are stored ------------------------------------------------------------------------------------------
 
 
 def interleaves_of(args: Mapping[str, Any], where: str) -> dict[str, int]:
-    """How many rows of gate and up alternate, by the name that patterns have for it; 0 where they do not.
+    """Rows of the interleaved blocks of gate and up, by their names in patterns; 0 if gate and up do not alternate.
 
-    Experts one by one, as the local layers have them, are never interleaved.
+    Experts that are not grouped, such as those of local layers, are never interleaved.
     """
     known = {"interleave": args.get("moe_grouped_gemm") is not False and args.get("transformer_impl") != "local"}
     known["shared_interleave"] = bool(args.get(ACTS["shared_interleave"]))
@@ -117,10 +119,16 @@ def interleaves_of(args: Mapping[str, Any], where: str) -> dict[str, int]:
 
 
 def sizes(spec: ModelSpec, mesh: Mesh, names: str) -> dict[str, Any]:
-    """The arguments that say how experts are laid out in a checkpoint; `names` are those of Options."""
+    """The arguments that describe how experts are stored in a checkpoint.
+
+    Args:
+        spec: the model.
+        mesh: how experts are cut over ranks.
+        names: the naming of the experts, `te` or `local` (`Options.experts`).
+    """
     if not spec.experts:
         return {"expert_model_parallel_size": 1}
-    # without grouped layers the fusion clamps what has no bias yet (fused_bias_geglu.py, 0.15 to 0.19)
+    # without grouped layers the fusion clamps before the bias is added (fused_bias_geglu.py, 0.15 to 0.19)
     clamped = {"bias_gelu_fusion": names == "te"} if "expert_down_bias" in spec.tensors else {}
     return clamped | {
         "expert_model_parallel_size": mesh.ep,

@@ -1,4 +1,4 @@
-"""How a Megatron checkpoint is written: its topology and names, and the arguments that say so."""
+"""The options of a Megatron checkpoint to write, such as topology and names, and the args that record them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from formats.torch_files.pickle_values import DTYPES, Dtype, keeps
 CORE = "megatron-core"
 """The dialect of Megatron-LM's arguments, and of its classic files."""
 DIST = "torch_dist"
-"""The same arguments, in a distributed checkpoint (`megatron/torch_dist.py`)."""
+"""The dialect of the same arguments in a distributed checkpoint (`megatron/torch_dist.py`)."""
 FSDP_DTENSOR = "fsdp_dtensor"
-"""The same, in one of Megatron-FSDP (`megatron/fsdp_dtensor.py`)."""
+"""The dialect of the same arguments in a checkpoint of Megatron-FSDP (`megatron/fsdp_dtensor.py`)."""
 SAVED = {DIST: DIST, FSDP_DTENSOR: FSDP_DTENSOR}
-"""`ckpt_format` by dialect, of those that are not `torch`."""
+"""`ckpt_format` by dialect; of other dialects it is `torch`."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,22 @@ class Options:
         pp: pipeline parallel size.
         vpp: virtual pipeline chunks of each stage.
         norm: the names of the norms: `te` (Transformer Engine) or `local`.
-        ep: over how many ranks experts are spread.
+        ep: expert parallel size.
         etp: tensor parallel size of an expert; None for `tp`.
         experts: the names of the experts: `te` (its grouped layers) or `local` (one by one); None for those of `norm`.
         vocab_multiple: the padded vocabulary is the next multiple of this times tp.
         dialect: `megatron-core`, `torch_dist`, `fsdp_dtensor` or `megatron-llm`.
-        first_layers: layers of the first stage, where it has not as many as the others.
-        last_layers: the same for the last stage.
-        layout: the pipeline in Megatron's words, such as `Et*3|(tt|)*29L`; it must have pp * vpp entries.
-        interleave: rows of gate, then of up, that alternate in an expert; 0 where all of gate is first.
-        shared_interleave: the same of shared experts.
-        version: the Megatron-LM that the flags are for; None for the newest that computes the model.
-        accepted: deviations from the model that the user named (`versions.DEVIATIONS`).
-        trainer: `bridge` for what Megatron-Bridge expects beside torch_dist; None for Megatron-LM alone.
-        archive: all tensors in one data file, whatever topology it is cut for; torch_dist and fsdp_dtensor alone.
-        computed: the element type of the training, as torch calls it, where the weights are its master weights.
+        first_layers: layers of the first stage; None if it has as many as the others.
+        last_layers: layers of the last stage; None if it has as many as the others.
+        layout: the pipeline layout in Megatron's notation, such as `Et*3|(tt|)*29L`; must have pp * vpp entries.
+        interleave: rows of the blocks in which gate and up of an expert alternate; 0 if all of gate is first.
+        shared_interleave: rows of the blocks of shared experts, likewise.
+        version: the Megatron-LM version that the flags are for; None for the newest that computes the model.
+        accepted: deviations from the model that the user accepts (`versions.DEVIATIONS`).
+        trainer: `bridge` for the files that Megatron-Bridge expects beside torch_dist; None for Megatron-LM alone.
+        archive: whether all tensors are in one data file, whatever the topology; torch_dist and fsdp_dtensor alone.
+        computed: torch's name of the element type of the training, if the weights are its FP32 master weights; else
+            None.
     """
 
     tp: int = 1
@@ -72,7 +73,7 @@ class Options:
 
     @property
     def pipeline(self) -> Pipeline:
-        """How the layers are cut."""
+        """How the layers are cut into stages."""
         return Pipeline(self.pp, self.vpp, self.first_layers, self.last_layers, layout=self.layout)
 
     @property
@@ -82,7 +83,7 @@ class Options:
 
 
 def main_dtype(dtypes: Iterable[str]) -> str:
-    """What torch calls the element type that most tensors have."""
+    """The name in torch of the element type that most tensors have."""
     counted = list(dtypes)
     main = max(counted, key=counted.count)
     return next((name for name, dtype in DTYPES.items() if dtype == main), "float32")
@@ -91,7 +92,16 @@ def main_dtype(dtypes: Iterable[str]) -> str:
 def namespace(
     spec: ModelSpec, dtypes: Iterable[str], options: Options, padded: int, old: Mapping[str, Any], iteration: int | None
 ) -> dict[str, Any]:
-    """The namespace that Megatron's loader reads (megatron/training/checkpointing.py `load_args_from_checkpoint`)."""
+    """The namespace that Megatron's loader reads (megatron/training/checkpointing.py `load_args_from_checkpoint`).
+
+    Args:
+        spec: the model.
+        dtypes: the element types of its tensors.
+        options: topology and dialect.
+        padded: rows of the embedding.
+        old: the args of the source; those that the model and the topology do not determine are kept.
+        iteration: the iteration; None for a release.
+    """
     kept = {name: value for name, value in old.items() if keeps(name) and keeps(value)}
     kept = {name: value for name, value in kept.items() if name not in FIELDS or not FIELDS[name].same}
     torch_name = options.computed or main_dtype(dtypes)
@@ -132,6 +142,6 @@ def namespace(
         "use_megatron_fsdp": options.dialect == FSDP_DTENSOR,
         "use_custom_fsdp": options.dialect == FSDP_DTENSOR,
         "use_legacy_models": False,
-        "no_save_optim": True,  # so that nobody looks for them in a distributed checkpoint
+        "no_save_optim": True,  # so that no loader looks for optimizer states in a distributed checkpoint
         "no_save_rng": True,
     }  # fmt: skip

@@ -1,7 +1,7 @@
-"""A class of Megatron-Bridge that changes megatron-core's GPTModel in code: which of its fields is which setting.
+"""A class of Megatron-Bridge that changes megatron-core's GPTModel in code: its fields, and the settings that they are.
 
-Its tables are of its own: megatron-core's arguments have no words for what it adds, and fields of the same name mean
-something else to it. What the rows do not name has to leave layout and computation alone (`fields.py`).
+A class has a table of its own: megatron-core has no arguments for what the class adds, and fields of the same name have
+another meaning. Fields that are not in the table must not change layout or computation (`fields.py`).
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from formats.model.codec import Row, read, write
 from formats.model.spec import ModelSpec
 
 TARGET = "_target_"
-"""What names the class in a file."""
+"""The key of the class name in a file."""
 Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Provider:
-    """One class.
+    """A class of Megatron-Bridge.
 
     Attributes:
-        family: the family of its models.
-        target: the class, with its module.
-        table: its fields and the settings that they spell.
-        defaults: what its fields are where a file does not say them.
-        sizes: the classes derived from it that have other defaults and nothing else, by their last name.
-        epsilon: that of the norms which do not get `layernorm_epsilon`.
-        accept: the deviation that their epsilon is.
-        patch: the line that gives it to them.
+        family: the family of the models of the class.
+        target: the name of the class, with its module.
+        table: the fields of the class and the settings that they spell.
+        defaults: the values of fields that a file does not have.
+        sizes: classes derived from this one, by name without module: their defaults, in which alone they differ.
+        epsilon: the epsilon of the norms that do not get `layernorm_epsilon`.
+        accept: the name with which `--accept` accepts that epsilon.
+        patch: the line that gives `layernorm_epsilon` to those norms.
     """
 
     family: str
@@ -50,11 +50,11 @@ class Provider:
 
     @property
     def names(self) -> frozenset[str]:
-        """The fields of the table."""
+        """The names of the fields in the table."""
         return frozenset(name for row in self.table for names in row.keys for name in names)
 
     def given(self, said: Fields) -> dict[str, Any] | None:
-        """The fields of a file with the defaults of their class; None if that is another."""
+        """The fields of a file, completed with the defaults of their class; None if the file names another class."""
         module, _, kind = str(said.get(TARGET)).rpartition(".")
         own, _, first = self.target.rpartition(".")
         known = {first: {}, **self.sizes}
@@ -63,11 +63,11 @@ class Provider:
     def spec_of(
         self, args: Fields, settings: Fields, base: ModelSpec | None, where: str, accept: Collection[str]
     ) -> ModelSpec:
-        """The model of a run.
+        """The spec of the model of a run.
 
         Args:
-            args: the fields with their defaults, and what else the file says as arguments of Megatron-LM.
-            settings: values that overrule them.
+            args: the fields with their defaults, and all else in the file as arguments of Megatron-LM.
+            settings: values that overrule the fields.
             base: the spec of the Hugging Face config that travels with the run, if there is one.
             where: what to call the file in an error.
             accept: arguments and deviations that the user names.
@@ -75,7 +75,7 @@ class Provider:
         Raises:
             SourceError: a setting is missing.
             UnsupportedError: the model computes something that has no layout here.
-            RefusedError: fields and config contradict each other, or its norms have several epsilons.
+            RefusedError: fields and config contradict each other, or the norms of the model have several epsilons.
         """
         others = {name: value for name, value in args.items() if name not in {*self.names, TARGET}}
         notes = fields.require_understood(others, where, accept=accept)
@@ -88,7 +88,7 @@ class Provider:
         return confirmed({**values, "own": own}, settings, base, where)
 
     def _as_in_config(self, values: Fields, base: ModelSpec) -> dict[str, Any]:
-        """The settings that a config spells in more ways than the fields, as it does where both mean the same."""
+        """Settings that a config can spell in more ways than the fields, as the config does if both mean the same."""
         known, spelled = values_of(base), dict[str, Any]()
         for row in self.table:
             if row.setting in (*ALIKE, *base.own):
@@ -98,19 +98,19 @@ class Provider:
         return spelled
 
     def fields_of(self, spec: ModelSpec, accept: Collection[str]) -> dict[str, Any]:
-        """The fields of a model.
+        """The fields of the class for a model.
 
         Raises:
-            RefusedError: the class does not compute it.
+            RefusedError: the class does not compute the model.
         """
         self.deviation(spec.norm_epsilon, accept, f"{self.target}, for this {spec.family}")
         return {TARGET: self.target, **write(self.table, values_of(spec), (), ""), "should_pad_vocab": False}
 
     def deviation(self, epsilon: Any, accept: Collection[str], where: str) -> list[str]:
-        """What the user should know of the epsilons of its norms, if there are several and that was accepted.
+        """Notes for the user on norms with different epsilons; none if all norms have the same.
 
         Raises:
-            RefusedError: it was not.
+            RefusedError: the norms have different epsilons, and the user has not accepted it.
         """
         if epsilon == self.epsilon:
             return []
@@ -123,11 +123,11 @@ class Provider:
         )
 
     def padded(self, spec: ModelSpec, tp: int) -> int:
-        """The rows of its embedding, which it does not pad.
+        """The rows of a model's embedding, which the class does not pad.
 
         Raises:
-            SourceError: the vocabulary is not known.
-            RefusedError: they do not divide over tensor ranks.
+            SourceError: the vocabulary size is not known.
+            RefusedError: the rows do not divide over tensor ranks.
         """
         if spec.vocab is None:
             raise SourceError("the size of the true vocabulary is not known", "name it with --vocab-size")
@@ -140,10 +140,10 @@ class Provider:
 
 
 def cannot(why: str) -> RefusedError:
-    """Why Megatron-Bridge has no such model."""
+    """The error that Megatron-Bridge cannot compute a model."""
     return RefusedError(f"Megatron-Bridge cannot compute this model: {why}")
 
 
 def strange(where: str, what: str) -> UnsupportedError:
-    """What a field says that no model here has."""
+    """The error that a field has a value that is not supported."""
     return UnsupportedError(f"{where}: {what}")

@@ -1,8 +1,8 @@
-"""Which classes of Megatron-Bridge compute models that megatron-core alone does not, and why none computes others.
+"""The classes of Megatron-Bridge that compute models which megatron-core alone does not, and why others have none.
 
 Facts: Megatron-Bridge 0.3.1, the newest release that is known here, models/ (its gemma2_provider.py
 `Gemma2DotProductAttention`: a window where layer_number, which begins with 1, is even); transformers 5.23.0,
-models/gemma2/configuration_gemma2.py: one in the first layer, and in every other one after it.
+models/gemma2/configuration_gemma2.py: a window in the first layer, and in every second layer after it.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from formats.model.spec import ModelSpec
 
 RELEASE = "0.3.1"
 PROVIDERS: Mapping[str, Provider] = {provider.family: provider for provider in (gemma3.PROVIDER,)}
-"""Family: the class that computes its models."""
+"""The class that computes the models of a family, by family."""
 OPPOSITE = (
     "Megatron-Bridge's Gemma2ModelProvider has its windows in the second layer and every other one after it, and "
     "transformers in the first"
 )
 LACKING: Mapping[str, str] = {"gemma2": OPPOSITE}
-"""Family: why no class computes its models, where one says that it does."""
+"""Why no class computes the models of a family though a class claims to, by family."""
 FAULTY = {r"megatron\.bridge\.models\.gemma\.gemma2_provider\.Gemma2ModelProvider\w*": OPPOSITE}
-"""Class: why transformers does not compute its models."""
+"""Why transformers does not compute the models of a class, by pattern of the class name."""
 BRIDGE = "--format torch_dist --for bridge"
 WAY = f"{BRIDGE} writes it for Megatron-Bridge, whose {{}} computes it"
 
 
 def of_fields(fields: Mapping[str, Any], where: str) -> tuple[Provider, dict[str, Any]] | None:
-    """The class that a file names, and its fields with their defaults; None if it is none of these.
+    """The class that a file names, and its fields with their defaults; None if it is not one of `PROVIDERS`.
 
     Raises:
         UnsupportedError: transformers computes something else than the class.
@@ -46,19 +46,20 @@ def of_fields(fields: Mapping[str, Any], where: str) -> tuple[Provider, dict[str
 
 
 def of_args(args: Mapping[str, Any]) -> Provider | None:
-    """The class whose fields are among some arguments."""
+    """The class that args name; None if it is not one of `PROVIDERS`."""
     return next((provider for provider in PROVIDERS.values() if provider.given(args) is not None), None)
 
 
 def of_spec(spec: ModelSpec, trainer: str | None) -> Provider | None:
-    """The class that is to compute a model, None where that is megatron-core.
+    """The class that is to compute a model; None if megatron-core computes it.
 
     Args:
         spec: the model.
-        trainer: `bridge` where the files are for it.
+        trainer: `bridge` if the files are for Megatron-Bridge.
 
     Raises:
-        UnsupportedError: neither megatron-core nor a class computes it, or a class and the files are not for it.
+        UnsupportedError: neither megatron-core nor a class computes the model, or only a class of Megatron-Bridge does
+            and the files are not for Bridge.
     """
     reason, provider = family_named(spec.family).only_here, PROVIDERS.get(spec.family)
     if not reason:
@@ -73,10 +74,12 @@ def of_spec(spec: ModelSpec, trainer: str | None) -> Provider | None:
 
 
 def require_no_adapter(provider: Provider | None, where: str) -> None:
-    """Such a class has a norm between a layer and what LoRA of Megatron-Bridge adds to it (0.3.1 peft/lora_layers.py).
+    """Refuse an adapter of a model of such a class, which has a norm between a layer and the output of its LoRA.
+
+    In PEFT there is none. Megatron-Bridge 0.3.1 peft/lora_layers.py.
 
     Raises:
-        UnsupportedError: it is one.
+        UnsupportedError: there is a provider.
     """
     if provider:
         raise UnsupportedError(
@@ -85,7 +88,7 @@ def require_no_adapter(provider: Provider | None, where: str) -> None:
 
 
 def remarks(spec: ModelSpec) -> tuple[str, ...]:
-    """What the user should know of files that are for such a class alone."""
+    """Notes for the user on files that only a class of `PROVIDERS` computes."""
     provider = PROVIDERS.get(spec.family)
     if not provider:
         return ()

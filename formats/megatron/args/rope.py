@@ -1,4 +1,4 @@
-"""The arguments of Megatron's scaled rotary embeddings: llama3, linear and YaRN.
+"""Codecs of the arguments for Megatron's scaled rotary embeddings: llama3, linear and YaRN.
 
 Facts: megatron-core 0.16.1, models/common/embeddings/rotary_pos_embedding.py and yarn_rotary_pos_embedding.py;
 megatron/training/argument_utils.py `_apply_yarn_config_from_args` at d98e8a64, where YaRN has arguments (at 0.16.1 only
@@ -16,7 +16,7 @@ from formats.model.codec import Codec, Context, Spelled
 from formats.model.values import real
 
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What megatron-core fixes of the llama3 rope scaling."""
+"""The parameters of llama3 rope scaling that are fixed in megatron-core."""
 
 YARN = {
     "factor": "rotary_scaling_factor",
@@ -27,33 +27,33 @@ YARN = {
     "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim",
 }
-"""Parameter of transformers' YaRN: argument."""
+"""Megatron's argument by parameter of transformers' YaRN."""
 LATENT = {name: key.removeprefix("yarn_") for name, key in YARN.items() if name != "truncate"}
-"""The same with multi-latent attention, which always truncates (transformer/multi_latent_attention.py)."""
+"""`YARN` for multi-latent attention, which always truncates (transformer/multi_latent_attention.py)."""
 OR_NONE = ("beta_fast", "beta_slow")
-"""What transformers takes a 0 of for none."""
+"""Parameters of which transformers treats 0 as absent."""
 DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-"""What both assume."""
+"""The defaults of YaRN parameters in both Megatron and transformers."""
 NO_SCALE = {"mscale": 1.0, "mscale_all_dim": 0.0}
-"""With these Megatron scales by 0.1 ln(factor) + 1, which transformers does where either is missing or 0."""
+"""With these Megatron scales by 0.1 ln(factor) + 1; transformers does so if either parameter is missing or 0."""
 
 ASSUMED = {"original_max_position_embeddings": 4096, **DEFAULTS, **NO_SCALE}
-"""What Megatron does."""
+"""The defaults of YaRN parameters in Megatron."""
 
 INERT = {"linear": ("original_max_position_embeddings", "finetuned"), "llama3": ("finetuned",)}
-"""Kind of scaling: what transformers 5.23.0 accepts beside it, and does not read."""
+"""Parameters that transformers 5.23.0 accepts and does not read, by kind of scaling."""
 
 NONE = {"use_rope_scaling": False, "rope_scaling_factor": 8.0, "rotary_seq_len_interpolation_factor": None}
-"""No scaling."""
+"""The arguments of a model without rope scaling."""
 DIRECT_KEYS = " ".join((*NONE, "position_embedding_type", *YARN.values()))
 LATENT_KEYS = " ".join(("rope_type", *LATENT.values()))
 
 
 def plain(scaling: Mapping[str, Any], positions: int | None) -> dict[str, Any]:
-    """A rope scaling without what says nothing, in the numbers that Megatron has where they compute the same.
+    """A rope scaling without parameters that have no effect, and with Megatron's numbers if they compute the same.
 
-    llama3 knows its three lengths by their ratios alone: those that are the same multiple of Megatron's mean the same.
-    Where transformers is not told the original length, it is the number of positions (`standardize_rope_params`).
+    llama3 uses only the ratios of its three lengths: the same multiple of Megatron's three computes the same. Without
+    an original length, transformers takes the number of positions (`standardize_rope_params`).
     """
     kind = str(scaling.get("rope_type"))
     params = {name: value for name, value in scaling.items() if value is not None and name not in INERT.get(kind, ())}
@@ -69,7 +69,7 @@ def plain(scaling: Mapping[str, Any], positions: int | None) -> dict[str, Any]:
 
 
 def _meant(scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a YaRN, without those that say nothing: `finetuned`, and the attention_factor of its paper."""
+    """The parameters of YaRN, without those that have no effect: `finetuned`, and the attention_factor of its paper."""
     params = {name: value for name, value in scaling.items() if value is not None and name != "finetuned"}
     match params:
         case {"factor": int() | float() as factor, "attention_factor": float() as scale}:
@@ -80,9 +80,12 @@ def _meant(scaling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def yarn(scaling: Mapping[str, Any], names: Mapping[str, str], positions: int | None) -> dict[str, Any] | None:
-    """The arguments of a rope scaling; None if it is no YaRN that Megatron has.
+    """The arguments of a rope scaling; None if it is not YaRN with parameters that Megatron has.
 
-    Without an original length it is `positions` (transformers 5.23.0, `standardize_rope_params`).
+    Args:
+        scaling: the rope scaling of a config.
+        names: the argument by parameter, `YARN` or `LATENT`.
+        positions: the original length if the scaling has none (transformers 5.23.0, `standardize_rope_params`).
     """
     params = {"original_max_position_embeddings": positions, **_meant(scaling)}
     params = {name: value for name, value in params.items() if value or name not in OR_NONE}
@@ -98,7 +101,11 @@ def yarn(scaling: Mapping[str, Any], names: Mapping[str, str], positions: int | 
 
 
 def _read_yarn(args: Mapping[str, Any], names: Mapping[str, str], where: str) -> Mapping[str, Any]:
-    """YaRN's parameters; what Megatron assumes of one that is None is in `_apply_yarn_config_from_args`."""
+    """The parameters of YaRN in args; Megatron's defaults for None are in `_apply_yarn_config_from_args`.
+
+    Raises:
+        UnsupportedError: transformers has no such YaRN.
+    """
     params: dict[str, Any] = {name: args.get(key) for name, key in names.items()}
     params |= {name: value for name, value in ASSUMED.items() if params.get(name) is None}
     for name in ("factor", "beta_fast", "beta_slow"):
@@ -112,17 +119,17 @@ def _read_yarn(args: Mapping[str, Any], names: Mapping[str, str], where: str) ->
 
 
 def direct(*_: str) -> Codec:
-    """The rope scaling of heads without latents."""
+    """A codec of the rope scaling of attention without latents."""
 
     def read(_: Spelled, context: Context) -> Mapping[str, Any] | None:
         args, where = context.file, context.where
         kind, linear = args.get("position_embedding_type"), args.get("rotary_seq_len_interpolation_factor")
         fraction, llama3 = args.get("rotary_percent"), args.get("use_rope_scaling")
-        if kind == "yarn" and fraction not in (None, 1.0):  # which its class ignores
+        if kind == "yarn" and fraction not in (None, 1.0):  # YaRN's class ignores it
             raise UnsupportedError(f"{where}: YaRN with rotary_percent = {short(fraction)} is not supported")
         if kind == "yarn":
             return _read_yarn(args, YARN, where)
-        if llama3 and linear is not None:  # since 0.19 it is scaled by both
+        if llama3 and linear is not None:  # since 0.19 both scale
             raise UnsupportedError(
                 f"{where}: use_rope_scaling with rotary_seq_len_interpolation_factor is not supported"
             )
@@ -137,7 +144,7 @@ def direct(*_: str) -> Codec:
         positions = context.values["max_positions"]
         scaling = plain(value or {}, positions)
         factor, turned = scaling.get("factor"), yarn(scaling, YARN, positions) if scaling else None
-        whole_heads = context.values["rotary_fraction"] in (None, 1.0)  # its class turns all of a head
+        whole_heads = context.values["rotary_fraction"] in (None, 1.0)  # YaRN's class rotates all of a head
         number = type(factor) in (int, float)
         match scaling.pop("rope_type", None):
             case None:
@@ -165,14 +172,14 @@ def direct(*_: str) -> Codec:
 
 
 def latent(*_: str) -> Codec:
-    """The rope scaling of heads with latents: YaRN, whose factor of 1 is plain rope (MLATransformerConfig)."""
+    """A codec of the rope scaling of multi-latent attention: YaRN, plain rope at factor 1 (MLATransformerConfig)."""
 
     def read(_: Spelled, context: Context) -> Mapping[str, Any] | None:
         args, where = context.file, context.where
         kind, scale = args.get("rope_type") or "yarn", args.get("mscale_all_dim")
         if kind == "yarn":
             return None if args.get("rotary_scaling_factor") == 1 else _read_yarn(args, LATENT, where)
-        if kind != "rope" or scale:  # by which scores are scaled, even then
+        if kind != "rope" or scale:  # scores are scaled by it even then
             raise UnsupportedError(
                 f"{where}: rope_type = {short(kind)} with mscale_all_dim = {short(scale)} is not supported"
             )
@@ -194,5 +201,5 @@ def latent(*_: str) -> Codec:
 
 
 def write_base(theta: Any, _: Context) -> Any:
-    """The base, a whole number as such; 10000 where positions are learned, which ignores it."""
+    """The rotary base, as an int if it is whole; 10000 if positions are learned, where Megatron ignores it."""
     return 10000 if theta is None else int(theta) if theta == int(theta) else theta

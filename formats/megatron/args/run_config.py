@@ -1,11 +1,11 @@
-"""What Megatron-Bridge and NeMo 2 save instead of the args of Megatron-LM: the fields of a model's class, as YAML.
+"""The configuration that Megatron-Bridge and NeMo 2 save instead of Megatron-LM's args: a model class's fields in YAML.
 
-    iter_0000100/run_config.yaml, `model`       Megatron-Bridge: a provider, which is a TransformerConfig with more
+    iter_0000100/run_config.yaml, `model`       Megatron-Bridge: a provider, a TransformerConfig with further fields
     context/model.yaml, `config`                NeMo 2: a GPTConfig, likewise; beside `weights/`
 
-Fields have the names of megatron-core, most of which are arguments of Megatron-LM too; what is called otherwise is
-below. Both build megatron-core's GPTModel of the fields alone where their class is one of `PLAIN`; other classes
-change the model in code, which no field tells: those of Bridge that are known are in `providers.py`.
+Fields have the names of megatron-core, most of which are arguments of Megatron-LM too; other names are in `RENAMED`.
+Both programs build megatron-core's GPTModel from the fields alone if the class is one of `PLAIN`; other classes change
+the model in code, which the fields do not record: those of Bridge that are known are in `providers.py`.
 
 Facts: Megatron-Bridge 0.3.1 models/gpt_provider.py, whose own files are in tests/golden/bridge; NeMo 2.5
 collections/llm/gpt/model/base.py, llama.py (`apply_rope_scaling`), and its tests/lightning/_io/artifacts/model.yaml.
@@ -39,7 +39,7 @@ PLAIN = re.compile(
     r"|nemo\.collections\.llm\.gpt\.model\.(base\.GPTConfig|llama\.Llama(?!4)|mistral\.Mistral|mixtral\.Mixtral|qwen2\.Qwen2|"
     r"qwen3\.Qwen3)\w*"
 )
-"""Classes whose model is what their fields say, with the name of the module."""
+"""Classes, with their modules, whose fields alone determine the model."""
 RENAMED = {
     "num_moe_experts": "num_experts",
     "rope_scaling": "use_rope_scaling",
@@ -48,7 +48,7 @@ RENAMED = {
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
     "vocab_size": "true_vocab_size",
 }
-"""Field: the argument that says the same."""
+"""The argument of Megatron-LM with the same meaning, by field."""
 OWN = {
     "_cpu_offloading_context", TARGET, "activation_func", "data_step_fn", "first_pipeline_num_layers",
     "forward_step_fn", "gated_linear_unit", "generation_config", "hf_model_id", "last_pipeline_num_layers",
@@ -56,7 +56,7 @@ OWN = {
     "should_pad_vocab", "transformer_layer_spec", "use_arbitrary_attention_mask",
     "use_transformer_engine_full_layer_spec",
 }  # fmt: skip
-"""Fields that are no arguments: they choose kernels, or are read here."""
+"""Fields that have no argument: they choose kernels, or are read in this file."""
 WRITTEN = """
     add_bias_linear add_qkv_bias attention_dropout bf16 ffn_hidden_size fp16 hidden_dropout hidden_size kv_channels
     layernorm_epsilon layernorm_zero_centered_gamma make_vocab_size_divisible_by moe_ffn_hidden_size moe_grouped_gemm
@@ -67,51 +67,51 @@ WRITTEN = """
     position_embedding_type qk_layernorm rope_scaling rope_scaling_factor rotary_base rotary_percent
     seq_len_interpolation_factor tensor_model_parallel_size vocab_size window_attn_skip_freq window_size
 """
-"""The fields of Bridge's GPTModelProvider that an argument says, and that another model has otherwise."""
+"""The fields of Bridge's GPTModelProvider that have an argument, and that differ between models."""
 SINGLE = {
     "experimental_attention_variant": None, "mtp_num_layers": None, "multi_latent_attention": False,
     "softmax_type": "vanilla", **dict.fromkeys(INTERLEAVE.values()),
 }  # fmt: skip
-"""Argument: the one value with which a GPTModelProvider of those fields computes the model."""
+"""By argument: the only value with which a GPTModelProvider of the fields `WRITTEN` computes the model."""
 TRAINING = {"step": "I32", "consumed_train_samples": "I32", "skipped_train_samples": "I32",
             "consumed_valid_samples": "I32", "floating_point_operations_so_far": "F64"}  # fmt: skip
-"""What `train_state.pt` counts, and in which type (training/state.py `TrainState`)."""
+"""The counters in `train_state.pt`, and their element types (training/state.py `TrainState`)."""
 ACTIVATIONS = {
     ("silu", True): {"swiglu": True},
     ("gelu", False): {},
     ("squared_relu", False): {"squared_relu": True},
     ("quick_gelu", True): {"quick_geglu": True},
 }
-"""(function, whether there is a gate): the arguments that say so."""
+"""The arguments by (activation function, whether the MLP has a gate)."""
 FUNCTIONS = {
     "silu": "torch.nn.functional.silu",
     "gelu": "torch.nn.functional.gelu",
     "squared_relu": "megatron.core.activations.squared_relu",
     "quick_gelu": "megatron.core.activations.quick_gelu",
 }
-"""The names that Python finds them under."""
+"""The import path of each activation function."""
 LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
-"""What NeMo says of the scaling of Llama 3.1 beside its factor, and megatron-core has no other."""
+"""NeMo's fields for the rope scaling of Llama 3.1, beside the factor, and the only values that megatron-core has."""
 
 
 def place(run: Path, folder: Path) -> Path | None:
-    """The file that is instead of the args, None if there is none."""
+    """The file with the configuration; None if there is none."""
     candidates = (folder / BRIDGE, run / "context" / NEMO)
     return next((path for path in candidates if path.is_file()), None)
 
 
 def read(path: Path, *, adapter: bool = False) -> Namespace:
-    """The fields of a model's class as the args of Megatron-LM, and those of a class of `providers.py` as they are.
+    """The fields of a model's class as args of Megatron-LM; fields of a class of `providers.py` are kept as they are.
 
     Args:
         path: the file.
-        adapter: whether they are of the base of an adapter.
+        adapter: whether to accept the configuration of an adapter, whose base the fields describe.
 
     Raises:
         SourceError: the file is no map of fields.
-        UnsupportedError: the class changes its model in code, its activation is none of Megatron-LM's, or there is an
-            adapter alone.
-        RefusedError: the rotary embedding is scaled as Megatron-LM cannot say.
+        UnsupportedError: the class changes its model in code, its activation is none of Megatron-LM's, or the
+            checkpoint holds an adapter alone and `adapter` is false.
+        RefusedError: Megatron-LM has no such scaling of the rotary embedding.
     """
     fields, peft = _held(path)
     if peft and not adapter:
@@ -130,19 +130,23 @@ def read(path: Path, *, adapter: bool = False) -> Namespace:
 
 
 def read_vision(path: Path) -> tuple[Vision, dict[str, Any]] | None:
-    """The class with a tower that a file names, and its fields; None if it is none."""
+    """The multimodal class that a file names, and its fields; None if the class has no vision tower."""
     fields, _ = _held(path)
     whole = vision.of_fields(fields)
     return None if whole is None else (whole, fields)
 
 
 def adapter(path: Path) -> dict[str, Any]:
-    """The fields of an adapter's class; none where the file does not say them."""
+    """The fields of an adapter's class; empty if the file has none."""
     return _held(path)[1] if path.name == BRIDGE else {}
 
 
 def _held(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of the model's class, and of the adapter's."""
+    """The fields of the model's class, and those of the adapter's class.
+
+    Raises:
+        SourceError: the file is too large, or holds no fields of a model.
+    """
     try:
         if path.stat().st_size > MOST_YAML:
             raise SourceError(f"{path} has {path.stat().st_size} bytes, too many for a configuration")
@@ -153,13 +157,13 @@ def _held(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _with_own(fields: Mapping[str, Any], provider: Provider, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a class, with its defaults, and all others as args."""
+    """The fields of a provider's class with their defaults, and all other fields as args."""
     others = _renamed({name: value for name, value in fields.items() if name not in provider.names})
     return {**others, **{name: known[name] for name in (TARGET, *provider.names) if name in known}}
 
 
 def _renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are arguments, by what these are called."""
+    """The fields that have an argument, under the name of the argument."""
     known = {name: value for name, value in fields.items() if name not in {*OWN, *LLAMA3, "scale_factor"}}
     return {RENAMED.get(name, name): value for name, value in known.items() if not isinstance(value, dict)}
 
@@ -175,7 +179,11 @@ def _as_args(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _said(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The arguments that the fields of a GPTModelProvider are."""
+    """The fields of a GPTModelProvider as args.
+
+    Raises:
+        UnsupportedError: the activation is none of Megatron-LM's.
+    """
     function = str((fields.get("activation_func") or {}).get("_target_")).rpartition(".")[2]
     gated = fields.get("gated_linear_unit")
     activation = ACTIVATIONS.get((function, gated is True))
@@ -199,7 +207,11 @@ def _said(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _llama3(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The scaling of a NeMo class of Llama 3.1 and later."""
+    """The args for the rope scaling of a NeMo class of Llama 3.1 and later; empty without scaling.
+
+    Raises:
+        RefusedError: megatron-core has no such scaling.
+    """
     if fields.get("scale_factor") is None:
         return {}
     for name, only in LLAMA3.items():
@@ -214,12 +226,16 @@ def written(
     sections: Mapping[str, Any] | None = None,
     further: Mapping[str, Any] | None = None,
 ) -> dict[str, bytes]:
-    """The files that Megatron-Bridge expects beside the weights, by what it calls them.
+    """The files that Megatron-Bridge expects beside the weights, by name.
 
-    `sections` are further ones of the configuration, `further` fields those of a class with a tower.
+    Args:
+        args: the args of Megatron-LM for the model and its training.
+        iteration: the iteration in the name of the folder.
+        sections: further sections of the configuration.
+        further: further fields of the model's class, for a class with a vision tower.
 
     Raises:
-        RefusedError: its GPTModelProvider does not compute the model.
+        RefusedError: Bridge's GPTModelProvider does not compute the model.
     """
     shape = {name: args.get(name) for name in ("swiglu", "quick_geglu", "squared_relu") if args.get(name)}
     kinds = [kind for kind, arguments in ACTIVATIONS.items() if arguments == shape]
@@ -255,16 +271,16 @@ def written_of(
     iteration: int,
     further: Mapping[str, Any],
 ) -> dict[str, bytes]:
-    """The same for a class of `providers.py`.
+    """The files that Megatron-Bridge expects beside the weights of a model of a class of `providers.py`, by name.
 
     Args:
         provider: the class.
         spec: the model.
-        args: those of the source that are of the training: dropouts, and how much was consumed.
-        options: the topology, and what the user accepted.
-        dtype: what torch calls the element type.
-        iteration: that of the folder.
-        further: fields of a class with a tower.
+        args: the args of the source; those of the training are used: dropouts, and the number of consumed samples.
+        options: the topology, and the deviations that the user accepted.
+        dtype: torch's name of the element type.
+        iteration: the iteration in the name of the folder.
+        further: further fields of the model's class, for a class with a vision tower.
 
     Raises:
         RefusedError: the class does not compute the model.
@@ -283,14 +299,14 @@ def written_of(
 
 
 def _torch(name: str) -> dict[str, Any]:
-    """An object of torch, as Bridge's files name it."""
+    """The entry in Bridge's files for an object of torch."""
     return {TARGET: f"torch.{name}", "_call_": False}
 
 
 def _files(model: Mapping[str, Any], iteration: int, samples: int, sections: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files, of a model's fields.
+    """The files that Megatron-Bridge expects, given the fields of the model.
 
-    `checkpoint` says what its loader asks for (training/checkpointing.py `_load_checkpoint_from_path`).
+    The section `checkpoint` has what Bridge's loader needs (training/checkpointing.py `_load_checkpoint_from_path`).
     """
     checkpoint = {
         TARGET: "megatron.bridge.training.config.CheckpointConfig",
@@ -311,7 +327,7 @@ def _files(model: Mapping[str, Any], iteration: int, samples: int, sections: Map
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without objects: what PyYAML would make one of is the list or map that it is."""
+    """A YAML loader without Python objects: a node that PyYAML tags as an object is loaded as its map, list or text."""
 
 
 def _plain(loader: yaml.SafeLoader, _: str, node: yaml.Node) -> Any:

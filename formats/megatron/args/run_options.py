@@ -1,7 +1,7 @@
 """The arguments of Megatron-LM that change neither the layout of a checkpoint nor what its model computes.
 
-Options and config fields of 0.12 to 0.19 and of main, those of earlier releases back to 2022, and what programs set
-(consumed samples, ranks). What changes a model is in `fields.py`.
+Options and config fields of 0.12 to 0.19 and of main, those of earlier releases back to 2022, and arguments that
+programs set (consumed samples, ranks). Arguments that change a model are in `fields.py`.
 
 Facts: megatron/training/arguments.py and megatron/arguments.py at the release branches and at 7fccd6a1, d4878ef0 and
 d98e8a64; megatron/training/training.py.
@@ -203,5 +203,5 @@ use_persistent_ckpt_worker use_pytorch_profiler use_tokenizer_model_from_checkpo
 verify_integrity vocab_file wandb_entity wandb_exp_name wandb_project wandb_save_dir
 """,
 }
-"""What each is for: the training, its speed, its ranks, or its files, logs and data."""
+"""The names by purpose: the training, its speed, its parallelism, or its files, logs and data."""
 RUN = frozenset(" ".join(BY_CLASS.values()).split())

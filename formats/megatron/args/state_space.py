@@ -1,9 +1,9 @@
-"""Megatron's hybrids (MambaModel): layers that are a state space (Mamba2), attention, an MLP or experts, one each.
+"""Megatron's hybrids (MambaModel): each layer is a state space (Mamba2), attention, an MLP or experts.
 
-Facts: megatron-core 0.16.1, ssm/mamba_mixer.py: `in_proj` and `conv1d` are cut over tensor ranks part by part, which
-torch_dist keeps apart (`sharded_state_dict`), a convolution sees 4 tokens, and the norm behind the gate has an epsilon
-of its own; ssm/mamba_block.py, whose last norm has another name; models/mamba/mamba_layer_specs.py: its layers are
-Transformer Engine's alone. Classic files of 0.19 spell the convolution otherwise.
+Facts: megatron-core 0.16.1, ssm/mamba_mixer.py: `in_proj` and `conv1d` are cut over tensor ranks part by part, and
+torch_dist stores the parts separately (`sharded_state_dict`), a convolution sees 4 tokens, and the norm after the gate
+has an epsilon of its own; ssm/mamba_block.py, whose last norm has another name; models/mamba/mamba_layer_specs.py: only
+Transformer Engine's layers. Classic files of 0.19 have other names for the convolution.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight             pre_norm: hi
 decoder.layers.{layer}.pre_mlp_layernorm.weight                     pre_norm: hidden    sparse
 decoder.final_norm.weight                                           final_norm: hidden    last single
 """)
-"""A state space, and the one norm of every layer."""
+"""The tensors of a state space, and the only norm of every layer."""
 
 SPLIT = rules("""
 decoder.layers.{layer}.mixer.in_proj.weight.z    state_gate: (state_group share state_dim)/tp hidden    state
@@ -47,16 +47,17 @@ decoder.layers.{layer}.mixer.conv1d.bias.x       state_x_taps_bias: (state_group
 decoder.layers.{layer}.mixer.conv1d.bias.B       state_b_taps_bias: (state_group state)/tp    state
 decoder.layers.{layer}.mixer.conv1d.bias.C       state_c_taps_bias: (state_group state)/tp    state
 """)
-"""What torch_dist has in the places of `in_proj.weight` and `conv1d`."""
+"""The tensors of torch_dist in place of `in_proj.weight` and `conv1d`."""
 
 SPEC = "megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec"
-"""What `--spec` is for them."""
+"""The value of `--spec` for hybrids."""
 STATES = ("mixer.in_proj", "mixer.out_proj")
-"""The modules whose `_extra_state` a strict load of torch_dist asks for."""
+"""The modules of a layer whose `_extra_state` a strict load of torch_dist needs."""
 LAST_STATES = ("decoder.final_norm", "output_layer")
-"""The same behind the layers: a GPT model's output layer has none in a checkpoint."""
+"""The modules after the layers whose `_extra_state` such a load needs; a GPT model's output layer has none."""
 EPSILON, TAPS, EXPANSION = 1e-5, 4, 2
-"""What megatron-core fixes: the epsilon of the norm behind the gate, the taps, and the heads where none are named."""
+"""Fixed in megatron-core: the epsilon of the norm after the gate, the taps of a convolution, and the inner width as a
+multiple of `hidden`, which determines the number of heads if no argument does."""
 
 
 epsilon = epsilon_of("state spaces", EPSILON)
@@ -74,10 +75,11 @@ taps = fixed(f"its convolutions see {TAPS} tokens, this model's {{}}", TAPS)
 
 
 def require_topology(spec: ModelSpec, norm: str, tp: int, vpp: int) -> None:
-    """State spaces are Transformer Engine's, their groups divide over tensor ranks, and stages are in one piece.
+    """Refuse a topology or naming that a hybrid cannot have.
 
     Raises:
-        RefusedError: they are not.
+        RefusedError: the options ask for the names of local layers, which hybrids do not have, or for virtual pipeline
+            chunks; or the groups of the state spaces do not divide over tensor ranks.
     """
     if spec.mlp_layers is None:
         return
@@ -86,7 +88,7 @@ def require_topology(spec: ModelSpec, norm: str, tp: int, vpp: int) -> None:
     if vpp > 1:
         raise RefusedError(f"megatron-core has no virtual pipeline chunks of a {spec.family}", "leave --vpp out")
     groups = spec.state_groups or 1
-    if groups % tp:  # so are the heads, which are a multiple
+    if groups % tp:  # heads are a multiple of groups
         sizes = ", ".join(str(ranks) for ranks in range(1, groups + 1) if not groups % ranks)
         raise RefusedError(
             f"{groups} groups of its state spaces do not divide over tp = {tp}",

@@ -1,8 +1,9 @@
-"""Megatron's arguments as a table: setting, argument, codec, and for which models the row holds.
+"""Megatron's arguments as a table: setting, argument, codec, and the condition under which the row holds.
 
-A trait of a model is a row as any setting is: it is read back. A row without a setting is written as it follows from
-the others; if its codec is one value, no other is read. Facts: megatron/training/arguments.py at 0.18 and at d98e8a64;
-fusions/fused_layer_norm.py (`zero_centered_gamma`, of which older trees read one name and newer ones the other).
+Traits of a model are settings too, and are read back. The argument of a row without a setting follows from the other
+settings; if its codec is one value, other values are refused. Facts: megatron/training/arguments.py at 0.18 and at
+d98e8a64; fusions/fused_layer_norm.py (`zero_centered_gamma`, of which older trees read one name and newer trees the
+other).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from formats.model.spec import ModelSpec
 from formats.model.values import whole
 
 PATTERN = "hybrid_override_pattern|hybrid_layer_pattern"
-"""The kind of each layer of a hybrid, in a letter; the second name is that since 0.17."""
+"""The arguments for the kind of each layer of a hybrid, as letters; the second is the name since 0.17."""
 TEXT = f"""
 learned            position_embedding_type                         learned
 layers             num_layers
@@ -195,11 +196,11 @@ TABLE = rows(
     },
 )
 MARKS = ("latent", "indexed", "recurrent", "state", "state moe", "sinks", "gated", "ungated")
-"""The conditions whose rows judge all values of their arguments; of others `fields.py` judges some."""
+"""The conditions whose rows check all values of their arguments; `fields.py` checks arguments of other rows."""
 
 
 def marks(args: Mapping[str, Any]) -> set[str]:
-    """The traits by which the rows are chosen that read a model's args."""
+    """The traits of a model in its args that determine which rows hold."""
     sinks = args.get("softmax_type") == "learnable"
     traits = {
         "latent": args.get("multi_latent_attention") is True,
@@ -214,7 +215,7 @@ def marks(args: Mapping[str, Any]) -> set[str]:
 
 
 def conditions(traits: Collection[str]) -> set[str]:
-    """Which rows hold for a model with such traits."""
+    """The conditions of the rows that hold for a model with some traits."""
     kinds = {"sinks", "ungated"}.intersection(traits) or {"gated"}
     both = (
         {"whole moe" if "moe" in traits and "state" not in traits else "state moe"} if "moe" in traits else set[str]()
@@ -224,11 +225,11 @@ def conditions(traits: Collection[str]) -> set[str]:
 
 
 def described(traits: Collection[str]) -> dict[str, bool]:
-    """The traits of a model as values of rows."""
+    """The traits of a model as settings: whether the model has each of `TRAITS`."""
     return {trait: trait in traits for trait in TRAITS}
 
 
 def values_of(spec: ModelSpec) -> dict[str, Any]:
-    """The settings and traits of a model, each as a row has it."""
+    """The settings and traits of a model, as the rows of the table use them."""
     fixed = {name: value for name, value in FIXED.items() if getattr(spec, name) is None}
     return {**vars(spec), **fixed, **spec.own, **described(spec.traits)}

@@ -1,9 +1,9 @@
-"""Megatron-LM 0.12 to 0.19: which options each release has, what it takes from a checkpoint, and what it ignores.
+"""Megatron-LM 0.12 to 0.19: the options of each release, those that it loads from a checkpoint, and those it ignores.
 
 Facts: NVIDIA/Megatron-LM at the heads of core_r0.12.0 to core_r0.19.0: megatron/training/arguments.py (the parser),
-checkpointing.py `load_args_from_checkpoint`, pretrain_gpt.py, gpt_builders.py and training/models/gpt.py (what the
-model is given), transformer/multi_latent_attention.py. "Stock" is pretrain_gpt.py, with --use-checkpoint-args.
-The tests compare this page with the releases that are installed, and run the newest.
+checkpointing.py `load_args_from_checkpoint`, pretrain_gpt.py, gpt_builders.py and training/models/gpt.py (the arguments
+passed to the model), transformer/multi_latent_attention.py. "Stock" is pretrain_gpt.py, with --use-checkpoint-args.
+The tests compare this file with the releases that are installed, and run the newest.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 VERSIONS = tuple(f"0.{minor}" for minor in range(12, 20))
-"""The releases that this page knows; the first stands for older ones too."""
+"""The releases in this file; the first stands for older releases too."""
 FIRST, NEWEST = VERSIONS[0], VERSIONS[-1]
 ALWAYS = object()
-"""The default of an option that is always given: releases differ in it, or it says which files these are."""
+"""Marks an option that is always given: its default differs between releases, or it describes the files."""
 
 Args = Mapping[str, Any]
 
 
 def since(version: str, first: str | None, last: str = NEWEST) -> bool:
-    """Whether a version is among `first` to `last`; none is since None."""
+    """Whether a version is among `first` to `last`; False if `first` is None."""
     place = VERSIONS.index
     return first is not None and place(first) <= place(version) <= place(last)
 
@@ -30,16 +30,16 @@ def since(version: str, first: str | None, last: str = NEWEST) -> bool:
 
 
 class Option(NamedTuple):
-    """An argument that a run of stock Megatron can be given.
+    """A command-line option of stock Megatron.
 
     Attributes:
-        dest: its name in `args`.
+        dest: the name of the argument in `args`.
         default: the value that needs no option.
-        known: the first version that has it.
-        loaded: the first version that takes it from a checkpoint; None if none does.
-        form: how it is spelled: `value`, `quoted`, `true`, `false` (`--no-…`), `switch` (either), `list` or `pair`.
-        option: its name, where it is not the dest's.
-        when: the kind of model or checkpoint that it is for (`KINDS`).
+        known: the first version that has the option.
+        loaded: the first version that takes the argument from a checkpoint; None if none does.
+        form: the spelling: `value`, `quoted`, `true`, `false` (`--no-…`), `switch` (either), `list` or `pair`.
+        option: the name of the option without dashes; empty if it follows from `dest`.
+        when: the kind of model or checkpoint that the option is for (`KINDS`).
     """
 
     dest: str
@@ -52,7 +52,7 @@ class Option(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is called on the command line."""
+        """The name of the option on the command line."""
         return "--" + (self.option or ("no-" if self.form == "false" else "") + self.dest.replace("_", "-"))
 
 
@@ -136,9 +136,9 @@ OPTIONS = (
     Option("no_save_optim", False, form="true", option="no-load-optim", when="iteration"),
     Option("iteration", 0, form="true", option="no-load-rng"),
 )
-"""What is given to a run, in this order; all that is not here every version takes from the checkpoint."""
+"""The options of a run, in this order; every version takes all other arguments from the checkpoint."""
 BEFORE_OTHERS = (Option("rope_type", known="0.14", when="latent"),)
-"""Options whose absence means the same in the versions that lack them: there rope is YaRN with a factor of 1."""
+"""Options that older versions lack and do not need: there plain rope is YaRN with a factor of 1."""
 
 
 def _uneven(args: Args) -> bool:
@@ -167,14 +167,14 @@ KINDS: Mapping[str, Callable[[Args], bool]] = {
     "optimizer": lambda args: not args.get("no_save_optim"),
     "iteration": lambda args: bool(args.get("iteration")),
 }
-"""The kinds of models and checkpoints that a row is for."""
+"""Whether args are of a kind of model or checkpoint, by the name of the kind in a row."""
 
 
 def _latent(args: Args) -> bool:
     return args.get("multi_latent_attention") is True
 
 
-# --- what is ignored -------------------------------------------------------------------------------------------------
+# --- ignored arguments -----------------------------------------------------------------------------------------------
 
 
 class Of(NamedTuple):
@@ -184,13 +184,13 @@ class Of(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """A line in the user's own tree that makes a version heed an argument.
+    """A line to add to the user's own tree, with which a version heeds an argument.
 
     Attributes:
-        name: what `--accept` calls the deviation.
+        name: the name of the deviation for `--accept`.
         place: the function, and its file.
-        beside: before or after which line of it.
-        line: what to add; `{dest}` stands for the value of an argument.
+        beside: the line of the function before or after which to add the line, such as `before return x`.
+        line: the line to add; `{dest}` stands for the value of an argument.
     """
 
     name: str
@@ -212,7 +212,7 @@ BUILDER = "gpt_config_from_args in megatron/training/argument_utils.py"
 BEFORE_CONFIG, BEFORE_BUILT = "before config_class(**kw_args)", "before return model_config_cls(**kwargs)"
 
 LINEAR, LLAMA3, YARN, LATENT = "rotary_seq_len_interpolation_factor", "rope_scaling_factor", "yarn", "latent_yarn"
-"""Deviations that `--accept` knows."""
+"""The names of deviations for `--accept`."""
 LINEAR_LINE = "seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,"
 LLAMA3_LINE = "rope_scaling_factor=args.rope_scaling_factor,"
 LLAMA3_BUILT = 'kwargs["rope_scaling_factor"] = args.rope_scaling_factor'
@@ -229,19 +229,19 @@ LATENT_LINE = (
 OLD_LATENT = Patch(LATENT, ARGUMENTS, BEFORE_CONFIG, LATENT_LINE)
 NEW_LATENT = Patch(LATENT, LATER_ARGUMENTS, BEFORE_CONFIG, LATENT_LINE)
 FAILS = object()
-"""What a version computes with that ends without the patch."""
+"""Marks an argument with which a version fails without the patch."""
 
 
 class Ignored(NamedTuple):
-    """An argument that some versions do not hand to the model.
+    """An argument that some versions do not pass to the model.
 
     Attributes:
-        dest: its name.
-        computed: with which value they compute instead, or `FAILS`.
-        when: the kind of model.
-        first: the first of them.
-        last: the last of them.
-        patch: what makes it right.
+        dest: the name of the argument.
+        computed: the value that those versions compute with instead, or `FAILS`.
+        when: the kind of model (`KINDS`).
+        first: the first of those versions.
+        last: the last of those versions.
+        patch: the patch with which they heed the argument, if there is one.
     """
 
     dest: str
@@ -271,11 +271,11 @@ IGNORED = (
     Ignored("beta_fast", 32.0, "latent yarn", "0.18", "0.19", NEW_LATENT),
     Ignored("beta_slow", 1.0, "latent yarn", "0.18", "0.19", NEW_LATENT),
 )
-"""What stock does with an argument that it knows, or that has no option at all."""
+"""The arguments that stock versions ignore, though they have an option for them or the argument has none at all."""
 
 
 class Ends(NamedTuple):
-    """A value with which some versions end, and why."""
+    """A value of an argument with which versions `first` to `last` refuse or do not compute a model, and why."""
 
     dest: str
     value: Any
@@ -321,7 +321,7 @@ DEVIATIONS = tuple(dict.fromkeys(row.patch.name for row in IGNORED if row.patch)
 
 
 def ignored(args: Args, version: str) -> list[Ignored]:
-    """The rows of what a version does not heed of these args."""
+    """The rows of `IGNORED` for the arguments that a version does not heed."""
     return [
         row
         for row in IGNORED
@@ -330,15 +330,15 @@ def ignored(args: Args, version: str) -> list[Ignored]:
 
 
 def computed(row: Ignored, args: Args) -> Any:
-    """The value that a version computes with instead."""
+    """The value that a version computes with instead of an ignored argument's."""
     return args.get(row.computed.dest) if isinstance(row.computed, Of) else row.computed
 
 
 def heeded(args: Args, version: str) -> dict[str, Any]:
-    """The args that a version computed with.
+    """The args that a stock version computed with.
 
-    Fields of the config that no version has an option for are in the args of a run only if its tree has one, and then
-    they reach the model.
+    Config fields for which no version has an option are in the args of a run only if its own tree has an option for
+    them, and then they reach the model.
     """
     rows = [
         row
@@ -359,20 +359,20 @@ WROTE = {
     "eval_global_batch_size": "0.18",
     "freeze_all_layers": "0.19",
 }
-"""An argument that a parser has whatever is asked of it: the first version that has it."""
+"""The first version whose parser has an argument, by argument; the parser writes these into all args."""
 OLDEST = ("lr_decay_style", "clip_grad")
-"""What all of them have, and converters do not write."""
+"""Arguments that the parsers of all versions have, and that converters do not write."""
 
 
 RENAMED = (
     ("norm_epsilon", "layernorm_epsilon", "0.16"),
     ("apply_layernorm_1p", "layernorm_zero_centered_gamma", "0.16"),
 )
-"""Two names of one argument, and since when the second is the one that counts."""
+"""Two names of one argument, and the first version that reads the second name instead of the first."""
 
 
 def by_name(args: Args, version: str) -> dict[str, Any]:
-    """The args of a version, those of two names as the name says that counts in it."""
+    """The args; arguments with two names have under both the value of the name that a version reads."""
     known = dict(args)
     for old, new, first in RENAMED:
         counts, other = (new, old) if since(version, first) else (old, new)
@@ -382,6 +382,6 @@ def by_name(args: Args, version: str) -> dict[str, Any]:
 
 
 def version_of(args: Args) -> str | None:
-    """The version whose parser made these args, the oldest for all that are older; None if it was none's."""
+    """The version whose parser made these args; the oldest for all older versions; None if no parser made them."""
     versions = [version for name, version in WROTE.items() if name in args]
     return versions[-1] if versions else FIRST if all(name in args for name in OLDEST) else None

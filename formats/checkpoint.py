@@ -92,7 +92,7 @@ class Checkpoint:
         files: the weight files.
         topology: the parallel sizes, in the order in which they are shown; empty when nothing is sharded.
         assets: the folder with config, tokenizer and chat template, if there is one.
-        details: what only the same format can use again, such as Megatron's `args`.
+        details: the part that only the same format can use, such as Megatron's `args`.
         twins: where `tensors` are FP32 master weights, the same tensors in the type that the model computes with.
         notes: further messages for the user.
         proof: where `tensors` are moments, the FP32 master weights beside them, which can be compared with the module.

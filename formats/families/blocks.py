@@ -22,8 +22,8 @@ ATTENTION = EMBEDDING + QKVO
 """The embedding, and attention as in Llama, without biases."""
 
 PAIRED_ATTENTION = ATTENTION.replace("half pair", "pair half")
-"""The embedding, and attention with an interleaved rotary embedding, which rotates adjacent elements of a whole head, so
-that its order is `pair half`. Where only a part of a head rotates, it is `half pair` (`formats/layout/tensors.py`)."""
+"""The embedding, and attention with an interleaved rotary embedding, which rotates adjacent elements of a whole head:
+its order is `pair half`. Where only a part of a head rotates, it is `half pair` (`formats/layout/tensors.py`)."""
 
 BIASED_QKVO = """
 model.layers.{layer}.self_attn.q_proj.weight     query: (group head half pair) hidden

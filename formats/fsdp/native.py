@@ -5,8 +5,8 @@ of models/llama3 and models/qwen3; of mixtures torchtitan 0.3.0 (PyPI), the same
 and qwen3, and moe.py. w1 is the gate, w3 is up, w2 is down. Llama rotates neighbouring rows of a head (`pair half`),
 Qwen3 rotates halves as Hugging Face does.
 
-Facts of OLMo-core: ai2-olmo-core 3.0.0 (PyPI), nn/hf/convert.py, nn/transformer and train/checkpoint.py; what it wrote,
-and its logits, are in tests/golden/olmo_core.
+Facts of OLMo-core: ai2-olmo-core 3.0.0 (PyPI), nn/hf/convert.py, nn/transformer and train/checkpoint.py; files that
+it wrote, and its logits, are in tests/golden/olmo_core.
 """
 
 from collections.abc import Collection, Iterable
@@ -86,5 +86,5 @@ def trainer_of(keys: Collection[str]) -> str | None:
 
 @cache
 def layouts(trainer: str) -> dict[str, tuple[Rule, ...]]:
-    """The layout of each family in the names of a trainer. It loads every family, so it is not called at import."""
+    """The layout of each family in the names of a trainer; called only when needed, as it imports every family."""
     return {name: rules(family.native[trainer]) for name, family in FAMILIES.items() if trainer in family.native}

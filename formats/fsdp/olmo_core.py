@@ -168,7 +168,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
 }
 """Key that is no setting: the values with which the model is of these families. All other keys have to be false."""
 LEFT_OUT = dict.fromkeys(("model.block.name", *(f"{norm}.name" for norm in NORMS)), "default")
-"""Defaults of some of these keys: a block with its norms first, and norms that subtract the mean."""
+"""The defaults of keys in `ONLY`: a block with its norms first, and norms that subtract the mean."""
 OF_A_RUN = {
     CLASS, "dtype", "full_precision", "elementwise_affine", "backend", "use_flash", "dropout", "init_method",
     "init_seed", "init_std", "embedding_init_std", "freeze_params", "loss_implementation", "use_recompute_qkv_prep",

@@ -256,7 +256,10 @@ def _check_rule(rule: Rule, where: str) -> None:
 
 
 def _check_orders(family: Family, path: Path) -> None:
-    """Check that all tensors have their axes in one order, as queries are multiplied by keys, and heads by outputs."""
+    """Check that all tensors of a table have `half` and `pair`, and `group` and `head`, in one order (UsageError).
+
+    Queries are multiplied by keys, and the outputs of heads by the output projection.
+    """
     for outer, inner in (("half", "pair"), ("group", "head")):
         orders = _orders(family, outer, inner)
         if len(orders) > 1:

@@ -270,7 +270,8 @@ def _require_one_word(config: Mapping[str, Any], where: str) -> None:
     """Refuse a config, of files without a head, that is tied in `text_config` and not tied in the whole model.
 
     Raises:
-        RefusedError: it is: transformers 4 made a tied model of such files, and 5 fills a head with random numbers.
+        RefusedError: it is such a config: transformers 4 made a tied model of the files, and 5 fills a head with random
+            numbers.
     """
     if TIED in config and config[TIED] is not True and _inner(config).get(TIED) is True:
         raise RefusedError(

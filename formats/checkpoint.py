@@ -1,4 +1,4 @@
-"""What every format reads into and writes from: an opened checkpoint, and the files of one that is to be written."""
+"""The types that all formats share: an opened checkpoint, and the layout of the files of a checkpoint to be written."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ INTEGERS = {dtype for dtype in DTYPES if dtype not in FLOATS and not dtype.start
 ASSETS = "huggingface"
 """The folder of a run of Megatron or GPT-NeoX with the small files of the model: config.json, tokenizer, card."""
 MANIFEST = "vitruvian.json"
-"""What a conversion leaves beside the weights that it wrote, and no other program does."""
+"""The manifest, which a conversion writes beside the weights, and no other program does."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user can tell a reader that the checkpoint does not say.
+    """The user's options for reading a checkpoint.
 
     Attributes:
-        vocab_size: the true vocabulary.
-        values: settings of the model that overrule what the checkpoint says.
+        vocab_size: the true number of tokens, without padding.
+        values: settings of the model that overrule those in the checkpoint.
         config: a Hugging Face folder whose settings and tokenizer belong to the weights.
-        verbatim: carry every tensor under its own name, whatever the tables say.
-        container: which part of a checkpoint with several holds the model.
-        tag: which of the checkpoints in a run of DeepSpeed.
-        weights: `module`, or what the optimizer keeps of each parameter: `fp32-master`, `exp_avg` or `exp_avg_sq`.
-        allow_missing: names, or patterns of them, in which a model without a table may differ from its config's.
+        verbatim: carry every tensor under its own name, without the table of a family.
+        container: the part of a saved dictionary that holds the model, where several could.
+        tag: the tag of a checkpoint in a run of DeepSpeed.
+        weights: `module`, or an optimizer state of each parameter: `fp32-master`, `exp_avg` or `exp_avg_sq`.
+        allow_missing: names, or patterns of them, in which a model without a table may differ from that of its config.
         gqa_layout: the order of query, key and value in a checkpoint of GPT-NeoX: `auto`, `blocked` or `grouped`.
-        accept: deviations that the user means, by the names that errors give them.
+        accept: deviations that the user allows, by the names that errors give them.
         drop: parts of the model that are left out: `mtp`, the layers that predict tokens after the next.
-        only: the part of the model that is read: `text`, the language model of a model of more than text.
-        adapter: of a training with an adapter: the adapter `only`, or the model with it `merged`, whose base is read.
+        only: the part of the model that is read: `text`, the language model of a multimodal model.
+        adapter: for a training with an adapter: `only` reads the adapter; `merged` reads the base, into which the
+            adapter is merged.
     """
 
     vocab_size: int | None = None
@@ -59,13 +60,13 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Details:
-    """What only its own format can use of a checkpoint: each room has its own.
+    """The part of an opened checkpoint that only its own format can use; a format subclasses it.
 
     Attributes:
-        kind: what it is called, where a format has several; empty for the format's name.
-        fresh: the option with which its framework starts from fresh optimizer states.
-        shown: its part of `inspect`.
-        residue: settings that no table knows, by what holds them.
+        kind: the name of the kind of checkpoint, where a format has several; empty for the format's name.
+        fresh: the option with which the framework starts from fresh optimizer states.
+        shown: further entries of the record that `inspect` prints.
+        residue: the names of settings that no table knows, by the file or object that holds them.
     """
 
     kind: str = ""
@@ -79,33 +80,33 @@ Own = TypeVar("Own", bound=Details)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: headers only.
+    """An opened checkpoint: headers and metadata, no weights.
 
     Attributes:
         root: the folder.
-        home: the folder of these very weights: in a run of Megatron, that of the iteration.
+        home: the folder of the weight files; in a run of Megatron that of the iteration.
         format: the name of the format.
         spec: the model's settings.
-        tensors: every physical tensor, with what it holds.
+        tensors: every physical tensor, with its slot in the layout.
         dropped: keys that carry no weights.
         files: the weight files.
         topology: the parallel sizes, in the order in which they are shown; empty when nothing is sharded.
         assets: the folder with config, tokenizer and chat template, if there is one.
-        details: what only the same format can use again, such as Megatron's `args`.
+        details: the part that only the same format can use, such as Megatron's `args`.
         twins: where `tensors` are FP32 master weights, the same tensors in the type that the model computes with.
-        notes: what else the user should know.
-        proof: where `tensors` are moments, the master weights that lie beside them and can be compared with the module.
-        without: the logical tensors of the model that it does not hold.
-        settings: what the user said when it was opened.
+        notes: further messages for the user.
+        proof: where `tensors` are moments, the FP32 master weights beside them, which can be compared with the module.
+        without: the logical tensors of the model that the checkpoint does not hold.
+        settings: the options with which the checkpoint was opened.
         config: the parsed config.json of `assets`.
-        run_config: what its run says of model and training besides, such as the yml of GPT-NeoX.
-        padded_vocab: rows of the embedding, padding included; None where its format pads none.
+        run_config: the settings of model and training in a file of the run, such as the yml of GPT-NeoX.
+        padded_vocab: rows of the embedding, padding included; None where the format does not pad.
         added_tokens: tokens that the training added to its tokenizer, in the order of their ids.
-        state: what is there for resuming the training besides the weights, and is not carried.
-        ties: what each of its model files says of the save that it is of, alike in all of them.
-        unbounded: the files do not tell how many there were: a shape is as far as the pieces reach.
-        left: the names of what is not read of it, where only a part of the model is; None where all of it is.
-        original: where its tensors are read as parts of others, the checkpoint with its own.
+        state: the names of the saved training state besides the weights, which is not carried.
+        ties: the names of entries in the model files that are equal in all files of one save.
+        unbounded: whether a shape is only the extent of the pieces, since the files do not record how many there were.
+        left: the names of the tensors that are not read, where only a part of the model is; None where all of it is.
+        original: where the tensors are read as parts of other tensors, the checkpoint with its own.
     """
 
     root: Path
@@ -134,12 +135,12 @@ class Checkpoint:
     original: Checkpoint | None = None
 
     def details_of(self, kind: type[Own]) -> Own:
-        """The details of a checkpoint that is of the format to which they belong."""
+        """The details, which have to be of type `kind`: that of the checkpoint's format."""
         assert isinstance(self.details, kind)
         return self.details
 
     def fragments(self) -> Iterator[Placed]:
-        """Every physical tensor, each piece by itself."""
+        """Every physical tensor, each piece of a sharded one by itself."""
         return (fragment for placed in self.tensors for fragment in placed.each())
 
     def dtypes(self) -> dict[tuple[str, int | None], str]:
@@ -147,7 +148,7 @@ class Checkpoint:
 
         Raises:
             RefusedError: parts of one logical tensor differ in type.
-            UnsupportedError: a tensor of a family's table holds no floating point numbers.
+            UnsupportedError: a tensor in the table of a family holds no floating point numbers.
         """
         dtypes: dict[tuple[str, int | None], str] = {}
         for placed in self.tensors:
@@ -171,7 +172,7 @@ def slot_dtype(slot: Slot, dtypes: Mapping[tuple[str, int | None], str]) -> str:
     """The element type of a physical tensor that is to be written.
 
     Raises:
-        RefusedError: it would have to hold several.
+        RefusedError: the tensor would hold logical tensors of several element types.
     """
     names = {dtypes[name, slot.layer] for name in slot.rule.pattern.tensors}
     if len(names) > 1:
@@ -186,15 +187,15 @@ def slot_dtype(slot: Slot, dtypes: Mapping[tuple[str, int | None], str]) -> str:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """A file that is to be written: its tensors lie at known offsets, so they can be written in any order.
+    """A file that is to be written: its tensors have known offsets, so that they can be written in any order.
 
     Attributes:
-        path: where it is written.
+        path: the path of the file.
         size: bytes.
-        tensors: what goes where.
+        tensors: the model's tensors, with their places in the file.
         checksums: byte ranges (offset, size) whose CRC-32 `headers` needs, by name.
         headers: (offset, bytes) of everything that is no tensor, given those checksums.
-        states: what else goes where: master weights and moments of an optimizer, by the name of the state.
+        states: the tensors of FP32 master weights and moments in the file, by the name of the optimizer state.
     """
 
     path: Path
@@ -214,7 +215,7 @@ class Target:
         texts: small files, by path relative to the folder.
         copies: files that are copied as they are, by path relative to the folder.
         home: the folder of the weights, relative to the folder.
-        padding: what rows that no token has are made of: `zeros`, or copies of the `last` row of the model.
+        padding: the content of vocabulary rows that no token has: `zeros`, or copies of the `last` row of the model.
     """
 
     files: tuple[OutputFile, ...]
@@ -225,7 +226,7 @@ class Target:
 
     @property
     def tensors(self) -> Iterator[Placed]:
-        """Every physical tensor; what all ranks of some hold alike is one (`Placed.files`)."""
+        """Every physical tensor; tensors that all ranks of a group hold alike are one (`Placed.files`)."""
         alike = Counter(id(file.tensors.tensors) for file in self.files if isinstance(file.tensors, OnRank))
         for file in self.files:
             placed = file.tensors

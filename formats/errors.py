@@ -1,4 +1,4 @@
-"""Every way a conversion can be refused: one sentence, a hint that can be pasted, and an exit code."""
+"""The errors of the project: each has a message of one sentence, a hint that can be pasted, and an exit code."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 class VitruvianError(Exception):
-    """Something the user can act on. `str(error)` is one sentence with names and numbers, `hint` what to do about it.
+    """An error that the user can act on. `str(error)` is one sentence with names and numbers, `hint` the way out.
 
-    A traceback shows the hint below it, from Python 3.11 on (PEP 678).
+    A traceback shows the hint below the message, from Python 3.11 on (PEP 678).
     """
 
     exit_code = 1
@@ -33,14 +33,14 @@ class SourceError(VitruvianError):
 
 
 class DamagedError(SourceError):
-    """What was read of the source is not what was written: its checksum differs."""
+    """The checksum of bytes of the source differs from the one that was recorded when they were written."""
 
 
 class OptionNeededError(SourceError):
-    """What is there can be read only with an option, such as the config that it lacks.
+    """The source can be read only with an option, such as the config that the source lacks.
 
-    `known` gives what the files tell without it, where a reader can say: their format, tensors, types and bytes.
-    `assumed` names options and values with which `inspect` can look at it: what it prints does not depend on them.
+    `known` returns what the files tell without the option, where a reader can: their format, tensors, types and bytes.
+    `assumed` has options and values with which `inspect` can open the source: its output does not depend on them.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class OptionNeededError(SourceError):
 
 
 class UnsupportedError(VitruvianError):
-    """The source is sound, but holds something that has no layout here."""
+    """The source is valid, but holds something that has no layout here."""
 
     exit_code = 4
 
@@ -64,7 +64,7 @@ class RefusedError(VitruvianError):
 
 
 class VerificationError(VitruvianError):
-    """Two things that must be equal are not."""
+    """Two values that have to be equal differ, such as two copies of a tensor."""
 
     exit_code = 6
 
@@ -88,12 +88,12 @@ class Interrupted(VitruvianError):
 
 
 def some(names: Sequence[str], most: int) -> str:
-    """Names, the first of many."""
+    """The first `most` of some names, joined by commas, and the number of the rest."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def short(value: Any, limit: int = 80) -> str:
-    """A value from a file, for a message: never long, whatever it is."""
+    """A value from a file as text for a message, cut to about `limit` characters."""
     match value:
         case str():
             return repr(value[:limit]) + ("…" if len(value) > limit else "")

@@ -1,7 +1,7 @@
-"""What a format is to everybody else: how it is recognised and read, and what commands have to know of it.
+"""The type `Format`: how a checkpoint format is recognised and read, and what the commands have to know of a format.
 
-Each room has its formats in its `__init__.py`, and `registry.py` lists them. They are there whenever a command starts:
-their modules are loaded when they are asked for.
+Each room has its formats in its `__init__.py`, and `registry.py` lists them. Every command imports these `Format`s; the
+modules that read a format are only loaded when they are used.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ class Reader(Protocol):
         """Open a checkpoint: headers only, none of the weights."""
 
     def tables(self) -> Mapping[str, tuple[Rule, ...]]:
-        """Its layouts, by the names that `explain` shows; none where the tensors are those of another format."""
+        """The layouts of the format, by the names that `explain` shows; empty where another format has its tensors."""
 
     def holders(self, family: Family, /) -> Mapping[str, bool]:
-        """Whether it holds models of a family, by its own name and those of its dialects."""
+        """Whether models of a family fit the format: for its own name and for that of each of its dialects."""
 
 
 class Training(Protocol):
-    """The module that reads what a training keeps besides the weights."""
+    """The module that reads the optimizer states of a format."""
 
     def is_trained(self, source: Checkpoint, /) -> bool:
         """Whether there are optimizer states besides the weights."""
 
     def read(self, source: Checkpoint, /) -> Optimizer:
-        """The optimizer of an opened checkpoint, in no framework's terms."""
+        """The optimizer of an opened checkpoint, independent of the framework."""
 
     def states(self, source: Checkpoint, /) -> tuple[Mapping[str, Checkpoint], Mapping[str, Any]]:
-        """Its states, each as a checkpoint of its own, and what `inspect` says of it."""
+        """The optimizer states, each as a checkpoint of its own, and the entries of the optimizer for `inspect`."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """A format.
+    """A checkpoint format.
 
     Attributes:
-        name: what checkpoints, plans and manifests call it.
-        about: what a folder of it holds.
-        commands: a hint: the commands that read it.
-        reads: the module that reads it.
-        trains: the module that reads its optimizer; empty where no optimizer is read.
-        to_folder: the command that makes a Hugging Face folder of it; empty where it is one.
-        reader_options: the options of reading (`Settings`) that its reader knows, of those that not all know.
-        signs: what some name in a folder of it is like, or in a folder in that: where none is, it is another format,
-            and its reader need not be loaded.
+        name: the name of the format in checkpoints, plans and manifests.
+        about: one phrase on the files of the format.
+        commands: a hint with the commands that read the format.
+        reads: the name of the module that reads the format (`Reader`).
+        trains: the name of the module that reads its optimizer (`Training`); empty where no optimizer is read.
+        to_folder: the command that converts the format to a Hugging Face folder; empty where it is one.
+        reader_options: the fields of `Settings` that this reader knows, of those that not every reader knows.
+        signs: a regular expression that a name in every folder of the format matches, or a name in a subfolder: a
+            folder without such a name is of another format, and the reader need not be loaded.
         ranked: whether each rank has tensors of its own in its files.
-        replicas: what is done with further copies of a tensor unless the user says: `verify`, or `drift`.
+        replicas: the default policy for further copies of a tensor: `verify`, or `drift`.
     """
 
     name: str
@@ -80,16 +80,16 @@ class Format:
     replicas: str = "verify"
 
     def detect(self, path: Path, names: Iterable[str] | None) -> bool:
-        """Whether a folder looks like it, which has such names in it and in its folders; None where that is unknown."""
+        """Whether a folder looks like this format; `names` are those in the folder and its subfolders, if known."""
         like = re.compile(self.signs).fullmatch
         return (not self.signs or names is None or any(map(like, names))) and self.reader.detect(path)
 
     @property
     def reader(self) -> Reader:
-        """Its reader, loaded."""
+        """The module that reads the format, imported."""
         return cast(Reader, import_module(self.reads))
 
     @property
     def training(self) -> Training | None:
-        """What reads its optimizer, loaded."""
+        """The module that reads the optimizer of the format, imported; None where no optimizer is read."""
         return cast(Training, import_module(self.trains)) if self.trains else None

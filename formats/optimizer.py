@@ -1,4 +1,4 @@
-"""What a training keeps of a model besides its weights, in no framework's terms: master weights, moments, step."""
+"""The state of an optimizer, independent of the framework: FP32 master weights, moments, step, parameter groups."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from formats.layout.slots import Slot
 from formats.torch_files.archive_writer import NUMBERS, Small
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
-"""What there is of a parameter: the FP32 master weight, unless it is float32 itself, and Adam's moments; Lion has the
-first alone."""
+"""Optimizer states of a parameter: the FP32 master weight, unless the parameter is float32 itself, and Adam's moments;
+Lion has only the first moment."""
 MOMENTUM = "momentum_buffer"
-"""What Muon has of a matrix in place of Adam's moments: the running mean of its gradients."""
+"""The state that Muon keeps of a matrix in place of Adam's moments: the running mean of its gradients."""
 KEPT = (*STATES, MOMENTUM)
 """Every state of a parameter that is carried."""
 
 
 ADAM = frozenset({"amsgrad", "bias_correction", "correct_bias", "t_beta3"})
-"""What the parameter groups of an Adam have: torch's and DeepSpeedCPUAdam, FusedAdam, that of old transformers, and
-bitsandbytes' (whose LAMB and AdEMAMix have it too, and keep or say more)."""
+"""Settings of which the parameter groups of every Adam have at least one: torch's and DeepSpeedCPUAdam, FusedAdam, that
+of old transformers, and bitsandbytes' (whose LAMB and AdEMAMix have it too, and keep or say more)."""
 OTHERS = {"max_coeff": "LAMB", "momentum_decay": "NAdam"}
-"""What those of others have, that keep the same of a parameter."""
+"""Setting in a parameter group: another optimizer that has it, and keeps the same states as Adam."""
 USUAL = {"amsgrad": False, "maximize": False, "bias_correction": True, "correct_bias": True}
-"""What changes an Adam's step, and the value with which it is the one that is carried."""
+"""Settings that change Adam's step: the only value of each that is carried."""
 DECOUPLED = ("decoupled_weight_decay", "adam_w_mode", "weight_decouple")
-"""Whether the weight decay is AdamW's, as torch, apex and others call it; where it is not, it is in the gradients."""
+"""Settings that are true if the weight decay is AdamW's, in torch, apex and others; false: it is in the gradients."""
 NEUTRAL = {"lr_mult": 1, "lr_scale": 1}
-"""Factors of the rate that a schedule multiplies again, and the one that changes nothing."""
+"""Factors that a schedule multiplies the learning rate with once more: the value that changes nothing."""
 KNOWN = {
     "carried": ("params", "param_names", "lr", "betas", "eps", "weight_decay", "step"),
     "how torch computes the same": ("foreach", "fused", "capturable", "differentiable"),
@@ -47,14 +47,15 @@ KNOWN = {
         "optimizer",
     ),
 }  # fmt: skip
-"""What else an Adam's groups have (torch 2.13.0, DeepSpeed 0.19.8, megatron-core 0.16.1 optimizer/__init__.py)."""
+"""Other settings in Adam's groups, by their use (torch 2.13.0, DeepSpeed 0.19.8, megatron-core 0.16.1
+optimizer/__init__.py)."""
 _KNOWN = frozenset({*USUAL, *DECOUPLED, *NEUTRAL}.union(*KNOWN.values()))
 _UNSET: tuple[object, ...] = (None, False, "", (), [], {})
-"""With which a setting that is not known does nothing."""
+"""Values with which an unknown setting is taken to have no effect."""
 
 
 MORE = {"amsgrad": "max_exp_avg_sq", "momentum_decay": "mu_product"}
-"""With which settings there is a further state of a parameter."""
+"""Setting in a parameter group: the further state that an optimizer with it keeps of each parameter."""
 
 
 KEEPS = {
@@ -74,8 +75,8 @@ KEEPS = {
     "GG": "SOAP",
     "z": "a schedule-free optimizer",
 }
-"""State of a parameter: the optimizer that it tells (torch 2.13.0, transformers 5.23.0; those of SOAP, Adan,
-bitsandbytes and the schedule-free ones as their authors' code calls them)."""
+"""State of a parameter: the optimizer that keeps it (torch 2.13.0, transformers 5.23.0; the states of SOAP, Adan,
+bitsandbytes and the schedule-free optimizers as their authors' code names them)."""
 
 
 ADAFACTOR = {
@@ -85,28 +86,29 @@ ADAFACTOR = {
         "RMS",
     ): "its step is bounded by the mean square of each rank's part, and would be another on other ranks",
 }
-"""Why Adafactor is not carried, by what it keeps. Of whole parameters it keeps rows and columns (torch 2.13.0
-optim/_adafactor.py, transformers 5.23.0 optimization.py). FSDP1 and ZeRO give it a rank's flat part for one, of which
-there are none; with FSDP2 and tensor parallelism of torch 2.13.0 neither class makes a step."""
+"""Why Adafactor is not carried, by the states that it keeps. Of whole parameters these are statistics of rows and
+columns (torch 2.13.0 optim/_adafactor.py, transformers 5.23.0 optimization.py). FSDP1 and ZeRO pass it a rank's flat
+part as a parameter, which has no rows and columns; with FSDP2 and tensor parallelism of torch 2.13.0 neither class
+makes a step."""
 
 
 def why_not(kept: Collection[str]) -> str:
-    """What the user should know of an optimizer that keeps such states, and is refused."""
+    """The hint for an optimizer that is refused for the states that it keeps."""
     reasons = [f"{reason}: " for states, reason in ADAFACTOR.items() if not set(states).isdisjoint(kept)]
     return "".join(reasons[:1]) + "convert the weights without the optimizer"
 
 
 def whose(kept: Collection[str]) -> str:
-    """Which optimizer, other than Adam, keeps such states of a parameter, as a part of a sentence; empty if unknown."""
+    """The optimizer, other than Adam, that keeps such states, in parentheses for a message; empty if unknown."""
     names = [name for state, name in KEEPS.items() if state in kept]
     return f" ({names[0]})" if names else ""
 
 
 def require_states(group: Mapping[str, Any], where: str) -> None:
-    """A parameter group has the states that are carried, and no others, whatever its optimizer makes of them.
+    """Refuse a parameter group whose settings give its parameters a state that is not carried.
 
     Raises:
-        UnsupportedError: it has another state.
+        UnsupportedError: a setting in `MORE` is on.
     """
     for name, state in MORE.items():
         if group.get(name):
@@ -116,10 +118,10 @@ def require_states(group: Mapping[str, Any], where: str) -> None:
 
 
 def require_adam(group: Mapping[str, Any], where: str) -> None:
-    """A parameter group is one of AdamW, whose step is computed as everywhere.
+    """Refuse a parameter group that is not one of a plain AdamW.
 
     Raises:
-        UnsupportedError: it is of another optimizer, or of an Adam that computes something else.
+        UnsupportedError: the group is of another optimizer, or of an Adam that computes something else.
     """
     other = next((name for key, name in OTHERS.items() if key in group), "")
     if other or not ADAM & group.keys():  # torch's RAdam has none of these
@@ -128,7 +130,7 @@ def require_adam(group: Mapping[str, Any], where: str) -> None:
 
 
 def _require_usual(group: Mapping[str, Any], where: str, kind: str) -> None:
-    """A parameter group has no setting with which its optimizer computes something else."""
+    """Refuse a parameter group with a setting that changes the step of the optimizer `kind` (UnsupportedError)."""
     for name, usual in USUAL.items():
         if bool(group.get(name, usual)) is not usual:
             raise UnsupportedError(f"{where} says {name} = {group[name]}, and only {kind} with {usual} is carried")
@@ -144,7 +146,7 @@ def _require_usual(group: Mapping[str, Any], where: str, kind: str) -> None:
 
 
 class Group(NamedTuple):
-    """How Adam treats some parameters, as torch calls it."""
+    """A parameter group of Adam, with torch's names."""
 
     lr: float
     betas: tuple[float, float]
@@ -153,7 +155,7 @@ class Group(NamedTuple):
 
 
 class Muon(NamedTuple):
-    """How torch's Muon treats some matrices, as torch calls it (2.13.0 optim/_muon.py)."""
+    """A parameter group of torch's Muon, with torch's names (2.13.0 optim/_muon.py)."""
 
     lr: float
     weight_decay: float
@@ -166,7 +168,7 @@ class Muon(NamedTuple):
 
 
 class Lion(NamedTuple):
-    """How Lion treats some parameters (lion-pytorch 0.2.5, DeepSpeed 0.19.8 ops/lion)."""
+    """A parameter group of Lion (lion-pytorch 0.2.5, DeepSpeed 0.19.8 ops/lion)."""
 
     lr: float
     betas: tuple[float, float]
@@ -176,35 +178,38 @@ class Lion(NamedTuple):
 AnyGroup = Group | Lion | Muon
 """A parameter group of an optimizer that is carried."""
 MOMENTS: Mapping[type[AnyGroup], tuple[str, ...]] = {Muon: (MOMENTUM,), Lion: ("exp_avg",), Group: STATES[1:]}
-"""What an optimizer keeps of a parameter, by the kind of its groups."""
+"""Type of a parameter group: the states that its optimizer keeps of a parameter besides the FP32 master weight."""
 NAMES: Mapping[type[AnyGroup], str] = {Muon: "Muon", Lion: "Lion", Group: "Adam"}
-"""What it is called."""
+"""Type of a parameter group: the name of its optimizer."""
 OF_MUON = frozenset({"ns_steps", "ns_coefficients"})
 """Settings that Muon alone has."""
 RATES = (None, "original", "match_rms_adamw")
-"""How torch's Muon scales the rate by the shape of a matrix."""
+"""Values of `adjust_lr_fn`: how torch's Muon scales the learning rate by the shape of a matrix."""
 
 
 def kind_of(about: Mapping[str, Any]) -> type[AnyGroup]:
-    """Whose a parameter group looks to be: Lion's has betas, and nothing to divide by."""
+    """The optimizer that a parameter group looks like: Lion's group has betas and no eps."""
     if not OF_MUON.isdisjoint(about):
         return Muon
     return Lion if "betas" in about and "eps" not in about else Group
 
 
 def kept_by(groups: Iterable[Mapping[str, Any]], kept: Collection[str]) -> tuple[str, ...]:
-    """Those of KEPT that parameters must have, by their groups and by what there is of any; Adam's without a group."""
+    """The states of `KEPT` that parameters must have, by their groups and by the states `kept` of any parameter.
+
+    Without groups the states of Adam are required.
+    """
     kinds = {kind_of(group) for group in groups} or {Group}
     wanted = {STATES[0], *(state for kind in kinds for state in MOMENTS[kind])}
     return tuple(state for state in KEPT if state in wanted or (state in STATES and state in kept))
 
 
 def group_of(about: Mapping[str, Any], where: str) -> AnyGroup:
-    """A parameter group of Adam, Lion or Muon, as torch has it.
+    """A parameter group of Adam, Lion or Muon, out of the settings of a group of torch.
 
     Raises:
-        SourceError: a setting is missing, no finite number, or one that no such optimizer takes.
-        UnsupportedError: see `require_adam`; or it is a Lion or Muon that computes something else.
+        SourceError: a setting is missing, not a finite number, or a value that no such optimizer takes.
+        UnsupportedError: see `require_adam`; or the group is of a Lion or Muon that computes something else.
     """
     return READERS[kind_of(about)](about, where)
 
@@ -246,18 +251,18 @@ def _muon(about: Mapping[str, Any], where: str) -> Muon:
 READERS: Mapping[type[AnyGroup], Callable[[Mapping[str, Any], str], AnyGroup]] = {
     Muon: _muon, Lion: _lion, Group: _adam,
 }  # fmt: skip
-"""What reads a group."""
+"""Type of a parameter group: the function that reads one."""
 
 
 def _numbers(values: Any, count: int, what: str, each: str) -> list[float]:
-    """So many finite numbers."""
+    """The `count` finite numbers of a list (SourceError: `values` is no such list)."""
     if not isinstance(values, tuple | list) or len(values) != count:
         raise SourceError(f"{what} {short(values)}")
     return [number_of(value, each) for value in values]
 
 
 def _require_within(where: str, kind: str, anything: Mapping[str, float], *fractions: Mapping[str, float]) -> None:
-    """None of the settings is negative, and of the fractions none is 1 or more."""
+    """Refuse a setting that is negative or infinite, and a fraction that is negative, or 1 or more (SourceError)."""
     for settings, most in ((anything, math.inf), *((fraction, 1.0) for fraction in fractions)):
         for name, value in settings.items():
             if not 0 <= value < most:
@@ -265,10 +270,10 @@ def _require_within(where: str, kind: str, anything: Mapping[str, float], *fract
 
 
 def number_of(value: Any, what: str) -> float:
-    """A finite number, or that of a tensor with one element.
+    """A finite number as a float; `value` may be a tensor with one element.
 
     Raises:
-        SourceError: it is none.
+        SourceError: the value is no finite number.
     """
     if isinstance(value, Small) and value.dtype in NUMBERS and math.prod(value.shape) == 1:
         value = value.number
@@ -281,7 +286,7 @@ def step_tensor(step: int) -> Small:
     """The number of steps as torch's Adam keeps it: a float32 (torch/optim/adam.py, `_get_scalar_dtype`).
 
     Raises:
-        UnsupportedError: no float32 is that number.
+        UnsupportedError: the number is no float32.
     """
     packed = struct.pack("<f", step)
     if struct.unpack("<f", packed)[0] != step:
@@ -291,13 +296,13 @@ def step_tensor(step: int) -> Small:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What is left of a training when its framework's own words are taken away.
+    """The optimizer of a training, independent of the framework.
 
     Attributes:
-        states: those of KEPT that there are, each as a checkpoint of its own with the logical tensors that have it.
-        step: how many updates it has made; None where nothing says it, as a Lion need not count.
-        groups: how each logical tensor (name, layer) is treated.
-        samples: how many samples it was trained on; None where the source does not say.
+        states: the present states of `KEPT`, each as a checkpoint of its own with the logical tensors that have it.
+        step: the number of updates made; None where the source does not record it, as a Lion need not count.
+        groups: the parameter group of each logical tensor (name, layer).
+        samples: the number of samples trained on; None where the source does not record it.
     """
 
     states: Mapping[str, Checkpoint]
@@ -311,10 +316,10 @@ class Optimizer:
         return {state: source.dtypes() for state, source in self.states.items()}
 
     def has(self, state: str, slot: Slot) -> bool:
-        """Whether there is this state of a physical tensor.
+        """Whether a physical tensor has this state.
 
         Raises:
-            UnsupportedError: only of a part of it, or it is a momentum of more than one matrix.
+            UnsupportedError: only a part of the tensor has the state, or Muon's momentum is that of no single matrix.
         """
         present = {(name, slot.layer) in self.dtypes[state] for name in slot.rule.pattern.tensors}
         if len(present) > 1 or (present == {True} and state == MOMENTUM and len(slot.shape) != 2):
@@ -325,10 +330,10 @@ class Optimizer:
         return present == {True}
 
     def updates(self, where: Path) -> int:
-        """How many updates it has made, where something is named or scheduled by it.
+        """The number of updates made, for outputs that need it in a name or a schedule.
 
         Raises:
-            UnsupportedError: nothing says it.
+            UnsupportedError: the number is unknown.
         """
         if self.step is None:
             raise UnsupportedError(
@@ -338,10 +343,15 @@ class Optimizer:
         return self.step
 
     def require_only(self, kinds: Collection[type[AnyGroup]], where: Path, what: str) -> None:
-        """Everything was trained with optimizers that have a place where something is written.
+        """Refuse parameter groups of other optimizers than those whose states the target can hold.
+
+        Args:
+            kinds: the types of groups that the target holds.
+            where: the source, for the message.
+            what: a clause on the target, for the message.
 
         Raises:
-            UnsupportedError: something was not.
+            UnsupportedError: a group is of another type.
         """
         for kind in dict.fromkeys(map(type, self.groups.values())):
             if kind not in kinds:

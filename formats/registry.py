@@ -1,4 +1,4 @@
-"""Which formats there are, and how one is recognised."""
+"""The list of all formats, and the recognition of the format of a folder."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ if TYPE_CHECKING:  # mypy sees that the modules of the formats are what `Format`
 FORMATS: dict[str, Format] = {
     form.name: form for form in (HUGGINGFACE, MEGATRON_FSDP, DIST, FSDP, MDS, NEOX, ZERO, MEGATRON, MISTRAL, NANOTRON)
 }
-"""Every format, by name.
+"""Every format, by name, in the order in which a folder is compared with them.
 
-They are tried in this order. What Megatron saves as fsdp_dtensor would pass for torch_dist, that for FSDP, and its run
-for a classic one.
+A checkpoint that Megatron saves as fsdp_dtensor looks like torch_dist too, one of torch_dist like FSDP too, and its run
+folder like that of a classic Megatron run.
 """
 KNOWN_TO = {
     name: [form for form in FORMATS.values() if name in form.reader_options]
     for name in dict.fromkeys(name for form in FORMATS.values() for name in form.reader_options)
 }
-"""Setting of a reader: the formats that know it, of those that not every format knows."""
+"""Field of `Settings` that not every reader knows: the formats whose readers do."""
 ITERATION = re.compile(r"iter_\d+|release")
-"""Folders of a run of Megatron, each a checkpoint."""
+"""The name of a checkpoint folder in a run of Megatron."""
 MOST_FOLDERS = 64
-"""How many folders are looked into for a hint."""
+"""Most folders that are searched for checkpoints to name in a hint."""
 
 
 def format_of(source: Checkpoint) -> Format:
@@ -62,14 +62,14 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
     """Recognise a checkpoint and read its headers.
 
     Args:
-        path: its folder.
-        settings: what the user said.
+        path: the folder of the checkpoint.
+        settings: the user's settings.
         first: the formats to try before the others, for folders that hold weights in several.
 
     Raises:
-        SourceError: there is nothing, or nothing known, at the path; or what is there is damaged.
-        UnsupportedError: it is sound, but of a kind that has no layout here.
-        RefusedError: it holds two models, and nobody said which.
+        SourceError: there is nothing, or no known format, at the path; or the checkpoint is damaged.
+        UnsupportedError: the checkpoint is valid, but of a kind that has no layout here.
+        RefusedError: the folder holds two models, and no setting says which one to read.
     """
     from formats.checkpoint import Settings
     from formats.detect import signs
@@ -122,7 +122,7 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
 
 
 def downloaded(path: Path) -> str:
-    """How a folder comes to be that is not there: by its conversion to the end, or from the Hub."""
+    """The hint for a folder that does not exist: resume its unfinished conversion, or download it from the Hub."""
     begun = Path(f"{path}.partial")
     if begun.is_dir():
         return f"{begun} is that of a conversion that has not ended: run its command again, which resumes it"
@@ -131,23 +131,23 @@ def downloaded(path: Path) -> str:
 
 
 def _inside(path: Path) -> list[Path]:
-    """Checkpoints in a folder that is none itself, or in the snapshots of a folder of the Hub's cache."""
+    """The checkpoints in a folder, or in its `snapshots` if it is a model's folder in the cache of the Hub."""
     return [*filter(is_known, _folders(path / "snapshots" if (path / "snapshots").is_dir() else path))]
 
 
 def _folders(path: Path) -> list[Path]:
-    """The folders in a folder, as many as are looked into."""
+    """The first `MOST_FOLDERS` subfolders of a folder, in the order of their names."""
     return list(islice((folder for folder in sorted(path.iterdir()) if folder.is_dir()), MOST_FOLDERS))
 
 
 def detected(path: Path) -> Format | None:
-    """The format that a folder looks like."""
+    """The first format that a folder looks like; None if there is none."""
     names = names_in(path)
     return next((form for form in FORMATS.values() if form.detect(path, names)), None)
 
 
 def is_known(path: Path) -> bool:
-    """Whether a folder is of a known format; what cannot be looked into is none."""
+    """Whether a folder is of a known format; False if it cannot be read."""
     try:
         return detected(path) is not None
     except (OSError, SourceError):
@@ -155,9 +155,9 @@ def is_known(path: Path) -> bool:
 
 
 def names_in(path: Path) -> set[str] | None:
-    """The names of what is in a folder and in its folders, but for that of the config and tokenizer of a run.
+    """The names of the entries of a folder and of its subfolders, except for those inside `ASSETS`.
 
-    None where to list them takes requests, or is not allowed.
+    None where listing them needs requests to a remote store, or is not permitted.
     """
     from formats.checkpoint import ASSETS
     from formats.disk.handle import is_elsewhere
@@ -173,7 +173,7 @@ def names_in(path: Path) -> set[str] | None:
 
 
 def steps(run: Path) -> list[str]:
-    """The folders of a run whose names are those of checkpoints, whatever is in them."""
+    """The names of the subfolders of a run that are named like checkpoints; their contents are not read."""
     from formats.fsdp import runs
 
     names = sorted(path.name for path in run.iterdir() if path.is_dir())
@@ -181,10 +181,10 @@ def steps(run: Path) -> list[str]:
 
 
 def _check_assets(checkpoint: Checkpoint, path: Path) -> None:
-    """The folder of config and tokenizer that was found in a run is in it: a link there may be anybody's.
+    """Refuse an assets folder of a run that is a link out of the run, to files that may belong to anyone.
 
     Raises:
-        SourceError: it is a link that leads elsewhere.
+        SourceError: the folder is such a link.
     """
     assets = checkpoint.assets
     if assets is None or assets in (path, checkpoint.settings.config) or not assets.is_symlink():
@@ -197,10 +197,10 @@ def _check_assets(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def _check_family(checkpoint: Checkpoint) -> None:
-    """The table of the user's own that travelled with the weights is the one that was named.
+    """Check that the user's family table is the one that was stored beside the weights.
 
     Raises:
-        RefusedError: it is another one, and what is read with it would be in another order than what was written.
+        RefusedError: the tables differ, so that elements would be read in another order than they were written in.
     """
     from formats.families import FAMILIES
     from formats.families.family import FAMILY_FILE

@@ -1,7 +1,7 @@
 """Apertus: norms on query and key heads, an MLP without a gate, and the activation xIELU, which has weights.
 
-Facts: transformers models/apertus/modeling_apertus.py and activations.py `XIELUActivation`, 5.23.0. Two of its four
-numbers are buffers, of the shape ().
+Facts: transformers models/apertus/modeling_apertus.py and activations.py `XIELUActivation`, 5.23.0. Two of the four
+numbers of xIELU are buffers of shape ().
 """
 
 from formats.families.blocks import HEAD, OPTIONAL_BIASES, QK_NORMS

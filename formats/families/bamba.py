@@ -1,6 +1,6 @@
-"""Bamba: a state space (Mamba2) in the place of attention in most layers, and an MLP in all.
+"""Bamba: a state space (Mamba2) in place of attention in most layers, and an MLP in all layers.
 
-Facts: transformers 5.23.0, models/bamba/modeling_bamba.py and configuration_bamba.py: half of a head rotates.
+Facts: transformers 5.23.0, models/bamba/modeling_bamba.py and configuration_bamba.py: half of each head rotates.
 """
 
 from formats.families.blocks import EMBEDDING, QKVO, STATE_SPACE, among
@@ -21,7 +21,7 @@ lm_head.weight                  head: vocab hidden         untied
 lm_head.weight                  embedding: vocab hidden    tied optional
 """
 MIXED = among("attention", QKVO)
-"""Attention, where not all layers have it."""
+"""Attention, in a model in which only some layers have it."""
 
 KEYS = {
     "state_heads": "mamba_n_heads",

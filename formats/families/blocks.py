@@ -1,11 +1,11 @@
-"""Rows that the tables of several families share, and keys: what a family has of its own, its file says.
+"""Table rows and config keys that several families share; all others are in the file of a family.
 
-Each is as in `llama.py`, which has all of its rows in one place. The order of a table is that of the model's parameters.
+The rows are written as in `llama.py`, which has a whole table in one place. A table has the order of the parameters.
 """
 
 
 def among(kind: str, block: str) -> str:
-    """The lines of a block, where not all layers have it but those of a kind."""
+    """The lines of a block that only layers of the kind `kind` have."""
     return "".join(f"{line}    {kind}\n" for line in block.strip().splitlines())
 
 
@@ -22,8 +22,8 @@ ATTENTION = EMBEDDING + QKVO
 """The embedding, and attention as in Llama, without biases."""
 
 PAIRED_ATTENTION = ATTENTION.replace("half pair", "pair half")
-"""The same where neighbours are turned, in all of a head: the two halves are pair by pair. Where a part of a head rotates
-it is `half pair` (`formats/layout/tensors.py`)."""
+"""The embedding, and attention with an interleaved rotary embedding, which rotates adjacent elements of a whole head:
+its order is `pair half`. Where only a part of a head rotates, it is `half pair` (`formats/layout/tensors.py`)."""
 
 BIASED_QKVO = """
 model.layers.{layer}.self_attn.q_proj.weight     query: (group head half pair) hidden
@@ -35,13 +35,13 @@ model.layers.{layer}.self_attn.v_proj.bias       value_bias: (group dim)
 model.layers.{layer}.self_attn.o_proj.weight     output: hidden (group head dim)
 """
 BIASED_ATTENTION = EMBEDDING + BIASED_QKVO
-"""The same with biases on query, key and value."""
+"""The embedding, and attention as in Llama, with biases on query, key and value."""
 
 OUTPUT_BIAS = """
 model.layers.{layer}.self_attn.o_proj.bias       output_bias: hidden
 """
 ALL_BIASES = BIASED_ATTENTION + OUTPUT_BIAS
-"""The same with biases on the output too."""
+"""The embedding, and attention as in Llama, with biases on query, key, value and output."""
 
 OPTIONAL_QKVO = """
 model.layers.{layer}.self_attn.q_proj.weight     query: (group head half pair) hidden
@@ -53,10 +53,10 @@ model.layers.{layer}.self_attn.v_proj.bias       value_bias: (group dim)        
 model.layers.{layer}.self_attn.o_proj.weight     output: hidden (group head dim)
 """
 OPTIONAL_QKV_BIASES = EMBEDDING + OPTIONAL_QKVO
-"""The same with biases on query, key and value where a config key turns them on."""
+"""The embedding, and attention with biases on query, key and value where a config key turns them on."""
 
 OPTIONAL_BIASES = f"{OPTIONAL_QKV_BIASES}{OUTPUT_BIAS.strip()}    output_bias\n"
-"""The same with one on the output too, likewise."""
+"""The embedding, and attention with biases on query, key, value and output where config keys turn them on."""
 
 INDEXER = """
 model.layers.{layer}.self_attn.indexer.wq_b.weight            index_query: (index_head index_dim) query_rank    indexing
@@ -65,7 +65,7 @@ model.layers.{layer}.self_attn.indexer.k_norm.weight          index_norm: index_
 model.layers.{layer}.self_attn.indexer.k_norm.bias            index_norm_bias: index_dim                        indexing
 model.layers.{layer}.self_attn.indexer.weights_proj.weight    index_weights: index_head hidden                  indexing
 """
-"""What chooses the tokens that attention sees."""
+"""The indexer, which chooses the tokens that attention sees."""
 
 QK_NORMS = """
 model.layers.{layer}.self_attn.q_norm.weight     query_norm: (half pair)
@@ -90,16 +90,16 @@ PLAIN_MLP = """
 model.layers.{layer}.mlp.up_proj.weight       up: ffn hidden
 model.layers.{layer}.mlp.down_proj.weight     down: hidden ffn
 """
-"""An MLP without one."""
+"""An MLP without a gate."""
 
 FUSED_MLP = """
 model.layers.{layer}.mlp.gate_up_proj.weight     (gate: ffn | up: ffn) hidden
 model.layers.{layer}.mlp.down_proj.weight        down: hidden ffn
 """
-"""One with a gate, whose two matrices are one tensor."""
+"""An MLP with a gate, whose two matrices are fused in one tensor."""
 
 DENSE_MLP = among("dense", GATED_MLP)
-"""That of layers without experts."""
+"""The MLP of layers without experts, with a gate."""
 
 EXPERTS = """
 model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight     expert_gate: expert_ffn hidden                                     sparse separate
@@ -108,28 +108,28 @@ model.layers.{layer}.mlp.experts.{expert}.down_proj.weight     expert_down: hidd
 model.layers.{layer}.mlp.experts.gate_up_proj                  expert (expert_gate: expert_ffn | expert_up: expert_ffn) hidden    sparse fused
 model.layers.{layer}.mlp.experts.down_proj                     expert_down: expert hidden expert_ffn                              sparse fused
 """
-"""Experts with a gate: the Hub's names of each, and those that transformers 5 has in memory."""
+"""Experts with a gate: one by one under the Hub's names, and fused under the names of transformers 5 in memory."""
 
 ROUTER = """
 model.layers.{layer}.mlp.gate.weight     router: expert hidden    sparse
 """
-"""What scores experts."""
+"""The router, which scores experts."""
 
 BIASED_ROUTER = """
 model.layers.{layer}.mlp.gate.weight                         router: expert hidden    sparse
 model.layers.{layer}.mlp.gate.e_score_correction_bias        router_bias: expert      sparse
 """
-"""The same with a bias for their choice alone."""
+"""The router, with a bias that is only used to choose experts."""
 
 SHARED_EXPERTS = """
 model.layers.{layer}.mlp.shared_experts.gate_proj.weight     shared_gate: shared_ffn hidden    sparse
 model.layers.{layer}.mlp.shared_experts.up_proj.weight       shared_up: shared_ffn hidden      sparse
 model.layers.{layer}.mlp.shared_experts.down_proj.weight     shared_down: hidden shared_ffn    sparse
 """
-"""What is shared of them."""
+"""The shared experts, as one MLP."""
 
 MIXTURE = DENSE_MLP + EXPERTS + BIASED_ROUTER + SHARED_EXPERTS
-"""All of it, in the order of DeepSeek-V3."""
+"""MLP, experts, router and shared experts, in the order of DeepSeek-V3."""
 
 NORMS = """
 model.layers.{layer}.input_layernorm.weight              input_norm: hidden
@@ -143,13 +143,13 @@ model.layers.{layer}.input_layernorm.bias                input_norm_bias: hidden
 model.layers.{layer}.post_attention_layernorm.weight     post_norm: hidden
 model.layers.{layer}.post_attention_layernorm.bias       post_norm_bias: hidden
 """
-"""The same as LayerNorms, which have biases."""
+"""LayerNorms, which have biases, before attention and MLP."""
 
 NORMS_AFTER = """
 model.layers.{layer}.post_attention_layernorm.weight       output_norm: hidden
 model.layers.{layer}.post_feedforward_layernorm.weight     down_norm: hidden
 """
-"""Norms of what attention and MLP return."""
+"""Norms after attention and MLP."""
 
 NORMS_AROUND = """
 model.layers.{layer}.input_layernorm.weight               input_norm: hidden
@@ -157,7 +157,7 @@ model.layers.{layer}.post_attention_layernorm.weight      output_norm: hidden
 model.layers.{layer}.pre_feedforward_layernorm.weight     post_norm: hidden
 model.layers.{layer}.post_feedforward_layernorm.weight    down_norm: hidden
 """
-"""Norms before and after each, as in Gemma."""
+"""Norms before and after attention and MLP, as in Gemma."""
 
 
 STATE_SPACE = """
@@ -170,11 +170,11 @@ model.layers.{layer}.mamba.in_proj.weight     (state_gate: state_group share sta
 model.layers.{layer}.mamba.norm.weight        state_norm: (state_group share state_dim)    state
 model.layers.{layer}.mamba.out_proj.weight    state_output: hidden (state_group share state_dim)    state
 """
-"""A state space (Mamba2), in the order of its inputs that all its classes have."""
+"""A state space (Mamba2); the order of its inputs is the same in all classes."""
 
 
 def second(block: str, prefix: str = "model.layers.{layer}.") -> str:
-    """The lines of a layer as those of one that predicts a token after the next, under another prefix."""
+    """The lines of a layer, rewritten for a layer that predicts a token after the next (MTP), under another prefix."""
     lines = [line for line in block.splitlines() if line.startswith("model.layers.{layer}.")]
     return "".join(f"{line.replace('model.layers.{layer}.', prefix)}    mtp\n" for line in lines)
 
@@ -187,8 +187,8 @@ model.layers.{layer}.shared_head.norm.weight    mtp_final_norm: hidden        mt
 model.layers.{layer}.shared_head.head.weight    head: vocab hidden            mtp untied optional
 model.layers.{layer}.embed_tokens.weight        embedding: vocab hidden       mtp optional
 """
-"""What is around the block of a layer that predicts a token after the next, in DeepSeek-V3 and its descendants, which
-number it after the others."""
+"""The tensors around the block of a layer that predicts a token after the next (MTP), in DeepSeek-V3 and its
+descendants, where its number follows those of the other layers."""
 
 HEAD = """
 model.norm.weight     final_norm: hidden
@@ -203,7 +203,7 @@ model.norm.bias       final_norm_bias: hidden
 lm_head.weight        head: vocab hidden         untied
 lm_head.weight        embedding: vocab hidden    tied optional
 """
-"""The same with a LayerNorm."""
+"""The last norm, a LayerNorm, and the output head."""
 
 TORCHTITAN_ENDS = """
 norm.weight       final_norm: hidden
@@ -236,7 +236,7 @@ layers.{layer}.moe.routed_experts.inner_experts.w3_EFD    expert_up: expert expe
 layers.{layer}.moe.routed_experts.inner_experts.w2_EDF    expert_down: expert hidden expert_ffn    sparse
 layers.{layer}.moe.router.gate.weight                     router: expert hidden                    sparse
 """
-"""MLPs, experts and what scores them: w1 is the gate, w3 up, and w2 down."""
+"""MLPs, experts and router: w1 is the gate, w3 up, and w2 down."""
 
 EXPERT_KEYS = {
     "experts": "n_routed_experts num_local_experts",
@@ -247,4 +247,4 @@ EXPERT_KEYS = {
     "router_groups": "n_group",
     "router_top_groups": "topk_group",
 }
-"""The keys of a mixture as in DeepSeek-V3."""
+"""Setting of a mixture of experts: its config key, as in DeepSeek-V3."""

@@ -1,8 +1,8 @@
-"""BLOOM: no positions but the slope of each head (ALiBi), a norm after the embedding, biases everywhere.
+"""BLOOM: positions only by a slope for each head (ALiBi), a norm after the embedding, biases in every linear layer.
 
 Facts: transformers models/bloom/modeling_bloom.py, 5.23.0. The fused projection holds query, key and value head by
-head. The MLP is four times as wide as the model, whatever `n_inner` says, and no config of the Hub says anything else;
-any length can be computed, and `seq_length` is that of the training.
+head. The width of the MLP is four times the hidden size, whatever `n_inner` is, and no config of the Hub has another
+`n_inner`; a sequence may have any length, and `seq_length` is that of the training.
 """
 
 from formats.families.family import Family

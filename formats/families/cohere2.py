@@ -1,8 +1,8 @@
-"""Command A and R7B: attention and MLP side by side after one norm, and layers with a window, which alone rotate.
+"""Command A and R7B: attention and MLP in parallel after one norm; only layers with a sliding window rotate.
 
-Facts: transformers models/cohere2/modeling_cohere2.py and configuration_cohere2.py, 5.23.0. Its LayerNorms have no
-biases, and its rotary embedding turns neighbours. Where `layer_types` is missing, every `sliding_window_pattern`-th
-layer has no window, and every fourth where that is missing too.
+Facts: transformers models/cohere2/modeling_cohere2.py and configuration_cohere2.py, 5.23.0. The LayerNorms have no
+biases, and the rotary embedding rotates adjacent elements. Where `layer_types` is missing, every
+`sliding_window_pattern`-th layer has no window, or every fourth if that key is missing too.
 """
 
 from formats.families.blocks import GATED_MLP, HEAD, PAIRED_ATTENTION

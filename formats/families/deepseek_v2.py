@@ -1,9 +1,9 @@
-"""DeepSeek-V2: keys and values out of a latent, experts after a softmax (transformers, 5.23.0).
+"""DeepSeek-V2: keys and values from a latent (MLA), experts with a softmax router (transformers, 5.23.0).
 
-Facts: models/deepseek_v2/modeling_deepseek_v2.py: the elements of a head that rotate are its last, neighbours are
-turned; its router ignores norm_topk_prob. DeepSeek-V2-Lite has queries without a latent, and takes the best experts;
-the large ones take them out of groups that they rank by their best expert. Megatron ranks groups by as many experts as
-one has to give, which for them is two: they go there only where it is one.
+Facts: models/deepseek_v2/modeling_deepseek_v2.py: the last elements of a head rotate, in adjacent pairs; the router
+ignores norm_topk_prob. DeepSeek-V2-Lite has queries without a latent, and chooses the best of all experts; the large
+models choose the best experts of the groups whose best expert has the highest score. Megatron ranks a group by as many
+experts as are chosen per group, which is two for the large models: it can only hold models where that number is one.
 """
 
 from formats.families.blocks import DENSE_MLP, EMBEDDING, EXPERTS, HEAD, NORMS, ROUTER, SHARED_EXPERTS

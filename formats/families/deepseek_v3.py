@@ -1,7 +1,7 @@
-"""DeepSeek-V3 and R1: the attention of DeepSeek-V2, experts after a sigmoid.
+"""DeepSeek-V3 and R1: the attention of DeepSeek-V2, experts with a sigmoid router.
 
-Facts: transformers 5.23.0, models/deepseek_v3/modeling_deepseek_v3.py, and modeling_layers.py `MtpModel` for the layer after
-the last, which predicts a second token.
+Facts: transformers 5.23.0, models/deepseek_v3/modeling_deepseek_v3.py, and modeling_layers.py `MtpModel` for the layer
+after the last, which predicts a second token (MTP).
 """
 
 from dataclasses import replace
@@ -38,8 +38,8 @@ layers.{layer}.moe.shared_experts.w3.weight     shared_up: shared_ffn hidden    
 layers.{layer}.moe.shared_experts.w2.weight     shared_down: hidden shared_ffn             sparse
 """
 TORCHTITAN = TORCHTITAN_LATENT + TORCHTITAN_EXPERTS + TORCHTITAN_NORMS + TORCHTITAN_ENDS
-"""The native names of torchtitan, which rotates neighbours, as the Hub's files do. Its layers that predict a second token
-(`mtp_layers.{depth}`) have no rows: they are refused."""
+"""The native names of torchtitan, which rotates adjacent elements, as the Hub's files do. Its layers that predict a
+second token (`mtp_layers.{depth}`) have no rows, and are refused."""
 
 FAMILY = replace(
     deepseek_v2.FAMILY,

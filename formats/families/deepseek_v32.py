@@ -1,9 +1,9 @@
-"""DeepSeek-V3.2: DeepSeek-V3 whose attention sees the tokens that an indexer chooses (DSA).
+"""DeepSeek-V3.2: DeepSeek-V3 whose attention sees only the tokens that an indexer chooses (DSA).
 
-Facts: transformers 5.23.0, models/deepseek_v32/modeling_deepseek_v32.py and configuration_deepseek_v32.py: queries always
-have a latent, of which the indexer makes its own; its norm has an epsilon of 1e-6; the first elements of its heads
-rotate, in halves; `head_dim` is what rotates, whatever the config says. The layer that predicts a second token has an
-indexer too.
+Facts: transformers 5.23.0, models/deepseek_v32/modeling_deepseek_v32.py and configuration_deepseek_v32.py: queries
+always have a latent, from which the indexer computes its own queries; the norm of the indexer has an epsilon of 1e-6;
+the first elements of the indexer's heads rotate, in halves; `head_dim` is the number of elements that rotate, whatever
+the config specifies. The layer that predicts a second token (MTP) has an indexer too.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""dots.llm1: the attention of Qwen3 with the experts of DeepSeek-V3, some of them for all tokens.
+"""dots.llm1: the attention of Qwen3 with the experts of DeepSeek-V3, of which some are shared.
 
 Facts: transformers models/dots1/modeling_dots1.py and conversion_mapping.py, 5.23.0.
 """

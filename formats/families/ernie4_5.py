@@ -1,6 +1,6 @@
-"""ERNIE 4.5 (dense): Llama whose rotary embedding turns neighbours (transformers models/ernie4_5, 5.23.0).
+"""ERNIE 4.5 (dense): Llama whose rotary embedding rotates adjacent elements (transformers models/ernie4_5, 5.23.0).
 
-So here the two halves of a head lie pair by pair (modeling_ernie4_5.py `rotate_half`).
+So the order of a head is `pair half` here (modeling_ernie4_5.py `rotate_half`).
 """
 
 from formats.families.blocks import GATED_MLP, HEAD, NORMS, PAIRED_ATTENTION

@@ -1,7 +1,8 @@
-"""ERNIE 4.5 (text): experts after a softmax whose router has a bias, neighbours that turn.
+"""ERNIE 4.5 with experts (text): a softmax router with a bias, and a rotary embedding of adjacent elements.
 
-Facts: transformers models/ernie4_5_moe/modeling_ernie4_5_moe.py and conversion_mapping.py, 5.23.0: what predicts a second
-token is not loaded; `apply_rotary_pos_emb` turns neighbours. megatron-core 0.16.1, transformer/transformer_config.py.
+Facts: transformers models/ernie4_5_moe/modeling_ernie4_5_moe.py and conversion_mapping.py, 5.23.0: the layers that
+predict a second token (MTP) are not loaded; `apply_rotary_pos_emb` rotates adjacent elements. megatron-core 0.16.1,
+transformer/transformer_config.py.
 """
 
 from formats.families.blocks import DENSE_MLP, EXPERTS, HEAD, NORMS, PAIRED_ATTENTION, SHARED_EXPERTS

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 of 300 billion parameters (text): nothing is shared (transformers models/ernie4_5_moe, 5.23.0)."""
+"""ERNIE 4.5 of 300 billion parameters (text): no shared experts (transformers models/ernie4_5_moe, 5.23.0)."""
 
 from dataclasses import replace
 

@@ -1,8 +1,8 @@
-"""EXAONE 4: norms after attention and MLP and on each head; with windows, the layers without one do not rotate.
+"""EXAONE 4: norms after attention and MLP and on each head; in models with windows, layers without one do not rotate.
 
 Facts: transformers models/exaone4/modeling_exaone4.py and configuration_exaone4.py, 5.23.0. Where `layer_types` is
-missing, every `sliding_window_pattern`-th layer has no window; without that list no model is built if the pattern is
-one of letters, or the window null.
+missing, every `sliding_window_pattern`-th layer has no window; without `layer_types` transformers builds no model if
+the pattern is a string of letters, or the window is null.
 """
 
 from formats.families.blocks import ATTENTION, GATED_MLP, HEAD, NORMS_AFTER, QK_NORMS

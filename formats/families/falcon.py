@@ -1,7 +1,7 @@
-"""Falcon 7B: one key and value for all heads, attention and MLP side by side after one norm.
+"""Falcon 7B: one key and value for all heads, attention and MLP in parallel after one norm.
 
-Facts: transformers models/falcon/modeling_falcon.py, 5.23.0. The fused projection holds the queries of a group, its key
-and its value, group by group, in every Falcon.
+Facts: transformers models/falcon/modeling_falcon.py, 5.23.0. In every Falcon the fused projection holds, group by
+group, the queries of the group, its key and its value.
 """
 
 from formats.families.family import Family

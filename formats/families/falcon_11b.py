@@ -1,4 +1,4 @@
-"""Falcon 2, of 11 billion parameters: the groups of 40B, the one norm of 7B (transformers models/falcon, 5.23.0)."""
+"""Falcon 2 (11B): the grouped queries of Falcon 40B, the one norm of Falcon 7B (transformers models/falcon, 5.23.0)."""
 
 from dataclasses import replace
 

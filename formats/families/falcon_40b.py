@@ -1,4 +1,4 @@
-"""Falcon 40B and 180B: grouped queries, and a norm each for attention and MLP (transformers models/falcon, 5.23.0)."""
+"""Falcon 40B and 180B: grouped queries, one norm each for attention and MLP (transformers models/falcon, 5.23.0)."""
 
 from dataclasses import replace
 

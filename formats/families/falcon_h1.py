@@ -1,7 +1,7 @@
-"""Falcon-H1: attention and a state space (Mamba2) side by side in each layer, behind one norm.
+"""Falcon-H1: attention and a state space (Mamba2) in parallel in each layer, after one norm.
 
-Facts: transformers 5.23.0, models/falcon_h1/modeling_falcon_h1.py: what a head of a state space returns has a norm where
-`mamba_rms_norm` says so; a dozen factors are in the config, and none in the files.
+Facts: transformers 5.23.0, models/falcon_h1/modeling_falcon_h1.py: the output of a state space has a norm where
+`mamba_rms_norm` is true; a dozen factors are in the config, and none in the files.
 """
 
 from dataclasses import replace
@@ -11,12 +11,12 @@ from formats.families.bamba import DEFAULTS, HEAD, KEYS, MLP, NORMS, PLAIN
 from formats.families.blocks import EMBEDDING, QKVO, STATE_SPACE
 
 MIXER = STATE_SPACE.replace("    state\n", "\n")
-"""A state space that every layer has."""
+"""A state space, in every layer."""
 WITHOUT_NORM = "".join(f"{line}\n" for line in MIXER.splitlines() if "state_norm" not in line)
 
 
 def table(mixer: str) -> str:
-    """The layout with such state spaces."""
+    """The table of the family, with the rows `mixer` for its state spaces."""
     return EMBEDDING + MLP + mixer + QKVO + NORMS + HEAD
 
 

@@ -1,4 +1,4 @@
-"""Falcon-H1 with a norm in its state spaces, before or after their gate."""
+"""Falcon-H1 with a norm in its state spaces, before or after the gate."""
 
 from dataclasses import replace
 

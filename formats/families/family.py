@@ -1,4 +1,4 @@
-"""What a family is: its tables, and the settings it leaves open or fixes."""
+"""The type `Family`: the table of a model family, and the settings that its models choose or have in common."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from formats.layout.table import BIASES, KINDS, Rule, rules
 
 FAMILY_FILE = "family.toml"
-"""Beside a config.json: the family of the user's own that the model was converted with."""
+"""The file beside a config.json with the user's family that the model was converted with."""
 
 
 SIGNS = {
@@ -33,10 +33,10 @@ SIGNS = {
     "shared_experts": {"shared_up"},
     "shared_router": {"shared_router"},
 }
-"""Trait of a model: the logical tensors of which any is the sign of it."""
+"""Trait of a model: the logical tensors any of which shows that the model has the trait."""
 TRAITS = (*SIGNS, "ungated", "every_bias", "centred", "sigmoid", "index_pairs")
-"""All traits; the last are an MLP without a gate, biases in every linear layer, norms whose weights are stored minus 1,
-a router whose scores are those of a sigmoid, and an indexer that rotates neighbours."""
+"""All traits; the last five are an MLP without a gate, biases in every linear layer, norms whose weights are stored
+minus 1, a router whose scores are those of a sigmoid, and an indexer that rotates adjacent elements."""
 
 
 @dataclass(frozen=True)
@@ -44,43 +44,51 @@ class Family:
     """One model family.
 
     Attributes:
-        name: `model_type` of its config.json, unless that is given apart.
-        architecture: its class in transformers.
-        table: the layout of its Hugging Face files; `tensors` are its rules.
+        name: the name of the family: the `model_type` of its configs, unless the field `model_type` is set.
+        architecture: the class of the models in transformers.
+        table: the layout of the Hugging Face files as text; `tensors` has its rules.
         drops: regular expressions of keys in those files that carry no weights.
-        requires: config keys that must have one value, or be absent.
-        model_type: that of the config, where several families have it.
-        in_memory: whether its files have the names in memory, as its class has no others; only a whole has the Hub's.
-        marks: the config keys and values that tell it from the others of them.
-        blocks: kinds of layers, in a pattern or in a list, of which its config has one, and those of the others none.
-        rope_theta: what transformers assumes when the config names none; None where nothing rotates, or
-            where its rotary settings are of each kind of layers and in `own`.
-        head_dim: the same for the head dimension; None for hidden size / heads.
-        ffn_ratio: the same for the size of the MLP, in hidden sizes; 0 where the config has to name it.
-        mha: whether `__post_init__` of its config takes as many key/value heads as heads; a fixed number is in `defaults`.
-        linear: the class of its linear layers where it is not torch's `nn.Linear`, the only one that transformers replaces
-            where weights are quantized (5.23.0, integrations/finegrained_fp8.py `replace_with_fp8_linear`).
-        square: whether its output projection is `hidden` by `hidden` whatever `head_dim` says: heads have to fill that.
-        nulls: config keys in which null means something for it and not for every family (`huggingface/nulls.py`).
-        centred: whether the weights of its norms are stored minus 1; Megatron has such LayerNorms.
-        general: whether a model is taken for one of it where nothing tells it from those of other families.
-        window: the config key of its sliding window, if it has one, and what transformers assumes.
-        keys: setting: config key, where the family has one of its own; empty where it has none, every head being alike.
-        defaults: setting: what transformers assumes where its key is absent: of a key of `keys`, or of the usual one. Where
-            `keys` says that key/value heads have none, how many all its models have, if not as many as heads.
-        biases: config keys that turn biases on: the conditions of layout that then hold, and what transformers assumes.
-        own: config keys that change what the model computes and that no other format has, and what transformers
-            assumes (None where that depends on others). A family with such keys has an `only_here`, but for GPT-OSS.
+        requires: config keys that have to have one value, or be absent.
+        model_type: the `model_type` of the configs, where several families share it.
+        in_memory: whether files have the names in memory, since the class has no others; only a multimodal model with
+            this language model has the Hub's names.
+        marks: the config keys and values that distinguish the family from others with the same `model_type`.
+        blocks: kinds of layers, in a pattern or in a list: a config of the family has at least one of them, a config
+            of others with the same `model_type` has none.
+        rope_theta: the default of transformers for the rotary base; None where nothing rotates, or where each kind of
+            layers has rotary settings, which are in `own`.
+        head_dim: the default of transformers for the head dimension; None for hidden size / heads.
+        ffn_ratio: the default width of the MLP, in hidden sizes; 0 where the config has to specify it.
+        mha: whether `__post_init__` of the config takes as many key/value heads as heads by default; a fixed number is
+            in `defaults`.
+        linear: the class of the linear layers where it is not torch's `nn.Linear`, the only one that transformers
+            replaces in quantized models (5.23.0, integrations/finegrained_fp8.py `replace_with_fp8_linear`).
+        square: whether the output projection is `hidden` by `hidden` whatever `head_dim` is, so that heads * `head_dim`
+            has to be `hidden`.
+        nulls: config keys that may be null in this family, but not in every family (`huggingface/nulls.py`).
+        centred: whether the weights of norms are stored minus 1; Megatron has such LayerNorms.
+        general: whether a model that could be of several families is taken for one of this family.
+        window: the config key of the sliding window, if the family has one.
+        window_default: the default of transformers for the sliding window, in tokens.
+        keys: setting: its config key, where the family has a key of its own; empty where the family has no key for it,
+            and the value follows from other settings or is in `defaults`.
+        defaults: setting: the default of transformers where its config key is absent. Where `keys` has no key for
+            key/value heads, the number that all models have, if it is not the number of heads.
+        biases: config key that turns biases on: the conditions of layout that hold with it, and its default in
+            transformers.
+        own: config keys that change what the model computes and that no other format has: their defaults in
+            transformers (None where these depend on other keys). A family with such keys has an `only_here`, except for
+            GPT-OSS.
         only_here: why Megatron cannot hold the model; empty where it can.
-        router: how a mixture of experts makes weights of the router's scores: `softmax` or `sigmoid`.
-        full_until: the config key that says how many layers have full attention where `layer_types` does not, and what
-            transformers assumes; the model may not have more. No key: none has.
-        tokens: the ids above ten of special tokens that transformers assumes and can do without, by config key.
-        switch: the config key that turns a sliding window on, false where it is absent, in a family of which only models
-            without a window are supported; `window_default` and `full_until` then say which these are.
-        neox: the kind of GPT-NeoX's models that compute the same (`deepspeed/neox/settings_table.py`); empty where none do.
-        native: the layouts under names that trainers have of their own, by trainer (`formats/fsdp/native.py`).
-        file: the file of the user's that it was read from.
+        router: how a mixture of experts computes weights from the router's scores: `softmax` or `sigmoid`.
+        full_until: the config key for the number of layers with full attention where there is no `layer_types`, and its
+            default in transformers; the model may not have more layers. An empty key: no layer has full attention.
+        tokens: config key of a special token that transformers does not need: its default id there, if above ten.
+        switch: the config key that turns a sliding window on, false where it is absent, in a family of which only
+            models without a window are supported; `window_default` and `full_until` then tell which models these are.
+        neox: the kind of GPT-NeoX's models that compute the same (`deepspeed/neox/settings_table.py`); empty for none.
+        native: the layouts under tensor names that only trainers use, by trainer (`formats/fsdp/native.py`).
+        file: the user's file that the family was read from; None for a family of the project.
     """
 
     name: str
@@ -118,17 +126,17 @@ class Family:
 
     @cached_property
     def tensors(self) -> tuple[Rule, ...]:
-        """The rules of its table, parsed when they are first used."""
+        """The rules of the table, parsed when they are first used."""
         return rules(self.table)
 
     @cached_property
     def kinds(self) -> frozenset[str]:
-        """The kinds of layers that its table tells apart."""
+        """The kinds of layers that the table distinguishes."""
         return frozenset().union(*(rule.conditions for rule in self.tensors)) & KINDS
 
     @cached_property
     def holds(self) -> frozenset[str]:
-        """The logical tensors that its models can have, without biases of which it leaves the choice."""
+        """The logical tensors that models of the family can have, without the biases that config keys turn on."""
         return self._held(frozenset())
 
     def _held(self, biases: Collection[str]) -> frozenset[str]:
@@ -142,11 +150,11 @@ class Family:
 
     @cached_property
     def traits(self) -> frozenset[str]:
-        """What its tensors tell of its models, without biases of which it leaves the choice."""
+        """The traits of models of the family, without the biases that config keys turn on."""
         return self.traits_with(frozenset())
 
     def traits_with(self, biases: Collection[str]) -> frozenset[str]:
-        """What its tensors tell of its models with such biases."""
+        """The traits of models of the family, with the biases of some conditions of layout."""
         tensors_held = self._held(biases)
         traits = {trait for trait, tensors in SIGNS.items() if tensors & tensors_held}
         others = {
@@ -159,11 +167,11 @@ class Family:
         return frozenset(traits | {trait for trait, there in others.items() if there})
 
     def bias_choices(self) -> Iterator[tuple[str, ...]]:
-        """The conditions of layout that its config can turn on, each choice of them."""
+        """Every combination of the conditions of layout that config keys can turn on."""
         for values in product((False, True), repeat=len(self.biases)):
             yield self.biases_of(dict(zip(self.biases, values, strict=True)))
 
     @cached_property
     def choices(self) -> frozenset[str]:
-        """The settings and config keys in which its models differ, and those of others need not."""
+        """The settings and config keys in which models of this family differ, and models of other families need not."""
         return frozenset({*self.keys, *self.own, *(("sliding_window",) if self.window else ())})

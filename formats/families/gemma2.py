@@ -1,6 +1,6 @@
-"""Gemma 2: four norms a layer, soft caps, every other layer with a window (transformers models/gemma2, 5.23.0).
+"""Gemma 2: four norms per layer, soft caps, a window in every other layer (transformers models/gemma2, 5.23.0).
 
-The weights of its norms are stored minus 1, and stay so: no format but Hugging Face's and FSDP's holds them.
+The weights of the norms are stored minus 1, and are converted as they are: only Hugging Face and FSDP hold the family.
 """
 
 from formats.families.blocks import ATTENTION, GATED_MLP, HEAD, NORMS_AROUND

@@ -1,8 +1,9 @@
 """Gemma 4 (text): Gemma 3 with larger heads in layers without a window, and an input of its own for each layer.
 
-Facts: transformers 5.23.0, models/gemma4/modeling_gemma4.py and configuration_gemma4.py: the weights of its norms are
-stored as they are; the last layers may see the keys and values of the last layers of their kind before them, files of
-which may still hold some, that no class reads; the rotary settings of each kind of layers are in one map.
+Facts: transformers 5.23.0, models/gemma4/modeling_gemma4.py and configuration_gemma4.py: the weights of norms are
+stored as they are, not minus 1; the last layers may reuse the keys and values of the last layer of their kind before
+them, and files may still hold tensors for keys and values of these layers, which no class reads; the rotary settings of
+each kind of layers are in one map.
 """
 
 from formats.families.blocks import GATED_MLP, NORMS_AROUND

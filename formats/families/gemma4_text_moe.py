@@ -1,7 +1,7 @@
-"""Gemma 4 with experts (text): in each layer an MLP and experts read the same, and what they return is added.
+"""Gemma 4 with experts (text): in each layer an MLP and experts have the same input, and their outputs are added.
 
-Facts: transformers 5.23.0, models/gemma4/modeling_gemma4.py: the Hub's files have experts fused, as memory has; the
-router scales what it reads, without a norm of its own, and what each expert returns.
+Facts: transformers 5.23.0, models/gemma4/modeling_gemma4.py: the Hub's files have fused experts, as in memory; the
+router scales its input, without norm weights of its own, and the output of each expert.
 """
 
 from dataclasses import replace

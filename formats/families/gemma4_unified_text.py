@@ -1,4 +1,4 @@
-"""Gemma 4 of one stack for all inputs, its language model: Gemma 4 without inputs of single layers and without experts.
+"""Gemma 4 unified (text), of the model with one stack for all inputs: Gemma 4 without per-layer inputs and experts.
 
 Facts: transformers 5.23.0, models/gemma4_unified/modeling_gemma4_unified.py and configuration_gemma4_unified.py.
 """

@@ -1,7 +1,8 @@
-"""GLM-4 (dense): four norms a layer, gate and up in one, biases on query, key and value; half of each head rotates.
+"""GLM-4 (dense): four norms per layer, fused gate and up, biases on query, key and value; half of each head rotates.
 
-Facts: transformers models/glm4/modeling_glm4.py and configuration_glm4.py, 5.23.0. Its rotary embedding turns
-neighbours in the part that rotates, which no layout here spells: `half pair` is just the order of a head.
+Facts: transformers models/glm4/modeling_glm4.py and configuration_glm4.py, 5.23.0. The rotary embedding rotates
+adjacent elements in the part of a head that rotates, which no layout here describes: `half pair` is only the order of
+a head.
 """
 
 from formats.families.blocks import FUSED_MLP, HEAD, OPTIONAL_QKV_BIASES

@@ -1,7 +1,8 @@
 """GLM-4.5, 4.6 and 4.7: half of each head rotates, biases on query, key and value, experts as in dots.llm1.
 
 Facts: transformers models/glm4_moe/modeling_glm4_moe.py and conversion_mapping.py, 5.23.0: the layer after the last,
-which predicts a second token, is not loaded of models with 46 and 92 layers; `attention_bias` gives the output none.
+which predicts a second token (MTP), is not loaded in models with 46 and 92 layers; `attention_bias` adds no bias to the
+output projection.
 """
 
 from formats.families import dots1

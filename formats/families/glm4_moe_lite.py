@@ -1,7 +1,8 @@
-"""GLM-4.7-Flash: DeepSeek-V3 with a list of its dense layers.
+"""GLM-4.7-Flash: DeepSeek-V3 whose config lists the dense layers.
 
-Facts: transformers models/glm4_moe_lite/modeling_glm4_moe_lite.py and configuration_glm4_moe_lite.py, 5.23.0: `head_dim`
-is another name of what rotates; the norms of latents keep an epsilon of 1e-6, the model's own is 1e-5.
+Facts: transformers models/glm4_moe_lite/modeling_glm4_moe_lite.py and configuration_glm4_moe_lite.py, 5.23.0:
+`head_dim` is another key for the number of elements that rotate; the norms of latents have an epsilon of 1e-6, and the
+model's `rms_norm_eps` is 1e-5.
 """
 
 from dataclasses import replace

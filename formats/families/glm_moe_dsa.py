@@ -1,7 +1,8 @@
-"""GLM-5: DeepSeek-V3.2 whose indexer rotates neighbours, and which layers may share.
+"""GLM-5: DeepSeek-V3.2 whose indexers rotate adjacent elements, and may be shared by layers.
 
-Facts: transformers 5.23.0, models/glm_moe_dsa/modeling_glm_moe_dsa.py and configuration_glm_moe_dsa.py: a layer without an
-indexer sees what that before it chose; the norms of latents keep an epsilon of 1e-6, the model's own is 1e-5.
+Facts: transformers 5.23.0, models/glm_moe_dsa/modeling_glm_moe_dsa.py and configuration_glm_moe_dsa.py: a layer without
+an indexer sees the tokens that the last indexer before it chose; the norms of latents have an epsilon of 1e-6, and the
+model's `rms_norm_eps` is 1e-5.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""GPT-2: learned positions, LayerNorm, biases everywhere, and matrices that are stored input by output.
+"""GPT-2: learned positions, LayerNorm, biases in every linear layer, and matrices that are stored as [in, out].
 
-Facts: transformers models/gpt2/modeling_gpt2.py and pytorch_utils.py `Conv1D`, 5.23.0. The files of the first GPT-2 on
-the Hub have no `transformer.` before their names, and masks among the weights.
+Facts: transformers models/gpt2/modeling_gpt2.py and pytorch_utils.py `Conv1D`, 5.23.0. In the files of the first GPT-2
+on the Hub tensor names have no prefix `transformer.`, and masks are among the weights.
 """
 
 from formats.families.family import Family

@@ -1,7 +1,7 @@
-"""GPT-NeoX-20B, Pythia and their kin (transformers models/gpt_neox/modeling_gpt_neox.py, 5.23.0).
+"""GPT-NeoX-20B, Pythia and similar models (transformers models/gpt_neox/modeling_gpt_neox.py, 5.23.0).
 
-Megatron has those whose attention and MLP follow one another; in most, such as Pythia, both read the same residual.
-transformers 5 calls the head `lm_head` in memory, and `embed_out` in files as every version before it.
+Megatron has only models whose MLP follows attention; in most models, such as Pythia, both read the same residual.
+transformers 5 calls the head `lm_head` in memory, and `embed_out` in files, as every earlier version does.
 """
 
 from formats.families.family import Family

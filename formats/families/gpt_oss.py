@@ -1,7 +1,7 @@
-"""GPT-OSS: sinks and biases in attention, experts that the Hub's files hold input first (transformers, 5.23.0).
+"""GPT-OSS: sinks and biases in attention, experts that the Hub's files hold as [in, out] (transformers, 5.23.0).
 
 Facts: models/gpt_oss/modeling_gpt_oss.py: `_apply_gate` takes the gate of an expert from the even columns and up from
-the odd ones; the router adds its bias to the scores, which then are the weights too.
+the odd ones; the router adds its bias to the scores, from which it also computes the weights of the experts.
 """
 
 from formats.families.blocks import (
@@ -45,14 +45,14 @@ layers.{layer}.moe.routed_experts.inner_experts.mlp2_weight_EDF    expert_down: 
 layers.{layer}.moe.routed_experts.inner_experts.mlp2_bias_ED       expert_down_bias: expert hidden            sparse
 """
 TORCHTITAN = TORCHTITAN_ATTENTION + TORCHTITAN_BIASES + TORCHTITAN_OUTPUT_FIRST + TORCHTITAN_NORMS + TORCHTITAN_ENDS
-"""The native names of torchtitan 0.3.0, whose experts are output first. Its own adapter does not know `_EGD` and the
-like, and leaves these experts out."""
+"""The native names of torchtitan 0.3.0, whose experts are [out, in]. Its own adapter does not know `_EGD` and similar
+names, and leaves these experts out."""
 
 YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
-"""How it rotates if its config does not say (configuration_gpt_oss.py)."""
+"""The default rotary settings of the config (configuration_gpt_oss.py)."""
 
 FAMILY = Family(
     name="gpt_oss",

@@ -1,4 +1,4 @@
-"""Granite 4 without experts: its only MLP is the one that is beside experts in the others."""
+"""Granite 4 without experts: its only MLP is the shared MLP of the models with experts."""
 
 from dataclasses import replace
 

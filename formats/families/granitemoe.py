@@ -1,7 +1,7 @@
-"""Granite 3 with experts: the attention and multipliers of Granite, experts in one matrix for each half of the MLP.
+"""Granite 3 with experts: the attention and multipliers of Granite, all experts in an input and an output tensor.
 
 Facts: transformers models/granitemoe/modeling_granitemoe.py and conversion_mapping.py, 5.23.0: gate and up are the two
-halves of the rows of `input_linear`; in memory they have other names.
+halves of the rows of `input_linear`; in memory the tensors have other names.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""Granite 4 with experts: a state space (Mamba2) or attention in each layer, experts beside an MLP for all tokens.
+"""Granite 4 with experts: a state space (Mamba2) or attention in each layer, experts beside a shared MLP.
 
-Facts: transformers 5.23.0, models/granitemoehybrid/modeling_granitemoehybrid.py: nothing rotates unless
-`position_embedding_type` says so; gate and up of the shared MLP are the two halves of the rows of `input_linear`.
+Facts: transformers 5.23.0, models/granitemoehybrid/modeling_granitemoehybrid.py: there is no rotary embedding unless
+`position_embedding_type` is `rope`; gate and up of the shared MLP are the two halves of the rows of `input_linear`.
 """
 
 from formats.families import granite

@@ -1,7 +1,7 @@
-"""Helium 1: Llama whose rotary embedding turns neighbours (transformers models/helium/modeling_helium.py, 5.23.0).
+"""Helium 1: Llama with a rotary embedding of adjacent elements (transformers models/helium/modeling_helium.py, 5.23.0).
 
-So here a head is stored pair by pair (`rotate_half`). Its output projection has no bias, and is `hidden` by
-`hidden` (`HeliumAttention`), so that no model computes whose heads are of another width.
+So the order of a head is `pair half` here (`rotate_half`). The output projection has no bias, and is `hidden` by
+`hidden` (`HeliumAttention`), so that a model with another total width of its heads cannot be computed.
 """
 
 from formats.families.blocks import HEAD, NORMS, OPTIONAL_QKV_BIASES

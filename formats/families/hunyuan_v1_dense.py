@@ -1,7 +1,7 @@
-"""Hunyuan dense: Llama with norms on query and key heads, after their rotation.
+"""Hunyuan (dense): Llama with norms on query and key heads, after the rotary embedding.
 
-Facts: transformers models/hunyuan_v1_dense/modeling_hunyuan_v1_dense.py, 5.23.0. Rotary settings of the kind `dynamic`
-may have an `alpha`, which stretches the base for good.
+Facts: transformers models/hunyuan_v1_dense/modeling_hunyuan_v1_dense.py, 5.23.0. Rotary settings of type `dynamic` may
+have an `alpha`, which scales the base at every sequence length.
 """
 
 from formats.families.blocks import GATED_MLP, HEAD, NORMS, OPTIONAL_BIASES

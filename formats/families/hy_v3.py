@@ -1,8 +1,8 @@
-"""Hunyuan 3: dots.llm1 with names of its own for the router and what is shared.
+"""Hunyuan 3: dots.llm1 with names of its own for the router and the shared experts.
 
-Facts: transformers models/hy_v3/modeling_hy_v3.py and conversion_mapping.py, 5.23.0: what it renames of the Hub's
-tensors, it fuses too; the layer after the last is not loaded of a model with 80 layers. `enable_moe_fp32_combine` is a
-matter of precision alone.
+Facts: transformers models/hy_v3/modeling_hy_v3.py and conversion_mapping.py, 5.23.0: tensors have either the Hub's
+names and separate experts, or the names in memory and fused experts; the layer after the last is not loaded in a model
+with 80 layers. `enable_moe_fp32_combine` only affects precision.
 """
 
 from formats.families.blocks import ATTENTION, DENSE_MLP, EXPERTS, HEAD, NORMS, QK_NORMS

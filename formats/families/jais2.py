@@ -1,4 +1,4 @@
-"""Jais 2: LayerNorm, biases everywhere, the square of ReLU (transformers models/jais2, 5.23.0)."""
+"""Jais 2: LayerNorm, biases in every linear layer, the square of ReLU (transformers models/jais2, 5.23.0)."""
 
 from formats.families.blocks import ALL_BIASES, LAYER_NORM_HEAD, LAYER_NORMS
 from formats.families.family import Family

@@ -1,8 +1,9 @@
-"""Kimi Linear: linear attention that forgets channel by channel (KDA), latents without rotation in the other layers.
+"""Kimi Linear: linear attention with a decay for each channel (KDA), latents without rotation in the other layers.
 
 Facts: transformers 5.23.0, models/kimi_linear/modeling_kimi_linear.py, configuration_kimi_linear.py and
-conversion_mapping.py: in memory the three convolutions are one, and what makes a layer forget is a module of its own. The Hub's dense
-layers have `mlp`, those that transformers saves `block_sparse_moe`; it reads both.
+conversion_mapping.py: in memory the three convolutions are one, and the tensors of the decay are in the module
+`forget_gate`. The MLP of a dense layer is `mlp` in the Hub's files, and `block_sparse_moe` in files that transformers
+saves; transformers reads both.
 """
 
 from formats.families import deepseek_v3

@@ -40,7 +40,7 @@ norm.weight                                              final_norm: hidden
 {lm_head|output}.weight                                  head: vocab hidden          untied
 {lm_head|output}.weight                                  embedding: vocab hidden     tied optional
 """
-"""The native names of torchtitan, which are those of Meta's own files too; it turns neighbouring rows of a head."""
+"""The native names of torchtitan, which Meta's own files have too; torchtitan rotates adjacent rows of a head."""
 
 FAMILY = Family(
     name="llama",

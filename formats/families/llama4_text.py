@@ -1,7 +1,8 @@
-"""Llama 4 (text): experts of which every token has one more, and layers that do not rotate (transformers, 5.23.0).
+"""Llama 4 (text): experts with a shared expert, and layers without rotary embedding (transformers, 5.23.0).
 
-Facts: models/llama4/modeling_llama4.py: `apply_rotary_emb` turns neighbours, so that here the two halves of a head lie
-pair by pair; gate and up are the two halves of an expert's columns; a layer without experts has a width of its own.
+Facts: models/llama4/modeling_llama4.py: `apply_rotary_emb` rotates adjacent elements, so that the order of a head is
+`pair half` here; gate and up are the two halves of an expert's columns; the MLP of a layer without experts has a width
+of its own.
 """
 
 from formats.families.blocks import HEAD, NORMS, PAIRED_ATTENTION

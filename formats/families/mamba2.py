@@ -1,7 +1,7 @@
-"""Mamba2: a state space in every layer, and nothing else.
+"""Mamba2: only a state space in every layer.
 
-Facts: transformers 5.23.0, models/mamba2/modeling_mamba2.py. It has no attention, no MLP and no positions: what a
-decoder has of these is read of keys that say something like it, and no tensor depends on it.
+Facts: transformers 5.23.0, models/mamba2/modeling_mamba2.py. The model has no attention, no MLP and no positions: the
+settings of a spec for these are read from other keys, and no tensor depends on them.
 """
 
 from formats.families.blocks import STATE_SPACE

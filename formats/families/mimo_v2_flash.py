@@ -1,4 +1,4 @@
-"""MiMo-V2-Flash: windows in most layers, which have sinks and twice as many key/value heads, and experts as in dots.llm1.
+"""MiMo-V2-Flash: most layers have a window, sinks and twice as many key/value heads; experts as in dots.llm1.
 
 Facts: transformers 5.23.0, models/mimo_v2_flash/modeling_mimo_v2_flash.py, configuration_mimo_v2_flash.py and
 conversion_mapping.py: values are narrower than keys, and scaled; the rotary settings of each kind of layers are in one

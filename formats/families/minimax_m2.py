@@ -1,7 +1,7 @@
-"""MiniMax-M2: Mixtral with a sigmoid's router, half of each head rotating, and norms over all queries and all keys.
+"""MiniMax-M2: Mixtral with a sigmoid router, half of each head rotating, and norms over all queries and all keys.
 
 Facts: transformers models/minimax_m2/modeling_minimax_m2.py, configuration_minimax_m2.py and conversion_mapping.py,
-5.23.0: released configs say `rotary_dim`, how many elements of a head rotate.
+5.23.0: released configs have `rotary_dim`, the number of elements of a head that rotate.
 """
 
 from formats.families.blocks import ATTENTION, HEAD, NORMS, WIDTH_NORMS

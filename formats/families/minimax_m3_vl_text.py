@@ -1,9 +1,9 @@
-"""MiniMax-M3, its language model: clamped experts of which one is shared, and layers that see blocks of keys.
+"""MiniMax-M3 (text): clamped experts with a shared expert, and layers whose attention sees blocks of keys.
 
 Facts: transformers 5.23.0, models/minimax_m3_vl/modeling_minimax_m3_vl.py, configuration_minimax_m3_vl.py and
-conversion_mapping.py: the Hub has it within the whole alone, under the names of Mixtral; by itself the class has no
-other names than those in memory. Norms are stored minus 1; `hidden_act` is ignored, as is `rotary_dim` beside the
-rotary settings.
+conversion_mapping.py: on the Hub the language model is only in the multimodal model, with names as in Mixtral; the
+class of the language model alone has only the names in memory. The weights of norms are stored minus 1; `hidden_act` is
+ignored, as is `rotary_dim` beside the rotary settings.
 """
 
 from formats.families.blocks import ATTENTION, HEAD, NORMS, QK_NORMS

@@ -1,6 +1,6 @@
-"""Ministral 3: Mistral whose queries grow with their position; YaRN (transformers models/ministral3, 5.23.0).
+"""Ministral 3: Mistral with queries scaled by their position, and YaRN (transformers models/ministral3, 5.23.0).
 
-`llama_4_scaling_beta` among the rotary settings says by how much; without it no model can be computed.
+`llama_4_scaling_beta` in the rotary settings determines this scaling; without it the model cannot be computed.
 """
 
 from formats.families.blocks import ATTENTION, GATED_MLP, HEAD, NORMS

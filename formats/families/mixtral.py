@@ -1,6 +1,6 @@
-"""Mixtral: Mistral with experts for its MLP (transformers models/mixtral/modeling_mixtral.py, 5.23.0).
+"""Mixtral: Mistral with experts in place of the MLP (transformers models/mixtral/modeling_mixtral.py, 5.23.0).
 
-transformers 5 fuses the experts of a layer in memory, and writes the Hub's names (conversion_mapping.py).
+transformers 5 fuses the experts of a layer in memory, and saves them under the Hub's names (conversion_mapping.py).
 """
 
 from formats.families.blocks import ATTENTION, HEAD, NORMS

@@ -1,7 +1,7 @@
-"""Nemotron 3 (8B), 4 and Minitron: LayerNorm, the square of ReLU, half of a head rotates.
+"""Nemotron 3 (8B), 4 and Minitron: LayerNorm, the square of ReLU, half of each head rotates.
 
-Facts: transformers models/nemotron/modeling_nemotron.py, 5.23.0. The weights of its norms are stored minus 1, as they
-are in Megatron, where it comes from.
+Facts: transformers models/nemotron/modeling_nemotron.py, 5.23.0. The weights of norms are stored minus 1, as in
+Megatron, from which the model comes.
 """
 
 from formats.families.blocks import ATTENTION, LAYER_NORM_HEAD, LAYER_NORMS, PLAIN_MLP

@@ -1,6 +1,7 @@
-"""Nemotron 3 Nano: layers that are a state space (Mamba2), attention, an MLP or experts.
+"""Nemotron 3 Nano and Super: each layer is a state space (Mamba2), attention, an MLP or experts.
 
-Facts: as `nemotron_h_dense.py`. Experts have no gate; in Nemotron 3 Super they work on a latent, shared ones do not.
+Facts: as `nemotron_h_dense.py`. Experts have no gate; in Nemotron 3 Super their input is a latent, but not that of
+shared experts.
 """
 
 from dataclasses import replace

@@ -1,8 +1,9 @@
-"""Nemotron-H and Nemotron Nano 2: layers that are a state space (Mamba2), attention or an MLP, each behind one norm.
+"""Nemotron-H and Nemotron Nano 2: each layer is a state space (Mamba2), attention or an MLP, after one norm.
 
-Facts: transformers 5.23.0, models/nemotron_h/modeling_nemotron_h.py and conversion_mapping.py (in memory its names begin
-otherwise): nothing rotates, and the head is never tied. A step of a state space is at least `time_step_min` there, and may be any in megatron-core;
-every config of the Hub has the smallest that its initialization draws.
+Facts: transformers 5.23.0, models/nemotron_h/modeling_nemotron_h.py and conversion_mapping.py (names in memory have
+another prefix): there is no rotary embedding, and the head is never tied. In transformers a step of a state space is at
+least `time_step_min`, in megatron-core it may be any number; in every config of the Hub `time_step_min` is the smallest
+step that the initialization draws.
 """
 
 from formats.families.blocks import STATE_SPACE
@@ -33,7 +34,7 @@ COMMON = EMBEDDING + STATE_SPACE.replace(".mamba.", ".mixer.") + MLP + QKV
 
 
 def both(text: str) -> str:
-    """Lines as in memory, and under the Hub's names of them."""
+    """The lines of a table twice: with the names in memory (`fused`), and with the Hub's names (`separate`)."""
     names = {"fused": "model.", "separate": "backbone."}
     lines = [line for line in text.splitlines() if line]
     return "".join(f"{line.replace('model.', name)}    {kind}\n" for kind, name in names.items() for line in lines)

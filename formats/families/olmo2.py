@@ -1,6 +1,6 @@
 """OLMo 2: norms after attention and MLP, and over all queries and all keys of a token.
 
-Facts: transformers models/olmo2/modeling_olmo2.py, 5.23.0; of OLMo-core's names formats/fsdp/native.py.
+Facts: transformers models/olmo2/modeling_olmo2.py, 5.23.0; formats/fsdp/native.py has the source of OLMo-core's names.
 """
 
 from formats.families.blocks import ATTENTION, GATED_MLP, HEAD, NORMS_AFTER, WIDTH_NORMS
@@ -25,7 +25,7 @@ lm_head.norm.weight                         final_norm: hidden
 lm_head.w_out.weight                        head: vocab hidden         untied
 lm_head.w_out.weight                        embedding: vocab hidden    tied optional
 """
-"""The names of OLMo-core, in which its makers train it; the norms are those after attention and MLP (`reordered_norm`)."""
+"""The names of OLMo-core, with which OLMo is trained; its norms follow attention and MLP (`reordered_norm`)."""
 
 FAMILY = Family(
     name="olmo2",

@@ -1,7 +1,7 @@
-"""OLMo 3: OLMo 2 with a sliding window in three of four layers, and scaled rotary embeddings in the others alone.
+"""OLMo 3: OLMo 2 with a sliding window in three of four layers, and scaled rotary embeddings only in the others.
 
-Facts: transformers models/olmo3/modeling_olmo3.py and configuration_olmo3.py, 5.23.0. Where the config has one base for
-all layers, it is that of those without a window.
+Facts: transformers models/olmo3/modeling_olmo3.py and configuration_olmo3.py, 5.23.0. Where the config has a single
+rotary base, it is that of the layers without a window.
 """
 
 from dataclasses import replace

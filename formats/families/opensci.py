@@ -1,4 +1,4 @@
-"""open-sci-ref (OpenEuroLLM): Qwen 3 with biases in every linear layer.
+"""open-sci-ref (OpenEuroLLM): Qwen3 with biases in every linear layer.
 
 Facts: OpensciConfig, OpensciMLP and OpensciForCausalLM of open-sci's branch of transformers, and the config.json that
 its converter from Megatron writes; no release of transformers has the class.

@@ -1,6 +1,6 @@
 """Phi-3, Phi-3.5 and Phi-4: Llama with fused projections (transformers models/phi3/modeling_phi3.py, 5.23.0).
 
-In Phi-4-mini three quarters of a head rotate.
+In Phi-4-mini three quarters of each head rotate.
 """
 
 from formats.families.blocks import FUSED_MLP, HEAD, NORMS

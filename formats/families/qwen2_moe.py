@@ -1,7 +1,7 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts, one of them for all tokens.
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts and a shared expert.
 
-Facts: transformers models/qwen2_moe/modeling_qwen2_moe.py and conversion_mapping.py, 5.23.0, which fuses the experts of a
-layer in memory.
+Facts: transformers models/qwen2_moe/modeling_qwen2_moe.py and conversion_mapping.py, 5.23.0, which fuses the experts of
+a layer in memory.
 """
 
 from formats.families.blocks import BIASED_ATTENTION, DENSE_MLP, EXPERTS, HEAD, NORMS, ROUTER

@@ -22,7 +22,7 @@ norm.weight                                              final_norm: hidden
 {lm_head|output}.weight                                  head: vocab hidden          untied
 {lm_head|output}.weight                                  embedding: vocab hidden     tied optional
 """
-"""The native names of torchtitan, which turns halves of a head, as Hugging Face does."""
+"""The native names of torchtitan, which rotates the halves of a head, as Hugging Face does."""
 
 FAMILY = Family(
     name="qwen3",

@@ -1,4 +1,4 @@
-"""Qwen3.5 with experts, its language model (transformers 5.23.0, models/qwen3_5_moe/modeling_qwen3_5_moe.py)."""
+"""Qwen3.5 with experts (text) (transformers 5.23.0, models/qwen3_5_moe/modeling_qwen3_5_moe.py)."""
 
 from formats.families.blocks import EMBEDDING, HEAD, NORMS, second
 from formats.families.family import Family

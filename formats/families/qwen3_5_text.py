@@ -1,6 +1,6 @@
-"""Qwen3.5, its language model: Qwen3-Next without experts, whose linear attention has its inputs apart.
+"""Qwen3.5 (text): Qwen3-Next without experts, with separate input projections of linear attention.
 
-Facts: transformers 5.23.0, models/qwen3_5/modeling_qwen3_5.py. Of text alone its three kinds of positions are one.
+Facts: transformers 5.23.0, models/qwen3_5/modeling_qwen3_5.py. In text the three positions of a token are equal.
 """
 
 from formats.families.blocks import EMBEDDING, GATED_MLP, HEAD, NORMS, second

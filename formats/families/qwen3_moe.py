@@ -1,4 +1,7 @@
-"""Qwen3-MoE: Qwen3 with experts (transformers models/qwen3_moe/modeling_qwen3_moe.py and conversion_mapping.py, 5.23.0)."""
+"""Qwen3-MoE: Qwen3 with experts.
+
+Facts: transformers models/qwen3_moe/modeling_qwen3_moe.py and conversion_mapping.py, 5.23.0.
+"""
 
 from formats.families.blocks import (
     ATTENTION,
@@ -22,7 +25,7 @@ layers.{layer}.attention.q_norm.weight    query_norm: (half pair)
 layers.{layer}.attention.k_norm.weight    key_norm: (half pair)
 """
 TORCHTITAN = TORCHTITAN_ATTENTION + TORCHTITAN_QK_NORMS + TORCHTITAN_EXPERTS + TORCHTITAN_NORMS + TORCHTITAN_ENDS
-"""The native names of torchtitan. A bias of its router, which its own adapter leaves out, has no place in the model."""
+"""The native names of torchtitan. The router bias, which torchtitan's adapter leaves out, has no place in Qwen3-MoE."""
 
 FAMILY = Family(
     name="qwen3_moe",

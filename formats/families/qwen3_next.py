@@ -1,8 +1,8 @@
-"""Qwen3-Next: Gated DeltaNet in most layers, gated attention in the others, experts in all of them.
+"""Qwen3-Next: Gated DeltaNet in most layers, gated attention in the others, experts in all layers.
 
-Facts: transformers 5.23.0, models/qwen3_next/modeling_qwen3_next.py: the rows of `in_proj_qkvz` and `in_proj_ba` are ordered
-by key head (`fix_query_key_value_ordering`), those of `q_proj` have the gate of a head after its query; all norms but
-that of linear attention are stored minus 1; a quarter of a head rotates, which is its first part.
+Facts: transformers 5.23.0, models/qwen3_next/modeling_qwen3_next.py: the rows of `in_proj_qkvz` and `in_proj_ba` are
+ordered by key head (`fix_query_key_value_ordering`), those of `q_proj` have the gate of a head after its query; the
+weights of all norms are stored minus 1, except for that of linear attention; the first quarter of each head rotates.
 """
 
 from formats.families.blocks import DENSE_MLP, EMBEDDING, EXPERTS, HEAD, NORMS, ROUTER, second
@@ -41,7 +41,7 @@ mtp.pre_fc_norm_embedding.weight    mtp_embedding_norm: hidden      mtp
 mtp.pre_fc_norm_hidden.weight       mtp_hidden_norm: hidden         mtp
 mtp.norm.weight                     mtp_final_norm: hidden          mtp
 """
-"""What is around the block of the layer that predicts a second token, which has attention."""
+"""The tensors around the block of the layer that predicts a second token (MTP), which has attention."""
 MTP = "mtp.layers.{depth}."
 MIXTURE = ROUTER + EXPERTS + SHARED
 LINEAR = LINEAR_STATE + LINEAR_INPUTS + LINEAR_OUTPUT
@@ -65,7 +65,7 @@ DEFAULTS = {
     "linear_value_dim": 128,
     "linear_taps": 4,
 }
-"""Of linear attention, in all its families."""
+"""Setting: its default, in all families with Gated DeltaNet."""
 EXPERT_KEYS = {
     "experts": "num_experts",
     "top_k": "num_experts_per_tok",

@@ -1,4 +1,4 @@
-"""Seed-OSS: the tensors of Llama, with heads of a width of their own (transformers models/seed_oss, 5.23.0)."""
+"""Seed-OSS: the tensors of Llama, with an independent head dimension (transformers models/seed_oss, 5.23.0)."""
 
 from formats.families.family import Family
 from formats.families.llama import TABLE

@@ -1,4 +1,4 @@
-"""SmolLM3: the tensors of Llama, and layers in which nothing rotates (transformers models/smollm3, 5.23.0)."""
+"""SmolLM3: the tensors of Llama, and layers without rotary embedding (transformers models/smollm3, 5.23.0)."""
 
 from formats.families.family import Family
 from formats.families.llama import TABLE

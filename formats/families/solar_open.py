@@ -1,7 +1,7 @@
 """Solar Open: the experts of dots.llm1 in every layer, the attention of Llama.
 
-Facts: transformers models/solar_open/modeling_solar_open.py, 5.23.0: no layer is dense, so that `intermediate_size` is
-the width of nothing, and its class has no such key.
+Facts: transformers models/solar_open/modeling_solar_open.py, 5.23.0: no layer is dense, so that `intermediate_size` has
+no effect, and its class has no such key.
 """
 
 from formats.families import dots1

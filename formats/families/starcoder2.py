@@ -1,4 +1,4 @@
-"""StarCoder2: LayerNorm, biases everywhere, an MLP without a gate (transformers models/starcoder2, 5.23.0)."""
+"""StarCoder2: LayerNorm, biases in every linear layer, MLP without a gate (transformers models/starcoder2, 5.23.0)."""
 
 from formats.families.blocks import ALL_BIASES, LAYER_NORM_HEAD, LAYER_NORMS
 from formats.families.family import Family

@@ -1,4 +1,4 @@
-"""What trainers leave beside the weights of an FSDP checkpoint: the config of the model, or its name."""
+"""Find the model's config, or its name, in the files that trainers leave beside the weights of an FSDP checkpoint."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from formats.fsdp import olmo_core
 from formats.fsdp.runs import STEPS
 
 MOST_YAML = 1 << 20
-"""Bytes of a `train_params.yaml` that is read."""
+"""Most bytes of a `train_params.yaml` that is read."""
 
 
 def configs(path: Path, folder: Path) -> Iterator[Path]:
-    """The config.json files that trainers leave beside the weights, Hugging Face's or their own."""
+    """The config.json files beside the weights, of Hugging Face or of a trainer."""
     near = [path, folder, path / "huggingface", folder / "huggingface", folder.parent]
     near += [path.parent] if STEPS.fullmatch(path.name) else []
     yield from (config for config in (place / "config.json" for place in near) if config.is_file())
 
 
 def config_folder(path: Path, folder: Path, settings: Settings, known: Callable[[], Mapping[str, Any]]) -> Path | None:
-    """The folder with the config.json that belongs to the weights: the user's, or one that trainers leave beside them.
+    """The folder with the Hugging Face config.json of the weights: the user's, or one that a trainer left beside them.
 
-    None where only OLMo-core's is there, which describes the model too.
+    None where there is only OLMo-core's config.json, which describes the model too.
 
     Raises:
-        OptionNeededError: there is none.
+        OptionNeededError: there is no config.json.
     """
     if settings.config is not None:
         return settings.config
@@ -50,7 +50,7 @@ def config_folder(path: Path, folder: Path, settings: Settings, known: Callable[
 
 
 def _model_name(folder: Path) -> str | None:
-    """The model that llama-cookbook's `train_params.yaml` names."""
+    """The model that llama-cookbook's `train_params.yaml` names; None without such a file or name."""
     path = folder / "train_params.yaml"
     if not path.is_file() or path.stat().st_size > MOST_YAML:
         return None

@@ -1,4 +1,4 @@
-"""FSDP checkpoints, as every trainer leaves them: torch DCP folders, dumps of single ranks, full state dicts.
+"""Read and write FSDP checkpoints of all trainers: torch DCP folders, one dump per rank, full state dicts.
 
     .metadata, __0_0.distcp                       torch DCP: FSDP1, FSDP2, HSDP, TP x FSDP
     pytorch_model_fsdp_0/                         the same, of accelerate, HF Trainer and axolotl
@@ -7,7 +7,7 @@
     model_world_size_8_rank_0.pt                  the same, of verl
     pytorch_model_fsdp.bin                        a full state dict
 
-Keys are those of Hugging Face, of torchtitan or of OLMo-core, wherever in the saved dictionary the model lies.
+Keys are those of Hugging Face, of torchtitan or of OLMo-core; the model may be anywhere in the saved dictionary.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from formats.torch_files.wrappers import unwrapped
 
 NAME = FSDP.name
 INSIDE = ("", "pytorch_model_fsdp_0", "sharded", "actor", "policy", "model_and_optim")
-"""Where in the folder that a user names the weights lie."""
+"""Subfolders of the user's folder that the weights may be in."""
 CONTAINERS = ("model", "state_dict", "module", "model_state_dict")
-"""What the model is called in the saved dictionary, when its keys do not tell."""
+"""Names of the model in the saved dictionary, for when its keys do not tell."""
 
 OPTIMIZER = "optim"
-"""What the optimizer is called that we write, and how the names of others begin."""
+"""The name of the optimizer in the saved dictionary that is written, and the prefix of its names in others."""
 GROUPS = "param_groups"
 MORE: Mapping[type[AnyGroup], Mapping[str, Any]] = {
     Group: {
@@ -56,7 +56,8 @@ MORE: Mapping[type[AnyGroup], Mapping[str, Any]] = {
     Lion: {},
     Muon: {},
 }  # fmt: skip
-"""What groups have besides: those of torch's AdamW (torch/optim/adam.py, 2.13)."""
+"""Type of a parameter group: the further settings that are written, which are torch's AdamW's (torch/optim/adam.py,
+2.13)."""
 
 
 def detect(path: Path) -> bool:
@@ -65,19 +66,19 @@ def detect(path: Path) -> bool:
 
 
 def tables() -> dict[str, tuple[Rule, ...]]:
-    """The own names of trainers, of each family that they have; all others are those of Hugging Face."""
+    """The layouts with a trainer's own tensor names, by trainer and family; other layouts are Hugging Face's."""
     return {
         f"{trainer} {name}": table for trainer in native.TRAINERS for name, table in native.layouts(trainer).items()
     }
 
 
 def holders(_: Family) -> dict[str, bool]:
-    """It holds every family."""
+    """Every family fits an FSDP checkpoint."""
     return {NAME: True}
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
-    """Open a checkpoint: its metadata and the heads of its tensors."""
+    """Open an FSDP checkpoint: its metadata and the headers of its files."""
     folder, list_tensors = next((path / inside, kind) for inside in INSIDE if (kind := lister(path / inside)))
     listing = list_tensors(folder, settings)
     native.require_text({names[-1] for names in listing.paths if names}, path)
@@ -121,7 +122,11 @@ def read(path: Path, settings: Settings) -> Checkpoint:
 def _read_flat(
     files: Mapping[int, TorchFile], config: dict[str, Any], folder: Path, settings: Settings
 ) -> tuple[Spec, dict[str, Scattered], list[str]]:
-    """FSDP1's flat parameters: names and shapes come from the family's table."""
+    """The spec and tensors of FSDP1's flat parameters; names and shapes come from the family's table.
+
+    Raises:
+        UnsupportedError: no table describes the model, only a part of it is to be read, or it has experts.
+    """
     if settings.only:
         raise UnsupportedError(
             "FSDP1's LOCAL_STATE_DICT records no shapes, and of a part of a model no names either",
@@ -144,7 +149,7 @@ def _read_flat(
 
 
 def _read_tensors(path: Path, listing: Listing, settings: Settings) -> tuple[dict[str, Scattered], list[str]]:
-    """The tensors of the model by key, wrappers stripped; and the names of everything else."""
+    """The tensors of the model by key, without the names of wrappers; and the names of all other tensors."""
     keys = _keys(path, listing, settings)
     wanted = [key for key in keys if not any(re.fullmatch(drop, key) for drop in native.DROPS)]
     numbers = {keys[key] for key in wanted}
@@ -155,7 +160,7 @@ def _read_tensors(path: Path, listing: Listing, settings: Settings) -> tuple[dic
 def _described(
     tensors: dict[str, Scattered], config: dict[str, Any], folder: Path, settings: Settings
 ) -> tuple[Spec, dict[str, Scattered]]:
-    """The spec of a model, and its tensors by the keys that it gives them."""
+    """The spec of a model, and its tensors by the keys of its layout."""
     if native.trainer_of(tensors):
         return huggingface.read_spec(config, folder, settings), tensors
     spec = huggingface.spec_of({key: tensor.shape for key, tensor in tensors.items()}, config, folder, settings)
@@ -166,7 +171,7 @@ def _described(
 
 
 def _read_adapter(path: Path, folder: Path, listing: Listing, settings: Settings) -> Checkpoint:
-    """The adapter of a training as a checkpoint of its own, with the names of PEFT's files."""
+    """The adapter in the checkpoint of a training, as a checkpoint of its own with the tensor names of PEFT's files."""
     if listing.flat is not None:
         raise UnsupportedError(f"{path} holds flat parameters, which have no names", "save with SHARDED_STATE_DICT")
     keys = _keys(path, listing, settings)
@@ -177,7 +182,7 @@ def _read_adapter(path: Path, folder: Path, listing: Listing, settings: Settings
 
 
 def _keys(path: Path, listing: Listing, settings: Settings) -> dict[str, int]:
-    """The number of each tensor that is read, by its key, wrappers stripped."""
+    """The number in the listing of each tensor that is read, by its key without the names of wrappers."""
     container = _container(listing.paths, settings.container, path)
     keys: dict[str, int] = {}
     depth = len(container)
@@ -192,7 +197,7 @@ def _keys(path: Path, listing: Listing, settings: Settings) -> dict[str, int]:
 
 
 def _outer(keys: Mapping[str, object], spec: Spec) -> str:
-    """What a module around the model puts before all of its keys, such as `model.` of a LightningModule."""
+    """The prefix that a module around the model adds to all keys, such as `model.` of a LightningModule; or ""."""
     names = huggingface.model_slots(spec)[0].keys
     prefixes = [key.removesuffix(name) for key in keys for name in names if key.endswith(f".{name}")]
     outer = min(prefixes, key=len, default="")
@@ -200,10 +205,10 @@ def _outer(keys: Mapping[str, object], spec: Spec) -> str:
 
 
 def _container(paths: Sequence[tuple[str, ...]], wanted: str | None, where: Path) -> tuple[str, ...]:
-    """The part of the saved dictionary that is the model.
+    """The path of the model in the saved dictionary.
 
     Raises:
-        RefusedError: several could be.
+        RefusedError: several parts could be the model, or no part has the name that the user gave.
     """
     containers = list(dict.fromkeys(path[:-1] for path in paths))
     if wanted is not None:
@@ -242,7 +247,7 @@ def _native_slots(spec: Spec, trainer: str) -> list[Slot]:
 
 
 def _require_rows(tensors: Mapping[str, Scattered], spec: Verbatim, where: Path) -> None:
-    """Nothing but the vocabulary tells that the last rows of a model without a table are missing.
+    """Refuse a model without a table whose embedding lacks its last rows, which only the vocabulary size shows.
 
     Raises:
         SourceError: the embedding has fewer rows than the vocabulary.
@@ -269,17 +274,16 @@ def write(
 ) -> Target:
     """Lay out a DCP folder that `dcp.load({"model": state_dict}, checkpoint_id=root)` reads on any number of ranks.
 
-    With an optimizer it holds `{"model": …, "optim": …}` of torch's `get_state_dict`, which `set_state_dict` takes
-    back. Experts are fused, as transformers 5 holds them in memory.
+    With an optimizer it holds `{"model": …, "optim": …}` of torch's `get_state_dict`, which `set_state_dict` loads.
+    Experts are fused, as transformers 5 holds them in memory.
 
     Args:
-        root: where the files are written.
+        root: the folder that the files are written to.
         spec: the model.
         dtypes: the element type of each logical tensor.
-        ranks: how many data files.
-        optimizer: the moments, step and groups to write beside the weights, which are its master weights.
-        trainer: whose own names the tensors get, and what its checkpoints have before them; those of Hugging Face if
-            none is named.
+        ranks: the number of data files.
+        optimizer: the moments, step and groups to write beside the weights, which are its FP32 master weights.
+        trainer: the trainer whose own tensor names and prefix are used; None for the names of Hugging Face.
     """
     wanted = _native_slots(spec, trainer) if trainer else huggingface.model_slots(spec, memory=True)
     container = native.TRAINERS[trainer].container if trainer else (dcp_writer.CONTAINER,)
@@ -305,16 +309,19 @@ def write(
 
 
 def _states(slot: Slot, state: str, *, flat: bool) -> tuple[str, ...]:
-    """Where torch's `get_optimizer_state_dict` has a state of a parameter, flattened or not."""
+    """The path of a parameter's state in torch's `get_optimizer_state_dict`, flattened or not."""
     path = ("state", slot.keys[0], state)
     return (OPTIMIZER, ".".join(path)) if flat else (OPTIMIZER, *path)
 
 
 def _settings(optimizer: Optimizer, trained: Iterable[Slot], *, flat: bool) -> dict[dcp_writer.Keys, bytes | Small]:
-    """Steps, and parameter groups if they are known, by where torch's `get_optimizer_state_dict` has them.
+    """The steps, and the parameter groups if they are known, by their paths in torch's `get_optimizer_state_dict`.
 
-    Flattened, each parameter is a group of its own, with the rate that a schedule begins with (OLMo-core 3.0.0
-    optim/config.py, which puts that of the training in its place).
+    Flattened, each parameter is a group of its own, with `initial_lr`, the learning rate that a schedule begins with
+    (OLMo-core 3.0.0 optim/config.py, which replaces it by the rate of the training).
+
+    Raises:
+        UnsupportedError: a tensor would have to be in several parameter groups.
     """
     step = None if optimizer.step is None else step_tensor(optimizer.step)
     members: dict[AnyGroup, list[str]] = {group: [] for group in optimizer.groups.values()}

@@ -1,4 +1,4 @@
-"""What the files of an FSDP checkpoint hold, of each kind that there is, before a config says which model it is."""
+"""List the tensors in the files of an FSDP checkpoint, of each kind of files, without a config of the model."""
 
 from __future__ import annotations
 
@@ -25,9 +25,14 @@ FULL = "pytorch_model_fsdp.bin"
 
 
 class Listing(NamedTuple):
-    """What a checkpoint holds: the path of each tensor in the saved dictionary, and how their bytes are found.
+    """The tensors of a checkpoint.
 
-    It is `unbounded` where the files do not tell how many there were: a shape is then as far as the pieces reach.
+    Attributes:
+        paths: the path of each tensor in the saved dictionary.
+        load: returns the tensors with some numbers in `paths`.
+        files: the files that are read.
+        flat: the dump of each rank, if the tensors are flat parameters.
+        unbounded: whether a shape is only the extent of the pieces, since the files do not record how many there were.
     """
 
     paths: Sequence[tuple[str, ...]]
@@ -38,7 +43,7 @@ class Listing(NamedTuple):
 
 
 def contents(path: Path, listing: Listing) -> dict[str, Any]:
-    """What `inspect` can say without a config: all tensors of the files, states of an optimizer among them."""
+    """The record for `inspect` without a config: of all tensors of the files, with those of an optimizer."""
     tensors = list(listing.load(range(len(listing.paths))))
     ranks = {path for tensor in tensors for path in tensor.files}
     containers = Counter(names[0] if len(names) > 1 else "" for names in listing.paths)
@@ -55,7 +60,7 @@ def contents(path: Path, listing: Listing) -> dict[str, Any]:
 
 
 def lister(folder: Path) -> Callable[[Path, Settings], Listing] | None:
-    """What lists the tensors of a folder, by what is in it; None if that is no checkpoint of FSDP."""
+    """The function that lists the tensors of a folder, chosen by its file names; None if it is no FSDP checkpoint."""
     if not folder.is_dir():
         return None
     if dcp.is_dcp(folder):
@@ -86,14 +91,14 @@ def _dcp(folder: Path, settings: Settings) -> Listing:
 
 
 def _starts(entries: Sequence[dcp.Entry]) -> list[str]:
-    """What stands before a key that every model has, without the dot."""
+    """The prefixes, without the dot, before a key that every model of some naming has."""
     known = ("model.embed_tokens.weight", *(names.sign for names in native.TRAINERS.values()))
     starts = (entry.name.removesuffix(key) for entry in entries for key in known if entry.name.endswith(key))
     return list(dict.fromkeys(start.rstrip(".") for start in starts))
 
 
 def _split(name: str, containers: Sequence[str]) -> tuple[str, ...]:
-    """The path of a key that an old torch did not record: its container is one of these."""
+    """The path of a tensor of which an old torch recorded only the joined name; its container is in `containers`."""
     own = [prefix for prefix in containers if prefix and name.startswith(f"{prefix}.")]
     if own:
         container = max(own, key=len)
@@ -102,7 +107,11 @@ def _split(name: str, containers: Sequence[str]) -> tuple[str, ...]:
 
 
 def _shards(folder: Path, _: Settings) -> Listing:
-    """Files of torch's HuggingFaceStorageWriter: each says which box of a tensor it holds."""
+    """List files of torch's HuggingFaceStorageWriter, each of which records the boxes of the tensors that it holds.
+
+    Raises:
+        SourceError: a file is missing, or records no boxes.
+    """
     files = sorted(path for path in folder.iterdir() if SHARD.fullmatch(path.name))
     numbered = [tuple(map(int, parts.groups())) for path in files if (parts := SHARD.fullmatch(path.name))]
     ranks = {rank for rank, _, _ in numbered}
@@ -154,7 +163,7 @@ def _full(folder: Path, _: Settings) -> Listing:
 
 
 def _consolidated(folder: Path, _: Settings) -> Listing:
-    """Plain files of weights that lack only a config."""
+    """List the weight files of a Hugging Face folder without a config."""
     tensors = huggingface.read_files(folder)
     keys = list(tensors)
     files = tuple(sorted({fragment.path for fragment in tensors.values()}))

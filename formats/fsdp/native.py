@@ -1,12 +1,12 @@
-"""The names that trainers have of their own: torchtitan's, which are those of Meta's Llama files too, and OLMo-core's.
+"""The tensor names that only trainers use: torchtitan's, which Meta's Llama files have too, and OLMo-core's.
 
 Facts of torchtitan: pytorch/torchtitan at v0.1.0, v0.2.0, v0.2.2 and b5bcd76c, `state_dict_adapter.py` and `model.py`
 of models/llama3 and models/qwen3; of mixtures torchtitan 0.3.0 (PyPI), the same files of models/deepseek_v3, gpt_oss
 and qwen3, and moe.py. w1 is the gate, w3 is up, w2 is down. Llama rotates neighbouring rows of a head (`pair half`),
 Qwen3 rotates halves as Hugging Face does.
 
-Facts of OLMo-core: ai2-olmo-core 3.0.0 (PyPI), nn/hf/convert.py, nn/transformer and train/checkpoint.py; what it wrote,
-and its logits, are in tests/golden/olmo_core.
+Facts of OLMo-core: ai2-olmo-core 3.0.0 (PyPI), nn/hf/convert.py, nn/transformer and train/checkpoint.py; files that
+it wrote, and its logits, are in tests/golden/olmo_core.
 """
 
 from collections.abc import Collection, Iterable
@@ -22,9 +22,13 @@ from formats.model.spec import Spec
 
 
 class Names(NamedTuple):
-    """The names of a trainer: a key that gives them away, and what its checkpoints have before each.
+    """The tensor names of a trainer.
 
-    Where an `optimizer` is written too, the settings of each parameter are under its key, as torch flattens them.
+    Attributes:
+        sign: a key by which the names are recognised.
+        container: the path of the model in the trainer's checkpoints, before each key.
+        optimizer: whether an optimizer is written too, its settings under the key of each parameter (torch's flattened
+            form).
     """
 
     sign: str
@@ -40,15 +44,15 @@ TRAINERS = {
 }
 DROPS = (r"freqs_cis",)
 BIAS = "expert_bias_E"
-"""Last part of the key of what a router adds to its scores to choose experts. torchtitan trains it in every mixture
-unless `load_balance_coeff` is None (moe.py); of these families transformers has a place for it in DeepSeek-V3 alone."""
+"""Last part of the key of a router's bias, which is added to the scores to choose experts. torchtitan trains it in any
+mixture unless `load_balance_coeff` is None (moe.py); of these families only DeepSeek-V3 has it in transformers."""
 
 
 def biases(slots: Iterable[Slot], keys: Iterable[str], spec: Spec, accept: Collection[str], where: Path) -> list[str]:
-    """The keys of biases of routers that the model of the slots has none of.
+    """The keys of router biases that have no slot in the model.
 
     Raises:
-        RefusedError: there are some, and `accept` does not name them.
+        RefusedError: there are such keys, and `accept` does not contain `BIAS`.
     """
     placed = {key for slot in slots for key in slot.keys}
     expert_biases = [key for key in keys if key.rpartition(".")[2] == BIAS and key not in placed]
@@ -62,10 +66,10 @@ def biases(slots: Iterable[Slot], keys: Iterable[str], spec: Spec, accept: Colle
 
 
 def require_text(names: Collection[str], where: Path) -> None:
-    """Refuse torchtitan's models of images, which it has with a tower alone (Qwen3.5 of 0.3.0, models/qwen3_5).
+    """Refuse torchtitan's image models: it has Qwen3.5 only with a vision tower (0.3.0, models/qwen3_5).
 
     Raises:
-        UnsupportedError: the names are those of one.
+        UnsupportedError: the names are those of such a model.
     """
     tower = next((name for name in names if name.startswith(TOWER)), None)
     if tower and TRAINERS[TORCHTITAN].sign in names:
@@ -76,11 +80,11 @@ def require_text(names: Collection[str], where: Path) -> None:
 
 
 def trainer_of(keys: Collection[str]) -> str | None:
-    """The trainer whose own names these are, if they are one's."""
+    """The trainer whose own names some keys are; None if they are no trainer's."""
     return next((trainer for trainer, names in TRAINERS.items() if names.sign in keys), None)
 
 
 @cache
 def layouts(trainer: str) -> dict[str, tuple[Rule, ...]]:
-    """The layout of each family that a trainer has. Asks for every family, so not before somebody wants to know."""
+    """The layout of each family in the names of a trainer; called only when needed, as it imports every family."""
     return {name: rules(family.native[trainer]) for name, family in FAMILIES.items() if trainer in family.native}

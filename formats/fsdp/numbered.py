@@ -1,16 +1,16 @@
-"""verl's optimizer, in torch's own `state_dict()` of each rank: its numbers are named by the model that is beside it.
+"""Read verl's optimizer, torch's own `state_dict()` of each rank: its numbers get names from the model's dumps.
 
     model_world_size_W_rank_R.pt    {name: DTensor}, in the order of the module; buffers, and tied weights once more
     optim_world_size_W_rank_R.pt    {"state": {0: {step, exp_avg, …}, …}, "param_groups": [{…, "params": [0, …]}]}
 
-verl gives its optimizer `module.parameters()`, in one group, frozen ones among them. With FSDP2 these are the DTensors
-of the model's dictionary, in its order, each once. With FSDP1 (`use_orig_params: false`) they are flat: the first is
-made of all parameters that are in no layer, then there is one of each layer; a rank has an equal interval of each, with
-padding at the end of the last.
+verl gives its optimizer `module.parameters()`, in one group, with frozen parameters. With FSDP2 these are the DTensors
+of the model's dictionary, in its order, each once. With FSDP1 (`use_orig_params: false`) they are flat parameters: the
+first consists of all parameters that are in no layer, then there is one for each layer; a rank has an equal interval of
+each, with padding at the end on the last rank.
 
 Facts: verl 0.9.1 utils/checkpoint/fsdp_checkpoint_manager.py, workers/engine/fsdp/transformer_impl.py and
 utils/fsdp_utils.py `get_fsdp_wrap_policy`, `apply_fsdp2`; torch 2.13.0 nn/modules/module.py `_named_members`,
-distributed/fsdp/_flat_param.py; what its FSDPCheckpointManager wrote is in tests/golden/verl.
+distributed/fsdp/_flat_param.py; files that its FSDPCheckpointManager wrote are in tests/golden/verl.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from formats.torch_files.pickle_values import Opaque, TensorRef
 from formats.torch_files.rank_dumps import FlatPart
 
 LAYER = re.compile(r"(?P<layer>.*?\.\d+)\..+")
-"""The key of a parameter of a layer, whose modules begin with a number."""
+"""The key of a parameter of a layer: the name of the layer ends with its number."""
 WITHOUT = "convert the weights without --with-optimizer; only the training that saved it can resume with it"
 Keys = Sequence[Sequence[tuple[str, tuple[int, ...]]]]
-"""By number: the parameters, each with its shape."""
+"""For each number of the optimizer: the names and shapes of its parameters, several for a flat parameter."""
 
 
 def is_numbered(files: Mapping[int, TorchFile]) -> bool:
-    """Whether dumps of an optimizer have numbers for names."""
+    """Whether all dumps of an optimizer have numbers in place of parameter names."""
     states = [file.value.get("state") if isinstance(file.value, Mapping) else None for file in files.values()]
     return all(isinstance(state, Mapping) and state and all(type(key) is int for key in state) for state in states)
 
 
 def named(files: Mapping[int, TorchFile], models: Mapping[int, TorchFile], *, tied: bool) -> dict[int, TorchFile]:
-    """Dumps of an optimizer with the names of the model in the place of numbers.
+    """The dumps of an optimizer with parameter names of the model in place of numbers.
 
     Args:
-        files: the dump of each rank.
-        models: that of its model.
+        files: the dump of the optimizer on each rank.
+        models: the dump of the model on each rank.
         tied: whether the output head may be a copy that a flat parameter leaves out.
 
     Raises:
@@ -84,7 +84,7 @@ def named(files: Mapping[int, TorchFile], models: Mapping[int, TorchFile], *, ti
 
 
 def _parameters(rank: int, file: TorchFile) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter that a rank saved, in their order: of a tied one under its first name alone."""
+    """The shapes of the parameters that a rank saved, in their order; a tied parameter has its first name alone."""
     shapes: dict[str, tuple[int, ...]] = {}
     places = set[tuple[Path, int, tuple[int, ...]]]()
     for key, value in rank_dumps.leaves(file.value):
@@ -102,14 +102,14 @@ def _parameters(rank: int, file: TorchFile) -> dict[str, tuple[int, ...]]:
 
 
 def _states(files: Mapping[int, TorchFile]) -> Iterator[Any]:
-    """Whatever optimizers keep of any parameter."""
+    """The values of all states of all parameters in dumps of an optimizer."""
     for file in files.values():
         for about in file.value["state"].values():
             yield from about.values() if isinstance(about, Mapping) else ()
 
 
 def _count(file: TorchFile) -> int:
-    """How many parameters an optimizer numbers, in one group.
+    """The number of parameters of an optimizer with one parameter group.
 
     Raises:
         UnsupportedError: there are several groups, whose order is not that of the module.
@@ -126,7 +126,7 @@ def _count(file: TorchFile) -> int:
 
 
 def _units(parameters: Mapping[str, tuple[int, ...]]) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """The parameters that FSDP1 makes one of: those that are in no layer, then each layer's."""
+    """The parameters by flat parameter of FSDP1: those that are in no layer, then those of each layer."""
     units: dict[str, list[tuple[str, tuple[int, ...]]]] = {"": []}
     for key, shape in parameters.items():
         layer = LAYER.fullmatch(key)
@@ -135,7 +135,7 @@ def _units(parameters: Mapping[str, tuple[int, ...]]) -> list[list[tuple[str, tu
 
 
 def _size(files: Iterable[TorchFile], number: int) -> int | None:
-    """How many elements of a flat parameter each rank has; None where it has no states.
+    """The number of elements of a flat parameter on each rank; None where it has no states.
 
     Raises:
         SourceError: the ranks differ.
@@ -155,10 +155,10 @@ def _size(files: Iterable[TorchFile], number: int) -> int | None:
 def _fitting(
     unit: Sequence[tuple[str, tuple[int, ...]]], size: int | None, ranks: int, tied: bool, where: Path
 ) -> Sequence[tuple[str, tuple[int, ...]]]:
-    """The parameters of a flat parameter that has so many elements on each rank, a tied head left out.
+    """The parameters of a flat parameter with `size` elements on each rank; a tied head may be left out.
 
     Raises:
-        UnsupportedError: they have more or fewer.
+        UnsupportedError: the parameters have more or fewer elements.
     """
     heads = [[each for each in unit if each[0].endswith("lm_head.weight")] if tied else [], []]
     totals = []
@@ -176,7 +176,7 @@ def _fitting(
 
 
 def _renamed(file: TorchFile, keys: Keys, rank: int | None) -> TorchFile:
-    """A dump with names in the place of numbers; the states of flat parameters are taken apart, if a rank is given."""
+    """A dump with names in place of numbers; with a `rank`, states of flat parameters are split into parameters."""
     state: dict[str, dict[str, Any]] = {}
     for number, about in file.value["state"].items():
         if number not in range(len(keys)) or not isinstance(about, Mapping):
@@ -193,7 +193,7 @@ def _renamed(file: TorchFile, keys: Keys, rank: int | None) -> TorchFile:
 
 
 def _parts(value: Any, unit: Sequence[tuple[str, tuple[int, ...]]], rank: int) -> Iterator[tuple[str, Any]]:
-    """A rank's part of a state of each parameter of a flat one; a step and the like are those of all."""
+    """The parts of a flat parameter's state on a rank, by parameter; a single number such as a step is that of all."""
     if not isinstance(value, TensorRef) or not value.shape:
         yield from ((key, value) for key, _ in unit)
         return

@@ -1,8 +1,8 @@
-"""The config.json that OLMo-core writes beside a checkpoint: the settings of its model, which are read and not written.
+"""Read the model's settings from the config.json that OLMo-core writes beside a checkpoint; none is written here.
 
 Facts: ai2-olmo-core 3.0.0 (PyPI), nn/transformer/config.py, nn/attention/__init__.py, nn/rope.py, nn/layer_norm.py,
-train/callbacks/config_saver.py (what is None is left out); once `sequence_mixer` was `attention`. What its own
-export (nn/hf/config.py) and its model make of it is in tests/golden/olmo_core.
+train/callbacks/config_saver.py (keys that are None are left out); `sequence_mixer` was `attention` before. The results
+of its own export (nn/hf/config.py) and of its model are in tests/golden/olmo_core.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from formats.model.spec import ModelSpec, differences
 from formats.model.values import real, some_layers, whole
 
 FAMILIES = ("olmo2", "olmo3")
-"""The families that it trains under its own names; the second has windows."""
+"""The families that OLMo-core trains under its own tensor names; the second has windows."""
 CLASS = "_CLASS_"
 MIXER = "model.block.sequence_mixer"
 SCALING, WINDOW = f"{MIXER}.rope.scaling", f"{MIXER}.sliding_window"
 EACH = "each layer"
-"""Where the keys of every layer's block are, resolved."""
+"""The key, in a resolved config, of the list with the keys of every layer's block."""
 
 
 def _read(function: Callable[[Spelled, Context], Any]) -> Codec:
@@ -39,12 +39,12 @@ def _read(function: Callable[[Spelled, Context], Any]) -> Codec:
 
 
 def _else(usual: Callable[[Context], Any]) -> Callable[[str], Codec]:
-    """The value of a key, or this where it is left out."""
+    """The codec of a key with a default, which `usual` returns where the key is left out."""
     return lambda key: _read(lambda spelled, context: spelled[key] if key in spelled else usual(context))
 
 
 def _alike(*keys: str) -> Codec:
-    """One value under several keys; where one is left out, that of its class (layer_norm.py `LayerNorm`)."""
+    """The codec of one value under several keys, each with its class's default 1e-5 (layer_norm.py `LayerNorm`)."""
 
     def value(spelled: Spelled, context: Context) -> Any:
         first, *others = ((key, spelled.get(key, 1e-5)) for key in keys)
@@ -71,7 +71,7 @@ def _rotating(key: str) -> Codec:
 
 
 def _window(_: Spelled, context: Context) -> int | None:
-    """The one width of all windows."""
+    """The width in tokens of all windows; None without windows (UnsupportedError: windows of several widths)."""
     widths = sorted({width for width in _windows(context) if width})
     if len(widths) > 1:
         raise UnsupportedError(f"{context.where}: windows of {widths[0]} and {widths[1]} tokens are not supported")
@@ -79,7 +79,12 @@ def _window(_: Spelled, context: Context) -> int | None:
 
 
 def _scaling(_: Spelled, context: Context) -> dict[str, Any] | None:
-    """The scaled rotary embeddings of all layers without a window; those with one may have none."""
+    """The rotary scaling of all layers without a window, in the terms of Hugging Face; None if there is none.
+
+    Raises:
+        SourceError: the scaling lacks a value, or has a wrong one.
+        UnsupportedError: a layer with a window has a scaling, layers differ, or the scaling is of an unknown kind.
+    """
     windows, scalings = _windows(context), []
     for layer, (block, window) in enumerate(zip(context.file[EACH], windows, strict=True)):
         given = {key.removeprefix(f"{SCALING}."): value for key, value in block.items() if key.startswith(SCALING)}
@@ -119,7 +124,7 @@ SCALINGS: Mapping[str, Callable[[Spelled], dict[str, Any]]] = {
         "beta_slow": own["beta_slow"],
     },
 }
-"""Class: its settings in the terms of Hugging Face (rope.py `to_hf_config`)."""
+"""Class of a scaling: its settings in the terms of Hugging Face (rope.py `to_hf_config`)."""
 
 TABLE = rows(
     f"""
@@ -161,22 +166,22 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "model.lm_head.name": ("default",),
     **{f"{norm}.name": ("rms", "fused_rms", "cute_rms") for norm in NORMS},
 }
-"""Keys that no setting has: the values that these families compute. All others may be false."""
+"""Key that is no setting: the values with which the model is of these families. All other keys have to be false."""
 LEFT_OUT = dict.fromkeys(("model.block.name", *(f"{norm}.name" for norm in NORMS)), "default")
-"""What some of them are where they are left out: a block with its norms first, and norms that subtract the mean."""
+"""The defaults of keys in `ONLY`: a block with its norms first, and norms that subtract the mean."""
 OF_A_RUN = {
     CLASS, "dtype", "full_precision", "elementwise_affine", "backend", "use_flash", "dropout", "init_method",
     "init_seed", "init_std", "embedding_init_std", "freeze_params", "loss_implementation", "use_recompute_qkv_prep",
     "mxfp8_projections", "mxfp8_qkv_projection", "mxfp8_out_projection", "mxfp8_save_qkv_for_backward", "compile",
     "dp_config", "tp_config", "ac_config", "float8_config",
 }  # fmt: skip
-"""Parts of keys that say nothing of the model, or what its tensors tell."""
+"""Parts of keys that do not affect the model, or that its tensors tell too."""
 CONFIG = "--config BASE, a model whose config.json says it"
 
 
 ADAMW = ("SkipStepAdamWConfig",)
-"""Optimizers that make AdamW's step, with fewer settings than torch's: from the same moments, but for a step that is
-left out, which is not counted then (optim/adamw.py)."""
+"""Optimizers that make AdamW's step from the same moments, with fewer settings than torch's; a step that they skip is
+not counted (optim/adamw.py)."""
 
 
 def is_own(path: Path) -> bool:
@@ -191,7 +196,7 @@ def own(configs: Iterable[Path]) -> Path | None:
 
 
 def makes_steps_of_adamw(path: Path) -> bool:
-    """Whether a config.json of OLMo-core names an optimizer that does, and whose groups do not tell."""
+    """Whether a config.json of OLMo-core names an optimizer of `ADAMW`, which its parameter groups do not tell."""
     config = dict(_flat(read_json(path)))
     return str(config.get(f"train_module.optim.{CLASS}")).rpartition(".")[2] in ADAMW
 
@@ -201,11 +206,11 @@ def spec_of(path: Path, settings: Settings, known: Callable[[], Mapping[str, Any
 
     Args:
         path: the file.
-        settings: what the user said.
-        known: what the weights tell without it, for an error.
+        settings: the user's settings.
+        known: returns the record of the weights without a config, for an error.
 
     Raises:
-        OptionNeededError: only a config of Hugging Face can tell the rest.
+        OptionNeededError: only a config of Hugging Face has the missing settings.
         SourceError: a setting is missing or damaged.
         UnsupportedError: the model computes something that has no layout here.
     """
@@ -214,19 +219,19 @@ def spec_of(path: Path, settings: Settings, known: Callable[[], Mapping[str, Any
         how = f"add --set max_positions=N, or {CONFIG}"
         raise OptionNeededError(f"{path} does not say how long a sequence may be", how, known)
     usual, theta = family_named(FAMILIES[1]).own[LOCAL], values["rope_theta"]
-    if values["own"] and theta != usual:  # no key of a config that is made here says that of a window
+    if values["own"] and theta != usual:  # a config that is made here has no key for that of a window
         windowed = f"{path}: rope_theta = {short(theta)} in layers with a window, where transformers assumes {usual}"
         raise OptionNeededError(windowed, f"add {CONFIG}", known)
     return checked(values, str(path))
 
 
 def require_same(path: Path, settings: Settings, base: ModelSpec) -> None:
-    """The config of Hugging Face describes the same model as OLMo-core's own.
+    """Check that the config of Hugging Face describes the same model as OLMo-core's own.
 
     Raises:
         SourceError: a setting is missing or damaged.
         UnsupportedError: the model computes something that has no layout here.
-        RefusedError: the two contradict each other.
+        RefusedError: the two configs contradict each other.
     """
     spec = checked(_values(path, settings) | {"max_positions": base.max_positions}, str(path))
     if apart := differences(spec, _spelled_out(base)):
@@ -253,7 +258,7 @@ def _values(path: Path, settings: Settings) -> dict[str, Any]:
 
 
 def _spelled_out(base: ModelSpec) -> ModelSpec:
-    """A config with what transformers assumes in it (5.23.0, configuration_olmo3.py, modeling_rope_utils.py)."""
+    """A spec with the defaults of transformers filled in (5.23.0, configuration_olmo3.py, modeling_rope_utils.py)."""
     own, scaling = {**base.own}, base.rope_scaling
     if own.get("layer_types", ...) is None:
         own["layer_types"] = [FULL if layer % 4 == 3 else SLIDING for layer in range(base.layers)]
@@ -264,7 +269,11 @@ def _spelled_out(base: ModelSpec) -> ModelSpec:
 
 
 def _resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The keys, each with those of the maps around it; those of the block hold in all layers."""
+    """The config as one map of dotted keys; `EACH` has the keys of each layer's block.
+
+    Raises:
+        UnsupportedError: layers differ in more than windows and rotary scaling, or `block_overrides` is no map.
+    """
     model = dict(config["model"])
     block, others = model.pop("block", {}), model.pop("block_overrides", None) or {}
     if not isinstance(others, dict):
@@ -284,7 +293,7 @@ def _resolved(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _block(block: Any) -> dict[str, Any]:
-    """The keys of the block of a layer, by the names of version 3."""
+    """The dotted keys of a layer's block, by the names of version 3."""
     block = dict(block) if isinstance(block, dict) else {}
     mixer = block.pop("attention", None)
     return dict(_flat({"model": {"block": block if mixer is None else {**block, "sequence_mixer": mixer}}}))
@@ -299,13 +308,13 @@ def _flat(value: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, Any]
 
 
 def _width(values: Mapping[str, Any]) -> Any:
-    """Elements of a head; None where hidden and heads are no sizes, which their own check reports."""
+    """The elements of a head; None where `hidden` or `heads` is no size, which the check of these reports."""
     hidden, heads = values["hidden"], values["heads"]
     return hidden // heads if type(hidden) is int and type(heads) is int and heads else None
 
 
 def _windows(context: Context) -> list[int | None]:
-    """The window of each layer; None where it has none (nn/attention/__init__.py `SlidingWindowAttentionConfig`)."""
+    """The window of each layer in tokens, or None (nn/attention/__init__.py `SlidingWindowAttentionConfig`)."""
     each, where = context.file[EACH], context.where
 
     def of(layer: int, block: Mapping[str, Any]) -> int | None:

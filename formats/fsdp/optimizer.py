@@ -1,19 +1,19 @@
-"""The optimizer of FSDP trainings: where moments, steps and settings of each parameter are.
+"""Read the optimizer of FSDP trainings: the moments, step and settings of each parameter.
 
     optim.state.{key}.{step|exp_avg|exp_avg_sq}         torch's get_optimizer_state_dict, in a container of any name
     optim.state.{key}.momentum_buffer                   the same of torch.optim.Muon, beside an AdamW of all else
     optim.state.{key}.exp_avg                           the same of a Lion, which need not count its steps
-    optim.param_groups.{number}.{lr|betas|…|params}     its settings; up to torch 2.3 those of all groups in one object
+    optim.param_groups.{number}.{lr|betas|…|params}     the settings; up to torch 2.3 those of all groups in one object
     optimizer.param_groups.{key}.{lr|betas|…}           the same flattened, as torchtitan has it
     optim.{key}.{step|exp_avg|exp_avg_sq}               `train run` before it took torch's names; without settings
     optimizer_0/, optimizer.bin, optimizer_0_rank0.bin  accelerate's, beside the model's
     optim_world_size_2_rank_0.pt                        verl's, whose numbers `numbered` replaces by names
 
-Keys are those of the model. What FSDP trains is the model itself: where it is float32, its weights are the
-master weights.
+Keys are those of the model. FSDP trains the parameters of the model itself: where the model is float32, its weights are
+the FP32 master weights.
 
 Facts: torch 2.13.0, distributed/checkpoint/state_dict.py and distributed/fsdp/_optim_utils.py; accelerate 1.15.0,
-utils/fsdp_utils.py; what they wrote, and what they load again, is in tests/golden/test_fsdp_optim.py.
+utils/fsdp_utils.py; tests/golden/test_fsdp_optim.py has files that they wrote, and checks that they load them again.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ FROZEN = "is it frozen, or has it made no step yet? an optimizer moves with a mo
 
 
 class Listing(NamedTuple):
-    """What may hold an optimizer: the names of its tensors, paths joined by dots, and how both kinds of it are read."""
+    """Files that may hold an optimizer: the names of their tensors, paths joined by dots, and how values are read."""
 
     where: Path
     names: Sequence[str]
     load: Callable[[Sequence[int]], Iterable[Scattered]]
     objects: Callable[[str], Mapping[str, Any]]
-    """What is no tensor, by name, of names that begin with this."""
+    """Returns the values that are no tensors, by name, for the names that begin with a prefix."""
 
 
 class Held(NamedTuple):
-    """An optimizer: by state and key, the numbers of its tensors."""
+    """An optimizer in a listing: its container, and the numbers of its tensors by state and key."""
 
     listing: Listing
     container: str
@@ -89,22 +89,22 @@ def is_trained(source: Checkpoint) -> bool:
 
 
 def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]]:
-    """Its states, and what `inspect` says of it."""
+    """The optimizer states of a checkpoint, and the entries of the optimizer for `inspect`."""
     optimizer = read(source)
     return optimizer.states, {"step": optimizer.step}
 
 
 def find(source: Checkpoint) -> Held | None:
-    """Where the optimizer of an opened FSDP checkpoint is; None when there is none.
+    """Find the optimizer of an opened FSDP checkpoint; None when there is none.
 
     Raises:
-        SourceError: it holds a parameter twice.
-        UnsupportedError: there are several.
+        SourceError: the optimizer holds a state of a parameter twice.
+        UnsupportedError: there are several optimizers.
     """
     home = source.home
     outer = home.parent if home.name == fsdp.INSIDE[1] else home
     names = [path.name for path in outer.iterdir()]
-    if source.dropped and dcp.is_dcp(home):  # or all that it holds is the model
+    if source.dropped and dcp.is_dcp(home):  # without dropped names it holds only the model
         optimizer = _held(_dcp(home, {name.removeprefix(".") for name in source.dropped}))
         if optimizer is not None:
             return optimizer
@@ -150,7 +150,7 @@ def _files(folder: Path, files: Mapping[int, TorchFile]) -> Listing:
 
 
 def _objects(value: Any, outer: str = "") -> Iterator[tuple[str, Any]]:
-    """What is no tensor in a dictionary of dictionaries, whole or a rank's part, by its path."""
+    """The values in nested dictionaries that are no tensors, whole or a rank's part, by their paths joined by dots."""
     for key, inner in value.items() if isinstance(value, Mapping) else ():
         name = f"{outer}{key}"
         if isinstance(inner, Mapping):
@@ -160,7 +160,7 @@ def _objects(value: Any, outer: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _held(listing: Listing) -> Held | None:
-    """The optimizer among what a listing names."""
+    """The optimizer among the tensors of a listing; None if there is none."""
     for known in (STATE, OWN):
         containers: dict[str, dict[str, dict[str, int]]] = {}
         for number, name in enumerate(listing.names):
@@ -185,8 +185,8 @@ def read(source: Checkpoint) -> Optimizer:
     """The optimizer of an opened FSDP checkpoint.
 
     Raises:
-        SourceError: there is none, or it is damaged or incomplete.
-        UnsupportedError: it is not that of Adam, Lion or Muon, or kept in a way that is not known.
+        SourceError: there is no optimizer, or it is damaged or incomplete.
+        UnsupportedError: the optimizer is not Adam, Lion or Muon, or is saved in an unknown way.
     """
     optimizer = find(source)
     if optimizer is None:
@@ -236,11 +236,11 @@ def read(source: Checkpoint) -> Optimizer:
 
 
 def _by_kind(optimizer: Held, trained: Iterable[Slot]) -> dict[type[AnyGroup], list[Slot]]:
-    """The parameters that Adam or Lion trains, and those that Muon trains.
+    """The parameters by the optimizer that trains them: Muon, and Adam or Lion.
 
     Raises:
-        SourceError: a tensor that is Muon's in another layer has no state.
-        UnsupportedError: the same tensor is Adam's in one layer and Muon's in another.
+        SourceError: a tensor that Muon trains in another layer has no state.
+        UnsupportedError: Muon trains a tensor in one layer, and Adam in another.
     """
     slots: dict[type[AnyGroup], dict[tuple[str, ...], Slot]] = {kind: {} for kind in MOMENTS}
     others = Group if MOMENTUM in optimizer.states or "exp_avg_sq" in optimizer.states else Lion
@@ -269,7 +269,7 @@ def _require_known(optimizer: Held) -> None:
             "convert the weights without --with-optimizer; only the training that saved it can resume with it",
         )
     kept = {*optimizer.states}
-    kept -= {MOMENTUM} if "exp_avg" in kept else set()  # beside Muon an Adam trains what is no matrix
+    kept -= {MOMENTUM} if "exp_avg" in kept else set()  # beside Muon an Adam trains the tensors that are no matrices
     if others := sorted(kept - {*MOMENTS[Group], "step"}):
         raise UnsupportedError(
             f"{where}: its optimizer{whose(kept)} is not Adam, AdamW or Lion: it keeps {', '.join(others)}",
@@ -282,11 +282,11 @@ def _require_known(optimizer: Held) -> None:
 
 
 def _step(optimizer: Held, keys: Collection[str], *, needed: bool) -> int | None:
-    """How many steps the parameters have made, all of them the same number; None of a Lion that counts none.
+    """The number of steps that all parameters have made; None of a Lion that counts none.
 
     Raises:
-        SourceError: one has none.
-        UnsupportedError: they differ.
+        SourceError: a parameter has no step, or none that is a whole number from 1 on.
+        UnsupportedError: the steps differ, or the optimizer keeps another state.
     """
     where, numbers = optimizer.listing.where, optimizer.states.get("step", {})
     values: dict[str, Any] = dict(zip(numbers, map(small_of, optimizer.listing.load([*numbers.values()])), strict=True))
@@ -317,7 +317,7 @@ def _step(optimizer: Held, keys: Collection[str], *, needed: bool) -> int | None
 
 
 def _unsaid(source: Checkpoint) -> Mapping[str, Any]:
-    """Settings that are in no group, by which an AdamW is known: where OLMo-core's own config names one."""
+    """Settings that no group has, and by which an AdamW is recognised, if OLMo-core's own config names one."""
     if native.trainer_of({item.key for item in source.tensors}) != native.OLMO_CORE:
         return {}
     own = olmo_core.own(beside.configs(source.root, source.home))
@@ -327,16 +327,16 @@ def _unsaid(source: Checkpoint) -> Mapping[str, Any]:
 def _groups(
     optimizer: Held, keys: Mapping[str, Placed], model: Collection[str], unsaid: Mapping[str, Any]
 ) -> dict[str, AnyGroup]:
-    """The group of each parameter, by its key, in the order of the groups; none where no settings are kept.
+    """The group of each parameter, by its key, in the order of the groups; empty where no settings are saved.
 
     Args:
         optimizer: the optimizer.
-        keys: what it has moments of.
-        model: all names that the model has.
-        unsaid: settings of all groups that are in none.
+        keys: the parameters with moments, by key.
+        model: all keys of the model.
+        unsaid: settings that hold for all groups and that no group has.
 
     Raises:
-        SourceError: a parameter is in no group or in two, or a group has one that the model lacks.
+        SourceError: a parameter is in no group or in two, or a group has a parameter that the model lacks.
     """
     listing, prefix = optimizer.listing, optimizer.container + fsdp.GROUPS
     numbers = [number for number, name in enumerate(listing.names) if name.startswith(f"{prefix}.")]

@@ -1,4 +1,4 @@
-"""The folder of a training that holds a checkpoint of each of some steps."""
+"""Find the checkpoints in the folder of a training run, which has a subfolder for each saved step."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from formats.errors import SourceError
 
 STEPS = re.compile(r"(?:checkpoint|step|global_step|epoch)[-_]?(\d+)")
-"""Folders of a run, each a checkpoint."""
+"""The name of a checkpoint folder in a run, with its step."""
 
 
 def checkpoints(path: Path, detect: Callable[[Path], bool]) -> list[Path]:
-    """The checkpoints of a run's folder, the newest first; none when the folder is a checkpoint itself."""
+    """The checkpoints in a run's folder, the newest first; none when the folder is a checkpoint itself."""
     try:
         if not path.is_dir() or detect(path):
             return []

@@ -1,10 +1,10 @@
-"""A LoRA adapter as PEFT saves it: its settings, and what it adds to which tensor of its base, or puts in its place.
+"""A LoRA adapter as PEFT saves it: its settings, and the changes that it makes to tensors of its base model.
 
     adapter_config.json, adapter_model.safetensors
     base_model.model. MODULE .lora_A.weight [r, in]   .lora_B.weight [out, r]       a matrix
     base_model.model. MODULE .lora_embedding_A [r, vocab]   .lora_embedding_B [hidden, r]    an embedding
     base_model.model. MODULE .lora_magnitude_vector [out], of an embedding [hidden]    DoRA
-    base_model.model. MODULE .weight, .bias, .base_layer.weight                     in the place of the base's
+    base_model.model. MODULE .weight, .bias, .base_layer.weight                     replaces the base's tensor
 
 Facts: peft 0.21.2 tuners/lora/layer.py, tuners/lora/config.py, tuners/tuners_utils.py `_inject_parameters` and
 utils/save_and_load.py.
@@ -26,12 +26,12 @@ from formats.errors import SourceError, UnsupportedError, short, some
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ROOT = "base_model.model."
 INNER = "base_layer"
-"""What PEFT calls a module inside its own, and one parameter's wrapper inside another's."""
+"""The name that PEFT gives the wrapped module, and an inner wrapper of a parameter in an outer one."""
 ENDS = {
     "lora_A.weight": "right", "lora_B.weight": "left", "lora_embedding_A": "right", "lora_embedding_B": "left",
     "lora_magnitude_vector": "magnitude", "lora_magnitude_vector.weight": "magnitude",
 }  # fmt: skip
-"""How the name of a tensor of LoRA ends: which one it is."""
+"""End of the name of a LoRA tensor: the part of the LoRA that the tensor is."""
 READ = {
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters",
@@ -43,14 +43,14 @@ FREE = {
     "megatron_core", "qalora_group_size", "runtime_config", "eva_config",
     "velora_config", "inject_method", "loftq_config", "corda_config", "lora_ga_config",
 }  # fmt: skip
-"""Settings that say how it was trained or begun, or what the names of its tensors say too."""
+"""Settings that need no check: how the adapter was trained or initialized, or what tensor names tell too."""
 NAMING = (
     "target_modules", "exclude_modules", "target_parameters", "modules_to_save", "layers_pattern",
     "layers_to_transform",
 )  # fmt: skip
-"""Settings that name modules or layers: a text, a list, or null."""
+"""Settings that name modules or layers: a string, a list, or null."""
 UNCHANGED = (True, False, "gaussian", "eva", "orthogonal", "mica", None)
-"""Values of `init_lora_weights` that leave the base as it is."""
+"""Values of `init_lora_weights` that leave the weights of the base as they are."""
 ONLY = {
     "layer_replication": "repeats layers of its base",
     "megatron_config": "belongs to modules of Megatron",
@@ -63,7 +63,7 @@ ONLY = {
     "trainable_token_indices": "trains some rows of the embedding",
     "lora_bias": "has biases of its own",
 }
-"""Variants of LoRA that are not merged: what each is."""
+"""Setting: the variant of LoRA that it turns on, none of which can be merged, as a clause of the error message."""
 PEFT_MERGES = "merge it with PEFT: PeftModel.from_pretrained(BASE, ADAPTER).merge_and_unload().save_pretrained(OUT)"
 
 
@@ -71,10 +71,10 @@ class Saved(NamedTuple):
     """An adapter as it is on disk.
 
     Attributes:
-        root: its folder, or the checkpoint that it is in.
+        root: the folder of the adapter, or the checkpoint that holds it.
         config: the parsed adapter_config.json.
-        tensors: by their names in PEFT's files.
-        files: what is read.
+        tensors: the tensors by their names in PEFT's files.
+        files: the files that are read.
     """
 
     root: Path
@@ -84,7 +84,7 @@ class Saved(NamedTuple):
 
 
 class Lora(NamedTuple):
-    """What is added to one tensor of the base: scale * left @ right, or its transpose.
+    """The product that is added to one tensor of the base: scale * left @ right, or its transpose.
 
     Attributes:
         left: B, [out, r]; of parameters of several experts [out, r * experts], the experts next to each other.
@@ -92,7 +92,7 @@ class Lora(NamedTuple):
         scale: alpha / r, or alpha / sqrt(r).
         rank: r, of one expert.
         magnitude: the norm of each row of the result, for DoRA.
-        embedding: whether it is that of an embedding, whose weight [vocab, hidden] gets the transpose.
+        embedding: whether the tensor is an embedding, whose weight [vocab, hidden] gets the transpose.
     """
 
     left: Fragment
@@ -105,13 +105,13 @@ class Lora(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter.
+    """A parsed adapter.
 
     Attributes:
-        root: its folder.
+        root: the folder of the adapter.
         config: the parsed adapter_config.json.
-        added: what is added, by module, or by parameter of a module.
-        whole: what takes the place of a tensor of the base, by its key.
+        added: the LoRA of each module, or of each parameter of a module, by its name in the base.
+        whole: the tensors that replace tensors of the base, by the keys of these.
     """
 
     root: Path
@@ -120,21 +120,21 @@ class Adapter:
     whole: Mapping[str, Fragment]
 
     def keys(self, known: Collection[str]) -> set[str]:
-        """The tensors of the base that it changes, by the names of some that are known."""
+        """The keys of the base tensors that the adapter changes; a name in `known` is a key, others are modules."""
         return {*self.whole, *(name if name in known else f"{name}.weight" for name in self.added)}
 
 
 BESIDE = re.compile(r"(.+)\.(?:modules_to_save|original_module)\.(.+)")
-"""The name of a tensor that PEFT saves a second time where the vocabulary was resized, and what the module was before:
-it loads the one under the module's own name (peft 0.21.2 utils/save_and_load.py `save_embedding_layers`)."""
+"""The name of a tensor that PEFT saves a second time where the vocabulary was resized, or the tensor as it was before:
+PEFT loads the tensor under the module's own name (peft 0.21.2 utils/save_and_load.py `save_embedding_layers`)."""
 
 
 def read(root: Path) -> Saved:
     """Open the folder of an adapter: its config and the header of its file.
 
     Raises:
-        SourceError: something is missing or damaged.
-        UnsupportedError: it is of another method, or of a variant that cannot be merged here.
+        SourceError: a file is missing or damaged.
+        UnsupportedError: the adapter is of another method than LoRA, or of a variant that cannot be merged here.
     """
     config = read_config([root])
     if not (root / WEIGHTS).is_file():
@@ -145,11 +145,11 @@ def read(root: Path) -> Saved:
 
 
 def read_config(places: Sequence[Path]) -> dict[str, Any]:
-    """The settings of a LoRA, from the first of some folders that has them.
+    """The settings of a LoRA, from the first of some folders that has an adapter_config.json.
 
     Raises:
-        SourceError: none has.
-        UnsupportedError: they are not those of a LoRA that can be merged.
+        SourceError: no folder has one, or PEFT does not load its settings.
+        UnsupportedError: the settings are not those of a LoRA that can be merged.
     """
     file = next((place / CONFIG for place in places if (place / CONFIG).is_file()), None)
     if file is None:
@@ -160,11 +160,11 @@ def read_config(places: Sequence[Path]) -> dict[str, Any]:
 
 
 def require_lora(config: Mapping[str, Any], where: Path) -> None:
-    """The settings are those of a LoRA that can be added to its base.
+    """Refuse settings that are not those of a LoRA that can be merged into its base.
 
     Raises:
-        UnsupportedError: they are not.
-        SourceError: PEFT itself does not load them.
+        UnsupportedError: the settings are of another method, of a variant, or unknown.
+        SourceError: PEFT itself does not load the settings.
     """
     method = config.get("peft_type")
     if method != "LORA":
@@ -199,14 +199,14 @@ def require_lora(config: Mapping[str, Any], where: Path) -> None:
 
 
 def parse(saved: Saved, parameters: Sequence[str]) -> Adapter:
-    """What the tensors of an adapter are.
+    """Parse the tensors of an adapter: each is a part of a LoRA, or replaces a tensor of the base.
 
     Args:
         saved: the adapter.
         parameters: the keys of the base's tensors, in the order in which its modules have them.
 
     Raises:
-        SourceError: something is missing, or contradicts the config.
+        SourceError: a tensor is missing, or contradicts the config.
         UnsupportedError: a tensor is none of LoRA's.
     """
     root, config, tensors, _ = saved
@@ -252,14 +252,14 @@ def parse(saved: Saved, parameters: Sequence[str]) -> Adapter:
 
 
 def _bare(place: str) -> str:
-    """A module without the wrappers of LoRA around it."""
+    """The name of a module without the names of LoRA's wrappers around it."""
     return re.sub(rf"(?:\.{INNER})+$", "", place)
 
 
 def _target(place: str, config: Mapping[str, Any], parameters: Sequence[str]) -> str:
-    """The module that LoRA stands at; of a parameter of a module its key.
+    """The module that a LoRA is added to, or the key of the parameter, if the LoRA is of a parameter of a module.
 
-    Wrappers of several parameters of a module are around each other: that of its first parameter is the innermost.
+    Wrappers of several parameters of a module are nested: the wrapper of the first parameter is the innermost.
     """
     module = _bare(place)
     named = config.get("target_parameters") or ()
@@ -270,7 +270,11 @@ def _target(place: str, config: Mapping[str, Any], parameters: Sequence[str]) ->
 
 
 def _lora(module: str, parts: Mapping[str, Fragment], config: Mapping[str, Any], root: Path) -> Lora:
-    """The matrices of a module, with their scale."""
+    """The LoRA of a module: its matrices, with their scale.
+
+    Raises:
+        SourceError: the shapes do not fit, or the config gives no rank and alpha for them.
+    """
     left, right = parts["left"], parts["right"]
     if len(left.shape) != 2 or len(right.shape) != 2 or left.shape[1] != right.shape[0]:
         raise SourceError(
@@ -299,12 +303,12 @@ def _lora(module: str, parts: Mapping[str, Fragment], config: Mapping[str, Any],
 
 
 def _said(pattern: Any, module: str, usual: Any) -> Any:
-    """What a pattern says of a module: the first that matches the end of its name, as PEFT's `get_pattern_key`."""
+    """The value of the first key that matches the end of a module's name, as PEFT's `get_pattern_key`; or `usual`."""
     return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", module)), usual)
 
 
 def _no_pattern(root: Path, what: str, error: re.error) -> SourceError:
-    """What is wrong with a pattern."""
+    """The error for a pattern in the config that is no regular expression."""
     return SourceError(
         f"{root / CONFIG} has a pattern of {what} that is no regular expression: {error}",
         "take it from where the file comes from",
@@ -312,7 +316,7 @@ def _no_pattern(root: Path, what: str, error: re.error) -> SourceError:
 
 
 def is_all_linear(config: Mapping[str, Any]) -> bool:
-    """Whether `target_modules` is PEFT's word for every linear layer but the output head.
+    """Whether `target_modules` is `all-linear`: every linear layer but the output head.
 
     PEFT itself writes a list (peft 0.21.2 tuners/tuners_utils.py `_maybe_include_all_linear_layers`).
     """
@@ -322,16 +326,16 @@ def is_all_linear(config: Mapping[str, Any]) -> bool:
 def missing(
     adapter: Adapter, modules: Iterable[Sequence[str]], tensors: Iterable[Sequence[str]], linear: Collection[str]
 ) -> list[str]:
-    """What the config says that the adapter has of the base, and what it has not.
+    """The modules and tensors of the base that the adapter lacks, although its config names them.
 
     Args:
-        adapter: with its config.
-        modules: those of the base that hold a matrix, each by all names that it may have.
-        tensors: all of the base, each by all names that it may have.
+        adapter: the adapter, with its config.
+        modules: the modules of the base that hold a matrix, each by all names that it may have.
+        tensors: the tensors of the base, each by all names that it may have.
         linear: the first names of the modules that are linear layers, without the output head.
 
     Raises:
-        SourceError: the config has a pattern of names that is none.
+        SourceError: the config has a pattern of names that is no regular expression.
     """
     config, kept = adapter.config, adapter.config.get("modules_to_save") or ()
     parameters, all_linear = config.get("target_parameters") or (), is_all_linear(config)
@@ -354,29 +358,28 @@ def missing(
 
 
 def _is_inside(key: str, module: str) -> bool:
-    """Whether a tensor is of a module of `modules_to_save` (peft 0.21.2 utils/other.py `_set_trainable`)."""
+    """Whether a tensor is in a module of `modules_to_save` (peft 0.21.2 utils/other.py `_set_trainable`)."""
     parts = key.split(".")
     return any(".".join(parts[:count]).endswith(module) for count in range(1, len(parts)))
 
 
 def surplus(adapter: Adapter, modules: Iterable[Sequence[str]]) -> list[str]:
-    """Modules of the base that have a LoRA in the file, and none by the config: PEFT does not load it.
+    """The modules of the base that have a LoRA in the file, and none by the config: PEFT does not load such a LoRA.
 
     Args:
-        adapter: with its config.
-        modules: those of the base that hold a matrix, each by all names that it may have; the config's patterns are
-            known to be patterns.
+        adapter: the adapter, with its config, whose patterns are known to be regular expressions.
+        modules: the modules of the base that hold a matrix, each by all names that it may have.
     """
-    tied = adapter.config.get("ensure_weight_tying")  # embedding and head, which are in no layer, have that of one
+    tied = adapter.config.get("ensure_weight_tying")  # embedding and head, which are in no layer, share one LoRA
     with_lora = [names for names in modules if not adapter.added.keys().isdisjoint(names)]
     outside = [names for names in with_lora if not any(_is_target(name, adapter.config, True) for name in names)]
     return [names[0] for names in outside if not tied or re.search(r"\.\d+\.", names[0])]
 
 
 def _is_target(module: str, config: Mapping[str, Any], untold: bool = False) -> bool:
-    """Whether a module has a LoRA (peft 0.21.2 tuners/tuners_utils.py `check_target_module_exists`).
+    """Whether a module has a LoRA by the config (peft 0.21.2 tuners/tuners_utils.py `check_target_module_exists`).
 
-    Of `all-linear` and of nothing its name does not tell: then it is `untold`.
+    With `all-linear`, or without `target_modules`, the name of the module does not tell: then the result is `untold`.
     """
     named, excluded = config.get("target_modules"), config.get("exclude_modules") or []
     if _is_named(module, excluded):
@@ -396,23 +399,23 @@ def _is_target(module: str, config: Mapping[str, Any], untold: bool = False) -> 
 
 
 def _is_named(module: str, named: str | Sequence[str]) -> bool:
-    """Whether a pattern matches the name of a module, or one of a list ends it."""
+    """Whether a regular expression matches the name of a module, or the name ends with a name of a list."""
     if isinstance(named, str):
         return re.fullmatch(named, module) is not None
     return any(f".{module}".endswith(f".{name}") for name in named)
 
 
 def require_consumed(adapter: Adapter, keys: Iterable[str], base: Path, *, only: str | None = None) -> None:
-    """Everything in an adapter is for a tensor of the base.
+    """Refuse an adapter with tensors for which the base has no tensor.
 
     Args:
-        adapter: with its config.
-        keys: the tensors of the base.
-        base: its folder.
-        only: the part of it that is read, if not all of it is.
+        adapter: the adapter, with its config.
+        keys: the keys of the base's tensors.
+        base: the folder of the base.
+        only: the part of the base that is read, if only a part is.
 
     Raises:
-        SourceError: something is for none.
+        SourceError: the adapter has such tensors.
     """
     known, named = {*keys}, str(adapter.config.get("base_model_name_or_path") or "")
     if odd := sorted(adapter.keys(known) - known):

@@ -1,4 +1,4 @@
-"""Weights that llm-compressor quantized (`quant_method: compressed-tensors`), read as what they stand for.
+"""Weights that llm-compressor quantized (`quant_method: compressed-tensors`), read as the BF16 that they represent.
 
     X.weight_packed  X.weight_scale  X.weight_shape           pack-quantized: integers of 4 or 8 bits in words of 32
     X.weight_packed  X.weight_scale  X.weight_global_scale    nvfp4-pack-quantized: two elements a byte
@@ -25,14 +25,14 @@ METHOD = "compressed-tensors"
 
 
 class Stored(NamedTuple):
-    """How a format stores weights of a type.
+    """How a format of compressed-tensors stores weights of a type.
 
     Attributes:
         method: how an element is coded.
-        elements: what follows the name of the module.
+        elements: the last part of the key of the quantized elements, after the name of the module.
         dtype: the element type of that tensor.
-        per: how many weights an element of it holds.
-        scales: the element type of the scales; None where it is a float.
+        per: how many weights an element of that tensor holds.
+        scales: the element type of the scales; None for a floating point type.
     """
 
     method: str
@@ -54,34 +54,34 @@ FORMATS = {
     ("nvfp4-pack-quantized", "float", 4): Stored(NVFP4, "weight_packed", "U8", 2, "F8_E4M3"),
     ("mxfp4-pack-quantized", "float", 4): Stored("MXFP4", "weight_packed", "U8", 2, "U8"),
 }
-"""By format, type and bits."""
+"""Format, type and bits of the weights: how they are stored."""
 INTEGERS = ("I64", "I32")
 SCALE, GLOBAL, SHAPE = "weight_scale", "weight_global_scale", "weight_shape"
 ACTIVATIONS = tuple(
     f".{name}" for name in ("input_scale", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale")
 )
-"""Scales of what a module computes, or of the cache: they are of no weight."""
+"""Ends of the keys of scales that belong to activations or to the KV cache, and not to a weight."""
 FREE = {
     "config_groups", "format", "ignore", "kv_cache_scheme", "quant_method", "quantization_status", "version",
     "global_compression_ratio", "dequantize", "run_compressed", "use_optimized_inference",
 }  # fmt: skip
-"""Keys of a quantization_config that are read here, or are of no weight. Others may rotate weights."""
+"""Keys of a quantization_config that are read here, or do not affect weights. Other keys may rotate weights."""
 SPARSITY = "sparsity_config"
-"""Says how the zeros of pruned weights are stored; `dense` stores each, whatever else it says of them (its library,
-`config/dense.py`; `ModelCompressor.from_compression_config` does not read it)."""
+"""The key for how the zeros of pruned weights are stored. Format `dense` stores all of them, whatever its other keys
+(compressed-tensors `config/dense.py`; `ModelCompressor.from_compression_config` does not read it)."""
 ARGUMENTS = {
     "num_bits", "type", "strategy", "group_size", "block_structure", "symmetric", "dynamic", "actorder",
     "observer", "observer_kwargs", "scale_dtype", "zp_dtype",
 }  # fmt: skip
-"""Keys of a group's `weights`, likewise."""
+"""Keys of a group's `weights` that are read here, or do not affect weights."""
 
 
 class Scheme(NamedTuple):
     """How the weights of a model are quantized.
 
     Attributes:
-        stored: how they are stored.
-        block: rows and columns that share a scale; None where all of them do.
+        stored: how the weights are stored.
+        block: the numbers of rows and of columns that share a scale; None where all of them do.
     """
 
     stored: Stored
@@ -89,10 +89,11 @@ class Scheme(NamedTuple):
 
 
 def scheme_of(quantization: Mapping[Any, Any]) -> Scheme:
-    """How the weights are quantized, by the quantization_config of a model.
+    """The quantization scheme in the quantization_config of a model.
 
     Raises:
-        UnsupportedError: in several ways, or in one that is not understood; the sentence begins after a file's name.
+        UnsupportedError: there are several schemes, or an unknown one; the message lacks the name of the file, which
+            the caller puts before it.
     """
     for key in quantization.keys() - FREE:
         dense = key == SPARSITY and isinstance(quantization[key], dict) and quantization[key].get("format") == "dense"
@@ -129,7 +130,10 @@ def _scheme(group: object, form: str) -> Scheme:
 
 
 def _block(weights: Mapping[Any, Any]) -> tuple[int | None, int | None]:
-    """Rows and columns that share a scale. Without a strategy the size of a group tells it (`validate_model_after`)."""
+    """The numbers of rows and of columns that share a scale, None for all.
+
+    Without a strategy the size of a group tells the strategy (`validate_model_after`).
+    """
     size = weights.get("group_size")
     strategy = weights.get("strategy") or {None: "tensor", -1: "channel"}.get(size, "group")
     match strategy, size, weights.get("block_structure"):
@@ -145,11 +149,11 @@ def _block(weights: Mapping[Any, Any]) -> tuple[int | None, int | None]:
 
 
 def dequantized(fragments: Mapping[str, Fragment], scheme: Scheme) -> dict[str, Fragment]:
-    """The weights of a model out of those of a quantized one; scales of activations are left out.
+    """The tensors of a quantized model with its weights read as BF16; scales of activations are left out.
 
     Raises:
-        SourceError: scales are missing, or of another shape than the elements that they belong to.
-        UnsupportedError: scales are of weights in floats, or rows end within a group.
+        SourceError: scales are missing, or their shape does not fit the elements that they belong to.
+        UnsupportedError: scales belong to weights of another type, or rows end within a group.
     """
     stored = scheme.stored
     weights: dict[str, Fragment] = {}
@@ -171,7 +175,7 @@ def dequantized(fragments: Mapping[str, Fragment], scheme: Scheme) -> dict[str, 
 
 
 def _weight(fragments: Mapping[str, Fragment], module: str, elements: Fragment, scheme: Scheme) -> Fragment:
-    """A matrix of BF16 out of its elements."""
+    """The BF16 matrix of a module: its quantized elements, with their scales."""
     stored, key, name = scheme.stored, f"{module}.{scheme.stored.elements}", f"{module}.{SCALE}"
     if len(elements.shape) != 2:
         raise UnsupportedError(f"{elements.path}: {key} is {stored.dtype}{list(elements.shape)}, no matrix", KEEP)
@@ -195,7 +199,7 @@ def _weight(fragments: Mapping[str, Fragment], module: str, elements: Fragment, 
             f"{stated.path}: {module}.{SHAPE} is {stated.dtype}{list(stated.shape)}, no number of rows and of columns"
         )
     shape, block = (rows, columns), (min(high, max(rows, 1)), min(wide, max(columns, 1)))
-    if high == 1 and columns % wide == 0:  # one row of scales, as long as all: read with fewer calls
+    if high == 1 and columns % wide == 0:  # the matrix as one row, with one row of scales: read with fewer calls
         rows, columns = 1, rows * columns
     scales = Scales(stored.method, factors, block, rows, columns, name, whole, stated and (stated, shape, key))
     return elements._replace(dtype="BF16", shape=shape, strides=row_major(shape), scales=scales)

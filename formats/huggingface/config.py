@@ -1,6 +1,6 @@
-"""The config.json of transformers 4 and 5: which key is which setting.
+"""Convert the config.json of transformers 4 and 5 to a spec and back.
 
-What has no key in the table is residue: it stays in the file that travels with the weights.
+A key that no table knows is residue: it stays in the config.json that is written beside the weights.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ RELATIVE = {
     "expert_ffn": ("shared_ffn",),
     "head_dim": ("rope",),
 }
-"""Setting: those that a config may spell in terms of it, such as a number of experts for what is shared. Where it
-changes, the same spelling means something else."""
+"""Setting: the settings that a config may spell relative to it, such as the width of shared experts as a number of
+experts. Where the setting changes, the same spelling means another value."""
 APART = (*LISTS, "shared_ffn", "rope_theta", "rotary_fraction", "full_head_dim")
-"""Settings whose codecs know what transformers assumes of them."""
+"""Settings whose codecs read the defaults of transformers themselves."""
 
 DROPOUTS = {
     "attention_dropout": ("attention_dropout", "attn_pdrop"),
     "hidden_dropout": ("hidden_dropout", "resid_pdrop", "residual_dropout"),
 }
-"""What Megatron and GPT-NeoX call it: config keys. Megatron takes both from a checkpoint, whatever its flags say
-(megatron/training/checkpointing.py `load_args_from_checkpoint`)."""
+"""Name of a dropout in Megatron and GPT-NeoX: the config keys for it. Megatron takes both from a checkpoint, whatever
+its flags are (megatron/training/checkpointing.py `load_args_from_checkpoint`)."""
 
 OF_NO_MODEL = (
     "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "layer_types", "_name_or_path",
 )  # fmt: skip
-"""Keys that say nothing about the computation, or are checked above."""
+"""Keys that do not affect the computation, or are checked separately (`require_table`)."""
 
 
 def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> ModelSpec:
@@ -56,7 +56,7 @@ def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], whe
 
     Args:
         config: the parsed file.
-        settings: values that overrule it.
+        settings: values that overrule those of the file.
         where: what to call the file in an error.
 
     Raises:
@@ -71,14 +71,14 @@ def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], whe
 
 
 def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict[str, Any], list[str]]:
-    """Every setting that a config says, and what had to come from the defaults of transformers."""
+    """Every setting of a config, and notes on the settings that come from the defaults of transformers."""
     context = Context({"family": family.name}, where, config, [])
     filled, keys = _with_defaults(family, context), keys_of(family, config)
     values = read(rows_of(family, config), filled, (), where, context.values, context.notes)
     heads, hidden = values["heads"], values["hidden"]
     values.setdefault("kv_heads", family.defaults.get("kv_heads", heads))
     if values.get("head_dim") is None and type(heads) is int and type(hidden) is int and heads:
-        silent = keys.get("head_dim") not in config  # null says that it has none
+        silent = keys.get("head_dim") not in config  # null: hidden / heads, not the default of the family
         values["head_dim"] = (family.head_dim if silent else None) or hidden // heads
     values["own"] = {key: own_value(key, usual, config) for key, usual in family.own.items()}
     if family.window and family.window not in config:
@@ -87,7 +87,7 @@ def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict
 
 
 def _with_defaults(family: Family, context: Context) -> dict[str, Any]:
-    """The config with the keys that transformers assumes where they are absent, and a note of each."""
+    """The config, with absent keys added that have a default in transformers; each is noted in `context.notes`."""
     filled, keys = dict(context.file), keys_of(family, context.file)
     for name in (name for name in keys if name in family.defaults and name not in APART):
         filled[keys[name]] = assumed(keys[name], family.defaults[name], context)
@@ -101,13 +101,13 @@ def _with_defaults(family: Family, context: Context) -> dict[str, Any]:
 
 
 def dropouts(config: Mapping[str, Any]) -> dict[str, float]:
-    """What a training drops out, in Megatron's terms, as far as a config (or the yml of GPT-NeoX) says."""
+    """The dropout probabilities in a config (or in the yml of GPT-NeoX), by the names of Megatron."""
     values_of = {name: [config[key] for key in keys if key in config] for name, keys in DROPOUTS.items()}
     return {name: values[0] for name, values in values_of.items() if values and type(values[0]) in (int, float)}
 
 
 def residue(config: Mapping[str, Any]) -> list[str]:
-    """The keys of a config that no table knows: they are kept as they are, and assumed to leave the weights alone."""
+    """The keys of a config that no table knows: they are kept as they are, and assumed not to affect the weights."""
     known = {*USUAL.values(), THETA, SCALING, PARAMETERS, *OF_ALL, *OF_NO_MODEL}
     family = find_family(config)
     if family:
@@ -116,9 +116,9 @@ def residue(config: Mapping[str, Any]) -> list[str]:
 
 
 def untold(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    """In what two configs of a model without a table differ, as `key: one | other`: any may matter.
+    """The differences of two configs of a model without a table, as `key: one | other`; any key may matter.
 
-    What is null counts as absent. Types of layers are compared where both name them.
+    A key that is null counts as absent. `layer_types` is compared where both configs have it.
     """
     ours, theirs = _computing(first), _computing(second)
     names = dict.fromkeys([*ours, *theirs])
@@ -133,7 +133,7 @@ def untold(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
 
 
 def _computing(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config, and those in it, without what says nothing about the computation or is null."""
+    """A config, and the configs nested in it, without keys that do not affect the computation or are null."""
     return {
         key: _computing(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -146,7 +146,7 @@ def _unwrapped(base: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json for a spec: `base` with every setting that differs put in its place.
+    """A config.json for a spec: `base` with every setting that differs replaced.
 
     With an empty base the spelling is that of transformers 4, which version 5 reads too.
     """
@@ -173,7 +173,7 @@ def to_huggingface(spec: Spec, base: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fixed(layers: int, family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What is in the config of every model of a family, its biases, and what no other format has."""
+    """The keys that the configs of all models of a family have, those of the biases, and those of `own`."""
     fixed = {**family.requires, **family.marks, **({family.switch: False} if family.switch else {})}
     fixed |= write((row for row in rows_of(family, {}) if row.setting == "biases"), values, (), "the config")
     if family.full_until and not family.switch and layers > family.full_until[1]:

@@ -1,4 +1,4 @@
-"""A family of the user's own: what a file in `families/` says, in TOML and with the same grammar.
+"""Read a family of the user's own from a TOML file, which has the fields and the grammar of a file in `families/`.
 
     name = "my_model"                      # model_type of its config.json
     architecture = "MyModelForCausalLM"
@@ -10,7 +10,7 @@
     [requires]
     hidden_act = "silu"
 
-TOML has no word for nothing: the text "none" stands for it.
+TOML has no null: the string "none" stands for it.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ KINDS = {
 }
 OURS = ("neox", "native", "file")
 FIELDS = {field.name: KINDS[re.split(r"\W", str(field.type))[0]] for field in fields(Family) if field.name not in OURS}
-"""Field of a `Family`, and its type in TOML; without those that only a family of ours has."""
+"""Field of a `Family`: its types in TOML. Fields that only a family of the project has are left out."""
 APART = ("rope_theta", "drops", "nulls", "blocks", "full_until", "biases")
 REQUIRED = ("name", "architecture", "table", "rope_theta")
 SETTINGS = (*USUAL, *CHOICES, "rope_theta")
-"""What `keys` and `defaults` may name."""
+"""The settings that `keys` and `defaults` may name."""
 OF_LAYERS = {"dense", "sparse"}
 OF_MIXERS = {"attention", *MIXERS.values()}
 OF_QUERIES = {"compressed", "uncompressed"}
@@ -65,23 +65,23 @@ ALLOWED = {
     "tied", "untied", "parallel", "serial", "optional", "indexing", MTP,
     *OF_KEYS, *OF_LAYERS, *OF_QUERIES, *OF_MIXERS, *OF_EXPERTS, *BIASES, *TOLD_APART, "fed",
 }  # fmt: skip
-"""The conditions that mean something in a Hugging Face folder."""
+"""The conditions of layout that are possible in a Hugging Face folder."""
 ROUTERS = ("softmax", "sigmoid")
 SILU = {"silu", "swish", "swiglu"}
-"""What the activation of a gated MLP is called. Megatron has no other."""
+"""Names of SiLU, the only activation of a gated MLP that Megatron has."""
 SIZES = {axis: 2 for axes in TENSORS.values() for axis in axes if axis != "layer"}
 NONE = "none"
 MOST_BYTES = 1 << 18
 MOST_LINES = 500
 MOST_SPELLINGS = 4
-"""Bars in a key, each of which doubles its spellings."""
+"""Most bars in a key; each doubles the number of its spellings."""
 MOST_CHARACTERS = 300
 MOST_BRANCHES = 8
-"""Bars in a pattern, each of which may double its leaves."""
+"""Most bars in a pattern; each may double the number of its leaves."""
 
 
 def load(path: Path) -> Family:
-    """Read a family.
+    """Read a family from a TOML file.
 
     Raises:
         UsageError: the file cannot be read, or describes no family; the message names the field, or the line of the
@@ -140,7 +140,7 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A value of config.json."""
+    """A value as it is in config.json: "none" becomes None (UsageError: no config has such a value)."""
     if isinstance(value, dict) and where.endswith((f".{SCALING}", ".full_layers")):
         return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
     if not isinstance(value, bool | int | float | str | list):
@@ -192,7 +192,7 @@ def _keys(name: str, values: Mapping[str, Any], path: Path) -> tuple[str, ...]:
 
 
 def _check_lines(table: str, path: Path) -> None:
-    """Each line of a table is a rule, and right by itself."""
+    """Check each line of a table by itself (UsageError: a line is no valid rule, or the lines are too many)."""
     lines = table.splitlines()
     if len(lines) > MOST_LINES:
         raise UsageError(f"{path}: its table has {len(lines)} lines, more than {MOST_LINES}")
@@ -231,7 +231,7 @@ def _check_line(line: str, where: str) -> None:
 
 
 def _check_rule(rule: Rule, where: str) -> None:
-    """Every tensor of a rule has all of its axes, once."""
+    """Check that a rule has each axis of each of its tensors exactly once (UsageError)."""
     pattern = rule.pattern
     if pattern.meshes or pattern.filled:
         raise UsageError(f"{where}: a Hugging Face folder has neither ranks (/) nor padding (~): {pattern.text}")
@@ -244,7 +244,7 @@ def _check_rule(rule: Rule, where: str) -> None:
             axes = [axis for axis in axes if axis != "expert"]
         elif rule.of_expert:
             raise UsageError(f"{where}: {tensor} is no tensor of one expert")
-        second = MTP in rule.conditions  # whose keys need no number, and may hold copies of tensors of the model
+        second = MTP in rule.conditions  # keys of MTP layers need no number, and may hold copies of the model's tensors
         if (first == "layer") is not ("{layer}" in rule.key) and not second:
             raise UsageError(f"{where}: {tensor} is a tensor of {'each layer' if first == 'layer' else 'the model'}")
         if axes_of != [sorted(axes)]:
@@ -256,7 +256,10 @@ def _check_rule(rule: Rule, where: str) -> None:
 
 
 def _check_orders(family: Family, path: Path) -> None:
-    """Queries meet keys, and heads their outputs: the tensors of a layer have them in one order."""
+    """Check that all tensors of a table have `half` and `pair`, and `group` and `head`, in one order (UsageError).
+
+    Queries are multiplied by keys, and the outputs of heads by the output projection.
+    """
     for outer, inner in (("half", "pair"), ("group", "head")):
         orders = _orders(family, outer, inner)
         if len(orders) > 1:
@@ -267,7 +270,7 @@ def _check_orders(family: Family, path: Path) -> None:
 
 
 def _orders(family: Family, outer: str, inner: str) -> dict[bool, str]:
-    """A tensor of each order that two axes have in a table, by whether the first of them is the outer one."""
+    """One tensor for each order of two axes in a table, by whether axis `outer` is the outer one."""
     orders: dict[bool, str] = {}
     for leaf in (leaf for rule in family.tensors for leaf in lower(rule.pattern, SIZES, {})):
         strides = {span.axis: span.stride for span in leaf.spans}
@@ -277,7 +280,7 @@ def _orders(family: Family, outer: str, inner: str) -> dict[bool, str]:
 
 
 def _check_table(family: Family, path: Path) -> None:
-    """Whatever the settings are, each tensor and each key is there once."""
+    """Check that for every choice of settings each tensor and each key is in the table exactly once (UsageError)."""
     residuals = [{"parallel"}, {"serial"}] if "parallel_residual" in family.keys else [set[str]()]
     used = {name for rule in family.tensors for name in rule.conditions}
     if used & {"parallel", "serial"} and residuals == [set()]:
@@ -324,7 +327,7 @@ def _check_table(family: Family, path: Path) -> None:
 
 
 def _check_settings(family: Family, path: Path) -> None:
-    """Each key and default is of a setting."""
+    """Check that `keys` and `defaults` name settings, and those that the table needs (UsageError)."""
     for name, known in (("keys", SETTINGS), ("defaults", (*SETTINGS, SCALING))):
         unknown = sorted(set(getattr(family, name)) - set(known))
         if unknown:
@@ -347,10 +350,10 @@ def _check_settings(family: Family, path: Path) -> None:
 
 
 def _check_megatron(family: Family, path: Path) -> None:
-    """A family without an `only_here` is one that Megatron computes: it has the tensors of one of ours.
+    """Check that Megatron can hold a family without `only_here`: it has the tensors of a family of the project.
 
     Raises:
-        UsageError: it is none.
+        UsageError: Megatron cannot hold the family.
     """
     if family.only_here:
         return

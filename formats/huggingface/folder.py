@@ -1,4 +1,4 @@
-"""Hugging Face folders: safetensors files, with an index when there are several.
+"""Read and write Hugging Face folders: safetensors files, with an index when there are several.
 
 Facts: transformers 5.23.0 modeling_utils.py `save_pretrained`, huggingface_hub 2.4.0 serialization/_base.py (greedy
 sharding in state-dict order, units of 10^9), and the index as both write it. Pickled files, as transformers 4 and
@@ -43,7 +43,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 KINDS = {"safetensors": (SINGLE, INDEX), "pickled": PICKLED}
-"""Files of weights, those first that transformers takes where a folder has both."""
+"""Kind of weight files: the single file and the index. transformers loads the first kind where a folder has both."""
 NOTHING_SAID = Settings()
 FILE_NAME = re.compile(r"\w[\w.-]{0,200}(\.safetensors|\.bin)", re.ASCII)
 
@@ -59,7 +59,7 @@ def has_weights(path: Path) -> bool:
 
 
 def pickled(path: Path) -> bool:
-    """Whether the weights of a folder are pickled. Where both kinds lie, transformers loads the other, and so do we.
+    """Whether the weights of a folder are only pickled; transformers loads safetensors files where both kinds exist.
 
     Source: transformers 5.23.0, modeling_utils.py `_get_resolved_checkpoint_files`.
     """
@@ -67,7 +67,7 @@ def pickled(path: Path) -> bool:
 
 
 def unread(path: Path) -> str:
-    """A note about pickled weights beside those that are read; empty if there are none."""
+    """A note on pickled weights that are not read, since safetensors files exist; empty if there are none."""
     both = {kind: [name for name in names if (path / name).is_file()] for kind, names in KINDS.items()}
     if not all(both.values()):
         return ""
@@ -76,7 +76,7 @@ def unread(path: Path) -> str:
 
 
 def strays(path: Path) -> list[str]:
-    """The safetensors files of a folder that are not read: its index does not name them, or there is a whole one."""
+    """The safetensors files of a folder that are not read: the index lacks them, or `model.safetensors` holds all."""
     if not any((path / name).is_file() for name in (SINGLE, INDEX)):
         return []
     weight_map = read_weight_map(path, SINGLE, INDEX)
@@ -85,20 +85,20 @@ def strays(path: Path) -> list[str]:
 
 
 def tables() -> dict[str, tuple[Rule, ...]]:
-    """The names of each family."""
+    """The layout of each family in Hugging Face files, by the name that `explain` shows."""
     return {f"{NAME} {name}": family.tensors for name, family in FAMILIES.items()}
 
 
 def holders(_: Family) -> dict[str, bool]:
-    """It holds every family."""
+    """Every family fits a Hugging Face folder."""
     return {NAME: True}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder.
+    """The parsed config.json of a folder.
 
     Raises:
-        SourceError: there is none, or it says that the weights are quantized and not how.
+        SourceError: there is none, or its `quantization_config` is empty.
     """
     config = read_json(folder / "config.json")
     if config.get("quantization_config") == {}:
@@ -115,12 +115,12 @@ def read_spec(config: Mapping[str, Any], folder: Path, settings: Settings) -> Mo
 
 
 def _said(settings: Settings) -> dict[str, Any]:
-    """The settings that the user gave, the vocabulary among them."""
+    """The user's settings of the model, with the vocabulary size."""
     return {**settings.values, **({} if settings.vocab_size is None else {"vocab": settings.vocab_size})}
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
-    """Open a folder: its config and the headers of its files."""
+    """Open a Hugging Face folder: its config and the headers of its files."""
     if (path / "adapter_config.json").is_file():
         raise UnsupportedError(
             f"{path} holds a PEFT adapter, which transformers would add to the weights",
@@ -161,7 +161,7 @@ def read_files(path: Path) -> dict[str, Fragment]:
     """The tensors of a folder's files, in the order of its index.
 
     Raises:
-        SourceError: a file is missing or damaged, or holds something else than the index says.
+        SourceError: a file is missing or damaged, or its tensors are not those that the index names.
         UnsupportedError: a pickled file holds more than tensors.
     """
     read_file, (single, index) = (_read_pickled, PICKLED) if pickled(path) else (_read_safe, (SINGLE, INDEX))
@@ -184,7 +184,7 @@ def read_files(path: Path) -> dict[str, Fragment]:
 
 
 def _read_pickled(path: Path) -> dict[str, Fragment]:
-    """The tensors of a state dict that torch.save wrote."""
+    """The tensors of a state dict that torch.save wrote (UnsupportedError: the file holds something else)."""
     file = read_torch(path)
     if not isinstance(file.value, Mapping):
         raise UnsupportedError(f"{path} holds no state dict")
@@ -201,13 +201,13 @@ def _read_safe(path: Path) -> dict[str, Fragment]:
 
 
 def spec_of(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], folder: Path, settings: Settings) -> Spec:
-    """The spec of a model with given tensors: from its family's table, or verbatim when none describes it.
+    """The spec of a model with given tensors: from its family's table, or `Verbatim` when no table describes it.
 
     Args:
-        shapes: the tensors by their Hugging Face keys, in the order of the model.
-        config: its config.json.
-        folder: the folder of that file.
-        settings: what the user said.
+        shapes: the shapes by Hugging Face keys, in the order of the model.
+        config: the parsed config.json.
+        folder: the folder of config.json.
+        settings: the user's settings.
     """
     stated, file = _said(settings), str(folder / "config.json")
     left = {*mtp.dropped(shapes, settings)}
@@ -233,8 +233,8 @@ def model_slots(spec: Spec, keys: Iterable[str] = (), *, memory: bool = False) -
 
     Args:
         spec: the model.
-        keys: those that were found: experts have the Hub's names, or those of transformers 5 in memory.
-        memory: whether to name them as in memory, whatever was found.
+        keys: the keys in the files, which tell whether experts have the Hub's names, or transformers 5's in memory.
+        memory: whether to use the names in memory, whatever the keys.
     """
     if isinstance(spec, LoraSpec):
         return lora.slots(spec)
@@ -246,22 +246,23 @@ def model_slots(spec: Spec, keys: Iterable[str] = (), *, memory: bool = False) -
 
 
 def _names_in_memory(family: str) -> re.Pattern[str]:
-    """What a key is like that transformers has in memory alone."""
+    """A regular expression for the keys of fused experts, which transformers has in memory alone."""
     names = [rule.spellings for rule in family_named(family).tensors if "fused" in rule.conditions]
     return re.compile("|".join(re.sub(r"\\\{\w+\\\}", r"\\d+", re.escape(name)) for each in names for name in each))
 
 
 def drops(spec: Spec, keys: Iterable[str] = (), settings: Settings = NOTHING_SAID) -> tuple[str, ...]:
-    """Regular expressions of keys that carry no weights, and those of what the user leaves out."""
+    """Regular expressions of the keys that carry no weights, or belong to layers that the user drops."""
     family = () if isinstance(spec, Verbatim) else family_named(spec.family).drops
     return (*family, *map(re.escape, mtp.dropped(keys, settings)))
 
 
 def read_weight_map(path: Path, single: str = SINGLE, index: str = INDEX) -> dict[str, str] | None:
-    """The index of a folder: key to file name; None when there is one single file.
+    """The `weight_map` of a folder's index, key to file name; None when there is only the single file.
 
     Raises:
-        SourceError: there are no weights, or the index names files outside the folder or of another kind.
+        SourceError: there are no weights, the index names files outside the folder or of another kind, or the single
+            file exists and the index names others.
     """
     if not (path / index).is_file():
         if (path / single).is_file():
@@ -292,19 +293,19 @@ def write(
     index: Mapping[str, Any] | None = None,
     copies: Collection[str] = (),
 ) -> Target:
-    """Lay out a folder.
+    """Lay out the files of a Hugging Face folder.
 
     Args:
-        root: where the files are written.
+        root: the folder that the files are written to.
         spec: the model.
         dtypes: the element type of each logical tensor.
-        shard_size: the size in bytes at which a new file begins.
-        index: that of a folder to be reproduced; then the shard size does not count. It is ignored when it names
-            other tensors than the model has.
-        copies: keys of further copies of a tensor that are written; others are not.
+        shard_size: the most bytes of tensors in a file; a larger tensor has a file of its own.
+        index: the index of a folder to be reproduced, used in place of the shard size. An index is ignored when it
+            names other tensors than the model has.
+        copies: keys of further copies of a tensor that are written; other copies are not.
     """
     wanted = model_slots(spec)
-    own = {key for slot in wanted for key in slot.keys}  # in a deeper model a layer that drops name is a weight
+    own = {key for slot in wanted for key in slot.keys}  # `drops` may match a layer that is a weight of a deeper model
     weight_map: dict[str, str] = {
         key: name
         for key, name in (index["weight_map"] if index else {}).items()
@@ -340,7 +341,7 @@ def _file(path: Path, entries: Sequence[Entry], slots_by_key: Mapping[str, Slot]
 
 
 def _shard(entries: Sequence[Entry], limit: int) -> dict[str, list[Entry]]:
-    """The tensors of each file, as huggingface_hub 2.4.0 cuts (`split_state_dict_into_shards_factory`)."""
+    """The tensors by file, split as huggingface_hub 2.4.0 does (`split_state_dict_into_shards_factory`)."""
     shards, current, size = list[list[Entry]](), list[Entry](), 0
     for entry in entries:
         nbytes = prod(entry.shape) * DTYPES[entry.dtype]
@@ -359,9 +360,9 @@ def _shard(entries: Sequence[Entry], limit: int) -> dict[str, list[Entry]]:
 
 
 def _index(groups: Mapping[str, Sequence[Entry]], like: Mapping[str, Any] | None, buffers: int) -> bytes:
-    """The index of a folder; with the same metadata keys as another one, if it is to be reproduced.
+    """The index of a folder, as JSON; with the metadata keys of the index `like`, if there is one.
 
-    So many elements of it are no parameters.
+    `buffers` is the number of elements that are no parameters.
     """
     entries = list(chain.from_iterable(groups.values()))
     totals = {

@@ -1,17 +1,17 @@
-"""Settings that config.json spells layer by layer, or in numbers of experts: the codecs of their keys.
+"""Codecs of the settings that config.json spells layer by layer, or as numbers of experts.
 
 Facts: transformers 5.23.0, models/qwen2_moe/modeling_qwen2_moe.py (which layers are sparse),
-models/dots1/modeling_dots1.py (the first ones are dense; the shared experts are one MLP, as wide as all of them),
-models/llama4/configuration_llama4.py (the list is of those with experts, and goes before the step),
+models/dots1/modeling_dots1.py (the first layers are dense; the shared experts are one MLP, as wide as all of them),
+models/llama4/configuration_llama4.py (the list is of the layers with experts, and takes precedence over the step),
 models/hy_v3/configuration_hy_v3.py and models/qwen3_next/configuration_qwen3_next.py (a word for each layer),
 models/ernie4_5_moe/modeling_ernie4_5_moe.py (from a layer to a layer, -1 being the last),
 models/smollm3/configuration_smollm3.py (the step of layers without rotation),
 models/nemotron_h/configuration_nemotron_h.py (a letter or a word for each layer),
-models/bamba/configuration_bamba.py and models/lfm2/configuration_lfm2.py (a list of those with attention);
-models/glm_moe_dsa/configuration_glm_moe_dsa.py (a word or a letter for each layer, or a step behind some in front),
-models/kimi_linear/configuration_kimi_linear.py (two lists in a map, that count from 1),
-models/minimax_m3_vl/configuration_minimax_m3_vl.py (a number for each layer, which is 0 where it has no experts, or no
-indexer), models/gemma4/configuration_gemma4.py (how many layers at the end reuse keys and values);
+models/bamba/configuration_bamba.py and models/lfm2/configuration_lfm2.py (a list of the layers with attention);
+models/glm_moe_dsa/configuration_glm_moe_dsa.py (a word or a letter for each layer, or a step after some first layers),
+models/kimi_linear/configuration_kimi_linear.py (two lists in a map, that count layers from 1),
+models/minimax_m3_vl/configuration_minimax_m3_vl.py (a number for each layer, which is 0 where the layer has no experts,
+or no indexer), models/gemma4/configuration_gemma4.py (how many of the last layers reuse keys and values);
 configuration_utils.py `remap_legacy_layer_types`.
 """
 
@@ -26,23 +26,23 @@ from formats.model.codec import Codec, Context, Spelled
 from formats.model.values import some_layers, whole
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-"""What `layer_types` calls a layer with a sliding window, and one without."""
+"""The words in `layer_types` for a layer with a sliding window, and for a layer without."""
 LINEAR = "linear_attention"
-"""What it calls one with linear attention, or with a state space."""
+"""The word in `layer_types` for a layer with linear attention, or with a state space."""
 MLP, MOE, CONV = "mlp", "moe", "conv"
-"""What it calls an MLP that is a layer by itself, without and with experts, and a short convolution."""
+"""The words in `layer_types` for a layer that is only an MLP, without and with experts, and for a short convolution."""
 BLOCKS = "minimax_m3_sparse"
-"""What it calls one whose attention sees blocks of keys."""
+"""The word in `layer_types` for a layer whose attention sees blocks of keys."""
 LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
-"""Kinds of layers in a pattern."""
+"""Letter in a pattern of layers: the word for this kind of layer."""
 LETTERS_OF_INDEXERS = {"F": "full", "S": "shared"}
-"""What a layer has, in a pattern."""
+"""Letter in a pattern of indexers: the word for whether a layer has its own indexer, or shares one."""
 OLD = {"mamba": LINEAR, "attention": FULL}
-"""What some kinds were called before."""
+"""Former word for a kind of layer: its present word."""
 STEP_WITHOUT_ROTATION = 4
-"""How far the layers are apart that do not rotate, where the config says nothing."""
+"""The default distance between layers that do not rotate."""
 STEP_OF_ATTENTION = 4
-"""The same of those with full attention among others with linear attention."""
+"""The default distance between layers with full attention in a model with linear attention."""
 
 
 def _layers(context: Context) -> range:
@@ -50,7 +50,7 @@ def _layers(context: Context) -> range:
 
 
 def _usual(setting: str, context: Context) -> Any:
-    """What transformers assumes of a setting, in the terms of its codec; None where it assumes nothing."""
+    """The default of transformers for a setting, as the codec of the setting understands it; None if there is none."""
     return family_named(context.values["family"]).defaults.get(setting)
 
 
@@ -73,9 +73,10 @@ def _list(key: str, spelled: Spelled, context: Context) -> list[int] | None:
 def marked(
     key: str, words: tuple[Any, Any], mark: Any, absent: Callable[[Spelled, Context], Any], longer: bool = False
 ) -> Codec:
-    """A list with one of two words for each layer, of which `mark` counts.
+    """The codec of the layers that have the word `mark` in a list with one of two words for each layer.
 
-    Without a list `absent` gives the layers, as a tuple, or the words as another key has them.
+    Without a list `absent` returns the layers, as a tuple, or the list of words from another key. A `longer` list may
+    have more words than the model has layers.
     """
 
     def read(spelled: Spelled, context: Context) -> Any:
@@ -99,7 +100,7 @@ def marked(
 
 
 def windowed(key: str) -> Codec:
-    """A word for each layer: whether no sliding window holds for it; without any for some in front and each so many."""
+    """The codec of the layers without a sliding window: a word for each layer, or the first ones and every n-th."""
 
     def usual(_: Spelled, context: Context) -> Any:
         full = _usual("full_layers", context)
@@ -112,7 +113,7 @@ def windowed(key: str) -> Codec:
 
 
 def rotating(key: str, step: str) -> Codec:
-    """A 0 for each layer in which nothing rotates, or how far these are apart."""
+    """The codec of the layers without rotary embedding: a 0 or 1 for each layer, or the distance between them."""
 
     def apart(spelled: Spelled, context: Context) -> tuple[int, ...]:
         distance = whole(spelled.get(step, STEP_WITHOUT_ROTATION), step, context.where)
@@ -122,7 +123,7 @@ def rotating(key: str, step: str) -> Codec:
 
 
 def alternating(key: str, step: str) -> Codec:
-    """A word for each layer: whether it has linear attention; without any all have it but the last of each step."""
+    """The codec of the layers with linear attention: a word for each layer, or all but the last of each step."""
 
     def apart(spelled: Spelled, context: Context) -> tuple[int, ...]:
         distance = whole(spelled.get(step, STEP_OF_ATTENTION), step, context.where)
@@ -132,7 +133,11 @@ def alternating(key: str, step: str) -> Codec:
 
 
 def delta(lists: str, key: str) -> Codec:
-    """A word for each layer, or a list of those with linear attention and one of the others, in a map and from 1."""
+    """The codec of the layers with linear attention: a word for each layer, or two lists in a map, counted from 1.
+
+    One list has the layers with linear attention, the other the layers with full attention. Without either the first
+    layer has linear attention, and of the others all but every fourth.
+    """
 
     def unworded(spelled: Spelled, context: Context) -> tuple[int, ...]:
         given = spelled.get(lists, {})
@@ -149,7 +154,10 @@ def delta(lists: str, key: str) -> Codec:
 
 
 def in_blocks(lists: str, key: str) -> Codec:
-    """A word for each layer: whether its attention sees blocks of keys; or a number, in a map; without any none has."""
+    """The codec of the layers whose attention sees blocks of keys: a word for each layer, or a number in a map.
+
+    Without either no layer has such attention.
+    """
 
     def flags(spelled: Spelled, _: Context) -> Any:
         given = spelled.get(lists, {})
@@ -160,7 +168,7 @@ def in_blocks(lists: str, key: str) -> Codec:
 
 
 def at_the_end(key: str) -> Codec:
-    """So many layers at the end."""
+    """The codec of the last layers, spelled as their number."""
 
     def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
         count = len(_layers(context))
@@ -170,12 +178,12 @@ def at_the_end(key: str) -> Codec:
 
 
 def with_states(key: str) -> Codec:
-    """A word for each layer: whether it has a state space; without any all have."""
+    """The codec of the layers with a state space: a word for each layer; without words all layers."""
     return marked(key, (LINEAR, FULL), LINEAR, lambda _, context: tuple(_layers(context)))
 
 
 def without(key: str) -> Codec:
-    """The layers that are not listed; without a list all of them."""
+    """The codec of the layers that are not in a list; without a list all layers."""
 
     def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
         others = _list(key, spelled, context) or ()
@@ -185,7 +193,7 @@ def without(key: str) -> Codec:
 
 
 def convolved(key: str, attention: str) -> Codec:
-    """A word for each layer: whether it has a short convolution; or a list of those that have attention."""
+    """The codec of the layers with a short convolution: a word for each layer, or a list of those with attention."""
 
     def unlisted(spelled: Spelled, context: Context) -> tuple[int, ...]:
         return without(attention).read(spelled, context) if attention in spelled else ()
@@ -194,7 +202,7 @@ def convolved(key: str, attention: str) -> Codec:
 
 
 def _kinds(key: str, spelled: Spelled, context: Context) -> list[str]:
-    """The kinds of layers that are one block each, from a pattern or from a list."""
+    """The words for the kinds of the layers, each of which is a single block, from a pattern or from a list."""
     given = spelled.get(key)
     kinds = (
         [LETTERS.get(str(letter), OLD.get(str(letter), letter)) for letter in given]
@@ -214,7 +222,7 @@ def _kind(layer: int, context: Context) -> str:
 
 
 def of_kind(*wanted: str) -> Callable[[str], Codec]:
-    """The layers of such kinds, each of which is one block; how many there are, where none is named."""
+    """The codec of the layers of some kinds, each a single block; without a kind, of the number of layers."""
 
     def of(key: str) -> Codec:
         def read(spelled: Spelled, context: Context) -> Any:
@@ -232,7 +240,7 @@ def of_kind(*wanted: str) -> Callable[[str], Codec]:
 
 
 def worded(key: str, count: str) -> Codec:
-    """A word for each layer: whether it is dense; without any so many in front are."""
+    """The codec of the dense layers: a word for each layer, or the number of dense layers at the start."""
 
     def front(spelled: Spelled, context: Context) -> tuple[int, ...]:
         return tuple(_layers(context)[: _count(count, spelled, context, _usual("dense_layers", context))])
@@ -241,7 +249,7 @@ def worded(key: str, count: str) -> Codec:
 
 
 def flagged(flags: str, key: str) -> Codec:
-    """A word for each layer: whether it is dense; or a number, which then is 0; without any none is."""
+    """The codec of the dense layers: a word for each layer, or a number, 0 for a dense layer; without either none."""
 
     def numbered(spelled: Spelled, _: Context) -> Any:
         given = spelled.get(flags)
@@ -251,7 +259,7 @@ def flagged(flags: str, key: str) -> Codec:
 
 
 def sharing(key: str, pattern: str, step: str, offset: str) -> Codec:
-    """A word or a letter for each layer: whether it has no indexer; or how far apart those with one are."""
+    """The codec of the layers without an indexer: a word or a letter for each, or the distance of those with one."""
 
     def apart(spelled: Spelled, context: Context) -> Any:
         letters = spelled.get(pattern)
@@ -266,7 +274,7 @@ def sharing(key: str, pattern: str, step: str, offset: str) -> Codec:
 
 
 def in_front(key: str) -> Codec:
-    """So many dense layers in front."""
+    """The codec of the dense layers, all at the start, spelled as their number."""
 
     def write(dense: Iterable[int], _: Context) -> Spelled:
         if list(dense) != list(range(len(list(dense)))):
@@ -279,7 +287,7 @@ def in_front(key: str) -> Codec:
 
 
 def listed(key: str, step: str) -> Codec:
-    """A list of dense layers, and how far those are apart that are not."""
+    """The codec of the dense layers: a list of them, and the distance between the layers with experts."""
 
     def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
         apart, dense = _count(step, spelled, context, 1), _list(key, spelled, context) or ()
@@ -289,7 +297,7 @@ def listed(key: str, step: str) -> Codec:
 
 
 def unlisted(key: str, step: str) -> Codec:
-    """A list of the layers that are not dense, or how far they are apart."""
+    """The codec of the dense layers: a list of the layers with experts, or the distance between these."""
 
     def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
         apart, sparse = _count(step, spelled, context, 1), _list(key, spelled, context)
@@ -301,7 +309,7 @@ def unlisted(key: str, step: str) -> Codec:
 
 
 def bounded(first: str, last: str, step: str) -> Codec:
-    """From a layer to a layer, at equal distances, those that are not dense."""
+    """The codec of the dense layers: the first and last layer with experts, and the distance between such layers."""
 
     def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
         most, apart = len(_layers(context)) - 1, _count(step, spelled, context, 1)
@@ -320,13 +328,13 @@ def bounded(first: str, last: str, step: str) -> Codec:
 
 
 def uncounted(key: str) -> Codec:
-    """The width of what is shared itself."""
+    """The codec of the width of the shared experts, spelled as it is."""
     usual = lambda spelled, context: spelled.get(key, _usual("shared_ffn", context))  # noqa: E731
     return Codec(usual, lambda shared, _: {key: shared})
 
 
 def counted(key: str) -> Codec:
-    """The width of what is shared, as a number of experts."""
+    """The codec of the width of the shared experts, spelled as a number of experts."""
 
     def read(spelled: Spelled, context: Context) -> int | None:
         width, count = context.values["expert_ffn"], _count(key, spelled, context, _usual("shared_ffn", context))

@@ -1,4 +1,4 @@
-"""The layers that predict tokens after the next (MTP), by their keys in a model's files.
+"""Find the layers that predict tokens after the next (MTP layers) by their keys in a model's files.
 
 Facts: transformers 5.23.0, conversion_mapping.py `MtpModel`. The classes of models leave these layers out, so that
 a config does not tell whether files hold them; a model that transformers has saved has none.
@@ -18,43 +18,43 @@ from formats.model.spec import ModelSpec, Spec
 from formats.model.untabled import language
 
 PREFIX = re.compile(r"((?:.*\.)?layers\.\d+\.)(?:enorm|hnorm|eh_proj)\..*|((?:model\.)?mtp\.).*")
-"""What all keys of such a layer begin with: its number, of which its own tensors tell, or a word of its own."""
+"""The prefix of all keys of an MTP layer: the number of the layer, if it has one of these tensors, or `mtp.`."""
 NUMBER = re.compile(r"\\\{\w+\\\}")
 JOIN = "mtp_join"
-"""The tensor that each such layer has once, and no other layer."""
+"""The logical tensor that each MTP layer has once, and no other layer."""
 
 
 def keys_of(keys: Iterable[str]) -> list[str]:
-    """Those of some keys that are of such layers."""
+    """The keys that belong to MTP layers."""
     every = list(keys)
     prefixes = tuple({match[1] or match[2] for match in map(PREFIX.fullmatch, every) if match})
     return [key for key in every if key.startswith(prefixes)] if prefixes else []
 
 
 def dropped(keys: Iterable[str], settings: Settings) -> list[str]:
-    """Those that the user leaves out."""
+    """The keys of MTP layers, if the user drops these layers; else none."""
     return keys_of(keys) if MTP in settings.drop else []
 
 
 def count(spec: ModelSpec, keys: Iterable[str]) -> int:
-    """How many such layers files hold with these keys, of a family whose table has lines for them."""
+    """The number of MTP layers among the keys of a model's files; 0 if the table of its family has none."""
     joins = [rule.key for rule in family_named(spec.family).tensors if JOIN in rule.pattern.tensors]
     patterns = [re.compile(NUMBER.sub(r"(\\d+)", re.escape(key))) for key in joins]
     return sum(1 for key in keys if any(pattern.fullmatch(key) for pattern in patterns))
 
 
 def counted(config: dict[str, Any], spec: Spec, dropped: Iterable[str]) -> dict[str, Any]:
-    """A config that says how many such layers the files have which it will be with.
+    """The config with the number of MTP layers in the files that are written.
 
     Args:
-        config: what is otherwise written; nothing else has it.
+        config: the config to be written, which is changed in place.
         spec: the model.
         dropped: keys of the source that are left out.
     """
     inner = language(config)
     if isinstance(spec, ModelSpec) and spec.mtp_layers:
         joins = [rule.key for rule in family_named(spec.family).tensors if JOIN in rule.pattern.tensors]
-        if any("{layer}" in key for key in joins) and not inner.get(FURTHER[0]):  # they are numbered after the others
+        if any("{layer}" in key for key in joins) and not inner.get(FURTHER[0]):  # MTP layers have numbers
             inner[FURTHER[0]] = spec.mtp_layers
     elif keys_of(dropped):
         inner |= {key: 0 for key in FURTHER if inner.get(key)}

@@ -1,4 +1,4 @@
-"""Null in a config.json: the keys in which it says something, and those in which it has to be written."""
+"""Null in a config.json: the keys that may be null, and those that have to be written as null."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ NULLABLE = {
     "partial_rotary_factor", "q_lora_rank", "rope_parameters", "rope_scaling", "rope_theta", "rotary_dim",
     "sliding_window", "use_bidirectional_attention",
 }  # fmt: skip
-"""Keys in which null means something, or the same as no key, whatever the family (transformers 5.23.0, the config class
-of each); those of one family are in its file. In any other key that a table reads the class refuses it, or its model
-fails; transformers 4 took it for false."""
+"""Keys that may be null in every family: null has a meaning, or is the same as no key (transformers 5.23.0, the config
+class of each). Such keys of one family are in the file of the family. Null in any other key that a table reads is
+refused by the class, or its model fails; transformers 4 took it for false."""
 ROTARY = {
     "": {"partial_rotary_factor", "rope_theta"},
     "dynamic": {"factor"},
@@ -25,21 +25,21 @@ ROTARY = {
     "longrope": {"long_factor", "short_factor"},
     "yarn": {"original_max_position_embeddings"},
 }
-"""Rotary settings in which null says nothing, by their type: those of every type under "". No model can be built with
-them (transformers 5.23.0, modeling_rope_utils.py); `partial_rotary_factor` is ignored by those classes that lack it."""
+"""Type of rotary embedding, "" for every type: the settings that may not be null. No model can be built with null in
+them (transformers 5.23.0, modeling_rope_utils.py); classes without `partial_rotary_factor` ignore it."""
 
 
 def require_values(config: Mapping[str, Any], family: Family, keys: Collection[str], where: str) -> None:
-    """No key is null in which null says nothing.
+    """Refuse a config with null in a key that may not be null.
 
     Args:
         config: the parsed file.
-        family: its family.
-        keys: those that the table of the family reads.
+        family: the family of the model.
+        keys: the keys that the table of the family reads.
         where: what to call the file in an error.
 
     Raises:
-        SourceError: one is.
+        SourceError: a key is null that may not be.
     """
     usual = {key for known in (family.requires, family.own) for key, value in known.items() if value is None}
     heads = {"num_key_value_heads"} if family.mha else set[str]()
@@ -54,14 +54,14 @@ def require_values(config: Mapping[str, Any], family: Family, keys: Collection[s
 
 
 def require_rotary_values(parameters: Mapping[str, Any], where: str) -> None:
-    """No rotary setting is null in which null says nothing.
+    """Refuse rotary settings with null in a setting that may not be null.
 
     Args:
-        parameters: `rope_parameters` or `rope_scaling`, those of one kind of layers.
+        parameters: `rope_parameters` or `rope_scaling`, for one kind of layers.
         where: what to call the file in an error.
 
     Raises:
-        SourceError: one is.
+        SourceError: a setting is null that may not be.
     """
     kind = parameters.get("rope_type", parameters.get("type"))
     keys = ROTARY[""] | ROTARY.get(str(kind), set())
@@ -74,9 +74,10 @@ def require_rotary_values(parameters: Mapping[str, Any], where: str) -> None:
 
 
 def tokens_beyond(config: Mapping[str, Any], family: Family, vocab: int | None) -> dict[str, None]:
-    """The ids of special tokens that a vocabulary does not have: null in place of them.
+    """The config keys of special tokens whose ids are beyond the vocabulary, each with null as its new value.
 
-    An embedding of transformers takes `pad_token_id` for one of its rows, so that such a model cannot be built.
+    An embedding of transformers takes `pad_token_id` for one of its rows, so that a model with such an id cannot be
+    built.
     """
     ids = {key: config.get(key, usual) for key, usual in family.tokens.items()}
     highest = {key: max(value if isinstance(value, list) else [value]) for key, value in ids.items() if value}

@@ -1,11 +1,11 @@
-"""Quantized weights of Hugging Face folders, read as what they stand for: MXFP4 of GPT-OSS, FP8 of DeepSeek, Mistral.
+"""Quantized weights of Hugging Face folders, read as BF16: MXFP4 of GPT-OSS, FP8 of DeepSeek and of Mistral.
 
-Those of llm-compressor are in `compressed_tensors.py`.
+Weights that llm-compressor quantized are read by `compressed_tensors.py`.
 
 Facts: transformers 5.23.0, integrations/mxfp4.py (`experts.down_proj_blocks` is [expert, row, group, 16], two elements
 of a row a byte, the lower half first; its `_scales` have one byte for 32 elements; the parameter is the transpose) and
 integrations/finegrained_fp8.py (`X_scale_inv` has one factor for each block of `weight_block_size` elements of X, the
-last ones of a row or column may be smaller, or one factor where that is null; `X.activation_scale` is of no weight);
+last ones of a row or column may be smaller, or one factor where that is null; `X.activation_scale` is for activations);
 the values of an element and of a scale: OCP Microscaling Formats 1.0.
 """
 
@@ -23,15 +23,16 @@ from formats.huggingface.scales import KEEP, require_floats, require_grid, scale
 GROUP = 32
 """Elements of MXFP4 that share a scale."""
 INVERSE = "_scale_inv"
-"""What follows the name of the scales of FP8."""
+"""The end of the key of FP8 scales, after the key of the weight."""
 ACTIVATIONS = ".activation_scale"
 SCHEMES = ("dynamic", "static")
 OF_FILES = ("fp8", "mxfp4", compressed_tensors.METHOD)
-"""Methods of files alone: a model in floats has none of it. Others may be of what it computes (bitnet)."""
+"""Values of `quant_method` that only describe how files store weights: a model with floating point weights has none of
+them. Other methods may describe what the model computes (bitnet)."""
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
-    """The quantization that a config names, if it is one that is known here."""
+    """The quantization method that a config names; None if it names none, or one that is not read here."""
     try:
         return require_method(config, "")
     except UnsupportedError:
@@ -39,10 +40,10 @@ def method_of(config: Mapping[str, Any]) -> str | None:
 
 
 def require_method(config: Mapping[str, Any], where: str) -> str | None:
-    """The quantization that a config names; None where it names none.
+    """The quantization method that a config names; None if it names none.
 
     Raises:
-        UnsupportedError: it is none that is known here; the sentence begins with `where`.
+        UnsupportedError: the method is not read here; the message begins with `where`.
     """
     match config.get("quantization_config"):
         case None:
@@ -62,7 +63,7 @@ def require_method(config: Mapping[str, Any], where: str) -> str | None:
 
 
 def stale(config: Mapping[str, Any], dtypes: Iterable[str]) -> bool:
-    """Whether a config says how files were quantized, and tensors of these element types are not."""
+    """Whether a config names a quantization of files, but the tensors, of these element types, are not quantized."""
     match config.get("quantization_config"):
         case {"quant_method": str(method)}:
             return method in OF_FILES and set(dtypes) <= set(FLOATS)
@@ -70,18 +71,18 @@ def stale(config: Mapping[str, Any], dtypes: Iterable[str]) -> bool:
 
 
 def dequantized(fragments: Mapping[str, Fragment], config: Mapping[str, Any]) -> tuple[dict[str, Fragment], str]:
-    """The tensors of a model out of those of a quantized one: BF16 for each pair of quantized elements and scales.
+    """The tensors of a model, with one BF16 tensor for each pair of quantized elements and scales.
 
     Args:
         fragments: the tensors of the files, by key.
-        config: the config.json beside them.
+        config: the config.json beside the files.
 
     Returns:
-        The tensors, and a note on what they were.
+        The tensors, and a note on their quantization, empty if they are not quantized.
 
     Raises:
-        SourceError: scales are missing, of another shape than the elements that they belong to, or unexplained.
-        UnsupportedError: its blocks are of another kind, or the config names a quantization that is not known here.
+        SourceError: scales are missing, their shape does not fit their elements, or the config does not explain them.
+        UnsupportedError: the blocks are of another kind, or the config names a quantization that is not read here.
     """
     config = _telling(config)
     method, exact = method_of(config), "times their scales, rounded once"
@@ -106,7 +107,7 @@ def dequantized(fragments: Mapping[str, Fragment], config: Mapping[str, Any]) ->
 
 
 def _telling(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config, or the part of it that says how weights are quantized (transformers 5.23.0, `get_hf_quantizer`)."""
+    """The config, or its text_config if only that is quantized (transformers 5.23.0, `get_hf_quantizer`)."""
     text = config.get("text_config")
     if config.get("quantization_config") is None and isinstance(text, Mapping) and "quantization_config" in text:
         return text
@@ -114,11 +115,11 @@ def _telling(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _require_no_scales(fragments: Mapping[str, Fragment], config: Mapping[str, Any]) -> None:
-    """The tensors of a model whose config names no quantization that is known have no scales.
+    """Refuse tensors with scales where the config names no quantization that is read here.
 
     Raises:
-        SourceError: one has.
-        UnsupportedError: one has, or is not in floats, and the config names another quantization.
+        SourceError: a tensor has scales.
+        UnsupportedError: a tensor has scales, or no floating point type, and the config names another quantization.
     """
     odd = next((fragment for fragment in fragments.values() if fragment.dtype not in FLOATS), None)
     if odd is not None:

@@ -1,4 +1,4 @@
-"""What a config.json has to say, and what it must not, for the table of its family to hold."""
+"""Check a config.json against the table of its family: refuse a model that the table does not describe."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ SYNONYMS = {
     "gelu_python_tanh": "gelu_pytorch_tanh",
     "gelu_accurate": "gelu_pytorch_tanh",
 }
-"""Other names of an activation that compute the same (transformers 5.23.0, activations.py ACT2CLS)."""
+"""Name of an activation: the usual name of the same function (transformers 5.23.0, activations.py ACT2CLS)."""
 
 OF_ALL: Mapping[str, Any] = {"is_causal": True}
-"""Config keys that transformers reads of every model, and the only value with a table: with another one each token sees
-those after it too (transformers 5.23.0, masking_utils.py `create_causal_mask`)."""
+"""Config key that transformers reads of every model: the only value that tables describe. With another value each token
+also sees the tokens after it (transformers 5.23.0, masking_utils.py `create_causal_mask`)."""
 
 
 def class_names(config: Mapping[str, Any]) -> Any:
-    """The `architectures` of a config, without the prefix that FSDP's wrapper leaves on a class.
+    """The `architectures` of a config, without the prefix `FSDP` that FSDP's wrapper leaves on a class.
 
-    It is taken off as a prefix: stripping the letters F, S, D and P would turn Phi3ForCausalLM into hi3ForCausalLM.
+    Only a whole prefix is removed: stripping the letters F, S, D and P would turn Phi3ForCausalLM into hi3ForCausalLM.
     """
     names = config.get("architectures")
     if not isinstance(names, list):
@@ -38,11 +38,11 @@ def class_names(config: Mapping[str, Any]) -> Any:
 
 
 def require_class(config: Mapping[str, Any], where: str) -> None:
-    """A table describes one class of transformers; a model of another one has other tensors.
+    """Refuse a config that names another class of transformers than the one that the family's table describes.
 
     Raises:
-        UnsupportedError: the config names another class.
-        SourceError: it names that of another family.
+        UnsupportedError: the config names a class without a table.
+        SourceError: the config names the class of another family.
     """
     family, names = family_of(config, where), class_names(config)
     if names == [family.architecture]:
@@ -65,18 +65,18 @@ BIASES = {
     "output_bias": re.compile(r".*\.self_attn\.o_proj\.weight"),
     "mlp_bias": re.compile(r".*\.mlp\.(?:gate|up|down)_proj\.weight"),
 }
-"""Condition of layout: the weights that then have a bias (modeling_llama.py, modeling_qwen3.py, 5.23.0)."""
+"""Condition of layout: the weights that have a bias with it (modeling_llama.py, modeling_qwen3.py, 5.23.0)."""
 BESIDE_LATENTS = ".q_proj.", ".kv_a_proj_with_mqa."
-"""The one has no bias where the other is in the same layer (modeling_deepseek_v3.py, 5.23.0)."""
+"""The first has no bias if the second is in the same layer (modeling_deepseek_v3.py, 5.23.0)."""
 USUAL_BIASES = {"attention_bias": "qkv_bias output_bias", "mlp_bias": "mlp_bias"}
-"""Config key: what it turns on in a family whose table has no biases."""
+"""Config key: the conditions that it turns on in a family whose table has no biases."""
 
 
 def require_biases(config: Mapping[str, Any], keys: Collection[str], where: str) -> None:
-    """The biases that a config asks for are there.
+    """Refuse tensors that lack biases which the config turns on.
 
     Raises:
-        SourceError: they are not: transformers would make them up.
+        SourceError: biases are missing, which transformers would initialize anew.
     """
     family = find_family(config)
     for name, usual in USUAL_BIASES.items():
@@ -98,11 +98,11 @@ def require_biases(config: Mapping[str, Any], keys: Collection[str], where: str)
 
 
 def require_table(config: Mapping[str, Any], family: Family, where: str) -> None:
-    """A config says nothing that changes what the model computes, and that its family's table has no place for.
+    """Refuse a config with settings that change what the model computes and that its family's table does not cover.
 
     Raises:
-        UnsupportedError: it does.
-        SourceError: it contradicts itself, or says null where that says nothing.
+        UnsupportedError: the config has such a setting.
+        SourceError: the config contradicts itself, or has null in a key that may not be null.
     """
     require_method(config, where)
     if config.get("text_config"):
@@ -137,10 +137,10 @@ def require_table(config: Mapping[str, Any], family: Family, where: str) -> None
 
 
 def _require_full(config: Mapping[str, Any], family: Family, where: str) -> None:
-    """Every layer has full attention, in a family whose last ones may have a window; `layer_types` is checked apart.
+    """Refuse a sliding window in a family whose last layers may have one; `layer_types` is not checked here.
 
     Raises:
-        UnsupportedError: some have a window.
+        UnsupportedError: some layers have a window.
     """
     on = not family.switch or config.get(family.switch) not in (None, False)
     windowed = on and config.get("sliding_window", family.window_default) is not None

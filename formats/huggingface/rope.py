@@ -1,7 +1,7 @@
-"""Rotary settings of config.json: one codec of several keys.
+"""The codec of the rotary settings of config.json, which have several keys.
 
-transformers 4 spells them `rope_theta`, `rope_scaling` and `partial_rotary_factor`, or a family's own names of these;
-version 5 `rope_parameters`, one map for all layers, or one for each kind of attention.
+transformers 4 has the keys `rope_theta`, `rope_scaling` and `partial_rotary_factor`, or a family's own names of these;
+version 5 has `rope_parameters`, one map for all layers, or one for each kind of attention.
 Facts: transformers 5.23.0, modeling_rope_utils.py.
 """
 
@@ -20,18 +20,20 @@ from formats.model.values import whole
 
 PARAMETERS, THETA, SCALING, PARTIAL = "rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"
 ORIGINAL, ORIGINAL_OF = "original_max_position_embeddings", ("llama3", "yarn", "longrope")
-"""A key beside the rotary settings that goes before theirs, and the types that have it (`standardize_rope_params`)."""
+"""A config key that takes precedence over the same key in the rotary settings, and the types of scaling that have it
+(`standardize_rope_params`)."""
 LOCAL = "rope_local_base_freq"
-"""The base of the layers with a sliding window, in a family that has two: in version 5 that of their map."""
+"""The key of the base of the layers with a sliding window, in a family with two bases; version 5 has it in the map of
+these layers."""
 ROTATING = "rotary_dim"
-"""How many elements of a head rotate, in a family that says that."""
+"""The key of the number of elements of a head that rotate, in a family with such a key."""
 RENAMED = {"su": "longrope"}
-"""Types of scaling by their first names: that of Phi-3 when it came out."""
+"""Former name of a type of scaling: its present name. Phi-3 had `su` when it came out."""
 PLAIN = {"rope_type": "default"}
 
 
 class Rope(NamedTuple):
-    """The rotary settings of a spec."""
+    """The rotary settings of a spec, under its names."""
 
     rope_theta: Any
     rope_scaling: Mapping[str, Any] | None
@@ -39,7 +41,7 @@ class Rope(NamedTuple):
 
 
 def rotary(parameters: str, theta: str, scaling: str, fraction: str = "") -> Codec:
-    """The three settings; the keys are those of version 5, and of version 4."""
+    """The codec of `Rope`: `parameters` is the key of transformers 5, the others are the keys of version 4."""
 
     def read(_: Spelled, context: Context) -> Rope:
         family, config = family_named(context.values["family"]), context.file
@@ -71,13 +73,13 @@ def rotary(parameters: str, theta: str, scaling: str, fraction: str = "") -> Cod
 
 
 def own_value(key: str, usual: Any, config: Spelled) -> Any:
-    """The value of a config key that no other format has: of the second base, that in the map of its layers."""
+    """The value of a config key that no other format has; the second base may be in the map of its layers."""
     by_kind = key == LOCAL and _by_kind(config.get(PARAMETERS))
     return config[PARAMETERS][SLIDING].get(THETA, usual) if by_kind else config.get(key, usual)
 
 
 def assumed(key: str, fallback: Any, context: Context) -> Any:
-    """The value of a key, or what transformers assumes where it is absent or null, and a note of that."""
+    """The value of a key; if it is absent or null, the default of transformers, which is noted in `context.notes`."""
     if context.file.get(key) is not None:
         return context.file[key]
     family = context.values["family"]
@@ -86,7 +88,7 @@ def assumed(key: str, fallback: Any, context: Context) -> Any:
 
 
 def _by_kind(maps: Any) -> bool:
-    """Whether there is a map for each kind of attention, as in a Gemma 3 of transformers 5."""
+    """Whether the rotary settings are a map for each kind of attention, as in a Gemma 3 of transformers 5."""
     return (
         isinstance(maps, dict)
         and set(maps) == {FULL, SLIDING}
@@ -95,7 +97,12 @@ def _by_kind(maps: Any) -> bool:
 
 
 def _settings(family: Family, context: Context) -> dict[str, Any]:
-    """The map of rotary settings that holds for all layers, or for those without a sliding window."""
+    """The map of rotary settings for all layers, or for the layers without a sliding window.
+
+    Raises:
+        SourceError: the keys contradict each other, or the settings are no map or have null where they may not.
+        UnsupportedError: the settings differ between layers, or those of layers with a window are scaled.
+    """
     config, where = context.file, context.where
     settings = config.get(PARAMETERS) or config.get(SCALING) or {}
     if config.get(SCALING) not in (None, {}, settings):  # transformers 5.23.0 uses it, and drops the other
@@ -122,9 +129,9 @@ def _settings(family: Family, context: Context) -> dict[str, Any]:
 
 
 def _fraction(part: Any, key: str, family: Family, context: Context) -> Any:
-    """The fraction of a head that rotates; None where the family fixes it."""
+    """The fraction of a head that rotates; None where the family has no setting for it."""
     config, where = context.file, context.where
-    if part is None and key == PARTIAL and PARTIAL in config:  # null: all of a head, not the default
+    if part is None and key == PARTIAL and PARTIAL in config:  # null: all of a head, not the default of the family
         part = 1.0
     if part is None and ROTATING in family.own and config.get(ROTATING) is not None:
         width = whole(config.get("head_dim") or family.head_dim, "head_dim", where)

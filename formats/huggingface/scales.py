@@ -1,4 +1,4 @@
-"""What the elements of a quantized weight and their scales have to be, whoever quantized them."""
+"""Checks of quantized elements and their scales that all quantization methods share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from formats.disk.safetensors import Fragment
 from formats.errors import SourceError, UnsupportedError
 
 FACTORS = ("F32", "BF16")
-"""Element types of scales in floats. The products with those of F16 are rounded to F16, which BF16 cannot hold."""
+"""Floating point types of scales. Products with F16 scales are rounded to F16, which BF16 cannot hold."""
 KEEP = "--verbatim carries every tensor as it is, in Hugging Face"
 
 
@@ -19,11 +19,11 @@ def scales_of(fragments: Mapping[str, Fragment], name: str, elements: Fragment, 
         fragments: the tensors of all files, by key.
         name: the key of the scales.
         elements: the quantized elements.
-        key: their key.
+        key: the key of the elements.
 
     Raises:
-        SourceError: no file holds them.
-        UnsupportedError: they or the elements are not row-major.
+        SourceError: no file holds the scales.
+        UnsupportedError: scales or elements are not row-major.
     """
     if name not in fragments:
         raise SourceError(f"{elements.path} holds {key}, and no file its {name}")
@@ -34,20 +34,20 @@ def scales_of(fragments: Mapping[str, Fragment], name: str, elements: Fragment, 
 
 
 def require_floats(scales: Fragment, name: str) -> None:
-    """Scales are in a type whose products BF16 rounds once.
+    """Refuse scales that are not in a type of `FACTORS`, whose products are rounded only once, to BF16.
 
     Raises:
-        UnsupportedError: they are in another one.
+        UnsupportedError: the scales are of another type.
     """
     if scales.dtype not in FACTORS:
         raise UnsupportedError(f"{scales.path}: {name} is {scales.dtype}, not {' or '.join(FACTORS)}", KEEP)
 
 
 def require_grid(scales: Fragment, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-    """Scales have the element type and the shape that the elements imply.
+    """Refuse scales without the element type and the shape that the quantized elements imply.
 
     Raises:
-        SourceError: they have not.
+        SourceError: type or shape differ.
     """
     if (scales.dtype, scales.shape) != (dtype, shape):
         raise SourceError(

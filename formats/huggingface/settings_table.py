@@ -1,4 +1,4 @@
-"""Which key of config.json is which setting: a table for all families, out of which a family's own keys choose rows."""
+"""The table of settings and their keys in config.json, for all families; the keys of a family choose its rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ USUAL = {
     "norm_epsilon": "rms_norm_eps",
     "tied": "tie_word_embeddings",
 }
-"""Setting: config key, where a family has none of its own."""
+"""Setting: its config key, where a family has no key of its own for it."""
 
 TABLE = """
 layers             hybrid_override_pattern                                         blocks
@@ -71,8 +71,9 @@ layer_width        *                                                            
 sliding_window     *
 rope               *                                                               rotary
 """
-"""Setting, its keys, codec. A star is the key of the family, whatever it is, and the first of its names stands for each
-of them; what is not here is a plain value. These settings are written after all others, in this order."""
+"""Columns: setting, its keys, codec. A star is any key of the family for the setting; of several names of that key the
+first stands for all. A setting without a row is a plain value. These settings are written after all others, in this
+order."""
 
 
 def _family(context: Context) -> Family:
@@ -80,7 +81,10 @@ def _family(context: Context) -> Family:
 
 
 def biases(*keys: str) -> Codec:
-    """The conditions of layout that keys turn on; UnsupportedError: a key is neither true nor false."""
+    """The codec of the conditions of layout that config keys turn on.
+
+    Reading raises UnsupportedError where a key is neither true nor false.
+    """
 
     def read(_: Spelled, context: Context) -> tuple[str, ...]:
         given = {key: context.file.get(key, _family(context).biases[key][1]) for key in keys}
@@ -115,13 +119,13 @@ LAST = list(dict.fromkeys(setting for setting, _ in LINES))
 
 
 def keys_of(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
-    """The key of each setting of a family that has one, of its names that which a config has."""
+    """The config key of each setting of a family that has a key: of several names the first that the config has."""
     keys = {name: key.split() for name, key in {**USUAL, **family.keys}.items() if key}
     return {name: next((key for key in names if key in config), names[0]) for name, names in keys.items()}
 
 
 def rows_of(family: Family, config: Mapping[str, Any]) -> tuple[Row, ...]:
-    """The rows of a family under the names that a config has, in the order in which they are written."""
+    """The rows of a family, with the key names that the config has, in the order in which they are written."""
     keys = keys_of(family, config)
     first = {name: key.split()[0] for name, key in {**USUAL, **family.keys}.items() if key}
     rotary = [rope.PARAMETERS, keys.pop("rope_theta", rope.THETA), rope.SCALING, keys.pop("rotary_fraction", "")]
@@ -134,7 +138,7 @@ def rows_of(family: Family, config: Mapping[str, Any]) -> tuple[Row, ...]:
 
 
 def keys_read(family: Family) -> set[str]:
-    """The keys that the table of a family reads, under each of their names, and what may be beside them in another."""
+    """The config keys that a family's table reads, with all their names, and those in other rows of its settings."""
     keys = {key for row in rows_of(family, {}) for names in row.keys for key in names}
     keys |= {key for (name, _), line in LINES.items() if name in family.keys for key in line.split()[2:-1]}
     keys |= {*" ".join(family.keys.values()).split(), *family.switch.split()}
@@ -142,7 +146,7 @@ def keys_read(family: Family) -> set[str]:
 
 
 def required(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys in `requires` of a family that spell a setting, as a model with these settings would have them."""
+    """The keys in `requires` of a family that spell a setting, as the config of a model with `values` has them."""
     known = {**values, "family": family.name, "rope": rope.Rope(*map(values.get, rope.Rope._fields))}
     table = [
         row

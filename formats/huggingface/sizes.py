@@ -1,10 +1,11 @@
-"""Sizes that config.json spells by others: the codecs of their keys.
+"""Codecs of the sizes that config.json spells by other sizes.
 
 Facts: transformers 5.23.0, models/bamba/configuration_bamba.py (a head of a state space), models/lfm2/modeling_lfm2.py
 `Lfm2MLP` (an MLP that is two thirds as wide as the config says, rounded up), models/deepseek_v2/modeling_deepseek_v2.py
 `DeepseekV2TopkRouter` (groups of experts), models/kimi_linear/configuration_kimi_linear.py and
-models/minimax_m3_vl/configuration_minimax_m3_vl.py (a map goes before the keys), models/gemma4/configuration_gemma4.py
-(heads of the layers without a window; a map of each layer goes before them), models/gemma4/modeling_gemma4.py
+models/minimax_m3_vl/configuration_minimax_m3_vl.py (a map takes precedence over keys),
+models/gemma4/configuration_gemma4.py (heads of the layers without a window; a map of each layer takes precedence over
+them), models/gemma4/modeling_gemma4.py
 `Gemma4TextMLP` (twice as wide in layers that reuse keys), models/mimo_v2_flash/modeling_mimo_v2_flash.py (twice the
 key/value heads in layers with a window).
 """
@@ -20,7 +21,10 @@ from formats.model.values import real, whole
 
 
 def expanded(key: str, expansion: str, width: str) -> Codec:
-    """Elements of a head; `auto` is those of all heads, which are so many hidden sizes, divided by their number."""
+    """The codec of the elements of a state-space head; `auto`: the width of all heads divided by their number.
+
+    The width is that of the key `width`, or `expansion` times the hidden size.
+    """
 
     def read(spelled: Spelled, context: Context) -> object:
         if spelled.get(key, "auto") != "auto":
@@ -33,11 +37,11 @@ def expanded(key: str, expansion: str, width: str) -> Codec:
 
 
 GREEDY, LIMITED = "greedy", "group_limited_greedy"
-"""How the best experts are taken: of all, or out of the best groups."""
+"""Methods of choosing the best experts: of all experts, or of the experts in the best groups."""
 
 
 def limited(method: str, key: str) -> Codec:
-    """A number of groups of experts, which is one unless the method is that which divides them."""
+    """The codec of a number of groups of experts, which is 1 unless the method is `LIMITED`."""
 
     def read(spelled: Spelled, context: Context) -> object:
         known = spelled.get(method, GREEDY)
@@ -52,7 +56,10 @@ def limited(method: str, key: str) -> Codec:
 
 
 def adjusted(key: str, adjusts: str, multiplier: str, multiple: str) -> Codec:
-    """The width of an MLP, which is adjusted unless the config says that it is not."""
+    """The codec of the width of an MLP, which is adjusted unless the key `adjusts` is false.
+
+    Adjusted it is two thirds of the stated width, times `multiplier`, rounded up to a multiple of `multiple`.
+    """
 
     def read(spelled: Spelled, context: Context) -> object:
         if spelled.get(adjusts, True) is False:
@@ -66,11 +73,11 @@ def adjusted(key: str, adjusts: str, multiplier: str, multiple: str) -> Codec:
 
 
 def inside(name: str) -> Callable[[str, str], Codec]:
-    """A size that a map of the family says, under a name in it, before its key does."""
+    """Return a maker of codecs for a size that is `name` in a map of the family, or else under a key of its own."""
 
     def of(key: str, outer: str) -> Codec:
         def known(context: Context) -> Spelled:
-            maps = family_named(context.values["family"]).keys.values()  # of others that have the key it means nothing
+            maps = family_named(context.values["family"]).keys.values()  # in other families the map has no effect
             given = context.file.get(outer) if outer in maps else None
             return given if isinstance(given, dict) else {}
 
@@ -83,7 +90,7 @@ def inside(name: str) -> Callable[[str, str], Codec]:
 
 
 def twice(key: str) -> Codec:
-    """Twice a number that is another setting."""
+    """The codec of a number that is twice the value of another setting's key."""
 
     def read(spelled: Spelled, context: Context) -> int:
         return 2 * whole(spelled.get(key), key, context.where)
@@ -92,7 +99,7 @@ def twice(key: str) -> Codec:
 
 
 def double(key: str) -> Codec:
-    """Whether the MLP of some layers is twice as wide."""
+    """The codec of the width of the MLP in some layers: a key for whether it is twice `ffn`; else None."""
 
     def read(spelled: Spelled, context: Context) -> int | None:
         return 2 * whole(context.values["ffn"], "ffn", context.where) if spelled.get(key) else None
@@ -101,12 +108,15 @@ def double(key: str) -> Codec:
 
 
 def zero_or(key: str) -> Codec:
-    """A size, or 0 where there is none."""
+    """The codec of a size that is 0 in the config where the setting is None."""
     return Codec(lambda spelled, _: spelled.get(key) or None, lambda value, _: {key: value or 0})
 
 
 def of_full(setting: str, name: str) -> Callable[..., Codec]:
-    """A size of the layers without a window, unless a switch is off; a map of layers says it before its key does."""
+    """Return a maker of codecs for a size of the layers without a window: in a map of layers, or else under its key.
+
+    Without the map the setting is None where the key `switch` is false or absent.
+    """
 
     def of(key: str, by_layer: str, switch: str = "") -> Codec:
         def read(spelled: Spelled, context: Context) -> object:

@@ -1,8 +1,9 @@
-"""The language model of a model of more than text, by itself: its config, and the names that its tensors then have.
+"""Read only the language model of a multimodal model: its config, and the tensor names that it has by itself.
 
-Facts: transformers 5.23.0, conversion_mapping.py (what stands before its names in files and in memory), the
-`configuration_*.py` of the models named here (what its config is, and what that assumes), configuration_utils.py
-`SubConfigSpec`. Which tensors a language model has, its table or its class says: none of it can be left out.
+Facts: transformers 5.23.0, conversion_mapping.py (the prefixes of its names in files and in memory), the
+`configuration_*.py` of the models named here (the config of the language model, and its defaults),
+configuration_utils.py `SubConfigSpec`. The table or the class of a language model tells which tensors it has, so that
+none of them can be left out.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from formats.families import find_family
 from formats.model import untabled
 
 TEXT = "text"
-"""What `--only` calls it."""
+"""The value of `--only` for the language model."""
 PREFIXES = {
     "language_model.model.blocks.": "model.layers.",  # as transformers saves a Kimi-K2.5
     "language_model.model.": "model.",
@@ -33,7 +34,8 @@ PREFIXES = {
     "lm_head.": "lm_head.",
     "mtp.": "mtp.",
 }
-"""How the names of its tensors begin, and how they begin where it is alone; the first that fits counts."""
+"""Prefix of a tensor name of the language model in the whole model: its prefix in the language model alone. The first
+that fits counts."""
 WHOLES = {
     "aria": "aria_text", "aya_vision": "cohere2", "cohere2_vision": "cohere2", "deepseek_vl": "llama",
     "deepseek_vl_hybrid": "llama", "exaone4_5": "exaone4", "fuyu": "persimmon", "gemma3": "gemma3_text",
@@ -47,7 +49,7 @@ WHOLES = {
     "qwen3_vl": "qwen3_vl_text", "qwen3_vl_moe": "qwen3_vl_moe_text", "smolvlm": "llama", "step3p7": "step3p5",
     "video_llama_3": "qwen2", "video_llava": "llama", "vipllava": "llama",
 }  # fmt: skip
-"""Model type of the whole: that of its text where `text_config` names none."""
+"""Model type of the whole model: the model type of its language model, where `text_config` names none."""
 NEUTRAL: dict[str, dict[str, Any]] = {
     "cohere2": {"logit_scale": 1.0},
     "falcon_h1": {"lm_head_multiplier": 1.0},
@@ -59,37 +61,40 @@ NEUTRAL: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"logits_scaling": 1.0},
     "hyperclovax": {"logits_scaling": 1.0},
 }
-"""Model type of a text: the keys by which its own class changes what the head gives, and what leaves it as it is."""
+"""Model type of a language model: the keys by which its own class changes the logits of the head, with the values that
+leave the logits as they are."""
 CHANGING = ("gemma4", "gemma4_unified", "hyperclovax_vision_v2", "paligemma")
-"""The wholes that change it too. Of all others the logits are those of the head alone, whatever the text says."""
+"""Model types of the whole model whose classes change the logits too. In all others the logits are those of the head
+alone, whatever the config of the language model is."""
 UNLIKE = {"gemma3": "use_bidirectional_attention"}
-"""Model type of a whole: the key of its text that it takes otherwise than the text alone does."""
+"""Model type of the whole model: a key of `text_config` with another effect there than in the language model alone."""
 CLASSES = {
     "aria_text": "AriaTextForCausalLM", "gemma": "GemmaForCausalLM", "hyperclovax": "HyperCLOVAXForCausalLM",
     "lfm3": "Lfm3ForCausalLM", "persimmon": "PersimmonForCausalLM",
 }  # fmt: skip
-"""Model type of a text without a table: its class."""
+"""Model type of a language model without a table: its class."""
 FLAT = ("qwen2_vl", "qwen2_5_vl")
-"""Those whose config may have the keys of its text beside those of the whole."""
+"""Model types whose config may have the keys of the language model beside those of the whole model."""
 OF_THE_WHOLE = ("vision_", "image_", "video_", "audio_", "architectures", "auto_map")
-"""How keys begin that are not of the text."""
+"""Prefixes of the keys in such a config that do not belong to the language model."""
 INHERITED = ("dtype", "torch_dtype", "transformers_version", "quantization_config", "bos_token_id", "eos_token_id",
              "pad_token_id")  # fmt: skip
-"""Keys of the whole that hold of its text too, where that does not say them."""
+"""Keys of the whole model that also hold for the language model, where `text_config` lacks them."""
 TIED = "tie_word_embeddings"
 ROPES = ("rope_parameters", "rope_scaling")
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
-"""Which numbers of a rotary embedding turn by height and width of an image: of text all positions are one."""
+"""Rotary settings for which elements of a head rotate by height and width in an image; in text the three positions of a
+token are equal."""
 
 
 class Same(NamedTuple):
-    """The family that computes the same of text, for a text without a class of its own.
+    """The family that computes the same as a language model without a class of its own.
 
     Attributes:
-        family: its model type.
-        assumed: what the config class of the text assumes, where that of the family assumes something else; by the
-            names of the key, of which it says none.
-        fixed: keys of the family for what the text always does.
+        family: the model type of the family.
+        assumed: the defaults of the language model's config class that differ from those of the family's; by the names
+            of the key, of which the config has none.
+        fixed: keys of the family, with values for what the language model always computes.
     """
 
     family: str
@@ -113,18 +118,18 @@ SAME = {
     "qwen3_vl_text": Same("qwen3", {"max_position_embeddings": 128000, "rope_theta": 5e5}),
     "qwen3_vl_moe_text": Same("qwen3_moe", QWEN3_VL_MOE, {"norm_topk_prob": True}),
 }
-"""Model type of a text: the family that computes the same."""
+"""Model type of a language model without a class of its own: the family that computes the same."""
 Held = TypeVar("Held")
 
 
 class Alone(NamedTuple):
-    """What is read of a checkpoint.
+    """The part of a checkpoint that is read.
 
     Attributes:
-        config: its config.json.
-        names: name of each tensor that is read: that which it has in the checkpoint.
-        left: the names of all others; None where the model is read as it is.
-        notes: what else the user should know.
+        config: the config.json of the part.
+        names: new name of each tensor that is read: its name in the checkpoint.
+        left: the names of all other tensors; None where the whole model is read.
+        notes: messages for the user.
     """
 
     config: dict[str, Any]
@@ -133,23 +138,23 @@ class Alone(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def of(self, tensors: Mapping[str, Held]) -> dict[str, Held]:
-        """What is read of all that is held, by its new name."""
+        """The values of `tensors` for the tensors that are read, by their new names."""
         return {new: tensors[old] for new, old in self.names.items()}
 
 
 def alone(config: dict[str, Any], keys: Iterable[str], settings: Settings, where: str) -> Alone:
-    """What is read of a checkpoint: all of it, or with `only` its language model, where that is not all.
+    """The part of a checkpoint that is read: with `settings.only` the language model of a multimodal model, else all.
 
     Args:
-        config: its config.json.
-        keys: the names of its tensors.
-        settings: what the user said.
+        config: the config.json of the checkpoint.
+        keys: the names of the tensors in the checkpoint.
+        settings: the user's settings.
         where: what to call the config in an error.
 
     Raises:
-        UnsupportedError: its language model has no class of its own.
-        SourceError: it holds a tensor of it twice.
-        RefusedError: it holds no head, and its config says in two ways whether it has one.
+        UnsupportedError: the language model has no class of its own.
+        SourceError: the checkpoint holds a tensor of the language model twice.
+        RefusedError: the checkpoint holds no output head, and its config contradicts itself on whether it is tied.
     """
     every = list(keys)
     if settings.only is None or not _inner(config):
@@ -172,12 +177,12 @@ def alone(config: dict[str, Any], keys: Iterable[str], settings: Settings, where
 
 
 def upright(config: Mapping[str, Any], fragments: dict[str, Fragment], settings: Settings) -> dict[str, Fragment]:
-    """The tensors of a language model's files, by its own names, turned as memory has them.
+    """The tensors of a checkpoint; with `settings.only` its fused experts are transposed to their shape in memory.
 
     Args:
-        config: the config.json of the whole.
-        fragments: its tensors.
-        settings: what the user said.
+        config: the config.json of the whole model.
+        fragments: the tensors by their names in the checkpoint.
+        settings: the user's settings.
     """
     kind, hidden = str(config.get("model_type")) if settings.only else "", _inner(config).get("hidden_size")
 
@@ -195,7 +200,7 @@ def upright(config: Mapping[str, Any], fragments: dict[str, Fragment], settings:
 
 
 def parts(left: Iterable[str]) -> list[str]:
-    """The parts of a model that tensors of these names are in, as far as they are told by the first words."""
+    """The parts of a model that the named tensors are in: the first word of each name, two after `model`."""
     words = (key.split(".") for key in left)
     return list(dict.fromkeys(".".join(word[: 1 + (word[0] == "model")]) for word in words))
 
@@ -208,7 +213,11 @@ def _inner(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config(config: Mapping[str, Any], headless: bool, where: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The config.json of a language model alone, and what its user should know."""
+    """The config.json of the language model alone, and notes for the user.
+
+    Raises:
+        UnsupportedError: the whole model is of an unknown type, or the language model alone cannot compute the same.
+    """
     kind, inner = config.get("model_type"), _inner(config)
     if kind not in WHOLES:
         raise UnsupportedError(
@@ -253,15 +262,16 @@ def _config(config: Mapping[str, Any], headless: bool, where: str) -> tuple[dict
 
 
 def _tied(config: Mapping[str, Any], inner: Mapping[str, Any], headless: bool) -> bool:
-    """Whether it has no head of its own: the whole says so, as transformers 5.23 reads it of all of them."""
+    """Whether the output head is tied: the config of the whole model decides, as transformers 5.23 does for all."""
     return config.get(TIED, headless or inner.get(TIED, False)) is True
 
 
 def _require_one_word(config: Mapping[str, Any], where: str) -> None:
-    """The text of files without a head does not say that it is tied where the whole says that it is not.
+    """Refuse a config, of files without a head, that is tied in `text_config` and not tied in the whole model.
 
     Raises:
-        RefusedError: it does: transformers 4 made a tied model of them, and 5 fills a head with random numbers.
+        RefusedError: it is such a config: transformers 4 made a tied model of the files, and 5 fills a head with random
+            numbers.
     """
     if TIED in config and config[TIED] is not True and _inner(config).get(TIED) is True:
         raise RefusedError(
@@ -272,6 +282,6 @@ def _require_one_word(config: Mapping[str, Any], where: str) -> None:
 
 
 def _of_text(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """A rotary embedding whose three positions are one."""
+    """The rotary settings of text alone, where the three positions of a token are equal."""
     kept = {key: value for key, value in rope.items() if key not in OF_IMAGES}
     return {key: "default" if value == "mrope" else value for key, value in kept.items()}

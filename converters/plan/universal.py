@@ -77,7 +77,8 @@ def plan_universal(states: States, request: Request) -> Plan:
     tag = opened["fp32"].home
     if MOMENTUM in opened:
         raise UnsupportedError(
-            f"{tag} was trained with Muon, whose {MOMENTUM} has no place in a universal checkpoint",
+            f"{tag} was trained with Muon, whose {MOMENTUM} has no place in a universal checkpoint: in stages 1 and 2 "
+            "DeepSpeed would cut it where it cuts the master weights, and in 3 it leaves it out",
             "convert hf2fsdp --with-optimizer takes it",
         )
     masters = opened["fp32"]

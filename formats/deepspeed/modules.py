@@ -140,6 +140,7 @@ def kept(tag: Path, models: Mapping[int, TorchFile], settings: Settings, of_stat
     """What `--weights` asks for of an optimizer; moments with the master weights that prove whose they are."""
     state = str(settings.weights).replace("fp32-master", "fp32")
     partitions, notes = _partitions(tag, models, sorted({"fp32", state}), settings)
+    zero_partitions.require_of_all([each for of_rank in partitions.values() for each in of_rank], state, tag)
     proof = None if state == "fp32" else of_state(partitions, "fp32")
     source = of_state(partitions, state)
     return replace(source, proof=proof, notes=(*source.notes, *notes))

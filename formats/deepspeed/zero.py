@@ -135,6 +135,7 @@ def _states(
         tensors = dict(model_files.whole(first, state, _trained(first, modules)))
     else:
         partitions = zero_partitions.open_partitions(tag, 0, sorted({"fp32", state}))
+        zero_partitions.require_of_all(partitions, state, tag)
         _require_same_stage(first, partitions)
         model_files.require_of_module(first, model_files.param_shapes(first), modules)
         if partitions[0].stage == 3 and len(partitions) != len(models):

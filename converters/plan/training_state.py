@@ -281,6 +281,8 @@ def _require_torch_dist(source: Checkpoint, optimizer: Native, options: Options,
             f"{source.root} trains its matrices with Muon, whose {MOMENTUM} is written to torch_dist alone",
             "--format torch_dist",
         )
+    if optimizer.muon is not None and options.mesh.ep > 1:
+        raise UnsupportedError("Muon of experts that are on several ranks is not written", "--ep 1")
 
 
 def _split(source: Checkpoint, optimizer: Optimizer, cast: str | None) -> tuple[Checkpoint, dict[str, Checkpoint]]:

@@ -21,6 +21,7 @@ from formats.layout.tensors import BUFFERS
 from formats.megatron import muon
 from formats.megatron.chained_optimizer import decays
 from formats.megatron.details import Megatron
+from formats.megatron.optimizer import OTHERS
 from formats.megatron.optimizer import Optimizer as Native
 from formats.optimizer import MOMENTUM, Group, Muon, Optimizer, group_of, step_tensor
 
@@ -91,7 +92,7 @@ def native(
         UsageError: Muon is resumed, which only such a release has, without these rates.
         UnsupportedError: the settings of parameters are not known, or differ where Megatron has one for all.
     """
-    optimizer.require_only((Group, Muon), source.home, "Megatron's Lion is not written")
+    optimizer.require_only((Group, Muon), source.home, OTHERS["lion"])
     matrices, vectors = sides(source, optimizer)
     muons = {group for group in optimizer.groups.values() if isinstance(group, Muon)}
     for other in muons:

@@ -15,7 +15,10 @@ from typing import Any
 
 import pytest
 
+from converters.plan.training_state import optimizer_of
+from formats.checkpoint import Settings
 from formats.deepspeed.universal import scalar
+from formats.registry import open_checkpoint
 from tests.faults.dcp_tools import refused
 from tests.golden.test_mds import CASES, HERE, ORDERS, STAGES, enums, layers_of
 from tests.golden.test_universal import loaded
@@ -62,6 +65,7 @@ def test_the_optimizer_written_is_read_again(convert, tmp_path, name):
     padded = ["--make-vocab-size-divisible-by", 16]
     assert convert("hf2mds", run, out, *CASES[name], "--with-optimizer", *padded, "--tp", 2).code == 0
     assert "fp32, exp_avg, exp_avg_sq, step 3" in convert("inspect", out).out
+    assert optimizer_of(open_checkpoint(out, Settings())).samples == 6
     assert convert("verify", out).code == 0
     assert convert("verify", out, run, *CASES[name], "--weights", "exp_avg_sq").code == 0
     fsdp = [tmp_path / "fsdp1", tmp_path / "fsdp2"]

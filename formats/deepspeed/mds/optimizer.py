@@ -59,6 +59,7 @@ def standing(resumed: Resumed, family: str) -> dict[str, Any]:
     """What a model file says of where the training stands: without a schedule of the run, one of a constant rate."""
     rate = resumed.groups[0].lr
     told = {name: resumed.stands[name] for name in OF_FILE if resumed.stands.get(name) is not None}
+    told |= {"global_samples": resumed.stands[SAMPLES]} if SAMPLES in resumed.stands else {}
     schedule = {"max_lr": rate, "min_lr": 0.0, "num_steps": resumed.stands.get(SAMPLES) or 0}
     if FAMILIES[family] == OF_BIGSCIENCE:
         return {SCHEDULER: {**schedule, "warmup_steps": 0, "decay_steps": 1, "decay_style": "constant"}, **told}

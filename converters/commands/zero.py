@@ -57,13 +57,26 @@ def zero2hf(src: Path, out: Path, **options: Any) -> None:
 @click.option("--iteration", type=click.IntRange(0), metavar="N",
               help="Write global_stepN.  [default: 0; of Megatron-DeepSpeed as in SRC]")  # fmt: skip
 @vocab_multiple
+@click.option(
+    "--with-optimizer",
+    is_flag=True,
+    help="Convert the optimizer too (FP32 master weights, moments, step), as a universal checkpoint that a training "
+    "resumes from with --universal-checkpoint, at any topology.",
+)
+@click.option(
+    "--consumed-samples",
+    type=click.IntRange(0),
+    metavar="N",
+    help="With the optimizer: where schedule and data resume.  [default: what SRC says]",
+)
 @deepspeed_reading
 @reading
 @writing
 def hf2mds(src: Path, out: Path, **options: Any) -> None:
-    """Any checkpoint to Megatron-DeepSpeed: a run with the layer files of a pipeline, loaded with `--finetune`.
+    """Any checkpoint to Megatron-DeepSpeed: a run with the layer files of a pipeline.
 
-    From Megatron-DeepSpeed too, to another topology or to the order of other code.
+    A training loads it with `--finetune`, or resumes where the optimizer is converted too. From Megatron-DeepSpeed too,
+    to another topology or to the order of other code.
     """
     convert_to("megatron-deepspeed", opened(src, options), out, options)
 

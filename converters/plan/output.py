@@ -66,7 +66,8 @@ class Output:
         names: FSDP: `huggingface`, or a trainer for its own names, `torchtitan` or `olmo-core`; None for the first.
         with_optimizer: FP32 master weights, moments and step too.
         optimizer: Megatron: the optimizer that is written, `plain` or `distributed`.
-        consumed_samples: Megatron: samples after which schedule and data resume; None for what the source records.
+        consumed_samples: Megatron, Megatron-DeepSpeed: samples after which schedule and data resume; None for what
+            the source records.
         lr: Megatron: the largest learning rate of the training that resumes; None leaves it to the schedule.
         min_lr: Megatron: with `lr` the smallest; None for 0.
         shard_size: Hugging Face: bytes of a safetensors file; None for 5 GB, or, from Megatron, for the files that the
@@ -108,7 +109,7 @@ class Output:
 
 
 NEOX_OPTIONS = {"tp", "pp", "make_vocab_size_divisible_by", "iteration", "layout"}
-MDS_OPTIONS = {"tp", "pp", "make_vocab_size_divisible_by", "iteration", "qkv"}
+MDS_OPTIONS = {"tp", "pp", "make_vocab_size_divisible_by", "iteration", "qkv", "with_optimizer", "consumed_samples"}
 FSDP_OPTIONS = {"ranks", "with_optimizer", "names"}
 HUGGINGFACE_OPTIONS = {"shard_size", "chat_template", "quantize"}
 MEGATRON_OPTIONS = {field.name for field in fields(Output)} - {"layout", "qkv", "ranks", "names"} - HUGGINGFACE_OPTIONS
@@ -214,7 +215,13 @@ def _megatron_deepspeed(source: Checkpoint, request: Request, output: Output) ->
         saved = source.details_of(MegatronDeepSpeed)
         qkv, multiple = qkv or saved.qkv, multiple or saved.vocab_multiple
         iteration = saved.iteration if iteration is None else iteration
-    return plan_mds(source, request, Options(output.tp, output.pp, qkv, multiple or 128, iteration or 0))
+    options = Options(output.tp, output.pp, qkv, multiple or 128, iteration or 0)
+    if not output.with_optimizer:
+        _require_resumed(output)
+        return plan_mds(source, request, options)
+    from converters.plan.training_state import plan_mds_run
+
+    return plan_mds_run(source, request, options, iteration, output.consumed_samples)
 
 
 def _deepspeed(source: Checkpoint | States, request: Request, _: Output) -> Plan:
@@ -263,9 +270,7 @@ def _megatron(source: Checkpoint, request: Request, output: Output) -> Plan:
             raise UsageError(f"--for {output.for_trainer} is for weights alone", "leave --with-optimizer out")
         iteration = iteration or 0  # each folder of Megatron-Bridge has an iteration
     if not output.with_optimizer:
-        for name in ("optimizer", *RESUMED):
-            if getattr(output, name) is not None:
-                raise UsageError(f"--{flag_of(name)} is for a training that is resumed", "add --with-optimizer")
+        _require_resumed(output)
         return plan_megatron(source, request, options, iteration, output.true_vocab_size)
     from converters.plan.training_state import plan_resumed, plan_run
     from formats.megatron.args.options import FSDP_DTENSOR
@@ -286,6 +291,13 @@ def _megatron(source: Checkpoint, request: Request, output: Output) -> Plan:
         raise UsageError("--min-lr is the smallest learning rate beside the largest", "add --lr")
     rates = None if output.lr is None else (output.lr, output.min_lr or 0.0)
     return plan_resumed(source, request, options, iteration, output.consumed_samples, kind or "plain", rates)
+
+
+def _require_resumed(output: Output) -> None:
+    """Nothing is said of a training that is resumed, where none is."""
+    for name in ("optimizer", *RESUMED):
+        if getattr(output, name) is not None:
+            raise UsageError(f"--{flag_of(name)} is for a training that is resumed", "add --with-optimizer")
 
 
 def _iteration(source: Checkpoint) -> int | None:

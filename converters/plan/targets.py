@@ -26,6 +26,7 @@ from formats.model.vocab_rows import grown, rows
 if TYPE_CHECKING:
     from converters.assets.chat_template import Applied
     from formats import optimizer
+    from formats.deepspeed.mds import optimizer as mds_optimizer
     from formats.deepspeed.mds import writer as mds_writer
     from formats.deepspeed.neox import writer as neox_writer
     from formats.huggingface.nanotron.optimizer_writer import Topology
@@ -206,11 +207,16 @@ def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options
     return replace(plan, notes=() if isinstance(source.details, neox.Neox) else yml.window_notes(spec))
 
 
-def plan_mds(source: Checkpoint, request: Request, options: mds_writer.Options) -> Plan:
-    """A plan that writes a run folder of Megatron-DeepSpeed, with the model's config and tokenizer in it."""
+def plan_mds(
+    source: Checkpoint, request: Request, options: mds_writer.Options, resumed: mds_optimizer.Resumed | None = None
+) -> Plan:
+    """A plan that writes a run folder of Megatron-DeepSpeed, with the model's config and tokenizer in it.
+
+    Of an optimizer that is `resumed` the files are in it, and nothing fills them.
+    """
     from formats.deepspeed.mds import writer
 
-    return _run(source, request, partial(writer.write, options=options), "Megatron-DeepSpeed")
+    return _run(source, request, partial(writer.write, options=options, resumed=resumed), "Megatron-DeepSpeed")
 
 
 def plan_nanotron(

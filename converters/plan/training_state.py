@@ -8,9 +8,12 @@ from dataclasses import replace
 from converters.plan.parts import Part, prove_tiling
 from converters.plan.plan import MASTERS, PADDING, Job, Plan, cast_dtype, cast_dtypes, make_plan, padding_leaves
 from converters.plan.request import Request
-from converters.plan.targets import plan_fsdp, plan_megatron, plan_nanotron
+from converters.plan.targets import plan_fsdp, plan_mds, plan_megatron, plan_nanotron
 from converters.plan.universal import UNTAKEN
 from formats.checkpoint import Checkpoint, Target
+from formats.deepspeed.mds import optimizer as mds_optimizer
+from formats.deepspeed.mds import writer as mds_writer
+from formats.deepspeed.mds.checkpoint import MegatronDeepSpeed
 from formats.errors import UnsupportedError, UsageError, VerificationError
 from formats.format import Training
 from formats.fsdp import optimizer as fsdp_optim
@@ -26,7 +29,7 @@ from formats.megatron.details import Megatron
 from formats.megatron.optimizer import Optimizer as Native
 from formats.megatron.optimizer import of_kind
 from formats.megatron.torch_dist import OPTIMIZER
-from formats.optimizer import MOMENTUM, Muon, Optimizer
+from formats.optimizer import MOMENTUM, Group, Muon, Optimizer
 from formats.registry import format_of
 
 
@@ -220,6 +223,66 @@ def plan_nanotron_run(source: Checkpoint, request: Request, vocab_multiple: int,
     return replace(plan, source=read, jobs=jobs, notes=(*plan.notes, *notes), more=more)
 
 
+def plan_mds_run(
+    source: Checkpoint,
+    request: Request,
+    options: mds_writer.Options,
+    iteration: int | None = None,
+    samples: int | None = None,
+) -> Plan:
+    """A plan that writes a run of Megatron-DeepSpeed with the optimizer of a training in any framework.
+
+    Args:
+        source: the opened checkpoint.
+        request: what the user asked for; its cast is that of the weights.
+        options: topology, and what code is to load it.
+        iteration: the one to write; None for as many as there were updates.
+        samples: how many samples it was trained on; None for what the source says.
+
+    Raises:
+        SourceError: the source holds no optimizer, or an incomplete one.
+        UnsupportedError: its optimizer has no layout here.
+        UsageError: it has made more updates than there were iterations.
+    """
+    stored = optimizer_of(source)
+    stored.require_only((Group,), source.root, "Megatron-DeepSpeed trains with Adam alone")
+    matrices, vectors = portable_optimizer.sides(source, stored)
+    groups, step = (matrices, vectors._replace(weight_decay=0.0)), stored.updates(source.home)
+    weights, states = _split(source, stored, request.cast)
+    states = {"fp32": _trained(weights), **states}
+    saved = source.details.stands if isinstance(source.details, MegatronDeepSpeed) else {}
+    counted = saved.get(mds_optimizer.SAMPLES, stored.samples) if samples is None else samples
+    stands = {name: value for name, value in saved.items() if samples is None or name not in mds_optimizer.OF_FILE}
+    stands |= {} if counted is None else {mds_optimizer.SAMPLES: counted}
+    notes = portable_optimizer.decayed_vectors(vectors)
+    if mds_optimizer.SCHEDULER not in stands:
+        notes.append("the schedule of the training is that of its command line, at the samples that it has seen")
+    if counted is None:
+        notes.append(f"{portable_optimizer.NO_SAMPLES} (--consumed-samples N)")
+    notes += [f"{name} is not carried: it is that of other ranks" for name in source.state if "rng_state" in name]
+    options = replace(options, iteration=step if iteration is None else iteration)
+    resumed = mds_optimizer.Resumed(tuple(states), groups, step, stands)
+    plan = plan_mds(replace(weights, dropped=()), request, options, resumed)
+    target = plan.target
+    assert target is not None
+
+    def more(written: Checkpoint) -> Iterator[Job]:
+        read_back = optimizer_of(written)
+        if (read_back.step, {*read_back.groups.values()}) != (step, {*groups}):
+            raise VerificationError("step or groups of the optimizer do not read back as written")
+        return state_jobs(written, {state: read_back.states[state] for state in states})
+
+    jobs = (
+        replace(job, state=state)
+        for state, of_state in states.items()
+        for job in make_plan(of_state, _only(target, state), "fp32").jobs
+    )
+    of_states = (path for of_state in states.values() for path in files_of(of_state.tensors))
+    files = tuple(dict.fromkeys([*source.files, *of_states]))
+    read = replace(plan.source, files=files, state=())
+    return replace(plan, source=read, jobs=(*plan.jobs, *jobs), notes=(*plan.notes, *notes), more=more)
+
+
 def _regrouped(optimizer: Optimizer | Native, target: Target | None, *in_megatron: bool) -> list[str]:
     """The note on parameters that are one matrix to Muon in the source and several in the target, or the reverse.
 
@@ -263,6 +326,8 @@ def _require_torch_dist(source: Checkpoint, optimizer: Native, options: Options,
             f"{source.root} trains its matrices with Muon, whose {MOMENTUM} is written to torch_dist alone",
             "--format torch_dist",
         )
+    if optimizer.muon is not None and options.mesh.ep > 1:
+        raise UnsupportedError("Muon of experts that are on several ranks is not written", "--ep 1")
 
 
 def _split(source: Checkpoint, optimizer: Optimizer, cast: str | None) -> tuple[Checkpoint, dict[str, Checkpoint]]:

@@ -6,7 +6,6 @@ parameter has its name in transformers.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from converters.plan.request import Request
 from converters.plan.targets import require_vocab
 from formats.checkpoint import Checkpoint, OutputFile, Settings, Target
 from formats.deepspeed import folders as deepspeed
-from formats.deepspeed import model_files, universal, zero
+from formats.deepspeed import model_files, modules, universal, zero
 from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed.mds import checkpoint as mds
 from formats.deepspeed.neox import checkpoint as neox
@@ -34,10 +33,9 @@ from formats.layout.placed import files_of
 from formats.layout.slots import ORIGINAL, Slot
 from formats.layout.tensors import BUFFERS
 from formats.model import untabled
-from formats.model.spec import ModelSpec, Verbatim
+from formats.model.spec import Verbatim
 from formats.optimizer import MOMENTUM, AnyGroup, Group, Lion, Optimizer
 from formats.torch_files import saved_names
-from formats.torch_files.pickle_values import Opaque
 
 WHY = "DeepSpeed's own names"
 
@@ -79,7 +77,8 @@ def plan_universal(states: States, request: Request) -> Plan:
     tag = opened["fp32"].home
     if MOMENTUM in opened:
         raise UnsupportedError(
-            f"{tag} was trained with Muon, whose {MOMENTUM} has no place in a universal checkpoint",
+            f"{tag} was trained with Muon, whose {MOMENTUM} has no place in a universal checkpoint: in stages 1 and 2 "
+            "DeepSpeed would cut it where it cuts the master weights, and in 3 it leaves it out",
             "convert hf2fsdp --with-optimizer takes it",
         )
     masters = opened["fp32"]
@@ -306,24 +305,5 @@ def _parameters(source: Checkpoint, step: float) -> Iterator[Parameter]:
     for slot in slots_of(spec, 1, rows, saved.layout, layered=layered):
         of_ranks = summands.get(slot.keys[0], ())
         key = slot.keys[0] if layered else f"sequential.{slot.keys[0]}"
-        if layered and spec.tied:
-            key = re.sub(r"^0\.", "tied_modules.embed.", key)
-        yield Parameter(key, slot, _cut(slot, spec), step, of_ranks if len(of_ranks) > 1 else ())
-
-
-def _cut(slot: Slot, spec: ModelSpec) -> dict[str, Any]:
-    """How DeepSpeed's loader cuts a tensor for its ranks (deepspeed/checkpoint/universal_checkpoint.py:236, 0.19.8)."""
-    if "partial" in slot.rule.conditions:
-        return {"cat_dim": 0}
-    if "tp" not in slot.rule.pattern.meshes:
-        return {}
-    if slot.rule.pattern.tensors[0] in ("embedding", "head"):
-        return {"cat_dim": 0, "vocab_tensor": True}
-    if "fused" in slot.rule.conditions:
-        return {"cat_dim": 0, "param_n_sub_params": 2}
-    if "gqa" in slot.rule.conditions:
-        rows = (spec.heads * spec.head_dim, *[spec.kv_heads * spec.head_dim] * 2)
-        state = {"patterns": [], "shape": (rows, spec.hidden), "partition_dim": 0}
-        shape = Opaque("deepspeed.checkpoint.universal_checkpoint", "SubparamShape", state=state)
-        return {"cat_dim": 0, "sub_param_shape": shape}
-    return {"cat_dim": 1 if slot.rule.pattern.tensors[0] in ("output", "down") else 0}
+        key = modules.name_of(key, 0, tied=layered and spec.tied)
+        yield Parameter(key, slot, universal.cut_of(slot), step, of_ranks if len(of_ranks) > 1 else ())

@@ -137,15 +137,20 @@ def param_shapes(file: TorchFile) -> list[dict[str, tuple[int, ...]]]:
     Raises:
         SourceError: the file does not hold them.
     """
-    groups = file.value.get("param_shapes")
+    return shapes_in(file.value, file.path)
+
+
+def shapes_in(model: Mapping[str, Any], path: Path) -> list[dict[str, tuple[int, ...]]]:
+    """The same, of what a model file at `path` says."""
+    groups = model.get("param_shapes")
     if isinstance(groups, Mapping):
         groups = [groups]
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
-        raise SourceError(f"{file.path} holds no param_shapes, without which a partition cannot be taken apart")
+        raise SourceError(f"{path} holds no param_shapes, without which a partition cannot be taken apart")
     for group in groups:
         for name, shape in group.items():
             if not isinstance(name, str) or not _is_shape(shape):
-                raise SourceError(f"{file.path} holds param_shapes that are none: {short(name)} {short(shape)}")
+                raise SourceError(f"{path} holds param_shapes that are none: {short(name)} {short(shape)}")
     return [dict(group) for group in groups]
 
 

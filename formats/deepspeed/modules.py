@@ -32,7 +32,7 @@ from formats.torch_files.saves import require_same
 
 Partitions = Mapping[int, list[Partition]]
 """The partitions of each model parallel rank."""
-TIED = re.compile(r"tied_modules\.embed\.")
+TIED = "tied_modules.embed."
 """The prefix that the optimizer of a pipeline has for the embedding module, which two stages share."""
 SHARED = "word_embeddings.weight"
 """The tensor of that module which both stages keep equal (`tied_weight_attr`). The last stage has positions of its own,
@@ -152,9 +152,24 @@ def kept(tag: Path, models: Mapping[int, TorchFile], settings: Settings, of_stat
     """The optimizer state that `--weights` names; a moment with the FP32 master weights that prove its parameters."""
     state = str(settings.weights).replace("fp32-master", "fp32")
     partitions, notes = _partitions(tag, models, sorted({"fp32", state}), settings)
+    zero_partitions.require_of_all([each for of_rank in partitions.values() for each in of_rank], state, tag)
     proof = None if state == "fp32" else of_state(partitions, "fp32")
     source = of_state(partitions, state)
     return replace(source, proof=proof, notes=(*source.notes, *notes))
+
+
+def kept_whole(tag: Path, model: TorchFile, settings: Settings, of_state: Callable[[str], Checkpoint]) -> Checkpoint:
+    """The same of a universal checkpoint, given what there is of a state."""
+    state = str(settings.weights).replace("fp32-master", "fp32")
+    notes = require_step_of_universal(tag, model, settings)
+    source = of_state(state)
+    return replace(source, proof=None if state == "fp32" else of_state("fp32"), notes=(*source.notes, *notes))
+
+
+def require_step_of_universal(tag: Path, model: TorchFile, settings: Settings) -> list[str]:
+    """What the user should know of the steps of a universal checkpoint; see `require_one_step`."""
+    path, made = universal.first_step(tag)
+    return require_one_step(model, path, () if made is None else (made,), settings.accept)
 
 
 def states_of(tag: Path, models: Mapping[int, TorchFile], settings: Settings, of_state: OfState) -> universal.States:
@@ -181,6 +196,30 @@ def _partitions(
     zero_partitions.require_same_save([partition for of_rank in by_rank.values() for partition in of_rank])
     first = by_rank[0][0]
     return by_rank, require_one_step(models[0], first.path, {*first.steps}, settings.accept)
+
+
+def key_of(name: str, embedding: int, where: Path) -> tuple[int, str]:
+    """The number of a parameter's module, and its key with that in front.
+
+    Args:
+        name: what the optimizer calls it.
+        embedding: the number of the module that embeds.
+        where: what to call its file in an error.
+
+    Raises:
+        UnsupportedError: the name has no number.
+    """
+    key = name.removeprefix("sequential.")
+    key = f"{embedding}.{key.removeprefix(TIED)}" if key.startswith(TIED) else key
+    index = key.partition(".")[0]
+    if not index.isdigit():
+        raise UnsupportedError(f"{where}: the parameter {short(name)} has no number of a module")
+    return int(index), key
+
+
+def name_of(key: str, embedding: int, *, tied: bool) -> str:
+    """What the optimizer of a pipeline calls a parameter with such a key, the other way round."""
+    return re.sub(rf"^{embedding}\.", TIED, key) if tied else key
 
 
 def masters(
@@ -210,11 +249,8 @@ def masters(
     tensors: dict[tuple[str, str], Scattered] = {}
     for rank, file in models.items():
         for name, tensor in zero_partitions.load(partitions[rank], model_files.param_shapes(file), state):
-            key = TIED.sub(f"{embedding}.", name.removeprefix("sequential."))
-            index = key.partition(".")[0]
-            if not index.isdigit():
-                raise UnsupportedError(f"{file.path}: the parameter {short(name)} has no number of a module")
-            place = (file_of(int(index), rank % tp, layered=layered), key)
+            index, key = key_of(name, embedding, file.path)
+            place = (file_of(index, rank % tp, layered=layered), key)
             if place not in tensors:
                 tensors[place] = tensor
             elif key.endswith(SHARED):

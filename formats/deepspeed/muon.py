@@ -4,12 +4,14 @@
     {"use_muon": False, "lr", "betas", "eps", "weight_decay", …}                              an AdamW of all else
 
 In stages 1 and 2 a rank has the momentum of each matrix of which it has a part, whole, one after another in the order
-of the flat group: of a matrix that two ranks share both have all of it, the same. In stage 3 it is cut as the weights
-are. Both methods compute the five Newton-Schulz steps of torch's Muon (`adjust_lr_fn` "original"), `gram` in another
-order of products and in float16. `per_head_muon` orthogonalizes head by head, which only the configuration says.
+of the flat group: of a matrix that two ranks share both have all of it, the same. In stage 3 and in BF16_Optimizer it
+is cut as the weights are. Both methods compute the five Newton-Schulz steps of torch's Muon (`adjust_lr_fn`
+"original"), `gram` in another order of products and in float16. `per_head_muon` orthogonalizes head by head, which only
+the configuration says.
 
 Facts: deepspeed 0.19.8 runtime/zero/muon, runtime/engine.py `_muon_param_groups`, runtime/zero/stage_1_and_2.py
-`get_partition_info` and `_muon_momentum_buffer`, runtime/zero/stage3.py; torch 2.13.0 optim/_muon.py.
+`get_partition_info` and `_muon_momentum_buffer`, runtime/zero/stage3.py, runtime/bf16_optimizer.py
+`_prepare_muon_updates`; torch 2.13.0 optim/_muon.py.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.checkpoint import Checkpoint
-from formats.deepspeed import muon, universal, zero
+from formats.deepspeed import model_files, muon, universal, zero
 from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed.mds import checkpoint as mds
 from formats.deepspeed.neox import checkpoint as neox
@@ -66,7 +66,7 @@ def read(source: Checkpoint) -> Optimizer:
     if partitions:
         step, owners = step_of(partitions, model), _owners(partitions)
     else:
-        step, owners = _universal(source.home, training)
+        step, owners = _universal(source.home, model_files.shapes_in(model, source.home))
     if set(source.dtypes().values()) == {"F32"} and not states["fp32"].twins:
         states.pop("fp32")  # the weights are the master weights
     samples = model.get("global_samples")
@@ -125,16 +125,16 @@ def _owners(partitions: Iterable[Partition]) -> Owners:
     return owners
 
 
-def _universal(tag: Path, training: zero.Training) -> tuple[float, Owners]:
-    """The step of a universal checkpoint, and how each of its parameters is treated."""
-    odd = sorted({name for group in training.shapes for name in group} ^ training.states["exp_avg"].keys())
+def _universal(tag: Path, shapes: Sequence[Mapping[str, Any]]) -> tuple[float, Owners]:
+    """The step of a universal checkpoint, and how each of its parameters is treated, given those of each group."""
+    odd = sorted({name for group in shapes for name in group}.symmetric_difference(universal.names(tag)))
     if odd:
         raise SourceError(
             f"{tag}: {len(odd)} parameters, such as {odd[0]}, are in its model file or in zero/, not in both"
         )
     (settings, common), steps = universal.settings(tag), dict[float, str]()
     owners: dict[Path, Sequence[tuple[int, AnyGroup]]] = {}
-    for number, group in enumerate(training.shapes):
+    for number, group in enumerate(shapes):
         for name in group:
             folder = tag / "zero" / name
             groups = _by_number(folder, settings, (path.stem for path in folder.iterdir()))

@@ -54,7 +54,9 @@ class Partition:
         gaps: elements of padding after each parameter of each group.
         steps: how many steps Adam has made in each group, as far as the file records them.
         settings: the parameter groups of the optimizer, as torch has them; `params` are numbers of flat groups.
+        said: the same groups with the keys of DeepSpeed.
         kept: the names of the states of each parameter, without the momentum of Muon's groups.
+        whole_momentum: whether the momentum of Muon is stored for whole matrices, instead of the rank's part.
     """
 
     path: Path
@@ -65,6 +67,8 @@ class Partition:
     steps: tuple[float, ...] = ()
     settings: tuple[Mapping[str, Any], ...] = ()
     kept: frozenset[str] = frozenset()
+    said: tuple[Mapping[str, Any], ...] = ()
+    whole_momentum: bool = True
 
 
 def open_partitions(folder: Path, mp: int, states: Sequence[str] | None = None) -> list[Partition]:
@@ -160,13 +164,11 @@ def _parse(file: TorchFile, optimizer: Mapping[str, Any], states: Sequence[str] 
     by_group = {
         number: eight_bits.unwrapped(value) for number, value in moments["state"].items() if isinstance(value, Mapping)
     }
-    settings = tuple(
-        muon.as_torch(
-            {name: number(file, value) if isinstance(value, TensorRef) else value for name, value in group.items()},
-            str(file.path),
-        )
+    said = tuple(
+        {name: number(file, value) if isinstance(value, TensorRef) else value for name, value in group.items()}
         for group in moments["param_groups"]
     )
+    settings = tuple(muon.as_torch(group, str(file.path)) for group in said)
     inner = [value for _, value in sorted(by_group.items())]
     of_muon = {member for group in settings if kind_of(group) is Muon for member in group["params"]}
     for member in of_muon:
@@ -204,7 +206,8 @@ def _parse(file: TorchFile, optimizer: Mapping[str, Any], states: Sequence[str] 
         groups_of = f"states of group {short(unknown[0])}, and master weights of {len(masters)} groups"
         raise SourceError(f"{file.path} holds {groups_of}")
     kept -= {MOMENTUM} if of_muon else set()
-    return Partition(file.path, stage, ranks, groups, gaps, steps, settings, kept)
+    by_matrix = "zero_stage" in optimizer and stage < 3
+    return Partition(file.path, stage, ranks, groups, gaps, steps, settings, kept, said, by_matrix)
 
 
 def require_trained(partitions: Sequence[Partition]) -> None:
@@ -219,7 +222,7 @@ def require_trained(partitions: Sequence[Partition]) -> None:
         require_known(partition.path, partition.kept)
         for group in partition.settings:
             require_states(group, str(partition.path))
-        for index, (ours, others) in enumerate(zip(partition.settings, first.settings, strict=False)):
+        for index, (ours, others) in enumerate(zip(partition.said, first.said, strict=False)):
             for name in sorted({*ours, *others} - {"params"}):
                 if ours.get(name) != others.get(name):
                     raise SourceError(
@@ -227,6 +230,19 @@ def require_trained(partitions: Sequence[Partition]) -> None:
                         f"{first.path} has {short(others.get(name))}: files of different runs or saves",
                         "copy the files of one save from all nodes",
                     )
+
+
+def require_of_all(partitions: Sequence[Partition], state: str, tag: Path) -> None:
+    """There is a state of every parameter.
+
+    Raises:
+        UnsupportedError: Muon keeps something else of what it trains.
+    """
+    if any(flat is None for partition in partitions for flat in partition.groups[state]):
+        raise UnsupportedError(
+            f"{tag} has no {state} of the matrices that Muon trains, of which it keeps {MOMENTUM}",
+            "--weights module or fp32-master has all tensors; convert hf2fsdp --with-optimizer takes it along",
+        )
 
 
 def require_known(path: Path, kept: Iterable[str]) -> None:
@@ -303,7 +319,7 @@ def load(
         gaps = partitions[0].gaps[index] if partitions[0].gaps else (0,) * len(group)
         if partitions[0].stage == 3 and flats:
             yield from _by_parameter(flats, group)
-        elif state == MOMENTUM and flats:
+        elif state == MOMENTUM and flats and partitions[0].whole_momentum:
             masters = [flat for partition in partitions if (flat := partition.groups["fp32"][index])]
             size = max(flat.fragment.shape[0] + flat.stripped for flat in masters)
             yield from muon.load([flat.fragment for flat in flats], size, group, gaps)

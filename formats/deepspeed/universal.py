@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.checkpoint import Checkpoint, OutputFile
-from formats.deepspeed.folders import OURS, model_name
+from formats.deepspeed.folders import OURS
 from formats.deepspeed.partitions import Partition
 from formats.deepspeed.steps import steps_made
 from formats.disk.safetensors import FLOATS, row_major
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.layout.columns import Cut, Piece
+from formats.layout.lowering import run_sizes
 from formats.layout.pieces import Scattered, scattered, whole_part
 from formats.layout.placed import Placed
 from formats.layout.slots import Slot
@@ -38,11 +39,13 @@ from formats.optimizer import kept_by
 from formats.torch_files.archive import read_torch
 from formats.torch_files.archive_plan import packed
 from formats.torch_files.archive_writer import archived
-from formats.torch_files.pickle_values import Namespace, StorageRef, TensorRef, keeps
+from formats.torch_files.pickle_values import Namespace, Opaque, StorageRef, TensorRef, keeps
 from formats.torch_files.unpickle import DAMAGE
 from formats.torch_files.wrappers import unwrapped
 
 LATEST = "latest_universal"
+MODEL, MODEL_OF_STAGE_3 = "mp_rank_{:02d}_model_states.pt", "zero_pp_rank_0_mp_rank_{:02d}_model_states.pt"
+"""The names of model files, by the model parallel rank."""
 VERSION = 0.2
 """Of `universal_checkpoint_info`: the newest that a plain tensor-parallel cut needs."""
 OF_NEOX = re.compile(r"(?:sequential\.)?(?:\d+|tied_modules)\.")
@@ -105,6 +108,27 @@ def _joined(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
     return shape if count == 1 else (count * shape[0], *shape[1:])
 
 
+def cut_of(slot: Slot) -> dict[str, Any]:
+    """How the loader cuts a tensor again that a layout has whole (deepspeed/checkpoint/universal_checkpoint.py:236).
+
+    A dimension is cut as one run; or as several, each by itself: of one size, or of sizes that are listed.
+    """
+    if "partial" in slot.rule.conditions:
+        return {"cat_dim": 0}
+    for dim, term in enumerate(slot.rule.pattern.dims):
+        sizes = run_sizes(term, dict(slot.sizes), dict(slot.mesh))
+        if len(sizes) == 1:
+            return {"cat_dim": dim, **({"vocab_tensor": True} if slot.rule.pattern.filled else {})}
+        if len({*sizes}) == 1:
+            return {"cat_dim": dim, "param_n_sub_params": len(sizes)}
+        if sizes:
+            shape = tuple(tuple(sizes) if each == dim else size for each, size in enumerate(slot.shape))
+            state = {"patterns": [], "shape": shape, "partition_dim": dim}
+            runs = Opaque("deepspeed.checkpoint.universal_checkpoint", "SubparamShape", state=state)
+            return {"cat_dim": dim, "sub_param_shape": runs}
+    return {}
+
+
 def texts(
     parameters: Sequence[Parameter], groups: Sequence[Mapping[str, Any]], model: Mapping[str, Any], ranks: int
 ) -> dict[str, bytes]:
@@ -116,6 +140,15 @@ def texts(
         model: what the source's model file says besides the module; what is no plain data is left out.
         ranks: model parallel ranks of the source.
     """
+    info = {"universal_checkpoint_version": VERSION}
+    head = {key: value for key, value in model.items() if keeps(value) and key != "module"}
+    head |= {"module": {}, "universal_checkpoint_info": info, "optimizer": None}
+    names = (name.format(rank) for rank in range(ranks) for name in (MODEL, MODEL_OF_STAGE_3))
+    return {**steps_and_groups(parameters, groups), **dict.fromkeys(names, packed(head))}
+
+
+def steps_and_groups(parameters: Sequence[Parameter], groups: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
+    """The small files beside the states: the step of each parameter, and the parameter groups; arguments as `texts`."""
     texts = {f"zero/{parameter.name}/step.pt": scalar(parameter.step) for parameter in parameters}
     plain = [{key: value for key, value in group.items() if keeps(value)} for group in groups]
     common = {key: value for key, value in plain[0].items() if all(parameter.get(key) == value for parameter in plain)}
@@ -129,12 +162,6 @@ def texts(
         },
         {"0": struct.pack("<f", step)},
     )
-    info = {"universal_checkpoint_version": VERSION}
-    head = {key: value for key, value in model.items() if keeps(value) and key != "module"}
-    head |= {"module": {}, "universal_checkpoint_info": info, "optimizer": None}
-    for rank in range(ranks):
-        texts[model_name(rank)] = packed(head)
-        texts[f"zero_pp_rank_0_mp_rank_{rank:02d}_model_states.pt"] = packed(head)
     return texts
 
 
@@ -160,6 +187,24 @@ def is_universal(tag: Path) -> bool:
     return (tag / "zero").is_dir() or (tag / "zero").is_symlink()
 
 
+def names(tag: Path) -> list[str]:
+    """The names of the parameters."""
+    return sorted(path.name for path in (tag / "zero").iterdir() if path.is_dir())
+
+
+def require_plain(tag: Path) -> None:
+    """No parameter has the number of a pipeline's module in its name.
+
+    Raises:
+        UnsupportedError: one has.
+    """
+    if name := next(filter(OF_NEOX.match, names(tag)), None):
+        raise UnsupportedError(
+            f"{tag} is a universal checkpoint with the names of GPT-NeoX, such as {short(name)}, which is not read",
+            "convert the checkpoint that it was made of: convert neox2hf",
+        )
+
+
 def tensors(tag: Path, shapes: Mapping[str, tuple[int, ...]], state: str) -> Iterator[tuple[str, Scattered]]:
     """One of `optimizer.STATES` of each parameter, by name.
 
@@ -170,15 +215,9 @@ def tensors(tag: Path, shapes: Mapping[str, tuple[int, ...]], state: str) -> Ite
 
     Raises:
         SourceError: a file is missing, or holds no tensor, or one of another shape or type.
-        UnsupportedError: the names are those of GPT-NeoX.
     """
-    for folder in sorted(path for path in (tag / "zero").iterdir() if path.is_dir()):
-        name = folder.name
-        if OF_NEOX.match(name):
-            raise UnsupportedError(
-                f"{tag} is a universal checkpoint with the names of GPT-NeoX, such as {short(name)}, which is not read",
-                "convert the checkpoint that it was made of: convert neox2hf",
-            )
+    for name in names(tag):
+        folder = tag / "zero" / name
         file = read_torch(folder / f"{state}.pt")
         ref = file.value.get("param") if isinstance(file.value, Mapping) else file.value
         if not isinstance(ref, TensorRef) or isinstance(file.value, Namespace):
@@ -269,9 +308,9 @@ def step(tag: Path, name: str) -> float | None:
 
 def first_step(tag: Path) -> tuple[Path, float | None]:
     """The steps that Adam has made with the first parameter, and the file that says it."""
-    for folder in sorted(path for path in (tag / "zero").iterdir() if path.is_dir()):
-        if (made := step(tag, folder.name)) is not None:
-            return folder / "step.pt", made
+    for name in names(tag):
+        if (made := step(tag, name)) is not None:
+            return tag / "zero" / name / "step.pt", made
     path = tag / "zero" / "optimizer_state.pt"
     return path, settings(tag)[1] if path.is_file() else None
 

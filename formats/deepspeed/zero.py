@@ -74,6 +74,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if wanted == "module":
         tensors = dict(_module(first, modules))
     elif whole:
+        universal.require_plain(tag)
         tensors = dict(universal.tensors(tag, _shapes(first), state))
     else:
         tensors = dict(_states(tag, models, modules, state))
@@ -139,6 +140,7 @@ def _states(
         tensors = dict(model_files.whole(first, state, _trained(first, modules)))
     else:
         partitions = zero_partitions.open_partitions(tag, 0, sorted({"fp32", state}))
+        zero_partitions.require_of_all(partitions, state, tag)
         _require_same_stage(first, partitions)
         model_files.require_of_module(first, model_files.param_shapes(first), modules)
         if partitions[0].stage == 3 and len(partitions) != len(models):
@@ -188,6 +190,7 @@ def trained(tag: Path, accept: Collection[str] = ()) -> Training:
     require_one_step(first, *_steps(tag), accept)
     shapes = model_files.param_shapes(first)
     if universal.is_universal(tag):
+        universal.require_plain(tag)
         states = {state: dict(universal.tensors(tag, _shapes(first), state)) for state in universal.states(tag)}
         return Training(states, model_files.module(first), first.value, shapes, ())
     partitions = zero_partitions.open_partitions(tag, 0)

@@ -10,7 +10,7 @@ from math import prod
 from formats.errors import RefusedError
 from formats.layout.boxes import Box
 from formats.layout.leaves import Leaf, Span, cut
-from formats.layout.pattern import Axis, Fill, Interleaved, Pattern, Product, Sum, Term
+from formats.layout.pattern import Axis, Fill, Interleaved, Pattern, Product, Split, Sum, Term, splits
 
 Sizes = Mapping[str, int]
 Mesh = Mapping[str, tuple[int, int]]
@@ -116,6 +116,28 @@ def lower(
 def shape(pattern: Pattern, sizes: Sizes, mesh: Mesh) -> tuple[int, ...]:
     """The shape of a physical tensor on one rank of a mesh."""
     return tuple(_lower(term, sizes, mesh)[0] for term in pattern.dims)
+
+
+def run_sizes(term: Term, sizes: Sizes, mesh: Mesh) -> list[int]:
+    """The size of each run of a physical dimension that is evenly split by itself, on one rank of a mesh.
+
+    Raises:
+        ValueError: what a rank has of one is not in one piece.
+    """
+    match term:
+        case Split():
+            return [_lower(term, sizes, mesh)[0]]
+        case Sum(branches):
+            return [size for _, body in branches for size in run_sizes(body, sizes, mesh)]
+        case Interleaved(inner):
+            return run_sizes(inner, sizes, mesh)
+        case Product(terms):
+            first, *others = terms
+            if any(map(splits, others)):
+                raise ValueError(f"{term} is split within")
+            inside = prod(_lower(other, sizes, mesh)[0] for other in others)
+            return [size * inside for size in run_sizes(first, sizes, mesh)]
+    return []
 
 
 def rows(pattern: Pattern, dim: int, sizes: Sizes, mesh: Mesh) -> list[Leaf]:

@@ -24,6 +24,8 @@ from formats.optimizer import MOMENTUM, Muon, group_of
 NAME = "muon"
 ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Matrices that Adam trains."""
+STACKED = ".mlp.experts.experts."
+"""Parameters of experts: torch_dist has those of all in one (transformer/moe/experts.py `sharded_state_dict`)."""
 SHARES = {MOMENTUM: True, "exp_avg": False, "exp_avg_sq": False}
 """Whether a state is Muon's, and else Adam's. FP32 master weights are of both."""
 LAYERED = ("use_layer_wise_distributed_optimizer", "use_layer_wise_param_layout")
@@ -59,8 +61,9 @@ def is_used(args: Mapping[str, Any]) -> bool:
 
 
 def trains(slot: Slot) -> bool:
-    """Whether Muon trains a parameter."""
-    return len(slot.shape) == 2 and not slot.keys[0].endswith(ENDS)
+    """Whether Muon trains a parameter, or each of those of experts that are stacked in a torch_dist."""
+    key = slot.keys[0]
+    return len(slot.shape) - (STACKED in key) == 2 and not key.endswith(ENDS)
 
 
 def keeps(state: str, slot: Slot, tensors: Collection[tuple[str, int | None]]) -> bool:
@@ -86,13 +89,16 @@ def keeps(state: str, slot: Slot, tensors: Collection[tuple[str, int | None]]) -
 
 
 def require_known(args: Mapping[str, Any], where: str) -> None:
-    """Muon trains dense matrices, and Adam all else.
+    """Muon trains matrices, each expert's too, and Adam all else.
 
     Raises:
-        UnsupportedError: there are experts, or what is no matrix is not Adam's.
+        UnsupportedError: experts are on several ranks, where they have a Muon of their own, or what is no matrix is not
+            Adam's.
     """
-    if args.get("num_experts") is not None:
-        raise UnsupportedError(f"{where}: Muon of a model with experts is not supported")
+    if args.get("num_experts") is not None and (ranks := args.get("expert_model_parallel_size") or 1) != 1:
+        raise UnsupportedError(
+            f"{where}: Muon of experts that are on {short(ranks)} ranks is not supported", "save it with one"
+        )
     if args.get(SCALAR) not in (None, "adam"):
         raise UnsupportedError(
             f"{where}: what is no matrix is trained with {short(args[SCALAR])}, and only Adam is read"

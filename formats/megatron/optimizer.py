@@ -44,6 +44,9 @@ from formats.torch_files.pickle_values import Dtype, StorageRef, TensorRef
 ALIGNMENT = 64
 """In the buffers of a distributed optimizer a parameter begins at a multiple of so many elements."""
 RESHARDABLE = "fully_reshardable"
+OTHERS = {"lion": "Megatron trains the matrices of the layers alone with it, and with Adam all else"}
+"""What else `--optimizer` takes, and why it is not carried (0.19.2 optimizer/__init__.py: `lion` is among the
+emerging ones; 0.16.1 has none). Beside a Lion that is layer-wise it saves no `exp_avg_sq` of its Adam."""
 PREFIX = "optimizer.state."
 SHARDED = "distrib_optim.pt"
 LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?(.*)")

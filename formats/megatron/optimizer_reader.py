@@ -33,7 +33,7 @@ from formats.megatron.chained_optimizer import (
     same_scaler,
 )
 from formats.megatron.details import Megatron
-from formats.megatron.optimizer import PREFIX, RESHARDABLE, SHARDED, Optimizer, starts, stored_name
+from formats.megatron.optimizer import OTHERS, PREFIX, RESHARDABLE, SHARDED, Optimizer, starts, stored_name
 from formats.megatron.shards import DROPS, Shard, flattened, mesh_of, read_shards, tensors_of
 from formats.model.spec import Verbatim
 from formats.optimizer import KEPT, MOMENTUM, STATES, require_states
@@ -74,6 +74,7 @@ def read(source: Checkpoint) -> Optimizer:
         raise UnsupportedError(f"{source.home}: of optimizers those of megatron-core are read, not of models before it")
     if (kind := args.get("optimizer")) not in (None, "adam") and not (muon.is_used(args) and details.dialect == DIST):
         what = "which is read in torch_dist alone" if muon.is_used(args) else "only Adam's and Muon's are read"
+        what += f": {OTHERS[str(kind)]}" if str(kind) in OTHERS else ""
         raise UnsupportedError(
             f"{source.home}: its optimizer is {short(kind)} (args say so), {what}",
             "reshard the weights without --with-optimizer",

@@ -22,10 +22,12 @@ from formats.layout.tensors import BUFFERS
 from formats.megatron import muon
 from formats.megatron.chained_optimizer import decays
 from formats.megatron.details import Megatron
+from formats.megatron.optimizer import OTHERS
 from formats.megatron.optimizer import Optimizer as Native
 from formats.optimizer import MOMENTUM, Group, Muon, Optimizer, group_of, step_tensor
 
 SCHEDULER = "opt_param_scheduler"
+NO_SAMPLES = "nothing says how many samples were trained on: data and schedule begin anew"
 
 
 def is_trained(source: Checkpoint) -> bool:
@@ -94,41 +96,9 @@ def native(
         UsageError: Muon, which only releases that need the rates have, is to resume without `rates`.
         UnsupportedError: the settings of parameters are not known, or differ where Megatron has one setting for all.
     """
-    if not optimizer.groups:
-        raise UnsupportedError(
-            f"{source.home} does not say with which rate, betas, eps and weight decay Adam trains",
-            "convert the weights without --with-optimizer",
-        )
-    optimizer.require_only((Group, Muon), source.home, "Megatron's Lion is not written")
-    sides: dict[bool, set[Group]] = {True: set(), False: set()}
+    optimizer.require_only((Group, Muon), source.home, OTHERS["lion"])
+    matrices, vectors = sides(source, optimizer)
     muons = {group for group in optimizer.groups.values() if isinstance(group, Muon)}
-    for placed in source.tensors:
-        for name in set(placed.slot.rule.pattern.tensors) - BUFFERS:
-            decayed = decays(placed.key, placed.slot.shape) and not name.endswith("_bias")  # experts' are in one matrix
-            group = optimizer.groups[name, placed.slot.layer]
-            if isinstance(group, Group):
-                sides[decayed].add(group)
-    for decayed, kinds in sides.items():
-        if len(kinds) > 1:
-            what = "matrices" if decayed else "vectors and biases"
-            first, second, *_ = sorted(kinds)
-            raise UnsupportedError(
-                f"{source.home} trains its {what} with different settings, such as {_said(first)} and {_said(second)}: "
-                "Megatron has one for all of them"
-            )
-    if not sides[True]:
-        raise UnsupportedError(
-            f"{source.home} trains all of its matrices with Muon, and Megatron trains embedding and head with Adam",
-            "convert the weights without --with-optimizer",
-        )
-    (matrices,) = sides[True]
-    (vectors,) = sides[False] or sides[True]
-    if vectors.lr != matrices.lr:
-        raise UnsupportedError(
-            f"{source.home} trains norms and biases at the rate {vectors.lr:g}, and all else at {matrices.lr:g}: "
-            "Megatron has one rate for both",
-            "convert the weights without --with-optimizer",
-        )
     for other in muons:
         if len(muons) > 1 or (other.lr, other.weight_decay) != (matrices.lr, matrices.weight_decay):
             raise UnsupportedError(
@@ -144,9 +114,9 @@ def native(
         raise UsageError(
             f"{source.home} trains with Muon, whose parameter groups Megatron finds by its rates", "--lr, and --min-lr"
         )
-    sides_of = ((matrices, 1.0), (vectors._replace(weight_decay=0.0), 0.0))
+    decayed_sides = ((matrices, 1.0), (vectors._replace(weight_decay=0.0), 0.0))
     words = {"step": made, "bias_correction": True, **({"optimizer": "adam"} if muons else {})}
-    groups = [{**known, **words, "wd_mult": decayed, **group._asdict()} for group, decayed in sides_of]
+    groups = [{**known, **words, "wd_mult": decayed, **group._asdict()} for group, decayed in decayed_sides]
     schedule = {
         "max_lr": matrices.lr, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1, "lr_decay_style": "constant",
         "num_steps": optimizer.samples or 0, "start_wd": matrices.weight_decay, "end_wd": matrices.weight_decay,
@@ -158,11 +128,8 @@ def native(
     if rates is None:
         notes.append("Megatron-LM 0.19 resumes only from what was written with --lr and --min-lr of its training")
     if optimizer.samples is None:
-        notes.append(
-            "nothing says how many samples were trained on: data and schedule begin anew (--consumed-samples N)"
-        )
-    if sides[False] and vectors.weight_decay:
-        notes.append(f"norms and biases had a weight decay of {vectors.weight_decay:g}: in Megatron they have none")
+        notes.append(f"{NO_SAMPLES} (--consumed-samples N)")
+    notes += decayed_vectors(vectors)
     head = {SCHEDULER: schedule}
     native_of = Native(optimizer.states, groups, False, step, None, head, "float32")
     for other in muons:
@@ -171,6 +138,58 @@ def native(
         native_of = replace(native_of, muon={**known, "wd_mult": 1.0, **about}, run=args)
         notes.append(f"Muon trains on with {muon.flags_of(args)}")
     return native_of, notes
+
+
+def sides(source: Checkpoint, optimizer: Optimizer) -> tuple[Group, Group]:
+    """How Adam treats what decays in Megatron, and what does not; the second without a decay where there is no such.
+
+    Args:
+        source: the checkpoint that it belongs to.
+        optimizer: the optimizer, of any framework.
+
+    Raises:
+        UnsupportedError: the settings of parameters are not known, or differ where Megatron has one for all.
+    """
+    if not optimizer.groups:
+        raise UnsupportedError(
+            f"{source.home} does not say with which rate, betas, eps and weight decay Adam trains",
+            "convert the weights without --with-optimizer",
+        )
+    kinds: dict[bool, set[Group]] = {True: set(), False: set()}
+    for placed in source.tensors:
+        for name in set(placed.slot.rule.pattern.tensors) - BUFFERS:
+            decayed = decays(placed.key, placed.slot.shape) and not name.endswith("_bias")  # experts' are in one matrix
+            group = optimizer.groups[name, placed.slot.layer]
+            if isinstance(group, Group):
+                kinds[decayed].add(group)
+    for decayed, groups in kinds.items():
+        if len(groups) > 1:
+            what = "matrices" if decayed else "vectors and biases"
+            first, second, *_ = sorted(groups)
+            raise UnsupportedError(
+                f"{source.home} trains its {what} with different settings, such as {_said(first)} and {_said(second)}: "
+                "Megatron has one for all of them"
+            )
+    if not kinds[True]:
+        raise UnsupportedError(
+            f"{source.home} trains all of its matrices with Muon, and Megatron trains embedding and head with Adam",
+            "convert the weights without --with-optimizer",
+        )
+    (matrices,) = kinds[True]
+    (vectors,) = kinds[False] or {matrices._replace(weight_decay=0.0)}
+    if vectors.lr != matrices.lr:
+        raise UnsupportedError(
+            f"{source.home} trains norms and biases at the rate {vectors.lr:g}, and all else at {matrices.lr:g}: "
+            "Megatron has one rate for both",
+            "convert the weights without --with-optimizer",
+        )
+    return matrices, vectors
+
+
+def decayed_vectors(vectors: Group) -> list[str]:
+    """What the user should know of a weight decay that Megatron leaves out."""
+    decay = vectors.weight_decay
+    return [f"norms and biases had a weight decay of {decay:g}: in Megatron they have none"] if decay else []
 
 
 _KNOWN = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}

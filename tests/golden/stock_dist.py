@@ -78,7 +78,7 @@ class Idle:
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: True
+        return lambda *_, **__: Idle()
 
 
 class Cpu(TorchFunctionMode):

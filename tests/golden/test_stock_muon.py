@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from converters.common.manifest import remembered_states
+from tests.faults.dcp_tools import refused
 from tests.golden.test_megatron_optim import states
 from tests.golden.test_optimizers import go_on
 from tests.golden.test_stock_dist import HALF, LENIENT, MODEL, TOLERANCE, UNTIED, VOCAB, stock
@@ -31,12 +32,19 @@ NEAR = 5e-5
 """Largest relative difference of a loss: both Muons multiply in bfloat16, and round elsewhere."""
 
 
+EXPERTS = shlex.split("""
+    --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-token-dispatcher-type alltoall
+""")
+"""Each matrix of an expert is one to Muon."""
+
+
 class Run(NamedTuple):
-    """A training at TP 2: its flags, how Megatron saves it, and the other topology that it is resharded to."""
+    """A training: its flags, how Megatron saves it, the other topology that it is resharded to, and its TP."""
 
     flags: list[str]
     saved: tuple[str, ...]
     other: tuple[int, int] | None = None
+    tp: int = 2
 
 
 RUNS = {
@@ -44,6 +52,8 @@ RUNS = {
     "float32": Run([*MODEL], ("plain",)),
     "legacy": Run([*MODEL, UNTIED, HALF, LAYERED, LEGACY], ("plain",)),
     "layered": Run([*MODEL, UNTIED, HALF, LAYERED], ("dp_reshardable", "fully_reshardable"), (1, 1)),
+    "experts": Run([*MODEL, *EXPERTS, UNTIED, HALF, *SAME], ("plain",), (1, 2), 1),
+    "layered experts": Run([*MODEL, *EXPERTS, UNTIED, HALF, LAYERED], ("fully_reshardable",), None, 1),
 }
 
 
@@ -53,7 +63,7 @@ def test_it_trains_on(convert, tmp_path):
     for name, run in RUNS.items():
         saves = {str(tmp_path / f"{name}-{how}"): how for how in run.saved}
         flags = [*run.flags, "--optimizer", "muon"]
-        trainings.append({"tp": 2, "pp": 1, "flags": flags, "steps": 3, "save": saves})
+        trainings.append({"tp": run.tp, "pp": 1, "flags": flags, "steps": 3, "save": saves})
         trainings[-1]["losses"] = str(tmp_path / f"{name}-losses")
     stock(trainings, tmp_path / "begun.json", script=SCRIPT)
 
@@ -64,11 +74,11 @@ def test_it_trains_on(convert, tmp_path):
         assert {key.split(".")[0] for key in state} >= {"momentum_buffer", "exp_avg", "exp_avg_sq"}
         assert all(states(Path(other), VOCAB) == state for other in others), "whatever it was saved as"
         flags = [*job["flags"], "--ckpt-format", "torch_dist", "--no-load-rng"]
-        for tp, pp in ((2, 1), *([run.other] if run.other else [])):
+        for tp, pp in ((run.tp, 1), *([run.other] if run.other else [])):
             out = tmp_path / f"{name}-{tp}-{pp}"
             options = ["--tp", tp, "--pp", pp, "--format", "torch_dist", "--norm", "local", "--with-optimizer"]
             ran = convert("reshard", source, out, *options, "--vocab-size", VOCAB)
-            assert (ran.code, "--muon-tp-mode blockwise" in ran.err) == (0, tp == 1), ran.err
+            assert (ran.code, "--muon-tp-mode blockwise" in ran.err) == (0, tp != run.tp), ran.err
             like = job["losses"]
             if (tp, pp) == run.other:
                 like = f"{out}-like"
@@ -76,6 +86,10 @@ def test_it_trains_on(convert, tmp_path):
                 references.append({"tp": tp, "pp": pp, **own})
             resumed.append({"tp": tp, "pp": pp, "flags": flags, "load": str(out), "losses": f"{out}-losses"})
             resumed[-1] |= {"like": like, "save": {f"{out}-again": "fully_reshardable"}}
+    experts, options = tmp_path / "experts-plain", ["--with-optimizer", "--vocab-size", VOCAB]
+    ran = convert("hf2fsdp", experts, tmp_path / "no", *options)
+    refused(ran, 4, "is one parameter there, and not one matrix that Muon trained")
+    refused(convert("reshard", experts, tmp_path / "no", *options, "--ep", 2, "--format", "torch_dist"), 4, "--ep 1")
     stock([*references, *resumed], tmp_path / "resumed.json", script=SCRIPT)
     for job in resumed:
         expected = json.loads(Path(job["like"]).read_text())

@@ -150,6 +150,18 @@ FAULTS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         partition(lambda s: s["state"][0].update(second=s["state"][0]["momentum_buffer"])), ("Muon keeps second",),
     ),
     "fewer elements": (partition(shorter), ("elements of momentum_buffer, and the matrices of which it has a part",)),
+    "ranks with other methods": (
+        partition(lambda s: s["param_groups"][0].update(ns_method="gram"), "1"),
+        ("rank_1_mp_rank_00", "has ns_method = 'gram' in group 0", "rank_0_mp_rank_00", "has 'standard'"),
+    ),
+    "ranks with another momentum": (
+        partition(lambda s: s["param_groups"][0].update(momentum=0.8), "2"),
+        ("rank_2_mp_rank_00", "has momentum = 0.8 in group 0", "has 0.9"),
+    ),
+    "a rank is missing": (
+        lambda run: next(run.glob("*/*zero_pp_rank_1_mp_rank_00_optim_states.pt")).unlink(),
+        ("data parallel ranks 1 of 3",),
+    ),
     "ranks that differ": (
         partition(lambda s: s["state"][0]["momentum_buffer"].neg_(), "1"), ("replica", "copies"),
     ),
@@ -166,6 +178,14 @@ def test_what_is_no_whole_muon_is_refused(made, convert, tmp_path, fault):
     refused(ran, ran.code, *says)
     assert not (tmp_path / "out").exists()
     assert convert("zero2hf", run, tmp_path / "hf", "--config", made(MUONS) / "hf").code == 0, "the weights alone"
+
+
+@pytest.mark.parametrize("kind", ["zero1-fp32-muon", "zero3-muon", "bf16-optimizer-muon"])
+def test_moments_of_a_muon(made, convert, tmp_path, kind):
+    """Nothing is frozen: of matrices there are others."""
+    argv = ("zero2hf", made(MUONS) / kind, tmp_path / "out", "--config", made(MUONS) / "hf")
+    refused(convert(*argv, "--weights", "exp_avg"), 4, "has no exp_avg of the matrices that Muon trains")
+    assert convert(*argv, "--weights", "fp32-master").code == 0
 
 
 def test_muon_of_neox_is_refused(convert, tmp_path):

@@ -246,9 +246,10 @@ def trained_state(engine: Any) -> Iterator[tuple[nn.Parameter, StateDict]]:
             masters = optimizer.single_partition_of_fp32_groups
         every = zip(optimizer.real_dp_process_group, groups, flats, masters, strict=True)
         for number, (group, params, flat, master) in enumerate(every):
-            kept = {key: value for key, value in states(master).items() if key != "momentum_buffer"}
+            whole = isinstance(optimizer, DeepSpeedZeroOptimizer)
+            kept = {key: value for key, value in states(master).items() if key != "momentum_buffer" or not whole}
             tensors = {key: torch.cat(gathered(value, group)) for key, value in kept.items()}
-            momentum = momentum_of(optimizer, number, group) if isinstance(optimizer, DeepSpeedZeroOptimizer) else {}
+            momentum = momentum_of(optimizer, number, group) if whole else {}
             for index, param in enumerate(params):
                 where = place(param, flat)
                 state = {key: value[where].view(param.shape) for key, value in tensors.items()}
@@ -496,6 +497,7 @@ KINDS: dict[str, Kind] = {
     "zero1-fp32-gram-muon": functools.partial(zero, stage=1, optimizer="gram-muon", **FLOAT),
     "zero2-muon": functools.partial(zero, stage=2, optimizer="gram-muon"),
     "zero2-round-robin-muon": functools.partial(zero, stage=2, optimizer="gram-muon", round_robin_gradients=True),
+    "bf16-optimizer-muon": functools.partial(zero, stage=1, optimizer="gram-muon", **ACCUMULATE),
     "zero3-muon": functools.partial(zero, stage=3, optimizer="standard-muon", reduce_scatter=False),
     "trainer2": functools.partial(trainer, stage=2),
     "trainer3": functools.partial(trainer, stage=3),

@@ -50,7 +50,13 @@ WORLDS = (
 LIONS = World("lions", "llama", 2, ("zero1-fp32-lion", "zero2-fused-lion", "zero3-fused-lion"))
 BITS = World("bits", "llama", 2, ("zero1-fp32-bits", "zero2-bits", "zero3-bits"))
 ADAFACTORS = World("adafactors", "llama", 2, ("zero1-adafactor", "zero3-adafactor", "zero2-hf-adafactor"))
-MUON = ("zero1-fp32-muon", "zero2-muon", "zero2-round-robin-muon", "zero3-muon")
+MUON = (
+    "zero1-fp32-muon",
+    "zero2-muon",
+    "zero2-round-robin-muon",
+    "zero3-muon",
+    "bf16-optimizer-muon",
+)
 MUONS = World("muons", "llama", 3, MUON, ODD)
 MUON_PAIR = World("muon-pair", "llama", 2, ("zero1-fp32-muon", "zero1-fp32-gram-muon"))
 PARALLEL = World("parallel", "llama", 4, ("pp2-tp2", "tp2", "pp2-tied"))

@@ -29,7 +29,7 @@ OF_OTHERS = {
     "--muon-scale-mode", "--muon-extra-scale-factor",  # Megatron
     "--signals-to-handle", "--exclusive", "--kill-on-bad-exit", "--rocm", "--nv",  # torchrun, Slurm, Apptainer
     "--dataset",  # ControlLLM
-    "--deepspeed", "--finetune",  # Megatron-DeepSpeed
+    "--deepspeed", "--finetune", "--load", "--universal-checkpoint", "--vocab-file",  # Megatron-DeepSpeed
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.deepspeed.mds import bloom
-from formats.deepspeed.mds.tables import FAMILIES, OF_BIGSCIENCE
+from formats.deepspeed.mds.tables import FAMILIES, FIRST_LAYER, OF_BIGSCIENCE
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.megatron.args.args import from_megatron, to_megatron
 from formats.megatron.args.codecs import choice, only
@@ -183,14 +183,22 @@ SWITCHES = {
 """Argument: the value that an option without one gives it, and the option."""
 
 
-def flags(args: Mapping[str, Any]) -> str:
+FRESH = ("--finetune",)
+"""What makes a training begin with the weights alone."""
+RESUMES = ("--universal-checkpoint", "--no-load-rng")
+"""What makes one go on, and what lets the schedule of its command line hold, by the number of the first layer."""
+SCHEDULED = {FIRST_LAYER: "--override-opt_param-scheduler", OF_BIGSCIENCE: "--override-lr-scheduler"}
+
+
+def flags(args: Mapping[str, Any], *, resumes: bool) -> str:
     """The options that a training needs to load a checkpoint: it takes none of them from there.
 
     `--use-checkpoint-args` looks for files of Megatron-LM (megatron/checkpointing.py `load_args_from_checkpoint`), and
     with `--finetune` nothing compares.
     """
     values = VALUES | (ROTARY if args.get("use_rotary_position_embeddings") else {})
-    lines = ["--deepspeed", "--finetune"]
+    scheduled = SCHEDULED[OF_BIGSCIENCE if bloom.holds(args) else FIRST_LAYER]
+    lines = ["--deepspeed", *((*RESUMES, scheduled) if resumes else FRESH)]
     lines += [f"{option} {args[name]}" for name, option in values.items() if name in args]
     lines += ["--position-embedding-type alibi"] if bloom.holds(args) else []
     lines += [option for name, (value, option) in SWITCHES.items() if args.get(name) is value]

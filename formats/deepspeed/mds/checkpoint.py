@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from formats.checkpoint import Checkpoint, Details, Settings
 from formats.deepspeed import MDS, modules, universal
 from formats.deepspeed import folders as deepspeed
-from formats.deepspeed.mds import bloom
+from formats.deepspeed.mds import bloom, optimizer
 from formats.deepspeed.mds.args import of_model, translated
 from formats.deepspeed.mds.tables import (
     EMBEDDING,
@@ -39,9 +39,9 @@ from formats.disk.safetensors import Fragment
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, short
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
-from formats.layout.pieces import spread
+from formats.layout.pieces import match_pieces, spread
 from formats.layout.placed import Placed, match
-from formats.layout.slots import Place, Slot
+from formats.layout.slots import ALONE, Place, Slot
 from formats.layout.table import Rule
 from formats.megatron.args.fields import FIELDS
 from formats.megatron.args.options import CORE
@@ -51,7 +51,7 @@ from formats.model.spec import ModelSpec
 from formats.model.values import whole
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
-from formats.torch_files.pickle_values import Namespace, Opaque
+from formats.torch_files.pickle_values import Namespace, Opaque, keeps
 
 NAME = MDS.name
 TIES = ("iteration", "global_steps", "global_samples", "skipped_steps", "tokens")
@@ -78,11 +78,13 @@ class MegatronDeepSpeed(Details):
         iteration: that of the files.
         vocab_multiple: what the vocabulary was padded to a multiple of, for each tensor rank.
         qkv: the order of query, key and value in the tree that wrote it; None where several have what is in the files.
+        stands: what of `optimizer.OF_FILE` and `optimizer.OF_ARGS` the files say, as far as it is plain.
     """
 
     iteration: int
     vocab_multiple: int
     qkv: str | None
+    stands: Mapping[str, Any]
 
 
 class _Opened(NamedTuple):
@@ -142,18 +144,24 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     opened = _open(path, settings)
     if settings.weights in (None, "module"):
         return _checkpoint(opened, _placed(opened))
+    if universal.is_universal(opened.tag):
+        return modules.kept_whole(opened.tag, opened.models[0], settings, partial(_of_universal, opened))
     return modules.kept(opened.tag, opened.models, settings, partial(_of_state, opened))
 
 
 def read_states(path: Path, settings: Settings) -> universal.States:
     """Open the optimizer states; every file is read once."""
     opened = _open(path, settings)
+    if universal.is_universal(opened.tag):
+        states = universal.states(opened.tag)
+        modules.require_step_of_universal(opened.tag, opened.models[0], settings)
+        return universal.States({state: _of_universal(opened, state) for state in states}, opened.models[0].value, ())
     return modules.states_of(opened.tag, opened.models, settings, partial(_of_state, opened))
 
 
 def _open(path: Path, settings: Settings) -> _Opened:
     run, tag = deepspeed.locate(path, settings.tag)
-    if universal.is_universal(tag):
+    if universal.is_universal(tag) and not any(map(saved_names.LAYER.fullmatch, (path.name for path in tag.iterdir()))):
         raise UnsupportedError(
             f"{tag} is a universal checkpoint of Megatron-DeepSpeed, which is not read",
             "take the folder that it was made of, with its layer_* files",
@@ -338,6 +346,25 @@ def _placed(opened: _Opened) -> tuple[tuple[Placed, ...], tuple[str, ...]]:
     return tuple(placed), tuple(dropped)
 
 
+def _of_universal(opened: _Opened, state: str) -> Checkpoint:
+    """The same of a universal checkpoint beside the layer files, in which each parameter is whole."""
+    parts = {
+        modules.key_of(name, EMBEDDING, opened.tag)[1]: tensor
+        for name, tensor in universal.tensors(opened.tag, {}, state)
+    }
+    slots = optimizer.whole_slots(opened.spec, opened.qkv, _first_layer(opened.found, opened.spec.layers))
+    _, pieces, dropped = match_pieces([slot._replace(place=ALONE) for slot in slots], parts, DROPS, opened.tag)
+    return _checkpoint(opened, (pieces, tuple(dropped)), _placed(opened)[0] if state == "fp32" else ())
+
+
+def _stands(file: TorchFile) -> dict[str, Any]:
+    """Where the training stands, as far as the file says it in plain words."""
+    args = vars(file.value["args"])
+    said = [(name, file.value.get(name)) for name in optimizer.OF_FILE]
+    said += [(name, args.get(name)) for name in optimizer.OF_ARGS]
+    return {name: value for name, value in said if value is not None and keeps(value)}
+
+
 def _checkpoint(
     opened: _Opened, placed: tuple[tuple[Placed, ...], tuple[str, ...]], twins: tuple[Placed, ...] = ()
 ) -> Checkpoint:
@@ -351,6 +378,7 @@ def _checkpoint(
         iteration=iteration,
         vocab_multiple=opened.vocab_multiple,
         qkv=_tree(opened),
+        stands=_stands(opened.models[0]),
     )
     files = tuple(sorted({piece.fragment.path for piece in pieces}))
     return Checkpoint(

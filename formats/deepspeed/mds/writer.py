@@ -1,8 +1,8 @@
 """Checkpoints for Megatron-DeepSpeed: the layer files of its pipeline, for any topology.
 
 What a training loads of them with `--finetune`: the layer files, and of `mp_rank_*` what the engine and
-megatron/checkpointing.py ask for (deepspeed/runtime/engine.py `_load_checkpoint`, 0.19.8). Without it the training
-would need the optimizer states too, which are not written.
+megatron/checkpointing.py ask for (deepspeed/runtime/engine.py `_load_checkpoint`, 0.19.8). With
+`--universal-checkpoint` it resumes, if an optimizer is beside them (`optimizer.py`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ from typing import Any
 
 from formats.checkpoint import OutputFile, Target, slot_dtype
 from formats.deepspeed import folders as deepspeed
+from formats.deepspeed.mds import optimizer
 from formats.deepspeed.mds.args import flags, spelled
+from formats.deepspeed.mds.optimizer import Resumed
 from formats.deepspeed.mds.tables import FAMILIES, OF_BIGSCIENCE, slots_of
+from formats.deepspeed.universal import LATEST, VERSION
 from formats.errors import RefusedError, UsageError
 from formats.megatron.args.options import main_dtype
 from formats.megatron.classic import FLAGS
 from formats.model.spec import ModelSpec
 from formats.torch_files.archive_writer import Held, archived
 from formats.torch_files.pickle_values import Dtype, Namespace
+
+INFO = "universal_checkpoint_info"
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,13 @@ class Options:
     iteration: int = 0
 
 
-def write(root: Path, spec: ModelSpec, dtypes: Mapping[tuple[str, int | None], str], options: Options) -> Target:
+def write(
+    root: Path,
+    spec: ModelSpec,
+    dtypes: Mapping[tuple[str, int | None], str],
+    options: Options,
+    resumed: Resumed | None = None,
+) -> Target:
     """Lay out a run folder with one checkpoint.
 
     Args:
@@ -44,9 +55,10 @@ def write(root: Path, spec: ModelSpec, dtypes: Mapping[tuple[str, int | None], s
         spec: the model; its true vocabulary must be known.
         dtypes: the element type of each logical tensor.
         options: topology, and what code is to load it.
+        resumed: what a training resumes with.
 
     Raises:
-        UsageError: nobody said what code that is.
+        UsageError: nobody said what code that is, or the optimizer has made more steps than there were iterations.
         RefusedError: the sizes do not divide, or that code has no such model.
         UnsupportedError: Megatron-DeepSpeed is not written of such models.
     """
@@ -67,7 +79,21 @@ def write(root: Path, spec: ModelSpec, dtypes: Mapping[tuple[str, int | None], s
         "bf16": main_dtype(dtypes.values()) == "bfloat16",
         "fp16": main_dtype(dtypes.values()) == "float16",
     }
-    qkv = _order(spec, options)
+    qkv, beside = _order(spec, options), dict[str, Any]()
+    if resumed:
+        optimizer.require_padding(spec, padded, options.tp)
+        args |= {name: resumed.stands[name] for name in optimizer.OF_ARGS if name in resumed.stands}
+        beside = optimizer.standing(resumed, spec.family)
+        beside |= {
+            "skipped_steps": optimizer.skipped(resumed, options.iteration),
+            "optimizer": None,
+            "param_shapes": optimizer.shapes(spec, qkv, resumed),
+            INFO: {
+                "universal_checkpoint_version": VERSION,
+                "original_vocab_size": spec.vocab,
+                "padded_vocab_size": padded,
+            },
+        }
     by_file: dict[str, list[Held]] = {}
     for slot in slots_of(spec, options.tp, padded, {qkv}, FAMILIES[spec.family]):
         key = slot.keys[0].partition(".")[2]
@@ -75,9 +101,14 @@ def write(root: Path, spec: ModelSpec, dtypes: Mapping[tuple[str, int | None], s
     tag = f"global_step{options.iteration}"
     files = [_archived(root / tag / name, tensors) for name, tensors in by_file.items()]
     for rank in range(options.tp * options.pp):
-        state = _state(spec, {**args, "rank": rank}, qkv, options)
+        state = _state(spec, {**args, "rank": rank}, qkv, options) | beside
         files.append(_archived(root / tag / deepspeed.model_name(rank), (), state))
-    return Target(tuple(files), {deepspeed.LATEST: tag.encode(), FLAGS: flags(args).encode()}, {}, tag)
+    texts = {deepspeed.LATEST: tag.encode(), FLAGS: flags(args, resumes=resumed is not None).encode()}
+    if resumed:
+        files += optimizer.files(root / tag, spec, qkv, resumed)
+        texts |= {f"{tag}/{name}": content for name, content in optimizer.texts(spec, qkv, resumed).items()}
+        texts[LATEST] = tag.encode()
+    return Target(tuple(files), texts, {}, tag)
 
 
 def _order(spec: ModelSpec, options: Options) -> str:

@@ -1,0 +1,141 @@
+"""The optimizer of a run of Megatron-DeepSpeed: DeepSpeed's universal checkpoint, beside the layer files.
+
+    TAG/zero/{module}.{key}/{fp32,exp_avg,exp_avg_sq,step}.pt    tied_modules.embed.{key} of a tied embedding
+    TAG/zero/optimizer_state.pt                                  a group that decays, and one that does not
+    TAG/mp_rank_{mp:02d}_model_states.pt                         where samples, tokens and schedule stand
+
+A training with `--universal-checkpoint` loads it at any topology. DeepSpeed pairs parameter groups by their order: in
+BigScience's tree what decays is in two of them. A schedule that was made up is one of a constant rate, and
+`--override-opt_param-scheduler` (BigScience's: `--override-lr-scheduler`) puts the training's in its place. apex' Adam
+keeps its step in the groups.
+
+Facts: megatron/checkpointing.py, optimizer/__init__.py, optimizer_param_scheduler.py and learning_rates.py of the trees
+that `tables.py` names; deepspeed 0.19.8 runtime/base_optimizer.py `load_hp_checkpoint_state_from_checkpoint_dir`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from formats.checkpoint import OutputFile
+from formats.deepspeed import universal
+from formats.deepspeed.mds.tables import EMBEDDING, FAMILIES, OF_BIGSCIENCE, slots_of
+from formats.deepspeed.modules import name_of
+from formats.deepspeed.universal import Parameter
+from formats.errors import RefusedError, UsageError
+from formats.layout.slots import Slot
+from formats.megatron.chained_optimizer import decays
+from formats.model.spec import ModelSpec
+from formats.optimizer import Group
+
+SCHEDULER = "lr_scheduler"
+OF_FILE = (SCHEDULER, "tokens")
+"""What a model file says of where a training stands."""
+OF_ARGS = ("consumed_train_samples", "consumed_valid_samples", "tokenizer_type")
+"""The same, of its arguments; a training with --vocab-file asks whether its tokenizer is of that type."""
+SAMPLES = OF_ARGS[0]
+
+
+class Resumed(NamedTuple):
+    """What a training resumes with.
+
+    Attributes:
+        states: those of `optimizer.STATES` that are written.
+        groups: how it treats what decays, and what does not.
+        step: how many updates it has made.
+        stands: those of OF_FILE and OF_ARGS that are known, in a run's own words.
+    """
+
+    states: Collection[str]
+    groups: tuple[Group, Group]
+    step: int
+    stands: Mapping[str, Any]
+
+
+def standing(resumed: Resumed, family: str) -> dict[str, Any]:
+    """What a model file says of where the training stands: without a schedule of the run, one of a constant rate."""
+    rate = resumed.groups[0].lr
+    told = {name: resumed.stands[name] for name in OF_FILE if resumed.stands.get(name) is not None}
+    told |= {"global_samples": resumed.stands[SAMPLES]} if SAMPLES in resumed.stands else {}
+    schedule = {"max_lr": rate, "min_lr": 0.0, "num_steps": resumed.stands.get(SAMPLES) or 0}
+    if FAMILIES[family] == OF_BIGSCIENCE:
+        return {SCHEDULER: {**schedule, "warmup_steps": 0, "decay_steps": 1, "decay_style": "constant"}, **told}
+    decay = resumed.groups[0].weight_decay
+    schedule |= {
+        "lr_warmup_steps": 0, "lr_warmup_tokens": None, "lr_decay_steps": 1, "lr_decay_tokens": None,
+        "lr_decay_style": "constant", "start_wd": decay, "end_wd": decay, "wd_incr_steps": 0,
+        "wd_incr_style": "constant",
+    }  # fmt: skip
+    return {SCHEDULER: schedule, **told}
+
+
+def skipped(resumed: Resumed, iteration: int) -> int:
+    """The iterations that made no update.
+
+    Raises:
+        UsageError: there were more updates.
+    """
+    if iteration < resumed.step:
+        raise UsageError(
+            f"--iteration {iteration} is less than the {resumed.step} steps that the optimizer has made",
+            "leave it out, or leave --with-optimizer out",
+        )
+    return iteration - resumed.step
+
+
+def files(home: Path, spec: ModelSpec, qkv: str, resumed: Resumed) -> list[OutputFile]:
+    """The files of every parameter, of all its states."""
+    parameters = [parameter for group in _grouped(spec, qkv, resumed) for parameter in group]
+    return [
+        replace(file, tensors=(), states={state: file.tensors})
+        for state in resumed.states
+        for file in universal.files(home, parameters, state)
+    ]
+
+
+def texts(spec: ModelSpec, qkv: str, resumed: Resumed) -> dict[str, bytes]:
+    """The small files, by path relative to the tag."""
+    groups = _grouped(spec, qkv, resumed)
+    treated = (*[resumed.groups[0]] * (len(groups) - 1), resumed.groups[1])
+    settings = [
+        {**group._asdict(), "amsgrad": False, "step": resumed.step, "params": [number]}
+        for number, group in enumerate(treated)
+    ]
+    return universal.steps_and_groups([parameter for group in groups for parameter in group], settings)
+
+
+def shapes(spec: ModelSpec, qkv: str, resumed: Resumed) -> list[dict[str, tuple[int, ...]]]:
+    """The whole parameters of each group, as a model file says them."""
+    return [{parameter.name: parameter.slot.shape for parameter in group} for group in _grouped(spec, qkv, resumed)]
+
+
+def _grouped(spec: ModelSpec, qkv: str, resumed: Resumed) -> list[list[Parameter]]:
+    """The parameters of each group, in the order in which the tree has them."""
+    sides: dict[bool, list[Parameter]] = {True: [], False: []}
+    for slot in whole_slots(spec, qkv, FAMILIES[spec.family]):
+        name = name_of(slot.keys[0], EMBEDDING, tied=spec.tied)
+        sides[decays(name, slot.shape)].append(Parameter(name, slot, universal.cut_of(slot), resumed.step))
+    half = len(sides[True]) // 2 if FAMILIES[spec.family] == OF_BIGSCIENCE else 0
+    return [*([sides[True][:half]] if half else []), sides[True][half:], sides[False]]
+
+
+def whole_slots(spec: ModelSpec, qkv: str, first: int) -> Iterator[Slot]:
+    """Every parameter, whole and without the vocabulary's padding."""
+    return slots_of(spec, 1, spec.vocab or 0, {qkv}, first)
+
+
+def require_padding(spec: ModelSpec, padded: int, tp: int) -> None:
+    """The loader tells the rows of a rank from those of all ranks.
+
+    Raises:
+        RefusedError: there are as many: it would give each rank all rows (universal_checkpoint.py:277).
+    """
+    if tp > 1 and spec.vocab == padded // tp:
+        raise RefusedError(
+            f"each of {tp} tensor parallel ranks has {padded // tp} rows of the vocabulary, with its padding, and the "
+            f"model has {spec.vocab} tokens: DeepSpeed would take these for the rows of each rank",
+            "another --make-vocab-size-divisible-by",
+        )

@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from formats.disk.chunks import Chunk
 from formats.disk.handle import Handle, opened, read_at
 from formats.disk.zstd_stream import Stream
 from formats.errors import SourceError, short
@@ -48,7 +49,7 @@ class Fragment(NamedTuple):
     With `scales` the elements on disk are quantized ones, and `dtype` is what they are read as. `member` is the entry
     of a zip archive that holds the bytes. With a `product` there are no elements on disk: they are computed of others.
     With `pieces` they are intervals of other tensors, each from an element on. With `coded` they are floats of another
-    tensor as FP8, or the scales of these.
+    tensor as FP8, or the scales of these. In a `chunk` they lie as they are decoded, and the file is one of its store.
     """
 
     path: Path
@@ -62,6 +63,12 @@ class Fragment(NamedTuple):
     product: Product | None = None
     pieces: tuple[tuple[int, Fragment], ...] = ()
     coded: Coded | None = None
+    chunk: Chunk | None = None
+
+    @property
+    def origin(self) -> tuple[Path, Stream | None, Chunk | None, int]:
+        """Where its first byte is: what lies elsewhere has another one."""
+        return self.path, self.stream, self.chunk, self.offset
 
     @property
     def nbytes(self) -> int:

@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 import threading
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -34,14 +35,15 @@ class Scratch:
 
     def __init__(self, beside: Path | None = None, folder: Path | None = None) -> None:
         self.beside, self.made, self.own = beside, folder, folder is None
-        self.known, self.lock = set[Path](), threading.Lock()
+        self.known, self.lock = dict[Chunk, Path](), threading.RLock()
 
     @property
     def folder(self) -> Path:
         """The folder, made when it is asked for first."""
-        if self.made is None:
-            self.made = Path(tempfile.mkdtemp(prefix="decoded-", dir=self.beside))
-        return self.made
+        with self.lock:
+            if self.made is None:
+                self.made = Path(tempfile.mkdtemp(prefix="decoded-", dir=self.beside))
+            return self.made
 
     def decoded(self, fragment: Fragment, chunk: Chunk) -> Path:
         """The file with the elements of a chunk that a fragment is in.
@@ -51,11 +53,11 @@ class Scratch:
             OutputError: there is no room for it.
         """
         with self.lock:
-            path = self.folder / blake3(repr(chunk).encode(errors="surrogateescape")).hexdigest(16)
-            if path not in self.known:
+            if chunk not in self.known:
+                path = self.folder / blake3(repr(chunk).encode(errors="surrogateescape")).hexdigest(16)
                 self._make(path, fragment, chunk)
-                self.known.add(path)
-        return path
+                self.known[chunk] = path
+            return self.known[chunk]
 
     def _make(self, path: Path, fragment: Fragment, chunk: Chunk) -> None:
         """Decode a chunk, unless another process has; one that is at it is waited for."""
@@ -87,7 +89,7 @@ def _words(fragment: Fragment, chunk: Chunk) -> Array:
     """The elements of a chunk as words, multiplied by its factor."""
     values = decoded(chunk)
     size = DTYPES[fragment.dtype]
-    if values.itemsize != size or values.shape != chunk.shape:
+    if values.itemsize != size or values.size != prod(chunk.shape):
         raise SourceError(
             f"{chunk.store.folder} holds {chunk.name} as {values.dtype}{list(values.shape)}, its metadata says "
             f"{fragment.dtype}{list(chunk.shape)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,13 +43,14 @@ class Store(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A chunk of an array. Offsets of fragments in it count bytes of its decoded elements, which are row-major.
+    """A chunk of an array. Offsets of fragments in it count bytes of its elements as they are decoded: row-major.
 
     Attributes:
         store: where the array lies.
         name: of the array.
         start: the first element, along each dimension of the array.
         shape: in elements; at the end of the array less than that of the others.
+        outer: the dimension that is the outermost one of what is decoded; the others follow in their order.
         factor: what its elements are multiplied by, in float64, and then rounded once.
     """
 
@@ -56,7 +58,20 @@ class Chunk(NamedTuple):
     name: str
     start: tuple[int, ...]
     shape: tuple[int, ...]
+    outer: int = 0
     factor: float = 1.0
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Those of what is decoded, in elements, for each dimension of the array."""
+        order = self.order
+        by_dim = {dim: prod(self.shape[inner] for inner in order[place + 1 :]) for place, dim in enumerate(order)}
+        return tuple(by_dim[dim] for dim in range(len(order)))
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dimensions of what is decoded, as those of the array."""
+        return tuple(sorted(range(len(self.shape)), key=lambda dim: dim != self.outer))
 
 
 class Array(NamedTuple):
@@ -90,7 +105,7 @@ def arrays(store: Store, names: Iterable[str]) -> Mapping[str, Array]:
 
 
 def decoded(chunk: Chunk) -> NDArray[Any]:
-    """The elements of a chunk, row-major, as tensorstore gives them: a number of numpy or of ml_dtypes each.
+    """The elements of a chunk, as tensorstore gives them: a number of numpy or of ml_dtypes each.
 
     Raises:
         SourceError: what it is read from is missing or damaged.
@@ -98,7 +113,7 @@ def decoded(chunk: Chunk) -> NDArray[Any]:
     """
     box = tuple(slice(low, low + count) for low, count in zip(chunk.start, chunk.shape, strict=True))
     try:
-        values: NDArray[Any] = _opened(chunk.store, chunk.name)[box].read(order="C").result()
+        values: NDArray[Any] = _opened(chunk.store, chunk.name)[box].transpose(chunk.order).read(order="C").result()
     except ValueError as error:
         raise _damage(chunk.store, chunk.name, error) from None
     return values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,7 +31,7 @@ SHARDED = GOLDEN / "llama_sharded"
 
 
 def fragment(values: np.ndarray, dtype: str, factor: float = 1.0) -> Fragment:
-    chunk = Chunk(Store(Path("/none"), "zarr3", True), "x", (0,) * values.ndim, values.shape, factor)
+    chunk = Chunk(Store(Path("/none"), "zarr3", True), "x", (0,) * values.ndim, values.shape, factor=factor)
     return Fragment(Path("/none"), 0, dtype, values.shape, row_major(values.shape), chunk=chunk)
 
 
@@ -128,6 +129,32 @@ def test_threads_wait_for_one_that_decodes(monkeypatch, tmp_path):
     assert paths[0].exists(), "what another has made it deletes"
     first.close()
     shutil.rmtree(tmp_path / "shared")
+
+
+@pytest.mark.parametrize("outer", range(3))
+def test_any_dimension_is_the_outermost_of_what_is_decoded(outer):
+    """Its strides say where in the file each element of the array is."""
+    chunk = Chunk(Store(Path("/none"), "zarr3", True), "x", (0, 0, 0), (2, 3, 4), outer)
+    values = np.arange(24).reshape(2, 3, 4)
+    stored = np.ascontiguousarray(values.transpose(chunk.order)).reshape(-1)
+    assert chunk.order[0] == outer
+    assert np.array_equal(np.ndarray((2, 3, 4), stored.dtype, stored, 0, [8 * n for n in chunk.strides]), values)
+    assert Chunk(Store(Path("/none"), "zarr3", True), "x", (), ()).strides == ()
+
+
+def test_threads_make_one_folder(monkeypatch, tmp_path):
+    made = scratch.tempfile.mkdtemp
+
+    def slow(**given):
+        time.sleep(0.05)
+        return made(**given)
+
+    monkeypatch.setattr(scratch.tempfile, "mkdtemp", slow)
+    own = Scratch(tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        assert len({*pool.map(lambda _: own.folder, range(8))}) == 1
+    own.close()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_layers_along_any_dimension():

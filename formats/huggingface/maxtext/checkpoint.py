@@ -15,20 +15,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import prod, sqrt
 from pathlib import Path
 from typing import Any
 
 from formats.checkpoint import ASSETS, Checkpoint, Details, Settings
-from formats.disk.chunks import DTYPES, arrays
+from formats.disk.chunks import DTYPES, Array, Store, arrays
 from formats.disk.handle import is_elsewhere
 from formats.disk.safetensors import DTYPES as SIZES
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, short, some
 from formats.families.family import Family
 from formats.huggingface import MAXTEXT
 from formats.huggingface import folder as huggingface
-from formats.huggingface.maxtext.orbax import METADATA, Tree, read_tree, tensors_of
+from formats.huggingface.maxtext.orbax import METADATA, Tree, read_tree, tensor_of
 from formats.huggingface.maxtext.tables import FAMILIES, ROOTED, TABLES, slots_of
 from formats.layout.pieces import Scattered, match_pieces, unstacked
 from formats.layout.placed import Placed
@@ -98,7 +98,9 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     spec = huggingface.read_spec(config, assets, settings)
     neighbours = _neighbours(spec, assets)
     described = arrays(tree.store, names.values())
-    tensors = _by_layer({key: tensors_of(tree.store, described)[name] for key, name in names.items()}, spec, home)
+    tensors = dict[str, Scattered]()
+    for key, name in names.items():
+        tensors |= _by_layer(key, name, described[name], tree.store, spec)
     padded = _rows(tensors[EMBEDDING], spec, home)
     _, pieces, _ = match_pieces(slots_of(spec, padded, neighbours=neighbours), tensors, (), home)
     others = [name for name in map(".".join, tree.names) if name not in names.values()]
@@ -187,28 +189,23 @@ def _assumed(spec: ModelSpec, neighbours: bool) -> tuple[str, ...]:
     return (f"the checkpoint says no settings: they are those of the config; {rows}{tied}",)
 
 
-def _by_layer(tensors: Mapping[str, Scattered], spec: ModelSpec, home: Path) -> dict[str, Scattered]:
-    """The tensors, those of all layers taken apart.
+def _by_layer(key: str, name: str, array: Array, store: Store, spec: ModelSpec) -> dict[str, Scattered]:
+    """The tensors that an array is: those of all layers are taken apart.
 
     Raises:
-        SourceError: they are of another number of layers than the config says.
+        SourceError: it is of another number of layers than the config says.
     """
-    return {key: tensor for name, whole in tensors.items() for key, tensor in _apart(name, whole, spec, home)}
-
-
-def _apart(name: str, tensor: Scattered, spec: ModelSpec, home: Path) -> Iterator[tuple[str, Scattered]]:
-    match = STACKED.fullmatch(name)
+    match = STACKED.fullmatch(key)
     if match is None:
-        yield name, tensor
-        return
-    if len(tensor.shape) <= LAYERS or tensor.shape[LAYERS] != spec.layers:
+        return {key: tensor_of(store, name, array)}
+    if len(array.shape) <= LAYERS or array.shape[LAYERS] != spec.layers:
         raise SourceError(
-            f"{home}: {name} {list(tensor.shape)} should have the {spec.layers} layers of the config along its second "
-            "dimension",
+            f"{store.folder}: {key} {list(array.shape)} should have the {spec.layers} layers of the config along its "
+            "second dimension",
             "check that the config belongs to these weights; another param_scan_axis than 1 is not read",
         )
-    for layer, part in enumerate(unstacked(tensor, LAYERS)):
-        yield f"decoder.layers_{layer}.{match[1]}", part
+    parts = unstacked(tensor_of(store, name, array, LAYERS), LAYERS)
+    return {f"decoder.layers_{layer}.{match[1]}": part for layer, part in enumerate(parts)}
 
 
 def _with_root(placed: Placed, spec: ModelSpec) -> Placed:

@@ -10,7 +10,7 @@ Facts: orbax-checkpoint 0.12.8, metadata/tree.py (`InternalTreeMetadata`), seria
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -19,7 +19,7 @@ from typing import Any
 
 from formats.disk.chunks import DTYPES, Array, Chunk, Store
 from formats.disk.json_file import read_json
-from formats.disk.safetensors import Fragment, row_major
+from formats.disk.safetensors import Fragment
 from formats.errors import SourceError, UnsupportedError, short
 from formats.layout.columns import Cut, Piece
 from formats.layout.pieces import Scattered, scattered
@@ -91,32 +91,33 @@ def _names(entry: Any, path: Path) -> tuple[str, ...]:
     raise SourceError(f"{path} has an entry without sound names: {short(entry)}")
 
 
-def tensors_of(store: Store, described: Mapping[str, Array]) -> dict[str, Scattered]:
-    """The arrays as tensors, each in the pieces that its chunks are.
+def tensor_of(store: Store, name: str, array: Array, outer: int = 0) -> Scattered:
+    """An array as a tensor, in the pieces that its chunks are.
+
+    Args:
+        store: where it lies.
+        name: its name there.
+        array: what its metadata says.
+        outer: the dimension that it will be taken apart along: that is the outermost one of what is decoded.
 
     Raises:
-        SourceError: an array has more chunks than there can be.
+        SourceError: it has more chunks than there can be.
         UnsupportedError: it is of an element type that has no counterpart.
     """
-    return {name: _tensor(store, name, array) for name, array in described.items()}
-
-
-def _tensor(store: Store, name: str, array: Array) -> Scattered:
     if array.dtype not in DTYPES:
         raise UnsupportedError(f"{store.folder} holds {name} as {array.dtype}, which has no counterpart")
     count = prod(-(-size // part) for size, part in zip(array.shape, array.chunk, strict=True))
     if count > MOST_CHUNKS:
         raise SourceError(f"{store.folder}: {name} {list(array.shape)} is in {count} chunks of {list(array.chunk)}")
-    return scattered(name, array.shape, DTYPES[array.dtype], _pieces(store, name, array))
+    return scattered(name, array.shape, DTYPES[array.dtype], _pieces(store, name, array, outer))
 
 
-def _pieces(store: Store, name: str, array: Array) -> Iterator[Piece]:
+def _pieces(store: Store, name: str, array: Array, outer: int) -> Iterator[Piece]:
     path = store.folder / MANIFEST if store.tree else store.folder / METADATA
     starts = (range(0, size, part) for size, part in zip(array.shape, array.chunk, strict=True))
     for start in product(*starts):
         box = tuple(
             (low, min(low + part, size)) for low, part, size in zip(start, array.chunk, array.shape, strict=True)
         )
-        shape = Cut(box).shape
-        chunk = Chunk(store, name, start, shape)
-        yield Piece(Cut(box), Fragment(path, 0, DTYPES[array.dtype], shape, row_major(shape), chunk=chunk))
+        chunk = Chunk(store, name, start, Cut(box).shape, outer)
+        yield Piece(Cut(box), Fragment(path, 0, DTYPES[array.dtype], chunk.shape, chunk.strides, chunk=chunk))

@@ -22,6 +22,7 @@ SECTIONS = {
         "hf2mistral": f"{HOME}.convert",
         "hf2nanotron": f"{HOME}.convert",
         "hf2hf": f"{HOME}.convert",
+        "maxtext2hf": f"{HOME}.convert",
         "megatron2hf": f"{HOME}.convert",
         "mistral2hf": f"{HOME}.convert",
         "nanotron2hf": f"{HOME}.convert",

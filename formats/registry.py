@@ -14,7 +14,7 @@ from formats.deepspeed import MDS, NEOX, ZERO
 from formats.errors import RefusedError, SourceError, some
 from formats.format import Format
 from formats.fsdp import FSDP
-from formats.huggingface import HUGGINGFACE, MISTRAL, NANOTRON
+from formats.huggingface import HUGGINGFACE, MAXTEXT, MISTRAL, NANOTRON
 from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
 
 if TYPE_CHECKING:  # mypy sees that the modules of the formats are what `Format` says
@@ -26,16 +26,20 @@ if TYPE_CHECKING:  # mypy sees that the modules of the formats are what `Format`
     from formats.fsdp import checkpoint as fsdp
     from formats.fsdp import optimizer as fsdp_optimizer
     from formats.huggingface import folder
+    from formats.huggingface.maxtext import checkpoint as maxtext
     from formats.huggingface.mistral import folder as mistral
     from formats.huggingface.nanotron import checkpoint as nanotron
     from formats.huggingface.nanotron import optimizer as nanotron_optimizer
     from formats.megatron import classic, fsdp_dtensor, portable_optimizer, torch_dist
 
-    READERS: tuple[Reader, ...] = (folder, fsdp_dtensor, torch_dist, fsdp, mds, neox, zero, classic, mistral, nanotron)
+    READERS: tuple[Reader, ...] = (
+        folder, fsdp_dtensor, torch_dist, fsdp, mds, neox, zero, classic, mistral, nanotron, maxtext,
+    )  # fmt: skip
     TRAININGS: tuple[Training, ...] = (optimizer, fsdp_optimizer, portable_optimizer, nanotron_optimizer)
 
 FORMATS: dict[str, Format] = {
-    form.name: form for form in (HUGGINGFACE, MEGATRON_FSDP, DIST, FSDP, MDS, NEOX, ZERO, MEGATRON, MISTRAL, NANOTRON)
+    form.name: form
+    for form in (HUGGINGFACE, MEGATRON_FSDP, DIST, FSDP, MDS, NEOX, ZERO, MEGATRON, MISTRAL, NANOTRON, MAXTEXT)
 }
 """Every format, by name, in the order in which a folder is compared with them.
 

@@ -38,7 +38,7 @@ from converters.common.cli_help import Finite, command
 from formats.deepspeed import NEOX
 from formats.errors import SourceError, UsageError
 from formats.fsdp import FSDP
-from formats.huggingface import HUGGINGFACE, MISTRAL, NANOTRON
+from formats.huggingface import HUGGINGFACE, MAXTEXT, MISTRAL, NANOTRON
 from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
 from formats.registry import format_of
 
@@ -222,6 +222,20 @@ def nanotron2hf(src: Path, out: Path, **options: Any) -> None:
     SRC is the folder of a step, or of a run, of which the last step is taken.
     """
     convert_to("huggingface", opened(src, options, NANOTRON), out, options)
+
+
+@command()
+@places
+@shard_size
+@chat_template
+@reading_of(MAXTEXT)
+@writing
+def maxtext2hf(src: Path, out: Path, **options: Any) -> None:
+    """Checkpoint of MaxText to a Hugging Face folder.
+
+    SRC is the folder of a step, or items in it. Needs the package tensorstore: pip install 'vitruvian[orbax]'.
+    """
+    convert_to("huggingface", opened(src, options, MAXTEXT), out, options)
 
 
 @command()

@@ -12,6 +12,7 @@ EXAMPLES = {
     "hf2mistral": "base native",
     "hf2nanotron": "base start",
     "mistral2hf": "native model --set max_positions=32768",
+    "maxtext2hf": "run/checkpoints/1000 model --config base",
     "nanotron2hf": "run model --config base\nrun/30000 model --config base",
     "megatron2hf": "run model --config base\nrun model --config base --iteration 5000\n"
     "run adapter --config base --adapter only",

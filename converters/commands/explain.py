@@ -30,7 +30,7 @@ half   half of a rotary head       pair  index within that half         ~    fil
 
 HOLDERS = (
     "huggingface", "fsdp", "zero", "megatron", "megatron_dist", "megatron_fsdp", "megatron-llm", "neox",
-    "megatron_deepspeed", "mistral", "nanotron",
+    "megatron_deepspeed", "mistral", "nanotron", "maxtext",
 )  # fmt: skip
 """The layouts that can hold a model: the formats, and Megatron-LLM's dialect."""
 

@@ -27,6 +27,7 @@ HEADS = {
     "megatron_deepspeed": "MDS",
     "mistral": "Mis",
     "nanotron": "NT",
+    "maxtext": "MT",
     "megatron-llm": "LLM",
 }
 """Format: the head of its column, where that is shorter than the name."""
@@ -112,7 +113,7 @@ def formats_lines(about: Mapping[str, str]) -> Iterator[str]:
     from converters.commands.explain import HOLDERS, held_by
     from formats.families import FAMILIES
 
-    yield "formats (each is read and written)"
+    yield "formats (each is read and written, but where it says otherwise)"
     for name, text in about.items():
         yield fill(text, 80, break_on_hyphens=False, initial_indent=f"  {name:<15}", subsequent_indent=" " * 17)
     yield ""
@@ -125,7 +126,9 @@ def formats_lines(about: Mapping[str, str]) -> Iterator[str]:
         none = f"- ({number})" if number else "-"
         marks = ("yes" if name in formats else none if name == "megatron" else "-" for name in HOLDERS)
         rows.append((family.name, *marks))
-    yield table(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield f"  {' '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()}"
     yield ""
     for reason, number in reasons.items():
         yield fill(f"not in Megatron: {reason}", 80, initial_indent=f"  ({number}) ", subsequent_indent=" " * 6)

@@ -23,14 +23,18 @@ NAMES = {
     "mds": ("mds", "megatrondeepspeed", "megads"),
     "mistral": ("mistral", "consolidated", "mistralinference"),
     "nanotron": ("nanotron",),
+    "maxtext": ("maxtext", "orbax"),
     "gguf": ("gguf", "ggml", "llamacpp"),
 }
 """The name of a format in commands: words that users have for it."""
 ELSEWHERE = {
     "gguf": "convert_hf_to_gguf.py of llama.cpp makes it of a Hugging Face folder: convert to hf SRC OUT",
+    "maxtext": "maxtext.checkpoint_conversion.to_maxtext makes it of a Hugging Face folder: convert to hf SRC OUT",
     "hf to zero": "DeepSpeed starts from the Hugging Face folder itself; a training moves by `convert zero2universal`",
 }
 """Target, or source and target, that no command writes: what does."""
+UNWRITTEN = ("gguf", "maxtext")
+"""What no command writes, of any source."""
 INTO = {"hf": {"hf": "hf2hf", "mds": "zero2hf"}, "megatron": {"megatron": "reshard"}, "neox": {"neox": "reshard"}}
 """Target: source: the command, where it is not named `hf2…`, `…2hf` or `zero2universal` by the two formats."""
 
@@ -47,7 +51,7 @@ def pair(source: str, target: str) -> str:
         return within
     if target == "zero":
         return "" if source == "hf" else "zero2universal"
-    if target == "gguf" or source == "gguf":
+    if target in UNWRITTEN or source == "gguf":
         return ""
     return f"{source}2hf" if target == "hf" else f"hf2{target}"
 
@@ -83,7 +87,7 @@ def to(context: click.Context, /, target: str, src: Path, out: Path, words: Sequ
     wanted = called(target)
     if not wanted:
         raise UsageError(
-            f"there is no format {target}", f"one of {', '.join(name for name in NAMES if name != 'gguf')}"
+            f"there is no format {target}", f"one of {', '.join(name for name in NAMES if name not in UNWRITTEN)}"
         )
     form = found(src)
     source = form.to_folder.removesuffix("2hf") if form else ""

@@ -40,6 +40,7 @@ from converters.move.blocks import Files, finish_files
 from converters.move.crc32 import Checksums, sizes_of
 from converters.move.engine import execute
 from converters.move.journal import fingerprint, open_journal
+from converters.move.scratch import Scratch
 from converters.move.source_checks import SourceChecks, Verdict
 from converters.plan.plan import Job, Plan
 from converters.plan.request import Request
@@ -240,7 +241,7 @@ def _each(
         with opened as journal:
             make_files(group.files, request)
             sums = None if journal.digests else Checksums(sizes_of(group.files))
-            with Files(sums, checks, journal.locks) as files, journal.kept(files):
+            with Files(sums, checks, journal.locks, Scratch(request.staging)) as files, journal.kept(files):
                 todo = [job for job in group.jobs if job.name not in journal.digests]
                 advance(sum(job.nbytes for job in group.jobs) - sum(job.nbytes for job in todo))
                 execute(

@@ -20,6 +20,7 @@ from converters.move.descriptors import Descriptors
 from converters.move.products import read_product
 from converters.move.quantize import read_coded
 from converters.move.regions import Nearby, region, runs
+from converters.move.scratch import Scratch
 from converters.move.source_checks import SourceChecks
 from formats.checkpoint import OutputFile
 from formats.disk.handle import Handle
@@ -41,11 +42,13 @@ class Files:
         sums: the checksums of the storages that are written.
         checks: the checksums of the archive entries that are read.
         locks: locked descriptors, which every process that writes these files keeps.
+        scratch: where chunks are decoded.
     """
 
     sums: Checksums | None = None
     checks: SourceChecks | None = None
     locks: tuple[int, ...] = ()
+    scratch: Scratch = field(default_factory=Scratch)
     descriptors: Descriptors = field(default_factory=Descriptors)
     streams: dict[tuple[Path, Stream], Reader] = field(default_factory=dict)
     loom: threading.Lock = field(default_factory=threading.Lock)
@@ -84,8 +87,9 @@ class Files:
         """Fill a buffer with bytes as they are stored; they are not counted for checksums."""
         offset = fragment.offset + at
         if fragment.stream is None:
-            with self.open(fragment.path) as fd:
-                read_into(fd, buffer, offset, fragment.path)
+            path = self.scratch.decoded(fragment, fragment.chunk) if fragment.chunk else fragment.path
+            with self.open(path) as fd:
+                read_into(fd, buffer, offset, path)
             return
         key = (fragment.path, fragment.stream)
         with self.open(fragment.path) as fd:
@@ -119,6 +123,7 @@ class Files:
 
     def __exit__(self, *_: object) -> None:
         self.descriptors.close()
+        self.scratch.close()
 
 
 def finish_files(targets: Iterable[OutputFile], files: Files, threads: int) -> None:

@@ -20,11 +20,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from converters.common.atomic import STOPS
@@ -32,10 +33,12 @@ from converters.move.blocks import Files
 from converters.move.crc32 import Checksums, Counted, Sizes
 from converters.move.job import Outcome, buffers_of, run_job
 from converters.move.reading import Buffers
+from converters.move.scratch import Scratch
 from converters.move.source_checks import Entries, SourceChecks
 from converters.plan.plan import Job
 from converters.plan.request import Limits
 from formats.disk.handle import is_elsewhere
+from formats.disk.safetensors import Fragment
 from formats.errors import Interrupted, VitruvianError
 
 if TYPE_CHECKING:
@@ -51,11 +54,19 @@ _CHILD = "import sys; sys.path[:] = sys.argv[2:]; from converters.move.workers i
 
 
 class _Setting(NamedTuple):
-    """What a worker gets once: its limits, storages that need a checksum, and whether those it reads have one."""
+    """What a worker gets once.
+
+    Attributes:
+        limits: its own.
+        sizes: storages that need a checksum.
+        checked: whether those that it reads have one.
+        scratch: where chunks are decoded; None where there are none.
+    """
 
     limits: Limits
     sizes: Sizes | None
     checked: bool
+    scratch: Path | None
 
 
 class _Done(NamedTuple):
@@ -94,7 +105,7 @@ class Workers:
         job = job.made
         if not _is_portable(job):
             return run_job(job, self.files, self.buffers, self.limits, advance, stop)
-        done = self._worker().run(job, advance, stop)
+        done = self._worker(job).run(job, advance, stop)
         if self.files.sums is not None:
             self.files.sums.merge(done.written)
         if self.files.checks is not None:
@@ -102,13 +113,15 @@ class Workers:
         self.files.descriptors.written(part.fragment.path for part in job.targets)
         return done.outcome
 
-    def _worker(self) -> _Worker:
+    def _worker(self, job: Job) -> _Worker:
         if not hasattr(self.own, "worker"):
             limits = replace(self.limits, threads=1, memory=self.limits.room // self.limits.threads)
             sizes = self.files.sums.sizes if self.files.sums is not None else None
+            chunks = any(fragment.chunk for fragment in _fragments(job))  # in one job of a source, or in none
+            scratch = self.files.scratch.folder if chunks else None
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})  # a worker that has ended is an error: `_ended`
             self.own.worker = self.idle.pop()
-            self.own.worker.send(_Setting(limits, sizes, self.files.checks is not None))
+            self.own.worker.send(_Setting(limits, sizes, self.files.checks is not None, scratch))
         worker: _Worker = self.own.worker
         return worker
 
@@ -126,11 +139,15 @@ def _is_portable(job: Job) -> bool:
     A stream is read on from where the last tensor of it ended, an interleaved tensor is written by one at a time, and
     a store is asked by the process that has signed in.
     """
-    reads = chain.from_iterable(chain(read.sources, read.twins, *read.replicas.values()) for read in job.reads)
-    fragments = chain.from_iterable((part.fragment, *part.fragment.inputs) for part in reads)
     return not any(part.woven for part in job.targets) and not any(
-        fragment.stream is not None or is_elsewhere(fragment.path) for fragment in fragments
+        fragment.stream is not None or is_elsewhere(fragment.path) for fragment in _fragments(job)
     )
+
+
+def _fragments(job: Job) -> Iterator[Fragment]:
+    """All that a job reads."""
+    reads = chain.from_iterable(chain(read.sources, read.twins, *read.replicas.values()) for read in job.reads)
+    return chain.from_iterable((part.fragment, *part.fragment.inputs) for part in reads)
 
 
 class _Worker:
@@ -274,7 +291,8 @@ def serve(descriptor: int) -> None:
     try:
         setting = connection.recv()
         buffers = buffers_of(setting.limits)
-        with Files(Checksums(setting.sizes) if setting.sizes is not None else None) as files:
+        sums = Checksums(setting.sizes) if setting.sizes is not None else None
+        with Files(sums, scratch=Scratch(folder=setting.scratch)) as files:
             while True:
                 job = connection.recv()
                 if job is not None:  # the word to stop comes late where the job was done already

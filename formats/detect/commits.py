@@ -50,6 +50,8 @@ SIGNS = (
     Sign(re.compile(r"checkpoint-(\d+)"), within=("trainer_state.json",)),
     # nanotron, trainer.py `save_checkpoint` (2411b022): by each rank, after a barrier and after latest.txt
     Sign(re.compile(r"(\d+)"), within=("model_config.json",)),
+    # MaxText, orbax-checkpoint atomicity.py (0.12.8): the folder is renamed into its place when all of it is written
+    Sign(re.compile(r"(\d+)"), within=("_CHECKPOINT_METADATA",)),
     # verl/trainer/ppo/ray_trainer.py `_save_checkpoint` (0.4 to 0.6)
     Sign(re.compile(r"global_step_(\d+)"), tracker=TRACKER),
     # torch/distributed/checkpoint/filesystem.py `finish` (2.13.0): renamed into its place when all ranks have written;

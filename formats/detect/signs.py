@@ -189,8 +189,8 @@ OTHERS = (
         _holds("target.*|state.param_states*", "checkpoint"),
     ),
     Sign(
-        "a checkpoint of Orbax (JAX: MaxText, Flax)",
-        "export it with its trainer; MaxText: python -m MaxText.utils.ckpt_conversion.to_huggingface",
+        "a part of a checkpoint of Orbax (JAX: MaxText, Flax)",
+        "of MaxText the folder of a step is read, with items/_METADATA in it",
         _holds("_CHECKPOINT_METADATA|_METADATA|manifest.ocdbt"),
     ),
     Sign(

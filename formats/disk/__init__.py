@@ -1,1 +1,1 @@
-"""Bytes on disk: safetensors files, JSON files, zstd streams."""
+"""Bytes on disk: safetensors files, JSON files, zstd streams, chunks of zarr."""

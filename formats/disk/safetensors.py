@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from formats.disk.chunks import Chunk
 from formats.disk.handle import Handle, opened, read_at
 from formats.disk.zstd_stream import Stream
 from formats.errors import SourceError, short
@@ -48,7 +49,8 @@ class Fragment(NamedTuple):
     With `scales` the elements on disk are quantized, and `dtype` is the type that they are read as. `member` is the
     entry of a zip archive that has the bytes. With a `product` the elements are not on disk, but computed from other
     tensors. With `pieces` the elements are intervals of other tensors, each with the element where it begins. With
-    `coded` the elements are those of another tensor converted to FP8, or the scales of that conversion.
+    `coded` the elements are those of another tensor converted to FP8, or the scales of that conversion. With a `chunk`
+    the elements are in a decoded chunk of an array, and the path is that of a file of its store.
     """
 
     path: Path
@@ -62,6 +64,12 @@ class Fragment(NamedTuple):
     product: Product | None = None
     pieces: tuple[tuple[int, Fragment], ...] = ()
     coded: Coded | None = None
+    chunk: Chunk | None = None
+
+    @property
+    def origin(self) -> tuple[Path, Stream | None, Chunk | None, int]:
+        """Where its first byte is: what lies elsewhere has another one."""
+        return self.path, self.stream, self.chunk, self.offset
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Hugging Face: folders of safetensors, config.json, quantized weights, a family in TOML; Mistral's, nanotron's."""
+"""Hugging Face: folders of safetensors, config.json, quantized weights, TOML families; Mistral, nanotron, MaxText."""
 
 from formats.format import Format
 
@@ -25,4 +25,12 @@ NANOTRON = Format(
     to_folder="nanotron2hf",
     signs=r"model_config\.json",
     ranked=True,
+)
+MAXTEXT = Format(
+    "maxtext",
+    "MaxText's checkpoints of Orbax: items/ with _METADATA; read, not written",
+    "for MaxText use `convert maxtext2hf`",
+    "formats.huggingface.maxtext.checkpoint",
+    to_folder="maxtext2hf",
+    signs="_METADATA",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from formats.disk.safetensors import DTYPES, Fragment, row_major
 from formats.errors import SourceError
@@ -88,23 +88,27 @@ def _text(part: Cut) -> str:
     return "[" + ", ".join(f"{low}:{high}" for low, high in part.ranges) + "]"
 
 
-def unstacked(tensor: Scattered) -> Iterator[Scattered]:
-    """The tensors that are stacked along the first dimension of a tensor, in order."""
-    slices: list[list[list[Piece]]] = [[[] for _ in tensor.copies] for _ in range(tensor.shape[0])]
+def unstacked(tensor: Scattered, dim: int = 0) -> Iterator[Scattered]:
+    """The tensors that are stacked along a dimension of a tensor, in order."""
+    slices: list[list[list[Piece]]] = [[[] for _ in tensor.copies] for _ in range(tensor.shape[dim])]
     for number, copy in enumerate(tensor.copies):
         for piece in copy:
-            for index in range(*piece.part.ranges[0]):
-                slices[index][number].append(_at(index, piece))
+            for index in range(*piece.part.ranges[dim]):
+                slices[index][number].append(_at(index, piece, dim))
     for copies in slices:
-        yield Scattered(tensor.shape[1:], tensor.dtype, tuple(map(tuple, copies)))
+        yield Scattered(_without(tensor.shape, dim), tensor.dtype, tuple(map(tuple, copies)))
 
 
-def _at(index: int, piece: Piece) -> Piece:
-    """The part of a piece at an index of the first dimension, without that dimension."""
-    fragment, start = piece.fragment, piece.part.ranges[0][0]
-    offset = fragment.offset + (index - start) * fragment.strides[0] * DTYPES[fragment.dtype]
-    inner = fragment._replace(offset=offset, shape=fragment.shape[1:], strides=fragment.strides[1:])
-    return Piece(Cut(piece.part.ranges[1:]), inner)
+def _at(index: int, piece: Piece, dim: int) -> Piece:
+    """The part of a piece at an index of a dimension, without that dimension."""
+    fragment, start = piece.fragment, piece.part.ranges[dim][0]
+    offset = fragment.offset + (index - start) * fragment.strides[dim] * DTYPES[fragment.dtype]
+    shape, strides = _without(fragment.shape, dim), _without(fragment.strides, dim)
+    return Piece(Cut(_without(piece.part.ranges, dim)), fragment._replace(offset=offset, shape=shape, strides=strides))
+
+
+def _without(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
+    return values[:dim] + values[dim + 1 :]
 
 
 def spread(placed: Placed, tensor: Scattered) -> Iterator[Placed]:

@@ -66,11 +66,12 @@ CONDITIONS = {
     "fused": "only when gate and up, or all experts, are one matrix, or a name is that in memory",
     "separate": "only when each is its own, or a name is that of the Hub",
     "centred": "stored minus 1, while elsewhere the tensor is stored itself",
+    "rooted": "stored divided by the root of the head dimension, while elsewhere the tensor is stored itself",
     "copy": "a copy of a tensor that another file holds",
     "partial": "a summand: the tensor is the sum of what all ranks hold",
     "optional": "may be absent",
 }
-ALWAYS = {"centred", "copy", "partial", "optional"}
+ALWAYS = {"centred", "rooted", "copy", "partial", "optional"}
 """Conditions that describe a tensor, and do not specify when the tensor exists."""
 BIASES = {"qkv_bias", "output_bias", "mlp_bias"}
 """Conditions that a key of config.json turns on in some families."""

@@ -88,7 +88,7 @@ OTHERS = {
     "llama.cpp": "q4.gguf",
     "ColossalAI": "modeling/ optimizer/ lr_scheduler running_states.json",
     "T5X": "checkpoint state.param_states.decoder.decoder_norm.scale.v/",
-    "Orbax": "_CHECKPOINT_METADATA items/ commit_success.txt",
+    "part of a checkpoint of Orbax": "_CHECKPOINT_METADATA items/ commit_success.txt",
     "Flax": "config.json flax_model.msgpack",
     "TensorFlow": "config.json tf_model.h5",
     "PaddlePaddle": "config.json model_state.pdparams",

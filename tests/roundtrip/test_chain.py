@@ -33,6 +33,7 @@ from formats.huggingface.nanotron import model_config
 from formats.megatron import megatron_llm
 from formats.megatron.args.options import CORE, DIST, FSDP_DTENSOR, Options
 from formats.registry import open_checkpoint
+from tests.golden import test_maxtext as maxtext
 from tests.models import MODELS, RENAMED, files, settings_of, variants_slow
 
 LLM = megatron_llm.NAME
@@ -255,6 +256,8 @@ def test_formats_prints_what_is_proven_here(convert):
     proven: dict[str, set[str]] = {name: {"zero"} for name in holders}  # DeepSpeed's folders: tests/golden/test_zero.py
     for name in ("mistral", "mixtral"):
         proven[name] |= {"mistral"}  # of its own code: tests/golden/test_mistral.py
+    for path in maxtext.HERE.glob("*/config.json"):  # read, not written: tests/golden/test_maxtext.py
+        proven[json.loads(path.read_text())["model_type"]] |= {"maxtext"}
     for name, (base, changes) in CASES.items():
         config = AutoConfig.for_model(**settings_of(base, **changes)).to_dict()
         proven[family_of(config, name).name] |= CHAIN.keys() - reasons(name).keys()

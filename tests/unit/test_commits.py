@@ -19,6 +19,7 @@ SAVES = {
     "torchtitan": ("step-10/__0_0.distcp", "step-10/.metadata", ""),
     "OLMo-core": ("step10/model_and_optim/__0_0.distcp", "step10/model_and_optim/.metadata", ""),
     "nanotron": ("10/model/model/lm_head/pp_block/model_weight.safetensors", "10/model_config.json", "{}"),
+    "MaxText": ("10/items/_METADATA", "10/_CHECKPOINT_METADATA", "{}"),
     "accelerate": (
         "checkpoint_10/pytorch_model_fsdp_0/__0_0.distcp", "checkpoint_10/pytorch_model_fsdp_0/.metadata", "",
     ),

@@ -20,7 +20,7 @@ MOST_PARTS = 60_000
 MOST_OF_ONE = 256
 """Most parts of one tensor that are listed."""
 
-Where = Mapping[tuple[Path, int], tuple[str, str]]
+Where = Mapping[object, tuple[str, str]]
 """(file, offset) of a physical tensor: its key, and the rank that it is for."""
 
 
@@ -106,7 +106,7 @@ def _by_kind(jobs: Iterable[Job]) -> dict[tuple[str, str, tuple[int, ...], str, 
 
 def _where(tensors: Iterable[Placed]) -> Where:
     return {
-        (tensor.fragment.path, tensor.fragment.offset): (
+        tensor.fragment.origin: (
             tensor.key,
             rank_text(tensor.slot.mesh),
         )
@@ -116,7 +116,7 @@ def _where(tensors: Iterable[Placed]) -> Where:
 
 
 def _key(fragment: Fragment, where: Where) -> tuple[str, str]:
-    return where.get((fragment.path, fragment.offset), ("", ""))
+    return where.get(fragment.origin, ("", ""))
 
 
 def _keys(job: Job, *sides: Where) -> Iterator[str]:

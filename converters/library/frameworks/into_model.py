@@ -6,7 +6,6 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -228,11 +227,11 @@ def _require_one(names: set[str], stored: Mapping[str, Tensor]) -> None:
         )
 
 
-def _origins(tensor: Tensor) -> frozenset[tuple[Path, int]]:
-    """The file and the first byte of each physical tensor of the source that a tensor is assembled from."""
+def _origins(tensor: Tensor) -> frozenset[object]:
+    """The origin of each physical tensor of the source that a tensor is assembled from."""
     jobs = {job.name: job for job, _ in tensor.reader.leaves(tensor.placed, tensor.state)}
     fragments = (part.fragment for job in jobs.values() for part in job.sources)
-    return frozenset((fragment.path, fragment.offset) for fragment in fragments)
+    return frozenset(fragment.origin for fragment in fragments)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,106 @@
+"""Decoded chunks of compressed arrays, as files: each is decoded once, and read in any order, as strided blocks are.
+
+A chunk is compressed as a whole, and an array of all layers has them all in each of its chunks: without a file each
+tensor of a layer would decode all of them again, or all had to be in memory. What is in memory is one chunk for each
+process; on disk it is what was decoded, until the files are closed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import threading
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+from converters.move import casts
+from converters.move.casts import WORDS, Array
+from formats.disk.chunks import Chunk, decoded
+from formats.disk.safetensors import DTYPES, FLOATS, Fragment, write_from
+from formats.errors import OutputError, SourceError
+
+
+class Scratch:
+    """A folder of decoded chunks, which threads and processes share.
+
+    Args:
+        beside: the folder in which it is made when it is needed; the system's for temporary files if none is named.
+        folder: one that another process has made, and deletes.
+    """
+
+    def __init__(self, beside: Path | None = None, folder: Path | None = None) -> None:
+        self.beside, self.made, self.own = beside, folder, folder is None
+        self.known, self.lock = dict[Chunk, Path](), threading.RLock()
+
+    @property
+    def folder(self) -> Path:
+        """The folder, made when it is asked for first."""
+        with self.lock:
+            if self.made is None:
+                self.made = Path(tempfile.mkdtemp(prefix="decoded-", dir=self.beside))
+            return self.made
+
+    def decoded(self, fragment: Fragment, chunk: Chunk) -> Path:
+        """The file with the elements of a chunk that a fragment is in.
+
+        Raises:
+            SourceError: the chunk is damaged, or of another element type than the metadata says.
+            OutputError: there is no room for it.
+        """
+        with self.lock:
+            if chunk not in self.known:
+                path = self.folder / blake3(repr(chunk).encode(errors="surrogateescape")).hexdigest(16)
+                self._make(path, fragment, chunk)
+                self.known[chunk] = path
+            return self.known[chunk]
+
+    def _make(self, path: Path, fragment: Fragment, chunk: Chunk) -> None:
+        """Decode a chunk, unless another process has; one that is at it is waited for."""
+        if path.exists():
+            return
+        part = path.with_suffix(".part")
+        try:
+            descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                if not path.exists():
+                    write_from(descriptor, _words(fragment, chunk).data.cast("B"), 0)
+                    part.rename(path)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise OutputError(
+                f"{chunk.name} cannot be decoded into {self.folder}: {error.strerror}",
+                f"it takes {fragment.nbytes} bytes and more; TMPDIR names the folder where no output is written",
+            ) from None
+
+    def close(self) -> None:
+        """Delete what was decoded."""
+        if self.own and self.made is not None:
+            shutil.rmtree(self.made, ignore_errors=True)
+
+
+def _words(fragment: Fragment, chunk: Chunk) -> Array:
+    """The elements of a chunk as words, multiplied by its factor."""
+    values = decoded(chunk)
+    size = DTYPES[fragment.dtype]
+    if values.itemsize != size or values.size != prod(chunk.shape):
+        raise SourceError(
+            f"{chunk.store.folder} holds {chunk.name} as {values.dtype}{list(values.shape)}, its metadata says "
+            f"{fragment.dtype}{list(chunk.shape)}"
+        )
+    words: Array = np.ascontiguousarray(values).reshape(-1).view(WORDS[size])
+    if chunk.factor == 1.0:
+        return words
+    assert fragment.dtype in FLOATS
+    scaled = np.empty_like(words)
+    for start in range(0, len(words), casts.PIECE):
+        piece = slice(start, start + casts.PIECE)
+        product = casts.to_float(words[piece], fragment.dtype).astype(np.float64) * chunk.factor
+        casts.round_once(product, fragment.dtype, chunk.name, scaled[piece])
+    return scaled

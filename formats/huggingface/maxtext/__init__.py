@@ -1,0 +1,1 @@
+"""MaxText: checkpoints of Orbax, whose arrays tensorstore reads."""

@@ -1,0 +1,216 @@
+"""Checkpoints of MaxText, read.
+
+    RUN/checkpoints/STEP/_CHECKPOINT_METADATA   when it was saved, and whether its layers are scanned
+    RUN/checkpoints/STEP/items/_METADATA        the names of its arrays (orbax.py)
+
+Of a training that is `params`, `opt_state` and `step` (`params.params.decoder…`); what is made by its
+generate_param_only_checkpoint.py has the parameters alone (`decoder….value`). Nothing in it says how the model
+computes: `config` does, a folder of Hugging Face.
+
+Facts: maxtext 0.2.5 (PyPI), common/checkpointing.py (`save_checkpoint`), common/train_state_nnx.py,
+utils/generate_param_only_checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from math import prod, sqrt
+from pathlib import Path
+from typing import Any
+
+from formats.checkpoint import ASSETS, Checkpoint, Details, Settings
+from formats.disk.chunks import DTYPES, Array, Store, arrays
+from formats.disk.handle import is_elsewhere
+from formats.disk.safetensors import DTYPES as SIZES
+from formats.errors import OptionNeededError, SourceError, UnsupportedError, short, some
+from formats.families.family import Family
+from formats.huggingface import MAXTEXT
+from formats.huggingface import folder as huggingface
+from formats.huggingface.maxtext.orbax import METADATA, Tree, read_tree, tensor_of
+from formats.huggingface.maxtext.tables import FAMILIES, ROOTED, TABLES, slots_of
+from formats.layout.pieces import Scattered, match_pieces, unstacked
+from formats.layout.placed import Placed
+from formats.layout.table import Rule
+from formats.model.spec import ModelSpec
+
+NAME = MAXTEXT.name
+ITEMS = "items"
+"""What MaxText calls all that it saves but the state of its data."""
+PARAMETERS = re.compile(r"(?:params\.params\.)?((?:decoder|token_embedder)\..+?)(?:\.value)?")
+"""The name of a parameter, and what is around it in a state and in parameters alone."""
+STACKED = re.compile(r"decoder\.layers\.(.+)")
+"""Parameters of all layers in one array."""
+OPTIMIZER = "opt_state"
+FRESH = "fresh states of the optimizer"
+EMBEDDING = "token_embedder.embedding"
+LAYERS = 1
+"""The dimension of the layers in such an array (`param_scan_axis`)."""
+SCALINGS = {"default": False, "linear": False, "llama3": True}
+"""Rotary scaling that its classes have: whether neighbours rotate with it. YaRN has both, by `rope_interleave`."""
+
+
+def detect(path: Path) -> bool:
+    """Whether a folder looks like a checkpoint of Orbax with such items."""
+    return (locate(path) / METADATA).is_file()
+
+
+def locate(path: Path) -> Path:
+    """The folder of the arrays: one itself, or that in the folder of a step."""
+    return path if (path / METADATA).is_file() else path / ITEMS
+
+
+def tables() -> dict[str, tuple[Rule, ...]]:
+    """The layouts."""
+    return TABLES
+
+
+def holders(family: Family) -> dict[str, bool]:
+    """It holds the families whose decoders were judged."""
+    return {NAME: family.name in FAMILIES}
+
+
+def read(path: Path, settings: Settings) -> Checkpoint:
+    """Open a checkpoint: the names, shapes and chunks of its arrays.
+
+    Raises:
+        SourceError: arrays are missing, damaged, or of another model than the config says.
+        OptionNeededError: there is no config.
+        UnsupportedError: it is not MaxText's, or of a model that is not read; or tensorstore is not installed.
+    """
+    if is_elsewhere(path):
+        raise UnsupportedError(f"{path} is in a store, where checkpoints of Orbax are not read", "copy it to a disk")
+    home = locate(path)
+    tree = read_tree(home)
+    names = {match[1]: ".".join(name) for name in tree.names if (match := PARAMETERS.fullmatch(".".join(name)))}
+    _require_plain_parameters(names, [".".join(name) for name in tree.names], home)
+    assets = settings.config or next(
+        (folder for folder in (path / ASSETS, path, home) if (folder / "config.json").is_file()), None
+    )
+    config = huggingface.read_config(assets) if assets else None
+    if assets is None or config is None:
+        raise OptionNeededError(
+            f"{home} says nothing of its model but names and shapes",
+            "add --config BASE, a folder of Hugging Face whose config.json describes it",
+            lambda: _contents(path, tree),
+        )
+    spec = huggingface.read_spec(config, assets, settings)
+    neighbours = _neighbours(spec, assets)
+    described = arrays(tree.store, names.values())
+    tensors = dict[str, Scattered]()
+    for key, name in names.items():
+        tensors |= _by_layer(key, name, described[name], tree.store, spec)
+    padded = _rows(tensors[EMBEDDING], spec, home)
+    _, pieces, _ = match_pieces(slots_of(spec, padded, neighbours=neighbours), tensors, (), home)
+    others = [name for name in map(".".join, tree.names) if name not in names.values()]
+    return Checkpoint(
+        path, home, NAME, spec, tuple(_with_root(piece, spec) for piece in pieces),
+        tuple(name for name in others if not name.startswith(OPTIMIZER)), tree.files, {}, assets,
+        Details(fresh=FRESH, shown={"padded_vocab": padded} if padded != spec.vocab else {}),
+        notes=_assumed(spec, neighbours), settings=settings, config=config, padded_vocab=padded,
+        state=(OPTIMIZER,) if any(name.startswith(OPTIMIZER) for name in others) else (),
+    )  # fmt: skip
+
+
+def _contents(path: Path, tree: Tree) -> dict[str, Any]:
+    """What `inspect` can say without a config: all arrays, states of an optimizer among them."""
+    described = arrays(tree.store, map(".".join, tree.names))
+    types = {name: DTYPES.get(array.dtype, array.dtype) for name, array in described.items()}
+    return {
+        "path": str(path),
+        "format": NAME,
+        "topology": {},
+        "containers": dict(Counter(names[0] for names in tree.names)),
+        "dtypes": dict(Counter(types.values())),
+        "tensors": len(described),
+        "files": len(tree.files),
+        "bytes": sum(prod(array.shape) * SIZES.get(types[name], 0) for name, array in described.items()),
+    }
+
+
+def _require_plain_parameters(names: Mapping[str, str], every: list[str], home: Path) -> None:
+    """Refuse what has no parameters of a decoder of MaxText, or more than those.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    if EMBEDDING not in names:
+        raise UnsupportedError(
+            f"{home} is a checkpoint of Orbax, but not of MaxText: it has no {EMBEDDING}, it has {some(every, 3)}",
+            "export it with its trainer",
+        )
+    beside = [name for name in every if name.startswith("params.") and name not in names.values()]
+    if beside:
+        raise UnsupportedError(f"{home} holds {some(beside, 3)} besides a decoder, which is not read")
+
+
+def _rows(embedding: Scattered, spec: ModelSpec, home: Path) -> int:
+    """The rows of the embedding; those above the vocabulary are of no token.
+
+    Raises:
+        SourceError: it has fewer than tokens.
+    """
+    rows = (*embedding.shape, 0)[0]
+    if rows < (spec.vocab or 0):
+        raise SourceError(
+            f"{home}: {EMBEDDING} {list(embedding.shape)} has fewer rows than the config has tokens, {spec.vocab}",
+            "check that the config belongs to these weights",
+        )
+    return rows
+
+
+def _neighbours(spec: ModelSpec, assets: Path) -> bool:
+    """Whether neighbours rotate, and not halves.
+
+    Raises:
+        UnsupportedError: the family is not read, or MaxText's decoder does not compute what the config says.
+    """
+    where = f"{assets / 'config.json'}"
+    if spec.family not in FAMILIES:
+        raise UnsupportedError(f"{where}: a {spec.family} of MaxText is not read; of it are {', '.join(FAMILIES)}")
+    if spec.sliding_window is not None:
+        raise UnsupportedError(
+            f"{where}: sliding_window = {spec.sliding_window}, and MaxText's decoder of {spec.family} has no windows",
+            "if the training saw no longer texts: --set sliding_window=none",
+        )
+    kind = (spec.rope_scaling or {}).get("rope_type", "default")
+    if kind not in SCALINGS:
+        raise UnsupportedError(
+            f"{where}: rope_type = {short(kind)}, with which a checkpoint does not say which rows of a head rotate"
+        )
+    return SCALINGS[kind]
+
+
+def _assumed(spec: ModelSpec, neighbours: bool) -> tuple[str, ...]:
+    """What nothing in the checkpoint says, and is taken."""
+    rows = "neighbours rotate (rope_type: llama3.1)" if neighbours else "halves of a head rotate (rope_type: default)"
+    tied = ", and no logits are divided (normalize_embedding_logits: false)" if spec.tied else ""
+    return (f"the checkpoint says no settings: they are those of the config; {rows}{tied}",)
+
+
+def _by_layer(key: str, name: str, array: Array, store: Store, spec: ModelSpec) -> dict[str, Scattered]:
+    """The tensors that an array is: those of all layers are taken apart.
+
+    Raises:
+        SourceError: it is of another number of layers than the config says.
+    """
+    match = STACKED.fullmatch(key)
+    if match is None:
+        return {key: tensor_of(store, name, array)}
+    if len(array.shape) <= LAYERS or array.shape[LAYERS] != spec.layers:
+        raise SourceError(
+            f"{store.folder}: {key} {list(array.shape)} should have the {spec.layers} layers of the config along its "
+            "second dimension",
+            "check that the config belongs to these weights; another param_scan_axis than 1 is not read",
+        )
+    parts = unstacked(tensor_of(store, name, array, LAYERS), LAYERS)
+    return {f"decoder.layers_{layer}.{match[1]}": part for layer, part in enumerate(parts)}
+
+
+def _with_root(placed: Placed, spec: ModelSpec) -> Placed:
+    """A query without the root in it: it is multiplied when it is read."""
+    chunk = placed.fragment.chunk
+    if ROOTED not in placed.slot.rule.conditions or chunk is None:
+        return placed
+    return placed._replace(fragment=placed.fragment._replace(chunk=chunk._replace(factor=sqrt(spec.head_dim))))

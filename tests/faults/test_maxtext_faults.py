@@ -1,0 +1,250 @@
+"""MaxText's checkpoints that are damaged, not whole, of another model, or none of MaxText: one sentence each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from formats.disk import chunks
+from formats.errors import SourceError
+from formats.huggingface.maxtext import checkpoint
+from formats.registry import open_checkpoint
+from tests.faults.dcp_tools import refused
+
+GOLDEN = Path(__file__).parents[1] / "golden/maxtext"
+QUERY = "params.params.decoder.layers.self_attention.query.kernel"
+
+
+@pytest.fixture(autouse=True)
+def _opened_anew() -> None:
+    """Nothing is remembered of the arrays of another test."""
+    chunks._opened.cache_clear()
+    chunks._context.cache_clear()
+
+
+def copied(tmp_path: Path, name: str) -> Path:
+    """A checkpoint that may be changed, with its config in it."""
+    at = shutil.copytree(GOLDEN / name / "checkpoint", tmp_path / "run/1000")
+    shutil.copy(GOLDEN / name / "config.json", at)
+    return at
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a JSON file."""
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def data(at: Path) -> list[Path]:
+    """The files with values, the largest first."""
+    return sorted((at / "items").glob("ocdbt.process_*/d/*"), key=lambda path: -path.stat().st_size)
+
+
+def test_a_file_of_data_is_missing(convert, tmp_path):
+    at = copied(tmp_path, "llama_state")
+    for path in data(at)[:2]:
+        path.unlink()
+    refused(convert("maxtext2hf", at, tmp_path / "out"), 3, f"{at / 'items'} holds no sound array params.params.")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_of_data_is_cut_off(convert, tmp_path):
+    at = copied(tmp_path, "llama_state")
+    for path in data(at)[:2]:
+        path.write_bytes(path.read_bytes()[:1000])
+    refused(convert("maxtext2hf", at, tmp_path / "out"), 3, "holds no sound array params.params.", "cut off?")
+
+
+@pytest.mark.parametrize("where", ["manifest.ocdbt", "d"])
+def test_a_flipped_byte_of_the_tree(convert, tmp_path, where):
+    """Manifest and nodes have checksums; the chunks themselves have none."""
+    at = copied(tmp_path, "llama_state")
+    path = at / "items" / where
+    path = path if path.is_file() else next(path.iterdir())
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+    refused(convert("maxtext2hf", at, tmp_path / "out"), 3, "holds no sound array", "DATA_LOSS")
+
+
+def test_the_tree_is_missing(convert, tmp_path):
+    at = copied(tmp_path, "llama_state")
+    (at / "items/manifest.ocdbt").unlink()
+    refused(convert("inspect", at), 3, "items lacks manifest.ocdbt, the tree of its arrays")
+
+
+@pytest.mark.parametrize(("name", "chunk"), [("mistral_files", "c/0/0/0/0"), ("qwen3_files_zarr2", "0.0.0")])
+def test_a_chunk_of_a_folder_is_missing_and_no_zeros(convert, tmp_path, name, chunk):
+    at = copied(tmp_path, name)
+    folder = next((at / "items").glob("*self_attention.query.kernel.value"))
+    (folder / chunk).unlink()
+    refused(convert("maxtext2hf", at, tmp_path / "out"), 3, f"holds no sound array {folder.name}", chunk)
+
+
+def test_an_array_is_missing(convert, tmp_path):
+    at = copied(tmp_path, "mistral_files")
+    folder = next((at / "items").glob("*self_attention.query.kernel.value"))
+    shutil.rmtree(folder)
+    refused(convert("inspect", at), 3, f"holds no sound array {folder.name}: NOT_FOUND")
+    changed(at / "items/_METADATA", lambda text: drop(text, "query"))
+    refused(
+        convert("inspect", at), 3, "3 tensors are missing: decoder.layers_0.self_attention.query.kernel [32, 4, 16]"
+    )
+
+
+def drop(metadata: dict[str, Any], name: str) -> None:
+    """Forget the arrays with a name."""
+    entries = metadata["tree_metadata"]
+    for key in [key for key in entries if f"'{name}'" in key]:
+        del entries[key]
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"num_hidden_layers": 4}, ("decoder.layers.", "should have the 4 layers of the config")),
+        ({"hidden_size": 64}, ("but the configuration implies",)),
+        ({"num_key_value_heads": 4}, ("self_attention.key.kernel has shape [32, 2, 16]", "implies [32, 4, 16]")),
+        (
+            {"vocab_size": 100},
+            ("token_embedder.embedding [96, 32] has fewer rows than the config has tokens, 100",),
+        ),
+        ({"tie_word_embeddings": True}, ("decoder.logits_dense.kernel", "have no place in this model")),
+    ],
+)
+def test_the_config_is_of_another_model(convert, tmp_path, change, parts):
+    at = copied(tmp_path, "llama_state")
+    changed(at / "config.json", lambda config: config.update(change))
+    refused(convert("maxtext2hf", at, tmp_path / "out"), 3, *parts)
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (
+            {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]},
+            ("a gemma2 of MaxText is not read", "qwen3"),
+        ),
+        (
+            {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 16},
+            ("sliding_window = 16, and MaxText's decoder of mistral has no windows", "--set sliding_window=none"),
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+            ("rope_type = 'yarn', with which a checkpoint does not say which rows of a head rotate",),
+        ),
+    ],
+)
+def test_a_model_that_is_not_read(convert, tmp_path, change, parts):
+    at = copied(tmp_path, "llama_state")
+    changed(at / "config.json", lambda config: config.update(change))
+    refused(convert("maxtext2hf", at, tmp_path / "out"), 4, *parts)
+
+
+def test_without_a_config(convert, tmp_path):
+    refused(
+        convert("maxtext2hf", GOLDEN / "mixtral/checkpoint", tmp_path / "out"), 3, "names and shapes", "--config BASE"
+    )
+    looked = json.loads(convert("inspect", GOLDEN / "llama_state/checkpoint", "--json").out)
+    assert looked["containers"] == {"nnx_aux": 12, "opt_state": 26, "params": 12, "step": 1}
+
+
+def test_without_tensorstore(convert, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorstore", None)
+    ran = convert("maxtext2hf", GOLDEN / "mixtral/checkpoint", tmp_path / "out", "--config", GOLDEN / "mixtral")
+    refused(ran, 4, "which the package tensorstore reads", "pip install 'vitruvian[orbax]'")
+
+
+def test_a_folder_of_any_name(convert, tmp_path):
+    """Names go to tensorstore as they are, and are no addresses there."""
+    at = copied(tmp_path, "llama_state").rename(tmp_path / "a b%20?#*[é]")
+    ran = convert("maxtext2hf", at, tmp_path / "out")
+    assert ran.code == 0, ran.err
+
+
+def test_another_programs_checkpoint_of_orbax(convert, tmp_path):
+    at = copied(tmp_path, "llama_state")
+    changed(at / "items/_METADATA", lambda text: drop(text, "token_embedder"))
+    refused(convert("inspect", at), 4, "is a checkpoint of Orbax, but not of MaxText")
+
+
+def test_parameters_of_more_than_a_decoder(convert, tmp_path):
+    at = copied(tmp_path, "llama_state")
+
+    def towered(text: dict[str, Any]) -> None:
+        names = ("params", "params", "vision_encoder", "kernel")
+        entry = {"key_metadata": [{"key": name, "key_type": 2} for name in names]}
+        text["tree_metadata"][str(names)] = entry | {"value_metadata": {"value_type": "jax.Array"}}
+
+    changed(at / "items/_METADATA", towered)
+    refused(convert("inspect", at), 4, "holds params.params.vision_encoder.kernel besides a decoder")
+
+
+def test_chunks_of_zeros_that_were_left_out(convert, tmp_path):
+    at = copied(tmp_path, "llama_state")
+    changed(at / "items/_METADATA", lambda text: text.update(store_array_data_equal_to_fill_value=False))
+    refused(convert("inspect", at), 4, "left out chunks of zeros")
+
+
+@pytest.mark.parametrize("name", ["..", "", "a/b", "a\0b"])
+def test_names_that_lead_elsewhere(tmp_path, name):
+    at = copied(tmp_path, "mistral_files")
+
+    def renamed(text: dict[str, Any]) -> None:
+        next(iter(text["tree_metadata"].values()))["key_metadata"][0]["key"] = name
+
+    changed(at / "items/_METADATA", renamed)
+    with pytest.raises(SourceError, match="without sound names"):
+        open_checkpoint(at)
+
+
+@pytest.mark.parametrize("change", [{"tree_metadata": {}}, {"tree_metadata": {"a": 1}}, {"use_ocdbt": 1}])
+def test_metadata_that_is_none(tmp_path, change):
+    at = copied(tmp_path, "llama_state")
+    changed(at / "items/_METADATA", lambda text: text.update(change))
+    with pytest.raises(SourceError, match="_METADATA"):
+        open_checkpoint(at)
+
+
+def test_an_array_of_too_many_chunks(tmp_path):
+    at = copied(tmp_path, "qwen3_files_zarr2")
+    array = next((at / "items").glob("*embedding.value")) / ".zarray"
+    changed(array, lambda text: text.update(shape=[1 << 40, 32], chunks=[1, 32]))
+    with pytest.raises(SourceError, match=r"is in 1099511627776 chunks of \[1, 32\]"):
+        open_checkpoint(at)
+
+
+def test_a_chunk_that_is_larger_than_its_array(tmp_path):
+    """It would be decoded whole."""
+    at = copied(tmp_path, "qwen3_files_zarr2")
+    array = next((at / "items").glob("*embedding.value")) / ".zarray"
+    changed(array, lambda text: text.update(chunks=[1 << 30, 1 << 30]))
+    with pytest.raises(SourceError, match="no part of it"):
+        open_checkpoint(at)
+
+
+def test_no_command_writes_it(convert, tmp_path):
+    refused(
+        convert("to", "maxtext", GOLDEN / "converted_llama31/hf", tmp_path / "out"),
+        2,
+        "no command writes",
+        "to_maxtext",
+    )
+
+
+def test_a_part_of_one(convert, tmp_path):
+    at = copied(tmp_path, "llama_state")
+    refused(convert("inspect", at / "items/ocdbt.process_0"), 4, "a part of a checkpoint of Orbax", "_METADATA")
+    refused(convert("inspect", at.parent), 3, "holds 1 checkpoint", f"name one: {at}")
+
+
+def test_one_in_a_store(convert, monkeypatch):
+    monkeypatch.setattr(checkpoint, "is_elsewhere", lambda path: True)
+    refused(convert("inspect", GOLDEN / "mixtral/checkpoint"), 4, "is in a store", "copy it to a disk")

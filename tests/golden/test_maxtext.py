@@ -1,0 +1,79 @@
+"""MaxText: what it saved has its own logits, and what its converter made of a model is that model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from formats.huggingface.maxtext.tables import TABLES
+from tests.golden.test_coverage import lines, used
+
+HERE = Path(__file__).with_name("maxtext")
+CASES = (
+    "llama_state", "llama31_zarr2", "mistral_files", "qwen2_tied", "qwen3_files_zarr2", "mixtral",
+    "qwen3_moe",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_its_logits(convert, tmp_path, name):
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    out, golden = tmp_path / "out", np.load(HERE / name / "logits.npz")
+    ran = convert("maxtext2hf", HERE / name / "checkpoint", out, "--config", HERE / name)
+    assert ran.code == 0, ran.err
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)(torch.tensor(golden["ids"])).logits
+    scale = np.abs(golden["logits"]).max()
+    assert np.abs(logits.numpy() - golden["logits"]).max() < 1e-5 * max(1, scale)
+    assert scale > 1
+
+
+@pytest.mark.parametrize("name", ["converted_llama31", "converted_qwen3_moe"])
+def test_what_its_converter_made_of_a_model_is_that_model(convert, name):
+    """Bit for bit; and no logits tell whether a root is in a query that has a norm."""
+    source, hf = HERE / name / "checkpoint", HERE / name / "hf"
+    ran = convert("diff", hf, source, "--config", hf)
+    assert ran.code == 0, ran.err
+
+
+def test_every_line_was_written_by_maxtext():
+    """Each row in some table; and each pattern of a rotated or rooted row that differs between the tables."""
+    seen = set().union(*(used(HERE / name / "checkpoint", HERE / name) for name in CASES))
+    keys = {key for table in TABLES.values() for key, _ in lines(table)}
+    assert keys - {key for key, _ in seen} == set()
+    halves, neighbours = lines(TABLES["maxtext (halves)"]), lines(TABLES["maxtext (neighbours)"])
+    turned = {key.rpartition(".")[0].rpartition(".")[2] for key, pattern in neighbours - seen if "pair" in pattern}
+    assert halves - seen == set()
+    assert turned == {"query", "key", "query_norm", "key_norm"}, "biases and norms of heads whose neighbours rotate"
+
+
+def test_into_every_other_format_and_the_same_from_each(convert, tmp_path):
+    source, config = HERE / "llama_sharded/checkpoint", HERE / "llama_sharded"
+    for command, options in {
+        "hf2megatron": ["--tp", 2, "--pp", 3],
+        "hf2fsdp": ["--ranks", 3],
+        "hf2neox": ["--tp", 2],
+        "hf2nanotron": [],
+    }.items():
+        out = tmp_path / command
+        ran = convert(command, source, out, "--config", config, *options)
+        assert ran.code == 0, ran.err
+        assert convert("diff", source, out, "--config", config).code == 0, command
+
+
+def test_what_is_said_of_it(convert):
+    ran = convert("inspect", HERE / "llama_state/checkpoint", "--config", HERE / "llama_state", "--json")
+    record = json.loads(ran.out)
+    assert record["format"] == "maxtext"
+    assert any("halves of a head rotate" in note for note in record["notes"])
+    assert any("not opt_state" in note for note in record["notes"])
+    source = HERE / "llama_sharded/checkpoint"
+    items = convert("inspect", HERE / "llama_state/checkpoint/items", "--config", HERE / "llama_state", "--json")
+    assert json.loads(items.out)["parameters"] == record["parameters"]
+    planned = convert("plan", "--to", "huggingface", source, "--config", source.parent)
+    assert "multiply by the root of the head dimension" in planned.out, planned.err

@@ -15,7 +15,7 @@ from converters.assets.files import config_text
 from converters.plan import agreement
 from formats.checkpoint import Checkpoint
 from formats.disk.safetensors import DTYPES, Fragment
-from formats.errors import UnsupportedError
+from formats.errors import SourceError, UnsupportedError
 from formats.huggingface import HUGGINGFACE
 from formats.layout.columns import Cut
 from formats.layout.placed import Placed
@@ -122,6 +122,22 @@ def in_files(source: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     return _renamed(source, spec, config, names, "the name that transformers saves it under")
 
 
+def under(source: Checkpoint, config: Mapping[str, Any], new: Mapping[str, str]) -> Checkpoint:
+    """A checkpoint with some of its tensors under other names of files, by those that they have.
+
+    Raises:
+        SourceError: two of them would have one name.
+    """
+    spec = source.spec
+    assert isinstance(spec, Verbatim)
+    shapes = {new.get(name, name): shape for name, shape in spec.shapes.items()}
+    if len(shapes) < len(spec.shapes):
+        twice = next(name for name, other in new.items() if name != other and other in spec.shapes)
+        raise SourceError(f"{source.root} holds {new[twice]} twice: {twice} is another name of it")
+    moves = {old: [_whole(old, shape)._replace(name=new.get(old, old))] for old, shape in spec.shapes.items()}
+    return _renamed(source, spec, config, Names(shapes, moves), "the name that files of the Hub have")
+
+
 def by_memory(source: Checkpoint, slots: Mapping[str, Slot]) -> dict[str, Slot]:
     """The slots of tensors in files by the names that the tensors have in memory.
 
@@ -148,15 +164,25 @@ def shared(source: Checkpoint, spec: Verbatim) -> set[str]:
 
 
 def alike(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
-    """Two checkpoints of models without a table, both with tensor names of files where their names differ."""
+    """Two checkpoints of models without a table, both with tensor names of files where their names differ.
+
+    If their files are of versions of transformers with different names, both have the names in memory.
+    """
     specs = first.spec, second.spec
-    if not all(isinstance(spec, Verbatim) for spec in specs) or {*specs[0].boxes()} == {*specs[1].boxes()}:
+    if not all(isinstance(spec, Verbatim) for spec in specs) or _boxes(first) == _boxes(second):
         return first, second
     left, right = (
         each if each.format == HUGGINGFACE.name else in_files(each, json.loads(config_text(each, None)))
         for each in (first, second)
     )
+    if _boxes(left) != _boxes(right):
+        inner, other = (in_memory(each, json.loads(config_text(each, None))) for each in (left, right))
+        left, right = (inner, other) if _boxes(inner) == _boxes(other) else (left, right)
     return left, right
+
+
+def _boxes(source: Checkpoint) -> set[tuple[str, int | None, tuple[int, ...]]]:
+    return {*source.spec.boxes()}
 
 
 def _asked(source: Checkpoint, config: Mapping[str, Any]) -> Answer | None:
@@ -202,7 +228,9 @@ def _renamed(source: Checkpoint, spec: Verbatim, config: Mapping[str, Any], name
     new = replace(new, copies={copy: original for copy, original in new.copies.items() if copy in names.shapes})
     tensors = tuple(part for placed in source.fragments() for part in _parts(placed, spec, new, names))
     remarks = tuple(original for original in spec.remarks if original != untabled.FUSED_NOTE or original in new.remarks)
-    return replace(source, tensors=tensors, spec=replace(new, remarks=remarks, under=under), original=source)
+    return replace(
+        source, tensors=tensors, spec=replace(new, remarks=remarks, under=under), original=source.original or source
+    )
 
 
 def _whole(name: str, shape: tuple[int, ...]) -> Move:

@@ -182,19 +182,24 @@ def _whole(
 ) -> Plan:
     """A plan that writes a model of images for Megatron-Bridge."""
     from formats.megatron import torch_dist, whole
+    from formats.megatron.args.vision import VISIONS
     from formats.megatron.details import Megatron
 
     text = assets.config_text(source, _cast_to(request))
     config, compared = json.loads(text), agreement.notes(source, source.spec, text)
     source = source if source.format == HUGGINGFACE.name else names.in_files(source, config)
     assert isinstance(source.spec, Verbatim)
+    on_hub = VISIONS[source.spec.family].on_hub
+    source = names.under(source, config, {key: on_hub(key) for key in source.spec.shapes})
+    assert isinstance(source.spec, Verbatim)
     model = whole.of(source.spec, config, str(source.root))
+    notes = model.notes(options.accepted)
     saved = source.details.args if isinstance(source.details, Megatron) else {}
     args, dtypes = assets.dropouts_of(source) | dict(args or saved), cast_dtypes(source, request.cast)
     target = torch_dist.write(request.root, model.text, dtypes, options, args=args, iteration=iteration, model=model)
     texts, copies = _inside(source, request, ASSETS)
     plan = make_plan(source, replace(target, texts={**target.texts, **texts}, copies=copies), request.cast)
-    return replace(plan, notes=(*model.notes, *compared))
+    return replace(plan, notes=(*notes, *compared))
 
 
 def plan_neox(source: Checkpoint, request: Request, options: neox_writer.Options) -> Plan:

@@ -39,8 +39,9 @@ that fits counts."""
 WHOLES = {
     "aria": "aria_text", "aya_vision": "cohere2", "cohere2_vision": "cohere2", "deepseek_vl": "llama",
     "deepseek_vl_hybrid": "llama", "exaone4_5": "exaone4", "fuyu": "persimmon", "gemma3": "gemma3_text",
-    "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text", "got_ocr2": "qwen2",
-    "hyperclovax_vision_v2": "hyperclovax", "idefics2": "mistral", "idefics3": "llama", "internvl": "qwen2",
+    "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text", "glm4v_moe": "glm4v_moe_text",
+    "got_ocr2": "qwen2", "hyperclovax_vision_v2": "hyperclovax", "idefics2": "mistral", "idefics3": "llama",
+    "internvl": "qwen2",
     "kimi_k25": "deepseek_v3", "lfm2_vl": "lfm2", "lfm3_vl": "lfm3", "lighton_ocr": "qwen3",
     "llama4": "llama4_text", "llava": "llama", "llava_next": "llama", "llava_next_video": "llama",
     "llava_onevision": "qwen2", "minimax_m3_vl": "minimax_m3_vl_text", "mistral3": "mistral", "ovis2": "qwen2",
@@ -111,7 +112,9 @@ QWEN3_VL_MOE = {
     "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 128000,
     "moe_intermediate_size": 1408, "num_experts num_local_experts": 60, "num_experts_per_tok": 4, "rope_theta": 5e5,
 }  # fmt: skip
+GLM4V_MOE = {"vocab_size": 151424, "max_position_embeddings": 65536, "attention_bias": True}
 SAME = {
+    **dict.fromkeys(("glm4v_moe_text", "Glm4vMoe_text"), Same("glm4_moe", GLM4V_MOE, {"use_qk_norm": False})),
     "kimi_k2": Same("deepseek_v3", {}),
     "qwen2_vl_text": Same("qwen2", QWEN2_VL),
     "qwen2_5_vl_text": Same("qwen2", QWEN2_VL),

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 TOWER = "megatron-core has no tower of images"
 LAYERS = "megatron-core has one number of heads and one size of them for all layers, and this model two"
 REASONS: Mapping[str, str] = {
-    **dict.fromkeys(("gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), TOWER),
+    **dict.fromkeys(("gemma3", "glm4v_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), TOWER),
     "gemma4": f"{LAYERS}; nor has it embeddings for each layer, or keys and values that layers share",
     "gemma4_unified": f"{LAYERS}; nor has it keys and values that layers share",
     "minimax_m3_vl": "megatron-core has no attention to blocks of keys that an indexer chooses",

@@ -324,7 +324,7 @@ def write(
     ranks = model.stored(ranks) if model else ranks
     ranks = [[*chain.from_iterable(ranks)]] if options.archive else ranks
     states = _extra_states(spec, options.norm)
-    extra = dict.fromkeys(model.named(states) if model else states, packed([None]))
+    extra = dict.fromkeys(model.states(states) if model else states, packed([None]))
     files, metadata = dcp_writer.layout(root / folder, ranks, dtypes, objects=extra)
     kinds = spread(wanted, options.mesh.ep) if optimizer else frozenset[bool]()
     if optimizer and kinds:

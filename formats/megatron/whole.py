@@ -8,7 +8,7 @@ tensors of the files.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from formats.layout.leaves import Leaf
 from formats.layout.pieces import Scattered, match_pieces
 from formats.layout.placed import Placed, match
 from formats.layout.slots import ALONE, ORIGINAL
+from formats.megatron.args import providers
 from formats.megatron.args.vision import HEAD, PREFIX, VISIONS, Vision
 from formats.megatron.chained_optimizer import CHAINED
 from formats.model import untabled
@@ -60,10 +61,11 @@ class Whole:
         """Those of its class beside its language model's."""
         return self.vision.said(self.config)
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What the user should know."""
-        return (f"these files are for Megatron-Bridge's {self.vision.name} alone: megatron-core has no tower",)
+    def notes(self, accept: Collection[str]) -> tuple[str, ...]:
+        """What the user should know. Args and errors are those of `Vision.deviations`."""
+        only = f"these files are for Megatron-Bridge's {self.vision.name} alone: megatron-core has no tower"
+        deviations = self.vision.deviations(accept, f"Megatron-Bridge's {self.vision.name}")
+        return (only, *providers.of_release(self.text), *deviations)
 
     def padded(self, tp: int, first: int) -> int:
         """The rows of its embedding, which its class does not pad. Args and errors are those of `Vision.require`."""
@@ -74,17 +76,17 @@ class Whole:
         """The element types of the tensors of Megatron, of those of its files."""
         return {of: known[homes[0][0], None] for of, homes in self.homes.items()}
 
-    def named(self, names: Iterable[str]) -> Iterator[str]:
-        """The names of what belongs to its language model, by those in one alone."""
-        return (PREFIX + name for name in names)
+    def states(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The entries without elements that its class asks for, by those of the language model alone."""
+        return (*(PREFIX + name for name in names), *self.vision.states)
 
     def stored(self, ranks: list[list[dcp_writer.Stored]]) -> list[list[dcp_writer.Stored]]:
         """What the ranks hold of the language model, and the first one of the tower."""
         ranks = [[stored._replace(name=PREFIX + stored.name) for stored in each] for each in ranks]
         for key, shape in self.spec.shapes.items():
-            name = self.vision.in_bridge(key)
-            if name is not None:
-                ranks[0].append(dcp_writer.whole(untabled.slot(name, name, shape, ORIGINAL), name))
+            placed = _of_tower(self.vision, key, shape)
+            if placed is not None:
+                ranks[0].append(dcp_writer.whole(placed.slot, placed.key))
         return ranks
 
     def written(self, files: Iterable[OutputFile]) -> list[OutputFile]:
@@ -121,11 +123,26 @@ def of(spec: Verbatim, config: Mapping[str, Any], where: str) -> Whole:
     placed, _ = match(huggingface.model_slots(text, upright), {ALONE: upright}, (), Path(where))
     homes = _homes(placed, part.names)
     for key, shape in spec.shapes.items():
-        name = vision.in_bridge(key)
-        if name is not None:
-            slot = untabled.slot(name, name, shape, ORIGINAL)
-            homes |= _homes([Placed(name, slot, fragments[key])], {name: key})
+        tensor = _of_tower(vision, key, shape)
+        if tensor is not None:
+            homes |= _homes([tensor], {tensor.key: key})
     return Whole(vision, config, spec, text, homes)
+
+
+def _of_tower(vision: Vision, key: str, shape: Shape) -> Placed | None:
+    """A tensor of a tower under its name in Megatron-Bridge, as it is in one of files; None if it is of no tower.
+
+    Args:
+        vision: the class.
+        key: the name in files.
+        shape: the shape there.
+    """
+    name, steps = vision.in_bridge(key), row_major(shape)
+    if name is None:
+        return None
+    if key in vision.turned:
+        shape, steps = shape[::-1], steps[::-1]
+    return Placed(name, untabled.slot(name, name, shape, ORIGINAL), Fragment(NOWHERE, 0, "F32", shape, steps))
 
 
 def _require_names(vision: Vision, spec: Verbatim, names: Mapping[str, str], where: str) -> None:
@@ -241,6 +258,8 @@ def joined(
 
     Raises:
         SourceError: a tensor is of no tower, or there is no config.
+        UnsupportedError: its tower is that of a later release.
+        RefusedError: its class computes something else than transformers.
     """
     if settings.only:
         return replace(text, left=tuple(tower))
@@ -251,7 +270,11 @@ def joined(
         )
     assert isinstance(text.spec, ModelSpec)
     shapes, homes = dict[str, Shape](), dict[tuple[str, int | None], list[tuple[str, Leaf]]]()
-    slots = [slot for slot in huggingface.model_slots(text.spec, memory=True) if not slot.replica]
+    slots = [
+        slot
+        for slot in huggingface.model_slots(text.spec, memory=vision.kind in untabled.FUSED_ON_HUB)
+        if not slot.replica
+    ]
     for slot in slots:
         key = vision.in_files(slot.keys[0])
         turned = untabled.hidden_axis(vision.kind, key) is not None
@@ -263,17 +286,27 @@ def joined(
         for of_tensor, where in _homes([Placed(key, slot, fragment)], {key: key}).items():
             homes.setdefault(of_tensor, []).extend(where)
     placed: list[Placed] = [*text.tensors]
+    later = sorted(name for name in tower if name.startswith(vision.later))
+    if later:
+        raise UnsupportedError(
+            f"{text.home} holds {later[0]}: from 0.4.0 on Megatron-Bridge gives a {vision.kind} a tower of "
+            "megatron-core's layers, which is not read",
+            "export it with its own AutoBridge.export_ckpt, or take --only text",
+        )
     odd = sorted(name for name in tower if vision.of_tower(name) is None)
     if odd:
         raise SourceError(f"{text.home} holds {odd[0]}, which is of no part of a {vision.kind}")
     for name, tensor in tower.items():
         key = str(vision.of_tower(name))
-        shapes[key] = tensor.shape
-        slot = untabled.slot(name, name, tensor.shape, ORIGINAL)
-        homes |= _homes([Placed(name, slot, tensor.whole)], {name: key})
-        placed += match_pieces([slot], {name: tensor}, (), text.home)[1]
+        shapes[key] = tensor.shape[::-1] if key in vision.turned else tensor.shape
+        there = _of_tower(vision, key, shapes[key])
+        assert there is not None
+        homes |= _homes([there], {name: key})
+        placed += match_pieces([there.slot], {name: tensor}, (), text.home)[1]
+    notes = vision.deviations(settings.accept, str(text.home))
     stated = {name: value for name, value in settings.values.items() if name in ("tied", "vocab")}
     spec = untabled.describe(dict(config), shapes, stated | {"vocab": text.spec.vocab}, WHY)
+    spec = replace(spec, remarks=(*spec.remarks, *text.spec.notes, *notes))
     return replace(
         text,
         spec=spec,

@@ -241,6 +241,14 @@ def test_an_epsilon_that_is_no_number(convert, tmp_path, epsilon):
         refused(convert("megatron2hf", run, tmp_path / "no", *options), 3, "norm_epsilon")
 
 
+def test_a_window_of_a_later_release(convert, base, tmp_path):
+    """From 0.4.0 on Bridge takes one off the field itself: a file of such a release has fields that 0.3.1 has not."""
+    later = dict.fromkeys(("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_mscale"))
+    run = with_fields(tmp_path / "run", lambda model: model.update(later))
+    refused(convert("megatron2hf", run, tmp_path / "no"), 4, "from 0.4.0 on", "window_size", "export_ckpt")
+    assert "release 0.3.1: from 0.4.0 on" in convert("hf2megatron", base, tmp_path / "out", *BRIDGE).err
+
+
 def test_a_config_that_says_another_window(convert, base, tmp_path):
     """Bridge's import makes a window of 8 tokens one of 9; what was trained is not what the base says."""
     run = with_fields(tmp_path / "run", lambda model: model.update(window_size=8))

@@ -19,9 +19,11 @@ from tests.golden.test_only_text import TEXTS, build, save
 REAL = Path(__file__).with_name("bridge")
 ITERATION = "iter_0000005"
 BRIDGE = ("--format", "torch_dist", "--for", "bridge")
-KINDS = {"qwen2_5_vl": "Qwen25VLModel", "qwen3_vl": "Qwen3VLModel", "qwen3_vl_moe": "Qwen3VLMoEModel"}
+KINDS = {"qwen2_5_vl": "Qwen25VLModel", "qwen3_vl": "Qwen3VLModel", "qwen3_vl_moe": "Qwen3VLMoEModel",
+         "glm4v_moe": "GLM45VModel"}  # fmt: skip
 """Model type: its class in Megatron-Bridge, without `Provider`."""
-TOWERS = {"qwen2_5_vl": "visual.", "qwen3_vl": "vision_model.", "qwen3_vl_moe": "vision_model."}
+TOWERS = {"qwen2_5_vl": "visual.", "qwen3_vl": "vision_model.", "qwen3_vl_moe": "vision_model.",
+          "glm4v_moe": "visual."}  # fmt: skip
 
 
 def differences(
@@ -74,9 +76,10 @@ def test_its_logits(convert, tmp_path, kind):
         config["vision_config"] |= {"hidden_act": "relu", "deepstack_visual_indexes": [1, 0]}
 
     def other_sections(config: dict[str, Any]) -> None:
-        (config.get("text_config") or config)["rope_scaling"]["mrope_section"] = (
-            [0, 1, 1] if kind == "qwen2_5_vl" else [4, 0, 0]
-        )
+        (config.get("text_config") or config)["rope_scaling"]["mrope_section"] = {
+            "qwen2_5_vl": [0, 1, 1],
+            "glm4v_moe": [0, 1, 1],
+        }.get(kind, [4, 0, 0])
 
     for change in (another_tower, other_sections):
         seen, read = differences(base, kind, change)
@@ -112,6 +115,7 @@ def test_what_it_loads(convert, tmp_path, kind, topology):
             "torch_dtype",
         }
     sizes = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "rope_scaling_factor"}  # which is of nothing
+    sizes |= {"mtp_num_layers"} if kind == "glm4v_moe" else set()  # none, which is no number of layers
     assert {name for name in written if written[name] != known[name]} <= sizes
     assert not (run / "megatron_flags.txt").exists()
     assert convert("megatron2hf", run, tmp_path / "back").code == 0
@@ -245,11 +249,15 @@ def test_where_it_does_not_go(convert, tmp_path, kind):
 
 
 def test_other_models_of_images(convert, tmp_path):
-    """Gemma 3 has a class in Bridge that is not written, and of Mistral 3 none is known here."""
-    for kind, message in (("gemma3", "a projector with a configuration of its own"), ("mistral3", "--only text")):
-        ran = convert("hf2megatron", save(build(kind, True), tmp_path / kind), tmp_path / "no", *BRIDGE)
-        refused(ran, 4, "has no Megatron layout", message)
+    """Each for a reason of its own."""
+    reasons = {"mistral3": "what 5 alone has", "qwen3_5": "from 0.4.0 on", "kimi_k25": "from its repository"}
+    for kind, why in reasons.items():
+        ran = convert("hf2megatron", save(build(kind, False), tmp_path / kind), tmp_path / "no", *BRIDGE)
+        refused(ran, 4, "has no Megatron layout", why, "--only text")
         assert "writes it for Megatron-Bridge" not in ran.err
+    path = tmp_path / "kimi_k25/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "NemotronH_Nano_VL_V2"}))
+    refused(convert("hf2megatron", path.parent, tmp_path / "no", *BRIDGE), 4, "the sizes of its tower in code")
 
 
 def test_features_behind_the_first_stage(convert, tmp_path):
@@ -291,6 +299,25 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
 def test_fields_that_the_config_contradicts(convert, tmp_path, message):
     run = with_fields("qwen3_vl", tmp_path / "run", **CONTRADICTIONS[message])
     ran = convert("megatron2hf", run, tmp_path / "no", "--config", REAL / "qwen3_vl")
+    assert ran.code in (3, 4, 5), ran.err
+    assert message in ran.err
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("video_start_token_id: 151341 | 56", {"video_start_token_id": 151341}),
+        ("mrope_section: [8, 12, 12] | [1, 0, 1]", {"mrope_section": [8, 12, 12]}),
+        ("vision_config.image_size: 336 | 16", {"vision_config": {"image_size": 336}}),
+        ("mtp", {"mtp_num_layers": 1}),
+        ("moe_router_score_function", {"moe_router_score_function": "softmax"}),
+    ],
+)
+def test_what_bridge_imports_of_other_models(convert, tmp_path, message, changes):
+    """Bridge's import of a GLM-4.5V has the tokens and sections of the released one, whatever its config says."""
+    run = with_fields("glm4v_moe", tmp_path / "run", **changes)
+    ran = convert("megatron2hf", run, tmp_path / "no", "--config", REAL / "glm4v_moe")
     assert ran.code in (3, 4, 5), ran.err
     assert message in ran.err
     assert not (tmp_path / "no").exists()
@@ -348,11 +375,19 @@ def test_a_config_of_another_model(convert, tmp_path):
     refused(ran, 3, "'qwen2_5_vl'", "is of a qwen3_vl", "--config")
 
 
-def test_tensors_of_no_tower(convert, tmp_path):
+@pytest.mark.parametrize(
+    ("new", "code", "message"),
+    [
+        ("audio.norm.weight", 3, "audio.norm.weight, which is of no part of a qwen3_vl"),
+        ("vision_model.decoder.layers.mlp.linear_fc1.weight", 4, "from 0.4.0 on"),
+    ],
+)
+def test_tensors_of_no_tower(convert, tmp_path, new, code, message):
+    """Of none at all, and of that which later releases have."""
     run = shutil.copytree(REAL / "qwen3_vl", tmp_path / "run")
     name = "vision_model.merger.norm.weight"
 
-    def rename(metadata: Any, new: str) -> None:
+    def rename(metadata: Any) -> None:
         metadata.state_dict_metadata = {
             new if key == name else key: about for key, about in metadata.state_dict_metadata.items()
         }
@@ -361,9 +396,8 @@ def test_tensors_of_no_tower(convert, tmp_path):
             for index, where in metadata.storage_data.items()
         }
 
-    edit(run / ITERATION, lambda metadata: rename(metadata, "audio.norm.weight"))
-    ran = convert("megatron2hf", run, tmp_path / "no", "--config", REAL / "qwen3_vl")
-    refused(ran, 3, "audio.norm.weight, which is of no part of a qwen3_vl")
+    edit(run / ITERATION, rename)
+    refused(convert("megatron2hf", run, tmp_path / "no", "--config", REAL / "qwen3_vl"), code, message)
 
 
 def test_no_adapter_of_it(convert, tmp_path):

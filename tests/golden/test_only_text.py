@@ -13,6 +13,7 @@ from tests.fuzz.architectures import smaller
 from tests.models import files, settings_of
 
 IMAGES: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]}
+PART = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
 VL = {**settings_of("qwen3"), "rope_parameters": IMAGES}
 MIXTURE = {**settings_of("qwen3_moe"), "rope_parameters": {**IMAGES, "mrope_interleaved": True}}
 TEXTS = {
@@ -23,13 +24,14 @@ TEXTS = {
     "qwen3_5_moe": settings_of("qwen3_5_moe_text"),
     "gemma3": settings_of("gemma3"),
     "gemma4": settings_of("gemma4_text"),
+    "glm4v_moe": {**settings_of("glm4_moe_air"), "model_type": "glm4v_moe_text", "rope_parameters": PART},
     "gemma4_unified": settings_of("gemma4_unified_text"),
     "mistral3": settings_of("ministral3"),
     "llama4": settings_of("llama4_text"),
     "kimi_k25": settings_of("deepseek_v3"),
     "minimax_m3_vl": settings_of("minimax_m3_vl_text"),
 }
-"""Model type of the whole: the settings of its text. Four have names of their own, two have a text without a class."""
+"""Model type of the whole: the settings of its text. Five have names of their own, two have a text without a class."""
 IDS = range(3, 21)
 
 
@@ -45,7 +47,7 @@ def build(kind: str, tied: bool, **settings: Any) -> Any:
     config = smaller(CONFIG_MAPPING[kind](**tower).to_dict())
     text = {**(settings if "model_type" in settings else TEXTS[kind] | settings), "tie_word_embeddings": tied}
     config |= {"text_config": text, "tie_word_embeddings": tied, "architectures": [CLASSES[kind]]}
-    if kind.startswith("qwen"):
+    if "out_hidden_size" in config["vision_config"]:
         config["vision_config"]["out_hidden_size"] = text["hidden_size"]
     config.pop("projection_hidden_size", None)
     model = getattr(transformers, CLASSES[kind])(CONFIG_MAPPING[kind].from_dict(config)).eval()

@@ -9,11 +9,11 @@ The weights of all norms are stored minus 1, as in Hugging Face's files. The cla
 keys have norms), `rotary_percent` (all of a head rotates) and `rope_scaling`, and the norms that it adds have the
 epsilon of megatron-core's TENorm. Bridge's own import from Hugging Face writes a `window_size` that is one too large.
 
-Facts: Megatron-Bridge 0.3.1 models/gemma/gemma3_provider.py and gemma3_bridge.py (both faults are in its main of 2026
-too, models/common/te_layers.py); megatron-core 0.16.1 extensions/transformer_engine.py (`TENorm`: eps = 1e-5;
-`TEDotProductAttention` passes window_size on); Transformer Engine's documentation of DotProductAttention: a query at i
-attends to the keys from i - window_size[0] to i + window_size[1], both included. Bridge's own files are in
-tests/golden/bridge/gemma3.
+Facts: Megatron-Bridge 0.3.1 models/gemma/gemma3_provider.py and gemma3_bridge.py (the epsilon is in its main of 2026
+too, models/common/te_layers.py; the window is right from 0.4.0 on); megatron-core 0.16.1
+extensions/transformer_engine.py (`TENorm`: eps = 1e-5; `TEDotProductAttention` passes window_size on); Transformer
+Engine's documentation of DotProductAttention: a query at i attends to the keys from i - window_size[0] to
+i + window_size[1], both included. Bridge's own files are in tests/golden/bridge/gemma3.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ MODULE = "megatron.bridge.models.gemma.gemma3_provider"
 EPSILON = 1e-5
 """The epsilon of the norms that the provider adds."""
 ACCEPT = "post_layernorm_epsilon"
+LATER = "from 0.4.0 on Megatron-Bridge takes one off window_size itself"
+MARKS = ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings")
+"""Fields of its GPTModelProvider from 0.4.0 on (read up to 0.6.0: models/gpt_provider.py, gemma/gemma3_provider.py)."""
 PATCH = (
     "in models/gemma/gemma3_provider.py, class TERowParallelLinearLayerNorm: "
     "self.post_layernorm = TENorm(config, output_size, config.layernorm_epsilon)"
@@ -252,4 +255,6 @@ PROVIDER = Provider(
     epsilon=EPSILON,
     accept=ACCEPT,
     patch=PATCH,
+    later=LATER,
+    marks=MARKS,
 )

@@ -37,6 +37,8 @@ class Provider:
         epsilon: the epsilon of the norms that do not get `layernorm_epsilon`.
         accept: the name with which `--accept` accepts that epsilon.
         patch: the line that gives `layernorm_epsilon` to those norms.
+        later: what later releases than the one known here compute otherwise.
+        marks: fields that these alone have.
     """
 
     family: str
@@ -47,6 +49,8 @@ class Provider:
     epsilon: float
     accept: str
     patch: str
+    later: str
+    marks: Collection[str]
 
     @property
     def names(self) -> frozenset[str]:
@@ -74,9 +78,14 @@ class Provider:
 
         Raises:
             SourceError: a setting is missing.
-            UnsupportedError: the model computes something that has no layout here.
+            UnsupportedError: the model computes something that has no layout here, or a later release wrote the file.
             RefusedError: fields and config contradict each other, or the norms of the model have several epsilons.
         """
+        if not args.keys().isdisjoint(self.marks):
+            raise UnsupportedError(
+                f"{where}: {self.later}, and fields say that such a release wrote it",
+                "export it with its own AutoBridge.export_ckpt",
+            )
         others = {name: value for name, value in args.items() if name not in {*self.names, TARGET}}
         notes = fields.require_understood(others, where, accept=accept)
         values = read(self.table, args, (), where, known={"family": self.family})

@@ -93,7 +93,13 @@ def remarks(spec: ModelSpec) -> tuple[str, ...]:
     if not provider:
         return ()
     reason = family_named(spec.family).only_here
-    return (f"these files are for Megatron-Bridge's {_name(provider)} alone: {reason}",)
+    return (f"these files are for Megatron-Bridge's {_name(provider)} alone: {reason}", *of_release(spec))
+
+
+def of_release(spec: ModelSpec) -> tuple[str, ...]:
+    """For which release files for such a class are, and why not for others."""
+    provider = PROVIDERS.get(spec.family)
+    return (f"they are for its release {RELEASE}: {provider.later}",) if provider else ()
 
 
 def _name(provider: Provider) -> str:

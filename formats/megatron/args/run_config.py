@@ -119,13 +119,14 @@ def read(path: Path, *, adapter: bool = False) -> Namespace:
             f"{path} says peft: the checkpoint holds an adapter of Megatron-Bridge without its base",
             "--adapter only makes a folder of PEFT of it, and `convert merge` puts that into its base",
         )
-    own, whole = providers.of_fields(fields, str(path)), vision.of_fields(fields)
-    if adapter:
-        providers.require_no_adapter(own[0] if own else None, str(path))
+    whole = vision.of_fields(fields)
     if whole:
         if adapter:
             raise UnsupportedError(f"{path}: an adapter of a {whole.kind} in Megatron-Bridge is not read")
-        return Namespace(_said(vision.of_text(whole, fields, str(path)), path))
+        fields = vision.of_text(whole, fields, str(path))
+    own = providers.of_fields(fields, str(path))
+    if adapter:
+        providers.require_no_adapter(own[0] if own else None, str(path))
     return Namespace(_with_own(fields, *own) if own else _as_args(fields, path))
 
 
@@ -249,7 +250,7 @@ def written(
         )
     function, gated = kinds[0]
     model = {
-        TARGET: "megatron.bridge.models.gpt_provider.GPTModelProvider",
+        TARGET: vision.GPT,
         **{name: args[RENAMED.get(name, name)] for name in WRITTEN.split() if RENAMED.get(name, name) in args},
         "activation_func": {TARGET: FUNCTIONS[function], "_call_": False},
         "gated_linear_unit": gated,

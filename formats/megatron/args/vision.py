@@ -1,27 +1,32 @@
 """Classes of Megatron-Bridge with a tower of images beside megatron-core's language model: names and further fields.
 
-    language_model.*    a GPTModel, whose fields are those of `run_config.py`
-    visual.*            the tower, the module of Hugging Face itself: whole on each tensor rank of the first stage
+    language_model.*          a GPTModel, whose fields are those of `run_config.py`, or of a class in `providers.py`
+    visual.*, vision_tower.*  the tower, the module of Hugging Face itself: whole on each tensor rank of the first stage
+    multi_modal_projector.*   of Gemma 3: what is between them, a module of Bridge with a configuration of its own
 
 What a config.json says of the whole is compared with the fields of a file, and written into them: a whole is read with
 its config. Positions of images are in code: of text `mrope` is what `rope` is.
 
 Facts: Megatron-Bridge 0.3.1 models/qwen_vl/ (qwen25_vl_provider.py, modeling_qwen25_vl.py, qwen3_vl_provider.py,
-modelling_qwen3_vl/model.py and text_model.py) and the names that its bridges map; utils/yaml_utils.py for a config in
-a field. transformers 4.57.3, with which it runs, for what config classes assume. tests/golden/bridge has its own files.
+modelling_qwen3_vl/model.py and text_model.py), models/gemma_vl/ (gemma3_vl_provider.py, modeling_gemma3_vl.py),
+models/glm_vl/ (glm_45v_provider.py, modeling_glm_45v.py), models/glm/glm45_provider.py and the names that its bridges
+map; utils/yaml_utils.py for a config in a field. transformers 4.57.3, with which it runs, for what config classes
+assume. tests/golden/bridge has its own files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from formats.errors import RefusedError, UnsupportedError, short
+from formats.megatron.args import gemma3
 from formats.megatron.args.provider import TARGET
 from formats.model.spec import ModelSpec
 
 Config = Mapping[str, Any]
+GPT = "megatron.bridge.models.gpt_provider.GPTModelProvider"
 PREFIX = "language_model."
 """What stands before the names of the language model."""
 HEAD = "lm_head."
@@ -39,9 +44,25 @@ RUNNING = {
     "bos_token_id", "eos_token_id", "freeze_language_model", "freeze_vision_model", "freeze_vision_projection",
     "cp_comm_type", "decoder_sparse_step", "deepstack_visual_indexes", "head_dim", "in_channels",
     "language_max_sequence_length", "mlp_only_layers", "num_position_embeddings", "out_hidden_size", "patch_size",
-    "pretrained_model_name", "temporal_patch_size", "use_hf_vision_model", "vision_dp_when_cp", "vision_token_id",
+    "pretrained_model_name", "temporal_patch_size", "use_hf_vision_model", "vision_dp_when_cp", "vision_end_token_id",
+    "vision_start_token_id", "vision_token_id",
 }  # fmt: skip
-"""Further fields: no model of the class depends on them, whose tower goes by `vision_config`."""
+"""Further fields: no model of the class depends on them, whose tower goes by `vision_config`. What a class has in
+`fields` is compared all the same."""
+
+
+class Deviation(NamedTuple):
+    """What a class computes otherwise than transformers.
+
+    Attributes:
+        accept: the deviation, as the user names it.
+        what: what it is.
+        use: for what it can be taken all the same.
+    """
+
+    accept: str
+    what: str
+    use: str
 
 
 @dataclass(frozen=True)
@@ -52,9 +73,17 @@ class Vision:
         kind: the model type of its models.
         target: the class, with its module.
         text: how names of the language model begin by itself: how they begin in the whole's files.
-        towers: how all other names begin there: how they do in Megatron-Bridge.
+        towers: how all other names begin there: how they do in Megatron-Bridge; the first that fits counts.
         fields: what its fields are, by what says it of a config.json.
         depth: how many of the first layers are given features of an image, by its `vision_config`.
+        language: the class of its language model alone.
+        positions: its `position_embedding_type`, where that of its language model is `rope`.
+        lacks: settings of a language model that it has not, where `language` does not say so itself.
+        turned: the matrices of files that it has the other way round.
+        states: the entries without elements that it asks for beside its language model.
+        deviation: what it computes otherwise than transformers.
+        fixed: further fields, which are the same of all models and have another default.
+        later: how names begin that it has from release 0.4.0 on, with a tower of megatron-core's layers.
     """
 
     kind: str
@@ -63,6 +92,14 @@ class Vision:
     towers: Mapping[str, str]
     fields: Mapping[str, Callable[[Config], Any]]
     depth: Callable[[Config], int] = field(default=lambda _: 0)
+    language: str = GPT
+    positions: str | None = "mrope"
+    lacks: tuple[str, ...] = ("rope_scaling", "sliding_window", "dense_layers")
+    turned: frozenset[str] = frozenset()
+    states: tuple[str, ...] = ()
+    deviation: Deviation | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    later: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -84,12 +121,18 @@ class Vision:
         before = next((prefix for prefix, own in self.towers.items() if name.startswith(own)), None)
         return None if before is None else before + name.removeprefix(self.towers[before])
 
+    def on_hub(self, key: str) -> str:
+        """The name that files of the Hub have, of a tensor of files."""
+        name = self.in_bridge(key)
+        return key if name is None else str(self.of_tower(name))
+
     def said(self, config: Config) -> dict[str, Any]:
         """The fields of a model, beside those of its language model."""
         return {
             TARGET: self.target,
             **{name: value(config) for name, value in self.fields.items()},
-            "position_embedding_type": "mrope",
+            **({"position_embedding_type": self.positions} if self.positions else {}),
+            **self.fixed,
             "scatter_embedding_sequence_parallel": False,
             "should_pad_vocab": False,
         }
@@ -106,8 +149,7 @@ class Vision:
         Raises:
             RefusedError: it does not.
         """
-        settings = ("rope_scaling", "sliding_window", "dense_layers")
-        odd = next((setting for setting in settings if getattr(spec, setting)), None)
+        odd = next((setting for setting in self.lacks if getattr(spec, setting)), None)
         if odd:
             raise RefusedError(f"Megatron-Bridge's {self.name} has no {odd} = {short(getattr(spec, odd))}")
         if (spec.vocab or 0) % tp:
@@ -120,6 +162,18 @@ class Vision:
                 f"which have to be of the first stage, and that has {first}",
                 "take a smaller --pp, or --first-stage-layers",
             )
+
+    def deviations(self, accept: Collection[str], where: str) -> tuple[str, ...]:
+        """What the user should know of what it computes otherwise, if that is something and was accepted.
+
+        Raises:
+            RefusedError: it was not.
+        """
+        if self.deviation is None:
+            return ()
+        if self.deviation.accept in accept:
+            return (self.deviation.what,)
+        raise RefusedError(f"{where}: {self.deviation.what}", f"--accept {self.deviation.accept}, {self.deviation.use}")
 
     def require_agreement(self, fields: Mapping[str, Any], config: Config, where: str) -> None:
         """The fields of a file say what a config.json does.
@@ -147,12 +201,16 @@ def of_fields(fields: Mapping[str, Any]) -> Vision | None:
 
 
 def of_text(vision: Vision, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of the language model, as those of a GPTModelProvider.
+    """The fields of the language model, as those of its class alone.
 
     Raises:
         UnsupportedError: its positions are none that a config can say.
     """
-    if fields.get("position_embedding_type") != "mrope":
+    others = {name: value for name, value in fields.items() if name not in {*vision.fields, *RUNNING}}
+    others |= {TARGET: vision.language}
+    if vision.positions is None:
+        return others
+    if fields.get("position_embedding_type") != vision.positions:
         odd = short(fields.get("position_embedding_type"))
         raise UnsupportedError(f"{where}: position_embedding_type = {odd} in a {vision.name}")
     inner = (fields.get(TEXT) or {}).get(INSIDE) or {}
@@ -161,14 +219,15 @@ def of_text(vision: Vision, fields: Mapping[str, Any], where: str) -> dict[str, 
             f"{where}: rotary_base = {short(fields.get('rotary_base'))}, and the class goes by hf_text_config, whose "
             f"rope_theta is {short(inner.get('rope_theta'))}"
         )
-    others = {name: value for name, value in fields.items() if name not in {*vision.fields, *RUNNING}}
     return {**others, "position_embedding_type": "rope"}
 
 
 def _compared(name: str, ours: Any, theirs: Any) -> list[tuple[str, Any, Any]]:
-    """(name, file, config) of what both say: of a config inside, those of its keys that both have."""
-    if name not in (TOWER, TEXT):
+    """(name, file, config) of what both say: of a config of Hugging Face inside, those of its keys that both have."""
+    if not isinstance(theirs, Mapping):
         return [(name, ours, theirs)]
+    if INSIDE not in theirs:
+        return [(f"{name}.{key}", ours.get(key), value) for key, value in theirs.items()]
     own, other = ours.get(INSIDE) or {}, theirs[INSIDE]
     keys = ROTARY if name == TEXT else [key for key in own if key not in OF_A_FILE]
     return [(f"{name}.{key}", own[key], other[key]) for key in keys if key in own and key in other]
@@ -237,9 +296,35 @@ def _qwen3(kind: str, name: str, target: str) -> Vision:
     def depth(config: Config) -> int:
         return len((config.get(TOWER) or {}).get("deepstack_visual_indexes", (8, 16, 24)))
 
-    return Vision(kind, f"{QWEN}qwen3_vl_provider.{target}", DEEP, {"model.visual.": "vision_model."}, fields, depth)
+    return Vision(
+        kind,
+        f"{QWEN}qwen3_vl_provider.{target}",
+        DEEP,
+        {"model.visual.": "vision_model."},
+        fields,
+        depth,
+        later=("vision_model.decoder.",),
+    )
 
 
+def _projector(config: Config) -> dict[str, Any]:
+    """The configuration of Gemma 3's projector; that of Megatron-Bridge's own import has the released image sizes."""
+    tower = config.get(TOWER) or {}
+    return {
+        TARGET: f"{GEMMA}modeling_gemma3_vl.Gemma3VLMultimodalProjectorConfig",
+        "input_size": tower.get("hidden_size", 768),
+        "hidden_size": (config.get("text_config") or {}).get("hidden_size", 2304),
+        "image_size": tower.get("image_size", 224),
+        "patch_dim": tower.get("patch_size", 16),
+        "tokens_per_image": config.get("mm_tokens_per_image", 256),
+        "normalization": "RMSNorm",
+        "layernorm_zero_centered_gamma": True,
+        "layernorm_epsilon": tower.get("layer_norm_eps", 1e-6),
+    }
+
+
+GEMMA = "megatron.bridge.models.gemma_vl."
+PROJECTOR = "multi_modal_projector."
 VISIONS: Mapping[str, Vision] = {
     vision.kind: vision
     for vision in (
@@ -256,11 +341,68 @@ VISIONS: Mapping[str, Vision] = {
         ),
         _qwen3("qwen3_vl", "Qwen3VL", "Qwen3VLModelProvider"),
         _qwen3("qwen3_vl_moe", "Qwen3VLMoe", "Qwen3VLMoEModelProvider"),
+        Vision(
+            "glm4v_moe",
+            "megatron.bridge.models.glm_vl.glm_45v_provider.GLM45VModelProvider",
+            DEEP,
+            {"model.visual.": "visual."},
+            {
+                TOWER: _tower("glm4v_moe.configuration_glm4v_moe.Glm4vMoeVisionConfig"),
+                "mrope_section": _sections((8, 12, 12)),
+                "image_token_id": _key("image_token_id", 151363),
+                "video_token_id": _key("video_token_id", 151364),
+                "image_start_token_id": _key("image_start_token_id", 151339),
+                "image_end_token_id": _key("image_end_token_id", 151340),
+                "video_start_token_id": _key("video_start_token_id", 151341),
+                "video_end_token_id": _key("video_end_token_id", 151342),
+            },
+            lacks=("rope_scaling", "sliding_window"),
+            fixed={"mtp_num_layers": None},
+        ),
+        Vision(
+            "gemma3",
+            f"{GEMMA}gemma3_vl_provider.Gemma3VLModelProvider",
+            {"model.": "language_model.model.", HEAD: f"language_model.{HEAD}"},
+            {
+                "vision_tower.vision_model.": "vision_tower.vision_model.",
+                "vision_tower.": "vision_tower.vision_model.",  # as transformers 5 saves it
+                f"{PROJECTOR}mm_input_projection_weight": f"{PROJECTOR}proj.weight",
+                f"{PROJECTOR}mm_soft_emb_norm.": f"{PROJECTOR}mm_soft_embed_norm.",
+            },
+            {
+                TOWER: _tower("siglip.configuration_siglip.SiglipVisionConfig"),
+                "vision_projector_config": _projector,
+                "mm_tokens_per_image": _key("mm_tokens_per_image", 256),
+                "image_token_id": _key("image_token_index", 262144),
+            },
+            language=gemma3.PROVIDER.target,
+            positions=None,
+            lacks=(),
+            turned=frozenset({f"{PROJECTOR}mm_input_projection_weight"}),
+            states=tuple(f"{PROJECTOR}{name}._extra_state/shard_0_1" for name in ("mm_soft_embed_norm", "proj")),
+            deviation=Deviation(
+                "image_attention",
+                "in stock Megatron-Bridge the tokens of an image see only those before them, in transformers all of "
+                "their image",
+                "for a training of text, or to go on as the run does",
+            ),
+        ),
     )
 }
 """Model type: the class."""
+HERE = "no release of Megatron-Bridge on PyPI (up to 0.3.1) has a class of it"
 LACKING: Mapping[str, str] = {
-    "gemma3": "Megatron-Bridge's Gemma3VLModelProvider has a projector with a configuration of its own, which is not "
-    "written here, and names of the tower as transformers 4 has them",
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe"),
+        f"{HERE}, and those from 0.4.0 on give it a tower of megatron-core's layers, which is not known here",
+    ),
+    "kimi_k25": f"{HERE}, and those from 0.4.0 on load the code of its tower from its repository",
+    "mistral3": "Megatron-Bridge 0.3.1 runs with transformers 4, and its Ministral3Model calls what 5 alone has",
+    "NemotronH_Nano_VL_V2": "Megatron-Bridge's NemotronNano12Bv2VLModelProvider has the sizes of its tower in code, "
+    "and transformers has no class of it",
 }
-"""Model type: why it is not written for the class that there is (0.3.1 models/gemma_vl/modeling_gemma3_vl.py)."""
+"""Model type: why it is not written for Megatron-Bridge.
+
+0.3.1 models/ministral3/modeling_ministral3.py (`pooler_output`), nemotron_vl/nemotron_vl_provider.py; 0.4.2
+models/qwen_vl/qwen35_vl_bridge.py, kimi_vl/modeling_kimi_k25_vl.py.
+"""

@@ -66,12 +66,14 @@ class Details:
         fresh: the option with which its framework starts from fresh optimizer states.
         shown: its part of `inspect`.
         residue: settings that no table knows, by what holds them.
+        arguments: the names of what its run was given, which `--accept` may name.
     """
 
     kind: str = ""
     fresh: str = ""
     shown: Mapping[str, Any] = field(default_factory=dict)
     residue: Mapping[str, list[str]] = field(default_factory=dict)
+    arguments: Collection[str] = ()
 
 
 Own = TypeVar("Own", bound=Details)

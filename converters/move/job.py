@@ -26,6 +26,7 @@ from converters.plan.plan import Job
 from converters.plan.request import Limits
 from formats.disk.safetensors import DTYPES
 from formats.errors import Interrupted, VerificationError
+from formats.model.accepted import NORMS
 
 
 def buffers_of(limits: Limits) -> Buffers:
@@ -80,7 +81,7 @@ def pieces_of(
         else:
             values = casts.cast(readings[0](start, shape), job.source_dtype, job.dtype, job.name, room)
         if job.shift < 0:
-            values = casts.less_one(values, job.dtype, job.name, rounded=casts.ROUNDED_NORMS in accepted)
+            values = casts.less_one(values, job.dtype, job.name, rounded=NORMS in accepted)
         yield Piece(start, shape, values)
 
 

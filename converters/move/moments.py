@@ -15,13 +15,14 @@ from converters.move.casts import PIECE, Array
 from converters.plan.plan import Job
 from formats.disk.safetensors import FLOATS
 from formats.errors import RefusedError
+from formats.model.accepted import FIRST, MOMENTUM, SECOND
 
-LEAST = {"exp_avg": -np.inf, "exp_avg_sq": 0.0, "momentum_buffer": -np.inf}
+LEAST = {FIRST: -np.inf, SECOND: 0.0, MOMENTUM: -np.inf}
 """What no element of a state is less than."""
 RULES = {
-    "exp_avg": "the first moments of Adam and Lion are finite",
-    "exp_avg_sq": "Adam's second moments are finite and not negative",
-    "momentum_buffer": "Muon's momentum is finite",
+    FIRST: "the first moments of Adam and Lion are finite",
+    SECOND: "Adam's second moments are finite and not negative",
+    MOMENTUM: "Muon's momentum is finite",
 }
 
 

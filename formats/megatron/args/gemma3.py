@@ -27,13 +27,13 @@ from formats.megatron.args.layers import FULL, SLIDING
 from formats.megatron.args.mlp import GELU
 from formats.megatron.args.provider import Provider, cannot, strange
 from formats.megatron.args.rope import plain, write_base
+from formats.model.accepted import EPSILON as DEVIATION
 from formats.model.codec import Codec, Context, rows, same
 from formats.model.values import LARGEST, real, some_layers, whole
 
 MODULE = "megatron.bridge.models.gemma.gemma3_provider"
 EPSILON = 1e-5
 """Of the norms that it adds."""
-ACCEPT = "post_layernorm_epsilon"
 PATCH = (
     "in models/gemma/gemma3_provider.py, class TERowParallelLinearLayerNorm: "
     "self.post_layernorm = TENorm(config, output_size, config.layernorm_epsilon)"
@@ -249,6 +249,6 @@ PROVIDER = Provider(
     defaults=DEFAULTS,
     sizes={f"Gemma3ModelProvider{size}": fields for size, fields in SIZES.items()},
     epsilon=EPSILON,
-    accept=ACCEPT,
+    accept=DEVIATION,
     patch=PATCH,
 )

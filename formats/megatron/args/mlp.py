@@ -14,6 +14,7 @@ from formats.errors import RefusedError, UnsupportedError, short
 from formats.layout.table import BIASES
 from formats.megatron.args.codecs import cannot, choice, fixed, single
 from formats.megatron.args.versions import version_of
+from formats.model.accepted import FUSION
 from formats.model.codec import Codec, Context, Spelled
 from formats.model.values import real
 
@@ -25,7 +26,6 @@ The first two are one function. `openai_gelu` is a third name of it, which train
 """
 SQUARED = "relu2"
 """The activation that is `squared_relu`."""
-FUSION = "bias_gelu_fusion"
 ALPHA = 1.702
 """The gain of Megatron's quick GELU."""
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from converters.convert import check_paths
+from converters.move.journal import sealed
 from converters.plan.request import Request, named_of
 from formats.errors import OutputError
 from formats.registry import open_checkpoint
@@ -52,9 +53,9 @@ def test_averaged_norms_take_no_folder_from_others(model, convert, tmp_path):
     with (staging / "journal.jsonl").open("w") as journal:
         fcntl.flock(journal, fcntl.LOCK_SH)
         assert "other processes are writing" in convert(*argv, "--force").err
-        journal.write("vitruvian 1 of another one\n")
+        journal.write(sealed("vitruvian 1 of another one").decode())
     assert "another conversion" in convert(*argv).err
-    (staging / "journal.jsonl").write_text("average-norms\n")
+    (staging / "journal.jsonl").write_bytes(sealed("average-norms"))
     (staging / "out/global_step0").mkdir(parents=True)
     (staging / "out/global_step0/half").touch()
     assert convert(*argv).code == 0

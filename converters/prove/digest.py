@@ -13,7 +13,7 @@ from typing import Any
 from converters.common.manifest import dumped, read_manifest, remembered_states, total
 from converters.plan.plan import Plan
 from formats.checkpoint import MANIFEST
-from formats.errors import VerificationError
+from formats.errors import VerificationError, count
 from formats.huggingface.text_alone import parts
 from formats.optimizer import KEPT, STATES
 
@@ -73,7 +73,8 @@ def check_source(plan: Plan, digests: Mapping[str, str]) -> None:
     kept = [job.name for job in plan.jobs if not (job.edges or (job.twins and not job.state))]
     wrong = [name for name in kept if remembered.get(name, digests[name]) != digests[name]]
     if wrong:
+        differing = count(len(wrong), "tensor differs", "tensors differ")
         raise VerificationError(
-            f"{plan.source.home} is damaged: {len(wrong)} tensors differ from its {MANIFEST}, such as {wrong[0]}",
+            f"{plan.source.home} is damaged: {differing} from its {MANIFEST}, such as {wrong[0]}",
             f"`convert verify {plan.source.root}` lists them",
         )

@@ -512,7 +512,7 @@ def test_a_source_that_is_not_what_its_manifest_says(model, convert, tmp_path):
     content[-9] ^= 64
     (out / "model.safetensors").write_bytes(content)
     ran = convert("hf2megatron", out, tmp_path / "run")
-    assert (ran.code, "1 tensors differ from its vitruvian.json" in ran.err) == (6, True), ran.err
+    assert (ran.code, "1 tensor differs from its vitruvian.json" in ran.err) == (6, True), ran.err
     assert not (tmp_path / "run").exists()
 
 

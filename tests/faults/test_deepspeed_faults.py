@@ -343,6 +343,19 @@ def test_the_yml_of_another_model(neox, check_refusal, name):
     check_refusal(run, 3, f"says {name} = 8", "another model")
 
 
+@pytest.mark.parametrize(
+    ("option", "bias"),
+    [
+        ("use_bias_in_attn_linear", "2.attention.dense.bias"),
+        ("use_bias_in_mlp", "2.mlp.linear1.bias"),
+    ],
+)
+def test_a_yml_without_biases_that_the_weights_have(neox, check_refusal, option, bias):
+    run, tag = neox("gpt2-tied-tp2")
+    changed(tag, **{option: False})
+    check_refusal(run, 3, f"says {option} = False", f"holds such biases: {bias}", "another model")
+
+
 def test_a_longest_text_that_is_decided(neox, convert, tmp_path):
     run, tag = neox("llama-mha-tp2")
     changed(tag, max_position_embeddings=2048)

@@ -201,6 +201,13 @@ def test_arguments_that_are_not_blooms(convert, tmp_path, name, value, message):
     refused(convert("zero2hf", run, tmp_path / "out"), 4, message)
 
 
+@pytest.mark.parametrize("layers", [1, 3, 8])
+def test_a_bloom_with_another_number_of_layers(convert, tmp_path, layers):
+    run = resaved(tmp_path / "run", lambda state: setattr(state["args"], "num_layers", layers), "mp_rank*", "bloom_tp2")
+    message = f"of a model of {layers} layers: the files there are number 1,3-4,6"
+    refused(convert("zero2hf", run, tmp_path / "out"), 3, message, "num_layers is that of another model")
+
+
 def test_arguments_of_blooms_own_scripts(convert, tmp_path):
     """They change how it is trained, or how many rows the embedding has, which the files tell."""
     options = {"sync_tp_duplicated_parameters": True, "kill_switch_path": "kill", "pad_vocab_size_to": 64}

@@ -29,6 +29,7 @@ from formats.deepspeed.mds.tables import (
     FAMILIES,
     FIRST_LAYER,
     FIRST_LAYERS,
+    OF_BIGSCIENCE,
     ORDERS,
     TABLE,
     norm_number,
@@ -192,8 +193,8 @@ def _open(path: Path, settings: Settings) -> _Opened:
             f"{', '.join(FAMILIES)}"
         )
     qkv, notes = _order(by_file, spec, tp, settings, _ours(first))
-    wanted = list(slots_of(spec, tp, padded, {qkv}, _first_layer(by_file, spec.layers)))
-    modules.require_files(tag, wanted, by_file)
+    wanted = list(slots_of(spec, tp, padded, {qkv}, _first_layer(by_file, spec)))
+    modules.require_files(tag, wanted, by_file, spec.layers)
     multiple = vocab_multiple(args, first.path)
     return _Opened(
         run, tag, models, by_file, tp, spec, padded, multiple, qkv, assets, config, wanted, settings, notes
@@ -262,15 +263,19 @@ def _require_topology(models: Mapping[int, TorchFile], args: Mapping[str, Any], 
             )
 
 
-def _first_layer(by_file: Mapping[str, Mapping[str, Fragment]], layers: int) -> int:
-    """The number of the first layer, which the trees count from 2 or from 3: that which the files there fit best."""
+def _first_layer(by_file: Mapping[str, Mapping[str, Fragment]], spec: ModelSpec) -> int:
+    """The number of the first layer, which the trees count from 2 or from 3: that which the files there fit best.
+
+    What BigScience's tree alone trains begins with its number.
+    """
     numbers = {int(place[1]) for name in by_file if (place := saved_names.LAYER.fullmatch(name))}
 
     def odd(first: int) -> int:
-        norm = norm_number(first, layers)
-        return len(numbers ^ {EMBEDDING, *range(first, first + layers), norm, norm + 1})
+        norm = norm_number(first, spec.layers)
+        return len(numbers ^ {EMBEDDING, *range(first, first + spec.layers), norm, norm + 1})
 
-    return min(FIRST_LAYERS, key=odd)
+    own = FAMILIES[spec.family]
+    return own if own == OF_BIGSCIENCE else min(FIRST_LAYERS, key=odd)
 
 
 def _order(
@@ -294,7 +299,7 @@ def _order(
         # BigScience's tree has one order, and of one group on each rank both are the same
         "grouped": (
             ours.get("qkv") == "grouped"
-            or _first_layer(by_file, spec.layers) != FIRST_LAYER
+            or _first_layer(by_file, spec) != FIRST_LAYER
             or spec.kv_heads == tp != spec.heads
         ),
     }

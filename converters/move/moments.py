@@ -59,7 +59,7 @@ class Moments:
         """
         if self.count:
             raise RefusedError(
-                f"{self.job.name} in {self.job.sources[0].fragment.path} holds {self.first:g}, and {self.count} of "
+                f"{self.job.label} in {self.job.sources[0].fragment.path} holds {self.first:g}, and {self.count} of "
                 f"{prod(self.job.shape)} elements are such: {RULES[self.state]}",
                 "the training has diverged, or the two moments are exchanged: take an earlier checkpoint; "
                 f"--accept {self.state} takes them as they are",

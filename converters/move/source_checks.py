@@ -208,7 +208,7 @@ class SourceChecks:
             return
         key, path = _key(fragment, member), fragment.path
         inside = [
-            job.name
+            job.label
             for job in self.jobs
             if any(
                 fragment_of.member and _key(fragment_of, fragment_of.member) == key

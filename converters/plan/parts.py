@@ -61,6 +61,14 @@ class Parts(Sequence[Part]):
             return tuple(islice(self, *index.indices(len(self))))
         return next(islice(self, range(len(self))[index], None))
 
+    @property
+    def key(self) -> str:
+        """What the first physical tensor is called; of one that holds several tensors, also which of them this is."""
+        first = next(iter(self.placed), None)
+        if first is None:
+            return ""
+        return first.key if len(first.slot.rule.pattern.tensors) == 1 else f"{self.tensor} in {first.key}"
+
     def prove(self, shape: tuple[int, ...], name: str) -> None:
         """Each element of a box is in exactly one part. Raises as `prove_tiling`."""
         layouts = tuple((placed.layout, placed.slot.expert) for placed in self.placed)

@@ -81,7 +81,8 @@ class Job:
     become their mean, or copies of the `last` one. `twins` hold the same tensor in the type that its master weights in
     FP32 are rounded to. `state` says what of the tensor moves, when it is not the weights: `exp_avg` and the like.
     `centred` says of source and target whether they store the tensor less one. A tensor that is computed of several has
-    no source but its `terms`; its rows get `norms`, and `edge` says what is computed.
+    no source but its `terms`; its rows get `norms`, and `edge` says what is computed. `key` is what it is called in the
+    files that it is read from.
     """
 
     tensor: str
@@ -101,6 +102,7 @@ class Job:
     terms: tuple[Term, ...] = ()
     norms: tuple[Norms, ...] = ()
     edge: str = ""
+    key: str = ""
 
     @property
     def made(self) -> Job:
@@ -136,6 +138,13 @@ class Job:
         """Name of the logical tensor, with the state before and the layer after a dot."""
         name = f"{self.state}.{self.tensor}" if self.state else self.tensor
         return name if self.layer is None else f"{name}.{self.layer}"
+
+    @property
+    def label(self) -> str:
+        """What to call it in an error: by its key in the source, where it has one; a state, with its name."""
+        if not self.key:
+            return self.name
+        return self.key if self.state in self.key else f"{self.state} of {self.key}"
 
     @property
     def nbytes(self) -> int:
@@ -288,6 +297,7 @@ def make_plan(
                 twin,
                 bool(target and target.padding == "last"),
                 centred=((tensor, layer) in centred, (tensor, layer) in less_one),
+                key=sources[ORIGINAL].key,
             )
         )  # fmt: skip
     if target:

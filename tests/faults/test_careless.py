@@ -331,7 +331,7 @@ def test_a_refused_cast_leaves_room_for_its_hint(model, convert, tmp_path):
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     ran = convert("hf2megatron", source, tmp_path / "out", "--dtype", "fp16")
     assert ran.code == 5
-    assert "final_norm holds 1e+06, which is too large for F16" in ran.err
+    assert "model.norm.weight holds 1e+06, which is too large for F16" in ran.err
     assert convert("hf2megatron", source, tmp_path / "out", "--dtype", "bf16").code == 0
 
 

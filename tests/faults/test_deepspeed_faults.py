@@ -228,7 +228,7 @@ def test_a_norm_that_is_no_number(neox, check_refusal):
     state = torch.load(path, weights_only=False)
     state["module"]["sequential.5.norm.scale"].fill_(float("nan"))
     torch.save(state, path)
-    check_refusal(run, 6, "final_norm are up to inf apart")
+    check_refusal(run, 6, "the copies of 5.norm.scale are up to inf apart")
 
 
 # --- tags ------------------------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def read(
         placed,
         left,
         tuple(dict.fromkeys([common.path, *(path for tensor in tensors.values() for path in tensor.files)])),
-        details=Details(arguments=args.keys()),
+        details=Details(arguments=tuple(args)),
         settings=settings,
         run_config={"peft": peft} if peft else {},
     )

@@ -353,7 +353,7 @@ def _checkpoint(
     details = MegatronDeepSpeed(
         fresh="--finetune",
         shown=shown,
-        arguments=args_of(opened.models[0]).keys(),
+        arguments=tuple(args_of(opened.models[0])),
         iteration=iteration,
         vocab_multiple=opened.vocab_multiple,
         qkv=_tree(opened),

@@ -175,7 +175,7 @@ def _checkpoint(
     details = Neox(
         fresh="finetune: true",
         shown={"iteration": iteration, "folder": opened.tag.name, "padded_vocab": model.padded},
-        arguments=model.yml.keys(),
+        arguments=tuple(model.yml),
         iteration=iteration,
         vocab_multiple=model.yml.get("make_vocab_size_divisible_by", 128),
         layered=opened.layered,

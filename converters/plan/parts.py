@@ -63,11 +63,13 @@ class Parts(Sequence[Part]):
 
     @property
     def key(self) -> str:
-        """What the first physical tensor is called; of one that holds several tensors, also which of them this is."""
-        first = next(iter(self.placed), None)
-        if first is None:
-            return ""
-        return first.key if len(first.slot.rule.pattern.tensors) == 1 else f"{self.tensor} in {first.key}"
+        """What the first physical tensor is called; nothing where there is none."""
+        return next((placed.key for placed in self.placed), "")
+
+    @property
+    def shared(self) -> bool:
+        """Whether that holds other tensors too."""
+        return any(len(placed.slot.rule.pattern.tensors) > 1 for placed in self.placed[:1])
 
     def prove(self, shape: tuple[int, ...], name: str) -> None:
         """Each element of a box is in exactly one part. Raises as `prove_tiling`."""

@@ -82,7 +82,7 @@ class Job:
     FP32 are rounded to. `state` says what of the tensor moves, when it is not the weights: `exp_avg` and the like.
     `centred` says of source and target whether they store the tensor less one. A tensor that is computed of several has
     no source but its `terms`; its rows get `norms`, and `edge` says what is computed. `key` is what it is called in the
-    files that it is read from.
+    files that it is read from, or what holds it and others there, `shared`.
     """
 
     tensor: str
@@ -103,6 +103,7 @@ class Job:
     norms: tuple[Norms, ...] = ()
     edge: str = ""
     key: str = ""
+    shared: bool = False
 
     @property
     def made(self) -> Job:
@@ -144,7 +145,8 @@ class Job:
         """What to call it in an error: by its key in the source, where it has one; a state, with its name."""
         if not self.key:
             return self.name
-        return self.key if self.state in self.key else f"{self.state} of {self.key}"
+        key = f"{self.tensor} in {self.key}" if self.shared else self.key
+        return key if self.state in key else f"{self.state} of {key}"
 
     @property
     def nbytes(self) -> int:
@@ -298,6 +300,7 @@ def make_plan(
                 bool(target and target.padding == "last"),
                 centred=((tensor, layer) in centred, (tensor, layer) in less_one),
                 key=sources[ORIGINAL].key,
+                shared=sources[ORIGINAL].shared,
             )
         )  # fmt: skip
     if target:

@@ -67,12 +67,14 @@ class Details:
         fresh: the option with which the framework starts from fresh optimizer states.
         shown: further entries of the record that `inspect` prints.
         residue: the names of settings that no table knows, by the file or object that holds them.
+        arguments: the names of what its run was given, which `--accept` may name.
     """
 
     kind: str = ""
     fresh: str = ""
     shown: Mapping[str, Any] = field(default_factory=dict)
     residue: Mapping[str, list[str]] = field(default_factory=dict)
+    arguments: Collection[str] = ()
 
 
 Own = TypeVar("Own", bound=Details)

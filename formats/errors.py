@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+UNBROKEN = re.compile(r"[^\s/]{256,}")
+"""What is no name of a file (255 bytes at most), but of a tensor or a key, from a file that says anything."""
+
+
+def _cut(name: re.Match[str]) -> str:
+    return f"{name[0][:80]}… ({len(name[0])} characters)"
 
 
 class VitruvianError(Exception):
     """An error that the user can act on. `str(error)` is one sentence with names and numbers, `hint` the way out.
 
+    A name of a tensor may be as long as a file likes: a sentence has the beginning of it.
     A traceback shows the hint below the message, from Python 3.11 on (PEP 678).
     """
 
     exit_code = 1
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
+        super().__init__(UNBROKEN.sub(_cut, message))
         self.hint = hint
         self.__notes__ = [f"hint: {hint}"] if hint else []
 
@@ -90,6 +99,22 @@ class Interrupted(VitruvianError):
 def some(names: Sequence[str], most: int) -> str:
     """The first `most` of some names, joined by commas, and the number of the rest."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers in rising order, such as `0-31,40`."""
+    runs = list[list[int]]()
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def count(number: int, one: str, several: str) -> str:
+    """So many of something, with its verb: `1 tensor is`, `2 tensors are`."""
+    return f"{number} {one if number == 1 else several}"
 
 
 def short(value: Any, limit: int = 80) -> str:

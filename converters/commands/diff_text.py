@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 
-from converters.common.progress import ranges, table
+from converters.common.progress import table
 from converters.library.proving import Differences
 from converters.prove.diff import Difference
+from formats.errors import ranges
 
 
 def lines(result: Differences, tensors: bool) -> Iterator[str]:

@@ -14,6 +14,7 @@ from converters.plan.request import LONG
 from formats.errors import SourceError
 from formats.format import Format
 from formats.megatron.args.versions import VERSIONS
+from formats.model import accepted
 from formats.registry import FORMATS, KNOWN_TO
 
 if TYPE_CHECKING:
@@ -128,7 +129,8 @@ def reading_of(*formats: Format) -> Callable[[Command], Command]:
                      help="Set what the checkpoint lacks or states wrongly, such as rope_theta=500000 (JSON, or "
                           "none)."),
         click.option("--accept", multiple=True, metavar="NAME",
-                     help="Convert despite a deviation; the error message names it."),
+                     help="Convert despite a deviation, as the error message names it: an argument of the run, or "
+                          f"{', '.join(accepted.KNOWN)}."),
         click.option("--drop", multiple=True, type=click.Choice(["mtp"]), hidden=hidden["drop"],
                      help="Leave out a part of the model: mtp, the layers of multi-token prediction."),
         click.option("--only", type=click.Choice(["text"]), hidden=hidden["only"],

@@ -41,17 +41,6 @@ def table(rows: Iterable[Sequence[object]], indent: str = "  ") -> str:
     return "\n".join(indent + "  ".join(line).rstrip() for line in lines)
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers as text with ranges, such as 0-31,40."""
-    runs = list[list[int]]()
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
-
-
 Tell = Callable[[str, int, int], object]
 """Called with the name of the step, how many of its bytes are done, and how many there are; from any thread."""
 

@@ -26,7 +26,7 @@ from converters.library.options import View as ViewOptions
 from converters.library.records import inspect_record
 from converters.library.view import Reader, View, tensors_of
 from converters.move.casts import Array
-from converters.plan.opening import open_only, replicas_of
+from converters.plan.opening import open_source, replicas_of, require_effect, require_family
 from converters.plan.output import plan_output
 from converters.plan.request import Request
 from formats import checkpoint
@@ -66,7 +66,9 @@ class Checkpoint:
         self.path, self.options = path, options
         settings = settings_of(options)
         with known_family(options) as family:
-            self.source: checkpoint.Checkpoint = open_only(path, settings, family)
+            self.source: checkpoint.Checkpoint = open_source(path, settings)
+            require_effect(settings, self.source)  # `accept` may name any setting of a model that is filled from it
+            require_family(family, self.source)
         self.stamps = {file: _stamp(file) for file in self.source.files}
 
     def unchanged(self) -> None:

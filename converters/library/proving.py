@@ -23,7 +23,7 @@ from converters.move.engine import digest_of
 from converters.move.journal import Share
 from converters.plan.agreement import APART, file_differences, setting_differences
 from converters.plan.names import alike
-from converters.plan.opening import open_source, require_effect, require_family
+from converters.plan.opening import open_source, require_effect, require_family, require_known
 from converters.plan.plan import Job, Plan
 from converters.plan.request import Limits
 from converters.plan.targets import plan_reading
@@ -189,6 +189,7 @@ class Effects:
         if alone or others:
             require_effect(settings if alone else self.settings, source, *others)
             require_family(self.family, source, *others)
+            require_known(settings.accept, source, *others)
         return source
 
 

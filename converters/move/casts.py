@@ -10,13 +10,12 @@ from numpy.typing import NDArray
 
 from formats.disk.safetensors import DTYPES, FLOATS
 from formats.errors import RefusedError
+from formats.model.accepted import NORMS
 
 Array = NDArray[Any]
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Bytes of an element: the unsigned word that it is moved as. An element that is not cast is never interpreted."""
 
-ROUNDED_NORMS = "rounded_norms"
-"""The name for --accept that allows norms to be rounded when 1 is subtracted."""
 PIECE = 1 << 16
 """Elements that are cast at a time: few enough to stay in the cache, and in little memory."""
 
@@ -173,7 +172,7 @@ def less_one(words: Array, dtype: str, name: str, *, rounded: bool = False) -> A
         raise RefusedError(
             f"{name} holds {to_float(words[lost], dtype)[0]:g}: stored minus 1, as the target has it, that is another "
             f"number in {dtype} ({lost.sum()} or more such values)",
-            f"--accept {ROUNDED_NORMS} rounds them; in float32 (--dtype fp32) values of 16 bits mostly stay the same",
+            f"--accept {NORMS} rounds them; in float32 (--dtype fp32) values of 16 bits mostly stay the same",
         )
     return less
 

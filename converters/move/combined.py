@@ -45,7 +45,7 @@ def combination(job: Job, readings: Sequence[Reading]) -> Combined:
 def _called(job: Job) -> str:
     """The name of a tensor in an error: its key in the base model, where a LoRA is added to it."""
     products = (term.job.sources[0].fragment.product for term in job.terms)
-    return next((product.name for product in products if product), job.name)
+    return next((product.name for product in products if product), job.label)
 
 
 def _total(job: Job, readings: Sequence[Reading], start: Start, shape: tuple[int, ...]) -> Array:
@@ -84,11 +84,11 @@ class _Normed:
             np.concatenate([[norms_of.columns] * len(norms_of) for norms_of in job.norms]),
         )
         if (counts[:-1][summed] != columns[summed]).any():
-            raise RefusedError(f"the rows of {job.name} are not whole, and have no norms")
+            raise RefusedError(f"the rows of {job.label} are not whole, and have no norms")
         roots = np.sqrt(squares[:-1][summed])
         if not (np.isfinite(magnitudes).all() and np.isfinite(roots).all() and roots.all()):
             raise RefusedError(
-                f"{job.norms[0].wanted.path}: a norm of {job.name} is NaN, infinite, or that of zeros",
+                f"{job.norms[0].wanted.path}: a norm of {job.label} is NaN, infinite, or that of zeros",
                 "the training has diverged",
             )
         self.factors = np.ones(len(counts))
@@ -131,7 +131,7 @@ def _equal(job: Job, readings: Sequence[Reading]) -> Combined:
             if not np.array_equal(room, reading(start, shape)):
                 first, other = (each.job.sources[0].fragment.path for each in (readings[0], reading))
                 raise RefusedError(
-                    f"{job.name} is {job.dtype}, which has no mean, and differs between {first} and {other}"
+                    f"{job.label} is {job.dtype}, which has no mean, and differs between {first} and {other}"
                 )
         return room
 

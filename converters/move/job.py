@@ -26,6 +26,7 @@ from converters.plan.plan import Job
 from converters.plan.request import Limits
 from formats.disk.safetensors import DTYPES
 from formats.errors import Interrupted, VerificationError
+from formats.model.accepted import NORMS
 
 
 def buffers_of(limits: Limits) -> Buffers:
@@ -78,9 +79,9 @@ def pieces_of(
         elif job.shift > 0:
             values = casts.add_one(readings[0](start, shape), job.source_dtype, job.dtype)
         else:
-            values = casts.cast(readings[0](start, shape), job.source_dtype, job.dtype, job.name, room)
+            values = casts.cast(readings[0](start, shape), job.source_dtype, job.dtype, job.label, room)
         if job.shift < 0:
-            values = casts.less_one(values, job.dtype, job.name, rounded=casts.ROUNDED_NORMS in accepted)
+            values = casts.less_one(values, job.dtype, job.label, rounded=NORMS in accepted)
         yield Piece(start, shape, values)
 
 
@@ -106,7 +107,7 @@ def run_job(
             raise Interrupted("stopped by a signal", "run the same command again to resume")
         if limits.finite and not casts.finite(values, job.dtype):
             raise VerificationError(
-                f"{job.name} holds NaN or infinity", "the training has diverged; take an earlier one"
+                f"{job.label} holds NaN or infinity", "the training has diverged; take an earlier one"
             )
         digest.update((casts.add_one(values, job.dtype) if job.less_one[1] else values).data.cast("B"))
         if job.targets and len(values) and (not limits.fresh or values[0] or values.any()):

@@ -2,7 +2,8 @@
 
 `OUT.partial/journal.jsonl` begins with a fingerprint of the conversion; then comes a line for each finished job, its
 name and its digest, and lines of the entries of the source's archives that were found sound. A line is written after
-the data that it records was forced to disk.
+the data that it records was forced to disk. Each line ends with its CRC-32: a line whose CRC-32 differs and those
+after it are ignored; if it is the first line, nothing tells which conversion the journal is of, and it is refused.
 
 A conversion can be split over processes on any nodes: each does a share, with a journal of its own beside the common
 one, and a job is done if any journal records it. A process that does all jobs locks the common journal exclusively,
@@ -20,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
 from blake3 import blake3
 
@@ -34,6 +36,10 @@ JOURNAL = "journal.jsonl"
 SOUND = "sound"
 SPOILED = "the source is damaged"
 """Takes the place of the fingerprint in the journal of a share that read damaged data."""
+DAMAGED = "the journal is damaged"
+"""Stands for a fingerprint whose checksum differs."""
+WHOSE = {SPOILED: "of a conversion whose source is damaged", DAMAGED: "of a conversion whose journal is damaged"}
+"""What stands for a fingerprint: of what the folder holds the beginnings."""
 
 
 class Done(NamedTuple):
@@ -107,7 +113,7 @@ class Journal:
         sound = files.checks.noted() if files.checks else []
         lines = [*fresh, *([{SOUND: sound}] if sound else [])]
         if lines:
-            write_all(self.handle, "".join(json.dumps(line) + "\n" for line in lines).encode())
+            write_all(self.handle, b"".join(sealed(json.dumps(line)) for line in lines))
             os.fsync(self.handle)
 
     def spoil(self) -> None:
@@ -222,9 +228,8 @@ def _resume(
         if new:
             os.ftruncate(handle, 0)
         hint = f"remove {staging}" + (", or start over with --force" if share is None else "")
-        what = "of another conversion (or its source has changed since)"
-        if SPOILED in heads:
-            what = "of a conversion whose source is damaged"
+        usual = "of another conversion (or its source has changed since)"
+        what = next((words for head, words in WHOSE.items() if head in heads), usual)
         raise OutputError(f"{staging} holds the beginnings {what}", hint)
     whole = not finished or all(file.path.is_file() and file.path.stat().st_size == file.size for file in files)
     if share is not None:
@@ -246,8 +251,19 @@ def _resume(
 
 
 def _begin(handle: int, fingerprint: str) -> None:
-    write_all(handle, (fingerprint + "\n").encode())
+    write_all(handle, sealed(fingerprint))
     os.fsync(handle)
+
+
+def sealed(text: str) -> bytes:
+    """A line of a journal."""
+    return f"{text} {crc32(text.encode()):08x}\n".encode()
+
+
+def _text(line: bytes) -> bytes | None:
+    """What a line says, None if it is not the one that was written."""
+    text, _, _ = line.rpartition(b" ")
+    return text if line == b"%b %08x\n" % (text, crc32(text)) else None
 
 
 def _entries(content: bytes) -> Done:
@@ -256,8 +272,9 @@ def _entries(content: bytes) -> Done:
         return Done("", {}, set(), 0)
     finished, sound, length = dict[str, str](), set[str](), len(head)
     for line in lines:
+        text = _text(line)
         try:
-            record = json.loads(line)
+            record = None if text is None else json.loads(text)
         except ValueError:
             break
         match record:
@@ -268,7 +285,8 @@ def _entries(content: bytes) -> Done:
             case _:
                 break
         length += len(line)
-    return Done(head.decode(errors="replace").strip(), finished, sound, length)
+    begun = _text(head)
+    return Done(DAMAGED if begun is None else begun.decode(errors="replace"), finished, sound, length)
 
 
 def fingerprint(plan: Plan, replicas: str) -> str:

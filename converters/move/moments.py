@@ -15,13 +15,14 @@ from converters.move.casts import PIECE, Array
 from converters.plan.plan import Job
 from formats.disk.safetensors import FLOATS
 from formats.errors import RefusedError
+from formats.model.accepted import FIRST, MOMENTUM, SECOND
 
-LEAST = {"exp_avg": -np.inf, "exp_avg_sq": 0.0, "momentum_buffer": -np.inf}
+LEAST = {FIRST: -np.inf, SECOND: 0.0, MOMENTUM: -np.inf}
 """Optimizer state: the least value that its elements can have."""
 RULES = {
-    "exp_avg": "the first moments of Adam and Lion are finite",
-    "exp_avg_sq": "Adam's second moments are finite and not negative",
-    "momentum_buffer": "Muon's momentum is finite",
+    FIRST: "the first moments of Adam and Lion are finite",
+    SECOND: "Adam's second moments are finite and not negative",
+    MOMENTUM: "Muon's momentum is finite",
 }
 
 
@@ -58,7 +59,7 @@ class Moments:
         """
         if self.count:
             raise RefusedError(
-                f"{self.job.name} in {self.job.sources[0].fragment.path} holds {self.first:g}, and {self.count} of "
+                f"{self.job.label} in {self.job.sources[0].fragment.path} holds {self.first:g}, and {self.count} of "
                 f"{prod(self.job.shape)} elements are such: {RULES[self.state]}",
                 "the training has diverged, or the two moments are exchanged: take an earlier checkpoint; "
                 f"--accept {self.state} takes them as they are",

@@ -82,7 +82,7 @@ def mean_row(job: Job, sources: Nearby, files: Files, tile: Array, scratch: Arra
     """The mean of all rows of a matrix (or elements of a vector), taken in float64 and rounded once to its type."""
     rows, width = job.rows or 0, prod(job.shape[1:])
     if job.source_dtype not in FLOATS:
-        raise RefusedError(f"{job.name} is {job.source_dtype}: its rows have no mean")
+        raise RefusedError(f"{job.label} is {job.source_dtype}: its rows have no mean")
     total = np.zeros(width, np.float64)
     for start, shape in tiles((rows, *job.shape[1:]), tile.nbytes // tile.itemsize):
         values = tile[: prod(shape)]
@@ -90,7 +90,7 @@ def mean_row(job: Job, sources: Nearby, files: Files, tile: Array, scratch: Arra
         left, wide = (*start, 0)[1], (*shape, 1)[1]
         for row in values.reshape(-1, wide):
             total[left : left + wide] += casts.to_float(row, job.source_dtype)
-    mean: Array = casts.cast(casts.as_words(total / rows), "F64", job.source_dtype, job.name)
+    mean: Array = casts.cast(casts.as_words(total / rows), "F64", job.source_dtype, job.label)
     return mean
 
 

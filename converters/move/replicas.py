@@ -97,7 +97,7 @@ class Copies:
         dtype = self.job.twins[0].fragment.dtype
         word = WORDS[DTYPES[dtype]]
         room = tile.other.view(word)[: len(values)]
-        rounded = casts.cast(values, self.job.source_dtype, dtype, self.job.name, room)
+        rounded = casts.cast(values, self.job.source_dtype, dtype, self.job.label, room)
         stored = np.empty(len(values), word)
         gather(self.files, twins, tile.start, tile.shape, stored, tile.scratch.view(word))
         self.unequal += int((rounded != stored).sum())
@@ -113,7 +113,7 @@ class Copies:
             alone = "without its optimizer" if job.state else "with zero2hf or neox2hf --weights module"
             unchecked = "" if self.nameless else "; --replicas first takes the master weights unchecked"
             raise VerificationError(
-                f"{self.unequal} of {prod(job.shape)} elements of {job.name} in {job.twins[0].fragment.path} are not "
+                f"{self.unequal} of {prod(job.shape)} elements of {job.label} in {job.twins[0].fragment.path} are not "
                 f"the rounded FP32 master weights of {job.sources[0].fragment.path}",
                 f"the model goes alone {alone}{unchecked}",
             )
@@ -122,7 +122,7 @@ class Copies:
         name, distance = max(self.worst.items(), key=lambda pair: pair[1])
         if name is None:
             raise VerificationError(
-                f"the copies of {job.name} are up to {distance:g} apart, too far for a norm that drifted: "
+                f"the copies of {job.label} are up to {distance:g} apart, too far for a norm that drifted: "
                 f"{job.sources[0].fragment.path} and others may be of different models",
                 "--replicas mean averages them all the same, --replicas first takes the first",
             )
@@ -131,11 +131,11 @@ class Copies:
         where = f"between {' and '.join(files)}" if len(files) > 1 else f"in {files[0]}"
         if name == SHARED:
             raise VerificationError(
-                f"the output head should share {job.name} and differs from it by up to {distance:g} {where}",
+                f"the output head should share {job.label} and differs from it by up to {distance:g} {where}",
                 "--set tied=false keeps both",
             )
         raise VerificationError(
-            f"{job.name} differs between its copies in {len(self.worst)} of {len(self.replicas)} places, most in "
+            f"{job.label} differs between its copies in {len(self.worst)} of {len(self.replicas)} places, most in "
             f"{name}: by up to {distance:g} {where}",
             "--replicas first takes the first copy, --replicas mean their mean in float32",
         )

@@ -207,16 +207,16 @@ class SourceChecks:
         if crc == member.crc:
             return
         key, path = _key(fragment, member), fragment.path
-        inside = [
-            job.name
+        inside = dict.fromkeys(
+            job.key or job.name
             for job in self.jobs
             if any(
                 fragment_of.member and _key(fragment_of, fragment_of.member) == key
                 for fragment_of in _read_by(job, self.copies)
             )
-        ]
+        )
         raise DamagedError(
-            f"{path} is damaged: the {member.size} bytes at byte {member.start} ({some(inside, 3)}) have the CRC-32 "
+            f"{path} is damaged: the {member.size} bytes at byte {member.start} ({some([*inside], 3)}) have the CRC-32 "
             f"{crc:08x}, the file says {member.crc:08x}",
             f"copy it again, or take another checkpoint; `convert verify {path.parent}` lists all that is damaged",
         )

@@ -19,7 +19,7 @@ from converters.plan.training_state import as_weights, training_of
 from formats.checkpoint import Checkpoint
 from formats.deepspeed.folders import LATEST
 from formats.disk.safetensors import FLOATS
-from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, some
+from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, count, some
 from formats.layout.placed import files_of
 from formats.megatron.folders import TRACKER
 from formats.model.spec import Verbatim
@@ -178,7 +178,9 @@ def _require_same(first: Checkpoint, other: Checkpoint) -> None:
             shapes = " and ".join(
                 str(list(shapes_of[odd[0]])) if odd[0] in shapes_of else "absent" for shapes_of in (ours, theirs)
             )
-            raise RefusedError(f"{where}: {len(odd)} tensors differ in shape, such as {odd[0]}: {shapes}")
+            raise RefusedError(
+                f"{where}: {count(len(odd), 'tensor differs', 'tensors differ')} in shape, such as {odd[0]}: {shapes}"
+            )
 
 
 def _other_tokenizers(sources: Sequence[Checkpoint]) -> list[str]:

@@ -323,7 +323,7 @@ def _merged(job: Job, changes: Changes, policy: str) -> Job:
         UnsupportedError: the tensor holds no floating point numbers.
     """
     if job.source_dtype not in FLOATS:
-        raise UnsupportedError(f"{job.name} of the base is {job.source_dtype}, to which nothing can be added")
+        raise UnsupportedError(f"{job.label} of the base is {job.source_dtype}, to which nothing can be added")
     centred = (False, job.centred[1])
     alone = replace(job, sources=(), replicas={}, twins=(), partial=False, targets=(), centred=centred)
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from converters.common.hub_names import folder_of
 from formats.checkpoint import Checkpoint, Settings
-from formats.errors import UsageError
+from formats.errors import UsageError, short
 from formats.format import Format
 from formats.huggingface import mtp
 from formats.layout.table import MTP
+from formats.model import accepted
 from formats.registry import KNOWN_TO, downloaded, format_of, open_checkpoint
 
 if TYPE_CHECKING:
@@ -90,11 +91,13 @@ def open_all(
 
     Raises:
         SourceError: a checkpoint is absent, or damaged.
-        UsageError: a checkpoint is of another format, or a setting or the family has no effect on any of them.
+        UsageError: a checkpoint is of another format, or a setting, the family or a name given to --accept has no
+            effect on any of them.
     """
     sources = [open_source(path, settings, formats) for path in paths]
     require_effect(settings, *sources)
     require_family(family, *sources)
+    require_known(settings.accept, *sources)
     return sources
 
 
@@ -110,6 +113,7 @@ def open_training(path: Path, settings: Settings, family: Family | None) -> Chec
     states = open_states(path, settings)
     of_neox = dict.fromkeys(("gqa_layout", "config", "vocab_size", "values"), (NEOX,))
     require_effect(settings, states.opened["fp32"], known={**of_neox, "verbatim": (), "container": (), "only": ()})
+    require_known(settings.accept, states.opened["fp32"])
     return states
 
 
@@ -139,6 +143,26 @@ def require_effect(settings: Settings, *sources: Checkpoint, known: Mapping[str,
         raise UsageError(f"--only {settings.only}: {sources[0].root} holds a model of text alone", "leave it out")
     if MTP in settings.drop and not any(mtp.keys_of(source.dropped) for source in sources):
         raise UsageError("--drop mtp: the model has no layer that predicts further tokens", "leave it out")
+
+
+def require_known(names: Sequence[str], *sources: Checkpoint) -> None:
+    """Every name of `--accept` is one of those here, or an argument or key of a run.
+
+    Args:
+        names: what was accepted.
+        sources: what was opened.
+
+    Raises:
+        UsageError: one is nothing.
+    """
+    strange = [name for name in names if name not in accepted.KNOWN]
+    strange = [name for name in strange if not any(name in source.details.arguments for source in sources)]
+    if strange:
+        known = ", ".join(accepted.KNOWN)
+        raise UsageError(
+            f"--accept {short(strange[0])}: there is no such deviation, nor such an argument of the run",
+            f"known: {known}; besides, what a refusal names",
+        )
 
 
 def require_family(family: Family | None, *sources: Checkpoint) -> None:

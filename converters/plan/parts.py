@@ -61,6 +61,16 @@ class Parts(Sequence[Part]):
             return tuple(islice(self, *index.indices(len(self))))
         return next(islice(self, range(len(self))[index], None))
 
+    @property
+    def key(self) -> str:
+        """What the first physical tensor is called; nothing where there is none."""
+        return next((placed.key for placed in self.placed), "")
+
+    @property
+    def shared(self) -> bool:
+        """Whether that holds other tensors too."""
+        return any(len(placed.slot.rule.pattern.tensors) > 1 for placed in self.placed[:1])
+
     def prove(self, shape: tuple[int, ...], name: str) -> None:
         """Prove that each element of the box `shape` is in exactly one part. Raises as `prove_tiling`."""
         layouts = tuple((placed.layout, placed.slot.expert) for placed in self.placed)

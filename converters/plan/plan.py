@@ -82,6 +82,7 @@ class Job:
     its FP32 master weights are rounded to. `state` is the optimizer state that moves, such as `exp_avg`; empty for
     weights. `centred` tells of source and target whether they store the tensor minus one. A tensor that is computed
     from several has `terms` in place of sources; its rows are rescaled to `norms`, and `edge` names the computation.
+    `key` is the name of the tensor in the source's files; with `shared`, of the physical tensor that has others too.
     """
 
     tensor: str
@@ -101,6 +102,8 @@ class Job:
     terms: tuple[Term, ...] = ()
     norms: tuple[Norms, ...] = ()
     edge: str = ""
+    key: str = ""
+    shared: bool = False
 
     @property
     def made(self) -> Job:
@@ -136,6 +139,14 @@ class Job:
         """Name of the logical tensor, with the state before and the layer after a dot."""
         name = f"{self.state}.{self.tensor}" if self.state else self.tensor
         return name if self.layer is None else f"{name}.{self.layer}"
+
+    @property
+    def label(self) -> str:
+        """What to call it in an error: by its key in the source, where it has one; a state, with its name."""
+        if not self.key:
+            return self.name
+        key = f"{self.tensor} in {self.key}" if self.shared else self.key
+        return key if self.state in key else f"{self.state} of {key}"
 
     @property
     def nbytes(self) -> int:
@@ -291,6 +302,8 @@ def make_plan(
                 twin,
                 bool(target and target.padding == "last"),
                 centred=((tensor, layer) in centred, (tensor, layer) in less_one),
+                key=sources[ORIGINAL].key,
+                shared=sources[ORIGINAL].shared,
             )
         )  # fmt: skip
     if target:

@@ -245,7 +245,8 @@ def _apart(job: Job, source: Checkpoint, files: Sequence[OutputFile]) -> Iterato
     alone = replace(job, replicas={}, partial=False)
     for copy, parts in {ORIGINAL: job.sources, **job.replicas}.items():
         tensor = f"{job.tensor} of {copy}" if copy else job.tensor
-        yield replace(alone, tensor=tensor, sources=parts, targets=targets[copy], twins=twins.get(copy, ()))
+        key = f"{job.key} of {copy}" if copy else job.key
+        yield replace(alone, tensor=tensor, key=key, sources=parts, targets=targets[copy], twins=twins.get(copy, ()))
 
 
 def _frozen(model: Mapping[str, Any], trained: set[str]) -> list[str]:

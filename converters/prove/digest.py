@@ -13,7 +13,7 @@ from typing import Any
 from converters.common.manifest import dumped, read_manifest, remembered_states, total
 from converters.plan.plan import Plan
 from formats.checkpoint import MANIFEST
-from formats.errors import VerificationError
+from formats.errors import VerificationError, count
 from formats.huggingface.text_alone import parts
 from formats.optimizer import KEPT, STATES
 
@@ -71,10 +71,11 @@ def check_source(plan: Plan, digests: Mapping[str, str]) -> None:
     _, remembered = read_manifest(plan.source.home) or ({}, {})
     moments = plan.source.settings.weights in STATES[1:]  # moments are read under the names of the weights
     remembered = {} if plan.source.original or moments else {**remembered, **remembered_states(plan.source.home)}
-    kept = [job.name for job in plan.jobs if not (job.edges or (job.twins and not job.state))]
-    wrong = [name for name in kept if remembered.get(name, digests[name]) != digests[name]]
+    kept = {job.name: job.label for job in plan.jobs if not (job.edges or (job.twins and not job.state))}
+    wrong = [label for name, label in kept.items() if remembered.get(name, digests[name]) != digests[name]]
     if wrong:
+        differing = count(len(wrong), "tensor differs", "tensors differ")
         raise VerificationError(
-            f"{plan.source.home} is damaged: {len(wrong)} tensors differ from its {MANIFEST}, such as {wrong[0]}",
+            f"{plan.source.home} is damaged: {differing} from its {MANIFEST}, such as {wrong[0]}",
             f"`convert verify {plan.source.root}` lists them",
         )

@@ -20,7 +20,7 @@ from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed.partitions import Partition
 from formats.deepspeed.steps import require_one_step
 from formats.disk.safetensors import Fragment
-from formats.errors import RefusedError, SourceError, UnsupportedError, short, some
+from formats.errors import RefusedError, SourceError, UnsupportedError, ranges, short, some
 from formats.layout.pieces import Scattered
 from formats.layout.slots import Slot
 from formats.layout.table import Rule
@@ -66,19 +66,23 @@ def require_whole_heads(spec: ModelSpec, tp: int) -> None:
         raise RefusedError(f"{spec.heads} heads in {spec.kv_heads} key/value groups do not divide over tp = {tp}")
 
 
-def require_files(tag: Path, slots: Iterable[Slot], files: Collection[str]) -> None:
+def require_files(tag: Path, slots: Iterable[Slot], files: Collection[str], layers: int) -> None:
     """Refuse a folder that lacks files of the tensors of a model.
 
     Args:
         tag: the folder, for errors.
         slots: the tensors of the model.
         files: the names of the files that are there.
+        layers: the number of layers of the model, for errors.
 
     Raises:
         SourceError: a file is missing.
     """
     if lost := sorted({slot.place.file for slot in slots}.difference(files)):
-        raise SourceError(f"{tag} lacks {some(lost, 4)}", "copy the files of all ranks into one folder")
+        numbers = sorted({int(name[1]) for file in files if (name := saved_names.LAYER.fullmatch(file))})
+        there = f", of a model of {layers} layers: the files there are number {ranges(numbers)}" if numbers else ""
+        hint = "copy the files of all ranks into one folder; if all are there, num_layers is that of another model"
+        raise SourceError(f"{tag} lacks {some(lost, 4)}{there}", hint)
 
 
 def tensors(

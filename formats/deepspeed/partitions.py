@@ -18,14 +18,14 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats.deepspeed import eight_bits, muon
+from formats.deepspeed import copied, eight_bits, muon
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed.steps import COUNTER, number, steps_made
 from formats.disk.safetensors import DTYPES, FLOATS, Fragment
 from formats.errors import SourceError, UnsupportedError, short, some
 from formats.layout.columns import Columns, Cut, Ints, Piece, boxes
 from formats.layout.pieces import Scattered, scattered, whole_part
-from formats.optimizer import MOMENTUM, STATES, Muon, kept_by, kind_of, require_states, whose, why_not
+from formats.optimizer import MOMENTUM, NAMES, STATES, Muon, kept_by, kind_of, require_states, whose, why_not
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.pickle_values import Opaque, TensorRef
@@ -70,6 +70,17 @@ class Partition:
     said: tuple[Mapping[str, Any], ...] = ()
     whole_momentum: bool = True
 
+    @property
+    def optimizer(self) -> str:
+        """What it is called."""
+        return " and ".join(sorted({NAMES[kind_of(group)] for group in self.settings}))
+
+    @property
+    def flats(self) -> list[Fragment]:
+        """Its part of each group, of each state that is not in 8 bits."""
+        flats = (flat.fragment for groups in self.groups.values() for flat in groups if flat)
+        return [flat for flat in flats if not flat.scales]
+
 
 def open_partitions(folder: Path, mp: int, states: Sequence[str] | None = None) -> list[Partition]:
     """The partition of every data parallel rank of one model parallel rank.
@@ -110,6 +121,7 @@ def open_partitions(folder: Path, mp: int, states: Sequence[str] | None = None) 
                 "files of another run",
                 "remove those that are older than the others",
             )
+    copied.require_own((partition.path, partition.flats) for partition in partitions.values())
     return [partitions[rank] for rank in sorted(partitions)]
 
 
@@ -120,7 +132,7 @@ def _without_states(folder: Path) -> str:
 
 
 def require_same_save(partitions: Sequence[Partition]) -> None:
-    """Refuse partitions of ranks that differ in ZeRO stage, number of steps, or states.
+    """Refuse partitions of ranks that differ in ZeRO stage, number of steps, states, or optimizer.
 
     Raises:
         SourceError: two ranks differ.
@@ -129,6 +141,7 @@ def require_same_save(partitions: Sequence[Partition]) -> None:
     for partition in partitions[1:]:
         for what, ours, others in (
             ("stage", partition.stage, first.stage),
+            ("the optimizer", partition.optimizer, first.optimizer),
             ("step", _steps(partition), _steps(first)),
             ("states", ", ".join(partition.groups), ", ".join(first.groups)),
         ):

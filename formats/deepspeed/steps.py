@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import SourceError, short
+from formats.model.accepted import STEPS
 from formats.torch_files.archive import TorchFile
 from formats.torch_files.archive_writer import plain
 from formats.torch_files.pickle_values import TensorRef
@@ -57,12 +58,12 @@ def require_one_step(
     difference = f"{path} has made {counted} steps, {model.path} counts {made}" + (
         f", {skipped} of them skipped" if skipped else ""
     )
-    if COUNTER in accept:
+    if STEPS in accept:
         return [f"{difference}: accepted"]
     raise SourceError(
         f"{difference}: files of different saves",
         f"copy the files of one save from all nodes; of a training that began without the optimizer of the one before: "
-        f"--accept {COUNTER}",
+        f"--accept {STEPS}",
     )
 
 

@@ -18,6 +18,7 @@ from formats.errors import RefusedError, UnsupportedError
 from formats.families import FAMILIES
 from formats.layout.slots import Slot
 from formats.layout.table import Rule, rules
+from formats.model.accepted import EXPERT_BIAS
 from formats.model.spec import Spec
 
 
@@ -43,7 +44,7 @@ TRAINERS = {
     OLMO_CORE: Names("blocks.0.attention.w_out.weight", ("model",), optimizer=True),
 }
 DROPS = (r"freqs_cis",)
-BIAS = "expert_bias_E"
+BIAS = EXPERT_BIAS
 """Last part of the key of a router's bias, which is added to the scores to choose experts. torchtitan trains it in any
 mixture unless `load_balance_coeff` is None (moe.py); of these families only DeepSeek-V3 has it in transformers."""
 

@@ -21,6 +21,7 @@ from formats.huggingface.layers import FULL, SLIDING
 from formats.huggingface.rope import LOCAL
 from formats.model.checks import checked
 from formats.model.codec import Codec, Context, Spelled, read, rows
+from formats.model.settings import corrected
 from formats.model.spec import ModelSpec, differences
 from formats.model.values import real, some_layers, whole
 
@@ -222,7 +223,7 @@ def spec_of(path: Path, settings: Settings, known: Callable[[], Mapping[str, Any
     if values["own"] and theta != usual:  # a config that is made here has no key for that of a window
         windowed = f"{path}: rope_theta = {short(theta)} in layers with a window, where transformers assumes {usual}"
         raise OptionNeededError(windowed, f"add {CONFIG}", known)
-    return checked(values, str(path))
+    return checked(values, corrected(str(path), settings.values))
 
 
 def require_same(path: Path, settings: Settings, base: ModelSpec) -> None:
@@ -233,7 +234,9 @@ def require_same(path: Path, settings: Settings, base: ModelSpec) -> None:
         UnsupportedError: the model computes something that has no layout here.
         RefusedError: the two configs contradict each other.
     """
-    spec = checked(_values(path, settings) | {"max_positions": base.max_positions}, str(path))
+    spec = checked(
+        _values(path, settings) | {"max_positions": base.max_positions}, corrected(str(path), settings.values)
+    )
     if apart := differences(spec, _spelled_out(base)):
         raise RefusedError(
             f"{path} and the config contradict each other (OLMo-core | config): {'; '.join(apart)}",

@@ -6,7 +6,8 @@
     X.weight         X.weight_scale                           int-, float-, naive- and mxfp8-quantized
 
 Facts: compressed-tensors 0.20.0. `compressors/*/base.py` (`decompress`) has the names; `pack_quantized/helpers.py` the
-order: the first element in the lowest bits, integers with half their range added; `_dequantize` of
+order: the first element in the lowest bits, integers with half their range added; a row whose last word is in part
+padding has the columns that `weight_shape` says (`unpack_from_int32`). `_dequantize` of
 `quantization/lifecycle/forward_helpers.py` multiplies in the type of the scale, and divides it by the global one
 before, in float32. The grid of the scales follows from `strategy` (`quantization/quant_args.py`). transformers 5.23.0
 calls the same code (integrations/compressed_tensors.py, `dequantize=True`).
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from formats.disk.safetensors import Fragment, Scales, row_major
+from formats.disk.safetensors import Fragment, Scales, read_bytes, row_major
 from formats.errors import SourceError, UnsupportedError, short
 from formats.huggingface.scales import KEEP, require_floats, require_grid, scales_of
 
@@ -157,6 +158,7 @@ def dequantized(fragments: Mapping[str, Fragment], scheme: Scheme) -> dict[str, 
     """
     stored = scheme.stored
     weights: dict[str, Fragment] = {}
+    told: dict[tuple[str, tuple[int, ...]], int] = {}
     for key, fragment in fragments.items():
         module, _, kind = key.rpartition(".")
         elements = fragments.get(f"{module}.{stored.elements}")
@@ -168,14 +170,23 @@ def dequantized(fragments: Mapping[str, Fragment], scheme: Scheme) -> dict[str, 
         elif kind == stored.elements and fragment.dtype == stored.dtype:
             if kind != "weight" and f"{module}.weight" in fragments:
                 raise SourceError(f"{fragment.path} holds {key}, and {module}.weight is there too")
-            weights[f"{module}.weight"] = _weight(fragments, module, fragment, scheme)
+            weights[f"{module}.weight"] = _weight(fragments, module, fragment, scheme, told)
         elif not key.endswith(ACTIVATIONS):
             weights[key] = fragment
     return weights
 
 
-def _weight(fragments: Mapping[str, Fragment], module: str, elements: Fragment, scheme: Scheme) -> Fragment:
-    """The BF16 matrix of a module: its quantized elements, with their scales."""
+def _weight(
+    fragments: Mapping[str, Fragment],
+    module: str,
+    elements: Fragment,
+    scheme: Scheme,
+    told: dict[tuple[str, tuple[int, ...]], int],
+) -> Fragment:
+    """The BF16 matrix of a module: its quantized elements, with their scales.
+
+    `told` has the columns of the matrices before it, by kind of module and shape.
+    """
     stored, key, name = scheme.stored, f"{module}.{scheme.stored.elements}", f"{module}.{SCALE}"
     if len(elements.shape) != 2:
         raise UnsupportedError(f"{elements.path}: {key} is {stored.dtype}{list(elements.shape)}, no matrix", KEEP)
@@ -183,23 +194,38 @@ def _weight(fragments: Mapping[str, Fragment], module: str, elements: Fragment, 
     if stored.scales is None:
         require_floats(factors, name)
     rows, columns = elements.shape[0], elements.shape[1] * stored.per
-    high, wide = (size or max(whole, 1) for size, whole in zip(scheme.block, (rows, columns), strict=True))
-    grid = (-(-rows // high), -(-columns // wide))
-    if scheme.block != (None, None) or factors.shape not in ((), (1,)):
-        if stored.per > 1 and columns % wide:
-            raise UnsupportedError(f"{elements.path}: rows of {key} end within a group of {wide}", KEEP)
-        require_grid(factors, name, stored.scales or factors.dtype, grid)
-    whole = None
-    if stored.method == NVFP4:
-        whole = scales_of(fragments, f"{module}.{GLOBAL}", elements, key)
-        require_grid(whole, f"{module}.{GLOBAL}", "F32", (1,))
     stated = fragments.get(f"{module}.{SHAPE}")
     if stated is not None and (stated.dtype not in INTEGERS or stated.shape != (2,)):
         raise SourceError(
             f"{stated.path}: {module}.{SHAPE} is {stated.dtype}{list(stated.shape)}, no number of rows and of columns"
         )
-    shape, block = (rows, columns), (min(high, max(rows, 1)), min(wide, max(columns, 1)))
+    kind = module.rpartition(".")[2], elements.shape
+    if stated is not None and kind not in told:  # of the others it is compared when they are read
+        told[kind] = _columns(stated, columns, stored.per)
+    shape = rows, columns if stated is None else told[kind]
+    high, wide = (size or max(whole, 1) for size, whole in zip(scheme.block, (rows, columns), strict=True))
+    grid = (-(-rows // high), -(-columns // wide))
+    if scheme.block != (None, None) or factors.shape not in ((), (1,)):
+        if stored.per > 1 and columns % wide:
+            raise UnsupportedError(f"{elements.path}: rows of {key} end within a group of {wide}", KEEP)
+        if shape[1] != columns and scheme.block[1] is not None:
+            reason = (
+                f"rows of {key}, of {shape[1]} columns, end within a word of {stored.per}, and scales are by groups"
+            )
+            raise UnsupportedError(f"{elements.path}: {reason}", KEEP)
+        require_grid(factors, name, stored.scales or factors.dtype, grid)
+    whole = None
+    if stored.method == NVFP4:
+        whole = scales_of(fragments, f"{module}.{GLOBAL}", elements, key)
+        require_grid(whole, f"{module}.{GLOBAL}", "F32", (1,))
+    strides, block = row_major((rows, columns)), (min(high, max(rows, 1)), min(wide, max(columns, 1)))
     if high == 1 and columns % wide == 0:  # the matrix as one row, with one row of scales: read with fewer calls
         rows, columns = 1, rows * columns
     scales = Scales(stored.method, factors, block, rows, columns, name, whole, stated and (stated, shape, key))
-    return elements._replace(dtype="BF16", shape=shape, strides=row_major(shape), scales=scales)
+    return elements._replace(dtype="BF16", shape=shape, strides=strides, scales=scales)
+
+
+def _columns(stated: Fragment, columns: int, per: int) -> int:
+    """The columns that a file says, where its last word of a row can be in part padding; else those of all words."""
+    said = int.from_bytes(read_bytes(stated.path, stated.offset, stated.nbytes)[stated.nbytes // 2 :], "little")
+    return said if 0 <= columns - said < per else columns

@@ -19,7 +19,7 @@ from formats.huggingface.rope import PARAMETERS, SCALING, THETA, Rope, assumed, 
 from formats.huggingface.settings_table import USUAL, keys_of, keys_read, rows_of
 from formats.model.checks import checked
 from formats.model.codec import Context, read, write
-from formats.model.settings import LISTS
+from formats.model.settings import LISTS, corrected
 from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.model.untabled import language
 
@@ -67,7 +67,7 @@ def from_huggingface(config: Mapping[str, Any], settings: Mapping[str, Any], whe
     require_table(config, family, where)
     values, notes = _values(config, family, where)
     rope = values.pop("rope")._asdict() if "rope" in values else {}
-    return checked(values | rope | {"notes": tuple(notes)} | dict(settings), where)
+    return checked(values | rope | {"notes": tuple(notes)} | dict(settings), corrected(where, settings))
 
 
 def _values(config: Mapping[str, Any], family: Family, where: str) -> tuple[dict[str, Any], list[str]]:

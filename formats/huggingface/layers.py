@@ -63,6 +63,14 @@ def _count(key: str, spelled: Spelled, context: Context, fallback: int | None) -
     return value
 
 
+def _step(key: str, spelled: Spelled, context: Context) -> int:
+    """How far layers of a kind are apart: transformers divides by it, and builds no model with 0."""
+    value = _count(key, spelled, context, 1)
+    if not value:
+        raise SourceError(f"{context.where} says {key} = 0, it should be how far layers are apart: 1 or more")
+    return value
+
+
 def _list(key: str, spelled: Spelled, context: Context) -> list[int] | None:
     value = spelled.get(key)
     if value is not None and not (isinstance(value, list) and all(type(layer) is int for layer in value)):
@@ -127,7 +135,7 @@ def alternating(key: str, step: str) -> Codec:
 
     def apart(spelled: Spelled, context: Context) -> tuple[int, ...]:
         distance = whole(spelled.get(step, STEP_OF_ATTENTION), step, context.where)
-        return tuple(layer for layer in _layers(context) if (layer + 1) % distance)
+        return tuple(layer for layer in _layers(context) if (layer + 1) % max(distance, 1))
 
     return marked(key, (LINEAR, FULL), LINEAR, apart)
 
@@ -290,8 +298,8 @@ def listed(key: str, step: str) -> Codec:
     """The codec of the dense layers: a list of them, and the distance between the layers with experts."""
 
     def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
-        apart, dense = _count(step, spelled, context, 1), _list(key, spelled, context) or ()
-        return tuple(layer for layer in _layers(context) if layer in dense or (layer + 1) % max(apart, 1))
+        apart, dense = _step(step, spelled, context), _list(key, spelled, context) or ()
+        return tuple(layer for layer in _layers(context) if layer in dense or (layer + 1) % apart)
 
     return Codec(read, lambda dense, _: {key: list(dense), step: 1})
 
@@ -300,9 +308,10 @@ def unlisted(key: str, step: str) -> Codec:
     """The codec of the dense layers: a list of the layers with experts, or the distance between these."""
 
     def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
-        apart, sparse = _count(step, spelled, context, 1), _list(key, spelled, context)
+        sparse = _list(key, spelled, context)
         if sparse is None:
-            return tuple(layer for layer in _layers(context) if (layer + 1) % max(apart, 1))
+            apart = _step(step, spelled, context)
+            return tuple(layer for layer in _layers(context) if (layer + 1) % apart)
         return tuple(layer for layer in _layers(context) if layer not in sparse)
 
     return Codec(read, lambda dense, context: {key: [layer for layer in _layers(context) if layer not in dense]})
@@ -312,10 +321,10 @@ def bounded(first: str, last: str, step: str) -> Codec:
     """The codec of the dense layers: the first and last layer with experts, and the distance between such layers."""
 
     def read(spelled: Spelled, context: Context) -> tuple[int, ...]:
-        most, apart = len(_layers(context)) - 1, _count(step, spelled, context, 1)
+        most, apart = len(_layers(context)) - 1, _step(step, spelled, context)
         low = _count(first, spelled, context, _usual("dense_layers", context))
         high = most if spelled.get(last) == -1 else _count(last, spelled, context, most)
-        return tuple(layer for layer in _layers(context) if (layer + 1) % max(apart, 1) or not low <= layer <= high)
+        return tuple(layer for layer in _layers(context) if (layer + 1) % apart or not low <= layer <= high)
 
     def write(dense: Iterable[int], context: Context) -> Spelled:
         sparse = [layer for layer in _layers(context) if layer not in dense]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.disk.safetensors import Fragment
-from formats.errors import SourceError
+from formats.errors import SourceError, count
 from formats.layout.columns import Columns, Cut
 from formats.layout.leaves import Leaf
 from formats.layout.ranks import Files, Ranks
@@ -19,6 +19,9 @@ from formats.layout.table import Rule
 
 SECOND = re.compile(r"\.layers\.\d+\.(?:enorm|hnorm|eh_proj)\.|^(?:model\.)?mtp\.")
 """Matches keys of layers that predict a token after the next, in DeepSeek-V3 and its descendants, and in Qwen."""
+
+SHOWN = 5
+"""Tensors that an error names."""
 
 
 class Placed(NamedTuple):
@@ -152,7 +155,7 @@ def match(
         SourceError: a tensor is missing, left over, or has another shape; the message lists names and files.
     """
     placed: list[Placed] = []
-    missing: list[str] = []
+    missing: list[Slot] = []
     bare = False
     used: dict[Place, set[str]] = {place: set() for place in fragments}
     for slot in slots:
@@ -162,7 +165,7 @@ def match(
             raise SourceError(f"{tensors[keys[0]].path} holds the same tensor twice: {' and '.join(keys)}")
         if not keys:
             if "optional" not in slot.rule.conditions:
-                missing.append(f"{slot.keys[0]} {list(slot.shape)} in {_path(tensors, slot.place, where)}")
+                missing.append(slot)
                 bare |= slot.keys[0].removeprefix("model.") in tensors
             continue
         fragment = tensors[keys[0]]
@@ -176,7 +179,12 @@ def match(
         placed.append(Placed(keys[0], slot, fragment))
     if missing:
         hint = "the names lack `model.`: AutoModelForCausalLM saves them with it, --verbatim takes them as they are"
-        raise SourceError(f"{where}: {len(missing)} tensors are missing: {_some(missing)}", hint if bare else "")
+        lacking = count(len(missing), "tensor is", "tensors are")
+        names = [
+            f"{slot.keys[0]} {list(slot.shape)} in {_path(fragments.get(slot.place, {}), slot.place, where)}"
+            for slot in missing[:SHOWN]
+        ]
+        raise SourceError(f"{where}: {lacking} missing: {_some(names, len(missing))}", hint if bare else "")
     rest = [(place, key) for place, tensors in fragments.items() for key in tensors if key not in used[place]]
     unknown = [
         f"{key} in {fragments[place][key].path}"
@@ -184,8 +192,9 @@ def match(
         if not any(re.fullmatch(drop, key) for drop in drops)
     ]
     if unknown:
+        left = count(len(unknown), "tensor has", "tensors have")
         raise SourceError(
-            f"{where}: {len(unknown)} tensors have no place in this model: {_some(unknown)}",
+            f"{where}: {left} no place in this model: {_some(unknown[:SHOWN], len(unknown))}",
             "a layer that predicts further tokens is in no table: --drop mtp leaves it out, --verbatim carries it, in "
             "Hugging Face and FSDP"
             if any(SECOND.search(key) for key in unknown)
@@ -195,10 +204,10 @@ def match(
 
 
 def _path(tensors: Mapping[str, Fragment], place: Place, where: Path) -> str:
-    """The path of the file in which a tensor was expected."""
-    return str(next(iter(tensors.values())).path) if tensors else str(where / place.file)
+    """The path of the file in which a tensor was expected, or of the folder if several files could have it."""
+    paths = {fragment.path for fragment in tensors.values()}
+    return str(paths.pop() if len(paths) == 1 else where / place.file)
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f", and {len(names) - 5} more" if len(names) > 5 else ""
-    return "; ".join(names[:5]) + more
+def _some(names: Sequence[str], of: int) -> str:
+    return "; ".join(names) + (f", and {of - SHOWN} more" if of > SHOWN else "")

@@ -63,6 +63,7 @@ def details(
         fresh=fresh,
         shown={"iteration": iteration, "folder": folder.name, "padded_vocab": padded, "dialect": dialect},
         residue={"args": fields.residue(args)},
+        arguments=tuple(args),
         args=args,
         iteration=iteration,
         vocab_multiple=vocab_multiple(args, file.path),

@@ -42,7 +42,7 @@ from formats.megatron.classic import FLAGS, assets_of, parameters_of, spec_of, t
 from formats.megatron.details import details
 from formats.megatron.folders import TRACKER, locate, name_of
 from formats.megatron.optimizer import Optimizer
-from formats.megatron.shards import DROPS, STATE, args_of, names_of
+from formats.megatron.shards import DROPS, STATE, args_of, embedding_rows, names_of
 from formats.megatron.torch_dist import EMBEDDING, MODEL, whole_slots
 from formats.model.spec import ModelSpec
 from formats.torch_files import dcp, dcp_writer
@@ -113,9 +113,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     common = _common(folder)
     args = args_of(common)
     tensors = _tensors(folder, entries)
-    if EMBEDDING not in tensors or not tensors[EMBEDDING].shape:
-        raise SourceError(f"{folder} holds no {EMBEDDING}")
-    padded = tensors[EMBEDDING].shape[0]
+    padded = embedding_rows(tensors, EMBEDDING, folder)
     assets = assets_of(run, settings)
     config = huggingface.read_config(assets) if assets else None
     spec = spec_of(args, DIST, assets, config, settings, folder, common.path, padded)

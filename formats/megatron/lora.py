@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from formats.checkpoint import Checkpoint, Settings, Target
+from formats.checkpoint import Checkpoint, Details, Settings, Target
 from formats.errors import SourceError, UnsupportedError, UsageError, short, some
 from formats.huggingface import folder as huggingface
 from formats.layout.pattern import Axis, Fill, Pattern, Product, Term
@@ -165,6 +165,7 @@ def read(
         placed,
         left,
         tuple(dict.fromkeys([common.path, *(path for tensor in tensors.values() for path in tensor.files)])),
+        details=Details(arguments=tuple(args)),
         settings=settings,
         run_config={"peft": peft} if peft else {},
     )

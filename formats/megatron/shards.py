@@ -11,6 +11,7 @@ from typing import Any
 
 from formats.disk.safetensors import Fragment, read_bytes
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
+from formats.layout.pieces import Scattered
 from formats.layout.placed import Placed
 from formats.layout.slots import Place
 from formats.megatron import megatron_llm
@@ -151,6 +152,17 @@ def names_of(keys: Collection[str]) -> tuple[str, str]:
     """The naming of the norms and of the experts: `local`, or `te` for Transformer Engine, which fuses some norms."""
     norm = "local" if any(map(LOCAL.fullmatch, keys)) and not any(map(FUSED.fullmatch, keys)) else "te"
     return norm, "local" if any(".local_experts." in key for key in keys) else "te"
+
+
+def embedding_rows(tensors: Mapping[str, Scattered], name: str, folder: Path) -> int:
+    """The rows of an embedding, padding included.
+
+    Raises:
+        SourceError: there is none.
+    """
+    if name not in tensors or not tensors[name].shape:
+        raise SourceError(f"{folder} holds no {name}")
+    return tensors[name].shape[0]
 
 
 def vocab_multiple(args: Mapping[str, Any], path: Path) -> int:

@@ -50,7 +50,7 @@ from formats.megatron.folders import TRACKER, locate, name_of
 from formats.megatron.mesh import Mesh
 from formats.megatron.optimizer import PREFIX, Optimizer
 from formats.megatron.pipeline import Chunk, chunks
-from formats.megatron.shards import DROPS, STATE, args_of, require_alone
+from formats.megatron.shards import DROPS, STATE, args_of, embedding_rows, require_alone
 from formats.megatron.tables import BRIDGE, DECODER, HEAD, MCORE
 from formats.model.spec import ModelSpec
 from formats.model.values import MOST_LAYERS
@@ -160,8 +160,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     require_alone(common)
     instead = None if "args" in common.value else run_config.place(run, folder)
     if instead:
-        fields = run_config.read(instead, adapter=settings.adapter is not None)
-        common = replace(common, path=instead, value={**common.value, "args": fields})
+        saved = {**common.value, "args": run_config.read(instead, adapter=settings.adapter is not None)}
+        common = replace(common, path=instead, value=saved)
         entries = [replace(entry, name=entry.name.removeprefix(LIGHTNING)) for entry in entries]
     args, vision = args_of(common), run_config.read_vision(instead) if instead else None
     if vision:
@@ -171,9 +171,9 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         adapters = tensors_in(folder, [entry for entry in weights if lora.ADAPTER in entry.name])
         return lora.read(run, folder, common, args, adapters, [entry.name for entry in entries], settings)
     tensors = tensors_in(folder, weights)
-    if EMBEDDING not in tensors or not tensors[EMBEDDING].shape:
-        raise SourceError(f"{folder} holds no {EMBEDDING}")
-    padded = tensors[EMBEDDING].shape[0]
+    padded = embedding_rows(tensors, EMBEDDING, folder)
+    if instead:
+        run_config.require_rows(instead, padded, settings.values)
     assets = assets_of(run, settings)
     config = said = huggingface.read_config(assets) if assets else None
     if vision and said:

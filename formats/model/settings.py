@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from formats.errors import UsageError
+from formats.errors import SourceError, UsageError, short
+from formats.model.values import KINDS
 
 
 def choice(fixed: Any = None, *, needed: bool = True) -> Any:
@@ -263,26 +264,70 @@ NEEDED = tuple(part.name for part in fields(Parts) if part.metadata.get("needed"
 LISTS = tuple(name for name, kind in TYPES.items() if kind == "tuple[int, ...]")
 """The settings that are lists of layers of the model."""
 EXPERTS = tuple(part.name for part in fields(Experts))
+ROTARY = {
+    "rope_type", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim", "truncate", "short_factor", "long_factor", "short_mscale", "long_mscale", "low_freq_factor",
+    "high_freq_factor", "alpha", "llama_4_scaling_beta", "mrope_section", "mrope_interleaved", "finetuned",
+}  # fmt: skip
+"""What `rope_scaling` may hold: what transformers 5.23.0 reads (modeling_rope_utils.py, and the classes of models), or
+takes without reading it. Base and fraction are settings of their own."""
 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
     """Parse `--set NAME=VALUE`; a value is JSON, or `none`.
 
     Raises:
-        UsageError: there is no such setting, or the value is not JSON.
+        UsageError: there is no such setting, the value is not JSON, or a setting is given twice.
     """
-    parsed = {}
+    parsed = dict[str, Any]()
     for setting in settings:
         name, _, text = setting.partition("=")
         if name not in TYPES:
             raise UsageError(f"--set {setting}: there is no setting {name!r}", f"settings: {', '.join(sorted(TYPES))}")
+        if name in parsed:
+            raise UsageError(f"--set {name} is given twice: {shown(parsed[name])}, then {text}", "give it once")
         try:
             parsed[name] = (
                 None if text.lower() == "none" else json.loads(text.lower() if text in ("True", "False") else text)
             )
         except ValueError:
             raise UsageError(f"--set {setting}: {text!r} is not a JSON value") from None
+        if parsed[name] is not None:
+            _require_possible(name, parsed[name], setting)
     return parsed
+
+
+WORDS = {
+    "int": "a natural number above 0, as of a model", "float": "a finite number above 0", "bool": "true or false",
+    "str": "a name", "Mapping[str, Any]": "a map of rotary settings with a rope_type, or none",
+    "tuple[int, ...]": "a list of layers, from 0",
+}  # fmt: skip
+"""Type of a setting: what it has to be."""
+
+
+def _require_possible(name: str, value: Any, setting: str) -> None:
+    """A value that was set is possible by itself.
+
+    Raises:
+        UsageError: it is none of the setting's type.
+    """
+    kind = TYPES[name]
+    try:
+        if name not in LISTS:
+            KINDS[kind](value, name, "--set")
+        elif not (isinstance(value, list) and all(type(layer) is int and layer >= 0 for layer in value)):
+            raise SourceError(name)
+    except SourceError:
+        raise UsageError(f"--set {setting}: {name} is {WORDS[kind]}, not {short(value)}") from None
+    if strange := sorted({*value} - ROTARY) if kind == "Mapping[str, Any]" else []:
+        own = {"rope_theta": "rope_theta", "partial_rotary_factor": "rotary_fraction"}.get(strange[0])
+        hint = f"--set {own}={shown(value[strange[0]])}" if own else f"known: {', '.join(sorted(ROTARY))}"
+        raise UsageError(f"--set {name}: no rotary embedding has {short(strange[0])}", hint)
+
+
+def corrected(where: str, settings: Mapping[str, Any]) -> str:
+    """What to call a file in an error, and what was set that it says otherwise or not at all."""
+    return " ".join([where, *(["with"] if settings else []), *(f"--set {n}={shown(v)}" for n, v in settings.items())])
 
 
 def shown(value: Any) -> str:

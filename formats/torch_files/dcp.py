@@ -17,7 +17,7 @@ from typing import Any
 
 from formats.disk.handle import opened
 from formats.disk.safetensors import file_size
-from formats.errors import SourceError, UnsupportedError
+from formats.errors import SourceError, UnsupportedError, ranges
 from formats.layout.pieces import Scattered, scattered
 from formats.torch_files import dcp_items, dcp_metadata
 from formats.torch_files.archive import TorchFile, read_archive
@@ -81,7 +81,7 @@ def contents(folder: Path) -> tuple[list[Entry], list[str]]:
     files = metadata_files(folder)
     if not files:
         data_ranks = sorted({int(match[1]) for path in folder.iterdir() if (match := DATA.fullmatch(path.name))})
-        found_data = f"the data of ranks {dcp_items.ranges(data_ranks)} but no" if data_ranks else "no data and no"
+        found_data = f"the data of ranks {ranges(data_ranks)} but no" if data_ranks else "no data and no"
         raise SourceError(
             f"{folder} holds {found_data} {METADATA}: the save never finished, or "
             f"{METADATA} is on the node of rank 0, which writes it last",

@@ -11,7 +11,7 @@ read, so that any number of ranks needs no more descriptors than there are threa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -23,7 +23,7 @@ import numpy as np
 from formats.disk.handle import Handle, opened, pread, preadv
 from formats.disk.safetensors import Fragment, file_size
 from formats.disk.zstd_stream import Stream
-from formats.errors import SourceError, UnsupportedError, short
+from formats.errors import SourceError, UnsupportedError, ranges, short
 from formats.layout.columns import Columns, Cut, Ints, Piece
 from formats.torch_files.archive import Outline, TorchFile, outline, parse_archive, read_archive
 from formats.torch_files.dcp_metadata import DATA, Item, Items
@@ -278,17 +278,6 @@ def require_files(needed: Mapping[Path, int], names: Callable[[Path], Sequence[s
             raise SourceError(
                 f"{path} is cut off: it has {file_size(path)} bytes, {names(path)[-1]} reaches to byte {size}"
             )
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Numbers as text, with consecutive numbers joined: 0-3, 8."""
-    groups: list[list[int]] = []
-    for number in numbers:
-        if groups and groups[-1][-1] == number - 1:
-            groups[-1].append(number)
-        else:
-            groups.append([number])
-    return ", ".join(f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups)
 
 
 def _piece(name: str, dtype: str, item: Item, fd: Handle) -> Piece:

@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from converters.convert import run
+from converters.move.journal import sealed
 from converters.plan.request import Request
 from converters.plan.targets import plan_megatron
 from formats.megatron import classic as megatron
@@ -1114,12 +1116,36 @@ def test_a_hostile_journal_is_no_bug(hf, convert, tmp_path, line):
         assert convert("hf2megatron", hf, tmp_path / "m").code == 7
     assert os.fdatasync is real
     journal = tmp_path / "m.partial/journal.jsonl"
-    first = journal.read_text().splitlines()[0]
-    journal.write_text(f"{first}\n{line}\n")
+    first, *_ = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(first + sealed(line))
     ran = try_all(convert, "hf2megatron", hf, tmp_path / "m")
     assert not sane(ran), sane(ran)
     if ran.code == 0:
         assert convert("diff", hf, tmp_path / "m").code == 0
+
+
+def test_an_error_has_the_beginning_of_a_long_name(hf, convert, tmp_path):
+    """A file may name its tensors as it likes."""
+    folder = Path(shutil.copytree(hf, tmp_path / "hf"))
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "x" * 3000: tensors["model.norm.weight"]}, folder / "model.safetensors", {"format": "pt"})
+    ran = convert("digest", folder)
+    refused(ran, folder, 3)
+    assert "x" * 80 + "… (3000 characters)" in ran.err
+    assert len(ran.err) < 1000
+
+
+def test_a_tensor_that_several_files_could_have_is_missing_in_their_folder(model, convert, tmp_path):
+    folder = tmp_path / "hf"
+    assert convert("hf2hf", model("llama"), folder, "--shard-size", "100KB").code == 0
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    name = index["weight_map"].pop("model.norm.weight")
+    tensors = load_file(folder / name)
+    save_file({key: tensor for key, tensor in tensors.items() if key != "model.norm.weight"}, folder / name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    ran = convert("digest", folder)
+    assert ran.code == 3
+    assert f"{folder}: 1 tensor is missing: model.norm.weight [64] in {folder}\n" in ran.err
 
 
 def test_checksums_of_the_sound_folder_are_right(sound):

@@ -15,6 +15,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from converters.convert import check_paths
+from converters.move.journal import sealed
 from converters.plan.request import Request, named_of
 from formats.errors import OutputError
 from formats.registry import open_checkpoint
@@ -52,9 +53,9 @@ def test_averaged_norms_take_no_folder_from_others(model, convert, tmp_path):
     with (staging / "journal.jsonl").open("w") as journal:
         fcntl.flock(journal, fcntl.LOCK_SH)
         assert "other processes are writing" in convert(*argv, "--force").err
-        journal.write("vitruvian 1 of another one\n")
+        journal.write(sealed("vitruvian 1 of another one").decode())
     assert "another conversion" in convert(*argv).err
-    (staging / "journal.jsonl").write_text("average-norms\n")
+    (staging / "journal.jsonl").write_bytes(sealed("average-norms"))
     (staging / "out/global_step0").mkdir(parents=True)
     (staging / "out/global_step0/half").touch()
     assert convert(*argv).code == 0
@@ -330,7 +331,7 @@ def test_a_refused_cast_leaves_room_for_its_hint(model, convert, tmp_path):
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     ran = convert("hf2megatron", source, tmp_path / "out", "--dtype", "fp16")
     assert ran.code == 5
-    assert "final_norm holds 1e+06, which is too large for F16" in ran.err
+    assert "model.norm.weight holds 1e+06, which is too large for F16" in ran.err
     assert convert("hf2megatron", source, tmp_path / "out", "--dtype", "bf16").code == 0
 
 
@@ -511,7 +512,7 @@ def test_a_source_that_is_not_what_its_manifest_says(model, convert, tmp_path):
     content[-9] ^= 64
     (out / "model.safetensors").write_bytes(content)
     ran = convert("hf2megatron", out, tmp_path / "run")
-    assert (ran.code, "1 tensors differ from its vitruvian.json" in ran.err) == (6, True), ran.err
+    assert (ran.code, "1 tensor differs from its vitruvian.json" in ran.err) == (6, True), ran.err
     assert not (tmp_path / "run").exists()
 
 

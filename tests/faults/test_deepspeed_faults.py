@@ -228,7 +228,7 @@ def test_a_norm_that_is_no_number(neox, check_refusal):
     state = torch.load(path, weights_only=False)
     state["module"]["sequential.5.norm.scale"].fill_(float("nan"))
     torch.save(state, path)
-    check_refusal(run, 6, "final_norm are up to inf apart")
+    check_refusal(run, 6, "the copies of 5.norm.scale are up to inf apart")
 
 
 # --- tags ------------------------------------------------------------------------------------------------------------
@@ -341,6 +341,19 @@ def test_the_yml_of_another_model(neox, check_refusal, name):
     run, tag = neox("llama-mha-tp2")
     changed(tag, **{name: 8})
     check_refusal(run, 3, f"says {name} = 8", "another model")
+
+
+@pytest.mark.parametrize(
+    ("option", "bias"),
+    [
+        ("use_bias_in_attn_linear", "2.attention.dense.bias"),
+        ("use_bias_in_mlp", "2.mlp.linear1.bias"),
+    ],
+)
+def test_a_yml_without_biases_that_the_weights_have(neox, check_refusal, option, bias):
+    run, tag = neox("gpt2-tied-tp2")
+    changed(tag, **{option: False})
+    check_refusal(run, 3, f"says {option} = False", f"holds such biases: {bias}", "another model")
 
 
 def test_a_longest_text_that_is_decided(neox, convert, tmp_path):

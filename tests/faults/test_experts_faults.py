@@ -58,7 +58,7 @@ def test_a_missing_expert_rank_is_noticed(copy, convert):
 
 def test_a_missing_expert_and_one_too_many_are_noticed(copy, convert):
     change(file_of(copy, 1), lambda state, args: state.pop(EXPERT))
-    refused(convert("digest", copy), 3, "1 tensors are missing", EXPERT, "mp_rank_00_001")
+    refused(convert("digest", copy), 3, "1 tensor is missing", EXPERT, "mp_rank_00_001")
     change(file_of(copy, 1), lambda state, args: state.update({EXPERT: state[f"{EXPERT[:-1]}0"]}))
     change(file_of(copy, 0), lambda state, args: state.update({f"{EXPERT}7": state[EXPERT]}))
     refused(convert("digest", copy), 3, "no place in this model", f"{EXPERT}7")
@@ -73,7 +73,7 @@ def test_expert_ranks_in_each_others_place_are_noticed(copy, convert):
 
 def test_copies_of_a_router_that_differ_are_noticed(copy, convert):
     change(file_of(copy, 1), lambda state, args: state[ROUTER][0].add_(1))
-    refused(convert("digest", copy), 6, "router.2 differs between its copies", "ep rank 1")
+    refused(convert("digest", copy), 6, "decoder.layers.2.mlp.router.weight differs between its copies", "ep rank 1")
 
 
 @pytest.mark.parametrize(
@@ -135,6 +135,9 @@ def test_what_megatron_cannot_hold_is_refused(model, convert, tmp_path, name, ch
         ("qwen3_moe", {"num_experts": 8}, ["num_local_experts = 4 and num_experts = 8", "num_experts = 8"]),
         ("qwen3_moe", {"mlp_only_layers": "0"}, ["mlp_only_layers"]),
         ("qwen3_moe", {"decoder_sparse_step": "x"}, ["decoder_sparse_step"]),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, ["decoder_sparse_step = 0", "how far layers are apart: 1 or more"]),
+        ("ernie4_5_moe_300b", {"moe_layer_interval": 0}, ["moe_layer_interval = 0"]),
+        ("llama4_text", {"interleave_moe_layer_step": 0, "moe_layers": None}, ["interleave_moe_layer_step = 0"]),
         ("qwen3_moe", {"norm_topk_prob": "x"}, ["router_normalized"]),
         ("dots1", {"n_group": 3}, ["4 experts do not divide into 3 groups"]),
         ("dots1", {"n_shared_experts": None}, ["n_shared_experts = null"]),

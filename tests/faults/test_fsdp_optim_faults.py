@@ -434,7 +434,11 @@ def test_moments_that_no_adam_computes_are_refused(trained, convert, tmp_path, s
     if fine:
         assert ran.code == 0, ran.err
         return
-    message = (f"{state}.up.0 in ", f"holds {value:g}, and 2 of {96 * 64} elements are such", f"--accept {state}")
+    message = (
+        f"{state} of model.layers.0.mlp.up_proj.weight in ",
+        f"holds {value:g}, and 2 of {96 * 64} elements are such",
+        f"--accept {state}",
+    )
     refused(ran, 5, *message)
     assert not (tmp_path / "out").exists()
     assert convert(*argv, "--accept", state).code == 0

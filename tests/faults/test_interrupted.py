@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import shutil
@@ -74,6 +75,42 @@ def test_a_journal_whose_files_are_gone_counts_for_nothing(undisturbed, run_kill
     run_killed(-(writes * 2 // 3), source, tmp_path / "out")
     next((tmp_path / "out.partial/out").rglob("*.pt")).unlink()
     assert run_killed(0, source, tmp_path / "out").returncode == 0
+    assert files(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("line", [1, 3])
+@pytest.mark.parametrize("damage", ["name", "digest"])
+def test_a_damaged_line_of_a_journal_and_what_follows_count_for_nothing(
+    undisturbed, run_killed, tmp_path, line, damage
+):
+    """Nor is the source blamed for a digest that nobody computed."""
+    source, expected, _, writes = undisturbed
+    run_killed(-(writes * 2 // 3), source, tmp_path / "out")
+    path = tmp_path / "out.partial/journal.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    name, digest = json.loads(lines[line].rpartition(b" ")[0])
+    lines[line] = {
+        "name": lines[line].replace(name.encode(), name.encode()[:-1] + b"~"),
+        "digest": lines[line].replace(digest.encode(), digest.encode()[::-1]),
+    }[damage]
+    path.write_bytes(b"".join(lines))
+    ran = run_killed(0, source, tmp_path / "out")
+    assert ran.returncode == 0, ran.out
+    assert files(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("part", [(), ("--part", "1/2")], ids=["whole", "part"])
+def test_a_journal_whose_beginning_is_damaged(undisturbed, run_killed, convert, tmp_path, part):
+    source, expected, _, writes = undisturbed
+    run_killed(-(writes // 2), source, tmp_path / "out")
+    path, argv = tmp_path / "out.partial/journal.jsonl", ["hf2megatron", source, tmp_path / "out", "--tp", 2, "--pp", 2]
+    content = path.read_bytes()
+    path.write_bytes(content[:20] + bytes([content[20] ^ 1]) + content[21:])
+    ran = convert(*argv, *part)
+    assert (ran.code, "whose journal is damaged" in ran.err) == (7, True), ran.err
+    assert f"remove {path.parent}" in ran.err
+    assert "source has changed" not in ran.err
+    assert convert(*argv, "--force").code == 0
     assert files(tmp_path / "out") == expected
 
 

@@ -56,7 +56,7 @@ def test_a_layer_that_is_missing_is_named(convert, run, tmp_path, layer):
     for file in (run / STEP).glob(f"layer_{layer:02d}-*"):
         file.unlink()
     names = ", ".join(f"layer_{layer:02d}-model_{rank:02d}-model_states.pt" for rank in range(2))
-    refused(convert("zero2hf", run, tmp_path / "out"), 3, f"lacks {names}\n")
+    refused(convert("zero2hf", run, tmp_path / "out"), 3, f"lacks {names}, of a model of 2 layers: the files there are")
 
 
 def test_arguments_of_a_run(convert, run, tmp_path):
@@ -125,12 +125,12 @@ MIXED = {
     "world": (RANK, lambda state: state.update(mp_world_size=4), "one of 4 model parallel ranks"),
     "no args": (RANK, lambda state: state.pop("args"), "holds no args"),
     "another key": (LAYER, lambda state: state.update({"self_attention.gate.weight": state["input_layernorm.weight"]}),
-                    "have no place in this model"),
+                    "has no place in this model"),
     "another shape": (
         LAYER, lambda state: state.update({"input_layernorm.weight": state["input_layernorm.weight"][:-1]}),
         "has shape [23]",
     ),
-    "no tensor": (LAYER, lambda state: state.pop("mlp.dense_4h_to_h.weight"), "1 tensors are missing"),
+    "no tensor": (LAYER, lambda state: state.pop("mlp.dense_4h_to_h.weight"), "1 tensor is missing"),
 }  # fmt: skip
 """What is changed in one file, and what is said of it."""
 
@@ -140,6 +140,23 @@ def test_files_of_different_saves(convert, run, tmp_path, kind):
     name, change, message = MIXED[kind]
     refused(convert("zero2hf", changed(run, name, change), tmp_path / "out"), 3, message)
     assert not (tmp_path / "out").exists()
+
+
+def lion(stored: Any) -> None:
+    """What Lion keeps."""
+    optimizer = stored["optimizer_state_dict"]["base_optimizer_state"]
+    for state in optimizer["state"].values():
+        state.pop("exp_avg_sq")
+    for group in optimizer["param_groups"]:
+        group.pop("eps")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lion_beside_adam(convert, run, tmp_path):
+    changed(run, OPTIM, lion)
+    message = (f"{OPTIM} is of the optimizer Lion, ", "mp_rank_00_optim_states.pt of Adam: files of different saves")
+    refused(convert("zero2hf", run, tmp_path / "out", *MASTERS), 3, *message)
+    refused(convert("zero2universal", run, tmp_path / "out"), 3, *message)
 
 
 def step(stored: Any) -> None:

@@ -65,7 +65,9 @@ def test_a_head_that_is_tied_may_be_there_and_is_compared(run, model, convert, t
     assert convert("megatron2hf", run, tmp_path / "out").code == 0
     assert files(tmp_path / "out") == files(model("llama-tied"))
     resaved(run, lambda state: state[HEAD].mul_(2))
-    refused(convert("megatron2hf", run, tmp_path / "other"), 6, "the output head should share embedding and differs")
+    refused(
+        convert("megatron2hf", run, tmp_path / "other"), 6, "should share embedding.word_embeddings.weight and differs"
+    )
 
 
 def drop_layer(state: dict[str, Any]) -> None:
@@ -93,14 +95,14 @@ def turned(state: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        (drop_layer, ["decoder.layers.3.mlp.linear_fc2.weight", "are missing"]),
-        (add_layer, ["decoder.layers.4.mlp.linear_fc2.weight", "have no place in this model"]),
+        (drop_layer, ["decoder.layers.3.mlp.linear_fc2.weight", "1 tensor is missing"]),
+        (add_layer, ["decoder.layers.4.mlp.linear_fc2.weight", "1 tensor has no place in this model"]),
         (both, ["decoder.layers.2.mlp.linear_fc2.weight twice"]),
         (flat, [FC2, "is no stack of layers"]),
         (turned, ["has shape [96, 64]", "[64, 96]"]),
         (lambda state: state.pop(QKV), ["4 tensors are missing", "linear_qkv.weight"]),
         (lambda state: state.pop("embedding.word_embeddings.weight"), ["holds no embedding.word_embeddings.weight"]),
-        (lambda state: state.update({"decoder.other": state[QKV]}), ["decoder.other", "have no place"]),
+        (lambda state: state.update({"decoder.other": state[QKV]}), ["decoder.other", "1 tensor has no place"]),
         (lambda state: state.update({ADAPTER: state[FC2]}), ["linear_fc2.adapter.linear_in.weight", "have no place"]),
     ],
 )

@@ -110,9 +110,9 @@ def zeros(*shape: int) -> Callable[[dict[str, Any]], Any]:
 
 WEIGHTS = {
     "no up": (gone(f"{MODEL}{FC1}_v"), 3, f"{FC1}_v [48, 24]"),
-    "no layer": (gone(f"{MODEL}{LAYER}input_layernorm.weight"), 3, "1 tensors are missing"),
+    "no layer": (gone(f"{MODEL}{LAYER}input_layernorm.weight"), 3, "1 tensor is missing"),
     "no embedding": (gone(f"{MODEL}embedding.word_embeddings.weight"), 3, "holds no embedding.word_embeddings.weight"),
-    "an unknown key": (put(f"{MODEL}{LAYER}mlp.gate.weight", zeros(2)), 3, "have no place in this model"),
+    "an unknown key": (put(f"{MODEL}{LAYER}mlp.gate.weight", zeros(2)), 3, "has no place in this model"),
     "a gate in one": (put(f"{MODEL}{FC1}", zeros(96, 24)), 3, f"{FC1} in"),
     "another shape": (put(f"{MODEL}{FC1}_w", zeros(47, 24)), 3, "has shape [47, 24]"),
     "half a head": (put(f"{MODEL}{HEAD}", zeros(32, 24)), 3, f"{HEAD} has shape [32, 24]"),

@@ -125,7 +125,8 @@ def test_a_killed_part_goes_on_where_it_was(started, convert, argv, tmp_path):
     ran = started(signal.SIGKILL, 0, *argv, "--part", "1/1", "--json")
     assert json.loads(ran.communicate(timeout=120)[0])["part"] == "1/1"
     names = [
-        json.loads(line)[0] for line in (tmp_path / "out.partial/journal-1-of-1.jsonl").read_text().splitlines()[1:]
+        json.loads(line.rpartition(" ")[0])[0]
+        for line in (tmp_path / "out.partial/journal-1-of-1.jsonl").read_text().splitlines()[1:]
     ]
     assert len(names) == len(set(names)), "a job was done twice"
 

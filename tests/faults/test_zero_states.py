@@ -380,6 +380,34 @@ def test_ranks_of_stage_3_lay_out_the_same_parameters(convert, tmp_path):
     refused(convert("zero2hf", run, tmp_path / "out", *MASTERS), 3, "lay out different parameters", "b.weight")
 
 
+@pytest.mark.parametrize("command", ["zero2hf", "zero2universal"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_partition_that_is_a_copy_of_anothers_is_refused(convert, tmp_path, stage, command):
+    """It was saved again under the other's name; what is one value throughout may be alike."""
+    import torch
+
+    def run_of(name: str, flats: Sequence[Any]) -> Path:
+        flat = torch.cat([*flats])
+        model = {"module": {} if stage == 3 else {EMBEDDING: flat.reshape(8, 4).bfloat16()}, "dp_world_size": 2}
+        run = save(tmp_path / name, model | {"param_shapes": [{EMBEDDING: (8, 4)}]}, None, stage)
+        for rank, part in enumerate(flats):
+            states = partition(part.clone(), stage) | {"partition_count": 2 if stage == 3 else [2]}
+            name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            torch.save({"optimizer_state_dict": states}, run / "global_step1" / name)
+        if stage == 3:
+            first = run / "global_step1/zero_pp_rank_0_mp_rank_00_model_states.pt"
+            torch.save(torch.load(first), first.with_name("zero_pp_rank_1_mp_rank_00_model_states.pt"))
+        return run
+
+    flags = MASTERS if command == "zero2hf" else ("-q",)
+    ran = convert(command, run_of("copied", [torch.arange(16.0)] * 2), tmp_path / "out", *flags)
+    refused(
+        ran, 3, "zero_pp_rank_1_mp_rank_00_optim_states.pt and ", "hold the same elements: one is a copy of the other"
+    )
+    ran = convert(command, run_of("ones", [torch.ones(16)] * 2), tmp_path / "out", *flags)
+    assert ran.code == 0, ran.err
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -43,6 +43,24 @@ def test_into_other_layouts(convert, tmp_path):
         assert not list(out.rglob("run_config.yaml"))
 
 
+@pytest.mark.parametrize(
+    ("fields", "rows"),
+    [({"vocab_size": 40}, 40), ({"vocab_size": 56, "should_pad_vocab": True, "tensor_model_parallel_size": 1}, 56)],
+)
+def test_rows_that_its_vocabulary_has_not_are_no_padding(convert, tmp_path, fields, rows):
+    """The embedding has 60: what Bridge pads is a multiple of `make_vocab_size_divisible_by` on each rank, here 4."""
+    run = Path(shutil.copytree(REAL / MODELS[0], tmp_path / "run"))
+    path = run / "iter_0000000/run_config.yaml"
+    document = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**document, "model": {**document["model"], **fields}}))
+    ran = convert("megatron2hf", run, tmp_path / "out")
+    said = f"vocab_size = {fields['vocab_size']}, of which Megatron-Bridge makes {rows} rows, and the embedding has 60"
+    refused(ran, 3, "run_config.yaml", said)
+    sure = {**document["model"], **fields, "vocab_size": 58, "should_pad_vocab": True}
+    path.write_text(yaml.safe_dump({**document, "model": sure}))
+    assert convert("megatron2hf", run, tmp_path / "out").code == 0, "two rows of padding"
+
+
 def nemo(at: Path, **fields: Any) -> Path:
     """The same model as NeMo 2 saves it: each name in a module of Lightning, the fields in `context`."""
     iteration = REAL / MODELS[0] / "iter_0000000"

@@ -38,7 +38,7 @@ CASES = {
 }
 
 
-def quantized(source: Path, folder: Path, form: str, weights: dict[str, Any]) -> Path:
+def quantized(source: Path, folder: Path, form: str, weights: dict[str, Any], *, whole_words: bool = True) -> Path:
     """A copy of a model whose linear layers compressed-tensors has quantized and packed."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
@@ -50,7 +50,7 @@ def quantized(source: Path, folder: Path, form: str, weights: dict[str, Any]) ->
     tensors, ignored = {}, ["lm_head"]
     for name, tensor in load_file(folder / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if not name.endswith(LINEAR) or tensor.shape[1] % (weights.get("group_size") or 8):
+        if not name.endswith(LINEAR) or tensor.shape[1] % (weights.get("group_size") or 8**whole_words):
             tensors[name] = tensor
             ignored += [module] if name.endswith(LINEAR) else []
             continue
@@ -112,6 +112,28 @@ def test_what_is_read_is_what_transformers_reads(case, model, convert, tmp_path)
         convert("digest", source, "-j", 3, "--memory", "200KB").out.split()[0]
         == (convert("digest", tmp_path / "out").out.split()[0])
     )
+
+
+@pytest.mark.parametrize(("width", "bits"), [(100, 4), (101, 4), (101, 8)])
+def test_the_last_word_of_a_row_may_be_in_part_padding(model, convert, tmp_path, width, bits):
+    """`down_proj` has rows of `width` columns, in words of 8 or 4: what is read is what compressed-tensors unpacks."""
+    weights = {**INT4, "num_bits": bits, "strategy": "channel", "group_size": None}
+    plain = model("llama", "bfloat16", intermediate_size=width)
+    source = quantized(plain, tmp_path / "hf", "pack-quantized", weights, whole_words=False)
+    packed = load_file(source / "model.safetensors")["model.layers.0.mlp.down_proj.weight_packed"]
+    assert packed.shape[1] * 32 // bits > width
+    ran = convert("hf2hf", source, tmp_path / "out")
+    assert ran.code == 0, ran.err
+    same_model(source, tmp_path / "out")
+    assert convert("hf2fsdp", source, tmp_path / "fsdp").code == 0
+    assert convert("verify", tmp_path / "fsdp", tmp_path / "out").code == 0
+
+
+def test_groups_of_rows_that_end_within_a_word_are_refused(model, convert, tmp_path):
+    plain = model("llama", "bfloat16", intermediate_size=100)
+    source = quantized(plain, tmp_path / "hf", "pack-quantized", INT4 | {"group_size": 4})
+    message = "of 100 columns, end within a word of 8, and scales are by groups"
+    refused(convert("hf2hf", source, tmp_path / "out"), 4, "down_proj.weight_packed", message)
 
 
 def test_it_goes_to_megatron_and_back(kimi, convert, tmp_path):

@@ -94,7 +94,7 @@ def test_two_stages(convert, tmp_path):
     value["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data.add_(1)
     torch.save(value, path)
     options = (*CASES[STAGES], "--weights", "fp32-master", "--replicas", "verify", "-j", 1)  # up.1 differs too
-    refused(convert("zero2hf", run, tmp_path / "out", *options), 6, "embedding differs between its copies")
+    refused(convert("zero2hf", run, tmp_path / "out", *options), 6, "word_embeddings.weight differs between its copies")
 
 
 def test_numbers_of_bigscience(convert, tmp_path):
@@ -199,6 +199,13 @@ def test_the_optimizer_of_a_bloom(convert, tmp_path, name):
 def test_arguments_that_are_not_blooms(convert, tmp_path, name, value, message):
     run = resaved(tmp_path / "run", lambda state: setattr(state["args"], name, value), "mp_rank*", "bloom_tp2")
     refused(convert("zero2hf", run, tmp_path / "out"), 4, message)
+
+
+@pytest.mark.parametrize("layers", [1, 3, 8])
+def test_a_bloom_with_another_number_of_layers(convert, tmp_path, layers):
+    run = resaved(tmp_path / "run", lambda state: setattr(state["args"], "num_layers", layers), "mp_rank*", "bloom_tp2")
+    message = f"of a model of {layers} layers: the files there are number 1,3-4,6"
+    refused(convert("zero2hf", run, tmp_path / "out"), 3, message, "num_layers is that of another model")
 
 
 def test_arguments_of_blooms_own_scripts(convert, tmp_path):

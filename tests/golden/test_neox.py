@@ -342,7 +342,7 @@ def test_diff_knows_copies_that_drifted(convert, tmp_path):
     state["module"]["sequential.5.norm.scale"] += 0.5
     torch.save(state, path)
     argv = ["diff", case, other, "--vocab-size", 101]
-    refused(convert(*argv), 6, "final_norm differs between its copies", "--replicas first")
+    refused(convert(*argv), 6, "5.norm.scale differs between its copies", "--replicas first")
     assert convert(*argv, "--replicas", "first").code == 0
     ran = convert(*argv, "--replicas", "mean")
     assert ran.code == 6

@@ -33,10 +33,10 @@ from formats.huggingface.nanotron import model_config as nanotron
 from formats.huggingface.rope import PARTIAL, SCALING
 from formats.megatron import megatron_llm
 from formats.megatron.args.args import from_megatron
-from formats.megatron.args.gemma3 import ACCEPT
 from formats.megatron.args.options import CORE, Options, namespace
 from formats.megatron.args.providers import PROVIDERS, of_spec
 from formats.megatron.classic import topology_of
+from formats.model.accepted import EPSILON
 from formats.model.spec import ModelSpec
 from tests.property.specs import specs
 
@@ -81,7 +81,7 @@ def write_bridge(spec: ModelSpec) -> Spoken:
     provider = of_spec(spec, "bridge")
     if provider is None:
         raise UnsupportedError("a GPTModel does")
-    return provider.fields_of(spec, (ACCEPT,))
+    return provider.fields_of(spec, (EPSILON,))
 
 
 def read_mds(stored: Spoken, base: ModelSpec | None) -> ModelSpec:
@@ -119,7 +119,7 @@ FORMATS = {
     ),
     "megatron_bridge": Format(
         write_bridge,
-        lambda said, base: PROVIDERS["gemma3_text"].spec_of(said, {}, base, "its fields", (ACCEPT,)),
+        lambda said, base: PROVIDERS["gemma3_text"].spec_of(said, {}, base, "its fields", (EPSILON,)),
         lambda family: family.name in PROVIDERS,
         examples=100,
     ),

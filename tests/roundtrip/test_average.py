@@ -254,7 +254,7 @@ def test_shapes_of_a_model_without_a_table(convert, tmp_path):
     name = next(name for name, tensor in tensors.items() if tensor.ndim == 2)
     save_file(tensors | {name: tensors[name][:-1]}, other / "model.safetensors", {"format": "pt"})
     ran = convert("average", tmp_path / "one", other, tmp_path / "out")
-    assert (ran.code, f"1 tensors differ in shape, such as {name}" in ran.err) == (5, True), ran.err
+    assert (ran.code, f"1 tensor differs in shape, such as {name}" in ran.err) == (5, True), ran.err
 
 
 def test_names_that_change_on_the_way(convert, tmp_path):

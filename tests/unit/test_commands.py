@@ -13,8 +13,10 @@ import pytest
 
 from converters.commands.options import Size
 from formats import families
+from formats.model import accepted
 from formats.registry import FORMATS
 from tests.faults.dcp_tools import refused
+from tests.megatron_runs import with_args
 from tests.models import files, settings_of
 
 
@@ -74,6 +76,42 @@ def test_options_without_an_effect_are_refused(model, convert, tmp_path, argv, f
     assert f"error: {flags[0]} has no effect on " in ran.err
     assert not places["OUT"].exists()
     assert convert(*argv).code == 0
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("hf2hf", "HF", "OUT"),
+        ("reshard", "MEGATRON", "OUT"),
+        ("average", "HF", "HF", "OUT"),
+        ("neox2hf", "NEOX", "OUT"),
+        ("plan", "HF", "--to", "megatron"),
+        ("verify", "MEGATRON"),
+        ("diff", "HF", "NEOX"),
+    ],
+    ids=str,
+)
+def test_a_deviation_that_is_none_is_refused(model, convert, tmp_path, argv):
+    places = {"HF": model("llama"), **{name: tmp_path / name for name in ("MEGATRON", "NEOX", "OUT")}}
+    convert("hf2megatron", model("llama"), places["MEGATRON"])
+    convert("hf2neox", model("llama"), places["NEOX"])
+    ran = convert(*(places.get(word, word) for word in argv), "--accept", "rope_scaling_facto")
+    refused(ran, 2, "--accept 'rope_scaling_facto': there is no such deviation", "known: global_steps, rounded_norms, ")
+    assert not places["OUT"].exists()
+
+
+def test_help_lists_the_deviations(convert):
+    for name in ("hf2megatron", "megatron2hf", "zero2universal", "average"):
+        text = " ".join(convert(name, "--help").out.split())
+        assert all(deviation in text for deviation in accepted.KNOWN)
+
+
+def test_an_argument_of_one_of_two_runs_is_accepted(model, convert, tmp_path):
+    convert("hf2megatron", model("llama"), tmp_path / "run")
+    own = with_args(tmp_path / "run", tmp_path / "own", my_scale=0.5)
+    assert convert("average", model("llama"), own, tmp_path / "out", "--accept", "my_scale").code == 0
+    assert convert("diff", model("llama"), own, "--accept", "my_scale").code == 0
+    refused(convert("diff", model("llama"), tmp_path / "run", "--accept", "my_scale"), 2, "'my_scale': there is no")
 
 
 def test_an_option_for_one_of_two_checkpoints(model, convert, tmp_path):
@@ -310,7 +348,10 @@ def test_an_explicit_tied_head_is_compared_and_comes_back(model, convert, tmp_pa
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     ran = convert("hf2megatron", source, tmp_path / "other")
     assert ran.code == 6
-    assert f"should share embedding and differs from it by up to 1 in {source}/model.safetensors\n" in ran.err
+    assert (
+        f"should share model.embed_tokens.weight and differs from it by up to 1 in {source}/model.safetensors\n"
+        in ran.err
+    )
     assert "by up to 1 " in ran.err
 
 

@@ -176,11 +176,11 @@ def test_copies_that_are_none_and_a_layer_in_part(model, convert, tmp_path):
     assert convert("hf2megatron", source, tmp_path / "m").code == 0
     save_file(tensors | {"model.layers.4.embed_tokens.weight": copy + 1}, file, {"format": "pt"})
     ran = convert("hf2megatron", source, tmp_path / "m2")
-    assert (ran.code, "embedding differs between its copies" in ran.err) == (6, True), ran.err
+    assert (ran.code, "model.embed_tokens.weight differs between its copies" in ran.err) == (6, True), ran.err
     del tensors["model.layers.4.mlp.gate.weight"]
     save_file(tensors, file, {"format": "pt"})
     ran = convert("hf2megatron", source, tmp_path / "m3")
-    assert (ran.code, "1 tensors are missing: model.layers.4.mlp.gate.weight" in ran.err) == (3, True), ran.err
+    assert (ran.code, "1 tensor is missing: model.layers.4.mlp.gate.weight" in ran.err) == (3, True), ran.err
 
 
 def test_copies_in_a_layer_that_predicts_a_second_token_are_written_where_they_were(model, convert, tmp_path):

@@ -87,7 +87,10 @@ def test_what_would_be_rounded_is_refused_unless_it_is_accepted(model, convert, 
     source = with_norm(model("qwen3_5_text", "bfloat16"), tmp_path / "hf", [0.1, 0.2])
     ran = convert("hf2megatron", source, tmp_path / "m")
     assert ran.code == 5
-    assert "linear_norm.0 holds 0.100098: stored minus 1, as the target has it, that is another number" in ran.err
+    assert (
+        ".layers.0.linear_attn.norm.weight holds 0.100098: stored minus 1, as the target has it, that is another number"
+        in ran.err
+    )
     assert "in BF16 (2 or more such values)" in ran.err
     assert "--accept rounded_norms rounds them" in ran.err
     assert convert("hf2megatron", source, tmp_path / "m", "--accept", "rounded_norms").code == 0

@@ -747,6 +747,31 @@ def test_settings_that_make_no_sense_are_usage_errors(setting):
         parse_settings([setting])
 
 
+@pytest.mark.parametrize(
+    ("settings", "message", "hint"),
+    [
+        (["heads=4", "heads=8"], "--set heads is given twice: 4, then 8", "give it once"),
+        (["layers=-1"], "--set layers=-1: layers is a natural number above 0, as of a model, not -1", ""),
+        (["tied=1"], "--set tied=1: tied is true or false, not 1", ""),
+        (["norm_epsilon=NaN"], "norm_epsilon is a finite number above 0, not nan", ""),
+        (["dense_layers=3"], "dense_layers is a list of layers, from 0, not 3", ""),
+        (['rope_scaling={"factor": 2}'], "rope_scaling is a map of rotary settings with a rope_type, or none", ""),
+        (['rope_scaling={"rope_type": "linear", "foo": 1}'], "no rotary embedding has 'foo'", "known: alpha, "),
+        (['rope_scaling={"rope_type": "yarn", "rope_theta": 5}'], "has 'rope_theta'", "--set rope_theta=5"),
+    ],
+)
+def test_what_was_set_wrongly_is_said_of_the_option(settings, message, hint):
+    with pytest.raises(UsageError) as raised:
+        parse_settings(settings)
+    assert message in str(raised.value)
+    assert hint in raised.value.hint
+
+
+def test_what_was_set_is_named_where_it_makes_no_model():
+    with pytest.raises(SourceError, match=r"config.json with --set heads=3: 3 heads do not divide into 4 key/value"):
+        from_huggingface(config("llama", num_key_value_heads=4), {"heads": 3}, "config.json")
+
+
 def test_settings_are_json_or_none():
     parsed = parse_settings(["rope_theta=5e5", "tied=True", "rope_scaling=none", "sliding_window=None"])
     assert parsed == {"rope_theta": 5e5, "tied": True, "rope_scaling": None, "sliding_window": None}

@@ -19,7 +19,8 @@ import train.cli
 import vitruvian
 from converters.commands.to import NAMES
 from converters.common.cli_help import MANY, TITLES
-from converters.common.progress import Progress, clock, ranges
+from converters.common.progress import Progress, clock
+from formats.errors import ranges
 from formats.registry import FORMATS
 from tests.models import files
 from tests.unit.test_pages import parse

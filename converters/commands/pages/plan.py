@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from converters.commands.pages.template import filled, starred
-from converters.common.progress import ranges
 from converters.library.records import plan_record, rank_text
 from converters.plan.parts import Part
 from converters.plan.plan import Job, Plan
 from formats.disk.safetensors import Fragment
+from formats.errors import ranges
 from formats.layout.placed import Placed
 from formats.layout.tensors import TENSORS
 

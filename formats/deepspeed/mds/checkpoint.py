@@ -29,6 +29,7 @@ from formats.deepspeed.mds.tables import (
     FAMILIES,
     FIRST_LAYER,
     FIRST_LAYERS,
+    OF_BIGSCIENCE,
     ORDERS,
     TABLE,
     norm_number,
@@ -200,8 +201,8 @@ def _open(path: Path, settings: Settings) -> _Opened:
             f"{', '.join(FAMILIES)}"
         )
     qkv, notes = _order(by_file, spec, tp, settings, _ours(first))
-    wanted = list(slots_of(spec, tp, padded, {qkv}, _first_layer(by_file, spec.layers)))
-    modules.require_files(tag, wanted, by_file)
+    wanted = list(slots_of(spec, tp, padded, {qkv}, _first_layer(by_file, spec)))
+    modules.require_files(tag, wanted, by_file, spec.layers)
     multiple = vocab_multiple(args, first.path)
     return _Opened(
         run, tag, models, by_file, tp, spec, padded, multiple, qkv, assets, config, wanted, settings, notes
@@ -270,15 +271,19 @@ def _require_topology(models: Mapping[int, TorchFile], args: Mapping[str, Any], 
             )
 
 
-def _first_layer(by_file: Mapping[str, Mapping[str, Fragment]], layers: int) -> int:
-    """The number of the first layer, which the trees count from 2 or from 3: that which the files there fit best."""
+def _first_layer(by_file: Mapping[str, Mapping[str, Fragment]], spec: ModelSpec) -> int:
+    """The number of the first layer, which the trees count from 2 or from 3: that which the files there fit best.
+
+    What BigScience's tree alone trains begins with its number.
+    """
     numbers = {int(place[1]) for name in by_file if (place := saved_names.LAYER.fullmatch(name))}
 
     def odd(first: int) -> int:
-        norm = norm_number(first, layers)
-        return len(numbers ^ {EMBEDDING, *range(first, first + layers), norm, norm + 1})
+        norm = norm_number(first, spec.layers)
+        return len(numbers ^ {EMBEDDING, *range(first, first + spec.layers), norm, norm + 1})
 
-    return min(FIRST_LAYERS, key=odd)
+    own = FAMILIES[spec.family]
+    return own if own == OF_BIGSCIENCE else min(FIRST_LAYERS, key=odd)
 
 
 def _order(
@@ -302,7 +307,7 @@ def _order(
         # BigScience's tree has one order, and of one group on each rank both are the same
         "grouped": (
             ours.get("qkv") == "grouped"
-            or _first_layer(by_file, spec.layers) != FIRST_LAYER
+            or _first_layer(by_file, spec) != FIRST_LAYER
             or spec.kv_heads == tp != spec.heads
         ),
     }
@@ -352,7 +357,7 @@ def _of_universal(opened: _Opened, state: str) -> Checkpoint:
         modules.key_of(name, EMBEDDING, opened.tag)[1]: tensor
         for name, tensor in universal.tensors(opened.tag, {}, state)
     }
-    slots = optimizer.whole_slots(opened.spec, opened.qkv, _first_layer(opened.found, opened.spec.layers))
+    slots = optimizer.whole_slots(opened.spec, opened.qkv, _first_layer(opened.found, opened.spec))
     _, pieces, dropped = match_pieces([slot._replace(place=ALONE) for slot in slots], parts, DROPS, opened.tag)
     return _checkpoint(opened, (pieces, tuple(dropped)), _placed(opened)[0] if state == "fp32" else ())
 
@@ -375,6 +380,7 @@ def _checkpoint(
     details = MegatronDeepSpeed(
         fresh="--finetune",
         shown=shown,
+        arguments=tuple(args_of(opened.models[0])),
         iteration=iteration,
         vocab_multiple=opened.vocab_multiple,
         qkv=_tree(opened),

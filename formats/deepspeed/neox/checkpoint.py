@@ -165,7 +165,7 @@ def _open(path: Path, settings: Settings) -> _Opened:
     neox_checks.require_own_seeds(models, tp)
     model = _describe(run, tag, models, tensors, tp, settings)
     slots = list(slots_of(model.spec, tp, model.padded, {model.qkv, model.mlp}, layered=modules.is_layered(tensors)))
-    modules.require_files(tag, slots, tensors)
+    modules.require_files(tag, slots, tensors, model.spec.layers)
     return _Opened(run, tag, models, tensors, tp, model, slots, settings)
 
 
@@ -186,6 +186,7 @@ def _checkpoint(
     details = Neox(
         fresh="finetune: true",
         shown={"iteration": iteration, "folder": opened.tag.name, "padded_vocab": model.padded},
+        arguments=tuple(model.yml),
         iteration=iteration,
         vocab_multiple=model.yml.get("make_vocab_size_divisible_by", 128),
         layered=opened.layered,
@@ -259,11 +260,7 @@ def _describe(
     padded = _rows(by_file, r"word_embeddings\.weight") * tp
     old = any(key.endswith("mlp.w1.weight") for key in keys)
     inner = _rows(by_file, r"mlp\.(?:linear1|dense_h_to_4h|w1)\.weight") * tp
-    biases = any(re.search(r"attention\..*\.bias$", key) for key in keys)
-    if yml.get("use_bias_in_attn_linear", True) is not biases:
-        amount = "such" if biases else "no such"
-        reason = f"{where} says use_bias_in_attn_linear = {not biases}, {tag} holds {amount} biases"
-        raise SourceError(reason, "it is the yml of another model")
+    biases = neox_checks.require_same_biases(keys, yml, where, tag)
     ffn, family = inner // 2 if is_gated(yml) and not old else inner, base.family if base else known.get("family")
     spec = from_neox(yml, settings.values, ffn, biases, vocab, where, family)
     if spec.vocab is not None and spec.vocab > padded:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from formats.checkpoint import Settings
 from formats.disk.safetensors import read_bytes
-from formats.errors import RefusedError, SourceError, short
+from formats.errors import RefusedError, SourceError, short, some
 from formats.model.spec import ModelSpec, differences
 from formats.torch_files.archive import TorchFile
 from formats.torch_files.pickle_values import TensorRef
@@ -90,6 +92,29 @@ def require_same_topology(
             raise SourceError(difference, "ranks are missing, or it is the yml of another run: name one with --config")
         notes.append(f"{difference}, as they say themselves")
     return notes
+
+
+BIASES = {"use_bias_in_attn_linear": r"attention\..*\.bias", "use_bias_in_mlp": r"mlp\..*\.bias"}
+"""Key of a yml, true where it is absent: the biases without which a model is where it is false."""
+
+
+def require_same_biases(keys: Iterable[str], config: Mapping[str, Any], where: str, tag: Path) -> bool:
+    """The weights have biases where the yml says so. Returns whether attention has some.
+
+    An MLP that is gated has none whatever the yml says (megatron/model/transformer.py `LLaMAParallelMLP`).
+
+    Raises:
+        SourceError: they differ.
+    """
+    biases = {option: sorted(key for key in keys if re.search(f"{key_of}$", key)) for option, key_of in BIASES.items()}
+    attention = next(iter(BIASES))
+    for option, held in biases.items():
+        said = config.get(option, True)
+        if said is not bool(held) and (held or option == attention):
+            amount = f"such biases: {some(held, 3)}" if held else "no such biases"
+            reason = f"{where} says {option} = {said}, {tag} holds {amount}"
+            raise SourceError(reason, "it is the yml of another model")
+    return bool(biases[attention])
 
 
 def _says_topology(state: Mapping[str, Any], *, layered: bool) -> bool:

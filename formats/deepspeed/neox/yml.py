@@ -15,6 +15,7 @@ from formats.errors import SourceError, UnsupportedError, short
 from formats.families import FAMILIES, family_named
 from formats.model.checks import checked, unsaid
 from formats.model.codec import read, write
+from formats.model.settings import corrected
 from formats.model.spec import ModelSpec
 from formats.model.values import MOST_LAYERS, real, whole
 
@@ -107,7 +108,7 @@ def from_neox(
     values = read(ROWS, spelled, CONDITIONS[kind], where, known)
     values["family"] = _family(kind, bool(config.get(WINDOW)), family)
     _require_dense(config, where)
-    spec = checked(values | dict(settings), where)
+    spec = checked(values | dict(settings), corrected(where, settings))
     return spec if "sliding_window" in settings else replace(spec, notes=window_notes(spec))
 
 

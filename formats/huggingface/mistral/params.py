@@ -17,6 +17,7 @@ from formats.disk.json_file import read_json
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.model.checks import checked, unsaid
 from formats.model.codec import Codec, Context, Spelled, read, rows, same, scalar, write
+from formats.model.settings import corrected
 from formats.model.spec import ModelSpec, differences
 
 NAME = "params.json"
@@ -98,7 +99,7 @@ def spec_of(folder: Path, settings: Settings, base: ModelSpec | None) -> ModelSp
     values |= settings.values
     values |= {} if settings.vocab_size is None else {"vocab": settings.vocab_size}
     values |= {"family": family, "rope_scaling": None}
-    spec = checked(values, where)
+    spec = checked(values, corrected(where, settings.values))
     if base and (apart := differences(spec, replace(base, own=spec.own))):
         raise RefusedError(
             f"{where} and its config contradict each other (params | config): {'; '.join(apart)}",

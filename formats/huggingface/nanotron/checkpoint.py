@@ -21,7 +21,7 @@ from typing import Any
 
 from formats.checkpoint import ASSETS, Checkpoint, Details, Settings
 from formats.disk.json_file import read_json
-from formats.errors import SourceError, UnsupportedError, short
+from formats.errors import SourceError, UnsupportedError, count, short
 from formats.families.family import Family
 from formats.huggingface import NANOTRON
 from formats.huggingface import folder as huggingface
@@ -178,8 +178,8 @@ def _require_all(slots: Iterable[Slot], files: Iterable[shards.Shard], home: Pat
     missing = [f"{slot.keys[0]} {list(slot.shape)}" for slot in slots if slot.keys[0] not in names]
     if missing:
         more = f"; and {len(missing) - 5} more" if len(missing) > 5 else ""
-        count = "1 tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
-        raise SourceError(f"{home}: {count} missing: {'; '.join(missing[:5])}{more}", "was a file not copied?")
+        lacking = count(len(missing), "tensor is", "tensors are")
+        raise SourceError(f"{home}: {lacking} missing: {'; '.join(missing[:5])}{more}", "was a file not copied?")
 
 
 def _require_no_mup(home: Path, config: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import family_named
 from formats.model.checks import checked, unsaid
 from formats.model.codec import Codec, Context, Maker, Spelled, read, rows, same, scalar, write
-from formats.model.settings import FIXED, TYPES
+from formats.model.settings import FIXED, TYPES, corrected
 from formats.model.spec import ModelSpec, differences
 from formats.model.values import real, some_layers, truth, whole
 
@@ -377,7 +377,7 @@ def _confirmed(values: dict[str, Any], said: Mapping[str, Any], base: ModelSpec 
     if base and values["max_positions"] != base.max_positions and "max_positions" not in said:
         notes.append(f"max_positions = {base.max_positions} as in the config, {where} has {values['max_positions']}")
         values["max_positions"] = base.max_positions
-    spec = checked(values | {"notes": tuple(notes)}, where)
+    spec = checked(values | {"notes": tuple(notes)}, corrected(where, said))
     apart = [line for line in differences(spec, base) if line.partition(":")[0] not in said] if base else []
     if apart:
         decided = {line.partition(":")[0] for line in apart} & {*TYPES}

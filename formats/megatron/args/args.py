@@ -16,7 +16,7 @@ from formats.megatron.args.fitting import fitting
 from formats.megatron.args.table import MARKS, TABLE, conditions, described, marks, values_of
 from formats.model.checks import checked, layers_of, unsaid
 from formats.model.codec import read, write
-from formats.model.settings import FIXED
+from formats.model.settings import FIXED, corrected
 from formats.model.spec import ModelSpec, differences
 from formats.model.values import whole
 
@@ -126,7 +126,7 @@ def confirmed(
     if rotary and base and values["max_positions"] != base.max_positions and "max_positions" not in settings:
         notes.append(f"max_positions = {base.max_positions} as in the config, {where} has {values['max_positions']}")
         values["max_positions"] = base.max_positions
-    spec = checked(values | {"notes": tuple(notes)}, where)
+    spec = checked(values | {"notes": tuple(notes)}, corrected(where, settings))
     if base:
         free = {*settings, *apart, "mtp_layers"}  # no config has it
         contradictions = [line for line in differences(spec, base) if line.partition(":")[0] not in free]

@@ -19,6 +19,7 @@ from typing import Any
 
 from formats.errors import UnsupportedError, short
 from formats.megatron.args.run_options import RUN
+from formats.model.accepted import UNKNOWN
 
 FIELDS_TEXT = """
 activation_func                             compute  null
@@ -259,8 +260,6 @@ yarn_rotary_scaling_factor                  compute  nothing
 """
 
 WORDS = ("read", "rounding", "loud", "nothing")
-UNKNOWN = "unknown-arguments"
-"""The name with which `--accept` accepts all arguments that no version has."""
 MOST_NAMES = 8
 """The largest number of unknown arguments that a hint lists one by one."""
 

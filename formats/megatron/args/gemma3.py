@@ -28,13 +28,13 @@ from formats.megatron.args.layers import FULL, SLIDING
 from formats.megatron.args.mlp import GELU
 from formats.megatron.args.provider import Provider, cannot, strange
 from formats.megatron.args.rope import plain, write_base
+from formats.model.accepted import EPSILON as DEVIATION
 from formats.model.codec import Codec, Context, rows, same
 from formats.model.values import LARGEST, real, some_layers, whole
 
 MODULE = "megatron.bridge.models.gemma.gemma3_provider"
 EPSILON = 1e-5
 """The epsilon of the norms that the provider adds."""
-ACCEPT = "post_layernorm_epsilon"
 LATER = "from 0.4.0 on Megatron-Bridge takes one off window_size itself"
 MARKS = ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings")
 """Fields of its GPTModelProvider from 0.4.0 on (read up to 0.6.0: models/gpt_provider.py, gemma/gemma3_provider.py)."""
@@ -253,7 +253,7 @@ PROVIDER = Provider(
     defaults=DEFAULTS,
     sizes={f"Gemma3ModelProvider{size}": fields for size, fields in SIZES.items()},
     epsilon=EPSILON,
-    accept=ACCEPT,
+    accept=DEVIATION,
     patch=PATCH,
     later=LATER,
     marks=MARKS,

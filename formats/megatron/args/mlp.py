@@ -14,6 +14,7 @@ from formats.errors import RefusedError, UnsupportedError, short
 from formats.layout.table import BIASES
 from formats.megatron.args.codecs import cannot, choice, fixed, single
 from formats.megatron.args.versions import version_of
+from formats.model.accepted import FUSION
 from formats.model.codec import Codec, Context, Spelled
 from formats.model.values import real
 
@@ -25,7 +26,6 @@ ignores (megatron/training/arguments.py `core_transformer_config_from_args`).
 """
 SQUARED = "relu2"
 """transformers' name of the activation `squared_relu`."""
-FUSION = "bias_gelu_fusion"
 ALPHA = 1.702
 """The gain of Megatron's quick GELU."""
 

@@ -28,6 +28,7 @@ from formats.megatron.args.options import Options
 from formats.megatron.args.provider import TARGET, Provider
 from formats.megatron.args.vision import Vision
 from formats.model.spec import ModelSpec
+from formats.model.values import whole as natural
 from formats.torch_files.archive_writer import NUMBERS, Small, packed_plain
 from formats.torch_files.pickle_values import Namespace
 
@@ -135,6 +136,31 @@ def read_vision(path: Path) -> tuple[Vision, dict[str, Any]] | None:
     fields, _ = _held(path)
     whole = vision.of_fields(fields)
     return None if whole is None else (whole, fields)
+
+
+def require_rows(path: Path, rows: int, settings: Mapping[str, Any]) -> None:
+    """The embedding has the rows that Bridge makes of `vocab_size`: as many, or padded as `should_pad_vocab` has it.
+
+    Args:
+        path: the file.
+        rows: those of the embedding.
+        settings: what overrules the file.
+
+    Raises:
+        SourceError: it has more, which would be lost as padding.
+    """
+    fields, _ = _held(path)
+    count, unit = fields.get("vocab_size"), fields.get("make_vocab_size_divisible_by") or 1
+    if type(count) is not int or type(unit) is not int or "vocab" in settings:
+        return
+    unit *= natural(fields.get("tensor_model_parallel_size") or 1, "tensor_model_parallel_size", str(path))
+    padded = count if fields.get("should_pad_vocab") is False else -(-count // unit) * unit
+    if rows > max(count, padded):
+        raise SourceError(
+            f"{path} says vocab_size = {count}, of which Megatron-Bridge makes {padded} rows, and the embedding has "
+            f"{rows}: rows of tokens would be lost",
+            f"take the file from where the weights come from, or override it with --set vocab={count}",
+        )
 
 
 def adapter(path: Path) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from formats.model.accepted import LATENT, LINEAR, LLAMA3, YARN
+
 VERSIONS = tuple(f"0.{minor}" for minor in range(12, 20))
 """The releases in this file; the first stands for older releases too."""
 FIRST, NEWEST = VERSIONS[0], VERSIONS[-1]
@@ -211,8 +213,6 @@ ARGUMENTS, LATER_ARGUMENTS = (
 BUILDER = "gpt_config_from_args in megatron/training/argument_utils.py"
 BEFORE_CONFIG, BEFORE_BUILT = "before config_class(**kw_args)", "before return model_config_cls(**kwargs)"
 
-LINEAR, LLAMA3, YARN, LATENT = "rotary_seq_len_interpolation_factor", "rope_scaling_factor", "yarn", "latent_yarn"
-"""The names of deviations for `--accept`."""
 LINEAR_LINE = "seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,"
 LLAMA3_LINE = "rope_scaling_factor=args.rope_scaling_factor,"
 LLAMA3_BUILT = 'kwargs["rope_scaling_factor"] = args.rope_scaling_factor'

@@ -49,6 +49,7 @@ from formats.registry import detected, open_checkpoint, steps
 NO_ROOM = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space",
+    errno.EAGAIN: "lower -j, or raise the limit of processes (ulimit -u)",
     errno.EFBIG: "raise the limit of a file's size (ulimit -f), or that of the file system",
 }
 FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -260,6 +261,19 @@ def test_one_is_killed(sources, tmp_path, how):
     assert f"process {pids[0]}, one of those that convert, was ended by signal 9" in errors.decode()
     assert subprocess.run(words, env=ENV, capture_output=True, check=False).returncode == 0
     assert out.exists()
+
+
+def test_a_copy_that_cannot_be_started(sources, started, tmp_path, monkeypatch):
+    def refused():
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(engine, "COPIED", (2, 1))
+    monkeypatch.setattr(engine, "has_one_thread", lambda: True)
+    monkeypatch.setattr(os, "fork", refused)
+    with pytest.raises(OutputError, match="Resource temporarily unavailable") as error:
+        vitruvian.convert(sources["hf"][0], tmp_path / "out", to="megatron", threads=2)
+    assert "lower -j" in error.value.hint
+    assert not started
 
 
 def test_a_damaged_source_is_seen_by_copies(sources, tmp_path):

@@ -491,6 +491,7 @@ def test_files_that_are_cut_off_or_have_other_names(convert, tmp_path):
         "says 'ZeroDistributedOptimizer', and the files": config("NamedOptimizer", "ZeroDistributedOptimizer"),
         "optimizer_config.json says '4', the weights are of 2": config('"tp_size": "2"', '"tp_size": "4"'),
         "does not say the class of its optimizer": config("type", "kind"),
+        "names an optimizer of the class 'Named'": config("NamedOptimizer", "Named"),
         "optimizer_config.json": lambda folder: (folder / "optimizer_config.json").unlink(),
         "holds no file of a rank": lambda folder: [(folder / name).unlink() for name in (first, second)],
         "several expert parallel ranks": lambda folder: [

@@ -48,6 +48,8 @@ from formats.torch_files.unpickle import DAMAGE
 FOLDER, CONFIG = "optimizer", "optimizer_config.json"
 ZERO = "ZeroDistributedOptimizer"
 """The class that has its states spread over data parallel ranks, as the config names it."""
+CLASSES = (ZERO, "OptimizerFromGradientAccumulator", "NamedOptimizer")
+"""The classes of optim/, as the config names them: each around AdamW of torch."""
 SIZES = {"pp": "pp_size", "dp": "dp_size", "tp": "tp_size", "exp": "expert_parallel_size"}
 """Axis: what the config calls the number of its ranks."""
 COPY = "copy the files of all ranks of one save"
@@ -175,6 +177,10 @@ def _require_said(folder: Path, sizes: Mapping[str, int], source: Checkpoint) ->
     parallelism, kind = config.get("parallelism"), config.get("type")
     if not isinstance(parallelism, Mapping) or not isinstance(kind, str):
         raise UnsupportedError(f"{path} does not say the class of its optimizer and the parallel sizes", WITHOUT)
+    if kind not in CLASSES:
+        raise UnsupportedError(
+            f"{path} names an optimizer of the class {short(kind)}: known is {some(CLASSES, 3)}", WITHOUT
+        )
     if (kind == ZERO) != ("dp" in sizes):
         found = "with" if "dp" in sizes else "without"
         raise SourceError(f"{path} says {short(kind)}, and the files are those of a training {found} ZeRO-1", COPY)

@@ -73,7 +73,7 @@ class Share:
     groups: Mapping[str, Group]
 
 
-# --- what everybody asks ---------------------------------------------------------------------------------------------
+# --- the interface of the format -------------------------------------------------------------------------------------
 
 
 def is_trained(source: Checkpoint) -> bool:
@@ -122,7 +122,7 @@ def read(source: Checkpoint) -> Optimizer:
     return Optimizer(checkpoints, step, _groups(shares, by_rank[0]), details.samples or None)
 
 
-# --- which files there are -------------------------------------------------------------------------------------------
+# --- the files and their ranks ---------------------------------------------------------------------------------------
 
 
 def _files(folder: Path) -> tuple[dict[Ranks, Path], dict[str, int]]:
@@ -187,7 +187,7 @@ def _require_said(folder: Path, sizes: Mapping[str, int], source: Checkpoint) ->
             )
 
 
-# --- what a file says ------------------------------------------------------------------------------------------------
+# --- parsing a file --------------------------------------------------------------------------------------------------
 
 
 def _share(file: TorchFile) -> Share:
@@ -309,7 +309,7 @@ def _groups(shares: Mapping[Ranks, Share], slots: Iterable[Slot]) -> dict[tuple[
     return {(name, slot.layer): by_key[slot.keys[0]][0] for slot in slots for name in slot.rule.pattern.tensors}
 
 
-# --- putting states together -----------------------------------------------------------------------------------------
+# --- joining states --------------------------------------------------------------------------------------------------
 
 
 def _together(

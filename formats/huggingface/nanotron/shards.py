@@ -231,7 +231,7 @@ def _box(text: str, shape: tuple[int, ...]) -> Box | None:
     return tuple(box)
 
 
-# --- what the layout says of a rank ----------------------------------------------------------------------------------
+# --- the part of a rank by the layout --------------------------------------------------------------------------------
 
 
 def require_own_parts(files: Iterable[Shard], slots: Iterable[Slot]) -> None:

@@ -1,4 +1,4 @@
-"""The engine: executes jobs, each in a thread or, where there are many cores and much to do, in a process."""
+"""The engine: executes jobs in threads or, with enough cores and bytes to move, in worker processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from converters.plan.request import Limits
 from formats.errors import Interrupted
 
 COPIED, STARTED = (2, 64 << 20), (4, 512 << 20)
-"""The fewest processes that take the place of threads, and the bytes that each has to do at least: copies, new ones."""
+"""(fewest worker processes, fewest bytes for each) for which processes replace threads: forked, and newly started."""
 TASKS = Path("/proc/self/task")
 
 
@@ -36,7 +36,7 @@ def execute(
     """Execute jobs, the largest first, in threads or in processes (`converters.move.workers`).
 
     Args:
-        jobs: what to do.
+        jobs: the jobs to execute.
         files: open files.
         limits: how much of the machine to use.
         done: called in the calling thread with each finished job and its digest.
@@ -75,17 +75,17 @@ def execute(
 
 
 def has_one_thread() -> bool:
-    """Whether this process can be copied: no other thread is in it, of Python's or of a library's, as Linux tells."""
+    """Whether this process can be forked: it has one thread, libraries' among them, according to Linux's /proc."""
     return TASKS.is_dir() and len([*TASKS.iterdir()]) == 1
 
 
 def processes_for(jobs: Collection[Job], limits: Limits, copied: bool) -> int:
-    """How many processes do some jobs, 0 for threads of this one.
+    """Return the number of worker processes for jobs; 0 for threads of this process.
 
     Args:
-        jobs: what to do.
+        jobs: the jobs to execute.
         limits: how much of the machine to use.
-        copied: whether the processes are copies of this one.
+        copied: whether the workers are forked from this process.
     """
     fewest, each = COPIED if copied else STARTED
     number = min(limits.threads, len(jobs), sum(job.nbytes for job in jobs) // each)
@@ -93,7 +93,7 @@ def processes_for(jobs: Collection[Job], limits: Limits, copied: bool) -> int:
 
 
 def in_order(jobs: Iterable[Job]) -> list[Job]:
-    """The largest first, those of a size by turns of the files that they write: one process at a time writes a file."""
+    """Return jobs, the largest first; jobs of one size alternate between output files, each of which has one writer."""
     turns, ranked = Counter[tuple[int, Path]](), list[tuple[int, int, Job]]()
     for job in jobs:
         number = 0
@@ -111,15 +111,15 @@ def digest_of(
     stop: Callable[[], bool] = lambda: False,
     checked: bool = True,
 ) -> dict[str, str]:
-    """The digest of each tensor, by name.
+    """Return the digest of each tensor, by the name of its job.
 
     Args:
-        jobs: what to read.
+        jobs: the jobs that read the tensors.
         limits: how much of the machine to use.
         advance: called with the bytes of each tile.
         stop: asked at every tile; when true, nothing further is done.
-        checked: compare the checksums of the archives that the tensors are in. The digests of what was just written
-            are compared with those of what was read, which says more.
+        checked: compare the checksums of the archives that hold the tensors. Not needed for tensors just written, whose
+            digests are compared with those of the source, which is the stronger check.
 
     Raises:
         DamagedError: a checksum differs.

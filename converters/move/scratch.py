@@ -1,8 +1,8 @@
-"""Decoded chunks of compressed arrays, as files: each is decoded once, and read in any order, as strided blocks are.
+"""Decoded chunks of compressed arrays, kept as files: each chunk is decoded once and read in any order.
 
-A chunk is compressed as a whole, and an array of all layers has them all in each of its chunks: without a file each
-tensor of a layer would decode all of them again, or all had to be in memory. What is in memory is one chunk for each
-process; on disk it is what was decoded, until the files are closed.
+A chunk is compressed as a whole, and each chunk of a stacked array holds all layers: without files each layer's tensor
+would decode all chunks again, or all chunks had to be in memory. Memory holds one chunk for each process; the disk
+holds all chunks decoded so far, until the files are closed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Scratch:
     """A folder of decoded chunks, which threads and processes share.
 
     Args:
-        beside: the folder in which it is made when it is needed; the system's for temporary files if none is named.
-        folder: one that another process has made, and deletes.
+        beside: the folder in which the scratch folder is made when needed; None for the system's temporary folder.
+        folder: an existing scratch folder that another process has made and will delete.
     """
 
     def __init__(self, beside: Path | None = None, folder: Path | None = None) -> None:
@@ -39,18 +39,18 @@ class Scratch:
 
     @property
     def folder(self) -> Path:
-        """The folder, made when it is asked for first."""
+        """The scratch folder, made on first use."""
         with self.lock:
             if self.made is None:
                 self.made = Path(tempfile.mkdtemp(prefix="decoded-", dir=self.beside))
             return self.made
 
     def decoded(self, fragment: Fragment, chunk: Chunk) -> Path:
-        """The file with the elements of a chunk that a fragment is in.
+        """Return the file with the decoded elements of a fragment's chunk.
 
         Raises:
-            SourceError: the chunk is damaged, or of another element type than the metadata says.
-            OutputError: there is no room for it.
+            SourceError: the chunk is damaged, or of another element type or shape than the metadata records.
+            OutputError: the file cannot be written, such as for lack of disk space.
         """
         with self.lock:
             if chunk not in self.known:
@@ -60,7 +60,7 @@ class Scratch:
             return self.known[chunk]
 
     def _make(self, path: Path, fragment: Fragment, chunk: Chunk) -> None:
-        """Decode a chunk, unless another process has; one that is at it is waited for."""
+        """Decode a chunk into a file, unless another process has done so; wait for a process that is doing so."""
         if path.exists():
             return
         part = path.with_suffix(".part")
@@ -80,13 +80,17 @@ class Scratch:
             ) from None
 
     def close(self) -> None:
-        """Delete what was decoded."""
+        """Delete the scratch folder, if this object made it."""
         if self.own and self.made is not None:
             shutil.rmtree(self.made, ignore_errors=True)
 
 
 def _words(fragment: Fragment, chunk: Chunk) -> Array:
-    """The elements of a chunk as words, multiplied by its factor."""
+    """Return the elements of a chunk as words, multiplied by the chunk's factor.
+
+    Raises:
+        SourceError: the chunk has another element size or number of elements than the metadata records.
+    """
     values = decoded(chunk)
     size = DTYPES[fragment.dtype]
     if values.itemsize != size or values.size != prod(chunk.shape):

@@ -1,12 +1,12 @@
-"""Jobs in processes of their own, one for each thread that asks.
+"""Worker processes that execute jobs, one process for each thread of the engine.
 
-Python lets one thread of a process work at a time, and each call to the system gives that right away and asks for it
-again: two threads lose a part of their time to that, and from four on they wait for it more than they work. A command's
-process has no other thread, and is copied within a hundredth of a second. One with many, as a trainer's is, cannot be
-copied: a new one costs a fifth of a second and 21 MB.
+Python's global interpreter lock lets one thread of a process run at a time, and each system call releases and takes the
+lock again: two threads lose part of their time to that, and from four on they wait for the lock more than they work. A
+command's process has one thread, and is forked within a hundredth of a second. A process with many threads, such as a
+trainer's, cannot be forked safely: a new process costs a fifth of a second and 21 MB.
 
-Which job is done when, what is noted and what is forced to disk stays with the process that asked. A worker gets a job,
-and answers with its outcome and what it has counted: the checksums of what it read and wrote.
+The parent process decides the order of jobs, writes the journal and forces data to disk. A worker gets a job, and
+answers with its outcome and the checksums of the bytes that it read and wrote.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 KEPT = 16 << 20
-"""Bytes that are freed once: after that glibc keeps freed blocks of up to this size and unmaps none (mallopt(3))."""
+"""Bytes that a worker allocates and frees first: glibc then keeps freed blocks up to this size mapped (mallopt(3))."""
 EVERY = 0.1
-"""Seconds between two messages about progress, and between two looks at whether to stop."""
+"""Seconds between two progress messages of a worker, and between two checks of whether to stop."""
 PATIENCE = 10
-"""Seconds in which a worker ends that has no job, or is to stop."""
+"""Seconds within which a worker must end when it has no job or is asked to stop; after that it is killed."""
 _CHILD = "import sys; sys.path[:] = sys.argv[2:]; from converters.move.workers import serve; serve(int(sys.argv[1]))"
 
 
 class _Setting(NamedTuple):
-    """What a worker gets once.
+    """The first message to a worker, which holds for all of its jobs.
 
     Attributes:
-        limits: its own.
-        sizes: storages that need a checksum.
-        checked: whether those that it reads have one.
-        scratch: where chunks are decoded; None where there are none.
+        limits: the worker's own limits.
+        sizes: the sizes of the storages to write that need a checksum; None where none does.
+        checked: whether checksums of the source are compared.
+        scratch: the folder of decoded chunks; None where the source has no chunks.
     """
 
     limits: Limits
@@ -70,7 +70,7 @@ class _Setting(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """What a worker answers: the outcome of a job, and what it has counted of what it wrote and read."""
+    """A worker's answer to a job: the outcome, and the checksums of the bytes that it wrote and read."""
 
     outcome: Outcome
     written: Counted
@@ -78,14 +78,14 @@ class _Done(NamedTuple):
 
 
 class Workers:
-    """The processes of some jobs, all started at once: as long as this process has no other thread.
+    """Worker processes, all started on construction, while this process still has no other thread.
 
     Args:
-        number: how many.
-        copied: whether they are copies of this process.
-        files: the open files of this process, which does what cannot be done elsewhere.
-        buffers: the memory of its threads.
-        limits: how much of the machine to use; a worker gets its share of the memory.
+        number: the number of workers.
+        copied: whether workers are forked from this process; otherwise they are new interpreters.
+        files: the open files of this process, which executes jobs that no other process can (`_is_portable`).
+        buffers: the buffers of this process's threads.
+        limits: how much of the machine to use; each worker gets an equal share of the memory.
     """
 
     def __init__(self, number: int, copied: bool, files: Files, buffers: Buffers, limits: Limits) -> None:
@@ -97,10 +97,10 @@ class Workers:
         self.idle = self.all.copy()
 
     def run(self, job: Job, advance: Callable[[int], None], stop: Callable[[], bool]) -> Outcome:
-        """Execute one job in this thread's process. Raises as `run_job` does.
+        """Execute one job in the calling thread's worker. Raises as `run_job` does.
 
         Raises:
-            Interrupted: the process ended, which no job does.
+            Interrupted: the worker ended unexpectedly, or did not stop when asked to.
         """
         job = job.made
         if not _is_portable(job):
@@ -117,7 +117,7 @@ class Workers:
         if not hasattr(self.own, "worker"):
             limits = replace(self.limits, threads=1, memory=self.limits.room // self.limits.threads)
             sizes = self.files.sums.sizes if self.files.sums is not None else None
-            chunks = any(fragment.chunk for fragment in _fragments(job))  # in one job of a source, or in none
+            chunks = any(fragment.chunk for fragment in _fragments(job))  # all jobs of a source read chunks, or none
             scratch = self.files.scratch.folder if chunks else None
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})  # a worker that has ended is an error: `_ended`
             self.own.worker = self.idle.pop()
@@ -134,10 +134,10 @@ class Workers:
 
 
 def _is_portable(job: Job) -> bool:
-    """Whether another process can do a job.
+    """Whether another process can execute a job.
 
-    A stream is read on from where the last tensor of it ended, an interleaved tensor is written by one at a time, and
-    a store is asked by the process that has signed in.
+    Not portable are: a stream, which is read in order from where its previous tensor ended; an interleaved tensor,
+    which one writer at a time writes; and a file in a store, which only the process that has signed in can read.
     """
     return not any(part.woven for part in job.targets) and not any(
         fragment.stream is not None or is_elsewhere(fragment.path) for fragment in _fragments(job)
@@ -145,18 +145,18 @@ def _is_portable(job: Job) -> bool:
 
 
 def _fragments(job: Job) -> Iterator[Fragment]:
-    """All that a job reads."""
+    """Yield all fragments that a job reads."""
     reads = chain.from_iterable(chain(read.sources, read.twins, *read.replicas.values()) for read in job.reads)
     return chain.from_iterable((part.fragment, *part.fragment.inputs) for part in reads)
 
 
 class _Worker:
-    """A process, as the one that asks sees it.
+    """A worker process, seen from the parent process.
 
     Args:
-        copied: whether it is a copy of this one.
-        others: the ends of earlier workers' connections that a copy of this process has, too.
-        locks: descriptors that it keeps open.
+        copied: whether the worker is forked from this process; otherwise it is a new interpreter.
+        others: the parent's connections to earlier workers, which a forked worker inherits and has to close.
+        locks: descriptors of locks that a new interpreter inherits and keeps open.
     """
 
     def __init__(self, copied: bool, others: Iterable[Connection[Any, Any]], locks: Iterable[int]) -> None:
@@ -177,7 +177,11 @@ class _Worker:
             )
 
     def run(self, job: Job, advance: Callable[[int], None], stop: Callable[[], bool]) -> _Done:
-        """Have a job done."""
+        """Have the worker execute a job, and return its answer.
+
+        Raises:
+            Interrupted: the worker ended unexpectedly, or did not stop within `PATIENCE` seconds and was killed.
+        """
         self.send(job)
         asked = inf
         while True:
@@ -208,7 +212,7 @@ class _Worker:
                     raise error
 
     def close(self) -> None:
-        """End the process, which has no job or whose job no longer counts. One that waits for a dead disk is left."""
+        """End the worker, whose job, if any, no longer counts. A worker that waits for a dead disk is left."""
         self.connection.close()
         for hangs in (False, True):
             if hangs:
@@ -218,7 +222,11 @@ class _Worker:
                 return
 
     def send(self, message: object) -> None:
-        """Give it a job, None to stop the last one, or first of all its setting."""
+        """Send the worker a job, None to stop its current job, or, as the first message, its `_Setting`.
+
+        Raises:
+            Interrupted: the worker has ended.
+        """
         try:
             self.connection.send(message)
         except ConnectionError:
@@ -234,11 +242,11 @@ class _Worker:
 
 
 class _Copy:
-    """A copy of this process that does jobs, with what is used of `subprocess.Popen`.
+    """A fork of this process that serves jobs, with the used part of the interface of `subprocess.Popen`.
 
     Args:
-        descriptor: the end of a socket from which it gets them.
-        others: connections that are not its own.
+        descriptor: the worker's end of the socket over which it gets jobs.
+        others: inherited connections that the fork closes.
     """
 
     def __init__(self, descriptor: int, others: Iterable[Connection[Any, Any]]) -> None:
@@ -253,13 +261,17 @@ class _Copy:
                     connection.close()
                 serve(descriptor)
                 code = 0
-            except BaseException:  # noqa: BLE001  # nothing of what this process had to do is left to the copy
+            except BaseException:  # noqa: BLE001  # the fork must not continue the work of this process
                 traceback.print_exc()
             finally:
                 os._exit(code)
 
     def wait(self, seconds: float = inf) -> int:
-        """Its exit code, or a signal's negative number. Raises TimeoutExpired."""
+        """Wait for the end of the fork; return its exit code, or the negative number of a signal.
+
+        Raises:
+            TimeoutExpired: the fork has not ended within `seconds`.
+        """
         limit = time.monotonic() + seconds
         while self.code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -272,7 +284,7 @@ class _Copy:
         return self.code
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the fork, unless it has ended."""
         if self.code is None:
             os.kill(self.pid, signal.SIGKILL)
 
@@ -281,7 +293,7 @@ class _Copy:
 
 
 def serve(descriptor: int) -> None:
-    """Do jobs until the other end of a socket is closed. Signals are the business of the process that asks."""
+    """Execute jobs from a socket until its other end is closed. Signals are left to the parent process."""
     from multiprocessing.connection import Connection
 
     for number in STOPS:
@@ -295,17 +307,17 @@ def serve(descriptor: int) -> None:
         with Files(sums, scratch=Scratch(folder=setting.scratch)) as files:
             while True:
                 job = connection.recv()
-                if job is not None:  # the word to stop comes late where the job was done already
+                if job is not None:  # None, to stop, may arrive after the job was done
                     files.checks = SourceChecks([job], setting.limits.replicas) if setting.checked else None
                     connection.send(_answer(job, files, buffers, setting.limits, connection))
-    except (EOFError, ConnectionError):  # the other process has ended, or wants no more
+    except (EOFError, ConnectionError):  # the parent process has ended, or has closed the connection
         return
 
 
 def _answer(
     job: Job, files: Files, buffers: Buffers, limits: Limits, connection: Connection[Any, Any]
 ) -> _Done | tuple[Exception, str]:
-    """Do a job, and say how far it is on the way."""
+    """Execute a job, sending progress in bytes; return the answer, or an error with its traceback."""
     incoming = select.poll()
     incoming.register(connection, select.POLLIN)
     moved, reported = 0, time.monotonic()
@@ -319,7 +331,7 @@ def _answer(
 
     try:
         outcome = run_job(job, files, buffers, limits, advance, lambda: bool(incoming.poll(0)))
-    except Exception as error:  # noqa: BLE001  # raised where it was asked for
+    except Exception as error:  # noqa: BLE001  # raised again in the parent process
         return error, traceback.format_exc()
     connection.send(moved)
     return _Done(outcome, files.sums.taken() if files.sums else {}, files.checks.entries if files.checks else {})

@@ -187,13 +187,13 @@ def plan_nanotron_run(source: Checkpoint, request: Request, vocab_multiple: int,
     Args:
         source: the opened checkpoint.
         request: what the user asked for; its cast is that of the weights.
-        vocab_multiple: what the vocabulary is padded to a multiple of, for each tensor parallel rank.
+        vocab_multiple: the rows of the vocabulary on each tensor-parallel rank are padded to a multiple of this.
         topology: the parallel sizes of the training that resumes.
 
     Raises:
         SourceError: the source holds no optimizer, or an incomplete one.
-        UnsupportedError: its optimizer has no layout here.
-        UsageError: the folder is named as another step, so that no reader would take it.
+        UnsupportedError: the optimizer has no layout in the target.
+        UsageError: the output folder is named after another step, which readers refuse.
     """
     stored = optimizer_of(source)
     name, step = request.place.name, str(stored.updates(source.home))
@@ -235,14 +235,14 @@ def plan_mds_run(
     Args:
         source: the opened checkpoint.
         request: what the user asked for; its cast is that of the weights.
-        options: topology, and what code is to load it.
-        iteration: the one to write; None for as many as there were updates.
-        samples: how many samples it was trained on; None for what the source says.
+        options: topology, and the order of query, key and value of the code that will load the checkpoint.
+        iteration: the iteration to write; None for the number of updates.
+        samples: how many samples the model was trained on; None for what the source records.
 
     Raises:
         SourceError: the source holds no optimizer, or an incomplete one.
-        UnsupportedError: its optimizer has no layout here.
-        UsageError: it has made more updates than there were iterations.
+        UnsupportedError: the optimizer has no layout in the target.
+        UsageError: the optimizer has made more updates than there were iterations.
     """
     stored = optimizer_of(source)
     stored.require_only((Group,), source.root, "Megatron-DeepSpeed trains with Adam alone")
@@ -284,7 +284,7 @@ def plan_mds_run(
 
 
 def _regrouped(optimizer: Optimizer | Native, target: Target | None, *in_megatron: bool) -> list[str]:
-    """The note on parameters that are one matrix to Muon in the source and several in the target, or the reverse.
+    """Return the note on parameters that are one matrix to Muon in the source and several in the target, or vice versa.
 
     Args:
         optimizer: the optimizer of the source.
@@ -312,11 +312,11 @@ def _matrix(item: Placed, in_megatron: bool) -> tuple[str, ...]:
 
 
 def _require_torch_dist(source: Checkpoint, optimizer: Native, options: Options, cast: str | None) -> None:
-    """Refuse to write Muon's momentum where Megatron was not seen to load it.
+    """Refuse to write Muon's momentum in a form that Megatron is not known to load.
 
     Raises:
-        UnsupportedError: the dialect is not torch_dist, or FP32 weights would be trained by the layer-wise Muon, which
-            Megatron has in BF16 alone.
+        UnsupportedError: the dialect is not torch_dist, experts are on several ranks, or FP32 weights would be trained
+            by the layer-wise Muon, which Megatron has in BF16 alone.
     """
     weights = {dtype for (name, _), dtype in cast_dtypes(source, cast).items() if name not in UNTRAINED}
     if optimizer.muon is not None and optimizer.distributed and "F32" in weights:
@@ -331,7 +331,7 @@ def _require_torch_dist(source: Checkpoint, optimizer: Native, options: Options,
 
 
 def _split(source: Checkpoint, optimizer: Optimizer, cast: str | None) -> tuple[Checkpoint, dict[str, Checkpoint]]:
-    """The checkpoint that weights are written from, and the states; master weights only where weights are rounded."""
+    """Return the checkpoint to write weights from, and the states, with master weights only if weights are rounded."""
     states = dict(optimizer.states)
     masters = states.pop("fp32", None)
     weights = {dtype for (name, _), dtype in cast_dtypes(source, cast).items() if name not in UNTRAINED}

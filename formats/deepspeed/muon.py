@@ -1,13 +1,13 @@
-"""DeepSpeed's Muon in ZeRO: its parameter groups in torch's words, and where the momentum of a matrix is.
+"""DeepSpeed's Muon in ZeRO: its parameter groups in torch's form, and where the momentum of a matrix is stored.
 
     {"use_muon": True, "lr", "momentum", "weight_decay", "ns_method": "gram" | "standard"}    a group of matrices
     {"use_muon": False, "lr", "betas", "eps", "weight_decay", …}                              an AdamW of all else
 
-In stages 1 and 2 a rank has the momentum of each matrix of which it has a part, whole, one after another in the order
-of the flat group: of a matrix that two ranks share both have all of it, the same. In stage 3 and in BF16_Optimizer it
-is cut as the weights are. Both methods compute the five Newton-Schulz steps of torch's Muon (`adjust_lr_fn`
-"original"), `gram` in another order of products and in float16. `per_head_muon` orthogonalizes head by head, which only
-the configuration says.
+In stages 1 and 2 a rank has the whole momentum of each matrix of which it has a part, concatenated in the order of the
+flat group: two ranks that share a matrix both have its whole momentum, identical. In stage 3 and in BF16_Optimizer the
+momentum is sharded as the weights are. Both methods compute the five Newton-Schulz steps of torch's Muon
+(`adjust_lr_fn` "original"), `gram` in another order of products and in float16. `per_head_muon` orthogonalizes head by
+head; only the configuration of the training records that.
 
 Facts: deepspeed 0.19.8 runtime/zero/muon, runtime/engine.py `_muon_param_groups`, runtime/zero/stage_1_and_2.py
 `get_partition_info` and `_muon_momentum_buffer`, runtime/zero/stage3.py, runtime/bf16_optimizer.py
@@ -31,14 +31,14 @@ TORCH = {
     "nesterov": True, "ns_coefficients": (3.4445, -4.775, 2.0315), "eps": 1e-7, "ns_steps": 5,
     "adjust_lr_fn": "original",
 }  # fmt: skip
-"""What every Muon of DeepSpeed has, as torch calls it."""
+"""The fixed settings of DeepSpeed's Muon, under torch's names."""
 
 
 def as_torch(group: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """A parameter group as torch has it: of Muon, or of the AdamW beside it.
+    """Return a parameter group of Muon, or of the AdamW beside it, in torch's form; other groups unchanged.
 
     Raises:
-        UnsupportedError: its Newton-Schulz method is not known.
+        UnsupportedError: the Newton-Schulz method is unknown.
     """
     if SIGN not in group:
         return group
@@ -51,10 +51,10 @@ def as_torch(group: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def require_whole_matrices(model: Mapping[str, Any], where: str) -> None:
-    """Matrices are orthogonalized as they are, and not head by head.
+    """Refuse a training whose Muon orthogonalizes matrices head by head.
 
     Raises:
-        UnsupportedError: the configuration of the training says otherwise.
+        UnsupportedError: the configuration of the training sets `per_head_muon`.
     """
     config = model.get("ds_config")
     optimizer = config.get("optimizer") if isinstance(config, Mapping) else None
@@ -69,13 +69,13 @@ def require_whole_matrices(model: Mapping[str, Any], where: str) -> None:
 def load(
     flats: Sequence[Fragment], size: int, group: Mapping[str, tuple[int, ...]], gaps: Sequence[int]
 ) -> Iterator[tuple[str, Scattered]]:
-    """The momentum of each matrix of a flat group, in stages 1 and 2.
+    """Yield the momentum of each matrix of a flat group, in stages 1 and 2.
 
     Args:
-        flats: what each rank has, in the order of ranks.
-        size: how many elements of the master weights each has, padding among them.
+        flats: the flat momentum of each rank, in the order of ranks.
+        size: how many elements of the flat master weights each rank has, padding among them.
         group: the shape of each matrix, in the order of the group.
-        gaps: elements of padding after each.
+        gaps: elements of padding after each matrix.
 
     Raises:
         SourceError: a rank has more or fewer elements than its matrices.

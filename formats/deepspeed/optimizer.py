@@ -1,8 +1,10 @@
-"""What DeepSpeed and GPT-NeoX keep of a training besides the weights, in no framework's terms.
+"""Read the optimizer of DeepSpeed, GPT-NeoX and Megatron-DeepSpeed into the framework-independent `Optimizer`.
 
-The states are where `partitions.py` and `universal.py` find them, in the layout of the weights. How a parameter is
-treated, its flat group says: each is of one parameter group, whose `params` are numbers of flat groups (in stage 3 a
-group has several of them). Facts: deepspeed/runtime/zero/stage_1_and_2.py, stage3.py and bf16_optimizer.py at 0.19.8.
+`partitions.py` and `universal.py` find the states, which are in the layout of the weights. The settings of a parameter
+are those of its flat group: each flat group belongs to one parameter group, whose `params` are numbers of flat groups
+(in stage 3 a parameter group has several of them).
+
+Facts: deepspeed/runtime/zero/stage_1_and_2.py, stage3.py and bf16_optimizer.py at 0.19.8.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from formats.optimizer import KEPT, MOMENTS, MOMENTUM, NAMES, STATES, AnyGroup, 
 from formats.torch_files import saved_names
 
 OPENERS = {neox.Neox: neox.read_states, mds.MegatronDeepSpeed: mds.read_states}
-"""What opens the states, by the details of a checkpoint whose ranks have tensors of their own."""
+"""Class of a checkpoint's details: the reader of its states, for formats with tensor-parallel shards."""
 Owners = Mapping[Path, Sequence[tuple[int, AnyGroup]]]
-"""Of each file: where its flat groups begin, in bytes, and how their parameters are treated."""
+"""File: (offset in bytes, settings) of each flat group in it, in order of offset."""
 
 
 def is_trained(source: Checkpoint) -> bool:
@@ -36,19 +38,19 @@ def is_trained(source: Checkpoint) -> bool:
 
 
 def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]]:
-    """Its states, and what `inspect` says of it."""
+    """Return the optimizer states of a checkpoint, and the fields that `inspect` shows."""
     optimizer = read(source)
     return optimizer.states, {"step": optimizer.step}
 
 
 def read(source: Checkpoint) -> Optimizer:
-    """The optimizer of an opened checkpoint of DeepSpeed, GPT-NeoX or Megatron-DeepSpeed.
+    """Read the optimizer of an opened checkpoint of DeepSpeed, GPT-NeoX or Megatron-DeepSpeed.
 
     Raises:
-        RefusedError: the checkpoint was opened for its moments.
-        SourceError: there is none, or it is damaged or incomplete.
-        UnsupportedError: it is neither Adam's nor Lion's nor Muon's, of stage 0, or not all of the model was trained,
-            and equally often.
+        RefusedError: the checkpoint was opened with moments as its weights (`--weights`).
+        SourceError: there is no optimizer, or it is damaged or incomplete.
+        UnsupportedError: the optimizer is neither Adam nor Lion nor Muon, or of stage 0, or parameters were not
+            trained, or not equally often.
     """
     model: Mapping[str, Any]
     settings = source.settings
@@ -78,10 +80,11 @@ def read(source: Checkpoint) -> Optimizer:
 
 
 def _require_kept(where: Path, groups: Mapping[Any, AnyGroup], states: Collection[str]) -> None:
-    """What there is of each parameter is what the optimizer of its group keeps.
+    """Refuse states other than those that the optimizers of the parameter groups keep.
 
     Raises:
-        UnsupportedError: there is more, such as the zeros of DeepSpeed's Lion on CPUs (ops/lion/cpu_lion.py), or less.
+        UnsupportedError: there are more states, such as the zeros of DeepSpeed's Lion on CPUs (ops/lion/cpu_lion.py),
+            or fewer.
     """
     there, kinds = [state for state in KEPT if state in states and state != "fp32"], {*map(type, groups.values())}
     known = [state for state in KEPT if any(state in MOMENTS[kind] for kind in kinds)]
@@ -94,10 +97,10 @@ def _require_kept(where: Path, groups: Mapping[Any, AnyGroup], states: Collectio
 
 
 def _require_no_sums(source: Checkpoint) -> None:
-    """The moments of summands add up to nothing.
+    """Refuse tensors that are sums over tensor-parallel ranks, since moments of summands cannot be added.
 
     Raises:
-        UnsupportedError: a tensor is a sum over ranks.
+        UnsupportedError: a tensor is a sum over tensor-parallel ranks.
     """
     for placed in source.tensors if source.topology["tp"] > 1 else ():
         if "partial" in placed.slot.rule.conditions:
@@ -126,7 +129,14 @@ def _owners(partitions: Iterable[Partition]) -> Owners:
 
 
 def _universal(tag: Path, shapes: Sequence[Mapping[str, Any]]) -> tuple[float, Owners]:
-    """The step of a universal checkpoint, and how each of its parameters is treated, given those of each group."""
+    """Return the step of a universal checkpoint and the settings of its parameters.
+
+    `shapes` maps the parameters of each flat group to their shapes.
+
+    Raises:
+        SourceError: model file and checkpoint have different parameters, or a group or a step is missing.
+        UnsupportedError: parameters have made different numbers of steps.
+    """
     odd = sorted({name for group in shapes for name in group}.symmetric_difference(universal.names(tag)))
     if odd:
         raise SourceError(
@@ -153,11 +163,11 @@ def _universal(tag: Path, shapes: Sequence[Mapping[str, Any]]) -> tuple[float, O
 
 
 def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable[str]) -> dict[int, AnyGroup]:
-    """How the parameters of each flat group are treated.
+    """Return the settings of each flat group, by its number.
 
     Raises:
-        SourceError: the settings are in an unknown form.
-        UnsupportedError: they are neither Adam's nor Lion's.
+        SourceError: a parameter group is in an unknown form.
+        UnsupportedError: the optimizer is neither Adam nor Lion nor Muon.
     """
     zero_partitions.require_known(path, kept)
     by_number: dict[int, AnyGroup] = {}
@@ -170,7 +180,11 @@ def _by_number(path: Path, settings: Sequence[Mapping[str, Any]], kept: Iterable
 
 
 def _groups(moments: Iterable[Checkpoint], owners: Owners) -> dict[tuple[str, int | None], AnyGroup]:
-    """How each logical tensor is treated, group after group as the training has them."""
+    """Return the settings of each logical tensor, by (tensor, layer), in the training's order of groups.
+
+    Raises:
+        UnsupportedError: a parameter is trained in two parameter groups.
+    """
     groups: dict[tuple[str, int | None], AnyGroup] = {}
     for placed in (each for checkpoint in moments for each in checkpoint.fragments()):
         starts = owners[placed.fragment.path]

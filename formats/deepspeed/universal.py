@@ -1,17 +1,17 @@
-"""DeepSpeed's universal checkpoints: every parameter whole, in files of its own, for any number of ranks.
+"""DeepSpeed's universal checkpoints: each parameter unsharded in its own files, for any number of ranks.
 
     TAG/zero/{parameter}/{fp32,exp_avg,exp_avg_sq}.pt    {"param": tensor, "cat_dim": the dimension that TP cuts, ...}
     TAG/zero/{parameter}/step.pt                         Adam's step
     TAG/zero/optimizer_state.pt                          the parameter groups
-    TAG/mp_rank_00_model_states.pt                       for stages 1 and 2; the module in it is not read
+    TAG/mp_rank_00_model_states.pt                       for stages 1 and 2; its `module` is not read
     TAG/zero_pp_rank_0_mp_rank_00_model_states.pt        the same for stage 3
     latest_universal                                     the tag
 
-Facts: deepspeed/checkpoint/universal_checkpoint.py and runtime/engine.py at 0.19.8, and what a real load was seen to
-need (tests/golden/test_universal.py): one folder serves every stage. The loader of stage 3 gives every parameter group
-what the first one of `optimizer_state_dict` says (runtime/zero/stage3.py:3692), so what they differ in is not there,
-and stays as the training has it. Frozen parameters have no states, and DeepSpeed restores none: they stay what the
-model was made with.
+Facts: deepspeed/checkpoint/universal_checkpoint.py and runtime/engine.py at 0.19.8, and what a real load requires
+(tests/golden/test_universal.py): one folder serves every stage. The loader of stage 3 gives every parameter group the
+values of the first group in `optimizer_state_dict` (runtime/zero/stage3.py:3692), so that group is written without the
+keys in which groups differ, which keep the values of the training. Frozen parameters have no states, and DeepSpeed
+does not restore them: they keep the values with which the model was initialized.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ LATEST = "latest_universal"
 MODEL, MODEL_OF_STAGE_3 = "mp_rank_{:02d}_model_states.pt", "zero_pp_rank_0_mp_rank_{:02d}_model_states.pt"
 """The names of model files, by the model parallel rank."""
 VERSION = 0.2
-"""Of `universal_checkpoint_info`: the newest that a plain tensor-parallel cut needs."""
+"""The version in `universal_checkpoint_info`: the newest that plain tensor parallelism needs."""
 OF_NEOX = re.compile(r"(?:sequential\.)?(?:\d+|tied_modules)\.")
-"""How the names of GPT-NeoX begin."""
+"""The beginning of a parameter's name in GPT-NeoX."""
 
 
 class Parameter(NamedTuple):
     """A parameter as DeepSpeed names it.
 
     Attributes:
-        name: its name in the module.
-        slot: the whole of it.
-        cut: how tensor parallelism cuts it, as the loader expects it: `cat_dim` and the like.
+        name: the name in the module.
+        slot: the unsharded parameter.
+        cut: how tensor parallelism splits the parameter, in the loader's keys: `cat_dim` and the like.
         step: Adam's step.
-        summands: of a sum over tensor parallel ranks, what each of them has, in their order.
+        summands: of a parameter that is a sum over tensor-parallel ranks, the summand of each rank, in rank order.
     """
 
     name: str
@@ -71,12 +71,12 @@ class Parameter(NamedTuple):
 
 
 class States(NamedTuple):
-    """What a universal checkpoint is made of.
+    """The source of a universal checkpoint.
 
     Attributes:
-        opened: those of `optimizer.STATES` that there are of every trained parameter, each as a checkpoint of its own.
-        model: what the first model file says.
-        partitions: what each rank holds.
+        opened: name of an optimizer state (`optimizer.STATES`): the state of every trained parameter, as a checkpoint.
+        model: the content of the first model file.
+        partitions: the optimizer partition of each rank.
     """
 
     opened: Mapping[str, Checkpoint]
@@ -85,12 +85,12 @@ class States(NamedTuple):
 
 
 def files(root: Path, parameters: Sequence[Parameter], state: str) -> tuple[OutputFile, ...]:
-    """The file of each parameter for one of `optimizer.STATES`."""
+    """Lay out the file of each parameter for one of `optimizer.STATES`."""
     return tuple(_file(root / "zero" / parameter.name / f"{state}.pt", parameter) for parameter in parameters)
 
 
 def _file(path: Path, parameter: Parameter) -> OutputFile:
-    """One file. Summands are one after another in it: the loader has no other way to give each rank its own."""
+    """Lay out the file of a parameter, with summands concatenated: only so can the loader give each rank its own."""
     slots = parameter.summands or (parameter.slot,)
     shape = _joined(parameter.slot.shape, len(slots))
     file = archived(path, [("param", parameter.slot, shape, "F32")], lambda refs: {**parameter.cut, **refs}, path.stem)
@@ -104,14 +104,14 @@ def _file(path: Path, parameter: Parameter) -> OutputFile:
 
 
 def _joined(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """The shape of so many tensors of one shape, one after another."""
+    """Return the shape of `count` tensors of one shape, concatenated along the first dimension."""
     return shape if count == 1 else (count * shape[0], *shape[1:])
 
 
 def cut_of(slot: Slot) -> dict[str, Any]:
-    """How the loader cuts a tensor again that a layout has whole (deepspeed/checkpoint/universal_checkpoint.py:236).
+    """Return the keys by which the loader splits a whole tensor (deepspeed/checkpoint/universal_checkpoint.py:236).
 
-    A dimension is cut as one run; or as several, each by itself: of one size, or of sizes that are listed.
+    A dimension is split as one section, or as several sections, each by itself: of one size, or of listed sizes.
     """
     if "partial" in slot.rule.conditions:
         return {"cat_dim": 0}
@@ -132,13 +132,13 @@ def cut_of(slot: Slot) -> dict[str, Any]:
 def texts(
     parameters: Sequence[Parameter], groups: Sequence[Mapping[str, Any]], model: Mapping[str, Any], ranks: int
 ) -> dict[str, bytes]:
-    """The small files, by path relative to the tag.
+    """Return the content of the small files, by path relative to the tag.
 
     Args:
-        parameters: every parameter that is trained.
+        parameters: every trained parameter.
         groups: the parameter groups of the optimizer.
-        model: what the source's model file says besides the module; what is no plain data is left out.
-        ranks: model parallel ranks of the source.
+        model: the content of the source's model file; its module, and values that are not plain data, are left out.
+        ranks: number of model-parallel ranks of the source.
     """
     info = {"universal_checkpoint_version": VERSION}
     head = {key: value for key, value in model.items() if keeps(value) and key != "module"}
@@ -148,7 +148,7 @@ def texts(
 
 
 def steps_and_groups(parameters: Sequence[Parameter], groups: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
-    """The small files beside the states: the step of each parameter, and the parameter groups; arguments as `texts`."""
+    """Return the small files beside the states: step of each parameter, and parameter groups. Args as for `texts`."""
     texts = {f"zero/{parameter.name}/step.pt": scalar(parameter.step) for parameter in parameters}
     plain = [{key: value for key, value in group.items() if keeps(value)} for group in groups]
     common = {key: value for key, value in plain[0].items() if all(parameter.get(key) == value for parameter in plain)}
@@ -166,7 +166,7 @@ def steps_and_groups(parameters: Sequence[Parameter], groups: Sequence[Mapping[s
 
 
 def left_out(model: Mapping[str, Any]) -> list[str]:
-    """What the model file says and `texts` leaves out."""
+    """Return the keys of the model file that `texts` leaves out, except the module."""
     return sorted(str(key) for key, value in model.items() if not keeps(value) and key != "module")
 
 
@@ -175,7 +175,7 @@ def _reference() -> TensorRef:
 
 
 def scalar(value: float) -> bytes:
-    """A file of torch.save with one float32 number."""
+    """Return the bytes of a torch.save file with one float32 number."""
     return packed(_reference(), {"0": struct.pack("<f", value)})
 
 
@@ -183,20 +183,20 @@ def scalar(value: float) -> bytes:
 
 
 def is_universal(tag: Path) -> bool:
-    """Whether a tag is of this kind."""
+    """Whether a tag folder is a universal checkpoint."""
     return (tag / "zero").is_dir() or (tag / "zero").is_symlink()
 
 
 def names(tag: Path) -> list[str]:
-    """The names of the parameters."""
+    """Return the names of the parameters of a universal checkpoint."""
     return sorted(path.name for path in (tag / "zero").iterdir() if path.is_dir())
 
 
 def require_plain(tag: Path) -> None:
-    """No parameter has the number of a pipeline's module in its name.
+    """Refuse a universal checkpoint with the names of GPT-NeoX, which contain numbers of pipeline modules.
 
     Raises:
-        UnsupportedError: one has.
+        UnsupportedError: a parameter has such a name.
     """
     if name := next(filter(OF_NEOX.match, names(tag)), None):
         raise UnsupportedError(
@@ -206,15 +206,15 @@ def require_plain(tag: Path) -> None:
 
 
 def tensors(tag: Path, shapes: Mapping[str, tuple[int, ...]], state: str) -> Iterator[tuple[str, Scattered]]:
-    """One of `optimizer.STATES` of each parameter, by name.
+    """Yield the (name, tensor) of one optimizer state of each parameter.
 
     Args:
-        tag: the folder.
-        shapes: those that the model file says: what DeepSpeed makes of stage 3 is flat.
-        state: which.
+        tag: the folder of the checkpoint.
+        shapes: the shapes in the model file, needed as DeepSpeed's conversion of stage 3 writes flat tensors.
+        state: one of `optimizer.STATES`.
 
     Raises:
-        SourceError: a file is missing, or holds no tensor, or one of another shape or type.
+        SourceError: a file is missing, or holds no tensor, or a tensor of another shape or element type.
     """
     for name in names(tag):
         folder = tag / "zero" / name
@@ -237,22 +237,22 @@ def tensors(tag: Path, shapes: Mapping[str, tuple[int, ...]], state: str) -> Ite
 
 
 def lacking(slots: Iterable[Slot], keys: Mapping[str, str]) -> list[str]:
-    """The first key of each tensor that a model has to have, and that is there under none of its keys."""
+    """Return the first key of each required tensor of a model that is present under none of its keys."""
     needed = (slot for slot in slots if "optional" not in slot.rule.conditions)
     return [slot.keys[0] for slot in needed if keys.keys().isdisjoint(slot.keys)]
 
 
 def require_trained(tag: Path, model: Mapping[str, Any], slots: Sequence[Slot] | None, keys: Mapping[str, str]) -> None:
-    """A universal checkpoint holds what was trained, and nothing else.
+    """Refuse a universal checkpoint that lacks a tensor of the model, since only trained parameters are in it.
 
     Args:
-        tag: its folder.
-        model: what its model file says.
-        slots: what the model consists of; without them the model file has to say what it leaves out.
-        keys: the name of each tensor that is there, by its key.
+        tag: the folder of the checkpoint.
+        model: the content of the model file.
+        slots: the tensors of the model; if None, the model file's lists of untrained tensors are used.
+        keys: the name of each tensor in the checkpoint, by its key.
 
     Raises:
-        SourceError: something was not trained.
+        SourceError: a tensor of the model was not trained.
     """
     marked = model.get(OURS)
     lists = [
@@ -270,10 +270,10 @@ def require_trained(tag: Path, model: Mapping[str, Any], slots: Sequence[Slot] |
 
 
 def settings(tag: Path) -> tuple[tuple[Mapping[str, Any], ...], float | None]:
-    """The parameter groups; and Adam's step, which DeepSpeed's own checkpoints of stage 3 say nowhere else.
+    """Return the parameter groups, and Adam's step, which DeepSpeed's own stage-3 checkpoints record nowhere else.
 
     Raises:
-        SourceError: they are not there.
+        SourceError: the groups are missing or in an unknown form.
     """
     file = read_torch(tag / "zero" / "optimizer_state.pt")
     try:
@@ -285,16 +285,16 @@ def settings(tag: Path) -> tuple[tuple[Mapping[str, Any], ...], float | None]:
 
 
 def states(tag: Path) -> tuple[str, ...]:
-    """Those of `optimizer.STATES` that a parameter has."""
+    """Return which of `optimizer.STATES` the checkpoint holds."""
     groups, _ = settings(tag)
     return kept_by(groups, {path.stem for path in (tag / "zero").glob("*/*.pt")})
 
 
 def step(tag: Path, name: str) -> float | None:
-    """How many steps Adam has made with a parameter; None without a file that says it.
+    """Return how many steps Adam has made with a parameter; None without step.pt.
 
     Raises:
-        SourceError: the file says something else.
+        SourceError: step.pt holds no number of steps.
     """
     path = tag / "zero" / name / "step.pt"
     if not path.is_file():
@@ -307,7 +307,7 @@ def step(tag: Path, name: str) -> float | None:
 
 
 def first_step(tag: Path) -> tuple[Path, float | None]:
-    """The steps that Adam has made with the first parameter, and the file that says it."""
+    """Return the file that records a step count, and the steps of Adam in it: of the first parameter that has one."""
     for name in names(tag):
         if (made := step(tag, name)) is not None:
             return tag / "zero" / name / "step.pt", made
@@ -316,10 +316,10 @@ def first_step(tag: Path) -> tuple[Path, float | None]:
 
 
 def unchanged(file: OutputFile) -> tuple[Placed, ...]:
-    """The tensors of a file that was written, as its own archive says where they lie.
+    """Return the tensors of a written file, after comparing their place with that in the file's own archive.
 
     Raises:
-        SourceError: it says something else than was planned.
+        SourceError: the archive has the tensor at another place than was planned.
     """
     opened, first = read_torch(file.path), file.tensors[0].fragment
     shape = _joined(first.shape, len(file.tensors))

@@ -1,8 +1,8 @@
-"""Chunks of zarr arrays, in folders or in the key-value trees of OCDBT: what tensorstore decodes, each as a whole.
+"""Chunks of zarr arrays, in folders or in OCDBT key-value trees; tensorstore decodes each chunk as a whole.
 
 Facts: tensorstore 0.1.86, drivers `zarr`, `zarr3`, `ocdbt`; orbax-checkpoint 0.12.8 serialization/types.py and
-tensorstore_utils.py (which of them a save is of, and how arrays are called). Of an OCDBT tree manifests and nodes have
-CRC-32C, which tensorstore compares; the chunks themselves have none, and neither has the zstd around them.
+tensorstore_utils.py (which driver a save uses, and the names of arrays). The manifests and nodes of an OCDBT tree have
+a CRC-32C, which tensorstore compares; chunks have no checksum, and neither has their zstd compression.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 NODES = 64 << 20
-"""Bytes of OCDBT's nodes and chunks that tensorstore keeps."""
+"""The size in bytes of tensorstore's cache for OCDBT nodes and chunks."""
 DTYPES = {
     "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
-"""tensorstore's name of an element type: that of safetensors."""
+"""Element type in tensorstore: its name in safetensors."""
 
 
 class Store(NamedTuple):
-    """Where arrays lie.
+    """Where zarr arrays are stored.
 
     Attributes:
-        folder: the folder that holds them.
-        driver: the version of zarr that they are of: `zarr` (2) or `zarr3`.
-        tree: whether the folder is an OCDBT tree; otherwise each array is a folder in it.
+        folder: the folder that holds the arrays.
+        driver: tensorstore's driver for their version of zarr: `zarr` (2) or `zarr3`.
+        tree: whether the folder is an OCDBT tree; otherwise each array is a subfolder.
     """
 
     folder: Path
@@ -43,15 +43,15 @@ class Store(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A chunk of an array. Offsets of fragments in it count bytes of its elements as they are decoded: row-major.
+    """A chunk of an array. Offsets of fragments in a chunk count bytes of its decoded, row-major elements.
 
     Attributes:
-        store: where the array lies.
-        name: of the array.
-        start: the first element, along each dimension of the array.
-        shape: in elements; at the end of the array less than that of the others.
-        outer: the dimension that is the outermost one of what is decoded; the others follow in their order.
-        factor: what its elements are multiplied by, in float64, and then rounded once.
+        store: where the array is stored.
+        name: the name of the array.
+        start: the index of the first element, along each dimension of the array.
+        shape: the number of elements along each dimension; chunks at the end of the array may be smaller.
+        outer: the dimension that decoding makes the outermost one; the other dimensions follow in their order.
+        factor: the elements are multiplied by this number, in float64, and rounded once.
     """
 
     store: Store
@@ -63,19 +63,19 @@ class Chunk(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Those of what is decoded, in elements, for each dimension of the array."""
+        """The strides of the decoded chunk, in elements, for each dimension of the array."""
         order = self.order
         by_dim = {dim: prod(self.shape[inner] for inner in order[place + 1 :]) for place, dim in enumerate(order)}
         return tuple(by_dim[dim] for dim in range(len(order)))
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The dimensions of what is decoded, as those of the array."""
+        """The dimensions of the array, in their order in the decoded chunk."""
         return tuple(sorted(range(len(self.shape)), key=lambda dim: dim != self.outer))
 
 
 class Array(NamedTuple):
-    """An array as its metadata describes it: its shape, that of a chunk, and its element type by tensorstore's name."""
+    """The metadata of an array: its shape, the shape of a chunk, and tensorstore's name of the element type."""
 
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
@@ -83,7 +83,7 @@ class Array(NamedTuple):
 
 
 def arrays(store: Store, names: Iterable[str]) -> Mapping[str, Array]:
-    """What the metadata of arrays says.
+    """Return the metadata of arrays, by name.
 
     Raises:
         SourceError: an array is missing, or its metadata is damaged.
@@ -105,10 +105,10 @@ def arrays(store: Store, names: Iterable[str]) -> Mapping[str, Array]:
 
 
 def decoded(chunk: Chunk) -> NDArray[Any]:
-    """The elements of a chunk, as tensorstore gives them: a number of numpy or of ml_dtypes each.
+    """Return the elements of a chunk as tensorstore decodes them, with a dtype of numpy or ml_dtypes.
 
     Raises:
-        SourceError: what it is read from is missing or damaged.
+        SourceError: the chunk, or a file that it is read from, is missing or damaged.
         UnsupportedError: tensorstore is not installed.
     """
     box = tuple(slice(low, low + count) for low, count in zip(chunk.start, chunk.shape, strict=True))
@@ -125,7 +125,7 @@ def _opened(store: Store, name: str) -> Any:
 
 
 def _open(store: Store, name: str) -> Any:
-    """The future of an opened array, in which a chunk that is not there is damage, and no zeros."""
+    """Return the future of an opened array, in which a missing chunk is an error instead of zeros."""
     tensorstore = _tensorstore(store.folder)
     inside = {"driver": "ocdbt", "base": _files(store.folder), "path": f"{name}/"}
     spec = {
@@ -158,6 +158,6 @@ def _tensorstore(folder: Path) -> Any:
 
 
 def _damage(store: Store, name: str, error: ValueError) -> SourceError:
-    """What tensorstore says of an array, without the specification that it repeats."""
+    """Return the error for a damaged array, with tensorstore's message without the specification that it repeats."""
     said = str(error).split(" [", maxsplit=1)[0]
     return SourceError(f"{store.folder} holds no sound array {name}: {said}", "was a file not copied, or cut off?")

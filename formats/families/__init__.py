@@ -17,18 +17,21 @@ from formats.errors import UnsupportedError, short
 from formats.families.family import FAMILY_FILE, Family
 
 NO_FAMILIES = ("blocks", "family")
-"""Files here that hold none."""
+"""Modules of this package that define no family."""
 OTHERWISE = {"granitemoehybrid": ("granite_hybrid",)}
-"""Model type: families of it whose names do not begin with it, as those of all others do."""
+"""Model type: its families whose names do not begin with the model type, as all other families' do."""
 
 
 def family_named(name: str) -> Family:
-    """The family of a spec."""
+    """Return the family with a name, such as `ModelSpec.family`."""
     return FAMILIES[name]
 
 
 def find_family(config: Mapping[str, Any]) -> Family | None:
-    """The family of a config.json: of those with its model type and marks, that of its class, and with most marks."""
+    """Return the family of a config.json; None if there is none.
+
+    Of the families with its model type and marks, those of its `architectures` come first, then those with most marks.
+    """
     fitting = [
         family
         for family in _named_like(config.get("model_type"))
@@ -44,23 +47,23 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
 
 
 def _named_like(kind: Any) -> Iterator[Family]:
-    """The families that may be of a model type: others need not be read."""
+    """Yield the families that may have a model type; the modules of other families are not imported."""
     for name in FAMILIES:
         if name not in NAMES or (isinstance(kind, str) and (name.startswith(kind) or name in OTHERWISE.get(kind, ()))):
             yield FAMILIES[name]
 
 
 def _blocks(family: Family, config: Mapping[str, Any]) -> Iterator[Any]:
-    """The kinds of its layers, by the letters of a pattern or the words of a list."""
+    """Yield the kind of each layer in a config.json: the letters of a pattern, or the words of a list."""
     for key in family.keys["mlp_layers"].split():
         yield from config[key] if isinstance(config.get(key), str | list) else ()
 
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
-    """The family of a config.json.
+    """Return the family of a config.json.
 
     Raises:
-        UnsupportedError: there is none; the message lists those that exist.
+        UnsupportedError: there is none; the message lists the supported families, or names the unsupported value.
     """
     family = find_family(config)
     if family is None:
@@ -85,15 +88,15 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
 
 
 def _file(where: str) -> str:
-    """The file of a family of the user's own, if it travels with its config."""
+    """Return the path of a user's family file beside the config.json; `FILE` if there is none."""
     path = Path(where).with_name(FAMILY_FILE)
     return str(path) if path.is_file() else "FILE"
 
 
 class Families(Mapping[str, Family]):
-    """Every family by its name, which is that of its file too: read when it is first used.
+    """All families by name, which is also the name of the module, imported on first use.
 
-    A family of the user's own is among them in the context that knows it.
+    A user's own family is among them inside `known`.
     """
 
     def __getitem__(self, name: str) -> Family:
@@ -120,7 +123,7 @@ FAMILIES = Families()
 
 @contextmanager
 def known(family: Family) -> Iterator[None]:
-    """While it lasts, a family of the user's own is one of them."""
+    """Add a user's own family to `FAMILIES` inside the context."""
     token = OWN.set(family)
     try:
         yield

@@ -1,10 +1,10 @@
-"""Muon in a Megatron run: which parameters it trains, beside the Adam of all others, and what each keeps in torch_dist.
+"""Muon in a Megatron run: which parameters Muon trains and which Adam, and their optimizer states in torch_dist.
 
-    optimizer.state.{momentum_buffer|fp32_param}.{key}                     Muon's matrices
-    optimizer.state.{exp_avg|exp_avg_sq|fp32_param|param}.{key}            what Adam trains: fp32_param of a plain one
-    optimizer.distributed.dp_group_idx_…, as in `bucketed_optimizer`       the same in buckets (dp_reshardable)
+    optimizer.state.{momentum_buffer|fp32_param}.{key}                     a matrix of Muon
+    optimizer.state.{exp_avg|exp_avg_sq|fp32_param|param}.{key}            a parameter of Adam (fp32_param: plain Adam)
+    optimizer.distributed.dp_group_idx_…, as in `bucketed_optimizer`       Adam's states in buckets (dp_reshardable)
 
-Either may have chained_0. and chained_1. before it; in the common state 0 is Muon's entry and 1 is Adam's. A run with
+Names may have the prefix chained_0. or chained_1.; in the common state 0 is Muon's entry and 1 is Adam's. A run with
 --use-distributed-optimizer and without --no-use-layer-wise-param-layout has a distributed Adam, any other a plain one.
 
 Facts: megatron-core 0.19.2, optimizer/__init__.py `_get_megatron_emerging_optimizer`, layer_wise_optimizer.py beside
@@ -23,18 +23,19 @@ from formats.optimizer import MOMENTUM, Muon, group_of
 
 NAME = "muon"
 ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Matrices that Adam trains."""
+"""Ends of the names of the matrices that Adam trains."""
 STACKED = ".mlp.experts.experts."
-"""Parameters of experts: torch_dist has those of all in one (transformer/moe/experts.py `sharded_state_dict`)."""
+"""Part of the names of experts' parameters: torch_dist stacks all experts (transformer/moe/experts.py
+`sharded_state_dict`)."""
 SHARES = {MOMENTUM: True, "exp_avg": False, "exp_avg_sq": False}
-"""Whether a state is Muon's, and else Adam's. FP32 master weights are of both."""
+"""Optimizer state: true if Muon keeps it, false if Adam does. Both keep FP32 master weights."""
 LAYERED = ("use_layer_wise_distributed_optimizer", "use_layer_wise_param_layout")
-"""Arguments of a run whose Adam is a distributed one."""
+"""Arguments that are set in a run whose Adam is distributed."""
 SCALAR = "muon_scalar_optimizer"
 
 
 class Word(NamedTuple):
-    """A setting of torch's Muon: the arguments that say it, and what they are for each of its values."""
+    """A setting of torch's Muon: Megatron's arguments for it, and their values for each value of the setting."""
 
     name: str
     args: tuple[str, ...]
@@ -50,32 +51,33 @@ WORDS = (
     }),
     Word("eps", (), {1e-7: ()}),
 )  # fmt: skip
-"""torch 2.13.0 optim/_muon.py; emerging-optimizers 0.3.0 orthogonalized_optimizers/muon.py and muon_utils.py."""
+"""Facts: torch 2.13.0 optim/_muon.py; emerging-optimizers 0.3.0 orthogonalized_optimizers/muon.py and muon_utils.py."""
 APART = frozenset({"query", "key", "value"})
-"""Tensors of one parameter that Muon orthogonalizes one by one (`muon_split_qkv`)."""
+"""Logical tensors of one parameter that Muon orthogonalizes separately (`muon_split_qkv`)."""
 
 
 def is_used(args: Mapping[str, Any]) -> bool:
-    """Whether a run trains with Muon, as its args say."""
+    """Whether the arguments of a run select Muon."""
     return args.get("optimizer") == NAME
 
 
 def trains(slot: Slot) -> bool:
-    """Whether Muon trains a parameter, or each of those of experts that are stacked in a torch_dist."""
+    """Whether Muon trains a parameter; of a stack of experts, whether it trains the matrix of each expert."""
     key = slot.keys[0]
     return len(slot.shape) - (STACKED in key) == 2 and not key.endswith(ENDS)
 
 
 def keeps(state: str, slot: Slot, tensors: Collection[tuple[str, int | None]]) -> bool:
-    """Whether such a run has a state of a parameter.
+    """Whether a Megatron run with Muon keeps an optimizer state of a parameter.
 
     Args:
-        state: the state.
+        state: the name of the state.
         slot: the parameter.
-        tensors: the logical tensors, with their layers, of which there is the state.
+        tensors: the (logical tensor, layer) pairs of which the source has the state.
 
     Raises:
-        UnsupportedError: there is none of it, or one that the run has not: other parameters were trained with Muon.
+        UnsupportedError: the source lacks a state that Megatron keeps, or has one that Megatron does not keep: other
+            parameters were trained with Muon.
     """
     kept = trains(slot) == SHARES.get(state, trains(slot))
     if any(((name, slot.layer) in tensors) != kept for name in slot.rule.pattern.tensors):
@@ -89,11 +91,11 @@ def keeps(state: str, slot: Slot, tensors: Collection[tuple[str, int | None]]) -
 
 
 def require_known(args: Mapping[str, Any], where: str) -> None:
-    """Muon trains matrices, each expert's too, and Adam all else.
+    """Refuse a run whose arguments do not mean Muon for all matrices, experts' among them, and Adam for all else.
 
     Raises:
-        UnsupportedError: experts are on several ranks, where they have a Muon of their own, or what is no matrix is not
-            Adam's.
+        UnsupportedError: experts are on several ranks, where they have a Muon of their own, or parameters other than
+            matrices are not trained with Adam.
     """
     if args.get("num_experts") is not None and (ranks := args.get("expert_model_parallel_size") or 1) != 1:
         raise UnsupportedError(
@@ -106,17 +108,17 @@ def require_known(args: Mapping[str, Any], where: str) -> None:
 
 
 def notes(args: Mapping[str, Any], tp: int) -> list[str]:
-    """What the number of tensor ranks that it is resumed on does to a run."""
+    """Return the note for a run that resumes at another tensor-parallel size, where that changes Muon's steps."""
     if not is_used(args) or args.get("muon_tp_mode") != "blockwise" or args["tensor_model_parallel_size"] == tp:
         return []
     return ["Muon orthogonalizes what a tensor rank has (--muon-tp-mode blockwise): at another --tp its steps differ"]
 
 
 def of_torch(group: Mapping[str, Any], args: Mapping[str, Any], where: str) -> Muon:
-    """Muon's parameter group as torch has it, with what the args of a run say.
+    """Return torch's form of a Muon parameter group, from Megatron's group and the arguments of the run.
 
     Raises:
-        UnsupportedError: torch's Muon computes nothing of the kind.
+        UnsupportedError: torch's Muon has no such setting.
         KeyError: a setting is missing.
     """
     if args["muon_split_qkv"] is not True:
@@ -138,10 +140,10 @@ def of_torch(group: Mapping[str, Any], args: Mapping[str, Any], where: str) -> M
 
 
 def args_of(muon: Muon, where: str) -> dict[str, Any]:
-    """The arguments of a training with such a group.
+    """Return Megatron's arguments for a Muon parameter group.
 
     Raises:
-        UnsupportedError: Megatron has none for a setting.
+        UnsupportedError: Megatron has no arguments for a setting.
     """
     args: dict[str, Any] = {"muon_momentum": muon.momentum, "muon_split_qkv": True, SCALAR: "adam"}
     for word in WORDS:
@@ -153,7 +155,7 @@ def args_of(muon: Muon, where: str) -> dict[str, Any]:
 
 
 def flags_of(args: Mapping[str, Any]) -> str:
-    """The flags of a training with these arguments, which no checkpoint brings along."""
+    """Return the command-line flags for these arguments, which a training does not take from the checkpoint."""
     names = ["muon_momentum", *(name for word in WORDS for name in word.args if args[name] is not False)]
     told = [f"--{name.replace('_', '-')}{'' if args[name] is True else f' {args[name]}'}" for name in names]
     return " ".join(["--optimizer muon", *told])

@@ -1,18 +1,18 @@
-"""Megatron's distributed checkpoints (`--ckpt-format torch_dist`): torch DCP, whose tensors are those of one rank.
+"""Megatron's distributed checkpoints (`--ckpt-format torch_dist`): torch DCP with unsharded tensors, as on one rank.
 
     ROOT/latest_checkpointed_iteration.txt     an iteration, or `release`
-    ROOT/iter_0000100/common.pt                args, iteration and all else that is no tensor, up to 0.18;
+    ROOT/iter_0000100/common.pt                args, iteration and all else that is not a tensor, up to 0.18;
                                                from 0.19 on in the DCP (formats/megatron/common_state.py)
-    ROOT/iter_0000100/.metadata                what is where in the files (formats/torch_files/dcp.py)
+    ROOT/iter_0000100/.metadata                where each tensor is in the files (formats/torch_files/dcp.py)
     ROOT/iter_0000100/__{rank}_{writer}.distcp
     ROOT/iter_0000100/metadata.json            the backend; written last
 
 Layers are stacked, `decoder.layers.mlp.linear_fc2.weight` [layers, hidden, ffn], or, where a model mixes kinds of
-layers, numbered as in a classic checkpoint. Names are those of Transformer Engine, whatever the layers were.
+layers, numbered as in a classic checkpoint. Names are those of Transformer Engine, also for local layers.
 
 Facts: megatron-core 0.16.1, dist_checkpointing/ and transformer/transformer_block.py; real saves and loads are in
 tests/golden/test_megatron_dist.py, of 0.19.2 in tests/golden/test_stock_dist.py. megatron/training/checkpointing.py at
-0032978f for what training reads of common.pt.
+0032978f for the fields of common.pt that a training reads.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ NAME = FORMAT.name
 EMBEDDING = "embedding.word_embeddings.weight"
 LAYERS = "decoder.layers."
 LIGHTNING = "module."
-"""What stands before each name in NeMo 2: the model is in a module of Lightning."""
+"""The prefix of each name in NeMo 2, whose model is in a Lightning module."""
 OPTIMIZER = re.compile(CHAINED + r"optimizer\..*")
 GATED = ("linear_fc1.weight", "linear_fc1.bias")
 
@@ -79,21 +79,21 @@ decoder.layers.{layer}.mlp.experts.experts.linear_fc1.bias      expert/ep (exper
 decoder.layers.{layer}.mlp.experts.experts.linear_fc2.weight    expert_down: expert/ep hidden expert_ffn/etp    sparse
 decoder.layers.{layer}.mlp.experts.experts.linear_fc2.bias      expert_down_bias: expert/ep hidden    sparse
 """)
-"""Experts, stacked, and the norm before them as Transformer Engine and as the local layers call it."""
+"""Stacked experts, and the norm before them under its names in Transformer Engine and in local layers."""
 APART = re.compile(r".*(?:\.mlp\.experts\.|\{layer\}\.pre_mlp_layernorm\.|\.in_proj\.weight|\.conv1d\.|\.\{conv1d\.).*")
 INPUTS = (*linear_attention.SPLIT, *state_space.SPLIT)
 
 
 def _once(table: Iterable[Rule]) -> tuple[Rule, ...]:
-    """A table without the embedding that the stage with layers of MTP has too."""
+    """Return a table without the copy of the embedding in the pipeline stage that has the MTP layers."""
     return tuple(rule for rule in table if "predicting" not in rule.conditions)
 
 
 MODEL = _once(MCORE)
 LAYERED = (*(rule for rule in DECODER if not APART.fullmatch(rule.key)), *STACKED, *INPUTS)
 TABLE = (*LAYERED, *BRIDGE, *_once(mtp.rules_of(LAYERED, mtp.BLOCK)), *HEAD)
-"""The tensors of a model, each layer by itself: all but those of `STACKED` and of the inputs of linear attention and of
-state spaces are as in a classic checkpoint."""
+"""The tensors of a model, each layer separately. They are those of a classic checkpoint, except `STACKED` and `INPUTS`,
+the inputs of linear attention and of state spaces."""
 
 HALVES = rules("""
 decoder.layers.{layer}.mlp.linear_fc1.weight_w    gate: ffn hidden    dense
@@ -110,21 +110,21 @@ decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight_w    shared_gate: sh
 decoder.layers.{layer}.mlp.shared_experts.linear_fc1.weight_v    shared_up: shared_ffn hidden    sparse
 """)
 SPLIT = (*HALVES, *(rule for rule in mtp.rules_of(HALVES, mtp.BLOCK) if rule not in (*mtp.BEFORE, *mtp.BEHIND)))
-"""What `singleton_local_shards` makes of linear_fc1 (transformer/mlp.py:300) and of experts; all else is in `TABLE`."""
+"""linear_fc1 (transformer/mlp.py:300) and experts as saved with `singleton_local_shards`; all else is in `TABLE`."""
 
 STATES = ("self_attention.linear_qkv", "self_attention.linear_proj")
-"""The modules of each layer whose `_extra_state` a strict load asks for, empty as it is; more of them depend on it."""
+"""Modules of each layer whose empty `_extra_state` a strict load requires; some layers have more such modules."""
 LINEAR = ("linear_fc1", "linear_fc2")
 LATENT = ("fc1_latent_proj", "fc2_latent_proj")
 TE_STATES = ("self_attention.core_attention",)
-"""Transformer Engine's attention has one for megatron-core up to 0.14 (transformer_engine.py:1436 at 0.16.1)."""
+"""Of Transformer Engine's attention, required by megatron-core up to 0.14 (transformer_engine.py:1436 at 0.16.1)."""
 TE_NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
-"""So have its norms that stand alone (get_extra_state in transformer_engine/pytorch/ops/op.py at 013e42fc)."""
+"""Of Transformer Engine's unfused norms (get_extra_state in transformer_engine/pytorch/ops/op.py at 013e42fc)."""
 BRIDGE_NORMS = {
     "output_norm": "self_attention.linear_proj.post_layernorm",
     "down_norm": "mlp.linear_fc2.post_layernorm",
 }
-"""Those of Megatron-Bridge's own modules, by the tensor of each."""
+"""Logical tensor: the module of Megatron-Bridge that holds it and has an `_extra_state`."""
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -142,17 +142,17 @@ def detect(path: Path) -> bool:
 
 
 def tables() -> dict[str, tuple[Rule, ...]]:
-    """The layouts."""
+    """The tensor layouts of the format, by name."""
     return {NAME: TABLE, f"{NAME}, gate and up apart": SPLIT}
 
 
 def holders(family: Family) -> dict[str, bool]:
-    """It holds the families that are not of Hugging Face alone."""
+    """Whether the format can hold models of a family: any that Megatron can hold (`Family.only_here`)."""
     return {NAME: not family.only_here}
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
-    """Open a checkpoint: its metadata, its arguments, and the heads of the model's tensors."""
+    """Open a checkpoint: read its metadata, its arguments and the headers of the model's tensors, but no weights."""
     run, folder = locate(path)
     _require_whole(folder)
     entries, objects = dcp.contents(folder)
@@ -207,11 +207,11 @@ def read(path: Path, settings: Settings) -> Checkpoint:
 
 
 def _require_whole(folder: Path) -> None:
-    """The folder was saved to its end by a backend that is known.
+    """Refuse a folder whose save did not finish, or that another backend saved.
 
     Raises:
         SourceError: the save was interrupted, or not all files were copied.
-        UnsupportedError: it is of another backend.
+        UnsupportedError: the backend is not torch_dist.
     """
     path = folder / BACKEND
     if not path.is_file():
@@ -226,10 +226,10 @@ def _require_whole(folder: Path) -> None:
 
 
 def tensors_in(folder: Path, entries: Sequence[dcp.Entry]) -> dict[str, Scattered]:
-    """The model's tensors by key, each layer by itself.
+    """Return the model's tensors by key, stacked tensors split into layers.
 
     Raises:
-        SourceError: one is stacked in a way that no model is, or is there twice.
+        SourceError: a tensor has an impossible number of layers, or a key is there twice.
     """
     tensors: dict[str, Scattered] = {}
     for entry, tensor in zip(entries, dcp.load(entries), strict=True):
@@ -251,7 +251,7 @@ def _layers(folder: Path, name: str, tensor: Scattered) -> Iterator[tuple[str, S
 
 
 def _table(keys: Mapping[str, Any]) -> tuple[Rule, ...]:
-    """The layout of a checkpoint with these keys."""
+    """Return the layout of a checkpoint with these keys: with gate and up apart (`SPLIT`) if a key shows that."""
     table = [rule for rule in TABLE if "copy" not in rule.conditions or rule.key in keys]
     if any(key.endswith(f"{GATED[0]}_w") for key in keys):
         table = [rule for rule in table if not rule.key.endswith(GATED) and "ep" not in rule.splits] + [*SPLIT]
@@ -259,12 +259,12 @@ def _table(keys: Mapping[str, Any]) -> tuple[Rule, ...]:
 
 
 def _require_interleaves(interleaves: Mapping[str, int], args: Mapping[str, Any], *, apart: bool, where: str) -> None:
-    """Where gate and up are interleaved, a rank has the whole of each.
+    """Refuse interleaved gate and up that are sharded over ranks or stored apart.
 
     Raises:
-        UnsupportedError: it has not: megatron-core stores the first and the second half of what each rank has as if
-            they were gate and up (transformer/mlp.py `apply_swiglu_sharded_factory`, 0.19.2), so that no rank of
-            another topology, nor a reader, finds the rows of either.
+        UnsupportedError: megatron-core stores the first and the second half of each rank's shard as if they were gate
+            and up (transformer/mlp.py `apply_swiglu_sharded_factory`, 0.19.2), so that no rank of another topology,
+            nor a reader, finds the rows of either.
     """
     tp = args.get("tensor_model_parallel_size") or 1
     sizes = {"interleave": args.get("expert_tensor_parallel_size") or tp, "shared_interleave": tp}
@@ -278,7 +278,7 @@ def _require_interleaves(interleaves: Mapping[str, int], args: Mapping[str, Any]
 
 
 def whole_slots(spec: ModelSpec, table: Sequence[Rule], padded: int, interleaves: Mapping[str, int]) -> list[Slot]:
-    """Every tensor of the model as one rank holds it, each layer by itself."""
+    """Return every tensor of the model unsharded, each layer separately."""
     conditions, layers = ("first", "last", "separate"), mtp.layers_of(spec, range(spec.layers))
     sizes = {**spec.sizes(padded), **interleaves}
     return spec.slots_in(table, sizes, conditions, layers=layers, **Mesh().of(0, spec.experts or 0))
@@ -298,11 +298,11 @@ def write(
     optimizer: Optimizer | None = None,
     model: whole.Whole | None = None,
 ) -> Target:
-    """Lay out a run folder with one checkpoint, whose layers are stacked, or numbered where some have experts.
+    """Lay out a run folder with one checkpoint, whose layers are stacked, or numbered where they differ in kind.
 
-    It loads in any topology; with an optimizer at ep = 1, or at any other, for there experts have their own. It is cut
-    for the one that was asked for, whose ranks read nothing but their own parts.
-    The arguments are those of `classic.write`, and `model` is that of images of which the others are the language model.
+    The checkpoint loads in any topology; with an optimizer either at ep = 1 only, or at any ep > 1 only, where experts
+    have an optimizer of their own. It is cut for the topology in `options`, whose ranks read only their own parts.
+    Arguments are those of `classic.write`; with `model`, a vision-language model, they describe its language model.
     """
     dtypes = model.dtypes(dtypes) if model else dtypes
     provider = providers.of_spec(spec, options.trainer)
@@ -357,10 +357,10 @@ def write(
 
 
 def _require_experts(optimizer: Optimizer, spec: ModelSpec, parts: Sequence[Chunk]) -> None:
-    """Each stage has experts, where they have a plain optimizer with master weights.
+    """Refuse a pipeline stage without experts, where experts have a plain optimizer with FP32 master weights.
 
     Raises:
-        RefusedError: one has none, and megatron-core looks there for the list of their master weights (optimizer.py:884).
+        RefusedError: a stage has none, where megatron-core looks for the list of master weights (optimizer.py:884).
     """
     holding = {chunk.stage for chunk in parts if not spec.sparse_layers.isdisjoint(chunk.layers)}
     without = sorted({chunk.stage for chunk in parts} - holding)
@@ -379,7 +379,7 @@ def _stage(slot: Slot, parts: Sequence[Chunk]) -> int:
 
 
 def _cuts(slot: Slot, mesh: Mesh) -> Iterator[tuple[int, Cut]]:
-    """(rank of the stage, its part) of a tensor; a rank has two parts of gate and up."""
+    """Yield (rank in the pipeline stage, part) of a tensor; a rank has two parts of a fused gate and up."""
     sizes = {"tp": mesh.tp, "ep": mesh.ep, "etp": mesh.etp}
     choices: list[list[tuple[str, int, tuple[int, int]]]] = []
     for rows, term in zip(slot.shape, slot.rule.pattern.dims, strict=True):
@@ -396,8 +396,8 @@ def _cuts(slot: Slot, mesh: Mesh) -> Iterator[tuple[int, Cut]]:
 
 
 def _stored(slot: Slot, cut: Cut, spec: ModelSpec, norm: str) -> dcp_writer.Stored:
-    """A part under the name of its stack, or of its layer where layers differ or predict further tokens."""
-    latent = spec.latent_rank is not None  # the local layers of which rename nothing
+    """Return a part to store, under the name of its stack, or of its layer where layers differ in kind or are MTP's."""
+    latent = spec.latent_rank is not None  # whose local layers rename nothing
     key = slot.keys[-1 if norm == "local" and ("sparse" in slot.rule.conditions) is not latent else 0]
     if slot.layer is None or spec.mixed or MTP in slot.rule.conditions:
         return dcp_writer.Stored(slot, cut, key, slot.shape, cut.ranges)
@@ -407,7 +407,7 @@ def _stored(slot: Slot, cut: Cut, spec: ModelSpec, norm: str) -> dcp_writer.Stor
 
 
 def _states_of(optimizer: Optimizer, weights: Sequence[dcp_writer.Stored]) -> Iterator[dcp_writer.Stored]:
-    """The states of the parameters, of which a rank holds these parts."""
+    """Yield the optimizer states of the parameters whose parts a rank holds."""
     for state, dtypes in optimizer.dtypes.items():
         for weight in weights:
             slot, several = weight.slot, optimizer.muon is not None
@@ -419,7 +419,7 @@ def _states_of(optimizer: Optimizer, weights: Sequence[dcp_writer.Stored]) -> It
 
 
 def _extra_states(spec: ModelSpec, norm: str) -> Iterator[str]:
-    """The names of the `_extra_state` entries that megatron-core asks for, of local or Transformer Engine's layers."""
+    """Yield the `_extra_state` names that megatron-core requires, for local or Transformer Engine layers (`norm`)."""
     te, family = norm == "te", family_named(spec.family)
     latent = mla.states(spec, te=te) if "latent" in family.traits else STATES
     attention = [*latent, *(TE_STATES if te else ()), *(TE_NORMS if te and "qk_norm" in family.traits else ())]

@@ -1,8 +1,8 @@
-"""A model of images in Megatron-Bridge, read and written under the names of its Hugging Face files.
+"""Vision-language models of Megatron-Bridge, read and written under the tensor names of their Hugging Face files.
 
-Its language model has the tensors and the cut of one alone (`torch_dist.py`), with `language_model.` before each name,
-and its tower the tensors of the files. The whole has no table: each physical tensor of Megatron is a number of boxes of
-tensors of the files.
+The language model has the tensors and the sharding of a language model alone (`torch_dist.py`), with `language_model.`
+before each name; the vision tower has the tensors of the Hugging Face files. The whole model has no layout table: each
+physical tensor of Megatron is described as boxes of tensors of the Hugging Face files.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ NOWHERE = Path()
 WHY = "its tower has none, and the language model has one in Megatron alone"
 Shape = tuple[int, ...]
 Homes = Mapping[tuple[str, int | None], Sequence[tuple[str, Leaf]]]
-"""(tensor of Megatron, layer): each tensor of the files that holds some of it, and where."""
+"""(logical tensor, layer): the tensors of the Hugging Face files that hold parts of it, each with its leaf."""
 ONLY_TEXT = Settings(only=text_alone.TEXT)
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A model of images that is to be written.
+    """A vision-language model that is to be written for Megatron-Bridge.
 
     Attributes:
-        vision: the class that computes it.
-        config: its config.json.
-        spec: the tensors of its files.
-        text: its language model.
-        homes: where the tensors of Megatron are in those of its files.
+        vision: the class of Megatron-Bridge that computes the model.
+        config: the config.json of the model.
+        spec: the tensors of the Hugging Face files.
+        text: the spec of the language model.
+        homes: where the logical tensors of the language model and the tower are in the Hugging Face files.
     """
 
     vision: Vision
@@ -58,30 +58,30 @@ class Whole:
     homes: Homes
 
     def fields(self) -> dict[str, Any]:
-        """Those of its class beside its language model's."""
+        """Return the fields of run_config.yaml that the class adds to those of the language model."""
         return self.vision.said(self.config)
 
     def notes(self, accept: Collection[str]) -> tuple[str, ...]:
-        """What the user should know. Args and errors are those of `Vision.deviations`."""
+        """Return the notes for the user. Args and errors are those of `Vision.deviations`."""
         only = f"these files are for Megatron-Bridge's {self.vision.name} alone: megatron-core has no tower"
         deviations = self.vision.deviations(accept, f"Megatron-Bridge's {self.vision.name}")
         return (only, *providers.of_release(self.text), *deviations)
 
     def padded(self, tp: int, first: int) -> int:
-        """The rows of its embedding, which its class does not pad. Args and errors are those of `Vision.require`."""
+        """Return the rows of the embedding, which has no padding. Args and errors are those of `Vision.require`."""
         self.vision.require(self.text, self.config, tp, first)
         return self.text.vocab or 0
 
     def dtypes(self, known: Mapping[tuple[str, int | None], str]) -> dict[tuple[str, int | None], str]:
-        """The element types of the tensors of Megatron, of those of its files."""
+        """Return the dtype of each logical tensor, from the dtypes of the Hugging Face tensors (`known`)."""
         return {of: known[homes[0][0], None] for of, homes in self.homes.items()}
 
     def states(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The entries without elements that its class asks for, by those of the language model alone."""
+        """Return the `_extra_state` entries that a load requires; `names` are those of the language model alone."""
         return (*(PREFIX + name for name in names), *self.vision.states)
 
     def stored(self, ranks: list[list[dcp_writer.Stored]]) -> list[list[dcp_writer.Stored]]:
-        """What the ranks hold of the language model, and the first one of the tower."""
+        """Return the tensors on each rank: `ranks` of the language model, with the tower added to the first rank."""
         ranks = [[stored._replace(name=PREFIX + stored.name) for stored in each] for each in ranks]
         for key, shape in self.spec.shapes.items():
             placed = _of_tower(self.vision, key, shape)
@@ -90,23 +90,24 @@ class Whole:
         return ranks
 
     def written(self, files: Iterable[OutputFile]) -> list[OutputFile]:
-        """Files whose tensors are boxes of those of the model's files."""
+        """Return output files whose tensors are described as boxes of tensors of the Hugging Face files."""
         return [
             replace(file, tensors=tuple(in_files(file.tensors, self.homes, self.spec))) for file in files
         ]  # fmt: skip
 
 
 def of(spec: Verbatim, config: Mapping[str, Any], where: str) -> Whole:
-    """A model of images that Megatron-Bridge is to compute.
+    """Describe a Hugging Face vision-language model for writing it for Megatron-Bridge.
 
     Args:
-        spec: the tensors of its files.
-        config: its config.json.
-        where: what to call its folder in an error.
+        spec: the tensors of the Hugging Face files.
+        config: the config.json of the model.
+        where: the name of the folder in an error.
 
     Raises:
-        UnsupportedError: its language model has no table.
-        RefusedError: its tensors have other names than the Hub's, or fused experts may be either way round.
+        UnsupportedError: the language model has no layout table.
+        RefusedError: tensors have other names than on the Hub, or the shape of fused experts leaves their orientation
+            open.
         SourceError: a tensor is missing, or has another shape.
     """
     vision = VISIONS[spec.family]
@@ -130,12 +131,14 @@ def of(spec: Verbatim, config: Mapping[str, Any], where: str) -> Whole:
 
 
 def _of_tower(vision: Vision, key: str, shape: Shape) -> Placed | None:
-    """A tensor of a tower under its name in Megatron-Bridge, as it is in one of files; None if it is of no tower.
+    """Return a tensor of a vision tower under its name in Megatron-Bridge; None if the tensor is of no tower.
+
+    The fragment has the strides of the tensor in the Hugging Face files.
 
     Args:
-        vision: the class.
-        key: the name in files.
-        shape: the shape there.
+        vision: the class of Megatron-Bridge.
+        key: the name in the Hugging Face files.
+        shape: the shape in the Hugging Face files.
     """
     name, steps = vision.in_bridge(key), row_major(shape)
     if name is None:
@@ -146,10 +149,10 @@ def _of_tower(vision: Vision, key: str, shape: Shape) -> Placed | None:
 
 
 def _require_names(vision: Vision, spec: Verbatim, names: Mapping[str, str], where: str) -> None:
-    """The tensors have the names of the Hub, by which a run is read.
+    """Refuse tensors with other names than those of files on the Hub, under which a Megatron run is read back.
 
     Raises:
-        RefusedError: they have not.
+        RefusedError: a tensor has another name.
     """
     known = {vision.in_files(key) for key in names} | {key for key in spec.shapes if vision.in_bridge(key) is not None}
     odd = sorted(spec.shapes.keys() - known)
@@ -161,17 +164,17 @@ def _require_names(vision: Vision, spec: Verbatim, names: Mapping[str, str], whe
 
 
 def _require_one_way(vision: Vision, text: ModelSpec, where: str) -> None:
-    """The shape of fused experts tells which way round they are.
+    """Refuse fused experts of a shape that does not tell whether their matrices are transposed.
 
     Raises:
-        RefusedError: it does not.
+        RefusedError: both orientations have the same shape.
     """
     if vision.kind in untabled.TRANSPOSED and text.hidden in (text.expert_ffn, 2 * (text.expert_ffn or 0)):
         raise RefusedError(f"{where}: experts of {text.expert_ffn} in {text.hidden} may be either way round in files")
 
 
 def _homes(tensors: Iterable[Placed], names: Mapping[str, str]) -> dict[tuple[str, int | None], list[tuple[str, Leaf]]]:
-    """Where the tensors of a table are in files: `names` are those that the whole has them under."""
+    """Return where logical tensors are in Hugging Face files; `names` maps keys of `tensors` to names in the files."""
     homes: dict[tuple[str, int | None], list[tuple[str, Leaf]]] = {}
     for placed in tensors:
         if not placed.slot.replica:
@@ -181,7 +184,7 @@ def _homes(tensors: Iterable[Placed], names: Mapping[str, str]) -> dict[tuple[st
 
 
 def in_files(tensors: Iterable[Placed], homes: Homes, spec: Verbatim) -> Iterator[Placed]:
-    """Tensors of Megatron as boxes of those of files."""
+    """Yield the parts of tensors of Megatron, each as a box of a tensor of the Hugging Face files."""
     for placed in (part for tensor in tensors for part in tensor.each()):
         for leaf in placed.leaves():
             for key, there in homes[leaf.tensor, placed.slot.layer]:
@@ -195,9 +198,9 @@ def in_files(tensors: Iterable[Placed], homes: Homes, spec: Verbatim) -> Iterato
 
 
 def parted(entries: Iterable[dcp.Entry]) -> tuple[list[dcp.Entry], list[dcp.Entry]]:
-    """The tensors of the language model, under the names that they have in one alone, and those of its tower.
+    """Split entries into those of the language model, without `PREFIX`, and those of the vision tower.
 
-    States of an optimizer are among the first, under their own names.
+    Optimizer states are among the first, under their own names.
     """
     text, beside = list[dcp.Entry](), list[dcp.Entry]()
     for entry in entries:
@@ -216,19 +219,19 @@ def text_config(
     where: str,
     assets: str,
 ) -> dict[str, Any]:
-    """The config of the language model alone.
+    """Return the config of the language model alone.
 
     Args:
-        vision: the class of the whole.
-        fields: what its file says of it.
-        config: the config.json of the whole.
-        names: the tensors of the language model in Megatron.
-        where: what to call the file in an error.
-        assets: the same of the config.
+        vision: the class of the whole model.
+        fields: the model's fields in run_config.yaml.
+        config: the config.json of the whole model.
+        names: the names of the language model's tensors in Megatron.
+        where: the name of run_config.yaml in an error.
+        assets: the name of the config's folder in an error.
 
     Raises:
-        SourceError: the config is that of another model.
-        RefusedError: file and config contradict each other.
+        SourceError: the config is of another type of model.
+        RefusedError: run_config.yaml and config.json contradict each other.
     """
     if config.get("model_type") != vision.kind:
         raise SourceError(
@@ -247,19 +250,19 @@ def joined(
     config: Mapping[str, Any] | None,
     settings: Settings,
 ) -> Checkpoint:
-    """The whole of which a language model was read, under the names of its files; with `only` the language model.
+    """Join a language model with its vision tower, under the names of Hugging Face files; with `settings.only` without.
 
     Args:
-        vision: its class.
-        text: its language model.
-        tower: its other tensors, under the names of Megatron-Bridge.
-        config: its config.json, None where there is none.
-        settings: what the user said.
+        vision: the class of the whole model.
+        text: the checkpoint of the language model.
+        tower: the other tensors, under the names of Megatron-Bridge.
+        config: the config.json of the whole model; None where there is none.
+        settings: the settings that the user passed.
 
     Raises:
-        SourceError: a tensor is of no tower, or there is no config.
-        UnsupportedError: its tower is that of a later release.
-        RefusedError: its class computes something else than transformers.
+        SourceError: a tensor is of no part of the model, or there is no config.
+        UnsupportedError: the tower is that of a later release of Megatron-Bridge.
+        RefusedError: the class deviates from transformers, which the user has not accepted.
     """
     if settings.only:
         return replace(text, left=tuple(tower))

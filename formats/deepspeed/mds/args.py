@@ -1,4 +1,4 @@
-"""The arguments of Megatron-DeepSpeed in those of Megatron-LM, which it began with and which say what they mean.
+"""Translate the arguments of Megatron-DeepSpeed to those of Megatron-LM, its origin, and back.
 
 Facts: megatron/arguments.py of deepspeedai/Megatron-DeepSpeed at 6acc370a and 4efb479d, of OpenLLM-France's at a106b24.
 """
@@ -19,9 +19,9 @@ from formats.torch_files.pickle_values import Opaque
 
 NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 NO_EXPERTS = (None, 1, [1])
-"""`num_experts` of a model without any: it is a number for each layer that has some."""
+"""Values of `num_experts` of a model without experts; otherwise a number for each layer with experts."""
 BASE = 10000
-"""The base of rotary embeddings in trees whose runs say none. The others have an option for whole numbers."""
+"""The base of rotary embeddings in trees without an argument for it. In others the argument is an integer."""
 OF_RUN = """
 abort_on_unmet_fused_kernel_constraints aml_data_download_path attn_mask checkpoint_in_cpu checkpoint_num_layers
 codecarbon_dir consumed_train_tokens contigious_checkpointing cpu_optimizer cpu_torch_adam create_moe_param_group
@@ -47,29 +47,29 @@ wandb_api_key wandb_id wandb_logger wandb_resume wandb_run_name zero_allgather_b
 zero_reduce_bucket_size zero_reduce_scatter zero_stage
 """
 RUN = frozenset(OF_RUN.split())
-"""Arguments that Megatron-LM has not, and that change neither layout nor computation. `compression_training`,
-`num_experts_switch` and `memory_centric_tiled_linear` may: they are unknown, and refused unless they are off."""
+"""Arguments that Megatron-LM lacks and that change neither layout nor computation. `compression_training`,
+`num_experts_switch` and `memory_centric_tiled_linear` may: they are not listed, and refused unless they are off."""
 ALIKE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "max_position_embeddings",
     "layernorm_epsilon", "swiglu", "squared_relu", "openai_gelu", "bias_gelu_fusion", "add_bias_linear",
     "apply_layernorm_1p", "rotary_percent", "untie_embeddings_and_output_weights",
 )  # fmt: skip
-"""Arguments of the model that mean in Megatron-LM what they mean here."""
+"""Arguments of the model with the same meaning in Megatron-LM."""
 
 
 def _groups(key: str) -> Codec:
-    """Whether heads share keys and values, as Megatron-LM says it apart from their number."""
+    """The codec of Megatron-LM's `group_query_attention`: true where the number of key/value heads is given."""
     return Codec(lambda spelled, _: key in spelled, lambda *_: {})
 
 
 def _norm(key: str) -> Codec:
-    """The kind of the norms, in lower case."""
+    """The codec of the kind of the norms, which is in lower case here."""
     names = {name: norm for norm, name in NORMS.items()}
     return scalar(key, lambda norm, _: NORMS.get(norm, norm), lambda name, _: names[name])
 
 
 def _no_experts(key: str) -> Codec:
-    """A model without experts."""
+    """The codec of `num_experts`, which may only be that of a model without experts."""
 
     def read_none(spelled: Spelled, context: Context) -> None:
         if spelled.get(key) not in NO_EXPERTS:
@@ -79,7 +79,7 @@ def _no_experts(key: str) -> Codec:
 
 
 def _positions(rotary: str, learned: str, kind: str) -> Codec:
-    """The kind of positions. BigScience's tree names it, by an enum; the others have a switch for each."""
+    """The codec of the kind of positions: an enum in BigScience's tree, a switch for each kind in the others."""
 
     def read_kind(spelled: Spelled, context: Context) -> Any:
         if isinstance(spelled.get(kind), Opaque):
@@ -113,36 +113,36 @@ position_embedding_type  use_rotary_position_embeddings add_position_embedding p
         "positions": _positions,
     },
 )
-"""Argument of Megatron-LM, and how it is spelled here."""
+"""Argument of Megatron-LM, the arguments here, and the codec."""
 OWN = {name for row in TABLE for names in row.keys for name in names}
-"""The arguments of the table."""
+"""The arguments here that the table translates."""
 
 
 def of_model(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments without those of the run."""
+    """Return the arguments of the model, without those of a run (`RUN`)."""
     return {name: value for name, value in args.items() if name not in RUN}
 
 
 def translated(args: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The arguments as Megatron-LM spells them.
+    """Return the arguments of Megatron-LM for those of Megatron-DeepSpeed.
 
     Args:
         args: the attributes of the namespace.
-        where: what to call its file in an error.
+        where: the name of the file in an error.
 
     Raises:
-        UnsupportedError: the model has something that has no layout here.
+        UnsupportedError: an argument has a value that is not supported.
     """
     others = {name: value for name, value in of_model(args).items() if name not in OWN}
     return others | read(TABLE, args, (), where)
 
 
 def spelled(spec: ModelSpec) -> dict[str, Any]:
-    """The arguments that make Megatron-DeepSpeed build a model.
+    """Return the arguments with which Megatron-DeepSpeed builds a model.
 
     Raises:
-        RefusedError: read again they are another model: it has no argument for a setting of this one.
-        UnsupportedError: it is of another family than those that are read.
+        RefusedError: there is no argument for a setting: the arguments, read back, describe another model.
+        UnsupportedError: the family of the model is not supported.
     """
     if spec.family not in FAMILIES:
         raise UnsupportedError(f"Megatron-DeepSpeed is written of {', '.join(FAMILIES)}, not of a {spec.family}")
@@ -168,9 +168,9 @@ VALUES = {
     "tensor_model_parallel_size": "--tensor-model-parallel-size",
     "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
 }  # fmt: skip
-"""Argument: its option, which takes a value."""
+"""Argument: its command-line option, which takes a value."""
 ROTARY = {"rope_theta": "--rotary-position-embeddings-theta", "rotary_percent": "--rotary-percent"}
-"""The same, of rotary embeddings."""
+"""Argument of rotary embeddings: its command-line option, which takes a value."""
 SWITCHES = {
     "swiglu": (True, "--swiglu"), "squared_relu": (True, "--squared-relu"),
     "bias_gelu_fusion": (False, "--no-bias-gelu-fusion"), "add_bias_linear": (False, "--disable-bias-linear"),
@@ -180,21 +180,22 @@ SWITCHES = {
     "embed_layernorm": (True, "--embed-layernorm"),
     "bf16": (True, "--bf16"), "fp16": (True, "--fp16"),
 }  # fmt: skip
-"""Argument: the value that an option without one gives it, and the option."""
+"""Argument: the value that a switch gives it, and the switch."""
 
 
 FRESH = ("--finetune",)
-"""What makes a training begin with the weights alone."""
+"""Options with which a training begins with the weights alone."""
 RESUMES = ("--universal-checkpoint", "--no-load-rng")
-"""What makes one go on, and what lets the schedule of its command line hold, by the number of the first layer."""
+"""Options with which a training resumes; and, by the number of the first layer, the option with which the schedule of
+the command line replaces that of the checkpoint."""
 SCHEDULED = {FIRST_LAYER: "--override-opt_param-scheduler", OF_BIGSCIENCE: "--override-lr-scheduler"}
 
 
 def flags(args: Mapping[str, Any], *, resumes: bool) -> str:
-    """The options that a training needs to load a checkpoint: it takes none of them from there.
+    """Return the command-line options that a training needs, as it takes none of them from the checkpoint.
 
     `--use-checkpoint-args` looks for files of Megatron-LM (megatron/checkpointing.py `load_args_from_checkpoint`), and
-    with `--finetune` nothing compares.
+    with `--finetune` the arguments of checkpoint and command line are not compared.
     """
     values = VALUES | (ROTARY if args.get("use_rotary_position_embeddings") else {})
     scheduled = SCHEDULED[OF_BIGSCIENCE if bloom.holds(args) else FIRST_LAYER]

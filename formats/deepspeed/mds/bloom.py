@@ -1,9 +1,10 @@
-"""BLOOM in BigScience's tree of Megatron-DeepSpeed: its arguments, which Megatron-LM has no words for.
+"""BLOOM in BigScience's tree of Megatron-DeepSpeed: arguments that Megatron-LM has no equivalent for.
 
-The norm after the embedding is inside it, and has an epsilon of its own; slopes of heads (ALiBi) have no parameters.
-The head shares the embedding, whatever is said. Facts: bigscience-workshop/Megatron-DeepSpeed at 8387ae17, megatron/
-arguments.py, enums.py, mpu/layers.py `VocabParallelEmbedding`, model/transformer.py; checkpoints that it wrote are in
-the tests, with its own logits.
+The norm after the embedding is in the embedding's module and has its own epsilon; ALiBi has no parameters. The output
+head is always tied to the embedding, whatever the arguments are.
+
+Facts: bigscience-workshop/Megatron-DeepSpeed at 8387ae17, megatron/arguments.py, enums.py, mpu/layers.py
+`VocabParallelEmbedding`, model/transformer.py; checkpoints that it wrote are in the tests, with its logits.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from formats.torch_files.pickle_values import Opaque
 FAMILY = "bloom"
 KIND = "position_embedding_type"
 ALIBI = Opaque("megatron.enums", "PositionEmbeddingType", (3,))
-"""Its positions. Of 1 the enum makes those that rotate, of 2 learned ones."""
+"""The value of `position_embedding_type`. The enum's 1 is rotary embeddings, 2 is learned positions."""
 EPSILON = 1e-5
-"""Of the norm after the embedding (mpu/layers.py:180); the others have `layernorm_epsilon`."""
+"""The epsilon of the norm after the embedding (mpu/layers.py:180); the other norms have `layernorm_epsilon`."""
 
 
 def holds(args: Mapping[str, Any]) -> bool:
-    """Whether arguments are those of a model with ALiBi."""
+    """Whether the arguments are of a model with ALiBi."""
     kind = args.get(KIND)
     return isinstance(kind, Opaque) and (kind.module, kind.name, kind.args) == (ALIBI.module, ALIBI.name, ALIBI.args)
 
@@ -41,12 +42,12 @@ def _alibi(key: str) -> Codec:
 
 
 def _follows(setting: str) -> Maker:
-    """What no argument says: it is as another setting."""
+    """The codec of a setting without an argument, which equals another setting."""
     return lambda: Codec(lambda _, context: context.values[setting], lambda *_: {})
 
 
 def _epsilon(key: str) -> Codec:
-    """That of all norms, which has to be that of the one after the embedding."""
+    """The codec of `layernorm_epsilon`, which must equal the epsilon of the norm after the embedding."""
 
     def read_value(value: Any, context: Context) -> Any:
         if value != EPSILON:
@@ -95,19 +96,20 @@ tied              -                                           tied
         "heads": _follows("heads"), "epsilon": _epsilon, "tied": _tied, "alibi": _alibi,
     },
 )  # fmt: skip
-"""A fused bias makes GELU the approximation with tanh (model/fused_bias_gelu.py), which is BLOOM's."""
+"""Setting, argument and codec. `bias_gelu_fusion` selects the tanh approximation of GELU (model/fused_bias_gelu.py),
+which BLOOM uses."""
 UNDERSTOOD = {name for row in TABLE for names in row.keys for name in names}
 
 
 def from_args(args: Mapping[str, Any], settings: Settings, base: ModelSpec | None, tag: Path, where: str) -> ModelSpec:
-    """Read the arguments.
+    """Return the spec of a BLOOM model from its arguments.
 
     Args:
-        args: the attributes of the namespace, but for those of the run.
-        settings: values that overrule it.
-        base: the spec of the config that travels along.
-        tag: the folder.
-        where: what to call the file of the arguments in an error.
+        args: the attributes of the namespace, without those of the run.
+        settings: values that overrule the arguments.
+        base: the spec of the Hugging Face config beside the checkpoint, if there is one.
+        tag: the folder of the checkpoint.
+        where: the name of the file of the arguments in an error.
 
     Raises:
         UnsupportedError: the model computes something that BLOOM does not.
@@ -120,9 +122,9 @@ def from_args(args: Mapping[str, Any], settings: Settings, base: ModelSpec | Non
 
 
 def to_args(spec: ModelSpec) -> dict[str, Any]:
-    """The arguments that make the tree build a model.
+    """Return the arguments with which BigScience's tree builds a model.
 
     Raises:
-        RefusedError: it has no such model.
+        RefusedError: the tree cannot build such a model.
     """
     return write(TABLE, vars(spec), (), "")

@@ -1,12 +1,13 @@
-"""Checkpoints of Megatron-DeepSpeed: the files of DeepSpeed's pipeline, with Megatron's names and arguments.
+"""Read checkpoints of Megatron-DeepSpeed: files of DeepSpeed's pipeline, with Megatron's names and arguments.
 
     TAG/layer_{i:02d}-model_{tp:02d}-model_states.pt    a module (`tables.py`)
     TAG/mp_rank_{mp:02d}_model_states.pt                args (a Namespace), checkpoint_version, iteration, tokens, and
-                                                        in newer ones universal_checkpoint_info, with the vocabulary
+                                                        in newer trees universal_checkpoint_info, with the vocabulary
     TAG/bf16_zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt
 
-Where one matrix holds query, key and value, nothing in the files says in which order: deepspeedai's tree changed it on
-2024-12-04 (676a482c, megatron/model/transformer.py), and `checkpoint_version` is still 3.0. So it has to be said.
+Where one matrix holds query, key and value, the files do not record their order: deepspeedai's tree changed the order
+on 2024-12-04 (676a482c, megatron/model/transformer.py), and `checkpoint_version` is still 3.0. So the user has to pass
+the order.
 
 Facts: megatron/checkpointing.py and transformer.py of the trees that `tables.py` names.
 """
@@ -56,30 +57,31 @@ from formats.torch_files.pickle_values import Namespace, Opaque, keeps
 
 NAME = MDS.name
 TIES = ("iteration", "global_steps", "global_samples", "skipped_steps", "tokens")
-"""What each model file says of the save that it is of."""
+"""Keys of a model file whose values identify the save."""
 SHARED = tuple(dict.fromkeys([
     "num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "ffn_hidden_size", "padded_vocab_size",
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "world_size", "seed", "rope_theta", "mlp_type",
     "embed_layernorm", "normalization", "layernorm_epsilon", *FIELDS,
 ]))  # fmt: skip
-"""Arguments that all files must agree on."""
+"""Arguments on which all model files must agree."""
 STATE = ("optimizer", "lr_scheduler", "rng_state", "random_rng_state")
 INFOS = ("universal_checkpoint_info", "checkpoint_info")
-"""What the trees call that in which they note the vocabulary; the second is BigScience's."""
+"""Keys of a model file under which trees record the vocabulary; the second is BigScience's."""
 FEW = 2
-"""Layer files that are opened where no other tells: those of the embedding and of a layer."""
+"""How many layer files `detect` opens where the model file does not decide: those of the embedding and of a layer."""
 DROPS = (r".*\.rotary_emb\.inv_freq",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronDeepSpeed(Details):
-    """What a run was saved with, and is written with again.
+    """Facts of a save that the model's spec does not hold, and that are written again.
 
     Attributes:
-        iteration: that of the files.
-        vocab_multiple: what the vocabulary was padded to a multiple of, for each tensor rank.
-        qkv: the order of query, key and value in the tree that wrote it; None where several have what is in the files.
-        stands: what of `optimizer.OF_FILE` and `optimizer.OF_ARGS` the files say, as far as it is plain.
+        iteration: the iteration of the save.
+        vocab_multiple: the rows of the vocabulary on each tensor-parallel rank were padded to a multiple of this.
+        qkv: the order of query, key and value in the tree that wrote the checkpoint; None where several trees could
+            have written the files.
+        stands: the values of `optimizer.OF_FILE` and `optimizer.OF_ARGS` in the files that are plain data.
     """
 
     iteration: int
@@ -89,7 +91,7 @@ class MegatronDeepSpeed(Details):
 
 
 class _Opened(NamedTuple):
-    """The files of a model, opened, whatever of it is wanted."""
+    """The opened files of a checkpoint, before it is decided whether weights or optimizer states are read."""
 
     run: Path
     tag: Path
@@ -108,17 +110,20 @@ class _Opened(NamedTuple):
 
 
 def tables() -> dict[str, tuple[Rule, ...]]:
-    """The layout."""
+    """The tensor layout of the format, by name."""
     return {NAME: TABLE}
 
 
 def holders(family: Family) -> dict[str, bool]:
-    """It holds the families that its own code has trained for the tests."""
+    """Whether the format can hold models of a family: one that Megatron-DeepSpeed itself has trained for the tests."""
     return {NAME: family.name in FAMILIES}
 
 
 def detect(path: Path) -> bool:
-    """Whether a folder is DeepSpeed's, with Megatron's args, a Namespace where GPT-NeoX has a dict, or its layers."""
+    """Whether a folder looks like Megatron-DeepSpeed's: DeepSpeed's files with Megatron's args or layers.
+
+    The args are a Namespace, where GPT-NeoX has a dict.
+    """
     for tag in [path] if deepspeed.holds(path) else deepspeed.likely(path):
         names = sorted(tag.iterdir())
         models = [file for file in names if deepspeed.is_model(file.name)]
@@ -126,7 +131,7 @@ def detect(path: Path) -> bool:
         for file in [*models[:1], *layers[:FEW]]:
             try:
                 value = deepspeed.value_of(file)
-            except (SourceError, UnsupportedError):  # which a reader will tell
+            except (SourceError, UnsupportedError):  # which a reader reports
                 continue
             state = value if isinstance(value, Mapping) else {}
             args = state.get("args")
@@ -141,7 +146,7 @@ def detect(path: Path) -> bool:
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
-    """Open a checkpoint: the pickles of its files, none of the weights."""
+    """Open a checkpoint: read the pickles of its files, but no weights."""
     opened = _open(path, settings)
     if settings.weights in (None, "module"):
         return _checkpoint(opened, _placed(opened))
@@ -210,13 +215,13 @@ def _open(path: Path, settings: Settings) -> _Opened:
 
 
 def _ours(file: TorchFile) -> Mapping[str, Any]:
-    """What a conversion wrote into a model file, and no training does."""
+    """Return the record that a conversion of this project wrote into a model file; empty for files of a training."""
     ours = file.value.get(deepspeed.OURS)
     return ours if isinstance(ours, Mapping) else {}
 
 
 def _with_vocab(settings: Settings, file: TorchFile, config: Mapping[str, Any] | None) -> Settings:
-    """The settings, with the vocabulary that the files know unless the user or a config says it."""
+    """Return the settings, with the vocabulary size that the files record, unless the user or a config decides it."""
     infos = (info for name in INFOS if isinstance(info := file.value.get(name), Mapping))
     vocab = next(
         (info["original_vocab_size"] for info in infos if "original_vocab_size" in info), _ours(file).get("vocab")
@@ -227,10 +232,10 @@ def _with_vocab(settings: Settings, file: TorchFile, config: Mapping[str, Any] |
 
 
 def _same_args(models: Mapping[int, TorchFile]) -> dict[str, Any]:
-    """The arguments, in which the ranks agree but for what is each one's own.
+    """Return the arguments of the first model file, after comparing those that all ranks share (`SHARED`).
 
     Raises:
-        SourceError: a file has none, or they are of different models.
+        SourceError: a file has no arguments, or files are of different models.
     """
     args = args_of(models[0])
     for file in models.values():
@@ -245,16 +250,16 @@ def _same_args(models: Mapping[int, TorchFile]) -> dict[str, Any]:
 
 
 def _alike(first: Any, second: Any) -> bool:
-    """Whether two values are the same; those of an enum are by what they are made of."""
+    """Whether two values are equal; members of an enum are compared by class and arguments."""
     enums = [(value.module, value.name, value.args) for value in (first, second) if isinstance(value, Opaque)]
     return first == second or (len(enums) == 2 and enums[0] == enums[1])
 
 
 def _require_topology(models: Mapping[int, TorchFile], args: Mapping[str, Any], tp: int) -> None:
-    """The parallel sizes of the args are those of the files, and each file was written by the rank of its name.
+    """Refuse files whose number or names contradict the parallel sizes and ranks in the arguments.
 
     Raises:
-        SourceError: they are others.
+        SourceError: the parallel sizes differ, or a file was written by another rank than its name has.
     """
     pp = len(models) // tp
     for name, size in (("tensor_model_parallel_size", tp), ("pipeline_model_parallel_size", pp)):
@@ -271,11 +276,8 @@ def _require_topology(models: Mapping[int, TorchFile], args: Mapping[str, Any], 
             )
 
 
-def _first_layer(by_file: Mapping[str, Mapping[str, Fragment]], spec: ModelSpec) -> int:
-    """The number of the first layer, which the trees count from 2 or from 3: that which the files there fit best.
-
-    What BigScience's tree alone trains begins with its number.
-    """
+def _first_layer(by_file: Mapping[str, Mapping[str, Fragment]], layers: int) -> int:
+    """Return the number of the first layer, 2 or 3 depending on the tree: the one that fits the layer files best."""
     numbers = {int(place[1]) for name in by_file if (place := saved_names.LAYER.fullmatch(name))}
 
     def odd(first: int) -> int:
@@ -293,10 +295,10 @@ def _order(
     settings: Settings,
     ours: Mapping[str, Any],
 ) -> tuple[str, tuple[str, ...]]:
-    """The condition that holds of the rows for query, key and value, and what to tell the user.
+    """Return the order of query, key and value (one of `tables.ORDERS`), and notes for the user.
 
     Raises:
-        OptionNeededError: they are in one matrix, and nothing says in which order.
+        OptionNeededError: query, key and value are in one matrix, and neither files nor user specify the order.
     """
     layout = settings.gqa_layout
     known = {
@@ -304,7 +306,7 @@ def _order(
             key.endswith(".self_attention.query.weight") for fragments in by_file.values() for key in fragments
         ),
         "blocked": ours.get("qkv") == "blocked",
-        # BigScience's tree has one order, and of one group on each rank both are the same
+        # BigScience's tree has one order; with one group on each rank both orders are the same
         "grouped": (
             ours.get("qkv") == "grouped"
             or _first_layer(by_file, spec) != FIRST_LAYER
@@ -325,7 +327,10 @@ def _order(
 
 
 def _tree(opened: _Opened) -> str | None:
-    """The order of the tree that wrote a checkpoint, also at other sizes; None where nothing tells it."""
+    """Return the order of query, key and value in the tree that wrote a checkpoint, also where sizes make orders equal.
+
+    None where neither files nor user specify it.
+    """
     asked, ours = opened.settings.gqa_layout, _ours(opened.models[0]).get("qkv")
     if opened.qkv == "separate":
         return opened.qkv
@@ -333,7 +338,7 @@ def _tree(opened: _Opened) -> str | None:
 
 
 def _of_state(opened: _Opened, partitions: Mapping[int, list[Partition]], state: str) -> Checkpoint:
-    """What the optimizer keeps, as a checkpoint; master weights are to be compared with the module."""
+    """Return an optimizer state as a checkpoint; the weights are the twins of FP32 master weights, to be compared."""
     parts = modules.masters(opened.models, opened.tp, partitions, state, EMBEDDING)
     held_whole = {
         Place(file): {key: part.whole for (at, key), part in parts.items() if at == file} for file, _ in parts
@@ -352,7 +357,7 @@ def _placed(opened: _Opened) -> tuple[tuple[Placed, ...], tuple[str, ...]]:
 
 
 def _of_universal(opened: _Opened, state: str) -> Checkpoint:
-    """The same of a universal checkpoint beside the layer files, in which each parameter is whole."""
+    """Return an optimizer state of a universal checkpoint beside the layer files; its parameters are unsharded."""
     parts = {
         modules.key_of(name, EMBEDDING, opened.tag)[1]: tensor
         for name, tensor in universal.tensors(opened.tag, {}, state)
@@ -363,7 +368,7 @@ def _of_universal(opened: _Opened, state: str) -> Checkpoint:
 
 
 def _stands(file: TorchFile) -> dict[str, Any]:
-    """Where the training stands, as far as the file says it in plain words."""
+    """Return the progress of the training that a model file records in plain data (`OF_FILE`, `OF_ARGS`)."""
     args = vars(file.value["args"])
     said = [(name, file.value.get(name)) for name in optimizer.OF_FILE]
     said += [(name, args.get(name)) for name in optimizer.OF_ARGS]

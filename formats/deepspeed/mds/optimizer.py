@@ -1,13 +1,13 @@
-"""The optimizer of a run of Megatron-DeepSpeed: DeepSpeed's universal checkpoint, beside the layer files.
+"""Write the optimizer of a Megatron-DeepSpeed run: DeepSpeed's universal checkpoint, beside the layer files.
 
     TAG/zero/{module}.{key}/{fp32,exp_avg,exp_avg_sq,step}.pt    tied_modules.embed.{key} of a tied embedding
-    TAG/zero/optimizer_state.pt                                  a group that decays, and one that does not
-    TAG/mp_rank_{mp:02d}_model_states.pt                         where samples, tokens and schedule stand
+    TAG/zero/optimizer_state.pt                                  a group with weight decay, and one without
+    TAG/mp_rank_{mp:02d}_model_states.pt                         samples, tokens and schedule
 
-A training with `--universal-checkpoint` loads it at any topology. DeepSpeed pairs parameter groups by their order: in
-BigScience's tree what decays is in two of them. A schedule that was made up is one of a constant rate, and
-`--override-opt_param-scheduler` (BigScience's: `--override-lr-scheduler`) puts the training's in its place. apex' Adam
-keeps its step in the groups.
+A training with `--universal-checkpoint` loads the optimizer in any topology. DeepSpeed pairs parameter groups by their
+order; BigScience's tree has two groups with weight decay. Where the source has no schedule of Megatron-DeepSpeed, a
+constant rate is written, which `--override-opt_param-scheduler` (BigScience's: `--override-lr-scheduler`) replaces by
+the training's. apex' Adam keeps its step in the groups.
 
 Facts: megatron/checkpointing.py, optimizer/__init__.py, optimizer_param_scheduler.py and learning_rates.py of the trees
 that `tables.py` names; deepspeed 0.19.8 runtime/base_optimizer.py `load_hp_checkpoint_state_from_checkpoint_dir`.
@@ -33,20 +33,20 @@ from formats.optimizer import Group
 
 SCHEDULER = "lr_scheduler"
 OF_FILE = (SCHEDULER, "tokens")
-"""What a model file says of where a training stands."""
+"""Keys of a model file that record the progress of a training."""
 OF_ARGS = ("consumed_train_samples", "consumed_valid_samples", "tokenizer_type")
-"""The same, of its arguments; a training with --vocab-file asks whether its tokenizer is of that type."""
+"""Arguments for the progress of a training; with --vocab-file it compares the type of its tokenizer."""
 SAMPLES = OF_ARGS[0]
 
 
 class Resumed(NamedTuple):
-    """What a training resumes with.
+    """The training state with which a training resumes.
 
     Attributes:
-        states: those of `optimizer.STATES` that are written.
-        groups: how it treats what decays, and what does not.
-        step: how many updates it has made.
-        stands: those of OF_FILE and OF_ARGS that are known, in a run's own words.
+        states: which of `optimizer.STATES` are written.
+        groups: the settings of parameters with weight decay, and of those without.
+        step: how many updates the optimizer has made.
+        stands: the known values of OF_FILE and OF_ARGS, as a run of Megatron-DeepSpeed has them.
     """
 
     states: Collection[str]
@@ -56,7 +56,7 @@ class Resumed(NamedTuple):
 
 
 def standing(resumed: Resumed, family: str) -> dict[str, Any]:
-    """What a model file says of where the training stands: without a schedule of the run, one of a constant rate."""
+    """Return the keys of a model file for the progress of a training; an unknown schedule becomes a constant rate."""
     rate = resumed.groups[0].lr
     told = {name: resumed.stands[name] for name in OF_FILE if resumed.stands.get(name) is not None}
     told |= {"global_samples": resumed.stands[SAMPLES]} if SAMPLES in resumed.stands else {}
@@ -73,10 +73,10 @@ def standing(resumed: Resumed, family: str) -> dict[str, Any]:
 
 
 def skipped(resumed: Resumed, iteration: int) -> int:
-    """The iterations that made no update.
+    """Return the number of iterations without an update.
 
     Raises:
-        UsageError: there were more updates.
+        UsageError: there are more updates than iterations.
     """
     if iteration < resumed.step:
         raise UsageError(
@@ -87,7 +87,7 @@ def skipped(resumed: Resumed, iteration: int) -> int:
 
 
 def files(home: Path, spec: ModelSpec, qkv: str, resumed: Resumed) -> list[OutputFile]:
-    """The files of every parameter, of all its states."""
+    """Lay out the files of every parameter, one for each optimizer state."""
     parameters = [parameter for group in _grouped(spec, qkv, resumed) for parameter in group]
     return [
         replace(file, tensors=(), states={state: file.tensors})
@@ -97,7 +97,7 @@ def files(home: Path, spec: ModelSpec, qkv: str, resumed: Resumed) -> list[Outpu
 
 
 def texts(spec: ModelSpec, qkv: str, resumed: Resumed) -> dict[str, bytes]:
-    """The small files, by path relative to the tag."""
+    """Return the content of the small files of the optimizer, by path relative to the tag."""
     groups = _grouped(spec, qkv, resumed)
     treated = (*[resumed.groups[0]] * (len(groups) - 1), resumed.groups[1])
     settings = [
@@ -108,12 +108,12 @@ def texts(spec: ModelSpec, qkv: str, resumed: Resumed) -> dict[str, bytes]:
 
 
 def shapes(spec: ModelSpec, qkv: str, resumed: Resumed) -> list[dict[str, tuple[int, ...]]]:
-    """The whole parameters of each group, as a model file says them."""
+    """Return the unsharded shapes of the parameters of each group, for `param_shapes` of a model file."""
     return [{parameter.name: parameter.slot.shape for parameter in group} for group in _grouped(spec, qkv, resumed)]
 
 
 def _grouped(spec: ModelSpec, qkv: str, resumed: Resumed) -> list[list[Parameter]]:
-    """The parameters of each group, in the order in which the tree has them."""
+    """Return the parameters of each group, in the tree's order of groups."""
     sides: dict[bool, list[Parameter]] = {True: [], False: []}
     for slot in whole_slots(spec, qkv, FAMILIES[spec.family]):
         name = name_of(slot.keys[0], EMBEDDING, tied=spec.tied)
@@ -123,15 +123,15 @@ def _grouped(spec: ModelSpec, qkv: str, resumed: Resumed) -> list[list[Parameter
 
 
 def whole_slots(spec: ModelSpec, qkv: str, first: int) -> Iterator[Slot]:
-    """Every parameter, whole and without the vocabulary's padding."""
+    """Return every parameter, unsharded and without vocabulary padding."""
     return slots_of(spec, 1, spec.vocab or 0, {qkv}, first)
 
 
 def require_padding(spec: ModelSpec, padded: int, tp: int) -> None:
-    """The loader tells the rows of a rank from those of all ranks.
+    """Refuse a vocabulary with as many rows as each rank's padded shard, which the loader cannot tell apart.
 
     Raises:
-        RefusedError: there are as many: it would give each rank all rows (universal_checkpoint.py:277).
+        RefusedError: the numbers are equal: the loader would give each rank all rows (universal_checkpoint.py:277).
     """
     if tp > 1 and spec.vocab == padded // tp:
         raise RefusedError(

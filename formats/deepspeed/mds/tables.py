@@ -1,11 +1,12 @@
-"""The layouts of Megatron-DeepSpeed: what the modules of its pipeline hold, and in which file.
+"""The layouts of Megatron-DeepSpeed: the tensors of the modules of its pipeline, and their files.
 
-Module 1 embeds. In the trees of deepspeedai and OpenLLM-France the layers begin with 2, then come the last norm and the
-head; in BigScience's, of BLOOM, they begin with 3, for a function is 2, and another is between them and the norm.
+Module 1 is the embedding. In the trees of deepspeedai and OpenLLM-France layers are numbered from 2, followed by the
+final norm and the head. In BigScience's tree (BLOOM) layers are numbered from 3, as module 2 is a function, and another
+function is between the layers and the norm.
 
 Facts: megatron/model/gpt_model.py and transformer.py of deepspeedai/Megatron-DeepSpeed at 6acc370a and 4efb479d, of
-OpenLLM-France's at a106b24, of bigscience-workshop's at 8387ae17; checkpoints that they wrote are in the tests, with their
-own logits.
+OpenLLM-France's at a106b24, of bigscience-workshop's at 8387ae17; checkpoints that they wrote are in the tests, with
+their logits.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from formats.model.spec import ModelSpec
 
 EMBEDDING = 1
 FIRST_LAYER, OF_BIGSCIENCE = 2, 3
-"""Number of the first layer in the trees."""
+"""The module number of the first layer: in most trees, and in BigScience's."""
 FIRST_LAYERS = {FIRST_LAYER: 0, OF_BIGSCIENCE: 1}
-"""Number of the first layer: how many functions are between the last one and the norm."""
+"""Number of the first layer: how many functions are between the last layer and the norm."""
 FAMILIES = {"gpt2": FIRST_LAYER, "llama": FIRST_LAYER, "bloom": OF_BIGSCIENCE}
-"""The families that its own code has trained for the tests, and the number of the first layer in the tree that is
-written. BigScience's has one order of query, key and value: group by group."""
+"""Supported family, trained by Megatron-DeepSpeed itself for the tests: the number of the first layer in the tree for
+which it is written. BigScience's tree has one order of query, key and value: group by group."""
 ORDERS = ("grouped", "blocked", "separate")
-"""The conditions of the rows for query, key and value: one holds."""
+"""The orders of query, key and value, as conditions of table rows; exactly one holds."""
 
 TABLE = rules("""
 1.word_embeddings.weight                            (embedding: vocab | ~padding)/tp hidden
@@ -57,23 +58,23 @@ TABLE = rules("""
 {norm}.bias                                         final_norm_bias: hidden
 {head}.lm_head.weight                               (head: vocab | ~padding)/tp hidden    untied
 """)
-"""GPTModelPipe. A tied head is a function of the last stage's copy of module 1, and functions have no files
+"""The layout of GPTModelPipe. A tied head is a function of the last stage's copy of module 1; functions have no files
 (deepspeed/runtime/pipe/module.py `_build`, `save_state_dict`, 0.19.8)."""
 
 
 def norm_number(first: int, layers: int) -> int:
-    """The number of the last norm, where `layers` layers begin with the number `first`. The head has the next one."""
+    """Return the module number of the final norm for `layers` layers numbered from `first`; the head has the next."""
     return first + layers + FIRST_LAYERS[first]
 
 
 def slots_of(spec: ModelSpec, tp: int, padded: int, order: Iterable[str], first: int) -> Iterator[Slot]:
-    """Every physical tensor of a pipeline.
+    """Yield every physical tensor of a pipeline.
 
     Args:
         spec: the model.
         tp: tensor parallel size.
-        padded: rows of the vocabulary.
-        order: the conditions that hold of the rows for query, key and value.
+        padded: rows of the vocabulary, padding among them.
+        order: the order of query, key and value, as the condition of table rows that holds.
         first: the number of the first layer.
     """
     require_whole_heads(spec, tp)

@@ -1,8 +1,8 @@
-"""Checkpoints for Megatron-DeepSpeed: the layer files of its pipeline, for any topology.
+"""Write checkpoints for Megatron-DeepSpeed: the layer files of its pipeline, for any topology.
 
-What a training loads of them with `--finetune`: the layer files, and of `mp_rank_*` what the engine and
-megatron/checkpointing.py ask for (deepspeed/runtime/engine.py `_load_checkpoint`, 0.19.8). With
-`--universal-checkpoint` it resumes, if an optimizer is beside them (`optimizer.py`).
+With `--finetune` a training loads the layer files, and of `mp_rank_*` the keys that the engine and
+megatron/checkpointing.py require (deepspeed/runtime/engine.py `_load_checkpoint`, 0.19.8). With
+`--universal-checkpoint` it resumes, if the checkpoint has an optimizer (`optimizer.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INFO = "universal_checkpoint_info"
 
 @dataclass(frozen=True)
 class Options:
-    """What the user chose: the topology, the order of query, key and value (`tables.ORDERS`), and the padding."""
+    """The user's options: topology, order of query, key and value (`tables.ORDERS`), vocabulary padding, iteration."""
 
     tp: int = 1
     pp: int = 1
@@ -54,13 +54,14 @@ def write(
         root: the run folder.
         spec: the model; its true vocabulary must be known.
         dtypes: the element type of each logical tensor.
-        options: topology, and what code is to load it.
-        resumed: what a training resumes with.
+        options: topology, and the order of query, key and value of the code that will load the checkpoint.
+        resumed: the training state with which a training resumes; None for weights alone.
 
     Raises:
-        UsageError: nobody said what code that is, or the optimizer has made more steps than there were iterations.
-        RefusedError: the sizes do not divide, or that code has no such model.
-        UnsupportedError: Megatron-DeepSpeed is not written of such models.
+        UsageError: the order of query, key and value is not given, or the optimizer has made more steps than there were
+            iterations.
+        RefusedError: the sizes do not divide, or the code has no such model.
+        UnsupportedError: models of the family are not written for Megatron-DeepSpeed.
     """
     unit = options.vocab_multiple * options.tp
     padded = -(-(spec.vocab or 0) // unit) * unit
@@ -112,11 +113,11 @@ def write(
 
 
 def _order(spec: ModelSpec, options: Options) -> str:
-    """The condition that holds of the rows for query, key and value.
+    """Return the order of query, key and value to write, one of `tables.ORDERS`.
 
     Raises:
-        UsageError: it was not said.
-        RefusedError: no tree has a model such as this one in it.
+        UsageError: the user gave no order, or an order that BigScience's tree does not have.
+        RefusedError: no tree stores such a model in the order.
     """
     if FAMILIES[spec.family] == OF_BIGSCIENCE:
         if options.qkv not in (None, "grouped"):
@@ -138,7 +139,7 @@ def _order(spec: ModelSpec, options: Options) -> str:
 
 
 def _state(spec: ModelSpec, args: Mapping[str, Any], qkv: str, options: Options) -> dict[str, Any]:
-    """What the file of a model parallel rank says."""
+    """Return the content of the file of a model-parallel rank."""
     return {
         "module": None,
         "dp_world_size": 1,
@@ -153,5 +154,5 @@ def _state(spec: ModelSpec, args: Mapping[str, Any], qkv: str, options: Options)
 
 
 def _archived(path: Path, tensors: list[Held] | tuple[()], state: Mapping[str, Any] | None = None) -> OutputFile:
-    """A file that knows its own name, as those of torch.save do: its reader refuses ranks that were swapped."""
+    """Lay out a file that records its own name, as torch.save does, so that a reader refuses swapped ranks."""
     return archived(path, tensors, lambda refs: OrderedDict(refs) if state is None else dict(state), path.stem)

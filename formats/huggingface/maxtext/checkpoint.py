@@ -1,11 +1,11 @@
-"""Checkpoints of MaxText, read.
+"""Read checkpoints of MaxText.
 
-    RUN/checkpoints/STEP/_CHECKPOINT_METADATA   when it was saved, and whether its layers are scanned
-    RUN/checkpoints/STEP/items/_METADATA        the names of its arrays (orbax.py)
+    RUN/checkpoints/STEP/_CHECKPOINT_METADATA   time of the save, whether layers are scanned
+    RUN/checkpoints/STEP/items/_METADATA        the names of the arrays (orbax.py)
 
-Of a training that is `params`, `opt_state` and `step` (`params.params.decoder…`); what is made by its
-generate_param_only_checkpoint.py has the parameters alone (`decoder….value`). Nothing in it says how the model
-computes: `config` does, a folder of Hugging Face.
+A training saves `params`, `opt_state` and `step` (`params.params.decoder…`); MaxText's
+generate_param_only_checkpoint.py saves the parameters alone (`decoder….value`). A checkpoint has no model config: it is
+read with a Hugging Face folder (`config`).
 
 Facts: maxtext 0.2.5 (PyPI), common/checkpointing.py (`save_checkpoint`), common/train_state_nnx.py,
 utils/generate_param_only_checkpoint.py.
@@ -37,47 +37,48 @@ from formats.model.spec import ModelSpec
 
 NAME = MAXTEXT.name
 ITEMS = "items"
-"""What MaxText calls all that it saves but the state of its data."""
+"""MaxText's name of the Orbax item with all that it saves except the state of its data loader."""
 PARAMETERS = re.compile(r"(?:params\.params\.)?((?:decoder|token_embedder)\..+?)(?:\.value)?")
-"""The name of a parameter, and what is around it in a state and in parameters alone."""
+"""The name of a parameter, with the prefix of a training state and the suffix of a parameter-only checkpoint."""
 STACKED = re.compile(r"decoder\.layers\.(.+)")
-"""Parameters of all layers in one array."""
+"""The name of an array that stacks a parameter of all layers."""
 OPTIMIZER = "opt_state"
 FRESH = "fresh states of the optimizer"
 EMBEDDING = "token_embedder.embedding"
 LAYERS = 1
-"""The dimension of the layers in such an array (`param_scan_axis`)."""
+"""The dimension of the layers in a stacked array (`param_scan_axis`)."""
 SCALINGS = {"default": False, "linear": False, "llama3": True}
-"""Rotary scaling that its classes have: whether neighbours rotate with it. YaRN has both, by `rope_interleave`."""
+"""Rotary scaling that is read: whether neighbouring rows rotate with it. MaxText's YaRN may do either
+(`rope_interleave`), so it is not read."""
 
 
 def detect(path: Path) -> bool:
-    """Whether a folder looks like a checkpoint of Orbax with such items."""
+    """Whether a folder looks like an Orbax checkpoint, or like a MaxText step with its `items`."""
     return (locate(path) / METADATA).is_file()
 
 
 def locate(path: Path) -> Path:
-    """The folder of the arrays: one itself, or that in the folder of a step."""
+    """Return the folder of the arrays: the folder itself, or `items` in the folder of a step."""
     return path if (path / METADATA).is_file() else path / ITEMS
 
 
 def tables() -> dict[str, tuple[Rule, ...]]:
-    """The layouts."""
+    """The tensor layouts of the format, by name."""
     return TABLES
 
 
 def holders(family: Family) -> dict[str, bool]:
-    """It holds the families whose decoders were judged."""
+    """Whether the format can hold models of a family: one whose MaxText decoder is known (`FAMILIES`)."""
     return {NAME: family.name in FAMILIES}
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
-    """Open a checkpoint: the names, shapes and chunks of its arrays.
+    """Open a checkpoint: read the names, shapes and chunks of its arrays, but no weights.
 
     Raises:
-        SourceError: arrays are missing, damaged, or of another model than the config says.
-        OptionNeededError: there is no config.
-        UnsupportedError: it is not MaxText's, or of a model that is not read; or tensorstore is not installed.
+        SourceError: arrays are missing, damaged, or of another model than the config describes.
+        OptionNeededError: there is no Hugging Face config.
+        UnsupportedError: the checkpoint is not MaxText's, its model is not supported, or tensorstore is not installed.
     """
     if is_elsewhere(path):
         raise UnsupportedError(f"{path} is in a store, where checkpoints of Orbax are not read", "copy it to a disk")
@@ -114,7 +115,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
 
 
 def _contents(path: Path, tree: Tree) -> dict[str, Any]:
-    """What `inspect` can say without a config: all arrays, states of an optimizer among them."""
+    """Return the fields that `inspect` shows without a config; they count all arrays, optimizer states among them."""
     described = arrays(tree.store, map(".".join, tree.names))
     types = {name: DTYPES.get(array.dtype, array.dtype) for name, array in described.items()}
     return {
@@ -130,10 +131,10 @@ def _contents(path: Path, tree: Tree) -> dict[str, Any]:
 
 
 def _require_plain_parameters(names: Mapping[str, str], every: list[str], home: Path) -> None:
-    """Refuse what has no parameters of a decoder of MaxText, or more than those.
+    """Refuse a checkpoint without the parameters of a MaxText decoder, or with parameters besides.
 
     Raises:
-        UnsupportedError: it does.
+        UnsupportedError: the checkpoint is refused.
     """
     if EMBEDDING not in names:
         raise UnsupportedError(
@@ -146,10 +147,10 @@ def _require_plain_parameters(names: Mapping[str, str], every: list[str], home: 
 
 
 def _rows(embedding: Scattered, spec: ModelSpec, home: Path) -> int:
-    """The rows of the embedding; those above the vocabulary are of no token.
+    """Return the number of rows of the embedding; rows beyond the vocabulary are padding.
 
     Raises:
-        SourceError: it has fewer than tokens.
+        SourceError: the embedding has fewer rows than the config has tokens.
     """
     rows = (*embedding.shape, 0)[0]
     if rows < (spec.vocab or 0):
@@ -161,10 +162,10 @@ def _rows(embedding: Scattered, spec: ModelSpec, home: Path) -> int:
 
 
 def _neighbours(spec: ModelSpec, assets: Path) -> bool:
-    """Whether neighbours rotate, and not halves.
+    """Whether rotary embeddings rotate neighbouring rows of a head, not halves.
 
     Raises:
-        UnsupportedError: the family is not read, or MaxText's decoder does not compute what the config says.
+        UnsupportedError: the family is not supported, or MaxText's decoder does not compute what the config specifies.
     """
     where = f"{assets / 'config.json'}"
     if spec.family not in FAMILIES:
@@ -183,17 +184,17 @@ def _neighbours(spec: ModelSpec, assets: Path) -> bool:
 
 
 def _assumed(spec: ModelSpec, neighbours: bool) -> tuple[str, ...]:
-    """What nothing in the checkpoint says, and is taken."""
+    """Return the note on settings that the checkpoint does not record and that are assumed."""
     rows = "neighbours rotate (rope_type: llama3.1)" if neighbours else "halves of a head rotate (rope_type: default)"
     tied = ", and no logits are divided (normalize_embedding_logits: false)" if spec.tied else ""
     return (f"the checkpoint says no settings: they are those of the config; {rows}{tied}",)
 
 
 def _by_layer(key: str, name: str, array: Array, store: Store, spec: ModelSpec) -> dict[str, Scattered]:
-    """The tensors that an array is: those of all layers are taken apart.
+    """Return the tensors of an array by name; an array that stacks all layers becomes a tensor for each layer.
 
     Raises:
-        SourceError: it is of another number of layers than the config says.
+        SourceError: the array has another number of layers than the config.
     """
     match = STACKED.fullmatch(key)
     if match is None:
@@ -209,7 +210,10 @@ def _by_layer(key: str, name: str, array: Array, store: Store, spec: ModelSpec) 
 
 
 def _with_root(placed: Placed, spec: ModelSpec) -> Placed:
-    """A query without the root in it: it is multiplied when it is read."""
+    """Return a query multiplied by the square root of the head dimension, which MaxText has divided it by.
+
+    The factor is applied when the chunk is decoded. Other tensors are returned unchanged.
+    """
     chunk = placed.fragment.chunk
     if ROOTED not in placed.slot.rule.conditions or chunk is None:
         return placed

@@ -1,8 +1,8 @@
-"""The arrays of a checkpoint of Orbax: their names, where they lie, and their chunks.
+"""The arrays of an Orbax checkpoint: their names, where they are stored, and their chunks.
 
     items/_METADATA             JSON: the names of all arrays, and how they are stored
-    items/manifest.ocdbt, d/    with `use_ocdbt` one key-value tree of all arrays, merged of those of each process:
-    items/ocdbt.process_N/      their own trees, whose data the merged one refers to
+    items/manifest.ocdbt, d/    with `use_ocdbt` one key-value tree of all arrays, merged from the processes' trees:
+    items/ocdbt.process_N/      the tree of each process, whose data the merged tree refers to
     items/NAME/                 otherwise a folder for each array
 
 Facts: orbax-checkpoint 0.12.8, metadata/tree.py (`InternalTreeMetadata`), serialization/tensorstore_utils.py.
@@ -26,18 +26,18 @@ from formats.layout.pieces import Scattered, scattered
 
 METADATA, MANIFEST = "_METADATA", "manifest.ocdbt"
 NO_ARRAY = ("None", "Dict", "List", "Tuple", "NamedTuple")
-"""What values are called that are no arrays (orbax-checkpoint type_handler_registry.py, empty_values.py)."""
+"""Value types that are not arrays (orbax-checkpoint type_handler_registry.py, empty_values.py)."""
 MOST_CHUNKS = 1 << 20
-"""Chunks of one array: more than any training has devices."""
+"""The most chunks of one array that are accepted: more than any training has devices."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """What a `_METADATA` says.
+    """The content of a `_METADATA` file.
 
     Attributes:
-        names: the names of each array, from the outermost on.
-        store: where arrays lie.
+        names: the path of names of each array, outermost first.
+        store: where the arrays are stored.
         files: every file of the checkpoint.
     """
 
@@ -47,11 +47,11 @@ class Tree:
 
 
 def read_tree(folder: Path) -> Tree:
-    """Read the names of a checkpoint.
+    """Read the names of the arrays of a checkpoint.
 
     Raises:
         SourceError: the metadata is damaged, or the tree of its arrays is missing.
-        UnsupportedError: chunks that are all zero were left out, and nobody can tell them from those that are missing.
+        UnsupportedError: the save left out chunks that are all zero, which cannot be told from chunks that are missing.
     """
     path = folder / METADATA
     metadata = read_json(path)
@@ -82,7 +82,10 @@ def _is_array(entry: Any, path: Path) -> bool:
 
 
 def _names(entry: Any, path: Path) -> tuple[str, ...]:
-    """The names of an array; each is also a part of a path, in a checkpoint of folders."""
+    """Return the path of names of an array; names that could leave the checkpoint's folder are refused.
+
+    Without OCDBT the names are folders of the checkpoint.
+    """
     match entry:
         case {"key_metadata": [*keys]} if keys and all(isinstance(key, dict) for key in keys):
             names = tuple(str(key.get("key")) for key in keys)
@@ -92,17 +95,17 @@ def _names(entry: Any, path: Path) -> tuple[str, ...]:
 
 
 def tensor_of(store: Store, name: str, array: Array, outer: int = 0) -> Scattered:
-    """An array as a tensor, in the pieces that its chunks are.
+    """Return an array as a tensor with a piece for each chunk.
 
     Args:
-        store: where it lies.
-        name: its name there.
-        array: what its metadata says.
-        outer: the dimension that it will be taken apart along: that is the outermost one of what is decoded.
+        store: where the array is stored.
+        name: the name of the array in the store.
+        array: the metadata of the array.
+        outer: the dimension along which the tensor will be split; it is made the outermost one of a decoded chunk.
 
     Raises:
-        SourceError: it has more chunks than there can be.
-        UnsupportedError: it is of an element type that has no counterpart.
+        SourceError: the array has more than `MOST_CHUNKS` chunks.
+        UnsupportedError: the element type has no counterpart in safetensors.
     """
     if array.dtype not in DTYPES:
         raise UnsupportedError(f"{store.folder} holds {name} as {array.dtype}, which has no counterpart")

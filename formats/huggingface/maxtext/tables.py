@@ -1,15 +1,15 @@
-"""The layout of MaxText: its tensors as they are when each layer has its own.
+"""The layout of MaxText's tensors, with separate tensors for each layer.
 
-Matrices are input-major. Where layers are scanned (`scan_layers`), those of all layers are one array, with the layers
-along its second dimension (`param_scan_axis: 1`): they are taken apart before they meet this table.
+Matrices are input-major. With scanned layers (`scan_layers`) an array stacks all layers along its second dimension
+(`param_scan_axis: 1`); it is split into layers before this table is applied.
 
-Attention divides no scores in the decoders of Llama, Mistral and Mixtral: their query has the root of the head
-dimension inside, which is `rooted` here. Those of Qwen2 and Qwen3 multiply queries themselves. Of a head halves rotate
-(`rope_type: default`), or neighbours (`llama3.1`).
+The decoders of Llama, Mistral and Mixtral do not scale attention scores: their query matrix is divided by the square
+root of the head dimension, which is `rooted` here. Qwen2 and Qwen3 scale queries in the computation. Rotary embeddings
+rotate halves of a head (`rope_type: default`), or neighbouring rows (`llama3.1`).
 
 Facts: maxtext 0.2.5 (PyPI), layers/attentions.py (`init_query_w`, `init_rotary_embedding`), layers/embeddings.py,
-layers/linears.py, layers/moe.py, models/llama2.py, mistral.py, mixtral.py, qwen2.py, qwen3.py; what it saved is in
-tests/golden/maxtext, with its own logits.
+layers/linears.py, layers/moe.py, models/llama2.py, mistral.py, mixtral.py, qwen2.py, qwen3.py; checkpoints that it
+saved are in tests/golden/maxtext, with its logits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ decoder.logits_dense.kernel                                      head: hidden (v
 _QUERY = "query: hidden (group head) (half pair)"
 ROOTED = "rooted"
 FAMILIES = {"llama": True, "mistral": True, "mixtral": True, "qwen2": False, "qwen3": False, "qwen3_moe": False}
-"""The families that are read: whether their decoder has the root of the head dimension in the query."""
+"""Supported family: whether its decoder has the query divided by the square root of the head dimension."""
 
 
 def _table(*, rooted: bool, neighbours: bool) -> tuple[Rule, ...]:
@@ -59,10 +59,10 @@ TABLES = {
     for neighbours in (False, True)
     for rooted in (False, True)
 }
-"""The layouts, in the order in which `slots_of` counts them."""
+"""The layouts, in the order by which `slots_of` indexes them."""
 
 
 def slots_of(spec: ModelSpec, padded: int, *, neighbours: bool) -> list[Slot]:
-    """The tensors of a model, each layer with its own, with so many rows of the embedding."""
+    """Return the tensors of a model, each layer separately; `padded` is the rows of the embedding with padding."""
     table = [*TABLES.values()][2 * neighbours + FAMILIES[spec.family]]
     return spec.slots_in(table, spec.sizes(padded))

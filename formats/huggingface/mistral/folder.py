@@ -4,7 +4,7 @@
     consolidated.safetensors                       the weights; or
     consolidated-00001-of-00010.safetensors …      several files, with consolidated.safetensors.index.json
 
-w1 is the gate, w3 is up, w2 is down, and neighbouring rows of a head rotate, where Hugging Face has halves
+w1 is the gate, w3 is up, w2 is down. Rotary embeddings rotate neighbouring rows of a head; Hugging Face rotates halves
 (mistral-inference 1.6.0 transformer_layers.py, rope.py).
 """
 
@@ -56,17 +56,17 @@ def detect(path: Path) -> bool:
 
 
 def tables() -> dict[str, tuple[Rule, ...]]:
-    """The layout."""
+    """The tensor layout of the format, by name."""
     return {NAME: TABLE}
 
 
 def holders(family: Family) -> dict[str, bool]:
-    """It holds Mistral and Mixtral."""
+    """Whether the format can hold models of a family: true of Mistral and Mixtral."""
     return {NAME: family.name in params.FAMILIES}
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
-    """Open a folder: its settings and the headers of its files."""
+    """Open a folder: read its settings and the headers of its files, but no weights."""
     fragments = _fragments(path)
     assets = settings.config or (path if (path / "config.json").is_file() else None)
     config = huggingface.read_config(assets) if assets else None
@@ -78,10 +78,10 @@ def read(path: Path, settings: Settings) -> Checkpoint:
 
 
 def _fragments(path: Path) -> dict[str, Fragment]:
-    """The tensors of all files.
+    """Return the tensors of all consolidated files, by name.
 
     Raises:
-        SourceError: a file does not hold what the index says, or the folder has other weights beside them.
+        SourceError: a file and the index disagree, or the folder has other safetensors files besides.
     """
     weight_map = huggingface.read_weight_map(path, SINGLE, INDEX)
     fragments: dict[str, Fragment] = {}
@@ -105,11 +105,11 @@ def _fragments(path: Path) -> dict[str, Fragment]:
 
 
 def write(root: Path, spec: ModelSpec, dtypes: Mapping[tuple[str, int | None], str]) -> Target:
-    """Lay out a folder with one file, which mistral-inference takes alone.
+    """Lay out a folder with a single weights file, the only form that mistral-inference loads.
 
     Raises:
-        UnsupportedError: the family has no such files.
-        RefusedError: they cannot say a setting of the model.
+        UnsupportedError: the family cannot be stored in this format.
+        RefusedError: params.json has no key for a setting of the model.
     """
     if spec.family not in params.FAMILIES:
         raise UnsupportedError(f"a {spec.family} has no files of Mistral's own", "see `convert formats`")

@@ -1,8 +1,9 @@
-"""The params.json of Mistral's own files, as settings: a table that is read and written.
+"""The params.json of Mistral's own files, converted to and from model settings by one table.
 
 Facts: mistral-inference 1.6.0 args.py (`TransformerArgs`), moe.py (the largest scores, then their softmax, as
-Mixtral's), transformer.py (without `rope_theta` it takes 1e6, whatever the model was trained with: here none is).
-Keys that only vLLM has are read: `max_position_embeddings`, `max_seq_len`, `activation`, `tied_embeddings`.
+Mixtral's), transformer.py (it assumes `rope_theta` = 1e6 where the key is absent, whatever the model was trained with;
+here no default is assumed). Keys that only vLLM uses are read too: `max_position_embeddings`, `max_seq_len`,
+`activation`, `tied_embeddings`.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from formats.model.spec import ModelSpec, differences
 
 NAME = "params.json"
 FAMILIES = ("mistral", "mixtral")
-"""The families that these files hold; the second has experts."""
+"""The model families that these files can hold; the second has experts."""
 
 
 def _untied(key: str) -> Codec:
-    """Always false, and often left out."""
+    """The codec of a key that must be false, or absent."""
 
     def check(value: Any, context: Context) -> bool:
         if value:
@@ -37,7 +38,7 @@ def _untied(key: str) -> Codec:
 
 
 def _window(key: str) -> Codec:
-    """One window for all layers, or none; the key is left out where there is none."""
+    """The codec of the sliding window: one size for all layers; the key is left out where there is no window."""
 
     def check(spelled: Spelled, context: Context) -> Any:
         value = spelled.get(key)
@@ -68,18 +69,18 @@ tied              tied_embeddings                         untied
     {"same": same, "window": _window, "untied": _untied},
 )
 SILENT = {"model_type": "transformer", "activation": "silu", "use_biases": False, "causal": True}
-"""Keys that no setting has, and the value of each that changes nothing."""
+"""Keys without a model setting, with the only value that is accepted: it does not change the computation."""
 OF_A_RUN = ("max_batch_size",)
-"""Keys that say nothing of the model."""
+"""Keys of a run that do not describe the model."""
 
 
 def spec_of(folder: Path, settings: Settings, base: ModelSpec | None) -> ModelSpec:
-    """The settings of a model.
+    """Read the settings of a model from its params.json.
 
     Args:
-        folder: that of its params.json.
-        settings: what the user said.
-        base: the spec of the Hugging Face config that belongs to it, if there is one.
+        folder: the folder of params.json.
+        settings: the settings that the user passed.
+        base: the spec of the Hugging Face config beside params.json, if there is one.
 
     Raises:
         SourceError: a setting is missing.
@@ -109,10 +110,10 @@ def spec_of(folder: Path, settings: Settings, base: ModelSpec | None) -> ModelSp
 
 
 def written(spec: ModelSpec) -> dict[str, Any]:
-    """The params.json of a model.
+    """Return the content of params.json for a model.
 
     Raises:
-        RefusedError: these files cannot say a setting of it.
+        RefusedError: params.json has no key for a setting of the model.
     """
     lost = unsaid(TABLE, _conditions(spec.family), spec)
     lost = lost or ("" if spec.rope_scaling is None else f"rope_scaling = {short(spec.rope_scaling)}")
@@ -131,7 +132,7 @@ def _conditions(family: str) -> set[str]:
 
 
 def _flat(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys, those of a map inside with its name in front."""
+    """Return params.json as one flat dict; a key of the `moe` map becomes `moe.KEY`."""
     inner = params.get("moe")
     outer = {key: value for key, value in params.items() if key != "moe" or not isinstance(inner, dict)}
     return outer | ({f"moe.{key}": value for key, value in inner.items()} if isinstance(inner, dict) else {})

@@ -1,11 +1,11 @@
-"""Checkpoints of nanotron, read.
+"""Read checkpoints of nanotron.
 
     RUN/latest.txt                 the last step
     RUN/STEP/model_config.json     the settings (model_config.py)
     RUN/STEP/model/…               a file for each parameter and rank (shards.py)
     RUN/STEP/checkpoint_metadata.json    version, tp, dp, and the step in `metas`
-    RUN/STEP/config.yaml           the run; in it whether the model is computed with muP, which nothing else says
-    RUN/STEP/optimizer/            read where it is asked for (optimizer.py)
+    RUN/STEP/config.yaml           the run; the only record of whether the model uses muP
+    RUN/STEP/optimizer/            read only with the optimizer (optimizer.py)
     RUN/STEP/lr_scheduler/, random/    not read
 
 Facts: huggingface/nanotron at 2411b022, trainer.py (`save_checkpoint`), serialize/main.py, serialize/metadata.py.
@@ -35,10 +35,10 @@ NAME = NANOTRON.name
 METADATA = "checkpoint_metadata.json"
 LATEST = "latest.txt"
 STEP, SAMPLES = "last_train_step", "consumed_train_samples"
-"""The keys of the step and of the samples so far, in `metas`."""
+"""The keys in `metas` of the step and of the number of samples so far."""
 RUN_CONFIG = "config.yaml"
 STATE = ("optimizer", "lr_scheduler", "random")
-"""Folders of what is there for resuming the training."""
+"""Folders with training state, for resuming the training."""
 WITH_MUP = re.compile(r"^ +use_mup: *true *$", re.MULTILINE | re.IGNORECASE)
 """A line of the run's config, as yaml.dump writes it (config/config.py `save_as_yaml`)."""
 FRESH = "load_optimizer: false and load_lr_scheduler: false in its config"
@@ -46,12 +46,12 @@ FRESH = "load_optimizer: false and load_lr_scheduler: false in its config"
 
 @dataclass(frozen=True, kw_only=True)
 class Nanotron(Details):
-    """What is said of a save, and how its heads are laid out.
+    """Facts of a nanotron save that the model's spec does not hold.
 
     Attributes:
-        step: the step; None where it does not say one.
-        samples: how many samples it was trained on; None where it does not say.
-        neighbours: whether neighbours of a head rotate, and not its halves.
+        step: the step; None where the metadata records none.
+        samples: how many samples the model was trained on; None where the metadata records none.
+        neighbours: whether rotary embeddings rotate neighbouring rows of a head, not halves.
     """
 
     step: int | None
@@ -60,13 +60,13 @@ class Nanotron(Details):
 
 
 def detect(path: Path) -> bool:
-    """Whether a folder looks like this format, or like a run of it."""
+    """Whether a folder looks like a checkpoint of nanotron, or like a run of nanotron."""
     folder = locate(path)
     return (folder / model_config.NAME).is_file() and (folder / shards.FOLDER / "model").is_dir()
 
 
 def locate(path: Path) -> Path:
-    """The folder of a checkpoint: in a run, that of the last step."""
+    """Return the folder of the checkpoint: of a run, the folder of its last step."""
     latest = path / LATEST
     if (path / model_config.NAME).is_file() or not latest.is_file():
         return path
@@ -75,22 +75,22 @@ def locate(path: Path) -> Path:
 
 
 def tables() -> dict[str, tuple[Rule, ...]]:
-    """The layouts."""
+    """The tensor layouts of the format, by name."""
     return TABLES
 
 
 def holders(family: Family) -> dict[str, bool]:
-    """It holds the families that its two classes compute."""
+    """Whether the format can hold models of a family: one that nanotron's two model classes compute."""
     return {NAME: family.name in model_config.MAY_HAVE}
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
-    """Open a checkpoint: its settings, and the header of each file.
+    """Open a checkpoint: read its settings and the header of each file, but no weights.
 
     Raises:
         SourceError: a file is missing or damaged.
-        UnsupportedError: the model, or the version of the files, is not read.
-        RefusedError: settings and config contradict each other.
+        UnsupportedError: the model, or the version of the files, is not supported.
+        RefusedError: model_config.json and the Hugging Face config contradict each other.
     """
     home = locate(path)
     assets = settings.config or next(
@@ -132,10 +132,10 @@ def read(path: Path, settings: Settings) -> Checkpoint:
 
 
 def _metadata(home: Path) -> Mapping[str, Any]:
-    """What is said of the save; nothing where nobody trained, as after nanotron's own conversion.
+    """Return the content of checkpoint_metadata.json; empty without that file, as after nanotron's own conversion.
 
     Raises:
-        UnsupportedError: the files are of a version that nobody here knows.
+        UnsupportedError: the version of the files is unknown.
     """
     path = home / METADATA
     if not path.is_file():
@@ -146,10 +146,10 @@ def _metadata(home: Path) -> Mapping[str, Any]:
 
 
 def _step(metadata: Mapping[str, Any], home: Path) -> int | None:
-    """The step of a save, which its folder is named after; 0 is said where nobody trained, whatever the folder.
+    """Return the step of a save, which is also the name of its folder; step 0, of untrained weights, fits any folder.
 
     Raises:
-        SourceError: the folder has the number of another step (trainer.py `save_checkpoint` writes the same one).
+        SourceError: the folder is named after another step (trainer.py `save_checkpoint` writes the same number).
     """
     step, name = _counted(metadata, STEP), home.resolve().name
     if step and re.fullmatch("[0-9]+", name) and name != str(step):
@@ -162,7 +162,7 @@ def _step(metadata: Mapping[str, Any], home: Path) -> int | None:
 
 
 def _counted(metadata: Mapping[str, Any], key: str) -> int | None:
-    """A number that the metadata counts; None where it does not."""
+    """Return a counter in `metas` of the metadata; None where it is absent."""
     metas = metadata.get("metas")
     number = metas.get(key) if isinstance(metas, Mapping) else None
     return number if type(number) is int else None
@@ -172,7 +172,7 @@ def _require_all(slots: Iterable[Slot], files: Iterable[shards.Shard], home: Pat
     """Refuse a checkpoint that lacks parameters of its model.
 
     Raises:
-        SourceError: it does; the message names the first ones.
+        SourceError: parameters are missing; the message names the first five.
     """
     names = {file.key for file in files}
     missing = [f"{slot.keys[0]} {list(slot.shape)}" for slot in slots if slot.keys[0] not in names]
@@ -183,10 +183,10 @@ def _require_all(slots: Iterable[Slot], files: Iterable[shards.Shard], home: Pat
 
 
 def _require_no_mup(home: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a Llama that is trained with muP: its scores are divided by the size of a head, and not by its root.
+    """Refuse a Llama trained with muP, which divides attention scores by the head dimension, not by its square root.
 
     Raises:
-        UnsupportedError: it is (models/llama.py `CoreAttention`, `is_using_mup`).
+        UnsupportedError: the model was trained with muP (models/llama.py `CoreAttention`, `is_using_mup`).
     """
     path = home / RUN_CONFIG
     if config.get(model_config.MARKS[model_config.LLAMA]) and path.is_file() and WITH_MUP.search(path.read_text()):

@@ -1,12 +1,12 @@
-"""The model_config.json of nanotron, as settings: a table that is read and written.
+"""The model_config.json of nanotron, converted to and from model settings by one table.
 
-nanotron has two classes of models, and each has its config: `LlamaConfig`, and `Qwen2Config`, which has windows, layers
-in which nothing rotates, biases and experts besides. Its Llama computes without biases and windows. Neither applies
+nanotron has two model classes with a config class each: `LlamaConfig`, and `Qwen2Config`, which adds sliding windows,
+layers without rotary embeddings, biases and experts. Its Llama has neither biases nor windows. Neither class applies
 `rope_scaling`.
 
-Facts: huggingface/nanotron at 2411b022, config/models_config.py, models/llama.py, models/qwen.py, nn/moe.py; of
-versions 0.4 and 0.5, whose `LlamaConfig` has neither `rope_theta` nor `rope_interleaved`, models/llama.py: neighbours
-rotate there, with a base of 10000. What 0.5 and 2411b022 saved is in tests/golden/nanotron, with their own logits.
+Facts: huggingface/nanotron at 2411b022, config/models_config.py, models/llama.py, models/qwen.py, nn/moe.py; for
+versions 0.4 and 0.5, whose `LlamaConfig` has neither `rope_theta` nor `rope_interleaved`, models/llama.py: neighbouring
+rows rotate, with a base of 10000. Checkpoints of 0.5 and 2411b022 with their logits are in tests/golden/nanotron.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from formats.model.values import real, some_layers, truth, whole
 T = TypeVar("T")
 NAME = "model_config.json"
 LLAMA, QWEN2 = "llama", "qwen2"
-"""The classes of nanotron, as conditions of rows."""
+"""The model classes of nanotron, as conditions of table rows."""
 MARKS = {LLAMA: "is_llama_config", QWEN2: "is_qwen2_config"}
-"""Class: the key that tells its config."""
+"""Model class: the key that marks its config."""
 EXPERTS, DENSE = "experts", "no experts"
-"""Conditions of rows: whether some layers have experts."""
+"""Conditions of table rows: whether some layers have experts."""
 FLAG, COUNT = "true or false", "a whole number above 0"
-"""What the value of a key may be."""
+"""The values that a key accepts, for error messages."""
 OLD_BASE = 10000.0
-"""The base of rotary embeddings in versions whose config does not say it."""
+"""The base of rotary embeddings in versions whose config has no `rope_theta`."""
 DEFAULT_EPSILON = 1e-6
 
 
 def _only(only: Any) -> Maker:
-    """One key that has one value, which holds where it is absent too."""
+    """The codec of a key that may have one value only, which is also assumed where the key is absent."""
 
     def of(key: str) -> Codec:
         def check(value: Any, context: Context) -> Any:
@@ -54,12 +54,12 @@ def _only(only: Any) -> Maker:
 
 
 def _assumed(otherwise: Any) -> Maker:
-    """One key, and what holds where it is absent."""
+    """The codec of a key with a default for where it is absent."""
     return lambda key: scalar(key, lambda value, _: otherwise if value is None else value, lambda value, _: value)
 
 
 def _flag(key: str) -> Codec:
-    """True or false, which is what holds where it is absent."""
+    """The codec of a boolean key that is false where it is absent."""
     return scalar(
         key,
         lambda value, context: value is not None and _there(truth, value, key, context.where, FLAG),
@@ -68,14 +68,14 @@ def _flag(key: str) -> Codec:
 
 
 def _heads(key: str) -> Codec:
-    """Key/value heads, as many as heads where they are not said."""
+    """The codec of the number of key/value heads, which is the number of heads where the key is absent."""
     return scalar(
         key, lambda value, context: context.values["heads"] if value is None else value, lambda value, _: value
     )
 
 
 def _square() -> Codec:
-    """A head has hidden / heads elements, and no key says it."""
+    """The codec of the head dimension, which has no key: it is always hidden / heads."""
 
     def read_size(_: Spelled, context: Context) -> int:
         hidden, heads = (
@@ -96,7 +96,7 @@ def _square() -> Codec:
 
 
 def _order(key: str) -> Codec:
-    """Whether neighbours of a head rotate; written are halves, which nanotron's newer default is."""
+    """The codec of whether neighbours in a head rotate; written as false (halves), the default of newer nanotron."""
 
     def read_order(value: Any, context: Context) -> bool:
         if value is None and not context.file.get(MARKS[LLAMA]):
@@ -107,7 +107,7 @@ def _order(key: str) -> Codec:
 
 
 def _interpolation(key: str) -> Codec:
-    """Positions divided by a factor, which is linear scaling."""
+    """The codec of `rope_seq_len_interpolation_factor`: positions are divided by it, which is linear scaling."""
 
     def written_factor(scaling: Mapping[str, Any] | None, _: Context) -> Any:
         kind, factor = (scaling or {}).get("rope_type"), (scaling or {}).get("factor")
@@ -132,10 +132,12 @@ def _interpolation(key: str) -> Codec:
 
 
 def _there(check: Callable[[Any, str, str], T], value: Any, key: str, where: str, way: str) -> T:
-    """A value of a key that is checked before `--set` counts, or that is no setting: it is corrected in the file.
+    """Return a checked value of a key that `--set` cannot overrule, so that the error points to the file.
+
+    The value is needed before `--set` is applied, or is not a model setting.
 
     Raises:
-        SourceError: it is not what it may be, which `way` says.
+        SourceError: the value is invalid; `way` describes the valid ones.
     """
     try:
         return check(value, key, where)
@@ -144,7 +146,7 @@ def _there(check: Callable[[Any, str, str], T], value: Any, key: str, where: str
 
 
 def _unapplied(key: str) -> Codec:
-    """Scaling of rotary embeddings that its classes have a field for, and compute without."""
+    """The codec of `rope_scaling`, a field that nanotron's model classes have and never apply."""
 
     def check(value: Any, context: Context) -> None:
         if value is not None:
@@ -157,7 +159,7 @@ def _unapplied(key: str) -> Codec:
 
 
 def _every(key: str) -> Codec:
-    """Nothing rotates in each n-th layer (models/qwen.py `_forward_packed`)."""
+    """The codec of `no_rope_layer` = n: every n-th layer has no rotary embedding (models/qwen.py `_forward_packed`)."""
 
     def read_layers(every: Any, context: Context) -> tuple[int, ...]:
         step = 0 if every is None else _there(whole, every, key, context.where, f"{COUNT}, or null for none")
@@ -176,7 +178,7 @@ def _every(key: str) -> Codec:
 
 
 def _sparse(key: str) -> Codec:
-    """The layers that have experts; [-1] are all."""
+    """The codec of the list of layers that have experts, read as the dense layers; [-1] means all layers."""
 
     def read_dense(layers: Any, context: Context) -> Any:
         every = some_layers(context.values["layers"])
@@ -194,7 +196,10 @@ def _sparse(key: str) -> Codec:
 
 
 def _weights() -> Codec:
-    """The weights of experts are their softmax over all, and not made to add up to 1 (nn/moe.py `Router.routing`)."""
+    """The codec of router normalization, which nanotron never does (nn/moe.py `Router.routing`).
+
+    The weights of a token's experts are the softmax over all experts, and do not add up to 1.
+    """
 
     def check(normalized: bool, _: Context) -> Spelled:
         if normalized:
@@ -207,7 +212,7 @@ def _weights() -> Codec:
 
 
 def _shared(key: str) -> Codec:
-    """One expert is for all tokens: the family with experts that nanotron computes always has it."""
+    """The codec of `enable_shared_expert`, which must be true: the supported family with experts always has one."""
 
     def check(value: Any, context: Context) -> bool:
         if value is not True:
@@ -272,24 +277,24 @@ router_normalized    -                                    weights             ex
 """,
     CODECS,
 )
-"""Setting and key. `neighbours` and `biased` are none of a model's settings: the first chooses the layout, the second
-the family. Without `_use_qkv_packed` nothing computes the attention at this commit."""
+"""Setting, key and codec. `neighbours` and `biased` are not model settings: the first chooses the layout, the second
+the family. Without `_use_qkv_packed` this commit of nanotron cannot compute attention."""
 
 VOCAB = "vocab_size"
-"""Rows of the embedding: the trainer puts the padded number into its config (trainer.py `init_model`)."""
+"""The key of the rows of the embedding: the trainer writes the padded number (trainer.py `init_model`)."""
 OF_A_RUN: Mapping[str, Any] = {
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "initializer_range": 0.02, "pretraining_tp": 1,
     "use_cache": True, "_attn_implementation": "flash_attention_2", "z_loss_enabled": False,
     "z_loss_coefficient": 0.0001,
 }  # fmt: skip
-"""Keys that change neither layout nor computation, and what is written."""
+"""Keys that change neither layout nor computation, with the value that is written."""
 OF_QWEN2: Mapping[str, Any] = {
     "_fused_rotary_emb": True, "_fused_rms_norm": True, "_use_doc_masking": False, "log_attn_probs": False,
     "ring_attn_heads_k_stride": None,
 }  # fmt: skip
-"""The same of `Qwen2Config` alone."""
+"""Keys of `Qwen2Config` alone that change neither layout nor computation, with the value that is written."""
 OF_EXPERTS: Mapping[str, Any] = {"router_aux_loss_coef": 0.01, "token_dispatcher_type": "alltoall"}
-"""The same of `MoEConfig`."""
+"""Keys of `MoEConfig` that change neither layout nor computation, with the value that is written."""
 TOKENS = ("bos_token_id", "eos_token_id")
 HARMLESS = {
     *OF_A_RUN, *OF_QWEN2, *MARKS.values(), VOCAB, *(f"moe_config.{key}" for key in OF_EXPERTS)
@@ -302,27 +307,27 @@ MAY_HAVE = {
     "qwen2": {"biases", "scaled"},
     "qwen2_moe": {"biases", "experts", "scaled"},
 }
-"""Family: what a model of it may have, of that which not every model of nanotron has. The first one that fits is taken
-where no config says which."""
+"""Family: the optional traits that its models may have. The first family that fits is chosen where no config names
+one."""
 HAS = {"qwen2": {"biases"}, "qwen2_moe": {"biases", "experts"}}
-"""Family: what each model of it has."""
+"""Family: the traits that every model of the family has."""
 
 
 def read_config(
     config: Mapping[str, Any], settings: Settings, base: ModelSpec | None, where: str
 ) -> tuple[ModelSpec, bool]:
-    """The settings of a model, and whether neighbours of a head rotate.
+    """Return the spec of a model, and whether neighbouring rows of a head rotate.
 
     Args:
-        config: what model_config.json holds.
-        settings: what the user said.
-        base: the spec of the Hugging Face config that belongs to it, if there is one.
-        where: what to call the file in an error.
+        config: the content of model_config.json.
+        settings: the settings that the user passed.
+        base: the spec of the model's Hugging Face config, if there is one.
+        where: the name of the file in an error.
 
     Raises:
         SourceError: a setting is missing.
         UnsupportedError: the model computes something that has no layout here.
-        RefusedError: this file and the config contradict each other.
+        RefusedError: model_config.json and the Hugging Face config contradict each other.
     """
     flat = _flat(config)
     kind = next((kind for kind, mark in MARKS.items() if flat.get(mark)), "")
@@ -372,7 +377,7 @@ def read_config(
 
 
 def _confirmed(values: dict[str, Any], said: Mapping[str, Any], base: ModelSpec | None, where: str) -> ModelSpec:
-    """The spec, which the config that belongs to it does not contradict; that says how long a text may be."""
+    """Return the spec, compared with the Hugging Face config, which sets `max_positions` unless the user set it."""
     notes = list[str]()
     if base and values["max_positions"] != base.max_positions and "max_positions" not in said:
         notes.append(f"max_positions = {base.max_positions} as in the config, {where} has {values['max_positions']}")
@@ -390,7 +395,7 @@ def _confirmed(values: dict[str, Any], said: Mapping[str, Any], base: ModelSpec 
 
 
 def _family(traits: set[str], base: ModelSpec | None, where: str) -> str:
-    """The family of a model with these traits: that of its config, if it is one of those that have them."""
+    """The family of a model with these traits: that of its Hugging Face config, if that family allows the traits."""
     fitting = [name for name, may in MAY_HAVE.items() if HAS.get(name, set()) <= traits <= may]
     if not fitting:
         having = " and ".join(sorted(traits))
@@ -399,16 +404,16 @@ def _family(traits: set[str], base: ModelSpec | None, where: str) -> str:
 
 
 def written_config(spec: ModelSpec, padded: int, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The model_config.json of a model.
+    """Return the content of model_config.json for a model.
 
     Args:
         spec: the model.
-        padded: rows of the embedding.
-        config: the Hugging Face config, whose tokens it names.
+        padded: rows of the embedding, padding among them.
+        config: the Hugging Face config, from which the token ids (`TOKENS`) are taken.
 
     Raises:
-        UnsupportedError: its family is not written.
-        RefusedError: nanotron has no such model.
+        UnsupportedError: models of the family are not written for nanotron.
+        RefusedError: nanotron has no key for a setting of the model.
     """
     if spec.family not in MAY_HAVE:
         raise UnsupportedError(
@@ -435,7 +440,7 @@ def _conditions(kind: str, experts: bool) -> set[str]:
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys, those of the experts with that of their map in front."""
+    """Return model_config.json as one flat dict; a key of the `moe_config` map becomes `moe_config.KEY`."""
     inner = config.get("moe_config")
     if not isinstance(inner, dict) or not inner:
         return dict(config)

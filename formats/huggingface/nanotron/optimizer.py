@@ -1,22 +1,22 @@
-"""The optimizer of a nanotron training, read: AdamW's moments, FP32 master weights, steps and settings.
+"""Read the optimizer of a nanotron training: AdamW's moments, FP32 master weights, steps and settings.
 
-    STEP/optimizer/optimizer_config.json                           its class, and the parallel sizes
-    STEP/optimizer/optimizer_pp-0-of-1_tp-0-of-2_exp-0-of-1.pt     one for each pipeline and tensor parallel rank
-    STEP/optimizer/optimizer_pp-0-of-1_dp-0-of-2_tp-….pt           with ZeRO-1 for each data parallel rank too
+    STEP/optimizer/optimizer_config.json                           class of the optimizer, parallel sizes
+    STEP/optimizer/optimizer_pp-0-of-1_tp-0-of-2_exp-0-of-1.pt     a file for each pipeline and tensor-parallel rank
+    STEP/optimizer/optimizer_pp-0-of-1_dp-0-of-2_tp-….pt           with ZeRO-1 also for each data-parallel rank
 
-Each is what `state_dict()` gave:
+Each file is the optimizer's `state_dict()`:
 
     state                   {0: {step, exp_avg, exp_avg_sq}, …}
     names                   {0: "model.decoder.0.pp_block.attn.qkv_proj.weight", …}: the parameters of the stage
     param_groups            [{lr, betas, eps, weight_decay, …, params: [0]}, …]: a group for each parameter
     gradient_accumulator    {name: FP32 master weight}, where gradients are accumulated in FP32
 
-A rank has the states of its part of each parameter, in the layout of its weights. With ZeRO-1 the part is flat, and
-each data parallel rank has an interval of it. A tied embedding has states in the first and in the last stage.
+A rank has the states of its part of each parameter, in the layout of the weights. With ZeRO-1 that part is flattened,
+and each data-parallel rank has an interval of it. A tied embedding has states in the first and in the last stage.
 
 Facts: huggingface/nanotron at 2411b022, serialize/optimizer.py, optim/named_optimizer.py, optim/zero.py
-(`_partition_parameters`), optim/gradient_accumulator.py, helpers.py (`init_optimizer_and_grad_accumulator`); of v0.5
-the same. What its trainer saved, and what it held in memory, is in tests/golden/nanotron/optimizer.
+(`_partition_parameters`), optim/gradient_accumulator.py, helpers.py (`init_optimizer_and_grad_accumulator`); the same
+files of v0.5. Checkpoints of its trainer, and the states it had in memory, are in tests/golden/nanotron/optimizer.
 """
 
 from __future__ import annotations
@@ -47,18 +47,16 @@ from formats.torch_files.unpickle import DAMAGE
 
 FOLDER, CONFIG = "optimizer", "optimizer_config.json"
 ZERO = "ZeroDistributedOptimizer"
-"""The class that has its states spread over data parallel ranks, as the config names it."""
-CLASSES = (ZERO, "OptimizerFromGradientAccumulator", "NamedOptimizer")
-"""The classes of optim/, as the config names them: each around AdamW of torch."""
+"""The config's name of the optimizer class that shards its states over data-parallel ranks (ZeRO-1)."""
 SIZES = {"pp": "pp_size", "dp": "dp_size", "tp": "tp_size", "exp": "expert_parallel_size"}
-"""Axis: what the config calls the number of its ranks."""
+"""Axis: the key of the number of its ranks in optimizer_config.json."""
 COPY = "copy the files of all ranks of one save"
 WITHOUT = "convert the weights without --with-optimizer"
 FROZEN = "is it frozen, or has it made no step yet? an optimizer moves with a model that is trained as a whole"
 
 
 class Ranks(NamedTuple):
-    """Which rank a file is of, along each axis; that of data parallelism is None without ZeRO-1."""
+    """The rank that wrote a file, along each axis; the data-parallel rank is None without ZeRO-1."""
 
     pp: int
     dp: int | None
@@ -67,7 +65,7 @@ class Ranks(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank keeps of the parameters of its stage, each by its key: states, steps made, and how it is treated."""
+    """The optimizer states, step counts and settings in the file of one rank, each by the key of a parameter."""
 
     file: TorchFile
     states: Mapping[str, Mapping[str, TensorRef]]
@@ -75,7 +73,7 @@ class Share:
     groups: Mapping[str, Group]
 
 
-# --- what everybody asks ---------------------------------------------------------------------------------------------
+# --- the interface of the format -------------------------------------------------------------------------------------
 
 
 def is_trained(source: Checkpoint) -> bool:
@@ -84,17 +82,17 @@ def is_trained(source: Checkpoint) -> bool:
 
 
 def states(source: Checkpoint) -> tuple[Mapping[str, Checkpoint], dict[str, Any]]:
-    """Its states, and what `inspect` says of it."""
+    """Return the optimizer states of a checkpoint, and the fields that `inspect` shows."""
     optimizer = read(source)
     return optimizer.states, {"step": optimizer.step}
 
 
 def read(source: Checkpoint) -> Optimizer:
-    """The optimizer of an opened checkpoint of nanotron.
+    """Read the optimizer of an opened checkpoint of nanotron.
 
     Raises:
-        SourceError: there is none, or it is damaged, incomplete, or of another save or model than the weights.
-        UnsupportedError: it is not AdamW's, or not all of the model was trained, and equally often.
+        SourceError: there is no optimizer, or it is damaged, incomplete, or of another save or model than the weights.
+        UnsupportedError: the optimizer is not AdamW, or parameters were not trained, or not equally often.
     """
     folder = source.home / FOLDER
     if not folder.is_dir():
@@ -124,15 +122,15 @@ def read(source: Checkpoint) -> Optimizer:
     return Optimizer(checkpoints, step, _groups(shares, by_rank[0]), details.samples or None)
 
 
-# --- which files there are -------------------------------------------------------------------------------------------
+# --- the files and their ranks ---------------------------------------------------------------------------------------
 
 
 def _files(folder: Path) -> tuple[dict[Ranks, Path], dict[str, int]]:
-    """The file of each rank, and the number of ranks along each axis: those of `dp` only with ZeRO-1.
+    """Return the file of each rank, and the number of ranks along each axis; `dp` is among the axes only with ZeRO-1.
 
     Raises:
-        SourceError: one is missing, or they are of two topologies.
-        UnsupportedError: they are of several ranks of experts.
+        SourceError: a file is missing, or the files are of several topologies.
+        UnsupportedError: the files are of several expert-parallel ranks.
     """
     files: dict[Ranks, Path] = {}
     topologies: dict[tuple[tuple[str, int], ...], Path] = {}
@@ -166,11 +164,11 @@ def _files(folder: Path) -> tuple[dict[Ranks, Path], dict[str, int]]:
 
 
 def _require_said(folder: Path, sizes: Mapping[str, int], source: Checkpoint) -> None:
-    """The files are those that the config of the optimizer tells of, and of the ranks of the weights.
+    """Refuse optimizer files whose topology differs from optimizer_config.json or from that of the weights.
 
     Raises:
-        SourceError: they are not.
-        UnsupportedError: the config is in an unknown form.
+        SourceError: the topologies differ.
+        UnsupportedError: optimizer_config.json is in an unknown form.
     """
     path = folder / CONFIG
     config = read_json(path)
@@ -193,15 +191,15 @@ def _require_said(folder: Path, sizes: Mapping[str, int], source: Checkpoint) ->
             )
 
 
-# --- what a file says ------------------------------------------------------------------------------------------------
+# --- parsing a file --------------------------------------------------------------------------------------------------
 
 
 def _share(file: TorchFile) -> Share:
-    """What a rank keeps.
+    """Parse the optimizer file of a rank.
 
     Raises:
-        SourceError: it is in no form that is known.
-        UnsupportedError: it is not AdamW's, or a parameter has no states.
+        SourceError: the file is in an unknown form.
+        UnsupportedError: the optimizer is not AdamW, or a parameter has no states.
     """
     try:
         return _parse(file)
@@ -249,10 +247,10 @@ def _parse(file: TorchFile) -> Share:
 
 
 def _kept(shares: Mapping[Ranks, Share]) -> list[str]:
-    """The states that all ranks keep.
+    """Return the names of the optimizer states, which all ranks must share.
 
     Raises:
-        SourceError: some keep master weights, and others none.
+        SourceError: some ranks keep master weights, and others do not.
     """
     first, *others = shares.values()
     for share in others:
@@ -262,11 +260,11 @@ def _kept(shares: Mapping[Ranks, Share]) -> list[str]:
 
 
 def _require_trained(shares: Mapping[Ranks, Share], slots: Sequence[Slot], folder: Path) -> None:
-    """The optimizer trains the parameters of the model, and nothing else.
+    """Refuse an optimizer that does not train exactly the parameters of the model.
 
     Raises:
-        SourceError: it has others.
-        UnsupportedError: it lacks some.
+        SourceError: the optimizer has a parameter that the model lacks.
+        UnsupportedError: the optimizer has no states of a parameter of the model.
     """
     keys, names = {slot.keys[0] for slot in slots}, {name for share in shares.values() for name in share.steps}
     if odd := sorted(names - keys):
@@ -276,11 +274,11 @@ def _require_trained(shares: Mapping[Ranks, Share], slots: Sequence[Slot], folde
 
 
 def _step(shares: Mapping[Ranks, Share], details: Nanotron, source: Checkpoint) -> int:
-    """How many steps the optimizer has made.
+    """Return how many steps the optimizer has made.
 
     Raises:
-        SourceError: ranks differ, or the metadata counts others and nobody accepted it.
-        UnsupportedError: parameters of one rank differ.
+        SourceError: ranks differ, or checkpoint_metadata.json records another step and the user has not accepted that.
+        UnsupportedError: parameters of one rank have made different numbers of steps.
     """
     first = next(iter(shares.values()))
     made = next(iter(first.steps.values()))
@@ -301,10 +299,10 @@ def _step(shares: Mapping[Ranks, Share], details: Nanotron, source: Checkpoint) 
 
 
 def _groups(shares: Mapping[Ranks, Share], slots: Iterable[Slot]) -> dict[tuple[str, int | None], Group]:
-    """How each logical tensor is treated.
+    """Return the AdamW settings of each logical tensor, by (tensor, layer).
 
     Raises:
-        SourceError: ranks differ.
+        SourceError: ranks have different settings for one parameter.
     """
     by_key: dict[str, tuple[Group, Path]] = {}
     for share in shares.values():
@@ -315,16 +313,16 @@ def _groups(shares: Mapping[Ranks, Share], slots: Iterable[Slot]) -> dict[tuple[
     return {(name, slot.layer): by_key[slot.keys[0]][0] for slot in slots for name in slot.rule.pattern.tensors}
 
 
-# --- putting states together -----------------------------------------------------------------------------------------
+# --- joining states --------------------------------------------------------------------------------------------------
 
 
 def _together(
     shares: Mapping[Ranks, Share], slots: Iterable[Slot], tp: int, state: str, sizes: Mapping[str, int]
 ) -> dict[str, Scattered]:
-    """A state of each parameter, as a tensor parallel rank has it.
+    """Return one state of each parameter, as a tensor-parallel rank has it, joined from its files.
 
     Raises:
-        SourceError: pieces of one are missing, or of another size.
+        SourceError: a piece of a state is missing, or has another size than the layout.
     """
     together = {}
     for slot in slots:
@@ -341,10 +339,10 @@ def _together(
 
 
 def _piece(fragment: Fragment, slot: Slot, rank: int | None, ranks: int, name: str) -> Piece:
-    """What a file holds of a state: all of it, or with ZeRO-1 the interval of a data parallel rank.
+    """Return the piece of a state in one file: all of the state, or with ZeRO-1 the interval of a data-parallel rank.
 
     Raises:
-        SourceError: it has another size.
+        SourceError: the tensor has another shape than that piece.
     """
     if rank is None:
         part, shape = whole_part(slot.shape), slot.shape
@@ -360,7 +358,10 @@ def _piece(fragment: Fragment, slot: Slot, rank: int | None, ranks: int, name: s
 
 
 def _interval(count: int, rank: int, ranks: int) -> tuple[int, int]:
-    """The elements of so many that a data parallel rank has: the first ranks have one more, where there is a rest."""
+    """Return the interval [start, stop) of `count` elements that a data-parallel rank has.
+
+    Where `ranks` does not divide `count`, the first ranks have one element more.
+    """
     size, more = divmod(count, ranks)
     starts = [number * size + min(number, more) for number in (rank, rank + 1)]
     return starts[0], starts[1]

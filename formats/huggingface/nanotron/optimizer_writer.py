@@ -1,8 +1,8 @@
-"""The optimizer of a nanotron training, written: a file for each pipeline and tensor parallel rank, without ZeRO.
+"""Write the optimizer of a nanotron training: a file for each pipeline and tensor-parallel rank, without ZeRO.
 
-A training that resumes takes the file of its own rank, whose groups it pairs with its own by their order, which is that
-of the modules. The files of one rank it takes apart for any tensor parallel size, but with master weights that it makes
-of the weights (serialize/optimizer.py `load_optimizer`).
+A training that resumes loads the file of its own rank and pairs the parameter groups with its own by order, the order
+of the modules. It can also split the files of one rank for any tensor-parallel size, but then makes master weights
+from the weights (serialize/optimizer.py `load_optimizer`).
 
 Facts: huggingface/nanotron at 2411b022, serialize/optimizer.py, optim/base.py (`custom_load_state_dict`),
 models/base.py (`build_model`), models/llama.py and models/qwen.py (`get_block_compute_costs`, the order of modules).
@@ -28,7 +28,7 @@ from formats.torch_files.archive_writer import Held, archived
 from formats.torch_files.pickle_values import TensorRef
 
 EMBEDDING, NORM, HEAD = "model.token_position_embeddings.", "model.final_layer_norm.", "model.lm_head."
-"""Blocks of a model that are no layers."""
+"""Name prefixes of the blocks of a model that are not layers."""
 ORDER: Mapping[str, tuple[str, ...]] = {
     LLAMA: (
         "input_layernorm", "attn.qkv_proj", "attn.o_proj", "post_attention_layernorm", "mlp.gate_up_proj",
@@ -40,12 +40,12 @@ ORDER: Mapping[str, tuple[str, ...]] = {
         "mlp.shared_expert_gate", "mlp.experts.merged_gate_up_proj", "mlp.experts.merged_down_proj",
     ),
 }  # fmt: skip
-"""Class: the modules of a layer, in the order in which it has them; of one, the weight comes before the bias."""
+"""Model class: the modules of a layer, in nanotron's order; the weight of a module comes before its bias."""
 PLAIN: Mapping[str, Any] = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
     "decoupled_weight_decay": True,
 }  # fmt: skip
-"""What else torch's AdamW has in a group: a training takes its groups from the file as they are."""
+"""The other keys of a parameter group of torch's AdamW: a training loads its groups unchanged from the file."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +59,20 @@ class Topology:
 def files_of(
     root: Path, spec: ModelSpec, padded: int, kind: str, optimizer: Optimizer, topology: Topology
 ) -> Iterator[OutputFile]:
-    """The files of all ranks.
+    """Lay out the optimizer files of all ranks.
 
     Args:
         root: the folder of the checkpoint.
         spec: the model.
-        padded: rows of its embedding.
-        kind: its class in nanotron, `LLAMA` or `QWEN2`.
-        optimizer: what is written.
+        padded: rows of the embedding, padding among them.
+        kind: the model class in nanotron, `LLAMA` or `QWEN2`.
+        optimizer: the optimizer to write.
         topology: the parallel sizes.
 
     Raises:
-        RefusedError: nanotron has no such topology of the model.
-        UnsupportedError: it is not Adam's, without settings, or treats one parameter of nanotron in several ways.
+        RefusedError: nanotron cannot train the model in this topology.
+        UnsupportedError: the optimizer is not Adam, has no settings, or has several settings for parts of one parameter
+            of nanotron.
     """
     _require_divided(spec, padded, topology)
     optimizer.require_only((Group,), root, "nanotron trains with AdamW")
@@ -86,7 +87,7 @@ def files_of(
 
 
 def config_of(optimizer: Optimizer, topology: Topology) -> dict[str, bytes]:
-    """The text beside them: the class of the optimizer, and the parallel sizes."""
+    """Return optimizer_config.json by its path: the class of the optimizer, and the parallel sizes."""
     sizes = {"tp": topology.tp, "dp": 1, "pp": topology.pp, "exp": 1}
     kind = "OptimizerFromGradientAccumulator" if STATES[0] in optimizer.states else "NamedOptimizer"
     config = {"type": kind, "parallelism": {SIZES[axis]: str(size) for axis, size in sizes.items()}, "configs": {}}
@@ -94,12 +95,12 @@ def config_of(optimizer: Optimizer, topology: Topology) -> dict[str, bytes]:
 
 
 def stages_of(spec: ModelSpec, padded: int, pp: int) -> list[list[str]]:
-    """The blocks of each pipeline stage, by what the names of their parameters begin with.
+    """Return the blocks of each pipeline stage, a block as the prefix of its parameters' names.
 
-    A stage ends with the block that takes the costs so far beyond its share.
+    A stage ends with the block at which the sum of the costs so far exceeds the share of the stages so far.
 
     Raises:
-        RefusedError: a stage would have none.
+        RefusedError: a stage would have no block.
     """
     layer = 4 * spec.heads * (spec.hidden // spec.heads) * spec.hidden + 3 * spec.ffn * spec.hidden
     layers = {f"model.decoder.{number}.": layer for number in range(spec.layers)}
@@ -117,10 +118,10 @@ def stages_of(spec: ModelSpec, padded: int, pp: int) -> list[list[str]]:
 
 
 def _require_divided(spec: ModelSpec, padded: int, topology: Topology) -> None:
-    """Each tensor parallel rank has as many heads, rows and columns as another.
+    """Refuse a tensor-parallel size that does not divide the heads, rows and columns of the model.
 
     Raises:
-        RefusedError: they do not divide.
+        RefusedError: the tensor-parallel size does not divide one of them.
     """
     sizes = {"heads": spec.heads, "key/value heads": spec.kv_heads, "columns of the MLP": spec.ffn,
              "columns of the shared expert": spec.shared_ffn or 0, "rows of the embedding": padded}  # fmt: skip
@@ -132,9 +133,9 @@ def _require_divided(spec: ModelSpec, padded: int, topology: Topology) -> None:
 def _of_block(
     block: str, slots: Mapping[str, Slot], kind: str, spec: ModelSpec, stages: Sequence[Sequence[str]]
 ) -> list[Slot]:
-    """The parameters of a block, in the order of its modules; a tied head is the embedding once more.
+    """Return the parameters of a block, in the order of its modules; a tied head repeats the embedding.
 
-    Where both are in one stage they are one parameter, that of the embedding.
+    With one stage only, a tied head and the embedding are one parameter, in the embedding's block.
     """
     if block == HEAD and spec.tied:
         return [
@@ -154,7 +155,7 @@ def _of_block(
 
 
 def _file(path: Path, parameters: Sequence[Slot], optimizer: Optimizer) -> OutputFile:
-    """The file of a rank, as torch.save writes what `state_dict()` gives."""
+    """Lay out the file of a rank, in the form in which torch.save writes the optimizer's `state_dict()`."""
     treated = [_group(slot, optimizer) for slot in parameters]
     step = step_tensor(optimizer.updates(path))
     states: dict[str, list[Held]] = {
@@ -175,10 +176,10 @@ def _file(path: Path, parameters: Sequence[Slot], optimizer: Optimizer) -> Outpu
 
 
 def _group(slot: Slot, optimizer: Optimizer) -> Group:
-    """How AdamW treats a parameter.
+    """Return the AdamW settings of a parameter.
 
     Raises:
-        UnsupportedError: it is not said, or parts of the parameter are treated in several ways.
+        UnsupportedError: the settings are unknown, or differ between logical tensors of the parameter.
     """
     groups = {optimizer.groups.get((name, slot.layer)) for name in slot.rule.pattern.tensors}
     (group, *others) = groups

@@ -1,14 +1,14 @@
-"""The files of nanotron's parameters: what their names and their metadata say.
+"""The weights files of nanotron: their names, and the metadata that places a shard in its parameter.
 
     model/model/decoder/0/pp_block/attn/qkv_proj/model_weight_pp-rank-0-of-1_tp-rank-0-of-2.safetensors
     model/model/decoder/0/pp_block/input_layernorm/model_weight.safetensors
 
-One tensor is in each, `data`. That of a shard says the shape of all shards together, and pairs of slices: which part of
-the file (in front of `#`) is which part of the whole.
+Each file holds one tensor, `data`. The metadata of a shard records the shape of the whole parameter, and pairs of
+slices: a part of the file (before `#`) and its place in the whole.
 
     0,16,None|None,None,None#0,16,None|None,None,None;16,24,None|…
 
-0.5 says twice that a shard is one of the model: `model_model_weight.safetensors_pp-rank-0-of-1_tp-rank-0-of-2….`
+In 0.5 the name of a shard repeats prefix and suffix: `model_model_weight.safetensors_pp-rank-0-of-1_tp-rank-0-of-2….`
 
 Facts: huggingface/nanotron at 2411b022 and v0.5 (2024-04-19), serialize/utils.py (`get_path`), serialize/metadata.py
 (`TensorMetadata`), parallel/parameters.py (`SlicesPair`), parallel/sharded_parameters.py.
@@ -34,25 +34,25 @@ from formats.layout.slots import Slot
 FOLDER = "model"
 DATA = "data"
 VERSION = "1.5"
-"""Of the files: the newest that is known (constants.py)."""
+"""The newest known version of the files (constants.py)."""
 FILE = re.compile(
     r"model_(?:model_)?(?P<name>.+?)(?:\.safetensors)?"
     r"(?:_pp-rank-(?P<pp>\d+)-of-(?P<pps>\d+)_tp-rank-(?P<tp>\d+)-of-(?P<tps>\d+)"
     r"(?P<experts>_exp-rank-\d+-of-\d+)?)?\.safetensors"
 )
 SHAPE, SLICES, NUMBER = "unsharded_shape", "local_global_slices_pairs", "version"
-"""Keys of the metadata of a shard."""
+"""Keys in the metadata of a shard."""
 ALL = "None,None,None"
-"""The slice of a whole dimension."""
+"""The slice that is a whole dimension."""
 
 Box = tuple[tuple[int, int], ...]
-"""Start and stop along each dimension."""
+"""(start, stop) along each dimension."""
 Pair = tuple[Box, Box]
-"""A part of a file, and its place in the whole."""
+"""A part of the tensor in a file, and its place in the whole parameter."""
 
 
 class Rank(NamedTuple):
-    """Which of the ranks wrote a file: those of pipeline and tensor parallelism, and how many of each there were."""
+    """The pipeline and tensor-parallel rank that wrote a file, each with the number of ranks."""
 
     pp: int
     pps: int
@@ -61,11 +61,11 @@ class Rank(NamedTuple):
 
 
 ONE = Rank(pp=0, pps=1, tp=0, tps=1)
-"""The rank of a training on one device, as which files are written."""
+"""The rank of a training on one device; files are written under this rank."""
 
 
 class Shard(NamedTuple):
-    """A file: the name of its parameter, the rank that wrote it (none, where it is not split), and its tensor."""
+    """A weights file: its parameter, the rank that wrote it (None where the parameter is not split), and its tensor."""
 
     key: str
     rank: Rank | None
@@ -74,11 +74,11 @@ class Shard(NamedTuple):
 
 
 def shards(folder: Path) -> Iterator[Shard]:
-    """The files of all parameters.
+    """Yield the files of all parameters.
 
     Raises:
-        SourceError: a file has no name of nanotron's, or that of no rank, or not one tensor.
-        UnsupportedError: it was written by one of several ranks of experts, or in a version that nobody here knows.
+        SourceError: a file name is not one of nanotron's or names an impossible rank, or the file has not one tensor.
+        UnsupportedError: a file is of one of several expert-parallel ranks, or of an unknown version.
     """
     for path, modules in _walk(folder / FOLDER, ()):
         match = FILE.fullmatch(path.name)
@@ -101,10 +101,10 @@ def shards(folder: Path) -> Iterator[Shard]:
 
 
 def require_known(version: object, path: Path) -> None:
-    """Refuse a file of a version that nobody here knows.
+    """Refuse a file of an unknown version.
 
     Raises:
-        UnsupportedError: it is newer than the newest one, or none.
+        UnsupportedError: the version is newer than `VERSION`, or is not a version number.
     """
     numbers = str(version).split(".")
     known = [int(number) for number in VERSION.split(".")]
@@ -115,7 +115,7 @@ def require_known(version: object, path: Path) -> None:
 
 
 def _walk(folder: Path, modules: tuple[str, ...]) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """The files in a folder and in those in it, each with the names of its folders."""
+    """Yield the files in a folder, recursively, each with the names of its subfolders."""
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             yield from _walk(path, (*modules, path.name))
@@ -124,10 +124,10 @@ def _walk(folder: Path, modules: tuple[str, ...]) -> Iterator[tuple[Path, tuple[
 
 
 def topology(files: Iterable[Shard], where: Path) -> dict[str, int]:
-    """The parallel sizes, which all files agree on.
+    """Return the parallel sizes, on which all files must agree.
 
     Raises:
-        SourceError: they are of several topologies, so of several saves.
+        SourceError: the files are of several topologies, so of several saves.
     """
     sizes = {(file.rank.tps, file.rank.pps): file.fragment.path for file in files if file.rank}
     if len(sizes) > 1:
@@ -142,10 +142,10 @@ def topology(files: Iterable[Shard], where: Path) -> dict[str, int]:
 
 
 def together(files: Sequence[Shard]) -> dict[str, Scattered]:
-    """Each parameter, as the pieces that its files hold.
+    """Return each parameter as the pieces in its files, by name.
 
     Raises:
-        SourceError: a shard is missing, or there twice, or its metadata is damaged.
+        SourceError: a shard is missing or present twice, or its metadata is damaged.
     """
     by_key: dict[str, list[Shard]] = {}
     for file in files:
@@ -175,7 +175,7 @@ def _together(key: str, files: list[Shard]) -> Scattered:
 
 
 def _shape(file: Shard) -> tuple[int, ...]:
-    """The shape of the whole; numpy 2 writes its integers as `np.int64(96)`."""
+    """Return the shape of the whole parameter from a shard's metadata; numpy 2 writes integers as `np.int64(96)`."""
     path, text = file.fragment.path, file.metadata.get(SHAPE, "")
     if not re.fullmatch(r"\((?:(?:np\.int\d+\(\d{1,18}\)|\d{1,18}),? ?)+\)", text):
         raise SourceError(f"{path} does not say of what shape it is a part: {SHAPE} = {short(text)}")
@@ -183,7 +183,7 @@ def _shape(file: Shard) -> tuple[int, ...]:
 
 
 def _pieces(file: Shard, shape: tuple[int, ...]) -> Iterator[Piece]:
-    """What of the whole a file holds."""
+    """Yield the pieces of the whole parameter in a file."""
     fragment = file.fragment
     for inner, outer in _pairs(file, shape):
         offset = sum(low * stride for (low, _), stride in zip(inner, fragment.strides, strict=True))
@@ -194,10 +194,10 @@ def _pieces(file: Shard, shape: tuple[int, ...]) -> Iterator[Piece]:
 
 
 def _pairs(file: Shard, shape: tuple[int, ...]) -> list[Pair]:
-    """The parts of a file, each with its place in the whole, as its metadata says them.
+    """Return the parts of the tensor in a file with their places in the whole parameter, from the file's metadata.
 
     Raises:
-        SourceError: they are no parts of the two, or not all of the file.
+        SourceError: a slice is outside the file or the whole, or the slices do not cover the file exactly once.
     """
     path, text, fragment = file.fragment.path, file.metadata.get(SLICES, ""), file.fragment
     pairs: list[Pair] = []
@@ -214,7 +214,7 @@ def _pairs(file: Shard, shape: tuple[int, ...]) -> list[Pair]:
 
 
 def _box(text: str, shape: tuple[int, ...]) -> Box | None:
-    """The part of a shape that slices name, such as `0,16,None|None,None,None`; None where they name none."""
+    """Parse slices such as `0,16,None|None,None,None` into a box in a shape; None where they are invalid."""
     slices = text.split("|")
     if len(slices) != len(shape):
         return None
@@ -231,21 +231,21 @@ def _box(text: str, shape: tuple[int, ...]) -> Box | None:
     return tuple(box)
 
 
-# --- what the layout says of a rank ----------------------------------------------------------------------------------
+# --- the part of a rank by the layout --------------------------------------------------------------------------------
 
 
 def require_own_parts(files: Iterable[Shard], slots: Iterable[Slot]) -> None:
-    """Refuse a file that says another part of its parameter than the rank in its name holds.
+    """Refuse a file whose metadata records another part of its parameter than the rank in its name holds.
 
-    nanotron itself goes by the names where the topology is that of the save, and by the metadata otherwise
-    (serialize/weights.py `load_weights`).
+    nanotron itself loads by name in the topology of the save, and by metadata in any other (serialize/weights.py
+    `load_weights`).
 
     Args:
-        files: those of all parameters.
-        slots: the parameters, put together; each file is of one of them, whose shape it says.
+        files: the files of all parameters.
+        slots: the whole parameters; each file is of one of them and records its shape.
 
     Raises:
-        SourceError: name and metadata contradict each other, or the metadata and the layout of the parameter.
+        SourceError: the metadata contradicts the file's name, or the layout of the parameter.
     """
     by_key = {slot.keys[0]: slot for slot in slots}
     for file in files:
@@ -262,12 +262,12 @@ def require_own_parts(files: Iterable[Shard], slots: Iterable[Slot]) -> None:
 
 
 def _split_dim(slot: Slot) -> int | None:
-    """The dimension that is split over tensor parallel ranks, if there is one."""
+    """Return the dimension that is split over tensor-parallel ranks; None if there is none."""
     return next((number for number, term in enumerate(slot.rule.pattern.dims) if splits(term)), None)
 
 
 def _parts_of(slot: Slot, rank: Rank) -> list[Pair]:
-    """What a rank holds of a parameter: each part that is split by itself, as query, key and value are."""
+    """Return the parts of a parameter on a rank, a pair for each section that is split by itself (query, key, …)."""
     dim, whole = _split_dim(slot), tuple((0, size) for size in slot.shape)
     if dim is None:
         return [(whole, whole)]
@@ -291,16 +291,16 @@ def _text(pairs: Iterable[Pair]) -> str:
 
 
 def path_of(key: str, *, split: bool) -> Path:
-    """Where a parameter is written, of one rank, relative to the checkpoint."""
+    """Return the path of a parameter's file, relative to the checkpoint, as a training on one rank names it."""
     *modules, name = key.split(".")
     suffix = "_pp-rank-0-of-1_tp-rank-0-of-1" if split else ""
     return Path(FOLDER, *modules, f"model_{name}{suffix}.safetensors")
 
 
 def metadata_of(slot: Slot) -> dict[str, str]:
-    """What the file of a parameter says that one tensor parallel rank holds; nothing of one that is not split.
+    """Return the metadata of a parameter's file, as one tensor-parallel rank writes it; empty if it is never split.
 
-    What is split by itself, as query, key and value are, is a pair of slices; one that is alone has no local ones.
+    Each section that is split by itself (query, key, value) is a pair of slices; a single section has no local slices.
     """
     dim = _split_dim(slot)
     if dim is None:

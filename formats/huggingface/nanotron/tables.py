@@ -1,10 +1,10 @@
-"""The layout of nanotron: its tensors as they are when the shards of all ranks are put together.
+"""The layout of nanotron's tensors, with the shards of all ranks joined.
 
-Where a dimension is split over tensor parallel ranks, `/tp` says so: such tensors have a file for each rank, the others
-one. Query, key and value follow one another in one matrix, as gate and up do, and each is split by itself.
+`/tp` marks a dimension that is split over tensor-parallel ranks: such a tensor has a file for each rank, any other
+tensor has one file. Query, key and value are concatenated in one matrix, as gate and up are; each is split by itself.
 
-Facts: huggingface/nanotron at 2411b022, models/llama.py, models/qwen.py, nn/moe.py; what it saved is in
-tests/golden/nanotron, with its own logits.
+Facts: huggingface/nanotron at 2411b022, models/llama.py, models/qwen.py, nn/moe.py; checkpoints that it
+saved are in tests/golden/nanotron, with its logits.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ model.final_layer_norm.pp_block.weight                           final_norm: hid
 model.lm_head.pp_block.weight                                    (head: vocab | ~padding)/tp hidden    untied
 """
 HALVES, NEIGHBOURS = rules(_TABLE), rules(_TABLE.replace("half pair", "pair half"))
-"""Whether halves of a head rotate, or neighbours (`rope_interleaved`). A tied head has no file."""
+"""The layouts in which rotary embeddings rotate halves of a head, or neighbouring rows (`rope_interleaved`). A tied head
+has no file."""
 TABLES = {"nanotron (halves)": HALVES, "nanotron (neighbours)": NEIGHBOURS}
 WHOLE = (0, 1)
-"""The rank of a training with one tensor parallel rank, and how many there are."""
+"""(rank, number of ranks) of a training with one tensor-parallel rank."""
 
 
 def slots_of(spec: ModelSpec, padded: int, *, neighbours: bool, tp: tuple[int, int] = WHOLE) -> list[Slot]:
-    """The tensors of a model with so many rows of the embedding: put together, or as a tensor parallel rank has them."""
+    """Return the tensors of a model: whole, or as the tensor-parallel rank `tp` = (rank, ranks) holds them.
+
+    `padded` is the number of rows of the embedding, padding among them.
+    """
     return spec.slots_in(NEIGHBOURS if neighbours else HALVES, spec.sizes(padded), mesh={"tp": tp})

@@ -1,7 +1,8 @@
-"""Checkpoints for nanotron, which any topology loads.
+"""Write checkpoints of nanotron that load in any topology.
 
-A training that finds no file of its own rank puts those of all ranks together and takes its part (serialize/weights.py
-`load_weights`), so one file a parameter is enough. Of an optimizer it asks for that of its own rank.
+A training that finds no weights file of its own rank joins the files of all ranks and takes its part
+(serialize/weights.py `load_weights`), so one file per parameter is enough. It loads the optimizer from the file of its
+own rank.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ def write(
     """Lay out a checkpoint.
 
     Args:
-        root: its folder.
+        root: the folder of the checkpoint.
         spec: the model; its true vocabulary must be known.
         dtypes: the element type of each logical tensor.
-        vocab_multiple: what the vocabulary is padded to a multiple of, for each tensor parallel rank.
+        vocab_multiple: the rows of the vocabulary on each tensor-parallel rank are padded to a multiple of this.
         config: the Hugging Face config of the model.
-        optimizer: what is written beside the weights, for a training that resumes.
-        topology: its parallel sizes.
+        optimizer: the optimizer to write beside the weights, for a training that resumes.
+        topology: the parallel sizes of the training that resumes.
 
     Raises:
-        UnsupportedError: nanotron is not written of such models.
-        RefusedError: it has no such model.
+        UnsupportedError: models of the family are not written for nanotron.
+        RefusedError: nanotron has no key for a setting of the model, or cannot train it in the topology.
     """
     multiple = vocab_multiple * topology.tp
     padded = -(-(spec.vocab or 0) // multiple) * multiple
@@ -64,7 +65,7 @@ def write(
 
 
 def _file(root: Path, slot: Slot, dtype: str) -> OutputFile:
-    """The file of a parameter."""
+    """Lay out the file of a parameter."""
     key, metadata = slot.keys[0], shards.metadata_of(slot)
     path = root / shards.path_of(key, split=bool(metadata))
     header, offsets = safetensors_header([Entry(shards.DATA, dtype, slot.shape)], metadata)
@@ -74,7 +75,7 @@ def _file(root: Path, slot: Slot, dtype: str) -> OutputFile:
 
 
 def _metadata(optimizer: Optimizer | None) -> dict[str, Any]:
-    """What is said of a save in which nothing was trained, or by an optimizer alone (serialize/metadata.py)."""
+    """Return checkpoint_metadata.json with the step and samples of the optimizer, 0 without (serialize/metadata.py)."""
     counts = {"consumed_train_samples": 0, "consumed_tokens_total": 0, "last_train_step": 0, "last_stage_idx": 0}
     if optimizer:
         counts |= {"last_train_step": optimizer.step or 0, "consumed_train_samples": optimizer.samples or 0}

@@ -1,17 +1,17 @@
-"""Classes of Megatron-Bridge with a tower of images beside megatron-core's language model: names and further fields.
+"""Megatron-Bridge's classes with a vision tower beside megatron-core's language model: names and further fields.
 
     language_model.*          a GPTModel, whose fields are those of `run_config.py`, or of a class in `providers.py`
-    visual.*, vision_tower.*  the tower, the module of Hugging Face itself: whole on each tensor rank of the first stage
-    multi_modal_projector.*   of Gemma 3: what is between them, a module of Bridge with a configuration of its own
+    visual.*, vision_tower.*  the vision tower, a Hugging Face module: whole on each TP rank of the first stage
+    multi_modal_projector.*   Gemma 3's projector between the two, a module of Bridge with its own configuration
 
-What a config.json says of the whole is compared with the fields of a file, and written into them: a whole is read with
-its config. Positions of images are in code: of text `mrope` is what `rope` is.
+A model is read with its config.json, whose values are compared with the fields of run_config.yaml, and are written into
+them. Positions of images are computed in code; for text, `mrope` is the same as `rope`.
 
 Facts: Megatron-Bridge 0.3.1 models/qwen_vl/ (qwen25_vl_provider.py, modeling_qwen25_vl.py, qwen3_vl_provider.py,
 modelling_qwen3_vl/model.py and text_model.py), models/gemma_vl/ (gemma3_vl_provider.py, modeling_gemma3_vl.py),
 models/glm_vl/ (glm_45v_provider.py, modeling_glm_45v.py), models/glm/glm45_provider.py and the names that its bridges
-map; utils/yaml_utils.py for a config in a field. transformers 4.57.3, with which it runs, for what config classes
-assume. tests/golden/bridge has its own files.
+map; utils/yaml_utils.py for a config in a field. transformers 4.57.3, with which it runs, for the defaults of config
+classes. Checkpoints that it saved are in tests/golden/bridge.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from formats.model.spec import ModelSpec
 Config = Mapping[str, Any]
 GPT = "megatron.bridge.models.gpt_provider.GPTModelProvider"
 PREFIX = "language_model."
-"""What stands before the names of the language model."""
+"""The prefix of the names of the language model."""
 HEAD = "lm_head."
 INSIDE = "config_dict"
-"""The keys of a config that is a field."""
+"""The key under which a field that is a Hugging Face config holds the config's keys."""
 TOWER, TEXT = "vision_config", "hf_text_config"
-"""Fields that are configs. Of the second the rotary embedding alone is made."""
+"""Fields that are Hugging Face configs. The second is used for the rotary embedding only."""
 ROTARY = ("rope_theta", "head_dim", "hidden_size", "num_attention_heads")
 OF_A_FILE = {
     "_name_or_path", "architectures", "attn_implementation", "_attn_implementation_autoset", "dtype", "id2label",
     "initializer_range", "label2id", "model_type", "torch_dtype", "transformers_version", "tie_word_embeddings",
 }  # fmt: skip
-"""Keys of a config that say nothing of what its tower computes."""
+"""Keys of a config that do not affect the computation of the tower."""
 RUNNING = {
     "bos_token_id", "eos_token_id", "freeze_language_model", "freeze_vision_model", "freeze_vision_projection",
     "cp_comm_type", "decoder_sparse_step", "deepstack_visual_indexes", "head_dim", "in_channels",
@@ -47,17 +47,17 @@ RUNNING = {
     "pretrained_model_name", "temporal_patch_size", "use_hf_vision_model", "vision_dp_when_cp", "vision_end_token_id",
     "vision_start_token_id", "vision_token_id",
 }  # fmt: skip
-"""Further fields: no model of the class depends on them, whose tower goes by `vision_config`. What a class has in
-`fields` is compared all the same."""
+"""Further fields that do not affect a model, as its tower is built from `vision_config`. Those in `fields` of a class
+are compared nevertheless."""
 
 
 class Deviation(NamedTuple):
-    """What a class computes otherwise than transformers.
+    """A difference between the computation of a class and that of transformers.
 
     Attributes:
-        accept: the deviation, as the user names it.
-        what: what it is.
-        use: for what it can be taken all the same.
+        accept: the name with which the user accepts the difference (`--accept`).
+        what: a description of the difference.
+        use: the purpose for which the difference can be accepted.
     """
 
     accept: str
@@ -67,23 +67,23 @@ class Deviation(NamedTuple):
 
 @dataclass(frozen=True)
 class Vision:
-    """One class.
+    """A class of Megatron-Bridge with a vision tower.
 
     Attributes:
-        kind: the model type of its models.
-        target: the class, with its module.
-        text: how names of the language model begin by itself: how they begin in the whole's files.
-        towers: how all other names begin there: how they do in Megatron-Bridge; the first that fits counts.
-        fields: what its fields are, by what says it of a config.json.
-        depth: how many of the first layers are given features of an image, by its `vision_config`.
-        language: the class of its language model alone.
-        positions: its `position_embedding_type`, where that of its language model is `rope`.
-        lacks: settings of a language model that it has not, where `language` does not say so itself.
-        turned: the matrices of files that it has the other way round.
-        states: the entries without elements that it asks for beside its language model.
-        deviation: what it computes otherwise than transformers.
-        fixed: further fields, which are the same of all models and have another default.
-        later: how names begin that it has from release 0.4.0 on, with a tower of megatron-core's layers.
+        kind: the `model_type` of the models that the class computes.
+        target: the name of the class, with its module.
+        text: name prefix in files of the language model alone: prefix in Hugging Face files of the whole model.
+        towers: prefix of all other names in Hugging Face files: prefix in Megatron-Bridge; the first match counts.
+        fields: field of the class: the function that computes its value from a config.json.
+        depth: how many of the first layers get features of an image, computed from a config.json.
+        language: the class of the language model alone.
+        positions: the `position_embedding_type`, where that of the language model alone is `rope`; None if the same.
+        lacks: settings of a language model that the class does not support and `language` does not refuse itself.
+        turned: the matrices of Hugging Face files that the class has transposed.
+        states: the `_extra_state` entries that a load requires besides those of the language model.
+        deviation: the difference from the computation of transformers; None if there is none.
+        fixed: further fields with one value for all models, which is not the field's default.
+        later: prefixes of names in releases from 0.4.0 on, whose tower has megatron-core's layers.
     """
 
     kind: str
@@ -103,31 +103,31 @@ class Vision:
 
     @property
     def name(self) -> str:
-        """The class without its module."""
+        """The name of the class without its module."""
         return self.target.rpartition(".")[2]
 
     def in_files(self, key: str) -> str:
-        """The name in files of a tensor of the language model."""
+        """The name in Hugging Face files of a tensor of the language model, from its name in a language model alone."""
         before = next(prefix for prefix in self.text if key.startswith(prefix))
         return self.text[before] + key.removeprefix(before)
 
     def in_bridge(self, key: str) -> str | None:
-        """The name in Megatron-Bridge of a tensor of a tower; None if it is of none."""
+        """The name in Megatron-Bridge of a tensor of the tower, from its name in files; None of any other tensor."""
         before = next((prefix for prefix in self.towers if key.startswith(prefix)), None)
         return None if before is None else self.towers[before] + key.removeprefix(before)
 
     def of_tower(self, name: str) -> str | None:
-        """The name in files of a tensor of a tower, by that in Megatron-Bridge; None if it is of none."""
+        """The name in files of a tensor of the tower, from its name in Megatron-Bridge; None of any other tensor."""
         before = next((prefix for prefix, own in self.towers.items() if name.startswith(own)), None)
         return None if before is None else before + name.removeprefix(self.towers[before])
 
     def on_hub(self, key: str) -> str:
-        """The name that files of the Hub have, of a tensor of files."""
+        """The name of a tensor in files of the Hub, from its name in files of any version of transformers."""
         name = self.in_bridge(key)
         return key if name is None else str(self.of_tower(name))
 
     def said(self, config: Config) -> dict[str, Any]:
-        """The fields of a model, beside those of its language model."""
+        """Return the fields of a model that the class adds to those of the language model."""
         return {
             TARGET: self.target,
             **{name: value(config) for name, value in self.fields.items()},
@@ -138,16 +138,17 @@ class Vision:
         }
 
     def require(self, spec: ModelSpec, config: Config, tp: int, first: int) -> None:
-        """The class computes a model.
+        """Refuse a model that the class cannot compute in a topology.
 
         Args:
-            spec: its language model.
-            config: the config.json of the whole.
-            tp: tensor parallel size.
-            first: layers of the first stage.
+            spec: the language model.
+            config: the config.json of the whole model.
+            tp: tensor-parallel size.
+            first: number of layers of the first pipeline stage.
 
         Raises:
-            RefusedError: it does not.
+            RefusedError: the class lacks a setting of the language model, the vocabulary does not divide over `tp`, or
+                layers with features of an image are not in the first stage.
         """
         odd = next((setting for setting in self.lacks if getattr(spec, setting)), None)
         if odd:
@@ -164,10 +165,10 @@ class Vision:
             )
 
     def deviations(self, accept: Collection[str], where: str) -> tuple[str, ...]:
-        """What the user should know of what it computes otherwise, if that is something and was accepted.
+        """Return the note on the accepted deviation from transformers; empty if the class has no deviation.
 
         Raises:
-            RefusedError: it was not.
+            RefusedError: the deviation is not in `accept`.
         """
         if self.deviation is None:
             return ()
@@ -176,10 +177,10 @@ class Vision:
         raise RefusedError(f"{where}: {self.deviation.what}", f"--accept {self.deviation.accept}, {self.deviation.use}")
 
     def require_agreement(self, fields: Mapping[str, Any], config: Config, where: str) -> None:
-        """The fields of a file say what a config.json does.
+        """Refuse fields of a run_config.yaml that differ from a config.json.
 
         Raises:
-            RefusedError: they contradict each other.
+            RefusedError: fields and config.json contradict each other.
         """
         differing = [
             f"{name}: {short(ours)} | {short(theirs)}"
@@ -196,15 +197,15 @@ class Vision:
 
 
 def of_fields(fields: Mapping[str, Any]) -> Vision | None:
-    """The class that a file names; None if it is none of these."""
+    """The class that the fields of a run_config.yaml name; None if it is not in `VISIONS`."""
     return next((vision for vision in VISIONS.values() if fields.get(TARGET) == vision.target), None)
 
 
 def of_text(vision: Vision, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of the language model, as those of its class alone.
+    """Return the fields of the language model, as its class alone would have them.
 
     Raises:
-        UnsupportedError: its positions are none that a config can say.
+        UnsupportedError: the positions are not of the class's kind, or rotary_base differs from hf_text_config.
     """
     others = {name: value for name, value in fields.items() if name not in {*vision.fields, *RUNNING}}
     others |= {TARGET: vision.language}
@@ -223,7 +224,7 @@ def of_text(vision: Vision, fields: Mapping[str, Any], where: str) -> dict[str, 
 
 
 def _compared(name: str, ours: Any, theirs: Any) -> list[tuple[str, Any, Any]]:
-    """(name, file, config) of what both say: of a config of Hugging Face inside, those of its keys that both have."""
+    """Return (name, file value, config value) of a field; of a nested config, for each key that both have."""
     if not isinstance(theirs, Mapping):
         return [(name, ours, theirs)]
     if INSIDE not in theirs:
@@ -234,12 +235,12 @@ def _compared(name: str, ours: Any, theirs: Any) -> list[tuple[str, Any, Any]]:
 
 
 def _key(name: str, assumed: Any) -> Callable[[Config], Any]:
-    """A key of the config, and what its class assumes."""
+    """Return the function that reads a key of a config, with the default of the config's class."""
     return lambda config: config.get(name, assumed)
 
 
 def _inside(target: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config, as Megatron-Bridge's files hold one."""
+    """Return a Hugging Face config in the form in which Megatron-Bridge's files hold it."""
     return {TARGET: f"transformers.models.{target}.from_dict", "_call_": True, INSIDE: dict(config)}
 
 
@@ -248,18 +249,18 @@ def _tower(target: str) -> Callable[[Config], Any]:
 
 
 def _ropes(config: Config) -> Mapping[str, Any]:
-    """What a config says of its rotary embedding, wherever that is."""
+    """Return the rotary parameters of a config, of transformers 4 or 5, of the text config or the top level."""
     text = config.get("text_config") or config
     return text.get("rope_parameters") or text.get("rope_scaling") or {}
 
 
 def _sections(assumed: Sequence[int]) -> Callable[[Config], Any]:
-    """How many pairs of a head turn by the time, the height and the width of an image."""
+    """Return the function that reads how many pairs of a head rotate by time, height and width of an image."""
     return lambda config: list(_ropes(config).get("mrope_section") or assumed)
 
 
 def _text(target: str) -> Callable[[Config], Any]:
-    """The config of the text as transformers 4 has it, which makes the rotary embedding of it."""
+    """Return the function that writes the text config, for the rotary embedding, in the form of transformers 4."""
 
     def written(config: Config) -> dict[str, Any]:
         text, ropes = dict(config["text_config"]), _ropes(config)
@@ -277,13 +278,13 @@ TOKENS = {
     "vision_start_token_id": _key("vision_start_token_id", 151652),
     "vision_end_token_id": _key("vision_end_token_id", 151653),
 }
-"""What stands where an image is."""
+"""Token ids that mark images and videos, with the defaults of Qwen's configs."""
 QWEN = "megatron.bridge.models.qwen_vl."
 DEEP = {"model.": "model.language_model.", HEAD: HEAD}
 
 
 def _qwen3(kind: str, name: str, target: str) -> Vision:
-    """A Qwen3-VL."""
+    """Return the class of a kind of Qwen3-VL, dense or with experts."""
     module = f"{kind}.configuration_{kind}.{name}"
     fields = {
         TOWER: _tower(f"{module}VisionConfig"),
@@ -308,7 +309,7 @@ def _qwen3(kind: str, name: str, target: str) -> Vision:
 
 
 def _projector(config: Config) -> dict[str, Any]:
-    """The configuration of Gemma 3's projector; that of Megatron-Bridge's own import has the released image sizes."""
+    """Return the configuration of Gemma 3's projector; Megatron-Bridge's own import writes the released image sizes."""
     tower = config.get(TOWER) or {}
     return {
         TARGET: f"{GEMMA}modeling_gemma3_vl.Gemma3VLMultimodalProjectorConfig",
@@ -389,7 +390,7 @@ VISIONS: Mapping[str, Vision] = {
         ),
     )
 }
-"""Model type: the class."""
+"""`model_type`: the class of Megatron-Bridge."""
 HERE = "no release of Megatron-Bridge on PyPI (up to 0.3.1) has a class of it"
 LACKING: Mapping[str, str] = {
     **dict.fromkeys(
@@ -401,8 +402,8 @@ LACKING: Mapping[str, str] = {
     "NemotronH_Nano_VL_V2": "Megatron-Bridge's NemotronNano12Bv2VLModelProvider has the sizes of its tower in code, "
     "and transformers has no class of it",
 }
-"""Model type: why it is not written for Megatron-Bridge.
+"""`model_type`: why such models are not written for Megatron-Bridge.
 
-0.3.1 models/ministral3/modeling_ministral3.py (`pooler_output`), nemotron_vl/nemotron_vl_provider.py; 0.4.2
+Facts: 0.3.1 models/ministral3/modeling_ministral3.py (`pooler_output`), nemotron_vl/nemotron_vl_provider.py; 0.4.2
 models/qwen_vl/qwen35_vl_bridge.py, kimi_vl/modeling_kimi_k25_vl.py.
 """

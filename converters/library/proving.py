@@ -283,7 +283,8 @@ def _verified(
     `read` computes the digests, if not all tensors are to be read from the first to the last; tensors that it leaves
     out, as for a share, are not compared.
     """
-    from converters.plan.training_state import state_jobs, training_of
+    from converters.plan.state_jobs import state_jobs
+    from converters.plan.training_state import training_of
 
     plan, there = plan_reading(checkpoint), {**against, **states}
     weights = {job.name for job in plan.jobs}

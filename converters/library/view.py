@@ -29,7 +29,7 @@ from converters.move.replicas import Copies
 from converters.move.source_checks import SourceChecks
 from converters.plan.plan import PADDING, Job, Plan, repeated_leaves
 from converters.plan.request import Limits
-from converters.plan.training_state import rows_of_padding
+from converters.plan.state_jobs import rows_of_padding
 from formats.checkpoint import Target
 from formats.disk.safetensors import DTYPES
 from formats.errors import UnsupportedError, UsageError

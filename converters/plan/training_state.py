@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from converters.plan.parts import Part, prove_tiling
-from converters.plan.plan import MASTERS, PADDING, Job, Plan, cast_dtype, cast_dtypes, make_plan, padding_leaves
+from converters.plan.plan import MASTERS, Job, Plan, cast_dtypes, make_plan
 from converters.plan.request import Request
+from converters.plan.state_jobs import state_jobs, tensors_of
 from converters.plan.targets import plan_fsdp, plan_mds, plan_megatron, plan_nanotron
 from converters.plan.universal import UNTAKEN
 from formats.checkpoint import Checkpoint, Target
@@ -19,9 +19,7 @@ from formats.format import Training
 from formats.fsdp import optimizer as fsdp_optim
 from formats.huggingface.nanotron import optimizer as nanotron_optim
 from formats.huggingface.nanotron.optimizer_writer import Topology
-from formats.layout.leaves import Leaf
 from formats.layout.placed import Placed, files_of
-from formats.layout.slots import ORIGINAL, Replica
 from formats.layout.tensors import UNTRAINED
 from formats.megatron import muon, optimizer_reader, portable_optimizer
 from formats.megatron.args.options import DIST, FSDP_DTENSOR, Options, main_dtype
@@ -275,7 +273,7 @@ def plan_mds_run(
     jobs = (
         replace(job, state=state)
         for state, of_state in states.items()
-        for job in make_plan(of_state, _only(target, state), "fp32").jobs
+        for job in make_plan(of_state, tensors_of(target, state), "fp32").jobs
     )
     of_states = (path for of_state in states.values() for path in files_of(of_state.tensors))
     files = tuple(dict.fromkeys([*source.files, *of_states]))
@@ -415,60 +413,3 @@ def _resumed(
     )
     jobs = (*plan.jobs, *state_jobs(source, optimizer.states, rows, plan.target, cast))
     return replace(plan, source=resumed, jobs=jobs, notes=(*plan.notes, *notes), more=more)
-
-
-def state_jobs(
-    source: Checkpoint, states: Mapping[str, Checkpoint], rows: int = 0, target: Target | None = None,
-    cast: str | None = None,
-) -> Iterator[Job]:  # fmt: skip
-    """The jobs of each state, and of padding rows from the vocabulary up to `rows`, cast if they are of weights."""
-    vocab = source.spec.vocab or 0
-    for state, part_source in {"": source, **states}.items():
-        part = _only(target, state) if target else None
-        if state:
-            yield from (replace(job, state=state) for job in make_plan(part_source, part).jobs)
-        placed = [part_source for placed in part.tensors for part_source in placed.each()] if part else []
-        name = f"{state}.{PADDING}".strip(".")
-        yield from _padding_jobs(part_source, placed, range(vocab, rows), name, None if state else cast)
-
-
-def _only(target: Target, state: str) -> Target:
-    """A target with the tensors of one optimizer state alone, or with those of the weights."""
-    if not state:
-        return target
-    return replace(target, files=tuple(replace(file, tensors=file.states.get(state, ())) for file in target.files))
-
-
-def _padding_jobs(
-    source: Checkpoint, placed_tensors: Iterable[Placed], rows: range, state: str, cast: str | None
-) -> Iterator[Job]:
-    """The jobs that move rows of vocabulary padding, which no token has."""
-    read, targets, dtypes = _rows(source.tensors, rows), _rows(placed_tensors, rows), source.dtypes()
-    for tensor, copies in read.items():
-        written = [part for parts in targets.get(tensor, {}).values() for part in parts]
-        shape = (len(rows), *(span.size for span in copies[ORIGINAL][0].leaf.spans[1:]))
-        for parts in (*copies.values(), *targets.get(tensor, {}).values()):
-            prove_tiling([part.leaf for part in parts], shape, f"{state}.{tensor}")
-        replicas = {copy: tuple(parts) for copy, parts in copies.items() if copy}
-        dtype = dtypes[tensor, None]
-        cast_to = cast_dtype(dtype, cast, tensor)
-        yield Job(tensor, None, shape, dtype, cast_to, tuple(copies[ORIGINAL]), replicas, tuple(written), state=state)
-
-
-def _rows(tensors: Iterable[Placed], rows: range) -> dict[str, dict[Replica, list[Part]]]:
-    """The parts of padding `rows` by tensor and by the copy to which they belong; the first row is number 0."""
-    by_tensor: dict[str, dict[Replica, list[Part]]] = {}
-    for placed in (part for whole in tensors for part in whole.each()) if rows else ():
-        for leaf in rows_of_padding(placed, rows):
-            by_tensor.setdefault(leaf.tensor, {}).setdefault(placed.slot.replica, []).append(
-                Part(leaf, placed.fragment)
-            )
-    return by_tensor
-
-
-def rows_of_padding(placed: Placed, rows: range) -> Iterator[Leaf]:
-    """The leaves of padding `rows` in a tensor, with rows counted from the first of them."""
-    for leaf in padding_leaves(placed, rows.stop):
-        first, *others = leaf.spans
-        moved = first._replace(start=first.start - rows.start, stop=first.stop - rows.start)
-        yield replace(leaf, spans=(moved, *others))

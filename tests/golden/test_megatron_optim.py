@@ -14,7 +14,7 @@ import pytest
 from converters.common.manifest import remembered_states
 from converters.move.engine import digest_of
 from converters.plan.request import Limits
-from converters.plan.training_state import state_jobs
+from converters.plan.state_jobs import state_jobs
 from formats.checkpoint import Settings
 from formats.megatron import optimizer_reader
 from formats.registry import open_checkpoint

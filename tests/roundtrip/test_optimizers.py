@@ -9,7 +9,8 @@ import pytest
 
 from converters.move.engine import digest_of
 from converters.plan.request import Limits
-from converters.plan.training_state import optimizer_of, state_jobs
+from converters.plan.state_jobs import state_jobs
+from converters.plan.training_state import optimizer_of
 from formats.checkpoint import Settings
 from formats.errors import UnsupportedError
 from formats.megatron.portable_optimizer import native

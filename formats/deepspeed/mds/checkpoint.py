@@ -276,8 +276,11 @@ def _require_topology(models: Mapping[int, TorchFile], args: Mapping[str, Any], 
             )
 
 
-def _first_layer(by_file: Mapping[str, Mapping[str, Fragment]], layers: int) -> int:
-    """Return the number of the first layer, 2 or 3 depending on the tree: the one that fits the layer files best."""
+def _first_layer(by_file: Mapping[str, Mapping[str, Fragment]], spec: ModelSpec) -> int:
+    """Return the number of the first layer, 2 or 3 depending on the tree: the one that fits the layer files best.
+
+    A family that BigScience's tree alone trains has the number of that tree.
+    """
     numbers = {int(place[1]) for name in by_file if (place := saved_names.LAYER.fullmatch(name))}
 
     def odd(first: int) -> int:

@@ -48,6 +48,8 @@ from formats.torch_files.unpickle import DAMAGE
 FOLDER, CONFIG = "optimizer", "optimizer_config.json"
 ZERO = "ZeroDistributedOptimizer"
 """The config's name of the optimizer class that shards its states over data-parallel ranks (ZeRO-1)."""
+CLASSES = (ZERO, "OptimizerFromGradientAccumulator", "NamedOptimizer")
+"""The optimizer classes of nanotron's optim/, each of which wraps torch's AdamW."""
 SIZES = {"pp": "pp_size", "dp": "dp_size", "tp": "tp_size", "exp": "expert_parallel_size"}
 """Axis: the key of the number of its ranks in optimizer_config.json."""
 COPY = "copy the files of all ranks of one save"

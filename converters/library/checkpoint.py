@@ -27,7 +27,7 @@ from converters.library.records import inspect_record
 from converters.library.view import Reader, View, tensors_of
 from converters.move.casts import Array
 from converters.plan.opening import open_only, replicas_of
-from converters.plan.output import plan_output
+from converters.plan.output import plan_output, require_target
 from converters.plan.request import Request
 from formats import checkpoint
 from formats.errors import SourceError, UnsupportedError, UsageError, some
@@ -148,6 +148,7 @@ class Checkpoint:
             UnsupportedError: the layout cannot hold the model.
         """
         laid_out = checked(options, ViewOptions.__optional_keys__, {**KINDS, **RANKS})
+        require_target(to)
         if to in NO_VIEW:
             raise UnsupportedError(*NO_VIEW[to])
         option, value = IN_MEMORY.get(to, ("", ""))

@@ -264,7 +264,8 @@ def convert_part(
     Raises:
         UsageError: there is no such part. Else as `convert`.
     """
-    if [type(number) for number in part] != [int, int] or not 1 <= part[0] <= part[1]:
+    numbers = list(part) if isinstance(part, tuple | list) else []
+    if [type(number) for number in numbers] != [int, int] or not 1 <= numbers[0] <= numbers[1]:
         raise UsageError(f"part = {part!r} is none such as (1, 8) or (8, 8)")
     done = _convert(path_of(src, "src"), path_of(out, "out"), Share(*part), to, options)
     assert isinstance(done, Part)

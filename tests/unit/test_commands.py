@@ -44,6 +44,35 @@ def test_usage_errors_are_2(convert, argv):
 
 
 @pytest.mark.parametrize(
+    "argv",
+    [
+        ["digest", ""],
+        ["hf2megatron", "", "OUT"],
+        ["hf2megatron", "HF", ""],
+        ["megatron2hf", "MEGATRON", "OUT", "--config", ""],
+        ["neox2hf", "NEOX", "OUT", "--tokenizer", ""],
+        ["inspect", "HF", "--family", ""],
+        ["megatron2hf", "MEGATRON", "OUT", "--chat-template", ""],
+        ["fsdp2hf", "MEGATRON", "OUT", "--push", ""],
+        ["push", "HF", ""],
+    ],
+)
+def test_an_empty_path_is_not_the_current_folder(model, convert, tmp_path, monkeypatch, argv):
+    """As that of a variable which was never set, `--config "$BASE"`."""
+    monkeypatch.chdir(model())
+    places = {word: tmp_path / word.lower() for word in ("OUT", "MEGATRON", "NEOX")} | {"HF": model()}
+    ran = convert(*(places.get(word, word) for word in argv))
+    refused(ran, 2, "it is empty")
+    assert "Invalid value for" in ran.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("argv", [["run", ""], ["eval", "RUN", "--checkpoint", ""], ["eval", "RUN", "--ppl", ""]])
+def test_no_command_of_train_takes_an_empty_path(train, argv):
+    refused(train(*argv), 2, "it is empty")
+
+
+@pytest.mark.parametrize(
     ("argv", "flags"),
     [
         (["digest", "HF"], ["--container", "model"]),

@@ -101,6 +101,7 @@ class Checkpoint:
         run_config: what its run says of model and training besides, such as the yml of GPT-NeoX.
         padded_vocab: rows of the embedding, padding included; None where its format pads none.
         added_tokens: tokens that the training added to its tokenizer, in the order of their ids.
+        token_ids: ids of special tokens that its own settings say, for a config.json that is made, by their keys there.
         state: what is there for resuming the training besides the weights, and is not carried.
         ties: what each of its model files says of the save that it is of, alike in all of them.
         unbounded: the files do not tell how many there were: a shape is as far as the pieces reach.
@@ -127,6 +128,7 @@ class Checkpoint:
     run_config: Mapping[str, Any] = field(default_factory=dict)
     padded_vocab: int | None = None
     added_tokens: tuple[str, ...] = ()
+    token_ids: Mapping[str, int] = field(default_factory=dict)
     state: tuple[str, ...] = ()
     ties: tuple[str, ...] = ()
     unbounded: bool = False

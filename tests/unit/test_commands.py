@@ -553,6 +553,12 @@ def test_a_config_that_is_nearly_known_is_told_what_is_wrong(model, convert, tmp
     assert (ran.code, says in ran.err) == (4, True), ran.err
 
 
+def test_what_is_next_can_be_pasted(model, convert, tmp_path):
+    ran = convert("hf2hf", model("llama"), tmp_path / "my model")
+    assert f'AutoModelForCausalLM.from_pretrained("{tmp_path}/my model")' in ran.out
+    assert f"`convert push '{tmp_path}/my model' ORG/NAME`" in ran.out
+
+
 def test_a_path_may_be_any_bytes(model, convert, tmp_path):
     source, out = (tmp_path / os.fsdecode(name) for name in (b"hf\xff", b"out\xff"))
     shutil.copytree(model("llama"), source)

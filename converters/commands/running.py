@@ -87,7 +87,7 @@ ADAPTER_OF_PEFT = "adapter of peft"
 TORCHTITAN, OLMO_CORE = "torchtitan", "olmo-core"
 """Purposes of an output: FSDP under the names of these trainers."""
 NEXT = {
-    BRIDGE: 'Megatron-Bridge with checkpoint.pretrained_checkpoint={word}, or its load_megatron_model({text})',
+    BRIDGE: "Megatron-Bridge with checkpoint.pretrained_checkpoint={word}, or its load_megatron_model({text})",
     ADAPTER_OF_BRIDGE: "Megatron-Bridge with checkpoint.load={word}, checkpoint.pretrained_checkpoint=BASE, "
     "load_optim=False and peft as in run_config.yaml",
     ADAPTER_OF_PEFT: "PeftModel.from_pretrained(BASE, {text}), BASE being the model that was trained, or "

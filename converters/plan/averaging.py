@@ -184,13 +184,13 @@ def _require_same(first: Checkpoint, other: Checkpoint) -> None:
                 str(list(shapes_of[odd[0]])) if odd[0] in shapes_of else "absent" for shapes_of in (ours, theirs)
             )
             raise RefusedError(f"{where}: {len(odd)} tensors differ in shape, such as {odd[0]}: {shapes}")
-        renamed = next((each for each, read in ((first, left), (other, right)) if read is not each), None)
-        if renamed:
-            raise UnsupportedError(
-                f"{renamed.root} has the tensor names of memory and {(other if renamed is first else first).root} those "
-                "of files: no table connects them",
-                TO_FILES,
-            )
+        for one, read, another in ((first, left, other), (other, right, first)):
+            if read is not one:
+                raise UnsupportedError(
+                    f"{one.root} has the tensor names of memory and {another.root} those of files: no table connects "
+                    "them",
+                    TO_FILES,
+                )
 
 
 def _other_tokenizers(sources: Sequence[Checkpoint]) -> list[str]:

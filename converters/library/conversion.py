@@ -54,7 +54,7 @@ class Converted:
         tensors: how many logical tensors were written, optimizer states among them.
         nbytes: bytes of these tensors.
         seconds: the duration of the conversion.
-        digest: the hash of the weights, the same in every format and topology.
+        digest: the hash of the weights, of a model with a table the same in every format and topology.
         verified: whether the output was read back and compared.
         source_checksums: which checksums of the source were compared: `checked` is `verified` or says why not.
         mixed: which mixture of files of several saves could not be detected; empty if every one could.

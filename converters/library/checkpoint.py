@@ -30,7 +30,7 @@ from converters.plan.opening import open_only, replicas_of
 from converters.plan.output import plan_output, require_target
 from converters.plan.request import Request
 from formats import checkpoint
-from formats.errors import SourceError, UnsupportedError, UsageError, some
+from formats.errors import SourceError, UnsupportedError, UsageError, hint_of, some
 from formats.megatron import MEGATRON
 from formats.model.spec import Spec
 
@@ -183,7 +183,7 @@ def _readable() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SourceError(f"{error.filename or 'the source'}: {error.strerror}") from None
+        raise SourceError(f"{error.filename or 'the source'}: {error.strerror}", hint_of(error)) from None
 
 
 def _stamp(file: Path) -> tuple[int, ...]:

@@ -41,6 +41,7 @@ from formats.errors import (
     SourceError,
     UnsupportedError,
     VerificationError,
+    hint_of,
     some,
 )
 from formats.model.spec import Verbatim, differences
@@ -174,12 +175,12 @@ def check_unchanged(before: Mapping[Path, tuple[int, int]], after: Mapping[Path,
 
 @contextmanager
 def disk(request: Request) -> Iterator[None]:
-    """Raise an OSError as an OutputError with a sentence, and a hint where the disk is full."""
+    """Raise an OSError as an OutputError with a sentence, and a hint where something can be done about it."""
     try:
         yield
     except OSError as error:
         way = NO_ROOM.get(error.errno or 0)
-        hint = f"{way}, then run the same command again to resume" if way else ""
+        hint = f"{way}, then run the same command again to resume" if way else hint_of(error)
         raise OutputError(f"{error.filename or request.staging}: {error.strerror}", hint) from None
 
 

@@ -104,6 +104,7 @@ class Checkpoint:
         run_config: the settings of model and training in a file of the run, such as the yml of GPT-NeoX.
         padded_vocab: rows of the embedding, padding included; None where the format does not pad.
         added_tokens: tokens that the training added to its tokenizer, in the order of their ids.
+        token_ids: ids of special tokens that its own settings say, for a config.json that is made, by their keys there.
         state: the names of the saved training state besides the weights, which is not carried.
         ties: the names of entries in the model files that are equal in all files of one save.
         unbounded: whether a shape is only the extent of the pieces, since the files do not record how many there were.
@@ -130,6 +131,7 @@ class Checkpoint:
     run_config: Mapping[str, Any] = field(default_factory=dict)
     padded_vocab: int | None = None
     added_tokens: tuple[str, ...] = ()
+    token_ids: Mapping[str, int] = field(default_factory=dict)
     state: tuple[str, ...] = ()
     ties: tuple[str, ...] = ()
     unbounded: bool = False

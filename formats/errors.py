@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -94,6 +95,15 @@ class Interrupted(VitruvianError):
     """Stopped by a signal; running the same command again resumes where it stopped."""
 
     exit_code = 75
+
+
+TOO_MANY = "more files have to be allowed: `ulimit -n 1024`, and above `ulimit -Hn` only an administrator can"
+"""What to do where a process may not open a further file."""
+
+
+def hint_of(error: OSError) -> str:
+    """What to do about an error of the operating system; empty where nothing is known."""
+    return TOO_MANY if error.errno in (errno.EMFILE, errno.ENFILE) else ""
 
 
 def some(names: Sequence[str], most: int) -> str:

@@ -118,7 +118,7 @@ def config_text(source: Checkpoint, dtype: str | None, spec: Spec | None = None)
     usual = max(counted, key=counted.count)
     if source.assets is None or source.config is None:
         alone = mtp.counted(to_huggingface(spec, {}), spec, source.dropped)
-        return _dump(alone | {"torch_dtype": TORCH_NAMES.get(dtype or usual, "float32")})
+        return _dump({**alone, **source.token_ids, "torch_dtype": TORCH_NAMES.get(dtype or usual, "float32")})
     path, base = require_inside(source.assets / "config.json", source.assets), source.config
     config = mtp.counted(to_huggingface(spec, base), spec, source.dropped)
     plain = stale(config, counted) and (source.format != NAME or isinstance(spec, ModelSpec))

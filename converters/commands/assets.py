@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from converters.commands.options import FOLDER, as_json
+from converters.commands.options import FOLDER, NAMED, as_json
 from converters.common.atomic import sync_folder
 from converters.common.cli_help import command
 from formats.errors import RefusedError, SourceError, UsageError
@@ -49,7 +49,9 @@ class Work:
 @command()
 @click.argument("out", type=FOLDER)
 @click.option("--from", "base", type=FOLDER, metavar="BASE", help="Hugging Face folder whose small files OUT gets.")
-@click.option("--chat-template", "template", metavar="NAME|FILE", help="chatml, llama3, control, or a jinja file.")
+@click.option(
+    "--chat-template", "template", type=NAMED, metavar="NAME|FILE", help="chatml, llama3, control, or a jinja file."
+)
 @click.option("-n", "--dry-run", is_flag=True, help="Print what would change and write nothing.")
 @as_json
 def assets(out: Path, base: Path | None, template: str | None, dry_run: bool, as_json: bool) -> None:

@@ -49,13 +49,18 @@ if TYPE_CHECKING:
 @effort
 @as_json
 def digest(src: Path, tensors: bool, as_json: bool, **options: Any) -> None:
-    """A hash of the weights, the same in every format and topology."""
+    """A hash of the weights, the same in every format and topology.
+
+    A model without a table (`convert formats`) is hashed under the names that its files have, and a note says so.
+    """
     from converters.library.proving import digest_with
 
     result = digest_with(opened(src, options), _effects(options, as_json))
     if as_json:
         click.echo(json.dumps(result.to_dict(), indent=1))
         return
+    for note in result.notes:
+        click.echo(f"note: {note}", err=True)
     for name in sorted(result.tensors) if tensors else ():
         click.echo(f"{result.tensors[name]}  {name}")
     click.echo(f"{result.digest}  {src}")

@@ -9,6 +9,7 @@ import click
 
 from converters.commands.options import (
     FOLDER,
+    NAMED,
     adapter,
     archive,
     at_iteration,
@@ -117,7 +118,9 @@ def megatron2hf(src: Path, out: Path, **options: Any) -> None:
 @shard_size
 @chat_template
 @adapter
-@click.option("--push", "repo", metavar="ORG/NAME", help="Then send OUT to the Hub, as `convert push` does.")
+@click.option(
+    "--push", "repo", type=NAMED, metavar="ORG/NAME", help="Then send OUT to the Hub, as `convert push` does."
+)
 @click.option("--fsdp_checkpoint_path", "old_src", type=FOLDER, hidden=True)
 @click.option("--consolidated_model_path", "old_out", type=FOLDER, hidden=True)
 @click.option("--hf_model_path_or_name", "--HF_model_path_or_name", "old_config", type=FOLDER, hidden=True)

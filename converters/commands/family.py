@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from converters.commands.options import FILE
+from converters.commands.options import FILE, NAMED
 from converters.commands.running import require_new, write_new
 from converters.common.cli_help import command
 
@@ -30,7 +30,7 @@ def family() -> None:
 
 
 @command(hidden=True)
-@click.argument("model")
+@click.argument("model", type=NAMED)
 @click.argument("out", type=FILE, required=False)
 def draft(model: str, out: Path | None) -> None:
     """Draft the family file of MODEL.
@@ -67,7 +67,7 @@ def draft(model: str, out: Path | None) -> None:
 
 @command()
 @click.argument("file", type=FILE)
-@click.argument("model")
+@click.argument("model", type=NAMED)
 def check(file: Path, model: str) -> None:
     """What FILE lacks of MODEL, and its logits after FSDP."""
     import tempfile

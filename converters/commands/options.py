@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from converters.common.cores import MOST, cores
+from converters.common.cores import CEILING, MOST, cores
 from converters.plan.request import LONG
 from formats.errors import SourceError
 from formats.format import Format
@@ -25,8 +25,28 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 LARGEST = 10**12
 LEAST = 1024
 """The least number of bytes that may be given without a unit: a smaller number lacks its unit by mistake."""
-FILE = FOLDER = click.Path(path_type=Path)
-"""An option type: a path. Whether it exists is checked where it is opened, for a better error."""
+
+
+class Filled(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
+    """An option type: a text that is not empty, as that of a variable is which was never set (`--config "$BASE"`)."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parse a text."""
+        if value == "":
+            self.fail("it is empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class FilledPath(Filled, click.Path):
+    """An option type: a path. Whether it exists is checked where it is opened, for a better error."""
+
+
+class FilledText(Filled, click.types.StringParamType):
+    """An option type: a name, or a name or a path."""
+
+
+FILE = FOLDER = FilledPath(path_type=Path)
+NAMED = FilledText()
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
@@ -147,7 +167,7 @@ memory = click.option(
     help="All buffers together, such as 64MiB.  [default: 4MiB a thread, 16MiB at least]",
 )
 effort = together(
-    click.option("-j", "--threads", type=click.IntRange(1, 256), default=cores,
+    click.option("-j", "--threads", type=click.IntRange(1, CEILING), default=cores,
                  help=f"Tensors that are converted at a time.  [default: the cores of the job, {MOST} at most]"),
     memory,
 )  # fmt: skip
@@ -165,7 +185,7 @@ shard_size = click.option(
     help="Size of each safetensors file.  [default: 5GB; from Megatron, the files of the original model]",
 )
 chat_template = click.option(
-    "--chat-template", metavar="NAME|FILE",
+    "--chat-template", type=NAMED, metavar="NAME|FILE",
     help="chatml, llama3, control, or a jinja file. Tokens that it needs are added; their rows are the mean of all.",
 )  # fmt: skip
 parallel = together(

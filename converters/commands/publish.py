@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.commands.options import FOLDER, as_json
+from converters.commands.options import FOLDER, NAMED, as_json
 from converters.common.cli_help import command
 from converters.common.cli_main import printable
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @command()
 @click.argument("out", type=FOLDER)
-@click.argument("repo", metavar="ORG/NAME")
+@click.argument("repo", type=NAMED, metavar="ORG/NAME")
 @click.option("--private/--public", default=True, show_default=True, help="Visibility of a new repository.")
 @click.option("--revision", metavar="BRANCH", help="Branch, made if it does not exist; or refs/pr/N.  [default: main]")
 @click.option("--create-pr", is_flag=True, help="Open a pull request instead of changing main.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -81,27 +82,40 @@ def write_new(path: Path, text: str) -> None:
 
 BRIDGE, ADAPTER_OF_BRIDGE = "bridge", "adapter of bridge"
 """Purposes of an output: a model for Megatron-Bridge, as `--for` names it, and an adapter."""
+ADAPTER_OF_PEFT = "adapter of peft"
+"""Purpose of an output: an adapter alone."""
 TORCHTITAN, OLMO_CORE = "torchtitan", "olmo-core"
 """Purposes of an output: FSDP under the names of these trainers."""
 RESUMED = "nanotron, with its optimizer"
 """A checkpoint of nanotron from which a training resumes."""
 NEXT = {
-    BRIDGE: 'Megatron-Bridge with checkpoint.pretrained_checkpoint={out}, or its load_megatron_model("{out}")',
-    ADAPTER_OF_BRIDGE: "Megatron-Bridge with checkpoint.load={out}, checkpoint.pretrained_checkpoint=BASE, "
+    BRIDGE: "Megatron-Bridge with checkpoint.pretrained_checkpoint={word}, or its load_megatron_model({text})",
+    ADAPTER_OF_BRIDGE: "Megatron-Bridge with checkpoint.load={word}, checkpoint.pretrained_checkpoint=BASE, "
     "load_optim=False and peft as in run_config.yaml",
-    HUGGINGFACE: 'AutoModelForCausalLM.from_pretrained("{out}"), or `convert push {out} ORG/NAME`',
-    MEGATRON_RUN: "--load {out}, with the flags in {out}/megatron_flags.txt",
-    FSDP: 'dcp.load({{"model": state_dict}}, checkpoint_id="{out}")',
-    TORCHTITAN: "torchtitan with checkpoint.initial_load_path={out}",
-    OLMO_CORE: "OLMo-core with load_path={out} and load_trainer_state=False",
+    ADAPTER_OF_PEFT: "PeftModel.from_pretrained(BASE, {text}), BASE being the model that was trained, or "
+    "`convert merge BASE {word} OUT`",
+    HUGGINGFACE: "AutoModelForCausalLM.from_pretrained({text}), or `convert push {word} ORG/NAME`",
+    MEGATRON_RUN: "--load {word}, with the flags in {out}/megatron_flags.txt",
+    FSDP: 'dcp.load({{"model": state_dict}}, checkpoint_id={text})',
+    TORCHTITAN: "torchtitan with checkpoint.initial_load_path={word}",
+    OLMO_CORE: "OLMo-core with load_path={word} and load_trainer_state=False",
     GPT_NEOX: "GPT-NeoX with load: {out} and finetune: true",
-    MEGATRON_DEEPSPEED: "Megatron-DeepSpeed with --load {out} and the flags in {out}/megatron_flags.txt",
-    MISTRAL: 'Transformer.from_folder("{out}") of mistral-inference, or vllm serve {out} --load-format mistral',
+    MEGATRON_DEEPSPEED: "Megatron-DeepSpeed with --load {word} and the flags in {out}/megatron_flags.txt",
+    MISTRAL: "Transformer.from_folder({text}) of mistral-inference, or vllm serve {word} --load-format mistral",
     NANOTRON: "nanotron with model: init_method: path: {out}, and model_config as {out}/model_config.json has it",
     RESUMED: "nanotron with checkpoints: resume_checkpoint_path: {out}, load_optimizer: true, load_lr_scheduler: false",
     UNIVERSAL: "DeepSpeed with checkpoint: {{load_universal: true}}, load_checkpoint from {out}",
 }
-"""Target or purpose of an output: how the output can be used."""
+"""Target or purpose of an output: how the output can be used.
+
+`word` is the folder as a word of a shell, `text` as a text of Python, and `out` as it is.
+"""
+
+
+def next_step(to: str, out: Path) -> str:
+    """How an output can be used: the line of `NEXT` for its target or purpose."""
+    name = str(out)
+    return NEXT[to].format(out=name, word=shlex.quote(name), text=json.dumps(name, ensure_ascii=False))
 
 
 def convert_to(to: str, source: Checkpoint, out: Path, options: Mapping[str, Any]) -> None:
@@ -152,7 +166,8 @@ def carry_out(plan: Plan, request: Request, options: Mapping[str, Any], to: str)
     if isinstance(done, conversion.Part):
         name, summary = f"part {done.part} of {done.out}", "the same command without --part finishes"
     else:
+        purpose = ADAPTER_OF_PEFT if plan.source.settings.adapter == "only" else to
         name, summary = str(done.out), f"{'read back and equal' if done.verified else 'not read back'}\n"
         summary += f"source checksums: {done.source_checksums}{done.mixed and f' ({done.mixed})'}\ndigest {done.digest}"
-        summary += "" if is_elsewhere(done.out) else f"\nnext: {NEXT[to].format(out=done.out)}"
+        summary += "" if is_elsewhere(done.out) else f"\nnext: {next_step(purpose, done.out)}"
     click.echo(f"{name}: {done.tensors} tensors, {size(done.nbytes)} in {done.seconds:.1f} s, {summary}")

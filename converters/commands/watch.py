@@ -12,6 +12,7 @@ import click
 
 from converters.commands.options import (
     FOLDER,
+    NAMED,
     adapter,
     as_json,
     chat_template,
@@ -38,7 +39,7 @@ IDLE = 48
 @click.argument("run", type=FOLDER)
 @click.option("--to", type=click.Choice(["hf"]), default="hf", show_default=True, help="What each becomes.")
 @click.option("--out", type=FOLDER, required=True, metavar="DIR", help="Each becomes DIR/NAME, NAME of its folder.")
-@click.option("--push", metavar="ORG/NAME", help="Then send it to the Hub, into a branch of its name.")
+@click.option("--push", type=NAMED, metavar="ORG/NAME", help="Then send it to the Hub, into a branch of its name.")
 @click.option(
     "--every",
     type=Finite(min=0.01),

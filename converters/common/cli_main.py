@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import click
 
 from converters.common.cli_help import with_examples
-from formats.errors import OutputError, UnsupportedError, UsageError, VitruvianError
+from formats.errors import OutputError, UnsupportedError, UsageError, VitruvianError, hint_of
 
 EXIT_CODES = """\b
 Exit codes:
@@ -114,7 +114,7 @@ def run(group: click.Group, program: str) -> None:
     except OSError as error:
         if verbose:
             raise
-        _tell(OutputError(f"{error.filename or 'output'}: {error.strerror}"))
+        _tell(OutputError(f"{error.filename or 'output'}: {error.strerror}", hint_of(error)))
     except Exception as error:  # the last resort, which says that it is a bug
         if verbose:
             raise

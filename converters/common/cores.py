@@ -9,6 +9,8 @@ GROUPS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 MOST = 16
 """Most threads by default: more were never measured, and login nodes are shared."""
+CEILING = 256
+"""Most threads that may be asked for."""
 
 
 def cores(own: Path = OWN, groups: Path = GROUPS) -> int:

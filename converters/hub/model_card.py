@@ -145,7 +145,7 @@ def _provenance(manifest: Mapping[str, Any]) -> list[str]:
         lines += [f"Converted from: {source['format']}" + (f" ({shape})" if shape else "") + "."]
     digest = manifest.get("digest")
     if isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest):
-        lines += ["", f"Digest of the weights, the same in every format and topology: `{digest}`",
+        lines += ["", f"Digest of the weights: `{digest}`",
                   f"(`convert verify FOLDER` checks a copy against `{MANIFEST}`)."]  # fmt: skip
     return lines
 

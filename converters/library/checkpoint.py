@@ -27,10 +27,10 @@ from converters.library.records import inspect_record
 from converters.library.view import Reader, View, tensors_of
 from converters.move.casts import Array
 from converters.plan.opening import open_source, replicas_of, require_effect, require_family
-from converters.plan.output import plan_output
+from converters.plan.output import plan_output, require_target
 from converters.plan.request import Request
 from formats import checkpoint
-from formats.errors import SourceError, UnsupportedError, UsageError, some
+from formats.errors import SourceError, UnsupportedError, UsageError, hint_of, some
 from formats.megatron import MEGATRON
 from formats.model.spec import Spec
 
@@ -150,6 +150,7 @@ class Checkpoint:
             UnsupportedError: the layout cannot hold the model.
         """
         laid_out = checked(options, ViewOptions.__optional_keys__, {**KINDS, **RANKS})
+        require_target(to)
         if to in NO_VIEW:
             raise UnsupportedError(*NO_VIEW[to])
         option, value = IN_MEMORY.get(to, ("", ""))
@@ -184,7 +185,7 @@ def _readable() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SourceError(f"{error.filename or 'the source'}: {error.strerror}") from None
+        raise SourceError(f"{error.filename or 'the source'}: {error.strerror}", hint_of(error)) from None
 
 
 def _stamp(file: Path) -> tuple[int, ...]:

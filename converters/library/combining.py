@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.library.conversion import Converted, asked, carry_out
 from converters.library.options import (
+    NUMBER,
     Conversion,
     Layout,
     Lora,
@@ -28,6 +29,7 @@ from converters.plan.output import plan_output
 from converters.plan.plan import Plan
 from converters.plan.request import Request
 from formats.checkpoint import Settings
+from formats.errors import UsageError, short
 from formats.huggingface.adapter import read
 
 if TYPE_CHECKING:
@@ -64,14 +66,17 @@ def average(
         options: as in `convert`, without `weights` and `adapter`.
 
     Raises:
-        UsageError: the sum of the weights is not 1.
+        UsageError: a weight is no number, or their sum is not 1.
         RefusedError: the checkpoints are of different models. Else as `convert`.
     """
     given_options, given = checked(options, OF_MEAN), None
+    checked({"ema": ema, "last": last}, ("ema", "last"))
     if last is not None:
         paths = last_of(path_of(checkpoints, "checkpoints"), last)
     elif isinstance(checkpoints, Mapping):
         paths, given = [path_of(checkpoint, "checkpoints") for checkpoint in checkpoints], [*checkpoints.values()]
+        if odd := [weight for weight in given if not NUMBER.holds(weight)]:
+            raise UsageError(f"the weight {short(odd[0])} is not {NUMBER.words}")
     else:
         listed = checkpoints if isinstance(checkpoints, list | tuple) else [checkpoints]
         paths = [path_of(checkpoint, "checkpoints") for checkpoint in listed]

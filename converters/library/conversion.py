@@ -54,7 +54,7 @@ class Converted:
         tensors: how many logical tensors were written, optimizer states among them.
         nbytes: bytes of these tensors.
         seconds: the duration of the conversion.
-        digest: the hash of the weights, the same in every format and topology.
+        digest: the hash of the weights, of a model with a table the same in every format and topology.
         verified: whether the output was read back and compared.
         source_checksums: which checksums of the source were compared: `checked` is `verified` or says why not.
         mixed: which mixture of files of several saves could not be detected; empty if every one could.
@@ -264,7 +264,8 @@ def convert_part(
     Raises:
         UsageError: there is no such part. Else as `convert`.
     """
-    if [type(number) for number in part] != [int, int] or not 1 <= part[0] <= part[1]:
+    numbers = list(part) if isinstance(part, tuple | list) else []
+    if [type(number) for number in numbers] != [int, int] or not 1 <= numbers[0] <= numbers[1]:
         raise UsageError(f"part = {part!r} is none such as (1, 8) or (8, 8)")
     done = _convert(path_of(src, "src"), path_of(out, "out"), Share(*part), to, options)
     assert isinstance(done, Part)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.common.hub_names import folder_of
 from converters.hub.push_plan import check_names
-from converters.library.options import Conversion, Place, checked
+from converters.library.options import Conversion, Place, checked, path_of
 from formats.errors import Interrupted, UsageError, VitruvianError
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Exporter:
         self, out: Place, push: str | None = None, waiting: int = 1, options: Mapping[str, Any] | None = None
     ) -> None:
         self.options = possible(push, waiting, options or {})
-        self.out, self.push, self.waiting = Path(out).absolute(), push, waiting
+        self.out, self.push, self.waiting = path_of(out, "out").absolute(), push, waiting
         self.home = Path.cwd()
         self.exports: list[Export | None] = []
         self.pending: deque[tuple[int, Path]] = deque()
@@ -155,9 +155,9 @@ class Exporter:
             Whether there was room in the queue. If not, the checkpoint is skipped, which `results` records.
 
         Raises:
-            UsageError: the exporter is closed.
+            UsageError: the exporter is closed, or the value is no path.
         """
-        folder = Path(checkpoint).absolute()
+        folder = path_of(checkpoint, "checkpoint").absolute()
         with self.condition:
             if self.closed:
                 raise UsageError("the exporter is closed", "start another one")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
 
-from converters.common.cores import cores
+from converters.common.cores import CEILING, cores
 from converters.plan.output import DEFAULTS, Output
 from converters.plan.request import LONG, Limits
 from formats.checkpoint import Settings
@@ -139,9 +140,10 @@ class Kind(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-def number(least: int) -> Kind:
-    """The kind of whole numbers from a least one on."""
-    return Kind(f"a whole number of {least} or more", lambda value: type(value) is int and value >= least)
+def number(least: int, most: float = math.inf) -> Kind:
+    """The kind of whole numbers from a least one on, and up to a most one if there is one."""
+    words = f"{least} or more" if most == math.inf else f"{least} to {most}"
+    return Kind(f"a whole number of {words}", lambda value: type(value) is int and least <= value <= most)
 
 
 def choice(literal: Any) -> Kind:
@@ -151,7 +153,8 @@ def choice(literal: Any) -> Kind:
 
 
 TEXT = Kind("a text", lambda value: isinstance(value, str))
-PLACE = Kind("a path", lambda value: isinstance(value, str | PathLike))
+PLACE = Kind("a path", lambda value: isinstance(value, str | PathLike) and os.fspath(value) != "")
+NUMBER = Kind("a number", lambda value: type(value) in (int, float))
 RATE = Kind("a number of 0 or more", lambda value: type(value) in (int, float) and 0 <= value < math.inf)
 FLAG = Kind("True or False", lambda value: isinstance(value, bool))
 NAMES = Kind(
@@ -171,18 +174,19 @@ KINDS: Mapping[str, Kind] = {
     "drop": NAMES, "only": choice(Literal["text"]), "adapter": choice(AdapterUse),
     "weights": choice(Weights),
     "gqa_layout": choice(QueryOrder), "replicas": choice(Replicas),
-    "threads": number(1), "memory": number(1), "progress": Kind("a function", callable),
+    "threads": number(1, CEILING), "memory": number(1), "progress": Kind("a function", callable),
     **dict.fromkeys(("tp", "pp", "ep", "ranks"), number(1)),
     **dict.fromkeys(("vpp", "etp", "make_vocab_size_divisible_by", "true_vocab_size", "shard_size"), number(1)),
     **dict.fromkeys(("first_stage_layers", "last_stage_layers", "glu_interleave", "consumed_samples"), number(0)),
     "lr": RATE, "min_lr": RATE,
     "iteration": number(0), "pp_layout": TEXT, "megatron_version": TEXT, "chat_template": Kind(
-        "a name or a path", lambda value: isinstance(value, str | PathLike)),
+        "a name or a path", PLACE.holds),
     "norm": choice(LayerNames), "experts": choice(LayerNames), "with_optimizer": FLAG, "force": FLAG, "archive": FLAG,
     "format": choice(Container), "layout": choice(LayerFiles), "qkv": choice(QkvRows), "names": choice(TensorNames),
     "optimizer": choice(OptimizerFiles), "for_trainer": choice(Trainer), "lora": choice(Lora),
     "verify": FLAG, "prefetch": number(0),
     "dtype": choice(Dtype), "quantize": choice(Quantization), "stripes": FLAG,
+    "ema": NUMBER, "last": number(2),
 }  # fmt: skip
 """Option: the kind of its value."""
 RANKS = dict.fromkeys(("tp", "pp", "ep", "ranks"), RANK)
@@ -217,7 +221,7 @@ def path_of(value: object, what: str) -> Path:
     Raises:
         UsageError: the value is no path.
     """
-    if not isinstance(value, str | PathLike):
+    if not isinstance(value, str | PathLike) or not PLACE.holds(value):
         raise UsageError(f"{what} = {short(value)} is no path")
     path = Path(value)
     return path.absolute() if path.exists() else path

@@ -45,6 +45,11 @@ UNCOMPARED_FILES = (
     "its manifest, of an earlier version, names no small files: tokenizer, template and what no table knows of "
     "config.json were not compared"
 )
+OWN_NAMES = (
+    "the digest of a {}, which no table describes, is that of its tensors under the names that they have here: compare "
+    "it with one of the same format, or two checkpoints with `convert diff`"
+)
+"""Note on the digest of a model whose tensors may have other names in memory than in files."""
 
 
 class Proving(Reading, Effort, total=False):
@@ -53,14 +58,21 @@ class Proving(Reading, Effort, total=False):
 
 @dataclass(frozen=True)
 class Digest:
-    """The hash of a checkpoint's weights, the same in every format and topology, and of each logical tensor."""
+    """The hash of a checkpoint's weights, and of each logical tensor.
+
+    Attributes:
+        digest: the hash, of a model with a table the same in every format and topology.
+        tensors: the hash of each logical tensor.
+        notes: what the hash cannot be compared with.
+    """
 
     digest: str
     tensors: dict[str, str]
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The record that `convert digest --json` prints."""
-        return {"digest": self.digest, "tensors": self.tensors}
+        return {"digest": self.digest, "tensors": self.tensors, "notes": [*self.notes]}
 
 
 @dataclass(frozen=True)
@@ -196,7 +208,8 @@ class Effects:
 def digest_with(source: Checkpoint, effects: Effects) -> Digest:
     """The digests of an opened checkpoint."""
     digests = _hashed(plan_reading(source).jobs, effects)
-    return Digest(total(digests), digests)
+    notes = (OWN_NAMES.format(source.spec.family),) if isinstance(source.spec, Verbatim) else ()
+    return Digest(total(digests), digests, notes)
 
 
 def verify_with(out: Path, src: Path | None, effects: Effects, share: Share | None = None) -> Verified:
@@ -341,7 +354,9 @@ def _hashed(jobs: Iterable[Job], effects: Effects, checked: bool = True) -> dict
 
 
 def digest(src: Place, **options: Unpack[Proving]) -> Digest:
-    """The hash of the weights, the same in every format and topology. All weights are read once.
+    """The hash of the weights, of a model with a table the same in every format and topology.
+
+    All weights are read once.
 
     Args:
         src: the folder of a checkpoint.

@@ -12,7 +12,7 @@ from converters.hub.preflight import embedding_rows, findings
 from converters.hub.push_plan import Push, plan_push, verify_folder
 from converters.hub.upload import push as upload
 from converters.hub.upload import require_token
-from converters.library.options import Place
+from converters.library.options import Place, path_of
 from formats.checkpoint import MANIFEST
 from formats.errors import RefusedError
 
@@ -107,7 +107,7 @@ def push(
         NetworkError: the Hub cannot be reached.
     """
     require_token()
-    folder = Path(out)
+    folder = path_of(out, "out")
     plan = plan_push(
         folder, repo, private=private, revision=revision, create_pr=create_pr, base_model=base_model, quiet=True
     )

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from formats.disk.handle import Handle, close_handle, open_handle
-from formats.errors import OutputError, SourceError
+from formats.errors import OutputError, SourceError, hint_of
 
 RESERVE = 64
 """Descriptors that are left to everything else: libraries, journals, threads that read directories."""
@@ -99,7 +99,7 @@ class Descriptors:
             # what another node has put there meanwhile (Linux 6, fs/nfs/file.c and write.c).
             return os.open(path, os.O_WRONLY) if writable else open_handle(path)
         except OSError as error:
-            raise (OutputError if writable else SourceError)(f"{path}: {error.strerror}") from None
+            raise (OutputError if writable else SourceError)(f"{path}: {error.strerror}", hint_of(error)) from None
 
 
 def _sync(handle: Handle) -> None:

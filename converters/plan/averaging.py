@@ -10,6 +10,7 @@ from pathlib import Path
 
 from converters.assets.files import TOKENIZER, carried
 from converters.plan.agreement import APART, file_differences, setting_differences
+from converters.plan.names import alike
 from converters.plan.opening import replicas_of
 from converters.plan.output import Output, plan_output
 from converters.plan.plan import Input, Job, Plan, Term, make_plan, require_castable
@@ -29,6 +30,8 @@ TRACKERS = (TRACKER, LATEST)
 """Files in which a run names its latest checkpoint."""
 TOLERANCE = 1e-6
 """How far the sum of the weights may be from 1, since weights are given with a few digits."""
+TO_FILES = "convert each to Hugging Face first, and average these"
+"""What to do with checkpoints whose tensor names are those of memory."""
 MASTERS, WEIGHTS = "FP32 master weights", "weights"
 """Names of what is averaged: the FP32 master weights of a checkpoint, or its weights."""
 
@@ -162,6 +165,7 @@ def _require_same(first: Checkpoint, other: Checkpoint) -> None:
 
     Raises:
         RefusedError: the checkpoints differ in settings, in config.json, or in the names or shapes of tensors.
+        UnsupportedError: one has the names of memory, the other those of files, and no table connects them.
     """
     where = f"{first.root} and {other.root} are different models"
     if changed := setting_differences(first, other):
@@ -171,8 +175,9 @@ def _require_same(first: Checkpoint, other: Checkpoint) -> None:
             f"{first.root} and {other.root}: {APART} (here | there): {some(changed, 4)}",
             "a mean has the config of the first: if that is meant, copy it into the others",
         )
-    if isinstance(first.spec, Verbatim) and isinstance(other.spec, Verbatim):
-        ours, theirs = ({name: shape for name, _, shape in spec.boxes()} for spec in (first.spec, other.spec))
+    left, right = alike(first, other)
+    if isinstance(left.spec, Verbatim) and isinstance(right.spec, Verbatim):
+        ours, theirs = ({name: shape for name, _, shape in spec.boxes()} for spec in (left.spec, right.spec))
         odd = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
         if odd:
             shapes = " and ".join(
@@ -181,6 +186,13 @@ def _require_same(first: Checkpoint, other: Checkpoint) -> None:
             raise RefusedError(
                 f"{where}: {count(len(odd), 'tensor differs', 'tensors differ')} in shape, such as {odd[0]}: {shapes}"
             )
+        for one, read, another in ((first, left, other), (other, right, first)):
+            if read is not one:
+                raise UnsupportedError(
+                    f"{one.root} has the tensor names of memory and {another.root} those of files: no table connects "
+                    "them",
+                    TO_FILES,
+                )
 
 
 def _other_tokenizers(sources: Sequence[Checkpoint]) -> list[str]:
@@ -211,7 +223,7 @@ def _require_names(source: Checkpoint, planned: Plan) -> None:
         raise UnsupportedError(
             f"{len(odd)} tensors of {source.root} have other names in the output, such as {odd[0]}: no table connects "
             "them",
-            "convert each to Hugging Face first, and average these",
+            TO_FILES,
         )
 
 

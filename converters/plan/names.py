@@ -205,8 +205,8 @@ def _pieces(source: Checkpoint, name: str, entry: Mapping[str, Any]) -> Iterator
     """
     if entry["pieces"] is None:
         raise UnsupportedError(
-            f"{source.root}: {name} has its rows in another order in memory than in files, and no table describes "
-            f"{source.spec.family}",
+            f"{source.root}: {name} is stored otherwise in memory than in files (rows in another order, or split "
+            f"and turned), and no table describes {source.spec.family}",
             "--verbatim carries every tensor under its own name, as it is",
         )
     for inner, there, here, axes in entry["pieces"]:

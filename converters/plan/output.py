@@ -123,6 +123,16 @@ def flag_of(name: str) -> str:
     return name.removesuffix("_trainer").replace("_", "-")
 
 
+def require_target(to: object) -> None:
+    """Refuse what is no name of a target.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not isinstance(to, str) or to not in TARGETS:
+        raise UsageError(f"there is no target {to}", f"one of {', '.join(TARGETS)}")
+
+
 def plan_output(source: Checkpoint | States, request: Request, to: str, output: Output) -> Plan:
     """The plan of a conversion.
 
@@ -140,8 +150,7 @@ def plan_output(source: Checkpoint | States, request: Request, to: str, output: 
     """
     from formats.checkpoint import Checkpoint
 
-    if to not in TARGETS:
-        raise UsageError(f"there is no target {to}", f"one of {', '.join(TARGETS)}")
+    require_target(to)
     known, planned = TARGETS[to]
     odd = [name for name, default in DEFAULTS.items() if name not in known and getattr(output, name) != default]
     if odd:

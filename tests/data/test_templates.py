@@ -12,7 +12,7 @@ from converters.assets.chat_template import load_template
 from formats.errors import RefusedError
 from train.data.tokens.encode import LAST_REPLY, REPLY
 from train.data.tokens.records import Record
-from train.data.tokens.template_encoder import TemplateEncoder, check_template
+from train.data.tokens.template_encoder import TemplateEncoder, _masked, check_template
 from train.data.tokens.tokenizers import Fast
 
 MODEL = Path(__file__).parents[1] / "golden/data/1_sft/bytes.model"
@@ -111,6 +111,16 @@ def test_ids_and_masks_are_those_of_transformers(world):
         last = [bits & LAST_REPLY for bits in encoded.mask.tolist()]
         assert any(last)
         assert not any(last[: len(last) // 4])
+
+
+def test_a_token_of_header_and_reply_is_trained_unless_the_reply_is_excluded():
+    """Tokens of `a`, `\\np`, `q`, `r` and a token without characters; the reply begins at `p` and ends before `r`."""
+    import numpy as np
+
+    offsets = np.array([[0, 1], [1, 3], [3, 4], [4, 5], [3, 3]])
+    assert _masked(offsets, [((2, 4), REPLY)]).tolist() == [0, REPLY, REPLY, 0, REPLY]
+    assert _masked(offsets, [((0, 2), 0), ((2, 4), REPLY)]).tolist() == [0, 0, REPLY, 0, REPLY]
+    assert _masked(offsets, [((2, 4), REPLY), ((0, 2), 0)]).tolist() == [0, 0, REPLY, 0, REPLY]
 
 
 def test_a_text_that_spells_a_control_token_stays_text(world):

@@ -670,12 +670,14 @@ def test_writes_that_stop_half_way_are_continued(model, convert, tmp_path, monke
     assert files(tmp_path / "m") == files(tmp_path / "reference")
 
 
-def command(*argv: object, limit: int | None = None) -> Ran:
-    """`convert` in a process of its own that may write no file longer than `limit`."""
+def command(*argv: object, limit: int | None = None, most: int | None = None) -> Ran:
+    """`convert` in a process of its own that may write no file longer than `limit`, and have `most` files open."""
 
     def bound() -> None:
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        if most is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
     program = [sys.executable, "-B", "-c", "from converters.cli import main; main()", *map(str, argv)]
     done = subprocess.run(
@@ -692,6 +694,16 @@ def test_files_that_may_not_grow_leave_no_output(model, convert, tmp_path, limit
     assert convert("hf2megatron", source, out).code == 0
     assert convert("hf2megatron", source, tmp_path / "reference").code == 0
     assert files(out) == files(tmp_path / "reference")
+
+
+def test_too_few_files_may_be_open(model, convert, tmp_path):
+    """The hint says how to allow more; then the same command resumes."""
+    argv = ("hf2megatron", model("llama"), tmp_path / "m", "--tp", 4, "--pp", 2, "-j", 8)
+    ran = command(*argv, most=10)
+    assert ran.code in (3, 7), ran.err
+    assert "Too many open files" in ran.err
+    assert "hint: more files have to be allowed: `ulimit -n 1024`" in ran.err
+    assert convert(*argv).code == 0
 
 
 @pytest.fixture

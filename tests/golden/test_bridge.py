@@ -118,6 +118,44 @@ def test_what_the_fields_do_not_tell(convert, tmp_path):
     refused(convert("inspect", other), 5, "high_freq_factor = 8")
 
 
+MODELS_OF_BRIDGE = "megatron.bridge.models"
+CORE = "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec"
+
+
+def partial(name: str, *given: Any, **arguments: Any) -> dict[str, Any]:
+    """A function with arguments, as Bridge's `_partial_representer` writes one."""
+    return {"_target_": name, "_partial_": True, "_args_": [*given], **arguments}
+
+
+@pytest.mark.parametrize(
+    ("builder", "said"),
+    [
+        ({"_target_": "my_fork.specs.parallel_residual_layer_spec", "_call_": False}, "my_fork.specs.parallel"),
+        ({"_target_": f"{MODELS_OF_BRIDGE}.gemma.gemma2_provider.gemma2_layer_spec"}, f"{MODELS_OF_BRIDGE}.gemma"),
+        (partial(CORE, qk_l2_norm=True, use_transformer_engine=True), f"{CORE}(qk_l2_norm)"),
+        (partial(CORE, 3), f"{CORE}(_args_)"),
+        ({"_target_": "megatron.core.transformer.spec_utils.ModuleSpec", "module": {}}, "megatron.core.transformer"),
+        ("my_fork.layer", "my_fork.layer"),
+    ],
+)
+def test_layers_of_unknown_code(convert, tmp_path, builder, said):
+    """What a function of another tree builds may compute anything: parallel residuals, norms elsewhere."""
+    run = shutil.copytree(REAL / MODELS[0], tmp_path / "run")
+    path = run / "iter_0000000/run_config.yaml"
+    config = yaml.safe_load(path.read_text())
+    config["model"]["transformer_layer_spec"] = builder
+    path.write_text(yaml.safe_dump(config))
+    refused(convert("inspect", run), 4, f"transformer_layer_spec = '{said}", "--accept transformer_layer_spec")
+    assert convert("inspect", run, "--accept", "transformer_layer_spec").code == 0
+    for known in (partial(CORE, use_transformer_engine=True), None):
+        config["model"]["transformer_layer_spec"] = known
+        path.write_text(yaml.safe_dump(config))
+        assert convert("inspect", run).code == 0
+    del config["model"]["transformer_layer_spec"]
+    path.write_text(yaml.safe_dump(config))
+    assert convert("inspect", run).code == 0
+
+
 ELSEWHERE = {"make_vocab_size_divisible_by", "should_pad_vocab"}
 """Of the padding, which Bridge leaves out where it imports and we have as Megatron-LM does."""
 

@@ -49,7 +49,11 @@ def test_there_and_back(convert, base, tmp_path, name):
     from transformers import AutoModelForCausalLM
 
     adapter, run, golden = tmp_path / "adapter", tmp_path / "run", np.load(REAL / name / "golden.npz")
-    assert convert("megatron2hf", REAL / name, adapter, "--adapter", "only").code == 0
+    ran = convert("megatron2hf", REAL / name, adapter, "--adapter", "only")
+    assert ran.code == 0
+    assert f'next: PeftModel.from_pretrained(BASE, "{adapter}"), ' in ran.out
+    assert f"`convert merge BASE {adapter} OUT`" in ran.out
+    assert convert("merge", base, adapter, tmp_path / "merged").code == 0
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with torch.no_grad():
         logits = PeftModel.from_pretrained(model, adapter)(torch.tensor(golden["ids"])).logits.numpy()

@@ -87,6 +87,31 @@ def test_what_is_written_is_what_nanotron_writes(convert, tmp_path, name):
     assert ours == theirs
 
 
+def with_tokens(at: Path, **ids: int) -> Path:
+    run = shutil.copytree(HERE / "llama_tp2", at)
+    path = run / "3/model_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | ids))
+    return run
+
+
+def test_special_tokens(convert, tmp_path):
+    """Where no config travels, their ids are those of the training; of ids that contradict each other a note tells."""
+    ids = {"bos_token_id": 5, "eos_token_id": 0, "pad_token_id": 7}
+    run = with_tokens(tmp_path / "run", **ids)
+    assert convert("nanotron2hf", run, tmp_path / "hf").code == 0
+    assert json.loads((tmp_path / "hf/config.json").read_text()).items() >= ids.items()
+    for number, source in enumerate((run, tmp_path / "hf")):
+        again = tmp_path / f"again-{number}"
+        assert convert("hf2nanotron", source, again).code == 0
+        assert json.loads((again / "model_config.json").read_text()).items() >= ids.items()
+    other = with_tokens(tmp_path / "other", eos_token_id=3, pad_token_id=-1)
+    ran = convert("nanotron2hf", other, tmp_path / "out", "--config", tmp_path / "hf")
+    assert ran.code == 0
+    assert "eos_token_id = 0 as in the config, " in ran.err
+    assert "pad_token_id = -1 of " in ran.err
+    assert json.loads((tmp_path / "out/config.json").read_text()).items() >= ids.items()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_back_it_is_the_same_model(convert, tmp_path, name):
     _, options = CASES[name]

@@ -73,6 +73,15 @@ def test_what_is_refused(run, tmp_path):
         vitruvian.average([run / "checkpoint-1", run / "checkpoint-2"], tmp_path / "out", weights="module")
     with pytest.raises(vitruvian.UsageError, match="1 checkpoint has no mean"):
         vitruvian.average(run / "checkpoint-1", tmp_path / "out")
+    two = [run / "checkpoint-1", run / "checkpoint-2"]
+    with pytest.raises(vitruvian.UsageError, match="ema = 'x' is not a number"):
+        vitruvian.average(two, tmp_path / "out", ema="x")
+    with pytest.raises(vitruvian.UsageError, match="last = 'x' is not a whole number"):
+        vitruvian.average(run, tmp_path / "out", last="x")
+    with pytest.raises(vitruvian.UsageError, match="the weight 'x' is not a number"):
+        vitruvian.average({two[0]: "x", two[1]: 0.5}, tmp_path / "out")
+    with pytest.raises(vitruvian.UsageError, match="there is no target"):
+        vitruvian.average(two, tmp_path / "out", to=["x"])
     with pytest.raises(vitruvian.UsageError, match="is no path"):
         vitruvian.merge(None, GOLDEN / "adapter", tmp_path / "out")
     with pytest.raises(vitruvian.SourceError, match="no adapter_config"):

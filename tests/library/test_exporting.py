@@ -36,6 +36,8 @@ def test_what_finds_no_room_is_skipped(model, tmp_path):
         exporter.close(strict=True)
     assert [result.src.name for result in exporter.results] == [f"nothing-{number}" for number in range(4)]
     assert [result.error.startswith("skipped") for result in exporter.results] == [False, False, True, True]
+    with pytest.raises(vitruvian.UsageError, match="checkpoint = None is no path"):
+        exporter.submit(None)
     with pytest.raises(vitruvian.UsageError, match="is closed"):
         exporter.submit(tmp_path)
     assert len(exporter.close()) == 4

@@ -112,9 +112,19 @@ def test_errors_say_what_the_command_says(model, tmp_path):
         ("there is no option colour", {"colour": 1}),
         ("--tp has no effect on the target huggingface", {"tp": 2}),
         ("there is no target gguf", {"to": "gguf"}),
+        (r"there is no target \['x'\]", {"to": ["x"]}),
+        ("config = '' is not a path", {"config": ""}),
+        ("threads = 1000 is not a whole number of 1 to 256", {"threads": 1000}),
     ):
         with pytest.raises(vitruvian.UsageError, match=message):
             vitruvian.convert(model("llama"), tmp_path / "out", **options)
+    for message, call in (
+        ("src = '' is no path", lambda: vitruvian.digest("")),
+        ("out = '' is no path", lambda: vitruvian.convert(model("llama"), "")),
+        ("part = None is none such as", lambda: vitruvian.convert_part(model("llama"), tmp_path / "out", None)),
+    ):
+        with pytest.raises(vitruvian.UsageError, match=message):
+            call()
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 

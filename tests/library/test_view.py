@@ -206,6 +206,7 @@ def test_what_cannot_be_asked(model, run):
         ("replicas = 'nope' is not", lambda: list(checkpoint.tensors(replicas="nope"))),
         ("allow_missing = 'x' is not", lambda: vitruvian.open(run, allow_missing="x")),
         ("path = 3 is no path", lambda: vitruvian.open(3)),
+        ("there is no target", lambda: checkpoint.as_(["x"])),
         ("has no effect on the target huggingface", lambda: checkpoint.as_("huggingface", vpp=2)),
         ("has no view of such ranks", lambda: checkpoint.as_("neox", tp=(0, 2))),
         ("has no view of such ranks", lambda: checkpoint.as_("huggingface", tp=(0, 2))),

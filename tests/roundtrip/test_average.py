@@ -264,6 +264,14 @@ def test_names_that_change_on_the_way(convert, tmp_path):
         assert convert("hf2fsdp", tmp_path / "hf", tmp_path / name, "--ranks", len(name)).code == 0
     ran = convert("average", tmp_path / "a", tmp_path / "b", tmp_path / "out")
     assert (ran.code, "convert each to Hugging Face first" in ran.err) == (4, True), ran.err
+    digests = [convert("digest", tmp_path / name) for name in ("hf", "a")]
+    assert digests[0].out.split()[0] != digests[1].out.split()[0]
+    note = "note: the digest of a phimoe, which no table describes, is that of its tensors under the names"
+    assert all(note in ran.err for ran in digests)
+    for pair in (("hf", "a"), ("a", "hf")):
+        ran = convert("average", *(tmp_path / name for name in pair), tmp_path / "out")
+        assert (ran.code, "no table connects them" in ran.err) == (4, True), ran.err
+        assert f"{tmp_path / 'a'} has the tensor names of memory and {tmp_path / 'hf'} those of files" in ran.err
 
 
 def test_integers_have_to_be_equal(model, convert, tmp_path):

@@ -46,6 +46,35 @@ def test_usage_errors_are_2(convert, argv):
 
 
 @pytest.mark.parametrize(
+    "argv",
+    [
+        ["digest", ""],
+        ["hf2megatron", "", "OUT"],
+        ["hf2megatron", "HF", ""],
+        ["megatron2hf", "MEGATRON", "OUT", "--config", ""],
+        ["neox2hf", "NEOX", "OUT", "--tokenizer", ""],
+        ["inspect", "HF", "--family", ""],
+        ["megatron2hf", "MEGATRON", "OUT", "--chat-template", ""],
+        ["fsdp2hf", "MEGATRON", "OUT", "--push", ""],
+        ["push", "HF", ""],
+    ],
+)
+def test_an_empty_path_is_not_the_current_folder(model, convert, tmp_path, monkeypatch, argv):
+    """As that of a variable which was never set, `--config "$BASE"`."""
+    monkeypatch.chdir(model())
+    places = {word: tmp_path / word.lower() for word in ("OUT", "MEGATRON", "NEOX")} | {"HF": model()}
+    ran = convert(*(places.get(word, word) for word in argv))
+    refused(ran, 2, "it is empty")
+    assert "Invalid value for" in ran.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("argv", [["run", ""], ["eval", "RUN", "--checkpoint", ""], ["eval", "RUN", "--ppl", ""]])
+def test_no_command_of_train_takes_an_empty_path(train, argv):
+    refused(train(*argv), 2, "it is empty")
+
+
+@pytest.mark.parametrize(
     ("argv", "flags"),
     [
         (["digest", "HF"], ["--container", "model"]),
@@ -563,6 +592,12 @@ def test_a_config_that_is_nearly_known_is_told_what_is_wrong(model, convert, tmp
     (tmp_path / "hf/config.json").write_text(json.dumps(config))
     ran = convert("hf2megatron", tmp_path / "hf", tmp_path / "m")
     assert (ran.code, says in ran.err) == (4, True), ran.err
+
+
+def test_what_is_next_can_be_pasted(model, convert, tmp_path):
+    ran = convert("hf2hf", model("llama"), tmp_path / "my model")
+    assert f'AutoModelForCausalLM.from_pretrained("{tmp_path}/my model")' in ran.out
+    assert f"`convert push '{tmp_path}/my model' ORG/NAME`" in ran.out
 
 
 def test_a_path_may_be_any_bytes(model, convert, tmp_path):

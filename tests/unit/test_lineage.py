@@ -123,7 +123,7 @@ def test_too_many_rows_in_another_order_are_refused(convert, tmp_path, monkeypat
     with quiet():
         model = build("kimi_k25", 3)
         model.save_pretrained(tmp_path / "hf")
-    refused(convert("hf2fsdp", tmp_path / "hf", tmp_path / "c"), 4, "wqkv", "another order in memory", "--verbatim")
+    refused(convert("hf2fsdp", tmp_path / "hf", tmp_path / "c"), 4, "wqkv", "otherwise in memory", "--verbatim")
     assert convert("hf2fsdp", tmp_path / "hf", tmp_path / "c", "--verbatim").code == 0
     trained = save(tmp_path / "trained", {"model": model.state_dict()})
     refused(convert("fsdp2hf", trained, tmp_path / "out", "--config", tmp_path / "hf"), 4, "wqkv")

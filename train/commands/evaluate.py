@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from converters.commands.options import FOLDER, as_json
+from converters.commands.options import FOLDER, NAMED, FilledPath, as_json
 from converters.common.cli_help import command
 from formats.errors import UsageError
 
@@ -18,6 +18,7 @@ from formats.errors import UsageError
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @click.option(
     "--checkpoint",
+    type=NAMED,
     metavar="N|FOLDER",
     help="Global step in RUN, or any checkpoint; see `convert formats`.  [default: latest]",
 )
@@ -25,7 +26,7 @@ from formats.errors import UsageError
 @click.option(
     "--ppl",
     "texts",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    type=FilledPath(path_type=Path, exists=True, file_okay=False),
     metavar="FOLDER",
     help="Instead of the validation sets: its *.jsonl, records with text.",
 )

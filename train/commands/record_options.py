@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from converters.commands.options import together
+from converters.commands.options import NAMED, together
 from formats.errors import UsageError
 
 control_tokens = click.option(
@@ -14,6 +14,7 @@ control_tokens = click.option(
 chat_template = click.option(
     "--chat-template",
     "template",
+    type=NAMED,
     metavar="NAME|FILE",
     help="control, chatml, llama3, or a jinja file.  [default: the tokenizer's, for conversations]",
 )

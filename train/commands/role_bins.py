@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.commands.options import FILE, together
+from converters.commands.options import FILE, NAMED, together
 from converters.common.cli_help import command
 from formats.errors import UsageError
 from train.commands.tokenize import decided, make_request, paths, report, running
@@ -35,6 +35,7 @@ LENGTH = 4096
     "inputs",
     multiple=True,
     required=True,
+    type=NAMED,
     metavar="FILE[ FILE…]",
     help="JSON lines of conversations (.gz and .zst too), or parquet.",
 )

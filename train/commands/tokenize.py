@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from converters.commands.options import FILE, as_json, together
+from converters.commands.options import FILE, NAMED, as_json, together
 from converters.common.cli_help import Finite, command
 from formats.errors import UnsupportedError, UsageError, short
 from train.commands.record_options import chat_template, parse_control_tokens, record_format
@@ -59,6 +59,7 @@ running = together(
     "inputs",
     multiple=True,
     required=True,
+    type=NAMED,
     metavar="FILE[,FILE…]",
     help="JSON lines (.gz and .zst too), parquet, or .txt with a document on each line.",
 )

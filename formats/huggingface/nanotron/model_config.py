@@ -295,7 +295,8 @@ OF_QWEN2: Mapping[str, Any] = {
 """Keys of `Qwen2Config` alone that change neither layout nor computation, with the value that is written."""
 OF_EXPERTS: Mapping[str, Any] = {"router_aux_loss_coef": 0.01, "token_dispatcher_type": "alltoall"}
 """Keys of `MoEConfig` that change neither layout nor computation, with the value that is written."""
-TOKENS = ("bos_token_id", "eos_token_id")
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Those of them that a config.json has too."""
 HARMLESS = {
     *OF_A_RUN, *OF_QWEN2, *MARKS.values(), VOCAB, *(f"moe_config.{key}" for key in OF_EXPERTS)
 }  # fmt: skip
@@ -401,6 +402,12 @@ def _family(traits: set[str], base: ModelSpec | None, where: str) -> str:
         having = " and ".join(sorted(traits))
         raise UnsupportedError(f"{where}: a model with {having} is of no family that is read from nanotron")
     return base.family if base and base.family in fitting else fitting[0]
+
+
+def token_ids(config: Mapping[str, Any], vocab: int | None) -> dict[str, int]:
+    """The ids of special tokens that a model_config.json says, by their keys, of those that the vocabulary has."""
+    said = {key: config[key] for key in TOKENS if type(config.get(key)) is int}
+    return {key: token for key, token in said.items() if 0 <= token < (vocab or 0)}
 
 
 def written_config(spec: ModelSpec, padded: int, config: Mapping[str, Any]) -> dict[str, Any]:

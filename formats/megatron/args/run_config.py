@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,20 @@ PLAIN = re.compile(
     r"qwen3\.Qwen3)\w*"
 )
 """Classes, with their modules, whose fields alone determine the model."""
+LAYERS = "transformer_layer_spec"
+"""The field that names the function which builds a layer."""
+BUILDERS: Mapping[str, Collection[str]] = {
+    **{
+        f"{module}.{name}_layer_spec": ()
+        for module in ("megatron.bridge.models.gpt_provider", "nemo.collections.llm.gpt.model.base")
+        for name in ("default", "local", "transformer_engine", "transformer_engine_full")
+    },
+    "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec": ("use_transformer_engine",),
+}
+"""Functions that build layers of what the other fields say: the arguments they may be given, which choose kernels.
+
+The same files, and Megatron-Bridge 0.2 to 0.6 models/: the last one is that of a model with latents.
+"""
 RENAMED = {
     "num_moe_experts": "num_experts",
     "rope_scaling": "use_rope_scaling",
@@ -54,8 +68,7 @@ OWN = {
     "_cpu_offloading_context", TARGET, "activation_func", "data_step_fn", "first_pipeline_num_layers",
     "forward_step_fn", "gated_linear_unit", "generation_config", "hf_model_id", "last_pipeline_num_layers",
     "mtp_enabled", "parallel_output", "scatter_embedding_sequence_parallel", "share_embeddings_and_output_weights",
-    "should_pad_vocab", "transformer_layer_spec", "use_arbitrary_attention_mask",
-    "use_transformer_engine_full_layer_spec",
+    "should_pad_vocab", LAYERS, "use_arbitrary_attention_mask", "use_transformer_engine_full_layer_spec",
 }  # fmt: skip
 """Fields that have no argument: they choose kernels, or are read in this file."""
 WRITTEN = """
@@ -230,7 +243,24 @@ def _said(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
         "disable_bias_linear": fields.get("add_bias_linear") is False,
         "apply_layernorm_1p": fields.get("layernorm_zero_centered_gamma") is True,
         **_llama3(fields, path),
+        **_unknown_layers(fields.get(LAYERS)),
     }
+
+
+def _unknown_layers(builder: Any) -> dict[str, Any]:
+    """The field of a function that builds layers, where it is none of `BUILDERS`: no argument, so that it is refused.
+
+    Args:
+        builder: a function, or one with arguments (`functools.partial`), as utils/yaml_utils.py of Megatron-Bridge
+            writes both.
+    """
+    if builder is None:
+        return {}
+    about = builder if isinstance(builder, dict) else {TARGET: builder}
+    name = str(about.get(TARGET))
+    given = [key for key, value in about.items() if key not in (TARGET, "_call_", "_partial_") and value != []]
+    odd = [key for key in given if key not in BUILDERS.get(name, given)]
+    return {} if name in BUILDERS and not odd else {LAYERS: f"{name}({', '.join(odd)})" if odd else name}
 
 
 def _llama3(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:

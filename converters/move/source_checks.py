@@ -208,7 +208,7 @@ class SourceChecks:
             return
         key, path = _key(fragment, member), fragment.path
         inside = dict.fromkeys(
-            job.key or job.name
+            job.stored_as
             for job in self.jobs
             if any(
                 fragment_of.member and _key(fragment_of, fragment_of.member) == key

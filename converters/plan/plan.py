@@ -141,6 +141,13 @@ class Job:
         return name if self.layer is None else f"{name}.{self.layer}"
 
     @property
+    def stored_as(self) -> str:
+        """The key in the source's files, with the optimizer state where the key lacks it; without a key, the name."""
+        if not self.key:
+            return self.name
+        return self.key if self.state in self.key else f"{self.state} of {self.key}"
+
+    @property
     def label(self) -> str:
         """What to call it in an error: by its key in the source, where it has one; a state, with its name."""
         if not self.key:

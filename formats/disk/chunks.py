@@ -137,7 +137,7 @@ def _open(store: Store, name: str) -> Any:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    return {"driver": "file", "path": f"{folder.resolve()}/"}
+    return {"driver": "file", "path": f"{folder.absolute()}/"}
 
 
 @lru_cache(maxsize=1)

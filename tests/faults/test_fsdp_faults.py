@@ -54,7 +54,7 @@ def test_missing_files_are_named_with_their_ranks(make_dcp, merge, lost):
     folder = make_dcp()
     for rank in lost:
         (folder / f"__{rank}_0.distcp").unlink()
-    whose = "0-3" if len(lost) == 4 else ", ".join(map(str, sorted(lost)))
+    whose = "0-3" if len(lost) == 4 else ",".join(map(str, sorted(lost)))
     refused(merge(folder), 3, folder, f"lacks {len(lost)} of 4 files", f"__{min(lost)}_0.distcp", f"ranks {whose}\n")
 
 

@@ -116,7 +116,8 @@ def drop(metadata: dict[str, Any], name: str) -> None:
             {"vocab_size": 100},
             ("token_embedder.embedding [96, 32] has fewer rows than the config has tokens, 100",),
         ),
-        ({"tie_word_embeddings": True}, ("decoder.logits_dense.kernel", "have no place in this model")),
+        ({"vocab_size": 64}, ("has 96 rows, the config 64 tokens", "--vocab-size 64 takes the others for padding")),
+        ({"tie_word_embeddings": True}, ("decoder.logits_dense.kernel", "has no place in this model")),
     ],
 )
 def test_the_config_is_of_another_model(convert, tmp_path, change, parts):
@@ -140,6 +141,8 @@ def test_the_config_is_of_another_model(convert, tmp_path, change, parts):
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
             ("rope_type = 'yarn', with which a checkpoint does not say which rows of a head rotate",),
         ),
+        ({"mlp_bias": True}, ("mlp_bias of llama, and MaxText's decoder has no such biases",)),
+        ({"attention_bias": True}, ("output_bias of llama",)),
     ],
 )
 def test_a_model_that_is_not_read(convert, tmp_path, change, parts):
@@ -175,16 +178,60 @@ def test_another_programs_checkpoint_of_orbax(convert, tmp_path):
     refused(convert("inspect", at), 4, "is a checkpoint of Orbax, but not of MaxText")
 
 
-def test_parameters_of_more_than_a_decoder(convert, tmp_path):
-    at = copied(tmp_path, "llama_state")
+@pytest.mark.parametrize(
+    ("case", "added", "code", "part"),
+    [
+        ("llama_state", "params.params.vision_encoder.kernel", 4, "holds {} besides a decoder"),
+        ("mistral_files", "mtp_block.mtp_layer_1.mtp_1_embedding_norm.scale.value", 4, "holds {} besides a decoder"),
+        ("mistral_files", "decoder.decoder_norm.scale", 3, "holds decoder.decoder_norm.scale twice"),
+        (
+            "llama_state",
+            "params.params.decoder.layers_0.mlp.wo.kernel",
+            3,
+            "holds decoder.layers_0.mlp.wo.kernel twice",
+        ),
+    ],
+)
+def test_parameters_of_more_than_a_decoder(convert, tmp_path, monkeypatch, case, added, code, part):
+    """Of a tower, of further-token layers; of a parameter that is there already, stacked or not."""
+    at = copied(tmp_path, case)
+    described = checkpoint.arrays
 
-    def towered(text: dict[str, Any]) -> None:
-        names = ("params", "params", "vision_encoder", "kernel")
+    def with_added(store: chunks.Store, names: Any) -> Any:
+        known = described(store, [name for name in names if name != added])
+        like = next(array for name, array in known.items() if "wo.kernel" in name)
+        shape, chunk = ((of[0], *of[2:]) for of in (like.shape, like.chunk))
+        return {**known, added: like._replace(shape=shape, chunk=chunk)}
+
+    def extended(text: dict[str, Any]) -> None:
+        names = tuple(added.split("."))
         entry = {"key_metadata": [{"key": name, "key_type": 2} for name in names]}
         text["tree_metadata"][str(names)] = entry | {"value_metadata": {"value_type": "jax.Array"}}
 
-    changed(at / "items/_METADATA", towered)
-    refused(convert("inspect", at), 4, "holds params.params.vision_encoder.kernel besides a decoder")
+    monkeypatch.setattr(checkpoint, "arrays", with_added)
+    changed(at / "items/_METADATA", extended)
+    refused(convert("maxtext2hf", at, tmp_path / "out"), code, part.format(added))
+
+
+def test_a_query_of_eight_bits(convert, tmp_path, monkeypatch):
+    at = copied(tmp_path, "llama_state")
+    described = checkpoint.arrays
+
+    def of_eight_bits(store: chunks.Store, names: Any) -> Any:
+        return {
+            name: array._replace(dtype="float8_e4m3fn") if "query" in name else array
+            for name, array in described(store, names).items()
+        }
+
+    monkeypatch.setattr(checkpoint, "arrays", of_eight_bits)
+    refused(convert("maxtext2hf", at, tmp_path / "out"), 4, "is F8_E4M3, and it has to be multiplied by the root")
+
+
+@pytest.mark.parametrize("name", ["1000.orbax-checkpoint-tmp-17", "1000/items.orbax-checkpoint-tmp-18"])
+def test_a_save_that_was_not_finished(convert, tmp_path, name):
+    at, path = copied(tmp_path, "llama_state"), tmp_path / "run" / name
+    (at / "items" if "/" in name else at).rename(path)
+    refused(convert("maxtext2hf", path, tmp_path / "out"), 3, "is a save that Orbax has not finished")
 
 
 def test_chunks_of_zeros_that_were_left_out(convert, tmp_path):
@@ -193,7 +240,7 @@ def test_chunks_of_zeros_that_were_left_out(convert, tmp_path):
     refused(convert("inspect", at), 4, "left out chunks of zeros")
 
 
-@pytest.mark.parametrize("name", ["..", "", "a/b", "a\0b"])
+@pytest.mark.parametrize("name", ["..", "", "a/b", "a\0b", "a\nb", "\ud800"])
 def test_names_that_lead_elsewhere(tmp_path, name):
     at = copied(tmp_path, "mistral_files")
 

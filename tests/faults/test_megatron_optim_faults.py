@@ -223,7 +223,7 @@ def test_states_of_a_distributed_checkpoint(runs, convert, tmp_path):
     metadata, manifest = run / "iter_0000003/.metadata", run / "iter_0000003/vitruvian.json"
     original = metadata.read_bytes()
     for old, new, code, message in (
-        (b"exp_avg.output_layer", b"exp_avg.output_lazer", 3, "tensors are missing"),
+        (b"exp_avg.output_layer", b"exp_avg.output_lazer", 3, "1 tensor is missing"),
         (b"state.fp32_param.", b"state.fp32_parax.", 4, "the optimizer keeps fp32_parax"),
     ):
         assert old in original

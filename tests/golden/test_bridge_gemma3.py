@@ -241,6 +241,11 @@ def test_an_epsilon_that_is_no_number(convert, tmp_path, epsilon):
         refused(convert("megatron2hf", run, tmp_path / "no", *options), 3, "norm_epsilon")
 
 
+def test_fields_without_a_number_of_layers(convert, tmp_path):
+    run = with_fields(tmp_path / "run", lambda fields: fields.pop("num_layers"))
+    refused(convert("megatron2hf", run, tmp_path / "no"), 4, "there is no num_layers")
+
+
 def test_a_window_of_a_later_release(convert, base, tmp_path):
     """From 0.4.0 on Bridge takes one off the field itself: a file of such a release has fields that 0.3.1 has not."""
     later = dict.fromkeys(("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_mscale"))

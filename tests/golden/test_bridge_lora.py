@@ -156,7 +156,7 @@ def test_what_bridge_has_not(model, convert, tmp_path):
     folder = model("llama")
     adapter = adapter_of(folder, tmp_path / "adapter", LLAMA)
     fused = ("--lora", "fused")
-    refused(convert("peft2megatron", folder, adapter, tmp_path / "no", *fused), 6, "query_lora_a.0 differs")
+    refused(convert("peft2megatron", folder, adapter, tmp_path / "no", *fused), 6, "q_proj.lora_A.weight differs")
     refused(convert("peft2megatron", folder, adapter, tmp_path / "no", *fused, "--replicas", "first"), 2, "canonical")
     refused(convert("peft2megatron", folder, adapter, tmp_path / "no", "--tp", 8), 4, "does not divide", "tp = 8")
     some = adapter_of(folder, tmp_path / "some", ["q_proj", "v_proj"], shared=True)

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import yaml
 
+from formats.megatron.args.provider import TARGET
+from formats.megatron.args.vision import ASSUMED, TOWER, VISIONS
 from tests.faults.dcp_tools import edit, refused
 from tests.golden.test_bridge_lora import contents
 from tests.golden.test_only_text import TEXTS, build, save
@@ -402,3 +404,31 @@ def test_tensors_of_no_tower(convert, tmp_path, new, code, message):
 
 def test_no_adapter_of_it(convert, tmp_path):
     refused(convert("megatron2hf", REAL / "qwen3_vl", tmp_path / "no", "--adapter", "only"), 4, "is not read")
+
+
+def test_what_a_config_leaves_out_is_assumed():
+    """The defaults of each tower are those of its class in transformers."""
+    from importlib import import_module
+
+    from transformers import PreTrainedConfig
+
+    for kind, vision in VISIONS.items():
+        target = vision.fields[TOWER]({})[TARGET].removesuffix(".from_dict")
+        module, _, name = target.rpartition(".")
+        made = getattr(import_module(module), name)().to_dict()
+        assert {key: made[key] for key in ASSUMED[name]} == dict(ASSUMED[name]), kind
+        later = {"rope_parameters", "model_type", "initializer_range"}  # of transformers 5 alone, or of no tensor
+        base = {*PreTrainedConfig().to_dict(), *later}
+        assert {*made} - base == {*ASSUMED[name]}, kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [("qwen2_5_vl", "window_size"), ("qwen3_vl", "num_heads"), ("glm4v_moe", "depth")]
+)
+def test_a_tower_that_the_config_leaves_out_in_part(convert, tmp_path, kind, key):
+    base = tmp_path / "base"
+    base.mkdir()
+    config = json.loads((REAL / kind / "config.json").read_text())
+    assert config["vision_config"].pop(key) is not None
+    (base / "config.json").write_text(json.dumps(config))
+    refused(convert("megatron2hf", REAL / kind, tmp_path / "no", "--config", base), 5, f"vision_config.{key}: ")

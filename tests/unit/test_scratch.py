@@ -66,8 +66,8 @@ def test_processes_share_them(monkeypatch, decoded):
     expected = digest_of(plan().jobs, Limits(1))
     chunks_of_all = len(decoded)
     decoded.clear()
-    monkeypatch.setattr(engine, "EACH", 1)
-    monkeypatch.setattr(engine, "FEWEST", 2)
+    monkeypatch.setattr(engine, "STARTED", (2, 1))
+    monkeypatch.setattr(engine, "has_one_thread", lambda: False)
     with Files() as files:
         digests: dict[str, str] = {}
         execute(plan().jobs, files, Limits(2), done=lambda job, digest: digests.update({job.name: digest}))

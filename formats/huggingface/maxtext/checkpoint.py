@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from math import prod, sqrt
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from formats.checkpoint import ASSETS, Checkpoint, Details, Settings
 from formats.disk.chunks import DTYPES, Array, Store, arrays
 from formats.disk.handle import is_elsewhere
 from formats.disk.safetensors import DTYPES as SIZES
+from formats.disk.safetensors import FLOATS
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, short, some
 from formats.families.family import Family
 from formats.huggingface import MAXTEXT
@@ -43,6 +44,10 @@ PARAMETERS = re.compile(r"(?:params\.params\.)?((?:decoder|token_embedder)\..+?)
 STACKED = re.compile(r"decoder\.layers\.(.+)")
 """The name of an array that stacks a parameter of all layers."""
 OPTIMIZER = "opt_state"
+BESIDE = re.compile(rf"step(?:\.value)?|(?:{OPTIMIZER}|nnx_aux)\..+")
+"""The name of what a training state has besides parameters: step, optimizer, states of random numbers."""
+UNFINISHED = ".orbax-checkpoint-tmp"
+"""In the name of a folder that Orbax has not committed."""
 FRESH = "fresh states of the optimizer"
 EMBEDDING = "token_embedder.embedding"
 LAYERS = 1
@@ -80,12 +85,14 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         OptionNeededError: there is no Hugging Face config.
         UnsupportedError: the checkpoint is not MaxText's, its model is not supported, or tensorstore is not installed.
     """
+    if any(UNFINISHED in folder.name for folder in (path, path.parent)):
+        raise SourceError(f"{path} is a save that Orbax has not finished", "take another step")
     if is_elsewhere(path):
         raise UnsupportedError(f"{path} is in a store, where checkpoints of Orbax are not read", "copy it to a disk")
     home = locate(path)
     tree = read_tree(home)
-    names = {match[1]: ".".join(name) for name in tree.names if (match := PARAMETERS.fullmatch(".".join(name)))}
-    _require_plain_parameters(names, [".".join(name) for name in tree.names], home)
+    every = [".".join(name) for name in tree.names]
+    names = _parameters(every, home)
     assets = settings.config or next(
         (folder for folder in (path / ASSETS, path, home) if (folder / "config.json").is_file()), None
     )
@@ -101,10 +108,13 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     described = arrays(tree.store, names.values())
     tensors = dict[str, Scattered]()
     for key, name in names.items():
-        tensors |= _by_layer(key, name, described[name], tree.store, spec)
-    padded = _rows(tensors[EMBEDDING], spec, home)
+        of_layers = _by_layer(key, name, described[name], tree.store, spec)
+        if twice := sorted({*of_layers} & {*tensors}):
+            raise SourceError(f"{home} holds {twice[0]} twice, once in the array {name}", "save it again with MaxText")
+        tensors |= of_layers
+    padded = _rows(tensors[EMBEDDING], spec, settings, home)
     _, pieces, _ = match_pieces(slots_of(spec, padded, neighbours=neighbours), tensors, (), home)
-    others = [name for name in map(".".join, tree.names) if name not in names.values()]
+    others = [name for name in every if name not in names.values()]
     return Checkpoint(
         path, home, NAME, spec, tuple(_with_root(piece, spec) for piece in pieces),
         tuple(name for name in others if not name.startswith(OPTIMIZER)), tree.files, {}, assets,
@@ -130,33 +140,46 @@ def _contents(path: Path, tree: Tree) -> dict[str, Any]:
     }
 
 
-def _require_plain_parameters(names: Mapping[str, str], every: list[str], home: Path) -> None:
-    """Refuse a checkpoint without the parameters of a MaxText decoder, or with parameters besides.
+def _parameters(every: Sequence[str], home: Path) -> dict[str, str]:
+    """Return the array names of the parameters of a decoder, by the names of the parameters.
 
     Raises:
-        UnsupportedError: the checkpoint is refused.
+        SourceError: a parameter has two arrays.
+        UnsupportedError: the checkpoint has no decoder of MaxText, or parameters besides it.
     """
+    names = dict[str, str]()
+    for name in every:
+        if (match := PARAMETERS.fullmatch(name)) and names.setdefault(match[1], name) != name:
+            raise SourceError(f"{home} holds {match[1]} twice: {names[match[1]]}, {name}", "save it again with MaxText")
     if EMBEDDING not in names:
         raise UnsupportedError(
             f"{home} is a checkpoint of Orbax, but not of MaxText: it has no {EMBEDDING}, it has {some(every, 3)}",
             "export it with its trainer",
         )
-    beside = [name for name in every if name.startswith("params.") and name not in names.values()]
+    beside = [name for name in every if name not in names.values() and not BESIDE.fullmatch(name)]
     if beside:
         raise UnsupportedError(f"{home} holds {some(beside, 3)} besides a decoder, which is not read")
+    return names
 
 
-def _rows(embedding: Scattered, spec: ModelSpec, home: Path) -> int:
-    """Return the number of rows of the embedding; rows beyond the vocabulary are padding.
+def _rows(embedding: Scattered, spec: ModelSpec, settings: Settings, home: Path) -> int:
+    """Return the number of rows of the embedding; rows beyond the vocabulary that the user gives are padding.
 
     Raises:
         SourceError: the embedding has fewer rows than the config has tokens.
+        OptionNeededError: it has more: MaxText pads none, unless the vocabulary of its training was padded by hand.
     """
     rows = (*embedding.shape, 0)[0]
     if rows < (spec.vocab or 0):
         raise SourceError(
             f"{home}: {EMBEDDING} {list(embedding.shape)} has fewer rows than the config has tokens, {spec.vocab}",
             "check that the config belongs to these weights",
+        )
+    if rows > (spec.vocab or 0) and settings.vocab_size is None:
+        raise OptionNeededError(
+            f"{home}: {EMBEDDING} has {rows} rows, the config {spec.vocab} tokens, and MaxText pads no vocabulary",
+            f"check that the config belongs to these weights; --vocab-size {spec.vocab} takes the others for padding",
+            vocab_size=str(spec.vocab),
         )
     return rows
 
@@ -170,6 +193,9 @@ def _neighbours(spec: ModelSpec, assets: Path) -> bool:
     where = f"{assets / 'config.json'}"
     if spec.family not in FAMILIES:
         raise UnsupportedError(f"{where}: a {spec.family} of MaxText is not read; of it are {', '.join(FAMILIES)}")
+    if odd := {*spec.biases} - {"qkv_bias"}:
+        names = some(sorted(odd), 2)
+        raise UnsupportedError(f"{where}: {names} of {spec.family}, and MaxText's decoder has no such biases")
     if spec.sliding_window is not None:
         raise UnsupportedError(
             f"{where}: sliding_window = {spec.sliding_window}, and MaxText's decoder of {spec.family} has no windows",
@@ -213,8 +239,16 @@ def _with_root(placed: Placed, spec: ModelSpec) -> Placed:
     """Return a query multiplied by the square root of the head dimension, which MaxText has divided it by.
 
     The factor is applied when the chunk is decoded. Other tensors are returned unchanged.
+
+    Raises:
+        UnsupportedError: the query has an element type that is not computed with.
     """
     chunk = placed.fragment.chunk
     if ROOTED not in placed.slot.rule.conditions or chunk is None:
         return placed
+    if placed.fragment.dtype not in FLOATS:
+        raise UnsupportedError(
+            f"{placed.key} is {placed.fragment.dtype}, and it has to be multiplied by the root of the head dimension",
+            "save the parameters in bfloat16 or float32",
+        )
     return placed._replace(fragment=placed.fragment._replace(chunk=chunk._replace(factor=sqrt(spec.head_dim))))

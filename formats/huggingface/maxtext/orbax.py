@@ -65,7 +65,7 @@ def read_tree(folder: Path) -> Tree:
         raise SourceError(f"{path} says use_ocdbt = {short(tree)}, use_zarr3 = {short(zarr3)}")
     if tree and not (folder / MANIFEST).is_file():
         raise SourceError(f"{folder} lacks {MANIFEST}, the tree of its arrays", "was the save interrupted?")
-    if not metadata.get("store_array_data_equal_to_fill_value"):
+    if metadata.get("store_array_data_equal_to_fill_value") is not True:
         raise UnsupportedError(
             f"{path} is of an Orbax that left out chunks of zeros: nobody can tell them from chunks that are missing",
             "load and save it with orbax-checkpoint 0.11 or later",
@@ -89,7 +89,7 @@ def _names(entry: Any, path: Path) -> tuple[str, ...]:
     match entry:
         case {"key_metadata": [*keys]} if keys and all(isinstance(key, dict) for key in keys):
             names = tuple(str(key.get("key")) for key in keys)
-            if not any(name in ("", ".", "..") or "/" in name or "\0" in name for name in names):
+            if not any(name in ("", ".", "..") or "/" in name or not name.isprintable() for name in names):
                 return names
     raise SourceError(f"{path} has an entry without sound names: {short(entry)}")
 

@@ -30,11 +30,12 @@ from formats.huggingface.nanotron.tables import TABLES, slots_of
 from formats.layout.pieces import match_pieces
 from formats.layout.slots import Slot
 from formats.layout.table import Rule
+from formats.model.accepted import LAST_STEP
 
 NAME = NANOTRON.name
 METADATA = "checkpoint_metadata.json"
 LATEST = "latest.txt"
-STEP, SAMPLES = "last_train_step", "consumed_train_samples"
+STEP, SAMPLES = LAST_STEP, "consumed_train_samples"
 """The keys in `metas` of the step and of the number of samples so far."""
 RUN_CONFIG = "config.yaml"
 STATE = ("optimizer", "lr_scheduler", "random")

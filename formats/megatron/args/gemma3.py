@@ -136,7 +136,10 @@ def _kinds(full_each: int, layers: int) -> list[str]:
 def _read_turns(spelled: Any, context: Context) -> list[str]:
     match spelled:
         case [int(local), int(full)] if local >= 0 and full >= 0 and local + full > 0:
-            return _kinds(local + full, len(some_layers(context.values["layers"])))
+            layers = context.values["layers"]
+            if layers is None:
+                raise strange(context.where, "there is no num_layers")
+            return _kinds(local + full, len(some_layers(layers)))
     raise strange(context.where, f"interleaved_attn_pattern = {short(spelled)} is no pair of numbers")
 
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from formats.errors import RefusedError, UnsupportedError, short
 from formats.megatron.args import gemma3
 from formats.megatron.args.provider import TARGET
+from formats.model.accepted import IMAGES
 from formats.model.spec import ModelSpec
 
 Config = Mapping[str, Any]
@@ -35,6 +36,32 @@ INSIDE = "config_dict"
 TOWER, TEXT = "vision_config", "hf_text_config"
 """Fields that are Hugging Face configs. The second is used for the rotary embedding only."""
 ROTARY = ("rope_theta", "head_dim", "hidden_size", "num_attention_heads")
+_QWEN = {
+    "depth": 32, "hidden_size": 3584, "hidden_act": "silu", "intermediate_size": 3420, "num_heads": 16,
+    "in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "tokens_per_second": 4,
+    "window_size": 112, "out_hidden_size": 3584, "fullatt_block_indexes": [7, 15, 23, 31],
+}  # fmt: skip
+_QWEN3 = {
+    "depth": 27, "hidden_size": 1152, "hidden_act": "gelu_pytorch_tanh", "intermediate_size": 4304, "num_heads": 16,
+    "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 3584,
+    "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24],
+}  # fmt: skip
+ASSUMED: Mapping[str, Mapping[str, Any]] = {
+    "Qwen2_5_VLVisionConfig": _QWEN,
+    "Qwen3VLVisionConfig": _QWEN3,
+    "Qwen3VLMoeVisionConfig": _QWEN3,
+    "Glm4vMoeVisionConfig": {
+        "depth": 24, "hidden_size": 1536, "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0,
+        "num_heads": 12, "in_channels": 3, "image_size": 336, "patch_size": 14, "rms_norm_eps": 1e-5,
+        "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 4096, "intermediate_size": 13696,
+    },
+    "SiglipVisionConfig": {
+        "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "num_channels": 3, "image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": 1e-6, "attention_dropout": 0.0, "vision_use_head": True,
+    },
+}  # fmt: skip
+"""Config class of a tower: what transformers assumes of a key that a config.json leaves out (4.57.3 and 5.23.0)."""
 OF_A_FILE = {
     "_name_or_path", "architectures", "attn_implementation", "_attn_implementation_autoset", "dtype", "id2label",
     "initializer_range", "label2id", "model_type", "torch_dtype", "transformers_version", "tie_word_embeddings",
@@ -224,14 +251,17 @@ def of_text(vision: Vision, fields: Mapping[str, Any], where: str) -> dict[str, 
 
 
 def _compared(name: str, ours: Any, theirs: Any) -> list[tuple[str, Any, Any]]:
-    """Return (name, file value, config value) of a field; of a nested config, for each key that both have."""
+    """Return (name, file value, config value) of a field; of a nested config, of each key with its class default."""
     if not isinstance(theirs, Mapping):
         return [(name, ours, theirs)]
     if INSIDE not in theirs:
         return [(f"{name}.{key}", ours.get(key), value) for key, value in theirs.items()]
     own, other = ours.get(INSIDE) or {}, theirs[INSIDE]
-    keys = ROTARY if name == TEXT else [key for key in own if key not in OF_A_FILE]
-    return [(f"{name}.{key}", own[key], other[key]) for key in keys if key in own and key in other]
+    if name == TEXT:
+        return [(f"{name}.{key}", own[key], other[key]) for key in ROTARY if key in own and key in other]
+    assumed = ASSUMED[theirs[TARGET].split(".")[-2]]
+    keys = [*assumed, *(key for key in own if key in other and key not in assumed and key not in OF_A_FILE)]
+    return [(f"{name}.{key}", own.get(key, assumed.get(key)), other.get(key, assumed.get(key))) for key in keys]
 
 
 def _key(name: str, assumed: Any) -> Callable[[Config], Any]:
@@ -382,7 +412,7 @@ VISIONS: Mapping[str, Vision] = {
             turned=frozenset({f"{PROJECTOR}mm_input_projection_weight"}),
             states=tuple(f"{PROJECTOR}{name}._extra_state/shard_0_1" for name in ("mm_soft_embed_norm", "proj")),
             deviation=Deviation(
-                "image_attention",
+                IMAGES,
                 "in stock Megatron-Bridge the tokens of an image see only those before them, in transformers all of "
                 "their image",
                 "for a training of text, or to go on as the run does",

@@ -22,11 +22,11 @@ from converters.common.manifest import check_manifest, small_digests
 from converters.common.progress import Progress
 from converters.common.room import require_room
 from converters.common.stripes import stripe
+from converters.move import scratch
 from converters.move.blocks import Files, finish_files
 from converters.move.crc32 import Checksums, sizes_of
 from converters.move.engine import digest_of, execute
 from converters.move.journal import Journal, Share, fingerprint, open_journal
-from converters.move.scratch import Scratch
 from converters.move.source_checks import SourceChecks, Verdict
 from converters.plan.plan import Job, Plan, make_plan, needs
 from converters.plan.request import Request
@@ -95,7 +95,8 @@ def run(
             # the bytes that earlier runs wrote are not counted here: checksums are read from disk
             sums = None if journal.digests else Checksums(sizes_of(target.files))
             checks = SourceChecks(plan.jobs, request.limits.replicas, journal.sound)
-            opened_files = Files(sums, checks, journal.locks, Scratch(request.staging))
+            scratch.clear(request.staging)
+            opened_files = Files(sums, checks, journal.locks, scratch.Scratch(request.staging))
             with disk(request), opened_files as files, journal.kept(files):
                 _execute(plan.jobs, target, request, journal, files, stopped, drifted)
                 checked(checks.complete(files.read_stored, request.limits.threads, stopped))
@@ -134,7 +135,7 @@ def run_share(plan: Plan, share: Share, request: Request, drifted: Drifted = lam
     with stoppable() as stopped, opened as journal:
         checks = SourceChecks(jobs, request.limits.replicas, journal.sound)
         try:
-            opened_files = Files(None, checks, journal.locks, Scratch(request.staging))
+            opened_files = Files(None, checks, journal.locks, scratch.Scratch(request.staging))
             with disk(request), opened_files as files, journal.kept(files):
                 _execute(jobs, target, request, journal, files, stopped, drifted, part=True)
         except DamagedError:

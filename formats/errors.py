@@ -97,13 +97,13 @@ class Interrupted(VitruvianError):
     exit_code = 75
 
 
-TOO_MANY = "more files have to be allowed: `ulimit -n 1024`, and above `ulimit -Hn` only an administrator can"
+TOO_MANY = "more files have to be allowed: `ulimit -Sn $(ulimit -Hn)`, and above that only an administrator can"
 """What to do where a process may not open a further file."""
 
 
 def hint_of(error: OSError) -> str:
     """What to do about an error of the operating system; empty where nothing is known."""
-    return TOO_MANY if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+    return TOO_MANY if error.errno == errno.EMFILE else ""
 
 
 def some(names: Sequence[str], most: int) -> str:

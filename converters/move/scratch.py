@@ -24,6 +24,15 @@ from formats.disk.chunks import Chunk, decoded
 from formats.disk.safetensors import DTYPES, FLOATS, Fragment, write_from
 from formats.errors import OutputError, SourceError
 
+FOLDER = "decoded-"
+"""How the name of a scratch folder begins."""
+
+
+def clear(beside: Path) -> None:
+    """Delete the scratch folders that killed runs have left in a folder, which no other process may be using."""
+    for left in beside.glob(f"{FOLDER}*"):
+        shutil.rmtree(left)
+
 
 class Scratch:
     """A folder of decoded chunks, which threads and processes share.
@@ -42,7 +51,7 @@ class Scratch:
         """The scratch folder, made on first use."""
         with self.lock:
             if self.made is None:
-                self.made = Path(tempfile.mkdtemp(prefix="decoded-", dir=self.beside))
+                self.made = Path(tempfile.mkdtemp(prefix=FOLDER, dir=self.beside))
             return self.made
 
     def decoded(self, fragment: Fragment, chunk: Chunk) -> Path:
@@ -76,7 +85,8 @@ class Scratch:
         except OSError as error:
             raise OutputError(
                 f"{chunk.name} cannot be decoded into {self.folder}: {error.strerror}",
-                f"it takes {fragment.nbytes} bytes and more; TMPDIR names the folder where no output is written",
+                f"it takes {fragment.nbytes} bytes and more: free some space, or, if nothing is written, name another "
+                "folder with TMPDIR",
             ) from None
 
     def close(self) -> None:

@@ -92,8 +92,12 @@ class Workers:
         self.files, self.buffers, self.limits = files, buffers, limits
         self.own = threading.local()
         self.all: list[_Worker] = []
-        for _ in range(number):
-            self.all.append(_Worker(copied, [worker.connection for worker in self.all], files.locks))
+        try:
+            for _ in range(number):
+                self.all.append(_Worker(copied, [worker.connection for worker in self.all], files.locks))
+        except BaseException:
+            self.__exit__()
+            raise
         self.idle = self.all.copy()
 
     def run(self, job: Job, advance: Callable[[int], None], stop: Callable[[], bool]) -> Outcome:
@@ -274,7 +278,10 @@ class _Copy:
         """
         limit = time.monotonic() + seconds
         while self.code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # SIGCHLD is ignored: the system has reaped the fork, and its code is lost
+                pid, status = self.pid, 0
             if pid:
                 self.code = os.waitstatus_to_exitcode(status)
             elif time.monotonic() > limit:

@@ -7,6 +7,7 @@ the one kind of names is read as if it had the other: each physical tensor is a 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -132,7 +133,8 @@ def under(source: Checkpoint, config: Mapping[str, Any], new: Mapping[str, str])
     assert isinstance(spec, Verbatim)
     shapes = {new.get(name, name): shape for name, shape in spec.shapes.items()}
     if len(shapes) < len(spec.shapes):
-        twice = next(name for name, other in new.items() if name != other and other in spec.shapes)
+        many = Counter(new.get(name, name) for name in spec.shapes)
+        twice = next(name for name in spec.shapes if many[new.get(name, name)] > 1 and new.get(name, name) != name)
         raise SourceError(f"{source.root} holds {new[twice]} twice: {twice} is another name of it")
     moves = {old: [_whole(old, shape)._replace(name=new.get(old, old))] for old, shape in spec.shapes.items()}
     return _renamed(source, spec, config, Names(shapes, moves), "the name that files of the Hub have")

@@ -135,7 +135,7 @@ def alternating(key: str, step: str) -> Codec:
 
     def apart(spelled: Spelled, context: Context) -> tuple[int, ...]:
         distance = whole(spelled.get(step, STEP_OF_ATTENTION), step, context.where)
-        return tuple(layer for layer in _layers(context) if (layer + 1) % max(distance, 1))
+        return tuple(layer for layer in _layers(context) if (layer + 1) % distance)
 
     return marked(key, (LINEAR, FULL), LINEAR, apart)
 

@@ -64,7 +64,8 @@ def is_used(args: Mapping[str, Any]) -> bool:
 def trains(slot: Slot) -> bool:
     """Whether Muon trains a parameter; of a stack of experts, whether it trains the matrix of each expert."""
     key = slot.keys[0]
-    return len(slot.shape) - (STACKED in key) == 2 and not key.endswith(ENDS)
+    stacked = STACKED in key and not key.partition(STACKED)[2][:1].isdigit()
+    return len(slot.shape) - stacked == 2 and not key.endswith(ENDS)
 
 
 def keeps(state: str, slot: Slot, tensors: Collection[tuple[str, int | None]]) -> bool:

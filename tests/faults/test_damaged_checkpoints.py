@@ -702,7 +702,7 @@ def test_too_few_files_may_be_open(model, convert, tmp_path):
     ran = command(*argv, most=10)
     assert ran.code in (3, 7), ran.err
     assert "Too many open files" in ran.err
-    assert "hint: more files have to be allowed: `ulimit -n 1024`" in ran.err
+    assert "hint: more files have to be allowed: `ulimit -Sn $(ulimit -Hn)`" in ran.err
     assert convert(*argv).code == 0
 
 

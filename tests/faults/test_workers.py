@@ -263,6 +263,14 @@ def test_one_is_killed(sources, tmp_path, how):
     assert out.exists()
 
 
+def test_the_system_reaps_a_copy(sources, tmp_path):
+    """Where a supervisor has the signal of ended children ignored."""
+    words = words_of("copied", sources["hf"][0], tmp_path / "out")
+    ignored = lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # noqa: E731
+    ended = subprocess.run(words, env=ENV, capture_output=True, check=False, preexec_fn=ignored)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_a_copy_that_cannot_be_started(sources, started, tmp_path, monkeypatch):
     def refused():
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))

@@ -146,6 +146,7 @@ def test_layers_of_unknown_code(convert, tmp_path, builder, said):
     config["model"]["transformer_layer_spec"] = builder
     path.write_text(yaml.safe_dump(config))
     refused(convert("inspect", run), 4, f"transformer_layer_spec = '{said}", "--accept transformer_layer_spec")
+    refused(convert("inspect", run, "--accept", "unknown-arguments"), 4, f"transformer_layer_spec = '{said}")
     assert convert("inspect", run, "--accept", "transformer_layer_spec").code == 0
     for known in (partial(CORE, use_transformer_engine=True), None):
         config["model"]["transformer_layer_spec"] = known

@@ -422,6 +422,15 @@ def test_what_a_config_leaves_out_is_assumed():
         assert {*made} - base == {*ASSUMED[name]}, kind
 
 
+def test_a_tower_that_the_run_leaves_out(convert, tmp_path):
+    run = shutil.copytree(REAL / "qwen3_vl", tmp_path / "run")
+    path = run / ITERATION / "run_config.yaml"
+    document = yaml.safe_load(path.read_text())
+    document["model"]["vision_config"] = None
+    path.write_text(yaml.safe_dump(document))
+    refused(convert("megatron2hf", run, tmp_path / "no", "--config", REAL / "qwen3_vl"), 5, "vision_config: None | ")
+
+
 @pytest.mark.parametrize(
     ("kind", "key"), [("qwen2_5_vl", "window_size"), ("qwen3_vl", "num_heads"), ("glm4v_moe", "depth")]
 )

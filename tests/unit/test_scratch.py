@@ -173,3 +173,11 @@ def test_layers_along_any_dimension():
             assert np.array_equal(
                 np.ndarray(piece.fragment.shape, np.float32, stored, 4 * first, strides), file[:, layer, :]
             )
+
+
+def test_what_a_killed_run_has_left_is_deleted(tmp_path):
+    (tmp_path / "decoded-x").mkdir()
+    (tmp_path / "decoded-x/chunk").write_bytes(b"1")
+    (tmp_path / "journal.jsonl").touch()
+    scratch.clear(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["journal.jsonl"]

@@ -260,6 +260,8 @@ yarn_rotary_scaling_factor                  compute  nothing
 """
 
 WORDS = ("read", "rounding", "loud", "nothing")
+LAYERS = "transformer_layer_spec"
+"""The argument that names code which builds the layers: `unknown-arguments` does not accept it."""
 MOST_NAMES = 8
 """The largest number of unknown arguments that a hint lists one by one."""
 
@@ -351,11 +353,12 @@ def require_understood(
         words = " ".join(f"--accept {field.name}" for field, _ in refused)
         raise UnsupportedError(f"{where}: {listed}", f"{words} converts the weights as if it were at that value")
     strange = unknown(args, own)
-    left = [] if UNKNOWN in accept else [name for name in strange if name not in accept]
+    left = [name for name in strange if name not in accept and (UNKNOWN not in accept or name == LAYERS)]
     if left:
+        left.sort(key=lambda name: name != LAYERS)
         listed = ", ".join(f"{name} = {short(args[name])}" for name in left[:MOST_NAMES])
         rest = f" and {len(left) - MOST_NAMES} more" if len(left) > MOST_NAMES else ""
-        names = left if len(left) <= MOST_NAMES else [UNKNOWN]
+        names = left if len(left) <= MOST_NAMES else [*({LAYERS} & {*left}), UNKNOWN]
         raise UnsupportedError(
             f"{where}: no Megatron-LM that is known here has these arguments: {listed}{rest}",
             f"if they change neither layout nor computation: {' '.join(f'--accept {name}' for name in names)}",

@@ -23,6 +23,7 @@ import yaml
 
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.megatron.args import providers, vision
+from formats.megatron.args.fields import LAYERS
 from formats.megatron.args.moe import INTERLEAVE
 from formats.megatron.args.options import Options
 from formats.megatron.args.provider import TARGET, Provider
@@ -41,8 +42,6 @@ PLAIN = re.compile(
     r"qwen3\.Qwen3)\w*"
 )
 """Classes, with their modules, whose fields alone determine the model."""
-LAYERS = "transformer_layer_spec"
-"""The field that names the function which builds a layer."""
 BUILDERS: Mapping[str, Collection[str]] = {
     **{
         f"{module}.{name}_layer_spec": ()
@@ -163,7 +162,7 @@ def require_rows(path: Path, rows: int, settings: Mapping[str, Any]) -> None:
         SourceError: it has more, which would be lost as padding.
     """
     fields, _ = _held(path)
-    count, unit = fields.get("vocab_size"), fields.get("make_vocab_size_divisible_by") or 1
+    count, unit = fields.get("vocab_size"), fields.get("make_vocab_size_divisible_by") or 128
     if type(count) is not int or type(unit) is not int or "vocab" in settings:
         return
     unit *= natural(fields.get("tensor_model_parallel_size") or 1, "tensor_model_parallel_size", str(path))

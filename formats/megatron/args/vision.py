@@ -252,7 +252,7 @@ def of_text(vision: Vision, fields: Mapping[str, Any], where: str) -> dict[str, 
 
 def _compared(name: str, ours: Any, theirs: Any) -> list[tuple[str, Any, Any]]:
     """Return (name, file value, config value) of a field; of a nested config, of each key with its class default."""
-    if not isinstance(theirs, Mapping):
+    if not isinstance(theirs, Mapping) or not isinstance(ours, Mapping):
         return [(name, ours, theirs)]
     if INSIDE not in theirs:
         return [(f"{name}.{key}", ours.get(key), value) for key, value in theirs.items()]

@@ -16,19 +16,19 @@ LINEAR, LLAMA3, YARN, LATENT = "rotary_seq_len_interpolation_factor", "rope_scal
 FIRST, SECOND, MOMENTUM = "exp_avg", "exp_avg_sq", "momentum_buffer"
 KNOWN: Mapping[str, str] = {
     STEPS: "DeepSpeed: an optimizer that has made other steps than the model file counts",
-    LAST_STEP: "nanotron: the same of the step in its metadata",
-    NORMS: "norms of linear attention are rounded where one is taken off",
-    EXPERT_BIAS: "torchtitan: a bias of routers that transformers has no place for is left out",
-    FUSION: "Megatron: a GPT-OSS that clamped before it added the bias of its experts",
-    EPSILON: "Megatron-Bridge: a Gemma 3 with two epsilons",
-    IMAGES: "Megatron-Bridge: a Gemma 3 whose images see only what is before them",
-    UNKNOWN: "Megatron: arguments that no version has are settings of the run",
-    LINEAR: "flags for a Megatron-LM that ignores the factor of linear scaling",
-    LLAMA3: "the same of the factor of llama3 scaling",
-    YARN: "the same of YaRN",
-    LATENT: "the same of YaRN with latent attention",
-    FIRST: "first moments that are not finite",
-    SECOND: "second moments that are not finite, or negative",
+    LAST_STEP: "nanotron: an optimizer that has made other steps than its metadata counts",
+    NORMS: "norms of linear attention that are rounded when 1 is subtracted",
+    EXPERT_BIAS: "torchtitan: a bias of routers that transformers has no place for, which is left out",
+    FUSION: "Megatron: a GPT-OSS that was clamped before the bias of its experts was added",
+    EPSILON: "Megatron-Bridge: a Gemma 3 whose norms have two epsilons",
+    IMAGES: "Megatron-Bridge: a Gemma 3 whose attention is causal within an image",
+    UNKNOWN: "Megatron: arguments that no version has, as settings that leave the model alone",
+    LINEAR: "flags for a Megatron-LM that ignores the factor of linear rotary scaling",
+    LLAMA3: "flags for a Megatron-LM that ignores the factor of llama3 rotary scaling",
+    YARN: "flags for a Megatron-LM that ignores YaRN",
+    LATENT: "flags for a Megatron-LM that ignores YaRN in latent attention (MLA)",
+    FIRST: "first moments of Adam that are not finite",
+    SECOND: "second moments of Adam that are not finite, or negative",
     MOMENTUM: "a momentum of Muon that is not finite",
 }
-"""Name: what is taken in spite of it."""
+"""Name: what is converted in spite of the deviation (the table in converters/README.md)."""

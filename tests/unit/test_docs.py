@@ -12,6 +12,7 @@ import pytest
 
 import converters.cli
 import train.cli
+from formats.model import accepted
 from train.settings.config import keys
 
 ROOT = Path(__file__).parents[2]
@@ -115,3 +116,9 @@ def test_each_step_of_the_users_is_in_the_table():
     for number, _, here, tests in rows:
         assert re.search(r"`tests/[\w./-]+\.py::\w+`", tests), number
         assert here.strip(), number
+
+
+def test_every_deviation_that_can_be_accepted_is_listed():
+    text = (ROOT / "converters/README.md").read_text()
+    rows = "".join(f"| `{name}` | {what} |\n" for name, what in accepted.KNOWN.items())
+    assert f"|---|---|\n{rows}\n" in text

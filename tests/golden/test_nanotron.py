@@ -260,7 +260,7 @@ def test_no_setting_is_taken_unchecked(tmp_path, key):
 @pytest.mark.parametrize("name", ["qwen2_moe", "qwen2_nope_tied", "llama_tp2"])
 def test_a_hint_of_a_setting_helps(tmp_path, name):
     """Where an error says `--set NAME`, that corrects it; else it names what to do to the file."""
-    sound = vars(open_checkpoint(HERE / name).spec)
+    sound, helped = vars(open_checkpoint(HERE / name).spec), set[str]()
     for key in [*(key for row in model_config.TABLE for names in row.keys for key in names), "vocab_size"]:
         for number, value in enumerate(("x", 0, [], None)):
 
@@ -274,7 +274,9 @@ def test_a_hint_of_a_setting_helps(tmp_path, name):
             except (SourceError, UnsupportedError, RefusedError) as error:
                 for setting in re.findall(r"--set (\w+)", error.hint):
                     open_checkpoint(run, Settings(values={setting: sound[setting]}))
+                    helped.add(setting)
             shutil.rmtree(run)
+    assert len(helped) > 2
 
 
 def test_a_contradiction_is_decided_by_what_its_hint_names(convert, tmp_path):

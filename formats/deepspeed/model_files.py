@@ -16,7 +16,8 @@ from typing import Any
 
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed import universal
-from formats.deepspeed.partitions import flat_fragment, flat_piece, whole_of
+from formats.deepspeed.flat_pieces import flat_piece, whole_of
+from formats.deepspeed.partitions import flat_fragment
 from formats.disk.safetensors import FLOATS, Fragment
 from formats.errors import SourceError, UnsupportedError, short
 from formats.layout.columns import Piece

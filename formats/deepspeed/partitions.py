@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 
 from formats.deepspeed import copied, eight_bits, muon
 from formats.deepspeed import folders as deepspeed
+from formats.deepspeed.flat_pieces import flat_piece, whole_of
 from formats.deepspeed.steps import COUNTER, number, steps_made
 from formats.disk.safetensors import DTYPES, FLOATS, Fragment
 from formats.errors import SourceError, UnsupportedError, short, some
-from formats.layout.columns import Columns, Cut, Ints, Piece, boxes
-from formats.layout.pieces import Scattered, scattered, whole_part
+from formats.layout.columns import Columns, Ints, boxes
+from formats.layout.pieces import Scattered, scattered
 from formats.optimizer import MOMENTUM, NAMES, STATES, Muon, kept_by, kind_of, require_states, whose, why_not
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
@@ -437,19 +438,3 @@ class _Flats(NamedTuple):
         return Columns(
             self.dtype, cuts, self.paths, self.file[rows], offset, None if self.member is None else self.member[rows]
         )
-
-
-def flat_piece(flat: Fragment, at: int, low: int, high: int) -> Piece:
-    """The piece with the elements [low, high) of a parameter, which begin at element `at` of a flat group."""
-    if flat.scales:
-        window = flat._replace(shape=(high - low,), scales=None, pieces=((-at, flat),))
-        return Piece(Cut(((low, high),), flat=True), window)
-    fragment = flat._replace(offset=flat.offset + at * DTYPES[flat.dtype], shape=(high - low,), strides=(1,))
-    return Piece(Cut(((low, high),), flat=True), fragment)
-
-
-def whole_of(name: str, shape: tuple[int, ...], pieces: list[Piece], like: Fragment) -> Scattered:
-    """A parameter made of its pieces; a parameter without elements has one piece, with dtype and file of `like`."""
-    if not prod(shape):
-        pieces = [Piece(whole_part(shape), like._replace(shape=shape, strides=(1,) * len(shape)))]
-    return scattered(name, shape, like.dtype, pieces)

@@ -1,8 +1,8 @@
 """How far one conversion uses the cores of a machine: python -m tests.bench.cores [--layers N] [--rounds N] ...
 
-hf2megatron TP2 x PP2 and megatron2hf, verified, with `-j` from 1 to all cores, in memory and on a disk, and fsdp2hf of
-4 files beside `accelerate merge-weights`: wall seconds, GB/s of what is read, and the efficiency, which is the time of
-one core over that of n, divided by n. Medians of rounds that take turns; everything is in the page cache.
+hf2megatron into 4 and into 16 files and megatron2hf, verified, with `-j` from 1 to all cores, in memory and on a disk,
+and fsdp2hf of 4 files beside `accelerate merge-weights`: wall seconds, GB/s of what is read, and the efficiency, which
+is the time of one core over that of n, divided by n. Medians of rounds that take turns; all is in the page cache.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ from pathlib import Path
 from statistics import median
 
 CONVERT = str(Path(sys.executable).with_name("convert"))
+COMMANDS = {
+    "hf2megatron TP2xPP2": ("hf", ["hf2megatron", "--tp", "2", "--pp", "2"]),
+    "hf2megatron TP4xPP4": ("hf", ["hf2megatron", "--tp", "4", "--pp", "4"]),
+    "megatron2hf": ("run", ["megatron2hf"]),
+}
+"""Name: the folder that is read, and the command with its options."""
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights"]
 
 
@@ -62,7 +68,7 @@ def seconds(command: list[str], out: Path) -> float:
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=16, help="a multiple of four")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()))
     options = parser.parse_args()
@@ -77,22 +83,12 @@ def main() -> None:
         for place, folder in places.items():
             out = str(folder / "out")
             for jobs in steps if place == "memory" else (1, cores):
-                for command, source, extra in (
-                    ("hf2megatron", "hf", ["--tp", "2", "--pp", "2"]),
-                    ("megatron2hf", "run", []),
-                ):
+                for name, (source, (command, *extra)) in COMMANDS.items():
                     argv = [CONVERT, command, str(folder / source), out, *extra, "-j", str(jobs), "-q"]
-                    ways[f"{command}, {place}", f"-j {jobs}"] = argv
+                    ways[f"{name}, {place}", f"-j {jobs}"] = argv
             fsdp = str(folder / "fsdp")
-            ways[f"fsdp2hf, {place}", f"-j {cores}"] = [
-                CONVERT,
-                "fsdp2hf",
-                fsdp,
-                out,
-                "--config",
-                str(folder / "hf"),
-                "-q",
-            ]
+            merge = [CONVERT, "fsdp2hf", fsdp, out, "--config", str(folder / "hf"), "-q"]
+            ways[f"fsdp2hf, {place}", f"-j {cores}"] = merge
             ways[f"fsdp2hf, {place}", "accelerate"] = [*ACCELERATE, fsdp, out]
         taken: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
         for _ in range(options.rounds):
@@ -103,7 +99,7 @@ def main() -> None:
         took, alone = median(times), taken.get((what, "-j 1"))
         jobs = int(how[3:]) if how.startswith("-j") else 0
         scaling = f"  efficiency {median(alone) / took / jobs:.2f}" if alone and jobs > 1 else ""
-        print(f"{what:22} {how:10} {took:6.2f} s  {nbytes / took / 1e9:5.2f} GB/s{scaling}")
+        print(f"{what:27} {how:10} {took:6.2f} s  {nbytes / took / 1e9:5.2f} GB/s{scaling}")
 
 
 if __name__ == "__main__":

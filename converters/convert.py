@@ -28,6 +28,7 @@ from converters.move.crc32 import Checksums, sizes_of
 from converters.move.engine import digest_of, execute
 from converters.move.journal import Journal, Share, fingerprint, open_journal
 from converters.move.source_checks import SourceChecks, Verdict
+from converters.move.turns import Turns, one_writer
 from converters.plan.plan import Job, Plan, make_plan, needs
 from converters.plan.request import Request
 from converters.prove import digest
@@ -96,7 +97,7 @@ def run(
             sums = None if journal.digests else Checksums(sizes_of(target.files))
             checks = SourceChecks(plan.jobs, request.limits.replicas, journal.sound)
             scratch.clear(request.staging)
-            opened_files = Files(sums, checks, journal.locks, scratch.Scratch(request.staging))
+            opened_files = files_of(request, sums, checks, journal)
             with disk(request), opened_files as files, journal.kept(files):
                 _execute(plan.jobs, target, request, journal, files, stopped, drifted)
                 checked(checks.complete(files.read_stored, request.limits.threads, stopped))
@@ -135,7 +136,7 @@ def run_share(plan: Plan, share: Share, request: Request, drifted: Drifted = lam
     with stoppable() as stopped, opened as journal:
         checks = SourceChecks(jobs, request.limits.replicas, journal.sound)
         try:
-            opened_files = Files(None, checks, journal.locks, scratch.Scratch(request.staging))
+            opened_files = files_of(request, None, checks, journal)
             with disk(request), opened_files as files, journal.kept(files):
                 _execute(jobs, target, request, journal, files, stopped, drifted, part=True)
         except DamagedError:
@@ -155,6 +156,12 @@ def _begin(plan: Plan, request: Request, share: Share | None = None) -> tuple[Ta
     mark, files = fingerprint(plan, request.limits.replicas), plan.target.files
     opened = open_journal(request.staging, mark, files, share, force=request.force, every=request.commit_seconds)
     return plan.target, opened
+
+
+def files_of(request: Request, sums: Checksums | None, checks: SourceChecks, journal: Journal) -> Files:
+    """The files that a conversion opens."""
+    turns = Turns(one_writer(request.staging))
+    return Files(sums, checks, journal.locks, scratch.Scratch(request.staging), turns=turns)
 
 
 def stamps_of(plan: Plan) -> dict[Path, tuple[int, int]]:

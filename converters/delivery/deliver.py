@@ -29,6 +29,7 @@ from converters.convert import (
     check_replaceable,
     check_unchanged,
     disk,
+    files_of,
     finish_small,
     make_files,
     prove,
@@ -40,7 +41,6 @@ from converters.move.blocks import Files, finish_files
 from converters.move.crc32 import Checksums, sizes_of
 from converters.move.engine import execute
 from converters.move.journal import fingerprint, open_journal
-from converters.move.scratch import Scratch
 from converters.move.source_checks import SourceChecks, Verdict
 from converters.plan.plan import Job, Plan
 from converters.plan.request import Request
@@ -241,7 +241,7 @@ def _each(
         with opened as journal:
             make_files(group.files, request)
             sums = None if journal.digests else Checksums(sizes_of(group.files))
-            with Files(sums, checks, journal.locks, Scratch(request.staging)) as files, journal.kept(files):
+            with files_of(request, sums, checks, journal) as files, journal.kept(files):
                 todo = [job for job in group.jobs if job.name not in journal.digests]
                 advance(sum(job.nbytes for job in group.jobs) - sum(job.nbytes for job in todo))
                 execute(

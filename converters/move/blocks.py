@@ -22,6 +22,7 @@ from converters.move.quantize import read_coded
 from converters.move.regions import Nearby, region, runs
 from converters.move.scratch import Scratch
 from converters.move.source_checks import SourceChecks
+from converters.move.turns import Turns
 from formats.checkpoint import OutputFile
 from formats.disk.handle import Handle
 from formats.disk.safetensors import DTYPES, Fragment, read_into, write_from
@@ -43,12 +44,14 @@ class Files:
         checks: the checksums of the archive entries that are read.
         locks: locked descriptors, which every process that writes these files keeps.
         scratch: where chunks are decoded.
+        turns: the turns of those that write to one file.
     """
 
     sums: Checksums | None = None
     checks: SourceChecks | None = None
     locks: tuple[int, ...] = ()
     scratch: Scratch = field(default_factory=Scratch)
+    turns: Turns = field(default_factory=Turns)
     descriptors: Descriptors = field(default_factory=Descriptors)
     streams: dict[tuple[Path, Stream], Reader] = field(default_factory=dict)
     loom: threading.Lock = field(default_factory=threading.Lock)
@@ -102,7 +105,9 @@ class Files:
     def write(self, fragment: Fragment, at: int, piece: memoryview) -> None:
         """Write a piece of a physical tensor, `at` bytes from its start."""
         with self.open(fragment.path, writable=True) as fd:
-            write_from(fd, piece, fragment.offset + at)
+            assert isinstance(fd, int)
+            with self.turns(fragment.path, fd):
+                write_from(fd, piece, fragment.offset + at)
         if self.sums:
             self.sums.add(fragment, at, piece)
 

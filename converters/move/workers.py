@@ -35,6 +35,7 @@ from converters.move.job import Outcome, buffers_of, run_job
 from converters.move.reading import Buffers
 from converters.move.scratch import Scratch
 from converters.move.source_checks import Entries, SourceChecks
+from converters.move.turns import Turns
 from converters.plan.plan import Job
 from converters.plan.request import Limits
 from formats.disk.handle import is_elsewhere
@@ -61,12 +62,14 @@ class _Setting(NamedTuple):
         sizes: the sizes of the storages to write that need a checksum; None where none does.
         checked: whether checksums of the source are compared.
         scratch: the folder of decoded chunks; None where the source has no chunks.
+        turns: whether those that write to one file take turns.
     """
 
     limits: Limits
     sizes: Sizes | None
     checked: bool
     scratch: Path | None
+    turns: bool
 
 
 class _Done(NamedTuple):
@@ -125,7 +128,8 @@ class Workers:
             scratch = self.files.scratch.folder if chunks else None
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})  # a worker that has ended is an error: `_ended`
             self.own.worker = self.idle.pop()
-            self.own.worker.send(_Setting(limits, sizes, self.files.checks is not None, scratch))
+            checked = self.files.checks is not None
+            self.own.worker.send(_Setting(limits, sizes, checked, scratch, self.files.turns.taken))
         worker: _Worker = self.own.worker
         return worker
 
@@ -311,7 +315,7 @@ def serve(descriptor: int) -> None:
         setting = connection.recv()
         buffers = buffers_of(setting.limits)
         sums = Checksums(setting.sizes) if setting.sizes is not None else None
-        with Files(sums, scratch=Scratch(folder=setting.scratch)) as files:
+        with Files(sums, scratch=Scratch(folder=setting.scratch), turns=Turns(setting.turns)) as files:
             while True:
                 job = connection.recv()
                 if job is not None:  # None, to stop, may arrive after the job was done

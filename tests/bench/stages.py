@@ -85,16 +85,16 @@ def child() -> None:
             owner = getattr(import_module(module), owner_name)
         setattr(owner, name, timed(getattr(owner, name), stage))
     from converters import cli, convert
-    from converters.move import engine
+    from converters.move import job
 
-    make, verify = engine.hasher, convert.verify_output
+    make, verify = job.hasher, convert.verify_output
 
     def marked(*args: Any) -> None:
         verifying.set()
         verify(*args)
         verifying.clear()
 
-    engine.hasher = lambda job: Hasher(make(job))  # type: ignore[assignment]
+    job.hasher = lambda made: Hasher(make(made))
     convert.verify_output = marked
     try:
         cli.main()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 
 from converters.assets import files as assets
 from converters.assets.replaceable import foreign
@@ -25,7 +26,7 @@ from converters.common.stripes import stripe
 from converters.move import scratch
 from converters.move.blocks import Files, finish_files
 from converters.move.crc32 import Checksums, sizes_of
-from converters.move.engine import digest_of, execute
+from converters.move.engine import digest_of, execute, workers_for
 from converters.move.journal import Journal, Share, fingerprint, open_journal
 from converters.move.source_checks import SourceChecks, Verdict
 from converters.move.turns import Turns, one_writer
@@ -47,6 +48,9 @@ from formats.errors import (
 )
 from formats.model.spec import Verbatim, differences
 from formats.registry import detected, open_checkpoint, steps
+
+if TYPE_CHECKING:
+    from converters.move.workers import Workers
 
 NO_ROOM = {
     errno.ENOSPC: "free some space",
@@ -98,15 +102,20 @@ def run(
             checks = SourceChecks(plan.jobs, request.limits.replicas, journal.sound)
             scratch.clear(request.staging)
             opened_files = files_of(request, sums, checks, journal)
-            with disk(request), opened_files as files, journal.kept(files):
-                _execute(plan.jobs, target, request, journal, files, stopped, drifted)
+            with (
+                disk(request),
+                opened_files as files,
+                journal.kept(files),
+                workers_for(_unfinished(plan.jobs, journal), request.limits, journal.locks) as workers,
+            ):
+                _execute(plan.jobs, target, request, journal, files, stopped, drifted, workers=workers)
                 checked(checks.complete(files.read_stored, request.limits.threads, stopped))
                 finish_files(target.files, files, request.limits.threads)  # its open files are not on disk yet
                 finish_small(plan, target, request, journal.digests)
                 if stopped():
                     raise Interrupted("stopped by a signal", "run the same command again to resume")
                 if request.verify:
-                    verify_output(plan, request, journal.digests, stopped, request.root)
+                    verify_output(plan, request, journal.digests, stopped, request.root, workers)
                 check_unchanged(stamps, stamps_of(plan))
         except (DamagedError, RefusedError, UnsupportedError, VerificationError):
             shutil.rmtree(request.staging)  # nothing in it can be used: the same command starts over
@@ -213,6 +222,7 @@ def _execute(
     drifted: Drifted,
     *,
     part: bool = False,
+    workers: Workers | None = None,
 ) -> None:
     """Write the tensors of jobs into the staging folder, except those that the journal records as finished.
 
@@ -220,7 +230,7 @@ def _execute(
     """
     make_files(target.files, request)
     every = [*jobs]
-    todo = [job for job in every if job.name not in journal.digests]
+    todo = _unfinished(every, journal)
     left, whole = (sum(job.nbytes for job in each) for each in (todo, every))
     to_verify = whole if request.verify and not part else 0
     with Progress("converting", left, request.quiet, request.tell, whole - left, to_verify) as progress:
@@ -232,7 +242,12 @@ def _execute(
             advance=progress.advance,
             stop=stopped,
             drifted=drifted,
+            workers=workers,
         )
+
+
+def _unfinished(jobs: Iterable[Job], journal: Journal) -> list[Job]:
+    return [job for job in jobs if job.name not in journal.digests]
 
 
 def make_files(files: Iterable[OutputFile], request: Request) -> None:
@@ -372,9 +387,16 @@ def _reopened(plan: Plan, root: Path) -> Plan:
 
 
 def verify_output(
-    plan: Plan, request: Request, digests: Mapping[str, str], stopped: Callable[[], bool], root: Path
+    plan: Plan,
+    request: Request,
+    digests: Mapping[str, str],
+    stopped: Callable[[], bool],
+    root: Path,
+    workers: Workers | None = None,
 ) -> None:
     """Read the output at `root` with the reader of its format, and compare settings and digests with the plan's.
+
+    The `workers` read it if there are any.
 
     Raises:
         VerificationError: settings or digests differ, or the output cannot be read.
@@ -383,7 +405,7 @@ def verify_output(
     with Progress("verifying", reopened.nbytes, request.quiet, request.tell) as progress:
         try:
             limits = replace(request.limits, replicas="verify")
-            actual = digest_of(reopened.jobs, limits, progress.advance, stopped, checked=False)
+            actual = digest_of(reopened.jobs, limits, progress.advance, stopped, checked=False, workers=workers)
         except VerificationError as error:
             raise VerificationError(f"what was written does not read back: {error}", ANEW) from None
     wrong = sorted(name for name in {*actual, *digests} if actual.get(name) != digests.get(name))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from converters.move.blocks import Files
 from converters.move.job import Outcome, buffers_of, run_job
@@ -17,6 +18,9 @@ from converters.move.source_checks import SourceChecks
 from converters.plan.plan import Job
 from converters.plan.request import Limits
 from formats.errors import Interrupted
+
+if TYPE_CHECKING:
+    from converters.move.workers import Workers
 
 COPIED, STARTED = (2, 64 << 20), (4, 512 << 20)
 """(fewest worker processes, fewest bytes for each) for which processes replace threads: forked, and newly started."""
@@ -32,6 +36,7 @@ def execute(
     advance: Callable[[int], None] = lambda _: None,
     stop: Callable[[], bool] = lambda: False,
     drifted: Callable[[Job, float], object] = lambda *_: None,
+    workers: Workers | None = None,
 ) -> None:
     """Execute jobs, the largest first, in threads or in processes (`converters.move.workers`).
 
@@ -43,21 +48,20 @@ def execute(
         advance: called with the bytes of each tile.
         stop: asked at every tile; when true, nothing further is done.
         drifted: called in the calling thread with each job whose copies were averaged, and how far apart they were.
+        workers: processes that execute the jobs; None to start as many as the jobs are worth (`workers_for`).
 
     Raises:
         Interrupted: `stop` was true before all jobs were done.
     """
     waiting, buffers = in_order(jobs)[::-1], buffers_of(limits)
-    copied = has_one_thread()
-    processes = processes_for(waiting, limits, copied)
-    threads = processes or limits.threads
     with ExitStack() as stack:
-        if processes:
-            from converters.move.workers import Workers
+        workers = workers or stack.enter_context(workers_for(waiting, limits, files.locks))
+        if workers:
+            from converters.move.workers import Pass
 
-            run = stack.enter_context(Workers(processes, copied, files, buffers, limits)).run
+            run, threads = Pass(workers, files, buffers, limits).run, len(workers.all)
         else:
-            run = lambda job, *rest: run_job(job, files, buffers, limits, *rest)  # noqa: E731
+            run, threads = lambda job, *rest: run_job(job, files, buffers, limits, *rest), limits.threads
         pool = stack.enter_context(ThreadPoolExecutor(threads))
         running: dict[Future[Outcome], Job] = {}
         while waiting or running:
@@ -72,6 +76,26 @@ def execute(
                 done(job, outcome.digest)
                 if outcome.drift:
                     drifted(job, outcome.drift)
+
+
+@contextmanager
+def workers_for(jobs: Collection[Job], limits: Limits, locks: Iterable[int]) -> Iterator[Workers | None]:
+    """Start the worker processes that jobs are worth; None where threads of this process execute them.
+
+    Args:
+        jobs: the jobs to execute.
+        limits: how much of the machine to use.
+        locks: locked descriptors, which every process that writes keeps.
+    """
+    copied = has_one_thread()
+    number = processes_for(jobs, limits, copied)
+    if not number:
+        yield None
+        return
+    from converters.move.workers import Workers
+
+    with Workers(number, copied, locks) as workers:
+        yield workers
 
 
 def has_one_thread() -> bool:
@@ -110,6 +134,7 @@ def digest_of(
     advance: Callable[[int], None] = lambda _: None,
     stop: Callable[[], bool] = lambda: False,
     checked: bool = True,
+    workers: Workers | None = None,
 ) -> dict[str, str]:
     """Return the digest of each tensor, by the name of its job.
 
@@ -120,6 +145,7 @@ def digest_of(
         stop: asked at every tile; when true, nothing further is done.
         checked: compare the checksums of the archives that hold the tensors. Not needed for tensors just written, whose
             digests are compared with those of the source, which is the stronger check.
+        workers: processes that execute the jobs; None to start as many as the jobs are worth.
 
     Raises:
         DamagedError: a checksum differs.
@@ -132,7 +158,7 @@ def digest_of(
         digests[job.name] = digest
 
     with Files(checks=checks) as files:
-        execute(every, files, limits, done=done, advance=advance, stop=stop)
+        execute(every, files, limits, done=done, advance=advance, stop=stop, workers=workers)
         if checks is not None:
             checks.complete(files.read_stored, limits.threads, stop)
     return digests

@@ -55,7 +55,7 @@ _CHILD = "import sys; sys.path[:] = sys.argv[2:]; from converters.move.workers i
 
 
 class _Setting(NamedTuple):
-    """The first message to a worker, which holds for all of its jobs.
+    """The first message of a pass to a worker, which holds for the jobs that follow.
 
     Attributes:
         limits: the worker's own limits.
@@ -83,25 +83,47 @@ class _Done(NamedTuple):
 class Workers:
     """Worker processes, all started on construction, while this process still has no other thread.
 
+    They serve one pass over jobs after another: the files that a conversion writes are read back by those that wrote.
+
     Args:
         number: the number of workers.
         copied: whether workers are forked from this process; otherwise they are new interpreters.
+        locks: locked descriptors, which every process that writes keeps.
+    """
+
+    def __init__(self, number: int, copied: bool, locks: Iterable[int]) -> None:
+        self.all: list[_Worker] = []
+        try:
+            for _ in range(number):
+                self.all.append(_Worker(copied, [worker.connection for worker in self.all], locks))
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.all:
+            worker.connection.close()
+        for worker in self.all:  # they end side by side
+            worker.wait()
+
+
+class Pass:
+    """One pass of the workers over jobs.
+
+    Args:
+        workers: the worker processes.
         files: the open files of this process, which executes jobs that no other process can (`_is_portable`).
         buffers: the buffers of this process's threads.
         limits: how much of the machine to use; each worker gets an equal share of the memory.
     """
 
-    def __init__(self, number: int, copied: bool, files: Files, buffers: Buffers, limits: Limits) -> None:
+    def __init__(self, workers: Workers, files: Files, buffers: Buffers, limits: Limits) -> None:
         self.files, self.buffers, self.limits = files, buffers, limits
         self.own = threading.local()
-        self.all: list[_Worker] = []
-        try:
-            for _ in range(number):
-                self.all.append(_Worker(copied, [worker.connection for worker in self.all], files.locks))
-        except BaseException:
-            self.__exit__()
-            raise
-        self.idle = self.all.copy()
+        self.idle = workers.all.copy()
 
     def run(self, job: Job, advance: Callable[[int], None], stop: Callable[[], bool]) -> Outcome:
         """Execute one job in the calling thread's worker. Raises as `run_job` does.
@@ -132,13 +154,6 @@ class Workers:
             self.own.worker.send(_Setting(limits, sizes, checked, scratch, self.files.turns.taken))
         worker: _Worker = self.own.worker
         return worker
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for worker in self.all:
-            worker.close()
 
 
 def _is_portable(job: Job) -> bool:
@@ -219,9 +234,8 @@ class _Worker:
                         error.__cause__ = RuntimeError(f"in a process of its own:\n{trace}")
                     raise error
 
-    def close(self) -> None:
-        """End the worker, whose job, if any, no longer counts. A worker that waits for a dead disk is left."""
-        self.connection.close()
+    def wait(self) -> None:
+        """Wait until the worker has ended, whose connection is closed. One that waits for a dead disk is left."""
         for hangs in (False, True):
             if hangs:
                 self.process.kill()
@@ -230,7 +244,7 @@ class _Worker:
                 return
 
     def send(self, message: object) -> None:
-        """Send the worker a job, None to stop its current job, or, as the first message, its `_Setting`.
+        """Send the worker the `_Setting` of a pass, a job, or None to stop its current job.
 
         Raises:
             Interrupted: the worker has ended.
@@ -313,16 +327,26 @@ def serve(descriptor: int) -> None:
     connection: Connection[Any, Any] = Connection(descriptor)
     try:
         setting = connection.recv()
-        buffers = buffers_of(setting.limits)
-        sums = Checksums(setting.sizes) if setting.sizes is not None else None
-        with Files(sums, scratch=Scratch(folder=setting.scratch), turns=Turns(setting.turns)) as files:
-            while True:
-                job = connection.recv()
-                if job is not None:  # None, to stop, may arrive after the job was done
-                    files.checks = SourceChecks([job], setting.limits.replicas) if setting.checked else None
-                    connection.send(_answer(job, files, buffers, setting.limits, connection))
+        while True:
+            setting = _serve_pass(setting, connection)
     except (EOFError, ConnectionError):  # the parent process has ended, or has closed the connection
         return
+
+
+def _serve_pass(setting: _Setting, connection: Connection[Any, Any]) -> _Setting:
+    """Execute the jobs of one pass; return the setting of the next. Raises EOFError after the last."""
+    buffers = buffers_of(setting.limits)
+    sums = Checksums(setting.sizes) if setting.sizes is not None else None
+    with Files(sums, scratch=Scratch(folder=setting.scratch), turns=Turns(setting.turns)) as files:
+        while True:
+            match connection.recv():
+                case Job() as job:
+                    files.checks = SourceChecks([job], setting.limits.replicas) if setting.checked else None
+                    connection.send(_answer(job, files, buffers, setting.limits, connection))
+                case _Setting() as following:
+                    return following
+                case None:  # to stop: it may arrive after the job was done
+                    pass
 
 
 def _answer(

@@ -27,7 +27,7 @@ from converters.move import scratch
 from converters.move.blocks import Files, finish_files
 from converters.move.crc32 import Checksums, sizes_of
 from converters.move.engine import digest_of, execute, workers_for
-from converters.move.journal import Journal, Share, fingerprint, open_journal
+from converters.move.journal import JOURNAL, Journal, Share, fingerprint, open_journal
 from converters.move.source_checks import SourceChecks, Verdict
 from converters.move.turns import Turns, one_writer
 from converters.plan.plan import Job, Plan, make_plan, needs
@@ -43,6 +43,7 @@ from formats.errors import (
     SourceError,
     UnsupportedError,
     VerificationError,
+    VitruvianError,
     hint_of,
     some,
 )
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
 NO_ROOM = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space",
-    errno.EAGAIN: "lower -j, or raise the limit of processes (ulimit -u)",
     errno.EFBIG: "raise the limit of a file's size (ulimit -f), or that of the file system",
 }
 FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
@@ -104,6 +104,7 @@ def run(
             opened_files = files_of(request, sums, checks, journal)
             with (
                 disk(request),
+                intact(target, request, journal),
                 opened_files as files,
                 journal.kept(files),
                 workers_for(_unfinished(plan.jobs, journal), request.limits, journal.locks) as workers,
@@ -123,7 +124,8 @@ def run(
         try:
             publish(request)
         except OSError as error:
-            raise OutputError(f"{request.out} cannot be put in its place: {error.strerror}") from None
+            what = f"{error.filename or request.root}: {error.strerror}"
+            raise OutputError(f"{request.out} cannot be put in its place: {what}") from None
         return journal.digests
 
 
@@ -146,7 +148,7 @@ def run_share(plan: Plan, share: Share, request: Request, drifted: Drifted = lam
         checks = SourceChecks(jobs, request.limits.replicas, journal.sound)
         try:
             opened_files = files_of(request, None, checks, journal)
-            with disk(request), opened_files as files, journal.kept(files):
+            with disk(request), intact(target, request, journal), opened_files as files, journal.kept(files):
                 _execute(jobs, target, request, journal, files, stopped, drifted, part=True)
         except DamagedError:
             journal.spoil()
@@ -161,7 +163,7 @@ def _begin(plan: Plan, request: Request, share: Share | None = None) -> tuple[Ta
     for source in plan.sources:
         check_paths(source, request, plan.target.copies.values())
         check_manifest(source)
-    check_room(plan.target, request)
+    check_room(plan, request, share)
     mark, files = fingerprint(plan, request.limits.replicas), plan.target.files
     opened = open_journal(request.staging, mark, files, share, force=request.force, every=request.commit_seconds)
     return plan.target, opened
@@ -199,6 +201,35 @@ def disk(request: Request) -> Iterator[None]:
         way = NO_ROOM.get(error.errno or 0)
         hint = f"{way}, then run the same command again to resume" if way else hint_of(error)
         raise OutputError(f"{error.filename or request.staging}: {error.strerror}", hint) from None
+
+
+@contextmanager
+def intact(target: Target, request: Request, journal: Journal) -> Iterator[None]:
+    """Refuse to go on without the staging folder, or a file in it, and blame no other for an error that comes of that.
+
+    Raises:
+        OutputError: somebody has deleted it.
+    """
+    places = (request.root, *(file.path for file in target.files))
+    try:
+        yield
+    except (OSError, VitruvianError) as error:
+        gone = _deleted(() if isinstance(error, OSError) else places, request, journal)  # perhaps not made yet
+        if gone is None or isinstance(error, Interrupted):
+            raise
+    else:
+        gone = _deleted(places, request, journal)
+    if gone is not None:
+        hint = f"remove what is left of {request.staging}, and run the same command again"
+        raise OutputError(f"{gone} was deleted while this conversion wrote into it", hint)
+
+
+def _deleted(places: Iterable[Path], request: Request, journal: Journal) -> Path | None:
+    """The staging folder, or the first of some places in it, if somebody has deleted it."""
+    path = request.staging / JOURNAL
+    if not (path.exists() and os.path.samestat(os.fstat(journal.locks[0]), path.stat())):
+        return request.staging
+    return next((place for place in places if not place.exists()), None)
 
 
 def prove(masters: Checkpoint, request: Request) -> None:
@@ -357,15 +388,22 @@ def check_replaceable(request: Request, others: Callable[[], Sequence[str]]) -> 
         )
 
 
-def check_room(target: Target, request: Request) -> None:
-    """Refuse an output without room for the files and bytes that are not written yet.
+def check_room(plan: Plan, request: Request, share: Share | None = None) -> None:
+    """Refuse an output without room for the files and bytes that are not written yet, and for decoded chunks.
+
+    Chunks of a conversion that is resumed are not counted: what is left of it is not known before its journal is open.
 
     Raises:
         OutputError: there is too little room.
     """
+    target = plan.target
+    assert target is not None
+    begun = (request.staging / (share.journal if share else JOURNAL)).exists()
+    jobs = () if begun else share.jobs(plan.jobs) if share else plan.jobs
     present = [file.path.stat().st_blocks * 512 for file in target.files if file.path.exists()]
     nbytes, files = needs(target)
     place = next(path for path in request.staging.parents if path.exists())
+    nbytes += scratch.room_for(plan.sources, jobs)
     require_room(place, nbytes - sum(present), files - len(present), request.out)
 
 

@@ -41,6 +41,7 @@ from converters.move.blocks import Files, finish_files
 from converters.move.crc32 import Checksums, sizes_of
 from converters.move.engine import execute
 from converters.move.journal import fingerprint, open_journal
+from converters.move.scratch import room_for
 from converters.move.source_checks import SourceChecks, Verdict
 from converters.plan.plan import Job, Plan
 from converters.plan.request import Request
@@ -122,6 +123,7 @@ def deliver(
     sizes = sorted((group.nbytes for group in groups), reverse=True)
     place = next(path for path in request.staging.parents if path.exists())
     nbytes = sum(sizes[:2]) + sum(path.stat().st_size for path in target.copies.values())
+    nbytes += max((room_for(plan.sources, group.jobs) for group in groups), default=0)
     require_room(place, nbytes, len(target.files) + len(target.texts) + len(target.copies), request.out)
     mark, receiver = fingerprint(plan, request.limits.replicas), receiver_of(_out(request))
     with stoppable() as stopped, disk(request), _record(request, mark) as sent:

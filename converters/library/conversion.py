@@ -205,7 +205,7 @@ def check(planned: plans.Plan, request: Request) -> None:
     for source in planned.sources:
         check_paths(source, request, planned.target.copies.values())
         check_manifest(source)
-    check_room(planned.target, request)
+    check_room(planned, request)
 
 
 def plan(src: Place, *, to: Target = "huggingface", **options: Unpack[Planning]) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -17,7 +18,7 @@ from converters.move.job import Outcome, buffers_of, run_job
 from converters.move.source_checks import SourceChecks
 from converters.plan.plan import Job
 from converters.plan.request import Limits
-from formats.errors import Interrupted
+from formats.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
     from converters.move.workers import Workers
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 COPIED, STARTED = (2, 64 << 20), (4, 512 << 20)
 """(fewest worker processes, fewest bytes for each) for which processes replace threads: forked, and newly started."""
 TASKS = Path("/proc/self/task")
+TOO_MANY = "lower -j, or raise the limit of processes (`ulimit -u`, or pids.max of the job's cgroup)"
+LIMITS = {errno.EAGAIN: TOO_MANY, errno.ENOMEM: "lower -j: the memory is short"}
+"""Error of a process that is started: what to do about it (fork(2), ERRORS)."""
 
 
 def execute(
@@ -67,7 +71,8 @@ def execute(
         while waiting or running:
             while waiting and len(running) < threads and not stop():
                 job = waiting.pop()
-                running[pool.submit(run, job, advance, stop)] = job
+                with starting():
+                    running[pool.submit(run, job, advance, stop)] = job
             if not running:
                 raise Interrupted("stopped by a signal", "run the same command again to resume")
             finished, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -94,8 +99,29 @@ def workers_for(jobs: Collection[Job], limits: Limits, locks: Iterable[int]) -> 
         return
     from converters.move.workers import Workers
 
-    with Workers(number, copied, locks) as workers:
+    with starting():
+        workers = Workers(number, copied, locks)
+    with workers:
         yield workers
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """A context in which processes and threads are started.
+
+    Raises:
+        UsageError: the system starts no further one: there are too many, or the memory is short.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in LIMITS:
+            raise
+        raise UsageError(f"no further process can be started: {error.strerror}", LIMITS[error.errno]) from None
+    except RuntimeError as error:
+        if "start new thread" not in str(error):  # CPython, Modules/_threadmodule.c
+            raise
+        raise UsageError("no further thread can be started", TOO_MANY) from None
 
 
 def has_one_thread() -> bool:

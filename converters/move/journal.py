@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterable, Iterator
@@ -38,7 +39,15 @@ SPOILED = "the source is damaged"
 """Takes the place of the fingerprint in the journal of a share that read damaged data."""
 DAMAGED = "the journal is damaged"
 """Stands for a fingerprint whose checksum differs."""
-WHOSE = {SPOILED: "of a conversion whose source is damaged", DAMAGED: "of a conversion whose journal is damaged"}
+OLDER = "the journal is of an older version"
+"""Stands for a fingerprint without a checksum, which lines of journals had not in the beginning."""
+UNSEALED = re.compile(rb"(vitruvian 1 [0-9a-f]{64}|average-norms|the source is damaged)\n")
+"""The first line of a journal without checksums."""
+WHOSE = {
+    SPOILED: "of a conversion whose source is damaged",
+    DAMAGED: "of a conversion whose journal is damaged",
+    OLDER: "of a conversion by an older version, whose journal cannot be resumed",
+}
 """What stands for a fingerprint: of what the folder holds the beginnings."""
 
 
@@ -127,13 +136,13 @@ class Journal:
 
         The thread that commits is not started before: until then the process can be copied (`converters.move.workers`).
         """
-        finished, failed = threading.Event(), []
+        finished, failed = threading.Event(), list[OSError | OutputError]()
 
         def work() -> None:
             try:
                 while not finished.wait(self.every):
                     self.commit(files)
-            except OSError as error:  # raised below, in the thread of the conversion
+            except (OSError, OutputError) as error:  # raised below, in the thread of the conversion
                 failed.append(error)
 
         self.committing = threading.Thread(target=work, daemon=True)
@@ -286,7 +295,8 @@ def _entries(content: bytes) -> Done:
                 break
         length += len(line)
     begun = _text(head)
-    return Done(DAMAGED if begun is None else begun.decode(errors="replace"), finished, sound, length)
+    unread = OLDER if UNSEALED.fullmatch(head) else DAMAGED
+    return Done(unread if begun is None else begun.decode(errors="replace"), finished, sound, length)
 
 
 def fingerprint(plan: Plan, replicas: str) -> str:

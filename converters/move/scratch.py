@@ -1,7 +1,7 @@
 """Decoded chunks of compressed arrays, kept as files: each chunk is decoded once and read in any order.
 
 A chunk is compressed as a whole, and each chunk of a stacked array holds all layers: without files each layer's tensor
-would decode all chunks again, or all chunks had to be in memory. Memory holds one chunk for each process; the disk
+would decode all chunks again, or all chunks had to be in memory. Memory holds one chunk for each thread; the disk
 holds all chunks decoded so far, until the files are closed.
 """
 
@@ -12,6 +12,8 @@ import os
 import shutil
 import tempfile
 import threading
+from collections.abc import Iterable
+from itertools import chain
 from math import prod
 from pathlib import Path
 
@@ -20,6 +22,9 @@ from blake3 import blake3
 
 from converters.move import casts
 from converters.move.casts import WORDS, Array
+from converters.plan.parts import Part
+from converters.plan.plan import Job
+from formats.checkpoint import Checkpoint
 from formats.disk.chunks import Chunk, decoded
 from formats.disk.safetensors import DTYPES, FLOATS, Fragment, write_from
 from formats.errors import OutputError, SourceError
@@ -32,6 +37,19 @@ def clear(beside: Path) -> None:
     """Delete the scratch folders that killed runs have left in a folder, which no other process may be using."""
     for left in beside.glob(f"{FOLDER}*"):
         shutil.rmtree(left)
+
+
+def room_for(sources: Iterable[Checkpoint], jobs: Iterable[Job]) -> int:
+    """Bytes on the disk of all chunks that jobs read from sources, decoded."""
+    if not any(placed.fragment.chunk for source in sources for placed in source.tensors[:1]):
+        return 0  # at once, however many tensors there are
+    fragments = (part.fragment for job in jobs for read in job.reads for part in _parts(read))
+    chunks = {fragment.chunk: DTYPES[fragment.dtype] for fragment in fragments if fragment.chunk}
+    return sum(size * prod(chunk.shape) for chunk, size in chunks.items())
+
+
+def _parts(read: Job) -> Iterable[Part]:
+    return chain(read.sources, read.twins, *read.replicas.values())
 
 
 class Scratch:
@@ -61,15 +79,15 @@ class Scratch:
             SourceError: the chunk is damaged, or of another element type or shape than the metadata records.
             OutputError: the file cannot be written, such as for lack of disk space.
         """
-        with self.lock:
-            if chunk not in self.known:
-                path = self.folder / blake3(repr(chunk).encode(errors="surrogateescape")).hexdigest(16)
-                self._make(path, fragment, chunk)
-                self.known[chunk] = path
-            return self.known[chunk]
+        path = self.known.get(chunk)
+        if path is None:
+            path = self.folder / blake3(repr(chunk).encode(errors="surrogateescape")).hexdigest(16)
+            self._make(path, fragment, chunk)
+            self.known[chunk] = path
+        return path
 
     def _make(self, path: Path, fragment: Fragment, chunk: Chunk) -> None:
-        """Decode a chunk into a file, unless another process has done so; wait for a process that is doing so."""
+        """Decode a chunk into a file, unless another thread or process has done so; wait for one that is doing so."""
         if path.exists():
             return
         part = path.with_suffix(".part")

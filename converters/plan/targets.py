@@ -240,12 +240,12 @@ def plan_nanotron(
         trained: what is written beside the weights, for a training that resumes.
         topology: its parallel sizes.
     """
-    from formats.huggingface.nanotron import writer
+    from formats.huggingface.nanotron import special_tokens, writer
 
     config = json.loads(assets.config_text(source, None))
     options = {"vocab_multiple": vocab_multiple, "config": config, "optimizer": trained}
     write = partial(writer.write, **options, topology=topology or writer.ONE_RANK)
-    return _run(source, request, write, "nanotron")
+    return replace(_run(source, request, write, "nanotron"), notes=special_tokens.notes(config))
 
 
 def _run(source: Checkpoint, request: Request, write: Callable[[Path, ModelSpec, Dtypes], Target], name: str) -> Plan:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from shlex import quote
 from typing import Any
 
 from formats.errors import SourceError, UsageError, short
@@ -297,9 +298,11 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
     return parsed
 
 
+MAP = "Mapping[str, Any]"
+"""The type of a setting that is a map."""
 WORDS = {
     "int": "a natural number above 0, as of a model", "float": "a finite number above 0", "bool": "true or false",
-    "str": "a name", "Mapping[str, Any]": "a map of rotary settings with a rope_type, or none",
+    "str": "a name", MAP: "a map of rotary settings with a rope_type, or none",
     "tuple[int, ...]": "a list of layers, from 0",
 }  # fmt: skip
 """Type of a setting: what it has to be."""
@@ -318,11 +321,20 @@ def _require_possible(name: str, value: Any, setting: str) -> None:
         elif not (isinstance(value, list) and all(type(layer) is int and layer >= 0 for layer in value)):
             raise SourceError(name)
     except SourceError:
-        raise UsageError(f"--set {setting}: {name} is {WORDS[kind]}, not {short(value)}") from None
-    if strange := sorted({*value} - ROTARY) if kind == "Mapping[str, Any]" else []:
+        hint = _spelled(name, value) if kind == MAP else ""
+        raise UsageError(f"--set {setting}: {name} is {WORDS[kind]}, not {short(value)}", hint) from None
+    if strange := sorted({*value} - ROTARY) if kind == MAP else []:
         own = {"rope_theta": "rope_theta", "partial_rotary_factor": "rotary_fraction"}.get(strange[0])
         hint = f"--set {own}={shown(value[strange[0]])}" if own else f"known: {', '.join(sorted(ROTARY))}"
         raise UsageError(f"--set {name}: no rotary embedding has {short(strange[0])}", hint)
+
+
+def _spelled(name: str, value: Any) -> str:
+    """How a map of rotary settings is set: with `rope_type`, which older configs call `type`."""
+    spelled: dict[str, Any] = {"rope_type": "linear", "factor": 2.0}
+    if isinstance(value, dict) and isinstance(value.get("type"), str):
+        spelled = {"rope_type": value["type"], **{key: of for key, of in value.items() if key != "type"}}
+    return f"--set {quote(f'{name}={shown(spelled)}')}"
 
 
 def corrected(where: str, settings: Mapping[str, Any]) -> str:

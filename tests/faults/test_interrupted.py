@@ -114,6 +114,47 @@ def test_a_journal_whose_beginning_is_damaged(undisturbed, run_killed, convert, 
     assert files(tmp_path / "out") == expected
 
 
+def test_a_journal_of_an_older_version(undisturbed, run_killed, convert, tmp_path):
+    """Its lines have no checksums: it is not damaged, and nothing of it can be trusted."""
+    source, expected, _, writes = undisturbed
+    run_killed(-(writes // 2), source, tmp_path / "out")
+    path, argv = tmp_path / "out.partial/journal.jsonl", ["hf2megatron", source, tmp_path / "out", "--tp", 2, "--pp", 2]
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"".join(line.rpartition(b" ")[0] + b"\n" for line in lines))
+    ran = convert(*argv)
+    assert (ran.code, "of a conversion by an older version" in ran.err) == (7, True), ran.err
+    assert f"remove {path.parent}, or start over with --force" in ran.err
+    assert convert(*argv, "--force").code == 0
+    assert files(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("what", ["", "out", "out/model.safetensors"])
+@pytest.mark.parametrize("step", ["execute", "finish_files", "finish_small", "verify_output"])
+def test_what_is_written_is_deleted_meanwhile(model, convert, monkeypatch, tmp_path, step, what):
+    """Before each step, or in it: that is neither a damaged source nor an output, whether it is read back or not."""
+    done = getattr(convert_module, step)
+    gone = tmp_path / "out.partial" / what
+
+    def disturbed(*given: Any, **options: Any) -> Any:
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+        return done(*given, **options)
+
+    monkeypatch.setattr(convert_module, step, disturbed)
+    verify = [] if step == "verify_output" else ["--no-verify"]
+    ran = convert("hf2hf", model("llama", "float32"), tmp_path / "out", "--dtype", "bf16", "-q", *verify)
+    assert ran.code == 7, ran.err
+    named = (
+        gone / "model.safetensors" if (step, what) == ("finish_small", "out") else gone
+    )  # which makes the folder anew
+    assert f"error: {named} was deleted while this conversion wrote into it" in ran.err
+    assert f"hint: remove what is left of {tmp_path / 'out.partial'}, and run the same command again" in ran.err
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    if what == "":
+        shutil.rmtree(gone, ignore_errors=True)
+    assert convert("hf2hf", model("llama", "float32"), tmp_path / "out", "--dtype", "bf16", "-q").code == 0
+
+
 def test_another_conversion_does_not_go_on(undisturbed, run_killed, convert, tmp_path):
     source, _, _, writes = undisturbed
     run_killed(-(writes // 2), source, tmp_path / "out")

@@ -227,6 +227,17 @@ def test_a_query_of_eight_bits(convert, tmp_path, monkeypatch):
     refused(convert("maxtext2hf", at, tmp_path / "out"), 4, "is F8_E4M3, and it has to be multiplied by the root")
 
 
+@pytest.mark.parametrize(("place", "names"), [("default", "default, items"), (".", "itself, items")])
+def test_two_in_one_folder(convert, tmp_path, place, names):
+    """Two items of a step, or one checkpoint in another's folder: one of them is named."""
+    at = copied(tmp_path, "llama_state")
+    shutil.copytree(at / "items", at / place, dirs_exist_ok=True)
+    ran = convert("maxtext2hf", at, tmp_path / "out")
+    refused(ran, 3, f"{at} holds 2 checkpoints of Orbax: {names}", f"name one: {at}/", str(at / "items"))
+    assert not (tmp_path / "out").exists()
+    assert convert("maxtext2hf", at / "items", tmp_path / "out", "--config", at).code == 0
+
+
 @pytest.mark.parametrize("name", ["1000.orbax-checkpoint-tmp-17", "1000/items.orbax-checkpoint-tmp-18"])
 def test_a_save_that_was_not_finished(convert, tmp_path, name):
     at, path = copied(tmp_path, "llama_state"), tmp_path / "run" / name

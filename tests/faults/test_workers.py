@@ -34,7 +34,7 @@ from converters.remote.path import RemotePath
 from formats.checkpoint import Settings
 from formats.disk.safetensors import Fragment, Member, row_major
 from formats.disk.zstd_stream import Stream
-from formats.errors import DamagedError, Interrupted, OutputError, SourceError
+from formats.errors import DamagedError, Interrupted, OutputError, SourceError, UsageError
 from formats.layout.leaves import Leaf
 from formats.registry import open_checkpoint
 from tests.faults.test_source_checksums import flip
@@ -275,17 +275,40 @@ def test_the_system_reaps_a_copy(sources, tmp_path):
     assert ended.returncode == 0, ended.stderr
 
 
-def test_a_copy_that_cannot_be_started(sources, started, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("number", "way"), [(errno.EAGAIN, "raise the limit of processes"), (errno.ENOMEM, "memory")])
+def test_a_copy_that_cannot_be_started(sources, started, tmp_path, monkeypatch, number, way):
     def refused():
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(engine, "COPIED", (2, 1))
     monkeypatch.setattr(engine, "has_one_thread", lambda: True)
     monkeypatch.setattr(os, "fork", refused)
-    with pytest.raises(OutputError, match="Resource temporarily unavailable") as error:
+    with pytest.raises(UsageError, match=f"no further process can be started: {os.strerror(number)}") as error:
         vitruvian.convert(sources["hf"][0], tmp_path / "out", to="megatron", threads=2)
     assert "lower -j" in error.value.hint
+    assert way in error.value.hint
     assert not started
+
+
+def test_a_thread_that_cannot_be_started(sources, tmp_path, monkeypatch):
+    class Full(engine.ThreadPoolExecutor):
+        def submit(self, *_, **__):
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(engine, "ThreadPoolExecutor", Full)
+    with pytest.raises(UsageError, match="no further thread can be started") as error:
+        vitruvian.convert(sources["hf"][0], tmp_path / "out", to="megatron", threads=2)
+    assert "lower -j" in error.value.hint
+
+
+def test_a_file_system_that_is_busy_is_no_limit_of_processes(sources, tmp_path, monkeypatch):
+    def busy(*_):
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), "x.safetensors")
+
+    monkeypatch.setattr("converters.convert.make_files", busy)
+    with pytest.raises(OutputError, match=r"x\.safetensors: Resource temporarily unavailable") as error:
+        vitruvian.convert(sources["hf"][0], tmp_path / "out", to="megatron", threads=2)
+    assert "-j" not in error.value.hint
 
 
 def test_a_damaged_source_is_seen_by_copies(sources, tmp_path):

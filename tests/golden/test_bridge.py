@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from formats.megatron.args import run_config
 from tests.faults.dcp_tools import edit, refused
 from tests.megatron_runs import with_args
 
@@ -116,6 +117,34 @@ def test_what_the_fields_do_not_tell(convert, tmp_path):
     refused(convert("inspect", run), 3, "no fields of a model")
     other = nemo(tmp_path / "nemo", high_freq_factor=8)
     refused(convert("inspect", other), 5, "high_freq_factor = 8")
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ({"_target_": "my_module.silu", "_call_": False}, "my_module.silu"),
+        ({"_target_": "megatron.core.fusions.my_silu.silu"}, "megatron.core.fusions.my_silu.silu"),
+        ({"_target_": "torch.nn.functional.silu", "_partial_": True, "_args_": [], "inplace": True},
+         "torch.nn.functional.silu(inplace)"),
+        ("silu", "silu"),
+    ],
+)  # fmt: skip
+def test_an_activation_of_unknown_code(convert, tmp_path, function, said):
+    """A function of another module may compute anything, whatever its last name."""
+    run = shutil.copytree(REAL / MODELS[0], tmp_path / "run")
+    path = run / "iter_0000000/run_config.yaml"
+    config = yaml.safe_load(path.read_text())
+    config["model"]["activation_func"] = function
+    path.write_text(yaml.safe_dump(config))
+    refused(convert("inspect", run), 4, f"activation_func = '{said}' with gated_linear_unit = True")
+
+
+def test_activations_are_known_by_the_names_that_torch_gives_them():
+    from torch.nn import functional
+
+    for name in ("silu", "gelu"):
+        function = getattr(functional, name)
+        assert run_config.NAMED[f"{function.__module__}.{function.__qualname__}"] == name
 
 
 MODELS_OF_BRIDGE = "megatron.bridge.models"

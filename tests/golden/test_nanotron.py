@@ -94,6 +94,30 @@ def with_tokens(at: Path, **ids: int) -> Path:
     return run
 
 
+def test_several_end_tokens(convert, tmp_path):
+    """nanotron has one: that is the first, and a note says so; of one that the config denies its default stays."""
+    assert convert("nanotron2hf", with_tokens(tmp_path / "run", eos_token_id=4), tmp_path / "hf").code == 0
+    path = tmp_path / "hf/config.json"
+    (path.parent / "vitruvian.json").unlink()
+    for number, (said, written, note) in enumerate(
+        (
+            ([7, 0], 7, "eos_token_id = [7, 0] of the config, 7 in model_config.json: nanotron has one"),
+            ([7], 7, ""),
+            (None, 2, "eos_token_id = null of the config, 2 in model_config.json"),
+        )
+    ):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": said}))
+        out, back = tmp_path / f"out-{number}", tmp_path / f"back-{number}"
+        ran = convert("hf2nanotron", tmp_path / "hf", out)
+        assert ran.code == 0, ran.err
+        assert json.loads((out / "model_config.json").read_text())["eos_token_id"] == written
+        assert f"note: {note}" in ran.err if note else "eos_token_id" not in ran.err
+        ran = convert("nanotron2hf", out, back)
+        assert ran.code == 0, ran.err
+        assert "eos_token_id" not in ran.err
+        assert json.loads((back / "config.json").read_text())["eos_token_id"] == said
+
+
 def test_special_tokens(convert, tmp_path):
     """Where no config travels, their ids are those of the training; of ids that contradict each other a note tells."""
     ids = {"bos_token_id": 5, "eos_token_id": 0, "pad_token_id": 7}

@@ -406,6 +406,12 @@ def integers(saved: State) -> None:
     saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].long()
 
 
+def exchanged(saved: State) -> None:
+    """First and second moments under each other's name."""
+    for about in saved["state"].values():
+        about["exp_avg"], about["exp_avg_sq"] = about["exp_avg_sq"], about["exp_avg"]
+
+
 LAST = "optimizer_pp-1-of-2_tp-1-of-2_exp-0-of-1.pt"
 FAULTS: dict[str, tuple[str, Callable[[State], Any], str, int, tuple[str, ...]]] = {
     "frozen": ("bf16", frozen, "*.pt", 4, ("holds no states of 1 parameters, such as number 2", "is it frozen")),
@@ -433,6 +439,7 @@ FAULTS: dict[str, tuple[str, Callable[[State], Any], str, int, tuple[str, ...]]]
     "two groups": ("tp2", twice, "*.pt", 3, ("is in two groups",)),
     "no names": ("tp2", lambda saved: saved.pop("names"), "*.pt", 3, ("in a form that is known",)),
     "no step": ("tp2", lambda saved: saved["state"][0].pop("step"), "*.pt", 3, ("in a form that is known",)),
+    "exchanged moments": ("dp3_zero", exchanged, "*.pt", 5, ("exp_avg_sq of model.", "are finite and not negative")),
     "integers": ("tp2", integers, "*.pt", 3, ("holds exp_avg of model.token_position_embeddings",)),
 }  # fmt: skip
 
@@ -504,6 +511,50 @@ def test_files_that_are_cut_off_or_have_other_names(convert, tmp_path):
         ran = convert("hf2fsdp", folder, tmp_path / "out", "--with-optimizer", *options("tp2"))
         assert says in ran.err, (says, ran.err)
         assert ran.code in (3, 4)
+    assert not (tmp_path / "out").exists()
+
+
+QKV = "model.decoder.0.pp_block.attn.qkv_proj.weight"
+CONFIGS: dict[str, tuple[str, Callable[[State], Any], tuple[str, ...]]] = {
+    "an interval": (
+        "dp3_zero",
+        lambda configs: configs["param_name_to_dp_rank_offsets"][QKV].update({"0": ["0", "44"], "1": ["44", "86"]}),
+        (f'offsets of {QKV} = {{"0": ["0", "44"], ', 'in the files it is {"0": ["0", "43"], '),
+    ),
+    "a rank": (
+        "tp2_pp2_dp2_zero",
+        lambda configs: configs["param_name_to_dp_rank_offsets"][QKV].pop("1"),
+        (f'offsets of {QKV} = {{"0": ["0", "32"]}}, and',),
+    ),
+    "a parameter": (
+        "moe_dp2_zero",
+        lambda configs: configs["param_name_to_dp_rank_offsets"].pop(QKV),
+        (f"offsets of {QKV} = null, and",),
+    ),
+    "one of the next stage": (
+        "tp2_pp2_dp2_zero",
+        lambda configs: configs["param_name_to_dp_rank_offsets"].update({"model.final_layer_norm.pp_block.weight": {}}),
+        ("offsets of model.final_layer_norm.pp_block.weight = {}, and in the files it is null",),
+    ),
+    "a shape": (
+        "dp3_zero",
+        lambda configs: configs["orig_param_shapes"].update({QKV: ["8", "16"]}),
+        (f'orig_param_shapes of {QKV} = ["8", "16"], and in the files it is ["16", "8"]',),
+    ),
+    "nothing": ("dp3_zero", lambda configs: configs.clear(), ("does not say param_name_to_dp_rank_offsets",)),
+}
+"""What optimizer_config.json says besides of ZeRO-1: run, change, sentence."""
+
+
+@pytest.mark.parametrize("fault", CONFIGS)
+def test_intervals_that_are_not_those_of_the_files(convert, tmp_path, fault):
+    name, change, says = CONFIGS[fault]
+    folder = shutil.copytree(HERE / name, tmp_path / "run")
+    path = folder / "3/optimizer/optimizer_config.json"
+    config = json.loads(path.read_text())
+    change(config["configs"])
+    path.write_text(json.dumps(config))
+    refused(convert("hf2fsdp", folder, tmp_path / "out", "--with-optimizer", *options(name)), 3, *says)
     assert not (tmp_path / "out").exists()
 
 

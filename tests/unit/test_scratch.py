@@ -7,16 +7,20 @@ import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 import pytest
 
+from converters import convert as convert_module
 from converters.move import engine, scratch
 from converters.move.blocks import Files
 from converters.move.engine import digest_of, execute
+from converters.move.journal import JOURNAL
 from converters.move.scratch import Scratch
-from converters.plan.plan import make_plan
-from converters.plan.request import Limits
+from converters.plan.plan import make_plan, needs
+from converters.plan.request import Limits, Request
+from converters.plan.targets import plan_huggingface
 from formats.checkpoint import Settings
 from formats.disk import chunks
 from formats.disk.chunks import Chunk, Store
@@ -108,6 +112,44 @@ def test_no_room_for_what_is_decoded(monkeypatch, tmp_path):
     with pytest.raises(OutputError, match=r"x cannot be decoded into .*No space left") as error:
         Scratch(tmp_path).decoded(of, of.chunk)
     assert "TMPDIR" in error.value.hint
+
+
+def test_room_for_what_is_decoded(monkeypatch, tmp_path):
+    """Beside the output, on the same disk; of a conversion that is resumed nobody knows what is left to decode."""
+    source, request = open_checkpoint(SHARDED / "checkpoint", Settings(config=SHARDED)), Request(tmp_path / "out")
+    planned = plan_huggingface(source, request, 10**9)
+    with Files() as files:
+        for job in plan().jobs:
+            for part in job.sources:
+                files.scratch.decoded(part.fragment, part.fragment.chunk)
+        on_disk = sum(path.stat().st_size for path in files.scratch.folder.iterdir())
+    asked: list[int] = []
+    monkeypatch.setattr(convert_module, "require_room", lambda place, nbytes, *_: asked.append(nbytes))
+    convert_module.check_room(planned, request)
+    request.staging.mkdir()
+    (request.staging / JOURNAL).touch()
+    convert_module.check_room(planned, request)
+    output = needs(planned.target)[0]
+    assert asked == [output + on_disk, output]
+    assert on_disk > 100_000
+
+
+def test_different_chunks_are_decoded_at_the_same_time(monkeypatch, tmp_path):
+    """Each of two waits for the other."""
+    both = Barrier(2, timeout=60)
+
+    def together(chunk: Chunk) -> np.ndarray:
+        both.wait()
+        return np.arange(16, dtype=np.float32)
+
+    monkeypatch.setattr(scratch, "decoded", together)
+    of = fragment(np.zeros(16, np.float32), "F32")
+    chunk = of.chunk._replace(name="y")
+    own = Scratch(tmp_path)
+    with ThreadPoolExecutor(2) as pool:
+        paths = [*pool.map(lambda each: own.decoded(of, each), [of.chunk, chunk])]
+    assert len({*paths}) == 2
+    own.close()
 
 
 def test_threads_wait_for_one_that_decodes(monkeypatch, tmp_path):

@@ -755,7 +755,16 @@ def test_settings_that_make_no_sense_are_usage_errors(setting):
         (["tied=1"], "--set tied=1: tied is true or false, not 1", ""),
         (["norm_epsilon=NaN"], "norm_epsilon is a finite number above 0, not nan", ""),
         (["dense_layers=3"], "dense_layers is a list of layers, from 0, not 3", ""),
-        (['rope_scaling={"factor": 2}'], "rope_scaling is a map of rotary settings with a rope_type, or none", ""),
+        (
+            ['rope_scaling={"factor": 2}'],
+            "rope_scaling is a map of rotary settings with a rope_type, or none",
+            """--set 'rope_scaling={"rope_type": "linear", "factor": 2.0}'""",
+        ),
+        (
+            ['rope_scaling={"type": "yarn", "factor": 4}'],
+            "a map of rotary settings with a rope_type, or none, not a dict",
+            """--set 'rope_scaling={"rope_type": "yarn", "factor": 4}'""",
+        ),
         (['rope_scaling={"rope_type": "linear", "foo": 1}'], "no rotary embedding has 'foo'", "known: alpha, "),
         (['rope_scaling={"rope_type": "yarn", "rope_theta": 5}'], "has 'rope_theta'", "--set rope_theta=5"),
     ],

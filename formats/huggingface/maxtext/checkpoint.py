@@ -90,6 +90,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if is_elsewhere(path):
         raise UnsupportedError(f"{path} is in a store, where checkpoints of Orbax are not read", "copy it to a disk")
     home = locate(path)
+    _require_single(path, home)
     tree = read_tree(home)
     every = [".".join(name) for name in tree.names]
     names = _parameters(every, home)
@@ -122,6 +123,19 @@ def read(path: Path, settings: Settings) -> Checkpoint:
         notes=_assumed(spec, neighbours), settings=settings, config=config, padded_vocab=padded,
         state=(OPTIMIZER,) if any(name.startswith(OPTIMIZER) for name in others) else (),
     )  # fmt: skip
+
+
+def _require_single(path: Path, home: Path) -> None:
+    """Refuse a folder in which there are arrays besides those of `home`: further items of a step, or a checkpoint more.
+
+    Raises:
+        SourceError: there are such arrays.
+    """
+    homes = sorted({home, *(metadata.parent for metadata in path.glob(f"*/{METADATA}"))})
+    if len(homes) > 1:
+        names = ", ".join("itself" if folder == path else folder.name for folder in homes)
+        inner = " or ".join(str(folder) for folder in homes if folder != path)
+        raise SourceError(f"{path} holds {len(homes)} checkpoints of Orbax: {names}", f"name one: {inner}")
 
 
 def _contents(path: Path, tree: Tree) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from formats.errors import SourceError, UnsupportedError, count, short
 from formats.families.family import Family
 from formats.huggingface import NANOTRON
 from formats.huggingface import folder as huggingface
-from formats.huggingface.nanotron import model_config, shards
+from formats.huggingface.nanotron import model_config, shards, special_tokens
 from formats.huggingface.nanotron.tables import TABLES, slots_of
 from formats.layout.pieces import match_pieces
 from formats.layout.slots import Slot
@@ -102,7 +102,7 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     where = home / model_config.NAME
     settings_file = read_json(where)
     spec, neighbours = model_config.read_config(settings_file, settings, base, str(where))
-    token_ids = model_config.token_ids(settings_file, spec.vocab)
+    token_ids = special_tokens.read(settings_file, spec.vocab)
     metadata = _metadata(home)
     _require_no_mup(home, settings_file)
     files = tuple(shards.shards(home))
@@ -129,21 +129,9 @@ def read(path: Path, settings: Settings) -> Checkpoint:
             shown={"step": step} | ({"padded_vocab": padded} if padded != spec.vocab else {}),
         ),
         config=config, padded_vocab=padded, settings=settings, token_ids=token_ids,
-        notes=_apart(settings_file, token_ids, config or {}, where),
+        notes=special_tokens.apart(settings_file, config or {}, spec.vocab, where),
         state=tuple(name for name in STATE if (home / name).is_dir()),
     )  # fmt: skip
-
-
-def _apart(
-    said: Mapping[str, Any], token_ids: Mapping[str, int], config: Mapping[str, Any], where: Path
-) -> tuple[str, ...]:
-    """A note on each special token that is none of the vocabulary, or of which the config says another id."""
-    left = {key: said[key] for key in model_config.TOKENS if said.get(key) is not None and key not in token_ids}
-    other = {key: token for key, token in token_ids.items() if config.get(key) not in (None, token)}
-    return (
-        *(f"{key} = {short(value)} of {where} is none of its tokens, and is left out" for key, value in left.items()),
-        *(f"{key} = {short(config[key])} as in the config, {where} has {token}" for key, token in other.items()),
-    )
 
 
 def _metadata(home: Path) -> Mapping[str, Any]:

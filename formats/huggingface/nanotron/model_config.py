@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from formats.checkpoint import Settings
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
 from formats.families import family_named
+from formats.huggingface.nanotron import special_tokens
 from formats.model.checks import checked, unsaid
 from formats.model.codec import Codec, Context, Maker, Spelled, read, rows, same, scalar, write
 from formats.model.settings import FIXED, TYPES, corrected
@@ -283,9 +284,8 @@ the family. Without `_use_qkv_packed` this commit of nanotron cannot compute att
 VOCAB = "vocab_size"
 """The key of the rows of the embedding: the trainer writes the padded number (trainer.py `init_model`)."""
 OF_A_RUN: Mapping[str, Any] = {
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "initializer_range": 0.02, "pretraining_tp": 1,
-    "use_cache": True, "_attn_implementation": "flash_attention_2", "z_loss_enabled": False,
-    "z_loss_coefficient": 0.0001,
+    **special_tokens.DEFAULTS, "initializer_range": 0.02, "pretraining_tp": 1, "use_cache": True,
+    "_attn_implementation": "flash_attention_2", "z_loss_enabled": False, "z_loss_coefficient": 0.0001,
 }  # fmt: skip
 """Keys that change neither layout nor computation, with the value that is written."""
 OF_QWEN2: Mapping[str, Any] = {
@@ -295,11 +295,7 @@ OF_QWEN2: Mapping[str, Any] = {
 """Keys of `Qwen2Config` alone that change neither layout nor computation, with the value that is written."""
 OF_EXPERTS: Mapping[str, Any] = {"router_aux_loss_coef": 0.01, "token_dispatcher_type": "alltoall"}
 """Keys of `MoEConfig` that change neither layout nor computation, with the value that is written."""
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Those of them that a config.json has too."""
-HARMLESS = {
-    *OF_A_RUN, *OF_QWEN2, *MARKS.values(), VOCAB, *(f"moe_config.{key}" for key in OF_EXPERTS)
-}  # fmt: skip
+HARMLESS = {*OF_A_RUN, *OF_QWEN2, *MARKS.values(), VOCAB, *(f"moe_config.{key}" for key in OF_EXPERTS)}
 
 MAY_HAVE = {
     "llama": {"scaled"},
@@ -308,8 +304,7 @@ MAY_HAVE = {
     "qwen2": {"biases", "scaled"},
     "qwen2_moe": {"biases", "experts", "scaled"},
 }
-"""Family: the optional traits that its models may have. The first family that fits is chosen where no config names
-one."""
+"""Family: the optional traits of its models. The first family that fits is chosen where no config names one."""
 HAS = {"qwen2": {"biases"}, "qwen2_moe": {"biases", "experts"}}
 """Family: the traits that every model of the family has."""
 
@@ -404,19 +399,13 @@ def _family(traits: set[str], base: ModelSpec | None, where: str) -> str:
     return base.family if base and base.family in fitting else fitting[0]
 
 
-def token_ids(config: Mapping[str, Any], vocab: int | None) -> dict[str, int]:
-    """The ids of special tokens that a model_config.json says, by their keys, of those that the vocabulary has."""
-    said = {key: config[key] for key in TOKENS if type(config.get(key)) is int}
-    return {key: token for key, token in said.items() if 0 <= token < (vocab or 0)}
-
-
 def written_config(spec: ModelSpec, padded: int, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of model_config.json for a model.
 
     Args:
         spec: the model.
         padded: rows of the embedding, padding among them.
-        config: the Hugging Face config, from which the token ids (`TOKENS`) are taken.
+        config: the Hugging Face config, from which the ids of special tokens are taken.
 
     Raises:
         UnsupportedError: models of the family are not written for nanotron.
@@ -437,8 +426,14 @@ def written_config(spec: ModelSpec, padded: int, config: Mapping[str, Any]) -> d
     values = {**vars(spec), "biased": biased, "neighbours": False}
     flat = write(TABLE, values, conditions, "")
     experts = {key.removeprefix("moe_config."): flat.pop(key) for key in [*flat] if key.startswith("moe_config.")}
-    tokens = {key: config[key] for key in TOKENS if type(config.get(key)) is int}
-    written = {MARKS[kind]: True, **OF_A_RUN, **tokens, **flat, VOCAB: padded, **(OF_QWEN2 if kind == QWEN2 else {})}
+    written = {
+        MARKS[kind]: True,
+        **OF_A_RUN,
+        **special_tokens.written(config),
+        **flat,
+        VOCAB: padded,
+        **(OF_QWEN2 if kind == QWEN2 else {}),
+    }
     return {**written, **({"moe_config": {**OF_EXPERTS, **experts}} if experts else {})}
 
 

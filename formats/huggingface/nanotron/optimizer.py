@@ -21,6 +21,7 @@ files of v0.5. Checkpoints of its trainer, and the states it had in memory, are 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -52,6 +53,9 @@ CLASSES = (ZERO, "OptimizerFromGradientAccumulator", "NamedOptimizer")
 """The optimizer classes of nanotron's optim/, each of which wraps torch's AdamW."""
 SIZES = {"pp": "pp_size", "dp": "dp_size", "tp": "tp_size", "exp": "expert_parallel_size"}
 """Axis: the key of the number of its ranks in optimizer_config.json."""
+OFFSETS, SHAPES = "param_name_to_dp_rank_offsets", "orig_param_shapes"
+"""With ZeRO-1, by the name of a parameter: {rank: [start, stop]}, without empty intervals, and the shape before it was
+flattened; all numbers as texts. The first rank of the training writes them, of the parameters of its own stage."""
 COPY = "copy the files of all ranks of one save"
 WITHOUT = "convert the weights without --with-optimizer"
 FROZEN = "is it frozen, or has it made no step yet? an optimizer moves with a model that is trained as a whole"
@@ -109,6 +113,8 @@ def read(source: Checkpoint) -> Optimizer:
         for tp in range(sizes["tp"])
     }
     _require_trained(shares, by_rank[0], folder)
+    if "dp" in sizes:
+        _require_intervals(folder, shares, by_rank[0], sizes["dp"])
     kept = _kept(shares)
     checkpoints = {}
     for state in kept:
@@ -275,6 +281,38 @@ def _require_trained(shares: Mapping[Ranks, Share], slots: Sequence[Slot], folde
         raise UnsupportedError(f"{folder} holds no states of {len(lost)} parameters, such as {lost[0]}", FROZEN)
 
 
+def _require_intervals(folder: Path, shares: Mapping[Ranks, Share], slots: Iterable[Slot], ranks: int) -> None:
+    """Refuse an optimizer_config.json whose intervals or shapes of ZeRO-1 are not those of the files (see `_piece`).
+
+    Raises:
+        SourceError: an interval or a shape of a parameter differs, or is said of other parameters than the files have.
+    """
+    path, sizes = folder / CONFIG, {slot.keys[0]: slot.shape for slot in slots}
+    first = {key for at, share in shares.items() if (at.pp, at.tp) == (0, 0) for key in share.steps}
+    of_files: dict[str, Mapping[str, Any]] = {
+        OFFSETS: {key: _offsets(prod(sizes[key]), ranks) for key in first},
+        SHAPES: {key: [str(size) for size in sizes[key]] for key in first},
+    }
+    configs = read_json(path).get("configs")
+    for name, expected in of_files.items():
+        said = configs.get(name) if isinstance(configs, Mapping) else None
+        if not isinstance(said, Mapping):
+            raise SourceError(f"{path} does not say {name}, as every save with ZeRO-1 does", COPY)
+        for key in sorted(said.keys() | expected.keys()):
+            if said.get(key) != expected.get(key):
+                raise SourceError(
+                    f"{path} says {name} of {key} = {_brief(said.get(key))}, and in the files it is "
+                    f"{_brief(expected.get(key))}",
+                    "they are of two saves: " + COPY,
+                )
+
+
+def _brief(value: Any) -> str:
+    """A value of optimizer_config.json for a message."""
+    text = json.dumps(value)
+    return text[:160] + "…" * (len(text) > 160)
+
+
 def _step(shares: Mapping[Ranks, Share], details: Nanotron, source: Checkpoint) -> int:
     """Return how many steps the optimizer has made.
 
@@ -367,3 +405,9 @@ def _interval(count: int, rank: int, ranks: int) -> tuple[int, int]:
     size, more = divmod(count, ranks)
     starts = [number * size + min(number, more) for number in (rank, rank + 1)]
     return starts[0], starts[1]
+
+
+def _offsets(count: int, ranks: int) -> dict[str, list[str]]:
+    """Return the intervals of all data-parallel ranks as optimizer_config.json has them."""
+    intervals = {str(rank): _interval(count, rank, ranks) for rank in range(ranks)}
+    return {rank: [str(start), str(stop)] for rank, (start, stop) in intervals.items() if start < stop}

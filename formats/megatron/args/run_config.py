@@ -97,12 +97,21 @@ ACTIVATIONS = {
 }
 """The arguments by (activation function, whether the MLP has a gate)."""
 FUNCTIONS = {
-    "silu": "torch.nn.functional.silu",
-    "gelu": "torch.nn.functional.gelu",
-    "squared_relu": "megatron.core.activations.squared_relu",
-    "quick_gelu": "megatron.core.activations.quick_gelu",
-}
-"""The import path of each activation function."""
+    "silu": ("torch.nn.functional.silu",),
+    "gelu": ("torch.nn.functional.gelu", "torch._C._nn.gelu"),
+    "squared_relu": (
+        "megatron.core.activations.squared_relu", "nemo.collections.llm.fn.activation.squared_relu",
+        "nemo.collections.nlp.modules.common.megatron.utils.squared_relu",
+    ),
+    "quick_gelu": ("megatron.core.activations.quick_gelu", "megatron.core.fusions.fused_bias_geglu.quick_gelu"),
+}  # fmt: skip
+"""The import paths of each activation function; the first is written.
+
+The files write the `__module__` of a function, which of torch's gelu is `torch._C._nn`. megatron-core 0.16 and 0.19
+activations.py, fusions/fused_bias_geglu.py; NeMo 2 collections/llm/fn/activation.py, and the other path of its releases
+before that file (llm/gpt/model/nemotron.py).
+"""
+NAMED = {path: function for function, paths in FUNCTIONS.items() for path in paths}
 LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
 """NeMo's fields for the rope scaling of Llama 3.1, beside the factor, and the only values that megatron-core has."""
 
@@ -223,11 +232,12 @@ def _said(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
     Raises:
         UnsupportedError: the activation is none of Megatron-LM's.
     """
-    function = str((fields.get("activation_func") or {}).get("_target_")).rpartition(".")[2]
-    gated = fields.get("gated_linear_unit")
+    called, odd = _called(fields.get("activation_func"))
+    function, gated = "" if odd else NAMED.get(called, ""), fields.get("gated_linear_unit")
     activation = ACTIVATIONS.get((function, gated is True))
     if activation is None:
-        raise UnsupportedError(f"{path}: activation_func = {short(function)} with gated_linear_unit = {short(gated)}")
+        called += f"({', '.join(odd)})" if odd else ""
+        raise UnsupportedError(f"{path}: activation_func = {short(called)} with gated_linear_unit = {short(gated)}")
     length, groups = fields.get("seq_length"), fields.get("num_query_groups")
     return {
         "max_position_embeddings": length,
@@ -246,18 +256,23 @@ def _said(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
     }
 
 
-def _unknown_layers(builder: Any) -> dict[str, Any]:
-    """The field of a function that builds layers, where it is none of `BUILDERS`: no argument, so that it is refused.
+def _called(function: Any) -> tuple[str, list[str]]:
+    """The import path of a function, and the names of the arguments that it is given.
 
     Args:
-        builder: a function, or one with arguments (`functools.partial`), as utils/yaml_utils.py of Megatron-Bridge
+        function: a function, or one with arguments (`functools.partial`), as utils/yaml_utils.py of Megatron-Bridge
             writes both.
     """
+    about = function if isinstance(function, dict) else {TARGET: function}
+    given = [key for key, value in about.items() if key not in (TARGET, "_call_", "_partial_") and value != []]
+    return str(about.get(TARGET)), given
+
+
+def _unknown_layers(builder: Any) -> dict[str, Any]:
+    """The field of a function that builds layers, if it is none of `BUILDERS`: no argument, so that it is refused."""
     if builder is None:
         return {}
-    about = builder if isinstance(builder, dict) else {TARGET: builder}
-    name = str(about.get(TARGET))
-    given = [key for key, value in about.items() if key not in (TARGET, "_call_", "_partial_") and value != []]
+    name, given = _called(builder)
     odd = [key for key in given if key not in BUILDERS.get(name, given)]
     return {} if name in BUILDERS and not odd else {LAYERS: f"{name}({', '.join(odd)})" if odd else name}
 
@@ -307,7 +322,7 @@ def written(
     model = {
         TARGET: vision.GPT,
         **{name: args[RENAMED.get(name, name)] for name in WRITTEN.split() if RENAMED.get(name, name) in args},
-        "activation_func": {TARGET: FUNCTIONS[function], "_call_": False},
+        "activation_func": {TARGET: FUNCTIONS[function][0], "_call_": False},
         "gated_linear_unit": gated,
         "params_dtype": _torch(args["params_dtype"].name),
         "seq_length": args["max_position_embeddings"],

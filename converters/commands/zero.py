@@ -38,8 +38,8 @@ from formats.deepspeed import MDS, ZERO
 def zero2hf(src: Path, out: Path, **options: Any) -> None:
     """DeepSpeed ZeRO checkpoint to a Hugging Face folder.
 
-    SRC is the folder with `latest`, the checkpoint-N of the HF Trainer, or a global_stepN. Of stage 3, and with
-    --weights fp32-master of every stage, the weights come out of the optimizer states of all ranks.
+    SRC is the folder with `latest`, the checkpoint-N of the HF Trainer, a global_stepN, or a universal checkpoint. Of
+    stage 3, and with --weights fp32-master of every stage, the weights come out of the optimizer states of all ranks.
     """
     convert_to("huggingface", opened(src, options, MDS, ZERO), out, options)
 

@@ -30,10 +30,10 @@ from converters.plan.targets import plan_reading
 from converters.prove.diff import Difference, compare
 from converters.prove.resumed import digests, is_begun, journal_of
 from formats.checkpoint import MANIFEST, Checkpoint, Settings
-from formats.errors import SourceError, VerificationError, some
+from formats.errors import SourceError, UsageError, VerificationError, some
 from formats.huggingface import folder as huggingface
 from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
-from formats.model.spec import Spec, Verbatim
+from formats.model.spec import ModelSpec, Spec, Verbatim
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -224,6 +224,7 @@ def verify_with(out: Path, src: Path | None, effects: Effects, share: Share | No
 
     Raises:
         SourceError: there is no manifest.
+        UsageError: the manifest is of a model without a table, and a config that is given makes it one with a table.
         VerificationError: the manifest is of a model that a table described, and no table does now.
         Interrupted: a signal came while a journal is kept; the same call resumes.
     """
@@ -243,6 +244,12 @@ def verify_with(out: Path, src: Path | None, effects: Effects, share: Share | No
             f"{out} is of a model that a table described when {MANIFEST} was written, and none does now: "
             f"{checkpoint.spec.why}",
             "correct its config.json",
+        )
+    if isinstance(checkpoint.spec, ModelSpec) and "layers" not in facts:
+        raise UsageError(
+            f"{checkpoint.home / MANIFEST} has every tensor under its own name, and with a config they are those of a "
+            f"{checkpoint.spec.family}",
+            f"leave the config out, or compare it with its source: convert verify {out} SRC",
         )
     differing = contradictions(checkpoint.spec.settings(), facts)
     changed = changed_files(checkpoint.home)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.plan.request import Request
 from formats.deepspeed import MDS, NEOX
-from formats.errors import UsageError, some
+from formats.errors import OptionNeededError, UsageError, some
 from formats.megatron import DIST, MEGATRON, MEGATRON_FSDP
 from formats.registry import format_of
 
@@ -158,6 +158,8 @@ def plan_output(source: Checkpoint | States, request: Request, to: str, output: 
         raise UsageError(f"{flags} {'has' if len(odd) == 1 else 'have'} no effect on the target {to}", "leave it out")
     if isinstance(source, Checkpoint) and source.settings.only and (output.with_optimizer or to == UNIVERSAL):
         raise UsageError(f"--only {source.settings.only} is for weights alone", "an optimizer moves with a whole model")
+    if isinstance(source, Checkpoint):
+        require_config(source)
     if isinstance(source, Checkpoint) and source.settings.adapter is not None:
         from converters.plan.adapted import plan_adapted
 
@@ -165,6 +167,20 @@ def plan_output(source: Checkpoint | States, request: Request, to: str, output: 
             raise UsageError(f"an adapter alone is not written as {to}", "leave --adapter only out")
         return plan_adapted(source, request, lambda base: planned(base, request, output))
     return planned(source, request, output)
+
+
+def require_config(source: Checkpoint) -> None:
+    """Refuse a model without table and config, which `inspect`, `digest` and `verify` alone can read.
+
+    Raises:
+        OptionNeededError: it is such a model.
+    """
+    from formats.model.spec import Verbatim
+
+    if isinstance(source.spec, Verbatim) and source.assets is None and source.settings.adapter is None:
+        raise OptionNeededError(
+            f"{source.root} has no config.json", "add --config BASE, the model that the training began with"
+        )
 
 
 def _huggingface(source: Checkpoint, request: Request, output: Output) -> Plan:

@@ -23,6 +23,8 @@ from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed.mds import checkpoint as mds
 from formats.deepspeed.neox import checkpoint as neox
 from formats.deepspeed.neox.tables import slots_of
+from formats.deepspeed.neox.writer import YML
+from formats.deepspeed.neox.yml_file import dump_yml
 from formats.deepspeed.universal import Parameter, States
 from formats.detect import signs
 from formats.disk.safetensors import Fragment
@@ -36,8 +38,6 @@ from formats.model import untabled
 from formats.model.spec import Verbatim
 from formats.optimizer import MOMENTUM, AnyGroup, Group, Lion, Optimizer
 from formats.torch_files import saved_names
-
-WHY = "DeepSpeed's own names"
 
 UNTAKEN = "the learning rate schedule, random states and the place in the data are not carried"
 """The note on what of a training is no optimizer state."""
@@ -85,7 +85,8 @@ def plan_universal(states: States, request: Request) -> Plan:
     parameters = list(_parameters(masters, zero_partitions.step_of(partitions, model)))
     ranks = len([path for path in tag.iterdir() if saved_names.MODEL.fullmatch(path.name)]) or 1
     frozen = _frozen(model, {parameter.name for parameter in parameters})
-    small = universal.texts(parameters, partitions[0].settings, {**model, deepspeed.OURS: {"frozen": frozen}}, ranks)
+    head = {**model, deepspeed.OURS: {"frozen": frozen, **_known(masters)}}
+    small = universal.texts(parameters, partitions[0].settings, head, ranks)
     lost = universal.left_out(model)
     notes = [f"what is no plain data is not carried: {', '.join(lost)}"] if lost else []
     if frozen:
@@ -96,8 +97,11 @@ def plan_universal(states: States, request: Request) -> Plan:
     notes += [*_not_restored([*(model.get("buffer_names") or ())]), *_not_in_stage_3(opened)]
     notes += _bound([parameter for parameter in parameters if parameter.summands])
     target = _target(request.root, tag.name, parameters, small, opened)
+    if masters.run_config:
+        target = replace(target, texts={**target.texts, f"{tag.name}/{YML}": dump_yml(masters.run_config)})
     jobs = _jobs(opened, target)
-    return Plan(masters, masters.spec, jobs, target, tuple(notes), read_back)
+    remembered = not any(parameter.summands for parameter in parameters)  # the sum of which is read later
+    return Plan(masters, masters.spec, jobs, target, tuple(notes), read_back, remembered=remembered)
 
 
 def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request) -> Plan:
@@ -139,6 +143,20 @@ def plan_of_optimizer(source: Checkpoint, optimizer: Optimizer, request: Request
     notes = (order, UNTAKEN, *_not_restored(buffers), *_not_in_stage_3(opened))
     read = replace(source, files=files, dropped=())
     return Plan(read, source.spec, jobs, target, notes, read_back, remembered=True)
+
+
+def _known(masters: Checkpoint) -> dict[str, Any]:
+    """What a reader of GPT-NeoX's names asks for, and the yml does not say; as in the files of `neox.writer`."""
+    spec = masters.spec
+    if isinstance(spec, Verbatim):
+        return {}
+    if "grouped" in masters.details_of(neox.Neox).layout:
+        raise UnsupportedError(
+            f"{masters.home} has query, key and value in the order of code from before 2024-11-13, of which a "
+            "universal checkpoint is not written",
+            "convert reshard writes it in the order of newer code, the weights alone",
+        )
+    return {"gqa_layout": "blocked", "vocab": spec.vocab, "family": spec.family}
 
 
 def _not_restored(buffers: Sequence[str]) -> list[str]:
@@ -283,9 +301,7 @@ def _plain(path: Path, settings: Settings) -> States:
 
 def _state(run: Path, tag: Path, tensors: Mapping[str, Scattered], module: Mapping[str, Fragment]) -> Checkpoint:
     """The checkpoint of one optimizer state, with the tensors of `module` as twins to compare it with."""
-    spec = Verbatim(
-        "deepspeed", {name: tensor.shape for name, tensor in tensors.items()}, tied=False, vocab=None, why=WHY
-    )
+    spec = zero.unnamed_spec({name: tensor.shape for name, tensor in tensors.items()})
     placed, pieces, _ = match_pieces(untabled.slots(spec), tensors, (), tag)
     files = tuple(sorted(files_of(pieces)))
     twins = tuple(tensor._replace(fragment=module[tensor.key]) for tensor in placed if tensor.key in module)

@@ -16,7 +16,7 @@ ZERO = Format(
 )
 NEOX = Format(
     "neox",
-    "GPT-NeoX: global_stepN with mp_rank or layer files, and its ZeRO partitions",
+    "GPT-NeoX: global_stepN with mp_rank or layer files, and its ZeRO partitions, or universal",
     "for GPT-NeoX use `convert neox2hf`",
     "formats.deepspeed.neox.checkpoint",
     "formats.deepspeed.optimizer",
@@ -28,7 +28,7 @@ NEOX = Format(
 )
 MDS = Format(
     "megatron_deepspeed",
-    "Megatron-DeepSpeed: global_stepN with layer files of a pipeline, args inside, and its ZeRO partitions",
+    "Megatron-DeepSpeed: global_stepN with layer files of a pipeline, args inside, its ZeRO partitions, or universal",
     "for Megatron-DeepSpeed use `convert zero2hf` or `hf2mds`",
     "formats.deepspeed.mds.checkpoint",
     "formats.deepspeed.optimizer",

@@ -7,7 +7,7 @@ Facts: deepspeed/runtime/engine.py `_save_checkpoint` and `_get_zero_param_shape
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from math import prod
@@ -206,6 +206,14 @@ def module(file: TorchFile) -> dict[str, Fragment]:
         elif not isinstance(ref, Opaque | None):
             raise UnsupportedError(f"{file.path}: {short(name)} holds {short(ref)}, which is not a tensor")
     return fragments
+
+
+def no_module(dtypes: Collection[str]) -> str:
+    """The note that master weights are read, since there is no module; DeepSpeed can keep them in 16 bits too."""
+    text = "it holds no module: these are the {} master weights"
+    if "F32" in dtypes:
+        return text.format("float32") + "; --dtype bf16 rounds them as DeepSpeed does"
+    return text.format(" and ".join(sorted(dtypes)))
 
 
 def left_out(file: TorchFile) -> Iterator[str]:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from formats.checkpoint import Checkpoint, Settings
 from formats.deepspeed import folders as deepspeed
@@ -20,7 +21,7 @@ from formats.deepspeed import partitions as zero_partitions
 from formats.deepspeed.partitions import Partition
 from formats.deepspeed.steps import require_one_step
 from formats.disk.safetensors import Fragment
-from formats.errors import RefusedError, SourceError, UnsupportedError, ranges, short, some
+from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, ranges, short, some
 from formats.layout.pieces import Scattered
 from formats.layout.slots import Slot
 from formats.layout.table import Rule
@@ -105,16 +106,7 @@ def tensors(
     layers = {path.name: path for path in sorted(tag.iterdir()) if saved_names.LAYER.fullmatch(path.name)}
     if not layers and models[0].value.get("module") is None:
         raise SourceError(f"{tag} is a pipeline's, and lacks its layer_*-model_* files", "copy them from their nodes")
-    for file in models.values():
-        if not isinstance(file.value, Mapping):
-            raise SourceError(f"{file.path} holds no model states")
-        world = file.value.get("mp_world_size", len(models))
-        if world != len(models):
-            raise SourceError(
-                f"{file.path} is one of {short(world)} model parallel ranks, {len(models)} are there",
-                "ranks are missing, or files of another topology are beside them",
-            )
-    require_same({file.path: file.value.get for file in models.values()}, ties)
+    require_ranks(models, ties)
     if not layers:
         modules = {file.path: model_files.module(file) for file in models.values()}
         by_file = {
@@ -143,6 +135,24 @@ def tensors(
     return by_file, tp
 
 
+def require_ranks(models: Mapping[int, TorchFile], ties: Sequence[str]) -> None:
+    """Refuse model files of several topologies or saves. Args as for `tensors`.
+
+    Raises:
+        SourceError: a rank's file is missing, or of another topology or save.
+    """
+    for file in models.values():
+        if not isinstance(file.value, Mapping):
+            raise SourceError(f"{file.path} holds no model states")
+        world = file.value.get("mp_world_size", len(models))
+        if world != len(models):
+            raise SourceError(
+                f"{file.path} is one of {short(world)} model parallel ranks, {len(models)} are there",
+                "ranks are missing, or files of another topology are beside them",
+            )
+    require_same({file.path: file.value.get for file in models.values()}, ties)
+
+
 def is_layered(files: Iterable[str]) -> bool:
     """Whether each module has files of its own, as in a pipeline, by the names of the files."""
     return any(file.startswith("layer_") for file in files)
@@ -162,18 +172,40 @@ def kept(tag: Path, models: Mapping[int, TorchFile], settings: Settings, of_stat
     return replace(source, proof=proof, notes=(*source.notes, *notes))
 
 
-def kept_whole(tag: Path, model: TorchFile, settings: Settings, of_state: Callable[[str], Checkpoint]) -> Checkpoint:
-    """The same of a universal checkpoint, given what there is of a state."""
-    state = str(settings.weights).replace("fp32-master", "fp32")
+def kept_whole(
+    tag: Path, model: TorchFile, settings: Settings, of_state: Callable[[str], Checkpoint], *, bare: bool
+) -> Checkpoint:
+    """The same of a universal checkpoint; without weights beside it (`bare`) the masters by default.
+
+    Raises:
+        OptionNeededError: the weights of the module are asked for, and there are none.
+    """
+    if settings.weights == "module":
+        raise OptionNeededError(
+            f"{tag} is a universal checkpoint, beside which there are no weights", "add --weights fp32-master"
+        )
+    state = (settings.weights or "fp32-master").replace("fp32-master", "fp32")
     notes = require_step_of_universal(tag, model, settings)
     source = of_state(state)
-    return replace(source, proof=None if state == "fp32" else of_state("fp32"), notes=(*source.notes, *notes))
+    if settings.weights is None:
+        notes.append(model_files.no_module({tensor.fragment.dtype for tensor in source.tensors}))
+    proof = None if bare or state == "fp32" else of_state("fp32")
+    return replace(source, proof=proof, notes=(*source.notes, *notes))
+
+
+def of_all_stages(models: Mapping[int, TorchFile]) -> dict[str, Any]:
+    """The content of the first model file, whose `param_shapes` have the parameters of all pipeline stages."""
+    groups: list[dict[str, tuple[int, ...]]] = []
+    for file in models.values():
+        for number, group in enumerate(model_files.param_shapes(file)):
+            groups += [{}] * (number == len(groups))
+            groups[number] = groups[number] | group
+    return {**models[0].value, "param_shapes": groups}
 
 
 def require_step_of_universal(tag: Path, model: TorchFile, settings: Settings) -> list[str]:
     """What the user should know of the steps of a universal checkpoint; see `require_one_step`."""
-    path, made = universal.first_step(tag)
-    return require_one_step(model, path, () if made is None else (made,), settings.accept)
+    return require_one_step(model, *universal.steps(tag, settings.accept), settings.accept)
 
 
 def states_of(tag: Path, models: Mapping[int, TorchFile], settings: Settings, of_state: OfState) -> universal.States:
@@ -189,7 +221,8 @@ def states_of(tag: Path, models: Mapping[int, TorchFile], settings: Settings, of
     if any(MOMENTUM in partition.groups for partition in every):
         raise UnsupportedError(f"{tag} was trained with Muon, which is read of models with Hugging Face names alone")
     opened = {state: of_state(partitions, state) for state in every[0].groups}
-    return universal.States(opened, models[0].value, every)
+    known = all(file.value.get("param_shapes") is not None for file in models.values())
+    return universal.States(opened, of_all_stages(models) if known else models[0].value, every)
 
 
 def _partitions(

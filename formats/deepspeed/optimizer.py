@@ -68,7 +68,7 @@ def read(source: Checkpoint) -> Optimizer:
     if partitions:
         step, owners = step_of(partitions, model), _owners(partitions)
     else:
-        step, owners = _universal(source.home, model_files.shapes_in(model, source.home))
+        step, owners = _universal(source.home, model_files.shapes_in(model, source.home), model.get("module") or ())
     if set(source.dtypes().values()) == {"F32"} and not states["fp32"].twins:
         states.pop("fp32")  # the weights are the master weights
     samples = model.get("global_samples")
@@ -128,17 +128,18 @@ def _owners(partitions: Iterable[Partition]) -> Owners:
     return owners
 
 
-def _universal(tag: Path, shapes: Sequence[Mapping[str, Any]]) -> tuple[float, Owners]:
+def _universal(tag: Path, shapes: Sequence[Mapping[str, Any]], module: Collection[str]) -> tuple[float, Owners]:
     """Return the step of a universal checkpoint and the settings of its parameters.
 
-    `shapes` maps the parameters of each flat group to their shapes.
+    `shapes` maps the parameters of each flat group to their shapes, `module` has the names in the module.
 
     Raises:
         SourceError: model file and checkpoint have different parameters, or a group or a step is missing.
         UnsupportedError: parameters have made different numbers of steps.
     """
-    odd = sorted({name for group in shapes for name in group}.symmetric_difference(universal.names(tag)))
-    if odd:
+    trained = {name for group in shapes for name in group}
+    there = {*universal.names(tag)} - universal.copies(tag, trained, module)
+    if odd := sorted(trained ^ there):
         raise SourceError(
             f"{tag}: {len(odd)} parameters, such as {odd[0]}, are in its model file or in zero/, not in both"
         )

@@ -3,7 +3,7 @@
     TAG/zero/{parameter}/{fp32,exp_avg,exp_avg_sq}.pt    {"param": tensor, "cat_dim": the dimension that TP cuts, ...}
     TAG/zero/{parameter}/step.pt                         Adam's step
     TAG/zero/optimizer_state.pt                          the parameter groups
-    TAG/mp_rank_00_model_states.pt                       for stages 1 and 2; its `module` is not read
+    TAG/mp_rank_00_model_states.pt                       for stages 1 and 2; its `module` is not read by DeepSpeed
     TAG/zero_pp_rank_0_mp_rank_00_model_states.pt        the same for stage 3
     latest_universal                                     the tag
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -35,6 +35,7 @@ from formats.layout.lowering import run_sizes
 from formats.layout.pieces import Scattered, scattered, whole_part
 from formats.layout.placed import Placed
 from formats.layout.slots import Slot
+from formats.model.accepted import STEPS
 from formats.optimizer import kept_by
 from formats.torch_files.archive import read_torch
 from formats.torch_files.archive_plan import packed
@@ -192,34 +193,68 @@ def names(tag: Path) -> list[str]:
     return sorted(path.name for path in (tag / "zero").iterdir() if path.is_dir())
 
 
+def is_numbered(tag: Path) -> bool:
+    """Whether a universal checkpoint has names with the numbers of pipeline modules."""
+    return any(map(OF_NEOX.match, names(tag)))
+
+
 def require_plain(tag: Path) -> None:
-    """Refuse a universal checkpoint with the names of GPT-NeoX, which contain numbers of pipeline modules.
+    """Refuse a universal checkpoint whose names contain numbers of pipeline modules, where they tell no trainer.
 
     Raises:
         UnsupportedError: a parameter has such a name.
     """
     if name := next(filter(OF_NEOX.match, names(tag)), None):
         raise UnsupportedError(
-            f"{tag} is a universal checkpoint with the names of GPT-NeoX, such as {short(name)}, which is not read",
-            "convert the checkpoint that it was made of: convert neox2hf",
+            f"{tag} is a universal checkpoint with numbers of modules in its names, such as {short(name)}, and its "
+            "model file is neither GPT-NeoX's nor Megatron-DeepSpeed's",
+            "convert the checkpoint that it was made of",
         )
 
 
-def tensors(tag: Path, shapes: Mapping[str, tuple[int, ...]], state: str) -> Iterator[tuple[str, Scattered]]:
-    """Yield the (name, tensor) of one optimizer state of each parameter.
+def copies(tag: Path, trained: Collection[str], module: Collection[str]) -> set[str]:
+    """Return the names in zero/ that are no trained parameters: ds_to_universal copies each other tensor of the module.
+
+    Such a folder has an fp32.pt alone, of what the module has in another type: a buffer, a frozen parameter, or the
+    second name of a parameter, of which the trained one has the master weights (ds_to_universal.py `main`, 0.19.8).
+
+    Args:
+        tag: the folder of the checkpoint.
+        trained: the parameters of the optimizer; empty if the model file does not record them.
+        module: the names in the module, second names among them.
+    """
+    others = (name for name in names(tag) if trained and name not in trained and name in module)
+    return {name for name in others if {path.name for path in (tag / "zero" / name).iterdir()} == {"fp32.pt"}}
+
+
+def tensors(
+    tag: Path, shapes: Mapping[str, tuple[int, ...]], state: str, skip: Collection[str] = ()
+) -> Iterator[tuple[str, Scattered]]:
+    """Yield the (name, tensor) of one optimizer state of each parameter. Args and errors as for `parameters`."""
+    yield from ((name, tensor) for name, tensor, _ in parameters(tag, shapes, state, skip))
+
+
+def parameters(
+    tag: Path, shapes: Mapping[str, tuple[int, ...]], state: str, skip: Collection[str] = ()
+) -> Iterator[tuple[str, Scattered, Mapping[str, Any]]]:
+    """Yield name, tensor and further keys (`cat_dim` and the like) of one optimizer state of each parameter.
 
     Args:
         tag: the folder of the checkpoint.
         shapes: the shapes in the model file, needed as DeepSpeed's conversion of stage 3 writes flat tensors.
         state: one of `optimizer.STATES`.
+        skip: the parameters that are left out.
 
     Raises:
         SourceError: a file is missing, or holds no tensor, or a tensor of another shape or element type.
     """
     for name in names(tag):
+        if name in skip:
+            continue
         folder = tag / "zero" / name
         file = read_torch(folder / f"{state}.pt")
-        ref = file.value.get("param") if isinstance(file.value, Mapping) else file.value
+        keys = file.value if isinstance(file.value, Mapping) else {}
+        ref = keys.get("param") if keys else file.value
         if not isinstance(ref, TensorRef) or isinstance(file.value, Namespace):
             raise SourceError(f"{file.path} holds {short(ref)}, which is not a tensor")
         fragment = file.fragment(ref, name)
@@ -233,7 +268,7 @@ def tensors(tag: Path, shapes: Mapping[str, tuple[int, ...]], state: str) -> Ite
         if fragment.dtype not in FLOATS:
             raise SourceError(f"{file.path} holds {state} of {short(name)} as {fragment.dtype}, which is no float")
         part = whole_part(shape) if shape == fragment.shape else Cut(((0, prod(shape)),), flat=True)
-        yield name, scattered(name, shape, fragment.dtype, [Piece(part, fragment)])
+        yield name, scattered(name, shape, fragment.dtype, [Piece(part, fragment)]), keys
 
 
 def lacking(slots: Iterable[Slot], keys: Mapping[str, str]) -> list[str]:
@@ -306,13 +341,27 @@ def step(tag: Path, name: str) -> float | None:
         raise SourceError(f"{path} holds no number of steps") from None
 
 
-def first_step(tag: Path) -> tuple[Path, float | None]:
-    """Return the file that records a step count, and the steps of Adam in it: of the first parameter that has one."""
+def steps(tag: Path, accept: Collection[str] = ()) -> tuple[Path, Collection[float]]:
+    """Return a file that records a step count, and how many steps Adam has made with the parameters.
+
+    Raises:
+        UnsupportedError: parameters have made different numbers of steps, and this is not among what the user accepts.
+    """
+    made: dict[float, str] = {}
     for name in names(tag):
-        if (made := step(tag, name)) is not None:
-            return tag / "zero" / name / "step.pt", made
+        if (count := step(tag, name)) is not None:
+            made.setdefault(count, name)
+    if len(made) > 1 and STEPS not in accept:
+        listed = ", ".join(f"{name} {int(count)}" for count, name in sorted(made.items())[:4])
+        raise UnsupportedError(
+            f"{tag}: its parameters have made different numbers of steps, such as {listed}",
+            f"copy the files of one save again; weights that were trained so are taken with --accept {STEPS}",
+        )
+    if made:
+        return tag / "zero" / next(iter(made.values())) / "step.pt", made.keys()
     path = tag / "zero" / "optimizer_state.pt"
-    return path, settings(tag)[1] if path.is_file() else None
+    common = settings(tag)[1] if path.is_file() else None
+    return path, () if common is None else (common,)
 
 
 def unchanged(file: OutputFile) -> tuple[Placed, ...]:

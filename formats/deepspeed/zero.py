@@ -30,7 +30,7 @@ from formats.layout.placed import Placed, files_of
 from formats.layout.slots import Slot
 from formats.layout.table import Rule
 from formats.model import adapters
-from formats.model.spec import ModelSpec
+from formats.model.spec import ModelSpec, Spec, Verbatim
 from formats.optimizer import MOMENTUM, STATES
 from formats.torch_files import saved_names
 from formats.torch_files.archive import TorchFile, read_torch
@@ -39,6 +39,11 @@ from formats.torch_files.wrappers import unwrapped
 NAME = ZERO.name
 WEIGHTS = {"module": "module", "fp32-master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """The name in `optimizer.STATES` by value of `--weights`."""
+UNIVERSAL = "a universal checkpoint of DeepSpeed"
+HINT = "add --config BASE, the model that the training began with"
+UNNAMED = "it has no config.json, which --config BASE supplies"
+OF_MODEL = ("vocab_size", "values", "verbatim", "allow_missing", "drop", "adapter", "only")
+"""Fields of `Settings` that say something of the model."""
 
 
 def detect(path: Path) -> bool:
@@ -61,6 +66,8 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     run, tag = deepspeed.locate(path, settings.tag)
     models, whole = model_files.of_ranks(tag), universal.is_universal(tag)
     first = models[0]
+    if whole:
+        universal.require_plain(tag)
     modules = model_files.module(first)
     third = bool(saved_names.MODEL_OF_STAGE_3.fullmatch(first.path.name))
     bare = third or (whole and all(fragment.shape == (0,) for fragment in modules.values()))
@@ -69,30 +76,32 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     if wanted == "module" and bare:
         kind = "a universal checkpoint" if whole else "of stage 3"
         raise OptionNeededError(f"{tag} is {kind}, whose model files hold no weights", "add --weights fp32-master")
-    notes = require_one_step(first, *_steps(tag), settings.accept)
+    notes = require_one_step(first, *_steps(tag, settings.accept), settings.accept)
     notes += model_files.left_out(first)
     if wanted == "module":
         tensors = dict(_module(first, modules))
     elif whole:
-        universal.require_plain(tag)
-        tensors = dict(universal.tensors(tag, _shapes(first), state))
+        tensors = dict(_of_universal(tag, first, modules, state))
     else:
         tensors = dict(_states(tag, models, modules, state))
-    tensors |= _aliases(first.value, tensors)
-    keys = _keys(tensors, tag, settings.adapter)
-    assets, part = _part(path, run, tag, settings, keys)
+    assets = _config_folder(path, run, tag, settings, needed=not whole)
+    unnamed = assets is None and settings.adapter is None
+    tensors |= _aliases(first.value, tensors, unnamed=unnamed)
+    keys = _keys(tensors, tag, settings.adapter, unnamed=unnamed)
+    part = _part(assets, settings, keys)
     keys, notes = part.of(keys), [*notes, *part.notes]
     shapes, config = {key: tensors[name].shape for key, name in keys.items()}, part.config or None
-    spec = huggingface.spec_of(shapes, part.config, assets, settings) if assets else adapters.spec_of(shapes)
+    spec = _spec(shapes, part.config, assets, settings)
     slots, drops = huggingface.model_slots(spec, keys), huggingface.drops(spec, keys, settings)
-    if whole and wanted != "module":
+    if whole and wanted != "module" and not unnamed:
         universal.require_trained(tag, first.value, slots if isinstance(spec, ModelSpec) else None, keys)
     placed, pieces, dropped = match_pieces(slots, {key: tensors[name] for key, name in keys.items()}, drops, tag)
     twins = _twins(placed, keys, modules) if wanted == "fp32-master" and not bare else ()
     if settings.weights is None and bare and settings.adapter is None:
-        notes.append(_no_module({tensor.fragment.dtype for tensor in placed}))
+        notes.append(model_files.no_module({tensor.fragment.dtype for tensor in placed}))
     topology = {"dp": first.value.get("dp_world_size", 1)}
-    details = Details(shown={"iteration": first.value.get("global_steps"), "folder": tag.name})
+    shown = {"iteration": first.value.get("global_steps"), "folder": tag.name}
+    details = Details(kind=UNIVERSAL if whole else "", shown=shown)
     files = tuple(sorted(files_of(pieces)))
     moments = state in STATES[1:]
     proof = read(path, replace(settings, weights="fp32-master")) if moments and not bare else None
@@ -102,14 +111,25 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     )  # fmt: skip
 
 
-def _part(
-    path: Path, run: Path, tag: Path, settings: Settings, keys: Collection[str]
-) -> tuple[Path | None, text_alone.Alone]:
-    """The folder of the config, and the part of the model to read; an adapter alone has no config."""
-    if settings.adapter == "only":
-        return None, text_alone.Alone({}, {key: key for key in keys})
-    assets = _config_folder(path, run, tag, settings)
-    return assets, text_alone.alone(huggingface.read_config(assets), keys, settings, str(assets / "config.json"))
+def _part(assets: Path | None, settings: Settings, keys: Collection[str]) -> text_alone.Alone:
+    """The part of the model to read: all of an adapter alone, and of a checkpoint without a config."""
+    if assets is None:
+        return text_alone.Alone({}, {key: key for key in keys})
+    return text_alone.alone(huggingface.read_config(assets), keys, settings, str(assets / "config.json"))
+
+
+def _spec(
+    shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], assets: Path | None, settings: Settings
+) -> Spec:
+    """The spec of a model with given tensors, of an adapter alone, or of a universal checkpoint without a config."""
+    if assets is not None:
+        return huggingface.spec_of(shapes, config, assets, settings)
+    return adapters.spec_of(shapes) if settings.adapter else unnamed_spec(shapes)
+
+
+def unnamed_spec(shapes: Mapping[str, tuple[int, ...]]) -> Verbatim:
+    """The spec of a universal checkpoint whose tensors have the names that the training gave them."""
+    return Verbatim("deepspeed", shapes, tied=False, vocab=None, why=UNNAMED)
 
 
 def _module(file: TorchFile, modules: Mapping[str, Fragment]) -> Iterator[tuple[str, Scattered]]:
@@ -147,9 +167,34 @@ def _states(
             raise SourceError(f"{tag} holds {len(models)} model files and {len(partitions)} files of optimizer states")
         tensors = dict(zero_partitions.load(partitions, model_files.param_shapes(first), state))
         tensors |= dict(model_files.frozen(models if partitions[0].stage == 3 else models[:1]))
+    yield from _with_others(tag, first, modules, tensors, state, first.value.get("frozen_param_shapes") or ())
+
+
+def _of_universal(
+    tag: Path, first: TorchFile, modules: Mapping[str, Fragment], state: str
+) -> Iterator[tuple[str, Scattered]]:
+    """The same of a universal checkpoint; of what was not trained the module in its model file, if there is one."""
+    tensors = dict(universal.tensors(tag, _shapes(first), state, _copies(tag, first)))
+    yield from _with_others(tag, first, modules, tensors, state, ())
+
+
+def _copies(tag: Path, first: TorchFile) -> set[str]:
+    """The names in a universal checkpoint that are no trained parameters; see `universal.copies`."""
+    return universal.copies(tag, _shapes(first), {*model_files.module(first), *_shared(first.value)})
+
+
+def _with_others(
+    tag: Path,
+    first: TorchFile,
+    modules: Mapping[str, Fragment],
+    tensors: Mapping[str, Scattered],
+    state: str,
+    frozen: Collection[str],
+) -> Iterator[tuple[str, Scattered]]:
+    """The tensors of a state, and those of the module that have no state."""
     others = {name: tensor for name, tensor in modules.items() if name not in tensors}
     aliases = _shared(first.value)
-    untrained = [*(first.value.get("frozen_param_shapes") or ()), *(_trained(first, others).keys() - aliases.keys())]
+    untrained = [*frozen, *(_trained(first, others).keys() - aliases.keys())]
     if untrained and state != "fp32":
         names = some(sorted({*map(str, untrained)}), 3)
         raise UnsupportedError(
@@ -187,12 +232,12 @@ def trained(tag: Path, accept: Collection[str] = ()) -> Training:
     first = model_files.of_ranks(tag)[0]
     if first.value.get("optimizer") is not None:
         raise UnsupportedError(f"{tag} is of stage 0, whose optimizer keeps no names", "train a step with stage 1")
-    require_one_step(first, *_steps(tag), accept)
+    require_one_step(first, *_steps(tag, accept), accept)
     shapes = model_files.param_shapes(first)
     if universal.is_universal(tag):
-        universal.require_plain(tag)
-        states = {state: dict(universal.tensors(tag, _shapes(first), state)) for state in universal.states(tag)}
-        return Training(states, model_files.module(first), first.value, shapes, ())
+        module, skip = model_files.module(first), _copies(tag, first)
+        states = {state: dict(universal.tensors(tag, _shapes(first), state, skip)) for state in universal.states(tag)}
+        return Training(states, module, first.value, shapes, ())
     partitions = zero_partitions.open_partitions(tag, 0)
     _require_same_stage(first, partitions)
     zero_partitions.require_trained(partitions)
@@ -215,8 +260,9 @@ def states_of(source: Checkpoint, training: Training) -> dict[str, Checkpoint]:
     """
     checkpoints = {}
     for state, each in training.states.items():
-        tensors = {**each, **_aliases(training.model, each)}
-        keys = _keys(tensors, source.home)
+        unnamed = source.assets is None and source.settings.adapter is None
+        tensors = {**each, **_aliases(training.model, each, unnamed=unnamed)}
+        keys = _keys(tensors, source.home, unnamed=unnamed)
         slots = huggingface.model_slots(source.spec, keys)
         others = frozenset[str]()
         if MOMENTUM in training.states and state != "fp32":
@@ -262,11 +308,10 @@ def _of_some(slots: Sequence[Slot], keys: Mapping[str, str], where: Path) -> tup
     return parts[True], frozenset(others)
 
 
-def _steps(tag: Path) -> tuple[Path | None, Collection[float]]:
+def _steps(tag: Path, accept: Collection[str]) -> tuple[Path | None, Collection[float]]:
     """The file that records the steps of the optimizer, and the steps; None and empty without such a file."""
     if universal.is_universal(tag):
-        path, made = universal.first_step(tag)
-        return path, () if made is None else (made,)
+        return universal.steps(tag, accept)
     file = next((path for path in sorted(tag.iterdir()) if saved_names.OPTIM.fullmatch(path.name)), None)
     return file, () if file is None else steps_in(read_torch(file))
 
@@ -290,47 +335,47 @@ def _shared(model: Mapping[str, Any]) -> dict[str, str]:
     return {str(alias): str(owner) for alias, owner in aliases.items()}
 
 
-def _aliases(model: Mapping[str, Any], tensors: Mapping[str, Scattered]) -> dict[str, Scattered]:
-    """The shared parameters in `tensors` under their second names."""
-    shared = _shared(model).items()
-    return {alias: tensors[owner] for alias, owner in shared if owner in tensors and alias not in tensors}
+def _aliases(model: Mapping[str, Any], tensors: Mapping[str, Scattered], *, unnamed: bool) -> dict[str, Scattered]:
+    """The shared parameters in `tensors` under their second names; none if no config says that they are one."""
+    shared = {} if unnamed else _shared(model)
+    return {alias: tensors[owner] for alias, owner in shared.items() if owner in tensors and alias not in tensors}
 
 
-def _keys(tensors: Mapping[str, Scattered], tag: Path, adapter: str | None = None) -> dict[str, str]:
+def _keys(tensors: Mapping[str, Scattered], tag: Path, adapter: str | None = None, *, unnamed: bool) -> dict[str, str]:
     """The name of each tensor by its Hugging Face key, which is the name without the prefixes of wrappers.
+
+    Without a config (`unnamed`) each key is the name.
 
     Raises:
         SourceError: two names have the same key.
     """
     keys: dict[str, str] = {}
     for name in tensors:
-        key = unwrapped(name)
+        key = name if unnamed else unwrapped(name)
         if key in keys:
             raise SourceError(f"{tag} holds {key} twice: {name} and {keys[key]}")
         keys[key] = name
     return adapters.chosen(keys, adapter, tag)
 
 
-def _config_folder(path: Path, run: Path, tag: Path, settings: Settings) -> Path:
-    """The folder with the config.json that belongs to the weights.
+def _config_folder(path: Path, run: Path, tag: Path, settings: Settings, *, needed: bool) -> Path | None:
+    """The folder with the config.json that belongs to the weights; None of an adapter alone.
+
+    None also where a config is not `needed`, is not there, and no setting speaks of the model.
 
     Raises:
         OptionNeededError: there is no config.json.
     """
+    if settings.adapter == "only":
+        return None
     if settings.config is not None:
         return settings.config
     for place in (path, run, tag, tag.parent):
         if (place / "config.json").is_file():
             return place
-    raise OptionNeededError(f"{path} has no config.json", "add --config BASE, the model that the training began with")
-
-
-def _no_module(dtypes: Collection[str]) -> str:
-    """The note that master weights are read, since there is no module; DeepSpeed can keep them in 16 bits too."""
-    text = "it holds no module: these are the {} master weights"
-    if "F32" in dtypes:
-        return text.format("float32") + "; --dtype bf16 rounds them as DeepSpeed does"
-    return text.format(" and ".join(sorted(dtypes)))
+    if needed or any(getattr(settings, name) not in (None, False, (), {}) for name in OF_MODEL):
+        raise OptionNeededError(f"{path} has no config.json", HINT)
+    return None
 
 
 def _twins(placed: Sequence[Placed], keys: Mapping[str, str], modules: Mapping[str, Fragment]) -> tuple[Placed, ...]:

@@ -159,11 +159,20 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], int, tuple[str, ...]]] = {
     "a rank is missing": (lambda tag: (tag / "mp_rank_01_model_states.pt").unlink(), 3, ("2 model parallel ranks",)),
     "layers of another training": (swapped, 6, ("are not the rounded FP32 master weights",)),
     "more steps": (changed("mp_rank_00_model_states.pt", lambda value: value.update(skipped_steps=1)), 3, ("skipped",)),
-    "no layers": (
-        lambda tag: [path.unlink() for path in tag.glob("layer_*")], 4, ("universal checkpoint of Megatron-DeepSpeed",),
-    ),
 }  # fmt: skip
 """What is done to a tag, the exit code, and what the message says."""
+
+
+def test_without_its_layer_files(convert, tmp_path):
+    """The master weights are the weights then, in the layout in which they were written."""
+    written, out = tmp_path / "run", tmp_path / "out"
+    assert convert("hf2mds", LLAMA, written, "--with-optimizer", "--tp", 2).code == 0
+    assert convert("hf2fsdp", written, tmp_path / "with", "--with-optimizer").code == 0
+    for path in written.glob("*/layer_*"):
+        path.unlink()
+    (written / "global_step3/vitruvian.json").unlink()
+    assert convert("hf2fsdp", written, out, "--with-optimizer").code == 0
+    assert (out / "__0_0.distcp").read_bytes() == (tmp_path / "with/__0_0.distcp").read_bytes()
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -7,7 +7,7 @@ no metadata (everything is put together along dimension 0): these cases are amon
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from tests.faults.dcp_tools import refused
-from tests.golden.test_zero import ALONE, FOUR, TWO, bits, differences
+from tests.golden.test_zero import ALONE, FOUR, TIED, TWO, bits, differences
 from tests.golden.zero_worlds import PARALLEL, checkpoint
 
 pytestmark = pytest.mark.distributed
-DEEPSPEED = Path(str(find_spec("deepspeed").submodule_search_locations[0]))
 STATES = {"fp32-master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 YML = {
     "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 2, "max_position_embeddings": 64,
@@ -52,8 +51,6 @@ def test_deepspeed_loads_it(made, zero, convert, tmp_path, world, kind, ranks, s
 
 def test_a_state_under_the_name_of_another(made, convert, tmp_path):
     """What is written says in itself which state it is, as torch.save(path) does."""
-    import shutil
-
     assert convert("zero2universal", made(TWO) / "zero1", tmp_path / "out").code == 0
     (norm,) = tmp_path.glob("out/*/zero/model.norm.weight")
     shutil.copy(norm / "fp32.pt", norm / "exp_avg.pt")
@@ -74,20 +71,45 @@ def test_and_back_to_hugging_face(made, convert, tmp_path, kind):
         assert differences(tmp_path / state, made(TWO) / f"{kind}.truth.safetensors", state) == []
 
 
-@pytest.mark.parametrize("kind", ["zero1", "zero3"])
-def test_what_deepspeed_makes_is_read(made, zero, convert, tmp_path, monkeypatch, kind):
-    """Its universal checkpoints of stage 3 hold flat tensors without a shape."""
-    source = made(TWO) / kind / "global_step3"
-    argv = [
-        "--input_folder", source, "--output_folder", tmp_path / "theirs" / "u", "--num_extract_workers", 1,
-        "--num_merge_workers", 1, "--inject_missing_state",
-    ]  # fmt: skip
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    code, output = zero(*argv, script=DEEPSPEED / "checkpoint" / "ds_to_universal.py")
+def theirs(zero: Any, source: Path, out: Path, *, injected: bool = True) -> Path:
+    """The run with the universal checkpoint that DeepSpeed's own script makes of a tag.
+
+    `injected`: the training has not said how the parts of tensor parallel ranks are joined.
+    """
+    argv = ["--input_folder", source, "--output_folder", out / "u", "--num_extract_workers", 1]
+    argv += ["--num_merge_workers", 1, *(["--inject_missing_state"] if injected else [])]
+    code, output = zero(*argv, script=Path(__file__).with_name("universal_world.py"))
     assert code == 0, output[-2000:]
-    argv = ["zero2hf", tmp_path / "theirs", "--config", made(TWO) / "hf"]
-    assert convert(*argv, tmp_path / "out", "--weights", "fp32-master").code == 0
-    assert differences(tmp_path / "out", made(TWO) / f"{kind}.truth.safetensors", "fp32") == []
+    return out
+
+
+@pytest.mark.parametrize(
+    ("world", "kind"),
+    [
+        *((TWO, kind) for kind in ("zero1", "zero2", "bf16-optimizer", "zero3", "zero2-buffers", "zero3-buffers")),
+        *((TIED, kind) for kind in ("zero1", "zero2", "zero3")),
+        (FOUR, "zero2-odd"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_what_deepspeed_makes_is_read(made, zero, convert, tmp_path, world, kind):
+    """Its universal checkpoints of stage 3 hold flat tensors without a shape."""
+    hub, truth = made(world) / "hf", made(world) / f"{kind}.truth.safetensors"
+    run = theirs(zero, made(world) / kind / "global_step3", tmp_path / "theirs")
+    argv = ["zero2hf", run, "--config", hub]
+    if kind.endswith(("odd", "buffers")):
+        argv.append("--verbatim")
+    for weights, state in STATES.items():
+        ran = convert(*argv, tmp_path / state, "--weights", weights)
+        assert ran.code == 0, ran.err
+        assert differences(tmp_path / state, truth, state) == []
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero3"])
+def test_what_deepspeed_makes_has_a_module_too(made, zero, convert, tmp_path, kind):
+    """Except of stage 3. Its master weights are compared with it; and it is a source of universal checkpoints."""
+    run = theirs(zero, made(TWO) / kind / "global_step3", tmp_path / "theirs")
+    argv = ["zero2hf", run, "--config", made(TWO) / "hf"]
     if kind != "zero3":  # whose model files hold no weights; of the others they are copied into it, and compared
         assert convert(*argv, tmp_path / "module").code == 0
         assert differences(tmp_path / "module", made(TWO) / f"{kind}.truth.safetensors", "module") == []
@@ -145,14 +167,8 @@ def test_what_a_universal_checkpoint_is_compared_with(made, convert, tmp_path):
     """Master weights with master weights: the module of the same checkpoint is rounded."""
     source, universal = made(TWO) / "zero2", tmp_path / "universal"
     assert convert("zero2universal", source, universal).code == 0
-    for argv in (
-        ["inspect", universal],
-        ["digest", universal],
-        ["verify", universal, source],
-        ["diff", universal, source],
-    ):
-        refused(convert(*argv), 3, f"{universal} has no config.json", "--config BASE")
-    assert "each with its CRC-32" in convert("verify", universal).out
+    for argv in (["verify", universal, source], ["diff", universal, source], ["zero2hf", universal, tmp_path / "out"]):
+        refused(convert(*argv), 3, "has no config.json", "--config BASE")
     config = ["--config", made(TWO) / "hf"]
     for command in ("verify", "diff"):
         assert convert(command, universal, source, *config, "--weights", "fp32-master").code == 0
@@ -160,19 +176,46 @@ def test_what_a_universal_checkpoint_is_compared_with(made, convert, tmp_path):
         assert convert(command, universal, source, *config).code == 6
 
 
+@pytest.mark.parametrize("kind", ["zero2", "zero3", "bf16-optimizer", "zero2-frozen", "zero1-fp32"])
+def test_what_it_says_without_a_config(made, convert, tmp_path, kind):
+    """Every tensor under the name of the training, as the manifest has it: of masters and moments."""
+    import torch
+    from safetensors.torch import load_file
+
+    universal = tmp_path / "universal"
+    assert convert("zero2universal", made(TWO) / kind, universal).code == 0
+    truth = load_file(made(TWO) / f"{kind}.truth.safetensors")
+    trained = {key.removeprefix("exp_avg_sq.") for key in truth if key.startswith("exp_avg_sq.")}
+    manifest = json.loads((universal / "global_step3/vitruvian.json").read_text())
+    assert manifest["tensors"].keys() == trained
+    assert manifest["optimizer"].keys() == {f"{state}.{key}" for state in ("exp_avg", "exp_avg_sq") for key in trained}
+    ran = convert("verify", universal)
+    assert (ran.code, f"{3 * len(trained)} tensors" in ran.out) == (0, True), ran.err + ran.out
+    assert manifest["digest"] in ran.out
+    said = convert("inspect", universal).out
+    assert "a universal checkpoint of DeepSpeed, dp 2, global_step3" in said
+    assert "exp_avg, exp_avg_sq, step 3" in said
+    digest = convert("digest", universal)
+    assert digest.out.split()[0] == manifest["digest"]
+    assert "compare it with one of the same format" in digest.err
+    if "frozen" not in kind:
+        refused(
+            convert("verify", universal, "--config", made(TWO) / "hf"), 2, "under its own name", "leave the config out"
+        )
+    changed = universal / "global_step3/zero/model.norm.weight/exp_avg_sq.pt"
+    content = torch.load(changed, weights_only=False)
+    torch.save({**content, "param": content["param"] * 2}, changed)
+    refused(convert("verify", universal), 6, "1 of ", "exp_avg_sq.model.norm.weight")
+    for command in (["hf2fsdp", "--with-optimizer"], ["hf2megatron"], ["zero2universal"], ["hf2mds"]):
+        ran = convert(command[0], universal, tmp_path / "out", *command[1:])
+        refused(ran, 3, "has no config.json", "--config BASE")
+
+
 def test_options_that_a_plain_model_has_no_use_for(made, convert, tmp_path):
     for flags in (["--gqa-layout", "blocked"], ["--config", made(TWO) / "hf"], ["--set", "rope_theta=1"]):
         ran = convert("zero2universal", made(TWO) / "zero1", tmp_path / "out", *flags)
         refused(ran, 2, f"{flags[0]} has no effect on ")
     assert not (tmp_path / "out").exists()
-
-
-def test_names_of_neox_are_not_read_back(convert, tmp_path):
-    source = Path(__file__).parent / "neox" / "llama-gqa-tp2"
-    flags = ["--vocab-size", 101, "--gqa-layout", "blocked"]
-    assert convert("zero2universal", source, tmp_path / "universal", *flags).code == 0
-    for argv in (["inspect", tmp_path / "universal"], ["zero2hf", tmp_path / "universal", tmp_path / "out"]):
-        refused(convert(*argv), 4, "is a universal checkpoint with the names of GPT-NeoX", "convert neox2hf")
 
 
 def test_stage_0_has_no_names(made, convert, tmp_path):
@@ -337,8 +380,6 @@ def biases(optimizer: dict[str, Any], state: str) -> dict[str, Any]:
 @pytest.fixture
 def unlike(tmp_path) -> Path:
     """A run with a parallel residual whose second rank has twice the biases: NeoX gives both the same gradients."""
-    import shutil
-
     import torch
 
     run = shutil.copytree(Path(__file__).parent / "neox" / "neox-parallel-tp2", tmp_path / "unlike")

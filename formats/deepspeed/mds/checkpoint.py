@@ -4,6 +4,7 @@
     TAG/mp_rank_{mp:02d}_model_states.pt                args (a Namespace), checkpoint_version, iteration, tokens, and
                                                         in newer trees universal_checkpoint_info, with the vocabulary
     TAG/bf16_zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt
+    TAG/zero/{parameter}/                               a universal checkpoint, with or without layer files beside it
 
 Where one matrix holds query, key and value, the files do not record their order: deepspeedai's tree changed the order
 on 2024-12-04 (676a482c, megatron/model/transformer.py), and `checkpoint_version` is still 3.0. So the user has to pass
@@ -14,14 +15,14 @@ Facts: megatron/checkpointing.py and transformer.py of the trees that `tables.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.checkpoint import Checkpoint, Details, Settings
-from formats.deepspeed import MDS, modules, universal
+from formats.deepspeed import MDS, cut_again, modules, universal
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed.mds import bloom, optimizer
 from formats.deepspeed.mds.args import of_model, translated
@@ -41,9 +42,9 @@ from formats.disk.safetensors import Fragment
 from formats.errors import OptionNeededError, SourceError, UnsupportedError, short
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
-from formats.layout.pieces import match_pieces, spread
+from formats.layout.pieces import spread
 from formats.layout.placed import Placed, match
-from formats.layout.slots import ALONE, Place, Slot
+from formats.layout.slots import Place, Slot
 from formats.layout.table import Rule
 from formats.megatron.args.fields import FIELDS
 from formats.megatron.args.options import CORE
@@ -70,6 +71,7 @@ INFOS = ("universal_checkpoint_info", "checkpoint_info")
 FEW = 2
 """How many layer files `detect` opens where the model file does not decide: those of the embedding and of a layer."""
 DROPS = (r".*\.rotary_emb\.inv_freq",)
+UNIVERSAL = "a universal checkpoint of Megatron-DeepSpeed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +93,16 @@ class MegatronDeepSpeed(Details):
 
 
 class _Opened(NamedTuple):
-    """The opened files of a checkpoint, before it is decided whether weights or optimizer states are read."""
+    """The opened files of a checkpoint, before it is decided whether weights or optimizer states are read.
+
+    `found` has the tensors of each layer file; it is empty for a universal checkpoint without layer files.
+    """
 
     run: Path
     tag: Path
     models: Mapping[int, TorchFile]
     found: Mapping[str, Mapping[str, Fragment]]
+    first_layer: int
     tp: int
     spec: ModelSpec
     padded: int
@@ -148,10 +154,11 @@ def detect(path: Path) -> bool:
 def read(path: Path, settings: Settings) -> Checkpoint:
     """Open a checkpoint: read the pickles of its files, but no weights."""
     opened = _open(path, settings)
-    if settings.weights in (None, "module"):
+    if settings.weights in (None, "module") and opened.found:
         return _checkpoint(opened, _placed(opened))
     if universal.is_universal(opened.tag):
-        return modules.kept_whole(opened.tag, opened.models[0], settings, partial(_of_universal, opened))
+        bare = not opened.found
+        return modules.kept_whole(opened.tag, opened.models[0], settings, partial(_of_universal, opened), bare=bare)
     return modules.kept(opened.tag, opened.models, settings, partial(_of_state, opened))
 
 
@@ -161,17 +168,13 @@ def read_states(path: Path, settings: Settings) -> universal.States:
     if universal.is_universal(opened.tag):
         states = universal.states(opened.tag)
         modules.require_step_of_universal(opened.tag, opened.models[0], settings)
-        return universal.States({state: _of_universal(opened, state) for state in states}, opened.models[0].value, ())
+        model = modules.of_all_stages(opened.models)
+        return universal.States({state: _of_universal(opened, state) for state in states}, model, ())
     return modules.states_of(opened.tag, opened.models, settings, partial(_of_state, opened))
 
 
 def _open(path: Path, settings: Settings) -> _Opened:
     run, tag = deepspeed.locate(path, settings.tag)
-    if universal.is_universal(tag) and not any(map(saved_names.LAYER.fullmatch, (path.name for path in tag.iterdir()))):
-        raise UnsupportedError(
-            f"{tag} is a universal checkpoint of Megatron-DeepSpeed, which is not read",
-            "take the folder that it was made of, with its layer_* files",
-        )
     models = {rank: read_torch(file) for rank, file in deepspeed.model_files(tag).items()}
     for file in models.values():
         if isinstance(file.value, Mapping) and file.value.get("module") is not None:
@@ -179,17 +182,21 @@ def _open(path: Path, settings: Settings) -> _Opened:
                 f"{file.path} holds the whole model, as a training with --no-pipeline-parallel saves it",
                 "its repository has tools/convert_checkpoint/deepspeed_to_transformers.py",
             )
-    by_file, tp = modules.tensors(tag, models, TIES, lambda key, _: key)
+    bare = universal.is_universal(tag) and not any(
+        map(saved_names.LAYER.fullmatch, (path.name for path in tag.iterdir()))
+    )
+    by_file, tp = ({}, None) if bare else modules.tensors(tag, models, TIES, lambda key, _: key)
+    modules.require_ranks(models, TIES)
     args = _same_args(models)
     first = models[0]
+    tp = tp or whole(args.get("tensor_model_parallel_size"), "tensor_model_parallel_size", str(first.path))
     _require_topology(models, args, tp)
-    rows = by_file.get(modules.file_of(EMBEDDING, 0), {}).get(f"{EMBEDDING}.word_embeddings.weight")
-    if rows is None or not rows.shape:
-        raise SourceError(f"{tag} holds no word_embeddings.weight in {modules.file_of(EMBEDDING, 0)}")
-    padded = rows.shape[0] * tp
-    if args.get("padded_vocab_size") != padded:
-        rows_in_args = short(args.get("padded_vocab_size"))
-        raise SourceError(f"{first.path} says padded_vocab_size = {rows_in_args}, its embeddings have {padded} rows")
+    padded = whole(args.get("padded_vocab_size"), "padded_vocab_size", str(first.path))
+    keys = {key for tensors in by_file.values() for key in tensors}
+    if bare:
+        keys = {modules.key_of(name, EMBEDDING, tag)[1] for name in universal.names(tag)}
+    else:
+        _require_rows(by_file, tp, padded, tag, first.path)
     assets = assets_of(run, settings)
     config = huggingface.read_config(assets) if assets else None
     known = _with_vocab(settings, first, config)
@@ -205,13 +212,28 @@ def _open(path: Path, settings: Settings) -> _Opened:
             f"{first.path}: its arguments are those of a {spec.family}, and Megatron-DeepSpeed is read of "
             f"{', '.join(FAMILIES)}"
         )
-    qkv, notes = _order(by_file, spec, tp, settings, _ours(first))
-    wanted = list(slots_of(spec, tp, padded, {qkv}, _first_layer(by_file, spec)))
-    modules.require_files(tag, wanted, by_file, spec.layers)
+    first_layer = _first_layer(keys, spec)
+    qkv, notes = _order(keys, spec, tp, settings, _ours(first), first_layer)
+    wanted = list(slots_of(spec, tp, padded, {qkv}, first_layer))
+    if not bare:
+        modules.require_files(tag, wanted, by_file, spec.layers)
     multiple = vocab_multiple(args, first.path)
     return _Opened(
-        run, tag, models, by_file, tp, spec, padded, multiple, qkv, assets, config, wanted, settings, notes
+        run, tag, models, by_file, first_layer, tp, spec, padded, multiple, qkv, assets, config, wanted, settings, notes
     )  # fmt: skip
+
+
+def _require_rows(by_file: Mapping[str, Mapping[str, Fragment]], tp: int, padded: int, tag: Path, model: Path) -> None:
+    """Refuse layer files whose embedding has other rows than the arguments in the model file say.
+
+    Raises:
+        SourceError: the rows differ, or there is no embedding.
+    """
+    rows = by_file.get(modules.file_of(EMBEDDING, 0), {}).get(f"{EMBEDDING}.word_embeddings.weight")
+    if rows is None or not rows.shape:
+        raise SourceError(f"{tag} holds no word_embeddings.weight in {modules.file_of(EMBEDDING, 0)}")
+    if padded != rows.shape[0] * tp:
+        raise SourceError(f"{model} says padded_vocab_size = {padded}, its embeddings have {rows.shape[0] * tp} rows")
 
 
 def _ours(file: TorchFile) -> Mapping[str, Any]:
@@ -276,12 +298,12 @@ def _require_topology(models: Mapping[int, TorchFile], args: Mapping[str, Any], 
             )
 
 
-def _first_layer(by_file: Mapping[str, Mapping[str, Fragment]], spec: ModelSpec) -> int:
-    """Return the number of the first layer, 2 or 3 depending on the tree: the one that fits the layer files best.
+def _first_layer(keys: Collection[str], spec: ModelSpec) -> int:
+    """Return the number of the first layer, 2 or 3 depending on the tree: the one that fits the numbers in `keys` best.
 
     A family that BigScience's tree alone trains has the number of that tree.
     """
-    numbers = {int(place[1]) for name in by_file if (place := saved_names.LAYER.fullmatch(name))}
+    numbers = {int(key.partition(".")[0]) for key in keys}
 
     def odd(first: int) -> int:
         norm = norm_number(first, spec.layers)
@@ -292,11 +314,7 @@ def _first_layer(by_file: Mapping[str, Mapping[str, Fragment]], spec: ModelSpec)
 
 
 def _order(
-    by_file: Mapping[str, Mapping[str, Fragment]],
-    spec: ModelSpec,
-    tp: int,
-    settings: Settings,
-    ours: Mapping[str, Any],
+    keys: Collection[str], spec: ModelSpec, tp: int, settings: Settings, ours: Mapping[str, Any], first_layer: int
 ) -> tuple[str, tuple[str, ...]]:
     """Return the order of query, key and value (one of `tables.ORDERS`), and notes for the user.
 
@@ -305,16 +323,10 @@ def _order(
     """
     layout = settings.gqa_layout
     known = {
-        "separate": any(
-            key.endswith(".self_attention.query.weight") for fragments in by_file.values() for key in fragments
-        ),
+        "separate": any(key.endswith(".self_attention.query.weight") for key in keys),
         "blocked": ours.get("qkv") == "blocked",
         # BigScience's tree has one order; with one group on each rank both orders are the same
-        "grouped": (
-            ours.get("qkv") == "grouped"
-            or _first_layer(by_file, spec) != FIRST_LAYER
-            or spec.kv_heads == tp != spec.heads
-        ),
+        "grouped": (ours.get("qkv") == "grouped" or first_layer != FIRST_LAYER or spec.kv_heads == tp != spec.heads),
     }
     for order, holds in known.items():
         if holds:
@@ -360,14 +372,19 @@ def _placed(opened: _Opened) -> tuple[tuple[Placed, ...], tuple[str, ...]]:
 
 
 def _of_universal(opened: _Opened, state: str) -> Checkpoint:
-    """Return an optimizer state of a universal checkpoint beside the layer files; its parameters are unsharded."""
-    parts = {
-        modules.key_of(name, EMBEDDING, opened.tag)[1]: tensor
-        for name, tensor in universal.tensors(opened.tag, {}, state)
-    }
-    slots = optimizer.whole_slots(opened.spec, opened.qkv, _first_layer(opened.found, opened.spec))
-    _, pieces, dropped = match_pieces([slot._replace(place=ALONE) for slot in slots], parts, DROPS, opened.tag)
-    return _checkpoint(opened, (pieces, tuple(dropped)), _placed(opened)[0] if state == "fp32" else ())
+    """Return an optimizer state of a universal checkpoint; layer files beside it are the twins of the masters."""
+    parts = cut_again.parts(opened.tag, state, opened.tp, lambda name: modules.key_of(name, EMBEDDING, opened.tag)[1])
+    embedding, spec = parts.get(f"{EMBEDDING}.word_embeddings.weight", ()), opened.spec
+    rows = embedding[0].shape[0] if len(embedding) == 1 and embedding[0].shape else opened.padded
+    if rows < (spec.vocab or 0):
+        raise SourceError(
+            f"{opened.tag} holds {rows} rows of embeddings, the vocabulary has {spec.vocab}",
+            "correct it with --vocab-size",
+        )
+    whole_slots = slots_of(spec, 1, rows, {opened.qkv}, opened.first_layer)
+    placed = cut_again.placed(parts, whole_slots, opened.wanted, DROPS, opened.tag)
+    twins = _placed(opened)[0] if state == "fp32" and opened.found else ()
+    return replace(_checkpoint(opened, placed, twins), padded_vocab=rows)
 
 
 def _stands(file: TorchFile) -> dict[str, Any]:
@@ -379,13 +396,19 @@ def _stands(file: TorchFile) -> dict[str, Any]:
 
 
 def _checkpoint(
-    opened: _Opened, placed: tuple[tuple[Placed, ...], tuple[str, ...]], twins: tuple[Placed, ...] = ()
+    opened: _Opened,
+    placed: tuple[tuple[Placed, ...], tuple[str, ...]],
+    twins: tuple[Placed, ...] = (),
+    rows: int | None = None,
 ) -> Checkpoint:
+    """Return a checkpoint of placed tensors, whose embedding has `rows` rows; None for those of the arguments."""
     pieces, dropped = placed
+    rows = opened.padded if rows is None else rows
     state, tp = opened.models[0].value, opened.tp
     iteration = iteration_of(opened.models[0])
-    shown = {"iteration": iteration, "folder": opened.tag.name, "padded_vocab": opened.padded}
+    shown = {"iteration": iteration, "folder": opened.tag.name, "padded_vocab": rows}
     details = MegatronDeepSpeed(
+        kind="" if opened.found else UNIVERSAL,
         fresh="--finetune",
         shown=shown,
         arguments=tuple(args_of(opened.models[0])),
@@ -398,6 +421,6 @@ def _checkpoint(
     return Checkpoint(
         opened.run, opened.tag, NAME, opened.spec, pieces, dropped, files, {"tp": tp, "pp": len(opened.models) // tp},
         opened.assets, details, twins, opened.notes, settings=opened.settings,
-        config=opened.config, padded_vocab=opened.padded,
+        config=opened.config, padded_vocab=rows,
         state=tuple(name for name in STATE if state.get(name)), ties=TIES,
     )  # fmt: skip

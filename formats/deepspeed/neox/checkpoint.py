@@ -3,6 +3,7 @@
     TAG/mp_rank_{tp:02d}_model_states.pt               sequential (pipe_parallel_size 0): keys sequential.{i}.*
     TAG/layer_{i:02d}-model_{tp:02d}-model_states.pt   pipeline: the same keys without sequential.{i}.
     TAG/configs/*.yml                                  the settings
+    TAG/zero/{parameter}/                              a universal checkpoint
 
 The tensors of the modules are in `tables.py`. Facts: EleutherAI/gpt-neox at ea7aefd8, megatron/checkpointing.py; the
 tests have checkpoints that GPT-NeoX wrote, with its own logits.
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.checkpoint import ASSETS, Checkpoint, Details, Settings
-from formats.deepspeed import NEOX, modules, universal
+from formats.deepspeed import NEOX, cut_again, modules, universal
 from formats.deepspeed import folders as deepspeed
 from formats.deepspeed.neox import checks as neox_checks
 from formats.deepspeed.neox.run_keys import require_known
@@ -27,7 +28,7 @@ from formats.deepspeed.neox.yml import from_neox, is_gated
 from formats.deepspeed.neox.yml_file import read_yml
 from formats.deepspeed.partitions import Partition
 from formats.disk.safetensors import Fragment
-from formats.errors import OptionNeededError, RefusedError, SourceError
+from formats.errors import OptionNeededError, RefusedError, SourceError, UnsupportedError, short
 from formats.families.family import Family
 from formats.huggingface import folder as huggingface
 from formats.layout.pieces import Scattered, spread
@@ -40,6 +41,7 @@ from formats.torch_files.archive import TorchFile, read_torch
 from formats.torch_files.pickle_values import Namespace
 
 NAME = NEOX.name
+UNIVERSAL = "a universal checkpoint of GPT-NeoX"
 DROPS = (r".*\.rotary_emb\.inv_freq", r".*\._extra_state", r".*\.attention\.(?:masked_)?bias")
 STATE = ("optimizer", "lr_scheduler", "random_rng_state")
 """Entries of the training state in the model files, beside the model."""
@@ -93,6 +95,8 @@ def detect(path: Path) -> bool:
                 return False  # of Megatron-DeepSpeed
             if isinstance(value, Mapping) and "args" in value and value.get("module") is None:
                 return True  # of a pipeline, whose tensors are in layer files
+            if universal.is_universal(place) and universal.is_numbered(place):
+                return True
             module = value.get("module", value) if isinstance(value, Mapping) else None
             if isinstance(module, Mapping) and any(
                 re.match(r"(?:sequential\.0\.)?word_emb", str(key)) for key in module
@@ -126,47 +130,129 @@ class _Model(NamedTuple):
 
 
 class _Opened(NamedTuple):
-    """The opened files of a checkpoint, for its weights and its optimizer states alike."""
+    """The opened files of a checkpoint, for its weights and its optimizer states alike.
+
+    `found` has the tensors of each file; it is empty for a universal checkpoint without weights beside it. `layered`:
+    each module has files of its own, as in a pipeline.
+    """
 
     run: Path
     tag: Path
     models: Mapping[int, TorchFile]
     found: Mapping[str, Mapping[str, Fragment]]
     tp: int
+    layered: bool
     model: _Model
     wanted: list[Slot]
     settings: Settings
-
-    @property
-    def layered(self) -> bool:
-        """Whether each module has files of its own, as in a pipeline."""
-        return modules.is_layered(self.found)
 
 
 def read(path: Path, settings: Settings) -> Checkpoint:
     """Open a checkpoint: read the pickles of its files, but no weights."""
     opened = _open(path, settings)
-    if settings.weights in (None, "module"):
+    if settings.weights in (None, "module") and opened.found:
         pieces, dropped = _place(opened, opened.found, {})
         return _checkpoint(opened, pieces, dropped)
+    if universal.is_universal(opened.tag):
+        bare = not opened.found
+        return modules.kept_whole(opened.tag, opened.models[0], settings, partial(_of_universal, opened), bare=bare)
     return modules.kept(opened.tag, opened.models, settings, partial(_of_state, opened))
 
 
 def read_states(path: Path, settings: Settings) -> universal.States:
     """Open the optimizer states; every file is read once."""
     opened = _open(path, settings)
+    if universal.is_universal(opened.tag):
+        states = universal.states(opened.tag)
+        modules.require_step_of_universal(opened.tag, opened.models[0], settings)
+        model = modules.of_all_stages(opened.models)
+        return universal.States({state: _of_universal(opened, state) for state in states}, model, ())
     return modules.states_of(opened.tag, opened.models, settings, partial(_of_state, opened))
 
 
 def _open(path: Path, settings: Settings) -> _Opened:
     run, tag = deepspeed.locate(path, settings.tag)
     models = {rank: read_torch(file) for rank, file in deepspeed.model_files(tag).items()}
-    tensors, tp = modules.tensors(tag, models, TIES, _key_of)
+    bare = universal.is_universal(tag) and not _has_weights(tag, models)
+    found: dict[str, dict[str, Fragment]] = {}
+    if bare:
+        modules.require_ranks(models, TIES)
+        joined, tp, layered = _joined(tag, models, settings)
+    else:
+        found, tp = modules.tensors(tag, models, TIES, _key_of)
+        joined, layered = _of_files(found, tp), modules.is_layered(found)
     neox_checks.require_own_seeds(models, tp)
-    model = _describe(run, tag, models, tensors, tp, settings)
-    slots = list(slots_of(model.spec, tp, model.padded, {model.qkv, model.mlp}, layered=modules.is_layered(tensors)))
-    modules.require_files(tag, slots, tensors, model.spec.layers)
-    return _Opened(run, tag, models, tensors, tp, model, slots, settings)
+    model = _describe(run, tag, models, joined, tp, layered, settings)
+    padded = -(-model.padded // tp) * tp  # a universal checkpoint may have no padding: then the vocabulary is whole
+    slots = list(slots_of(model.spec, tp, padded, {model.qkv, model.mlp}, layered=layered))
+    if not bare:
+        modules.require_files(tag, slots, found, model.spec.layers)
+    return _Opened(run, tag, models, found, tp, layered, model, slots, settings)
+
+
+class _Joined(NamedTuple):
+    """The tensors of a model, of all ranks: the number of rows by key, and the tensors of each file of a rank."""
+
+    rows: Mapping[str, int]
+    by_file: Mapping[str, Mapping[str, Fragment]]
+
+
+def _of_files(by_file: Mapping[str, Mapping[str, Fragment]], tp: int) -> _Joined:
+    each = (pair for tensors in by_file.values() for pair in tensors.items())
+    return _Joined({key: (fragment.shape or (0,))[0] * tp for key, fragment in each}, by_file)
+
+
+def _has_weights(tag: Path, models: Mapping[int, TorchFile]) -> bool:
+    """Whether there are weights beside a universal checkpoint: layer files, or modules in its model files."""
+    layered = any(saved_names.LAYER.fullmatch(path.name) for path in tag.iterdir())
+    return layered or all(isinstance(file.value, Mapping) and file.value.get("module") for file in models.values())
+
+
+def _joined(tag: Path, models: Mapping[int, TorchFile], settings: Settings) -> tuple[_Joined, int, bool]:
+    """The tensors of a universal checkpoint, the tensor parallel size of its training, and whether it is a pipeline's.
+
+    Raises:
+        SourceError: neither its files nor its yml say the tensor parallel size of a pipeline.
+    """
+    layered = not any(name.startswith("sequential.") for name in universal.names(tag))
+    args, tp = models[0].value.get("args"), len(models)
+    if layered:
+        noted = args.get("model_parallel_size") if isinstance(args, Mapping) else None
+        tp = noted or config_of(tag, settings.config)[0].get("model_parallel_size", 1)
+    if type(tp) is not int or tp < 1 or len(models) % tp:
+        raise SourceError(f"{models[0].path} is one of {len(models)} ranks, with model_parallel_size {short(tp)}")
+    parts = _parts(tag, models, "fp32", tp)
+    rows = {key: sum((part.shape or (0,))[0] for part in each) for key, each in parts.items()}
+    by_file: dict[str, dict[str, Fragment]] = {}
+    for key, each in parts.items():
+        for rank, part in enumerate(each):
+            file = modules.file_of(int(key.partition(".")[0]), rank, layered=layered)
+            if len(part.copies[0]) == 1:
+                by_file.setdefault(file, {})[key] = part.copies[0][0].fragment
+    return _Joined(rows, by_file), tp, layered
+
+
+def _parts(tag: Path, models: Mapping[int, TorchFile], state: str, tp: int) -> cut_again.Parts:
+    """A state of each trained parameter of a universal checkpoint, cut for the ranks of the training."""
+    trained = {name for group in modules.of_all_stages(models)["param_shapes"] for name in group}
+    skip = universal.copies(tag, trained, models[0].value.get("module") or ())
+    return cut_again.parts(tag, state, tp, lambda name: modules.key_of(name, 0, tag)[1], skip)
+
+
+def _of_universal(opened: _Opened, state: str) -> Checkpoint:
+    """A state in a universal checkpoint; FP32 master weights with the module beside them to compare them with."""
+    model, layered = opened.model, opened.layered
+    if model.qkv == "grouped":
+        raise UnsupportedError(
+            f"{opened.tag} is a universal checkpoint with the queries, keys and values of code from before 2024-11-13, "
+            "which are not read of it",
+            "convert the checkpoint that it was made of: convert neox2hf",
+        )
+    parts = _parts(opened.tag, opened.models, state, opened.tp)
+    whole = slots_of(model.spec, 1, model.padded, {model.qkv, model.mlp}, layered=layered)
+    pieces, dropped = cut_again.placed(parts, whole, opened.wanted, DROPS, opened.tag)
+    twins = _place(opened, opened.found, {})[0] if state == "fp32" and opened.found else ()
+    return _checkpoint(opened, pieces, dropped, twins)
 
 
 def _of_state(opened: _Opened, partitions: Mapping[int, list[Partition]], state: str) -> Checkpoint:
@@ -185,6 +271,7 @@ def _checkpoint(
     iteration = head.get("iteration")
     details = Neox(
         fresh="finetune: true",
+        kind="" if opened.found else UNIVERSAL,
         shown={"iteration": iteration, "folder": opened.tag.name, "padded_vocab": model.padded},
         arguments=tuple(model.yml),
         iteration=iteration,
@@ -234,8 +321,9 @@ def _describe(
     run: Path,
     tag: Path,
     models: Mapping[int, TorchFile],
-    by_file: Mapping[str, Mapping[str, Fragment]],
+    joined: _Joined,
     tp: int,
+    layered: bool,
     settings: Settings,
 ) -> _Model:
     """The model of a checkpoint, from its yml, its shapes, and the config.json that may travel with it.
@@ -256,10 +344,10 @@ def _describe(
     known = models[0].value.get(deepspeed.OURS)
     known = known if isinstance(known, Mapping) else {}
     vocab = settings.vocab_size or (base.vocab if base else known.get("vocab"))
-    keys = {key for tensors in by_file.values() for key in tensors}
-    padded = _rows(by_file, r"word_embeddings\.weight") * tp
+    keys = joined.rows.keys()
+    padded = _rows(joined, r"word_embeddings\.weight")
     old = any(key.endswith("mlp.w1.weight") for key in keys)
-    inner = _rows(by_file, r"mlp\.(?:linear1|dense_h_to_4h|w1)\.weight") * tp
+    inner = _rows(joined, r"mlp\.(?:linear1|dense_h_to_4h|w1)\.weight")
     biases = neox_checks.require_same_biases(keys, yml, where, tag)
     ffn, family = inner // 2 if is_gated(yml) and not old else inner, base.family if base else known.get("family")
     spec = from_neox(yml, settings.values, ffn, biases, vocab, where, family)
@@ -276,7 +364,7 @@ def _describe(
         )
     if base:
         neox_checks.require_same_config(spec, base, settings, where)
-    notes = accepted + neox_checks.require_same_topology(models, yml, where, tp, layered=modules.is_layered(by_file))
+    notes = accepted + neox_checks.require_same_topology(models, yml, where, tp, layered=layered)
     qkv = "mha"
     if spec.kv_heads != spec.heads:
         if known.get("gqa_layout") == "blocked":
@@ -286,7 +374,7 @@ def _describe(
         else:
             from formats.deepspeed.neox import gqa_order
 
-            qkv, remarks = gqa_order.choose(spec, by_file, tp, settings.gqa_layout, old)
+            qkv, remarks = gqa_order.choose(spec, joined.by_file, tp, settings.gqa_layout, old)
             notes += remarks
     elif settings.gqa_layout != "auto":
         notes.append(f"--gqa-layout {settings.gqa_layout} has no effect: no heads share keys")
@@ -304,17 +392,16 @@ def _key_of(key: str, path: Path) -> str:
     return key.removeprefix("sequential.")
 
 
-def _rows(by_file: Mapping[str, Mapping[str, Fragment]], key: str) -> int:
+def _rows(joined: _Joined, key: str) -> int:
     """The number of rows of the first tensor whose key ends with `key`, a regular expression.
 
     Raises:
         SourceError: there is no such tensor.
     """
-    for tensors in by_file.values():
-        for name, fragment in tensors.items():
-            if re.search(rf"\.{key}$", name) and fragment.shape:
-                return fragment.shape[0]
-    raise SourceError(f"no file holds a tensor {key.replace(chr(92), '')}")
+    rows = next((rows for name, rows in joined.rows.items() if rows and re.search(rf"\.{key}$", name)), None)
+    if rows is None:
+        raise SourceError(f"no file holds a tensor {key.replace(chr(92), '')}")
+    return rows
 
 
 def config_of(tag: Path, given: Path | None) -> tuple[dict[str, Any], str]:

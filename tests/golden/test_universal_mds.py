@@ -1,0 +1,208 @@
+"""Universal checkpoints of Megatron-DeepSpeed without layer files, as DeepSpeed's own ds_to_universal makes them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.dcp_tools import refused
+from tests.golden.test_mds import CASES, HERE, enums, logits
+from tests.golden.test_mds_optim import STATES, changed
+from tests.golden.test_universal import loaded, theirs
+
+__all__ = ["enums"]
+
+pytestmark = pytest.mark.distributed
+MASTERS = ["--weights", "fp32-master"]
+SAID = ("llama_gqa_separate_tp2", "llama_gqa_fused_tp2", "gpt_layernorm_tied_tp2", "gpt_tied_pp2", "gpt_blocked_tp2")
+"""Runs whose tree says how the parts of ranks are joined. Of the others all are concatenated along dimension 0."""
+
+
+@pytest.fixture(scope="session")
+def universal(zero, tmp_path_factory) -> Callable[[str], Path]:
+    """`universal(name)`: the universal checkpoint that DeepSpeed makes of a run of `CASES`; made once."""
+    folder = tmp_path_factory.mktemp("universal")
+
+    def get(name: str) -> Path:
+        if not (folder / name).exists():
+            theirs(zero, HERE / name / "global_step3", folder / name, injected=name not in SAID)
+        return folder / name
+
+    return get
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_its_logits(convert, tmp_path, universal, name):
+    """Masters round to the weights, whose logits the tree has computed; queries, keys and values have their rows."""
+    import numpy as np
+
+    out, golden = tmp_path / "out", np.load(HERE / name / "logits.npz")
+    ran = convert("zero2hf", universal(name), out, *CASES[name], "--dtype", "bf16")
+    assert ran.code == 0, ran.err
+    assert "it holds no module: these are the float32 master weights" in ran.err
+    computed = logits(out, golden["ids"])
+    assert np.abs(computed - golden["logits"][..., :60]).max() < 2e-6 < np.abs(computed).max()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_state_is_that_of_the_ranks(convert, universal, name):
+    """Bit for bit what is read of the partitions of the ranks."""
+    for weights in STATES.values():
+        options = [*CASES[name], "--weights", weights]
+        digests = [convert("digest", run, *options).out.split()[0] for run in (universal(name), HERE / name)]
+        assert digests[0] == digests[1], weights
+
+
+@pytest.mark.parametrize("name", ["gpt_blocked_tp2", "gpt_tied_pp2", "bloom_tp2"])
+def test_other_frameworks_resume_from_it(convert, tmp_path, universal, name):
+    """As from the partitions, bit for bit; and in the other order of queries, keys and values, at another topology."""
+    run, options = universal(name), [*CASES[name], "--with-optimizer"]
+    facts = convert("inspect", run, *CASES[name]).out
+    assert "a universal checkpoint of Megatron-DeepSpeed, tp " in facts
+    assert "exp_avg, exp_avg_sq, step 3" in facts
+    for source, out in ((HERE / name, "partitions"), (run, "universal")):
+        ran = convert("hf2fsdp", source, tmp_path / out, *options)
+        assert ran.code == 0, ran.err
+    first, second = (tmp_path / out / "__0_0.distcp" for out in ("partitions", "universal"))
+    assert first.read_bytes() == second.read_bytes()
+    order = ["--qkv", "grouped", "--tp", 1, "--pp", 2]
+    assert convert("hf2mds", run, tmp_path / "mds", *options, *order, "--iteration", 3).code == 0
+    assert convert("hf2fsdp", tmp_path / "mds", tmp_path / "again", "--with-optimizer").code == 0
+    assert (tmp_path / "again/__0_0.distcp").read_bytes() == first.read_bytes()
+    ran = convert("zero2universal", run, tmp_path / "hub-names", *CASES[name])
+    assert ran.code == 0, ran.err
+
+
+def test_commands_that_prove(convert, tmp_path, universal):
+    """Compared with its training, with what was made of it, and by its own checksums."""
+    name = "llama_gqa_fused_tp2"
+    run = universal(name)
+    assert convert("verify", run, HERE / name, *MASTERS).code == 0
+    assert convert("diff", run, HERE / name, *MASTERS).code == 0
+    assert convert("zero2hf", run, tmp_path / "hub").code == 0
+    assert convert("verify", tmp_path / "hub", run).code == 0
+    assert "each with its CRC-32" in convert("verify", run).out
+    refused(convert("zero2hf", run, tmp_path / "no", "--weights", "module"), 3, "there are no weights", "fp32-master")
+
+
+def test_deepspeed_gives_another_size_the_rows_of_others(convert, tmp_path, universal):
+    """A tree of the newer order says nothing of it: the script has the rows of one rank after those of another."""
+    name = "gpt_blocked_tp2"
+    parameter = "2.self_attention.query_key_value.weight"
+    argv = ["hf2mds", universal(name), tmp_path / "ours", *CASES[name], "--with-optimizer", "--qkv", "blocked"]
+    assert convert(*argv, "--tp", 1).code == 0
+    folders = [run / "zero" / parameter for run in (universal(name) / "u", tmp_path / "ours/global_step3")]
+    for ranks in (1, 2):
+        first, second = (loaded(folder, "fp32", (72 // ranks, 24), 0, ranks) for folder in folders)
+        assert first.equal(second) is (ranks == 2), ranks
+        assert first.flatten().sort().values.equal(second.flatten().sort().values), "in other places"
+
+
+def test_a_vocabulary_of_the_user(convert, tmp_path, universal):
+    """It may be smaller than what the training said, of which the files have the rows."""
+    run = universal("llama_gqa_fused_tp2")
+    assert convert("zero2hf", run, tmp_path / "out", "--vocab-size", 50).code == 0
+    refused(convert("zero2hf", run, tmp_path / "no", "--vocab-size", 62), 3, "60 rows of embeddings", "--vocab-size")
+
+
+def test_the_order_is_asked_for(convert, tmp_path, universal):
+    refused(convert("zero2hf", universal("gpt_blocked_tp2"), tmp_path / "out"), 3, "in one of two orders")
+
+
+# --- what is wrong with it -------------------------------------------------------------------------------------------
+
+NORM, UP, GROUPS = "zero/2.input_layernorm.weight", "zero/2.mlp.dense_h_to_4h.weight", "zero/optimizer_state.pt"
+FUSED = "llama_gqa_fused_tp2"
+
+
+def of(path: str, **keys: Any) -> Callable[[Path], None]:
+    """Change keys of a file."""
+    return changed(path, lambda value: value.update(keys))
+
+
+def shaped(path: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    """Change the tensor in a file."""
+    return changed(path, lambda value: value.update(param=change(value["param"]).clone()))
+
+
+def stepped(tag: Path) -> None:
+    import torch
+
+    torch.save(torch.tensor(4.0), tag / NORM / "step.pt")
+
+
+WEIGHTS: dict[str, tuple[Callable[[Path], Any], int, tuple[str, ...]]] = {
+    "a parameter is missing": (lambda tag: shutil.rmtree(tag / NORM), 3, ("missing: 2.input_layernorm.weight [24]",)),
+    "no masters": (lambda tag: (tag / NORM / "fp32.pt").unlink(), 3, (f"{NORM}/fp32.pt",)),
+    "a layer too many": (
+        lambda tag: shutil.copytree(tag / NORM, tag / "zero/9.input_layernorm.weight"), 3,
+        ("has no place in this model: 9.input_layernorm.weight",),
+    ),
+    "another shape": (
+        shaped(f"{NORM}/fp32.pt", lambda tensor: tensor[:23]), 3, ("has shape [23], but the configuration implies",),
+    ),
+    "other columns": (
+        shaped("zero/2.mlp.dense_4h_to_h.weight/fp32.pt", lambda tensor: tensor[:, :47]), 3,
+        ("holds 47 along dimension 1, which 2 ranks cannot have had",),
+    ),
+    "sections of another tensor": (of(f"{UP}/fp32.pt", param_n_sub_params=5), 3, ("holds [96, 24]", "no 5 sections")),
+    "another dimension": (of(f"{UP}/fp32.pt", cat_dim=2), 4, ("says cat_dim = 2",)),
+    "an unknown layout": (of(f"{UP}/fp32.pt", is_expert_param=True), 4, ("says 'is_expert_param' of its tensor",)),
+    "rounded masters": (shaped(f"{UP}/fp32.pt", lambda tensor: tensor.bfloat16()), 3, ("BF16, a master is F32",)),
+    "a file of another state": (
+        lambda tag: shutil.copy(tag / UP / "exp_avg.pt", tag / UP / "fp32.pt"), 3, ("was saved as 'exp_avg'",),
+    ),
+    "a truncated file": (
+        lambda tag: (tag / UP / "fp32.pt").write_bytes((tag / UP / "fp32.pt").read_bytes()[:900]), 3, ("fp32.pt",),
+    ),
+    "a folder of another step": (stepped, 4, ("different numbers of steps", "2.input_layernorm.weight 4")),
+    "all of another step": (of("mp_rank_00_model_states.pt", skipped_steps=1), 3, ("skipped",)),
+    "a rank is missing": (lambda tag: (tag / "mp_rank_01_model_states.pt").unlink(), 3, ("2 model parallel ranks",)),
+    "no name of the tree": (
+        lambda tag: (tag / NORM).rename(tag / "zero/input_layernorm.weight"), 4, ("has no number of a module",),
+    ),
+    "a tree that is not known": (
+        changed("mp_rank_00_model_states.pt", lambda value: delattr(value["args"], "padded_vocab_size")), 4,
+        ("numbers of modules in its names, such as '1.word_embeddings.weight'",),
+    ),
+    "the same twice": (
+        lambda tag: shutil.copytree(tag / NORM, tag / "zero/sequential.2.input_layernorm.weight"), 3, ("twice",),
+    ),
+}  # fmt: skip
+OPTIMIZERS: dict[str, tuple[Callable[[Path], Any], int, tuple[str, ...]]] = {
+    "a moment is missing": (lambda tag: (tag / NORM / "exp_avg.pt").unlink(), 3, (f"{NORM}/exp_avg.pt",)),
+    "no groups": (lambda tag: (tag / GROUPS).unlink(), 3, ("optimizer_state.pt",)),
+    "one group": (changed(GROUPS, lambda value: value["param_groups"].pop()), 3, ("holds the parameters of group 1",)),
+    "a moment of another shape": (
+        shaped(f"{NORM}/exp_avg.pt", lambda tensor: tensor[:20]), 3, ("has shape [20], but the configuration implies",),
+    ),
+}  # fmt: skip
+"""What is done to a tag, the exit code, and what the message says."""
+
+
+@pytest.mark.parametrize("fault", [*WEIGHTS, *OPTIMIZERS])
+def test_a_damaged_one(convert, tmp_path, universal, fault):
+    edit, code, parts = {**WEIGHTS, **OPTIMIZERS}[fault]
+    run = shutil.copytree(universal(FUSED), tmp_path / "run")
+    edit(run / "u")
+    command = ["hf2fsdp", run, tmp_path / "out"]
+    for options in [[], ["--with-optimizer"]] if fault in WEIGHTS else [["--with-optimizer"]]:
+        refused(convert(*command, *options), code, *parts)
+        assert not (tmp_path / "out").exists()
+    if fault in OPTIMIZERS:
+        assert convert(*command).code == 0, "the weights alone"
+
+
+def test_a_training_that_skipped_steps_in_part(convert, tmp_path, universal):
+    """What the user accepts is taken, of the weights."""
+    run = shutil.copytree(universal(FUSED), tmp_path / "run")
+    stepped(run / "u")
+    assert convert("zero2hf", run, tmp_path / "out", "--accept", "global_steps").code == 0
+    refused(
+        convert("hf2fsdp", run, tmp_path / "no", "--with-optimizer", "--accept", "global_steps"),
+        4, "different numbers of steps",
+    )  # fmt: skip

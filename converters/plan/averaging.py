@@ -21,7 +21,6 @@ from formats.checkpoint import Checkpoint
 from formats.deepspeed.folders import LATEST
 from formats.disk.safetensors import FLOATS
 from formats.errors import RefusedError, SourceError, UnsupportedError, UsageError, count, some
-from formats.layout.placed import files_of
 from formats.megatron.folders import TRACKER
 from formats.model.spec import Verbatim
 from formats.registry import format_of, steps
@@ -256,6 +255,4 @@ def _masters(source: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
         return source, (f"the weights of {source.root} are averaged, and not its master weights: {error}",)
     if masters is None:
         return source, ()
-    weights = as_weights(masters, source)
-    files = tuple(dict.fromkeys([*source.files, *files_of(masters.tensors)]))
-    return replace(weights, files=files), ()
+    return as_weights(masters, source), ()

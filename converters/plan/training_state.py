@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from converters.plan.plan import MASTERS, Job, Plan, cast_dtypes, make_plan
@@ -16,8 +16,6 @@ from formats.deepspeed.mds import writer as mds_writer
 from formats.deepspeed.mds.checkpoint import MegatronDeepSpeed
 from formats.errors import UnsupportedError, UsageError, VerificationError
 from formats.format import Training
-from formats.fsdp import optimizer as fsdp_optim
-from formats.huggingface.nanotron import optimizer as nanotron_optim
 from formats.huggingface.nanotron.optimizer_writer import Topology
 from formats.layout.placed import Placed, files_of
 from formats.layout.tensors import UNTRAINED
@@ -27,7 +25,7 @@ from formats.megatron.details import Megatron
 from formats.megatron.optimizer import Optimizer as Native
 from formats.megatron.optimizer import of_kind
 from formats.megatron.torch_dist import OPTIMIZER
-from formats.optimizer import MOMENTUM, Group, Muon, Optimizer
+from formats.optimizer import MOMENTUM, AnyGroup, Group, Muon, Optimizer
 from formats.registry import format_of
 
 
@@ -74,13 +72,9 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int, trainer: str
     moments = replace(
         optimizer, states={state: state_of for state, state_of in optimizer.states.items() if state != "fp32"}
     )
-    of_states = (path for state_of in optimizer.states.values() for path in files_of(state_of.tensors))
-    weights = source if masters is None else as_weights(masters, source)
-    files = tuple(dict.fromkeys([*source.files, *of_states]))
-    weights = replace(weights, files=files, dropped=(), state=())
+    weights = replace(source if masters is None else as_weights(masters, source), dropped=(), state=())
     asked = request if masters is None else replace(request, cast="fp32")
     plan = plan_fsdp(weights, asked, ranks, moments, trainer=trainer)
-    jobs = (*plan.jobs, *state_jobs(source, moments.states, target=plan.target))
     notes = [UNTAKEN, *_regrouped(optimizer, plan.target, isinstance(source.details, Megatron), False)]
     if masters:
         notes.append("FSDP trains the weights themselves: they are written from the FP32 master weights")
@@ -92,13 +86,8 @@ def plan_fsdp_run(source: Checkpoint, request: Request, ranks: int, trainer: str
     if not optimizer.groups:
         notes.append("the source has no rate, betas and weight decay: set_optimizer_state_dict of torch asks for them")
 
-    def more(written: Checkpoint) -> Iterator[Job]:
-        read_back = fsdp_optim.read(written)
-        if (read_back.step, read_back.groups) != (optimizer.step, optimizer.groups):
-            raise VerificationError("step or groups of the optimizer do not read back as written")
-        return state_jobs(written, read_back.states)
-
-    return replace(plan, jobs=jobs, notes=(*plan.notes, *notes), more=more)
+    jobs = state_jobs(source, moments.states, target=plan.target)
+    return _with_states(plan, moments.states, jobs, notes, _reader_of_same(optimizer.step, optimizer.groups))
 
 
 def plan_run(
@@ -202,23 +191,14 @@ def plan_nanotron_run(source: Checkpoint, request: Request, vocab_multiple: int,
     weights, states = _split(source, stored, request.cast)
     optimizer = replace(stored, states=states)
     plan = plan_nanotron(replace(weights, dropped=(), state=()), request, vocab_multiple, optimizer, topology)
-    paths = (path for checkpoint in stored.states.values() for path in files_of(checkpoint.tensors))
-    read = replace(plan.source, files=tuple(dict.fromkeys([*source.files, *paths])))
-
-    def more(written: Checkpoint) -> Iterator[Job]:
-        read_back = nanotron_optim.read(written)
-        if (read_back.step, read_back.groups) != (optimizer.step, optimizer.groups):
-            raise VerificationError("step or groups of the optimizer do not read back as written")
-        return state_jobs(written, {state: read_back.states[state] for state in states})
-
     sums = "true" if MASTERS in states else "false"
-    notes = (
+    notes = [
         UNTAKEN,
         f"nanotron resumes at tp {topology.tp}, pp {topology.pp} with accumulate_grad_in_fp32: {sums} and "
         "zero_stage: 0; its schedule begins anew, at the rate of each parameter in the checkpoint",
-    )
-    jobs = (*plan.jobs, *state_jobs(source, states, target=plan.target))
-    return replace(plan, source=read, jobs=jobs, notes=(*plan.notes, *notes), more=more)
+    ]
+    jobs = state_jobs(source, states, target=plan.target)
+    return _with_states(plan, states, jobs, notes, _reader_of_same(optimizer.step, optimizer.groups))
 
 
 def plan_mds_run(
@@ -263,22 +243,12 @@ def plan_mds_run(
     plan = plan_mds(replace(weights, dropped=()), request, options, resumed)
     target = plan.target
     assert target is not None
-
-    def more(written: Checkpoint) -> Iterator[Job]:
-        read_back = optimizer_of(written)
-        if (read_back.step, {*read_back.groups.values()}) != (step, {*groups}):
-            raise VerificationError("step or groups of the optimizer do not read back as written")
-        return state_jobs(written, {state: read_back.states[state] for state in states})
-
     jobs = (
         replace(job, state=state)
         for state, of_state in states.items()
         for job in make_plan(of_state, tensors_of(target, state), "fp32").jobs
     )
-    of_states = (path for of_state in states.values() for path in files_of(of_state.tensors))
-    files = tuple(dict.fromkeys([*source.files, *of_states]))
-    read = replace(plan.source, files=files, state=())
-    return replace(plan, source=read, jobs=(*plan.jobs, *jobs), notes=(*plan.notes, *notes), more=more)
+    return _with_states(plan, states, jobs, notes, _reader_of_same(step, {*groups}))
 
 
 def _regrouped(optimizer: Optimizer | Native, target: Target | None, *in_megatron: bool) -> list[str]:
@@ -371,7 +341,8 @@ def _trained(source: Checkpoint) -> Checkpoint:
 def as_weights(masters: Checkpoint, source: Checkpoint) -> Checkpoint:
     """A checkpoint with FP32 master weights in place of the weights; tensors that nothing trains stay as they are."""
     tensors = (*masters.tensors, *_parts_of(source, buffers=True))
-    return replace(source, tensors=tensors, twins=masters.twins or _parts_of(source, buffers=False))
+    files = tuple(dict.fromkeys([*source.files, *files_of(masters.tensors)]))
+    return replace(source, files=files, tensors=tensors, twins=masters.twins or _parts_of(source, buffers=False))
 
 
 def _parts_of(source: Checkpoint, *, buffers: bool) -> tuple[Placed, ...]:
@@ -397,19 +368,57 @@ def _resumed(
             f"{plan.source.root}",
             "take the weights alone, without --with-optimizer, or --dtype fp32",
         )
-    source = plan.source
+    jobs = state_jobs(plan.source, optimizer.states, rows, plan.target, cast)
+    resumed = _with_states(
+        plan, optimizer.states, jobs, notes, lambda written: optimizer_reader.read(written).states, rows
+    )
+    dropped = tuple(name for name in plan.source.dropped if not OPTIMIZER.fullmatch(name))
+    return replace(resumed, source=replace(resumed.source, dropped=dropped, proof=proof))
+
+
+def _with_states(
+    plan: Plan,
+    states: Mapping[str, Checkpoint],
+    jobs: Iterable[Job],
+    notes: Iterable[str],
+    read: Callable[[Checkpoint], Mapping[str, Checkpoint]],
+    rows: int = 0,
+) -> Plan:
+    """A plan of the weights, with the jobs of the optimizer states, which are read back from the output.
+
+    Args:
+        plan: the plan of the weights.
+        states: the states of the source.
+        jobs: their jobs.
+        notes: the notes on them.
+        read: returns the states of the output.
+        rows: the rows of the vocabulary that are carried, padding among them; 0 for those of the tokens.
+    """
 
     def more(written: Checkpoint) -> Iterator[Job]:
-        read_back = optimizer_reader.read(written).states
-        return state_jobs(written, {state: read_back[state] for state in optimizer.states}, rows)
+        read_back = read(written)
+        return state_jobs(written, {state: read_back[state] for state in states}, rows)
 
-    paths = (path for checkpoint in optimizer.states.values() for path in files_of(checkpoint.tensors))
-    resumed = replace(
-        source,
-        files=tuple(dict.fromkeys([*source.files, *paths])),
-        state=(),
-        dropped=tuple(name for name in source.dropped if not OPTIMIZER.fullmatch(name)),
-        proof=proof,
-    )
-    jobs = (*plan.jobs, *state_jobs(source, optimizer.states, rows, plan.target, cast))
-    return replace(plan, source=resumed, jobs=jobs, notes=(*plan.notes, *notes), more=more)
+    paths = (path for state in states.values() for path in files_of(state.tensors))
+    source = replace(plan.source, files=tuple(dict.fromkeys([*plan.source.files, *paths])), state=())
+    return replace(plan, source=source, jobs=(*plan.jobs, *jobs), notes=(*plan.notes, *notes), more=more)
+
+
+def _reader_of_same(
+    step: int | None, groups: Mapping[tuple[str, int | None], AnyGroup] | set[Group]
+) -> Callable[[Checkpoint], Mapping[str, Checkpoint]]:
+    """A function that returns the optimizer states of a checkpoint.
+
+    Args:
+        step: the step that the optimizer must have (VerificationError).
+        groups: the groups that it must have: by parameter, or only the set of them.
+    """
+
+    def read(written: Checkpoint) -> Mapping[str, Checkpoint]:
+        optimizer = optimizer_of(written)
+        written_groups = {*optimizer.groups.values()} if isinstance(groups, set) else optimizer.groups
+        if (optimizer.step, written_groups) != (step, groups):
+            raise VerificationError("step or groups of the optimizer do not read back as written")
+        return optimizer.states
+
+    return read

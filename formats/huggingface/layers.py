@@ -275,8 +275,9 @@ def sharing(key: str, pattern: str, step: str, offset: str) -> Codec:
             return [LETTERS_OF_INDEXERS.get(letter, letter) for letter in letters]
         if letters is not None:
             return letters
-        distance, front = _count(step, spelled, context, 1), _count(offset, spelled, context, 2)
-        return tuple(layer for layer in _layers(context) if max(layer - front + 1, 0) % max(distance, 1))
+        distance = _count(step, spelled, context, 1) or 1  # transformers takes 0 as 1
+        front = _count(offset, spelled, context, 2)
+        return tuple(layer for layer in _layers(context) if max(layer - front + 1, 0) % distance)
 
     return marked(key, ("full", "shared"), "shared", apart)
 

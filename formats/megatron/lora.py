@@ -102,6 +102,7 @@ def read(
     folder: Path,
     common: TorchFile,
     args: Mapping[str, Any],
+    peft: Mapping[str, Any],
     tensors: Mapping[str, Scattered],
     names: Sequence[str],
     settings: Settings,
@@ -113,6 +114,7 @@ def read(
         folder: the folder of the iteration.
         common: the file that holds the args.
         args: the attributes of the checkpoint's `args`.
+        peft: the fields of the adapter's class in Megatron-Bridge; empty if no file has them.
         tensors: the tensors of the adapter, one for each layer.
         names: the names of all tensors and objects in the checkpoint.
         settings: the user's settings.
@@ -129,7 +131,6 @@ def read(
     config = huggingface.read_config(settings.config) if settings.config else None
     base = huggingface.read_spec(config, settings.config, settings) if settings.config and config else None
     model = from_megatron(args, settings.values, base, str(common.path), accept=settings.accept, settled=True)
-    peft = run_config.adapter(common.path)
     named = next((kind for kind, name in CLASSES.items() if peft and peft.get("_target_") == name), "fused")
     kind = "canonical" if any(f"{ADAPTER}adapter_" in key for key in tensors) else named  # some names are of both
     if peft and peft.get("_target_") != CLASSES[kind]:

@@ -158,27 +158,29 @@ def read(path: Path, settings: Settings) -> Checkpoint:
     entries, objects = dcp.contents(folder)
     common = common_state.read(folder)
     require_alone(common)
-    instead = None if "args" in common.value else run_config.place(run, folder)
-    if instead:
-        saved = {**common.value, "args": run_config.read(instead, adapter=settings.adapter is not None)}
-        common = replace(common, path=instead, value=saved)
+    config_path = None if "args" in common.value else run_config.place(run, folder)
+    saved_config = run_config.load(config_path) if config_path else None
+    if saved_config:
+        saved = {**common.value, "args": run_config.args_of(saved_config, adapter=settings.adapter is not None)}
+        common = replace(common, path=saved_config.path, value=saved)
         entries = [replace(entry, name=entry.name.removeprefix(LIGHTNING)) for entry in entries]
-    args, vision = args_of(common), run_config.read_vision(instead) if instead else None
+    args, vision = args_of(common), run_config.vision_of(saved_config) if saved_config else None
     if vision:
         entries, beside = whole.parted(entries)
     weights = [entry for entry in entries if not OPTIMIZER.fullmatch(entry.name)]
     if settings.adapter is not None:
         adapters = tensors_in(folder, [entry for entry in weights if lora.ADAPTER in entry.name])
-        return lora.read(run, folder, common, args, adapters, [entry.name for entry in entries], settings)
+        peft = saved_config.adapter if saved_config else {}
+        return lora.read(run, folder, common, args, peft, adapters, [entry.name for entry in entries], settings)
     tensors = tensors_in(folder, weights)
     padded = embedding_rows(tensors, EMBEDDING, folder)
-    if instead:
-        run_config.require_rows(instead, padded, settings.values)
+    if saved_config:
+        run_config.require_rows(saved_config, padded, settings.values)
     assets = assets_of(run, settings)
     config = said = huggingface.read_config(assets) if assets else None
     if vision and said:
         config = whole.text_config(*vision, said, tensors, str(common.path), str(assets))
-    spec = spec_of(args, DIST, assets, config, settings, folder, common.path, padded, settled=instead is not None)
+    spec = spec_of(args, DIST, assets, config, settings, folder, common.path, padded, settled=saved_config is not None)
     interleaves, table = interleaves_of(args, str(common.path)), _table(tensors)
     _require_interleaves(interleaves, args, apart=any(rule in SPLIT for rule in table), where=str(common.path))
     _, placed, dropped = match_pieces(whole_slots(spec, table, padded, interleaves), tensors, DROPS, folder)

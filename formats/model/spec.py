@@ -24,7 +24,7 @@ class ModelSpec(Parts):
     Attributes:
         family: name of the model's family.
         own: the config keys of the family that no other format has.
-        biases: the layout conditions in `BIASES` that hold, in a family that leaves the choice.
+        biases: the layout conditions in `BIASES` that hold, in a family whose config turns biases on or off.
         mtp_layers: number of layers that predict tokens after the next, which come after all other layers. No config
             specifies it.
         notes: which settings came from a documented default.

@@ -62,6 +62,27 @@ def test_rows_that_its_vocabulary_has_not_are_no_padding(convert, tmp_path, fiel
     assert convert("megatron2hf", run, tmp_path / "out").code == 0, "two rows of padding"
 
 
+def test_its_configuration_is_parsed_once(monkeypatch):
+    from formats.checkpoint import Settings
+    from formats.megatron import torch_dist
+    from formats.megatron.args import run_config
+
+    parse, parsed = run_config.yaml.load, []
+
+    def counted(text: str, **options: Any) -> Any:
+        parsed.append(text)
+        return parse(text, **options)
+
+    monkeypatch.setattr(run_config.yaml, "load", counted)
+    settings = {
+        MODELS[0]: Settings(), "qwen3_vl": Settings(config=REAL / "qwen3_vl"), "lora_tp2": Settings(adapter="only"),
+    }  # fmt: skip
+    for name, options in settings.items():
+        parsed.clear()
+        torch_dist.read(REAL / name, options)
+        assert len(parsed) == 1, name
+
+
 def nemo(at: Path, **fields: Any) -> Path:
     """The same model as NeMo 2 saves it: each name in a module of Lightning, the fields in `context`."""
     iteration = REAL / MODELS[0] / "iter_0000000"

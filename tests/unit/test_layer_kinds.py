@@ -134,6 +134,7 @@ def test_lists_that_have_a_layer_not_once(full, linear):
         ({"index_topk_pattern": "FSSF"}, (1, 2)),
         ({"index_topk_pattern": ["full", "full", "shared", "full"]}, (2,)),
         ({"index_topk_freq": 2}, (2,)),
+        ({"index_topk_freq": 0}, ()),
         ({"index_topk_freq": 3, "index_skip_topk_offset": 1}, (1, 2)),
         ({}, ()),
     ],

@@ -49,16 +49,19 @@ class Model(_Part):
     init: Literal["checkpoint", "config"] = Field(
         "checkpoint", description="config: path is a Hugging Face folder, and the weights are random."
     )
-    config: Path | None = Field(None, description="Hugging Face folder with the config and tokenizer it lacks.")
+    config: Path | None = Field(
+        None, description="Hugging Face folder whose config and tokenizer are used if path has none."
+    )
     tokenizer: Path | None = Field(
-        None, description="File of the tokenizer, for a checkpoint without: of SentencePiece, or tokenizer.json."
+        None, description="Tokenizer file for a checkpoint that has none: a SentencePiece model, or tokenizer.json."
     )
     gqa_layout: Literal["auto", "blocked", "grouped"] = Field(
         "auto", description="Order of query, key and value in a GPT-NeoX checkpoint, as for `convert`."
     )
     dtype: Literal["bf16", "fp32"] = Field("bf16", description="Compute dtype; master weights are float32.")
     attention: Literal["auto", "flash", "varlen", "flex", "sdpa", "eager"] = Field(
-        "auto", description="How documents of a row are kept apart; auto takes the fastest that the device has."
+        "auto",
+        description="Kernel of attention, which keeps documents of a row apart; auto takes the fastest on the device.",
     )
     freeze: Annotated[list[str], BeforeValidator(_listed)] = Field(
         default_factory=list,
@@ -68,17 +71,17 @@ class Model(_Part):
     activation_offload: bool = Field(
         False, description="Keep the inputs of layers in CPU memory until the backward pass."
     )
-    compile: bool = Field(False, description="torch.compile for each layer, once for all sizes of rows.")
+    compile: bool = Field(False, description="Compile each layer with torch.compile, once for all sizes of rows.")
     kernels: Literal["auto", "torch", "liger"] = Field(
         "auto",
-        description="Of norms, MLPs and RoPE; auto takes liger on a GPU where it supports the model, not with compile.",
+        description="Kernels of norms, MLPs and RoPE; auto takes liger on a GPU if it has the model, without compile.",
     )
 
 
 class Lora(_Part):
     """LoRA: adapters are trained, the model's own weights are frozen."""
 
-    rank: Count = Field(16, description="Columns of B and rows of A.")
+    rank: Count = Field(16, description="Number of columns of B and rows of A.")
     alpha: Count = Field(32, description="B times A is scaled by alpha / rank.")
     rslora: bool = Field(False, description="rsLoRA: scale by alpha / sqrt(rank) instead.")
     dora: bool = Field(False, description="DoRA: the norms of the rows of each weight are trained too.")
@@ -103,35 +106,45 @@ class Data(_Part):
     """The data."""
 
     train: Annotated[list[Path], BeforeValidator(_listed)] = Field(
-        min_length=1, description="Token files, without .bin (train tokenize); or plans of them (train pack)."
+        min_length=1,
+        description="Token files, named without .bin (train tokenize), or plans of rows of them (train pack).",
     )
     validation: dict[str, Path] = Field(
-        default_factory=dict, description="Named sets, each evaluated separately; of a plan the split of that name."
+        default_factory=dict,
+        description="Validation set by name, each evaluated separately; for a plan, its split of that name is taken.",
     )
     weights: list[Annotated[float, Field(gt=0)]] = Field(
-        default_factory=list, description="Share of each set of data.train in the rows.  [default: by its rows]"
+        default_factory=list,
+        description="Share of each set of data.train in the rows.  [default: in proportion to its rows]",
     )
     temperature: Annotated[float, Field(gt=0)] = Field(
-        1.0, description="Shares are raised to 1/temperature: small sets get more above 1."
+        1.0, description="Shares are raised to 1/temperature: a temperature above 1 gives small sets more rows."
     )
     epochs: list[Annotated[float, Field(gt=0)]] = Field(
-        default_factory=list, description="Passes over each set of data.train, instead of those in steps."
+        default_factory=list, description="Passes over each set of data.train, instead of steps.epochs."
     )
-    seq_length: Count = Field(description="Input tokens of a row.")
-    packing: Literal["bfd", "k_bin", "overflow", "packed"] = Field("bfd", description="See train pack.")
-    overlong: Literal["drop", "error", "truncate"] = Field("drop", description="Documents longer than a row.")
-    loss: Literal["assistant", "last_turn", "all"] = Field("assistant", description="Which labels are trained.")
+    seq_length: Count = Field(description="Number of input tokens in a row.")
+    packing: Literal["bfd", "k_bin", "overflow", "packed"] = Field(
+        "bfd", description="How documents are packed into rows; see train pack."
+    )
+    overlong: Literal["drop", "error", "truncate"] = Field(
+        "drop", description="What is done with documents longer than a row."
+    )
+    loss: Literal["assistant", "last_turn", "all"] = Field(
+        "assistant", description="Labels that are trained: of assistant turns, of the last one, or all."
+    )
     control_tokens: dict[str, int] = Field(
-        default_factory=dict, description="Role: id, such as {user: 7, assistant: 8}, for files without them."
+        default_factory=dict,
+        description="Token id of each role, such as {user: 7, assistant: 8}, for files that do not record them.",
     )
 
 
 class Batch(_Part):
     """Rows of a step. Two of the three give the third, with the number of ranks."""
 
-    micro: Count | None = Field(None, description="Rows of a micro-batch on a rank.")
-    size: Count | None = Field(None, description="Rows of a step, over all ranks.")
-    accumulation: Count | None = Field(None, description="Micro-batches of a step.")
+    micro: Count | None = Field(None, description="Number of rows in a micro-batch of a rank.")
+    size: Count | None = Field(None, description="Number of rows in a step, over all ranks.")
+    accumulation: Count | None = Field(None, description="Number of micro-batches in a step.")
 
 
 class Optim(_Part):
@@ -140,9 +153,15 @@ class Optim(_Part):
     lr: Annotated[float, Field(gt=0)] = Field(description="Peak learning rate.")
     betas: tuple[Beta, Beta] = Field((0.9, 0.95))
     eps: Annotated[float, Field(gt=0)] = Field(1e-8)
-    moments: Literal["fp32", "8bit"] = Field("fp32", description="8bit: moments in 8 bits, by bitsandbytes.")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="For matrices; norms and biases have none.")
-    clip: Annotated[float, Field(ge=0)] = Field(1.0, description="Gradient clipping: largest norm; 0 does not clip.")
+    moments: Literal["fp32", "8bit"] = Field(
+        "fp32", description="Element type of the moments; 8bit is bitsandbytes' quantization."
+    )
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="Weight decay of matrices; norms and biases have none."
+    )
+    clip: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="Norm to which gradients are clipped; 0 does not clip."
+    )
 
 
 class Schedule(_Part):
@@ -150,23 +169,23 @@ class Schedule(_Part):
 
     style: Literal["constant", "linear", "cosine", "exponential", "sqrt"] = Field("cosine")
     warmup: Annotated[float, Field(ge=0)] | Literal["all"] = Field(
-        0.0, description="Steps, or a share of them if below 1."
+        0.0, description="Number of warm-up steps, or their share of all steps if below 1."
     )
     min_lr: Annotated[float, Field(ge=0)] = Field(0.0, description="Learning rate at the end of the decay.")
     floor: Annotated[float, Field(ge=0)] = Field(0.0, description="Lower bound of the rate after the warm-up.")
     start: int | None = Field(None, description="Global step where the decay begins.  [default: the run's first]")
-    end: int | None = Field(None, description="Global step where it ends.  [default: the run's last]")
+    end: int | None = Field(None, description="Global step where the decay ends.  [default: the run's last]")
 
 
 class Steps(_Part):
     """How long, and how steps are numbered."""
 
-    train_iters: Count | None = Field(None, description="Steps of this run; or give epochs.")
-    epochs: Annotated[float, Field(gt=0)] | None = Field(None, description="Passes over the rows.")
+    train_iters: Count | None = Field(None, description="Number of steps of this run; otherwise give epochs.")
+    epochs: Annotated[float, Field(gt=0)] | None = Field(None, description="Number of passes over the rows.")
     iteration_offset: Annotated[int, Field(ge=0)] = Field(0, description="Global step of the checkpoint to start from.")
     exit_interval: Count | None = Field(None, description="Save and exit every so many steps; the next job resumes.")
     exit_minutes: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Likewise after so many minutes since the process started; saving takes extra time."
+        None, description="Save and exit so many minutes after the process started; saving takes extra time."
     )
 
 
@@ -174,11 +193,13 @@ class Save(_Part):
     """Checkpoints."""
 
     path: Path = Field(description="Folder of the run's checkpoints.")
-    every: Count = Field(100, description="Steps between two checkpoints.")
+    every: Count = Field(100, description="Number of steps between two checkpoints.")
     every_minutes: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Save also when so many minutes have passed since the last checkpoint."
     )
-    keep: Count | None = Field(None, description="Checkpoints to keep; None keeps all. The start is never deleted.")
+    keep: Count | None = Field(
+        None, description="Number of checkpoints to keep; None keeps all. The start is never deleted."
+    )
 
 
 class Parallel(_Part):
@@ -193,10 +214,10 @@ class Parallel(_Part):
     context: Count = Field(1, description="Context parallelism: ranks that share each row, for long documents.")
     tensor: Count = Field(1, description="Tensor parallelism: ranks that each compute a part of every layer.")
     zero_stage: Literal[1, 2, 3] = Field(
-        3, description="ZeRO: moments are sharded (1), gradients too (2), weights too (3)."
+        3, description="ZeRO: 1 shards the moments, 2 the gradients too, 3 the weights too."
     )
     deepspeed: dict[str, Any] = Field(
-        default_factory=dict, description="More settings of DeepSpeed, such as zero_optimization.offload_optimizer."
+        default_factory=dict, description="Further settings of DeepSpeed, such as zero_optimization.offload_optimizer."
     )
     timeout_minutes: Annotated[float, Field(gt=0)] = Field(
         30, description="Collective timeout: a rank that waits longer dumps its stacks and exits."
@@ -206,36 +227,43 @@ class Parallel(_Part):
 class Evaluate(_Part):
     """Evaluation of the validation sets, beside their perplexity."""
 
-    every: Count | None = Field(None, description="Steps between two evaluations.  [default: save.every]")
+    every: Count | None = Field(None, description="Number of steps between two evaluations.  [default: save.every]")
     metrics: list[Literal["rouge", "bleu"]] = Field(
-        default_factory=list, description="Of the most likely next tokens, as text; needs the model's tokenizer."
+        default_factory=list,
+        description="Metrics of the text of the most likely next tokens; they need the model's tokenizer.",
     )
-    max_rows: Count | None = Field(None, description="Rows of each set, evenly spread.  [default: all]")
+    max_rows: Count | None = Field(
+        None, description="Number of rows of each set, evenly spread over the set.  [default: all]"
+    )
     tokenizer: Path | None = Field(None, description="Tokenizer file.  [default: that of the model folder]")
     best: str | None = Field(
         None,
         description="Set or metric, such as eu or eu_bleu, whose best checkpoint is kept, and exported.",
     )
     patience: Count | None = Field(
-        None, description="End the training after so many evaluations in a row that were not better than the best."
+        None, description="End the training after so many evaluations in a row without improvement."
     )
-    min_delta: Annotated[float, Field(ge=0)] = Field(0.0, description="By how much one is better, for the patience.")
+    min_delta: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="How much better than the best an evaluation has to be to count as improvement."
+    )
     prompts: Annotated[list[str], BeforeValidator(_listed)] = Field(
-        default_factory=list, description="Prompts that are answered at each evaluation, into generations.jsonl."
+        default_factory=list,
+        description="Prompts that are answered at each evaluation; the answers are written to generations.jsonl.",
     )
-    new_tokens: Count = Field(64, description="Most tokens of such an answer.")
+    new_tokens: Count = Field(64, description="Largest number of tokens in an answer to a prompt.")
 
 
 class Log(_Part):
     """Logs."""
 
-    every: Count = Field(1, description="Steps between two lines.")
+    every: Count = Field(1, description="Number of steps between two printed lines.")
     trackers: list[Tracker] = Field(
-        default_factory=list, description="Where curves go besides log.jsonl; the first three continue when resumed."
+        default_factory=list,
+        description="Trackers of the curves; tensorboard, wandb and mlflow continue them when the run resumes.",
     )
     layer_norms: bool = Field(False, description="Log the gradient norm of each layer too.")
     spike: Annotated[float, Field(gt=0)] | None = Field(
-        6.0, description="Note a loss that is so many standard deviations above the mean of the last 50 steps."
+        6.0, description="Print a note if a loss is so many standard deviations above the mean of the last 50 steps."
     )
 
 
@@ -243,10 +271,11 @@ class Profile(_Part):
     """Profiling."""
 
     kind: Literal["trace", "flops"] | None = Field(
-        None, description="trace: of torch's profiler, into save.path/profiler; flops: torch's count of operations."
+        None,
+        description="trace: a trace of torch's profiler in save.path/profiler; flops: torch's count of operations.",
     )
-    after: Annotated[int, Field(ge=0)] = Field(3, description="Steps of a job before profiling starts.")
-    steps: Count = Field(1, description="Steps to profile.")
+    after: Annotated[int, Field(ge=0)] = Field(3, description="Number of steps of a job before profiling starts.")
+    steps: Count = Field(1, description="Number of steps to profile.")
 
 
 class Config(_Part):
@@ -267,14 +296,16 @@ class Config(_Part):
     evaluate: Evaluate = Evaluate()  # type: ignore[call-arg]
     log: Log = Log()  # type: ignore[call-arg]
     profile: Profile = Profile()  # type: ignore[call-arg]
-    seed: Annotated[int, Field(ge=0)] = Field(1234, description="For the order of rows, packing and noise.")
+    seed: Annotated[int, Field(ge=0)] = Field(1234, description="Seed of the order of rows, of packing and of noise.")
     init: Literal["auto", "finetune", "moments", "resume"] = Field(
         "auto",
         description="All resume from a checkpoint of this run. Without one, resume is an error, and the others start a "
         "new run: finetune without the moments of the previous phase, moments with those of model.path.",
     )
-    neftune_alpha: Annotated[float, Field(ge=0)] = Field(0.0, description="NEFTune: noise on embeddings.")
-    export: Path | None = Field(None, description="Hugging Face folder that is written at the end.")
+    neftune_alpha: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="NEFTune: scale of the noise on embeddings; 0 is none."
+    )
+    export: Path | None = Field(None, description="Hugging Face folder to which the model is exported at the end.")
     chat_template: str | None = Field(
         None, description="Name or file of the exported chat template.  [default: the start's, if it has one]"
     )

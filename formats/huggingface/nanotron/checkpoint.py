@@ -25,7 +25,7 @@ from formats.errors import SourceError, UnsupportedError, count, short
 from formats.families.family import Family
 from formats.huggingface import NANOTRON
 from formats.huggingface import folder as huggingface
-from formats.huggingface.nanotron import model_config, shards, special_tokens
+from formats.huggingface.nanotron import codecs, model_config, shards, special_tokens
 from formats.huggingface.nanotron.tables import TABLES, slots_of
 from formats.layout.pieces import match_pieces
 from formats.layout.slots import Slot
@@ -192,7 +192,7 @@ def _require_no_mup(home: Path, config: Mapping[str, Any]) -> None:
         UnsupportedError: the model was trained with muP (models/llama.py `CoreAttention`, `is_using_mup`).
     """
     path = home / RUN_CONFIG
-    if config.get(model_config.MARKS[model_config.LLAMA]) and path.is_file() and WITH_MUP.search(path.read_text()):
+    if config.get(codecs.MARKS[codecs.LLAMA]) and path.is_file() and WITH_MUP.search(path.read_text()):
         raise UnsupportedError(
             f"{path}: a Llama that is trained with muP (use_mup) computes attention otherwise than any family here"
         )

@@ -11,239 +11,23 @@ rows rotate, with a base of 10000. Checkpoints of 0.5 and 2411b022 with their lo
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from formats.checkpoint import Settings
-from formats.errors import RefusedError, SourceError, UnsupportedError, short
+from formats.errors import RefusedError, UnsupportedError, short
 from formats.families import family_named
 from formats.huggingface.nanotron import special_tokens
+from formats.huggingface.nanotron.codecs import CODECS, COUNT, LLAMA, MARKS, QWEN2, checked_in_file
 from formats.model.checks import checked, unsaid
-from formats.model.codec import Codec, Context, Maker, Spelled, read, rows, same, scalar, write
+from formats.model.codec import read, rows, write
 from formats.model.settings import FIXED, TYPES, corrected
 from formats.model.spec import ModelSpec, differences
-from formats.model.values import real, some_layers, truth, whole
+from formats.model.values import whole
 
-T = TypeVar("T")
 NAME = "model_config.json"
-LLAMA, QWEN2 = "llama", "qwen2"
-"""The model classes of nanotron, as conditions of table rows."""
-MARKS = {LLAMA: "is_llama_config", QWEN2: "is_qwen2_config"}
-"""Model class: the key that marks its config."""
 EXPERTS, DENSE = "experts", "no experts"
 """Conditions of table rows: whether some layers have experts."""
-FLAG, COUNT = "true or false", "a whole number above 0"
-"""The values that a key accepts, for error messages."""
-OLD_BASE = 10000.0
-"""The base of rotary embeddings in versions whose config has no `rope_theta`."""
-DEFAULT_EPSILON = 1e-6
-
-
-def _only(only: Any) -> Maker:
-    """The codec of a key that may have one value only, which is also assumed where the key is absent."""
-
-    def of(key: str) -> Codec:
-        def check(value: Any, context: Context) -> Any:
-            if value is not None and (value != only or type(value) is not type(only)):
-                raise UnsupportedError(f"{context.where}: {key} = {short(value)} is not supported, only {only!r}")
-            return only
-
-        return scalar(key, check, lambda *_: only)
-
-    return of
-
-
-def _assumed(otherwise: Any) -> Maker:
-    """The codec of a key with a default for where it is absent."""
-    return lambda key: scalar(key, lambda value, _: otherwise if value is None else value, lambda value, _: value)
-
-
-def _flag(key: str) -> Codec:
-    """The codec of a boolean key that is false where it is absent."""
-    return scalar(
-        key,
-        lambda value, context: value is not None and _there(truth, value, key, context.where, FLAG),
-        lambda value, _: value,
-    )
-
-
-def _heads(key: str) -> Codec:
-    """The codec of the number of key/value heads, which is the number of heads where the key is absent."""
-    return scalar(
-        key, lambda value, context: context.values["heads"] if value is None else value, lambda value, _: value
-    )
-
-
-def _square() -> Codec:
-    """The codec of the head dimension, which has no key: it is always hidden / heads."""
-
-    def read_size(_: Spelled, context: Context) -> int:
-        hidden, heads = (
-            _there(whole, context.values[name], key, context.where, COUNT)
-            for name, key in (("hidden", "hidden_size"), ("heads", "num_attention_heads"))
-        )
-        if hidden % heads:
-            raise SourceError(f"{context.where}: {heads} heads do not divide hidden_size = {hidden}")
-        return hidden // heads
-
-    def check(value: int, context: Context) -> Spelled:
-        hidden, heads = context.values["hidden"], context.values["heads"]
-        if value * heads != hidden:
-            raise RefusedError(f"nanotron's heads have hidden / heads = {hidden / heads:g} elements, and these {value}")
-        return {}
-
-    return Codec(read_size, check)
-
-
-def _order(key: str) -> Codec:
-    """The codec of whether neighbours in a head rotate; written as false (halves), the default of newer nanotron."""
-
-    def read_order(value: Any, context: Context) -> bool:
-        if value is None and not context.file.get(MARKS[LLAMA]):
-            raise SourceError(f"{context.where} does not say {key}, and there is no safe default")
-        return value is None or _there(truth, value, key, context.where, FLAG)
-
-    return scalar(key, read_order, lambda *_: False)
-
-
-def _interpolation(key: str) -> Codec:
-    """The codec of `rope_seq_len_interpolation_factor`: positions are divided by it, which is linear scaling."""
-
-    def written_factor(scaling: Mapping[str, Any] | None, _: Context) -> Any:
-        kind, factor = (scaling or {}).get("rope_type"), (scaling or {}).get("factor")
-        if scaling is not None and (kind != "linear" or {*scaling} != {"rope_type", "factor"}):
-            raise RefusedError(
-                f"nanotron's rotary embeddings are plain or linearly scaled, these are {kind}",
-                "--set rope_scaling=none if the training shall do without: below the original length few do the same",
-            )
-        return factor
-
-    def read_scaling(factor: Any, context: Context) -> Mapping[str, Any] | None:
-        return (
-            None
-            if factor is None
-            else {
-                "rope_type": "linear",
-                "factor": _there(real, factor, key, context.where, "a finite number above 0, or null for none"),
-            }
-        )
-
-    return scalar(key, read_scaling, written_factor)
-
-
-def _there(check: Callable[[Any, str, str], T], value: Any, key: str, where: str, way: str) -> T:
-    """Return a checked value of a key that `--set` cannot overrule, so that the error points to the file.
-
-    The value is needed before `--set` is applied, or is not a model setting.
-
-    Raises:
-        SourceError: the value is invalid; `way` describes the valid ones.
-    """
-    try:
-        return check(value, key, where)
-    except SourceError as error:
-        raise SourceError(str(error), f"correct it there: {way}") from None
-
-
-def _unapplied(key: str) -> Codec:
-    """The codec of `rope_scaling`, a field that nanotron's model classes have and never apply."""
-
-    def check(value: Any, context: Context) -> None:
-        if value is not None:
-            raise UnsupportedError(
-                f"{context.where} says {key}, which no model of nanotron applies",
-                "set it to null there: the model was trained without",
-            )
-
-    return scalar(key, check, lambda *_: None)
-
-
-def _every(key: str) -> Codec:
-    """The codec of `no_rope_layer` = n: every n-th layer has no rotary embedding (models/qwen.py `_forward_packed`)."""
-
-    def read_layers(every: Any, context: Context) -> tuple[int, ...]:
-        step = 0 if every is None else _there(whole, every, key, context.where, f"{COUNT}, or null for none")
-        return tuple(layer for layer in some_layers(context.values["layers"]) if step and (layer + 1) % step == 0)
-
-    def written_step(layers: tuple[int, ...] | None, context: Context) -> int | None:
-        count = context.values["layers"]
-        step = layers[0] + 1 if layers else None
-        if layers and (step is None or count % step or layers != (*range(step - 1, count, step),)):
-            raise RefusedError(
-                f"nanotron leaves out the rotation in each n-th layer, not in layers {list(layers)} of {count}"
-            )
-        return step
-
-    return scalar(key, read_layers, written_step)
-
-
-def _sparse(key: str) -> Codec:
-    """The codec of the list of layers that have experts, read as the dense layers; [-1] means all layers."""
-
-    def read_dense(layers: Any, context: Context) -> Any:
-        every = some_layers(context.values["layers"])
-        if layers in (None, [-1]):
-            return ()
-        if not isinstance(layers, list) or not all(type(layer) is int and layer in every for layer in layers):
-            raise SourceError(f"{context.where} says {key} = {short(layers)}, these are no layers of {len(every)}")
-        return tuple(layer for layer in every if layer not in layers)
-
-    return scalar(
-        key,
-        read_dense,
-        lambda dense, context: [layer for layer in range(context.values["layers"]) if layer not in (dense or ())],
-    )
-
-
-def _weights() -> Codec:
-    """The codec of router normalization, which nanotron never does (nn/moe.py `Router.routing`).
-
-    The weights of a token's experts are the softmax over all experts, and do not add up to 1.
-    """
-
-    def check(normalized: bool, _: Context) -> Spelled:
-        if normalized:
-            raise RefusedError(
-                "nanotron does not make the weights of a token's experts add up to 1, and this model does"
-            )
-        return {}
-
-    return Codec(lambda *_: False, check)
-
-
-def _shared(key: str) -> Codec:
-    """The codec of `enable_shared_expert`, which must be true: the supported family with experts always has one."""
-
-    def check(value: Any, context: Context) -> bool:
-        if value is not True:
-            raise UnsupportedError(
-                f"{context.where}: {key} = {short(value)} is not supported, only True: transformers has no such "
-                "class without an expert for all tokens"
-            )
-        return True
-
-    return scalar(key, check, lambda *_: True)
-
-
-CODECS: Mapping[str, Maker] = {
-    "same": same,
-    "as heads": _heads,
-    "hidden / heads": _square,
-    "or 10000": _assumed(OLD_BASE),
-    "or 1e-6": _assumed(DEFAULT_EPSILON),
-    "order": _order,
-    "interpolation": _interpolation,
-    "none": lambda: Codec(lambda *_: None, lambda *_: {}),
-    "unapplied": _unapplied,
-    "every": _every,
-    "sparse": _sparse,
-    "weights": _weights,
-    "shared": _shared,
-    "or false": _assumed(False),
-    "yes or no": _flag,
-    **{f"= {json.dumps(value)}": _only(value) for value in ("silu", None, False, True)},
-}
 TABLE = rows(
     """
 layers               num_hidden_layers
@@ -348,7 +132,7 @@ def read_config(
     values = read(TABLE, flat, conditions, where)
     neighbours, biased = values.pop("neighbours"), values.pop("biased", False)
     values |= settings.values
-    padded = _there(whole, flat.get(VOCAB), VOCAB, where, COUNT)
+    padded = checked_in_file(whole, flat.get(VOCAB), VOCAB, where, COUNT)
     tokens = settings.vocab_size or settings.values.get("vocab")
     if tokens and tokens > padded:
         raise RefusedError(

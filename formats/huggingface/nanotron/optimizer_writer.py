@@ -18,7 +18,7 @@ from typing import Any
 
 from formats.checkpoint import OutputFile, slot_dtype
 from formats.errors import RefusedError, UnsupportedError
-from formats.huggingface.nanotron.model_config import LLAMA, QWEN2
+from formats.huggingface.nanotron.codecs import LLAMA, QWEN2
 from formats.huggingface.nanotron.optimizer import CONFIG, FOLDER, SIZES
 from formats.huggingface.nanotron.tables import slots_of
 from formats.layout.slots import Slot

@@ -15,7 +15,7 @@ from typing import Any
 
 from formats.checkpoint import OutputFile, Target, slot_dtype
 from formats.disk.safetensors import DTYPES, Entry, Fragment, row_major, safetensors_header
-from formats.huggingface.nanotron import model_config, optimizer_writer, shards
+from formats.huggingface.nanotron import codecs, model_config, optimizer_writer, shards
 from formats.huggingface.nanotron.checkpoint import METADATA
 from formats.huggingface.nanotron.optimizer_writer import Topology
 from formats.huggingface.nanotron.tables import slots_of
@@ -58,7 +58,7 @@ def write(
     texts = {model_config.NAME: settings, METADATA: _metadata(optimizer)}
     small = {name: (json.dumps(text, indent=2) + "\n").encode() for name, text in texts.items()}
     if optimizer:
-        kind = next(kind for kind, mark in model_config.MARKS.items() if mark in settings)
+        kind = next(kind for kind, mark in codecs.MARKS.items() if mark in settings)
         files += tuple(optimizer_writer.files_of(root, spec, padded, kind, optimizer, topology))
         small |= optimizer_writer.config_of(optimizer, topology)
     return Target(files, small, {})

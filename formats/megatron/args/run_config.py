@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -116,27 +117,57 @@ LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
 """NeMo's fields for the rope scaling of Llama 3.1, beside the factor, and the only values that megatron-core has."""
 
 
+@dataclass(frozen=True)
+class RunConfig:
+    """The parsed file.
+
+    Attributes:
+        path: the file.
+        fields: the fields of the model's class.
+        adapter: the fields of the adapter's class; empty if there is no adapter.
+    """
+
+    path: Path
+    fields: Mapping[str, Any]
+    adapter: Mapping[str, Any]
+
+
 def place(run: Path, folder: Path) -> Path | None:
     """The file with the configuration; None if there is none."""
     candidates = (folder / BRIDGE, run / "context" / NEMO)
     return next((path for path in candidates if path.is_file()), None)
 
 
-def read(path: Path, *, adapter: bool = False) -> Namespace:
+def load(path: Path) -> RunConfig:
+    """Parse the file.
+
+    Raises:
+        SourceError: the file is too large, or holds no fields of a model.
+    """
+    try:
+        if path.stat().st_size > MOST_YAML:
+            raise SourceError(f"{path} has {path.stat().st_size} bytes, too many for a configuration")
+        document = yaml.load(path.read_text(), Loader=_Loader)  # noqa: S506
+        fields = dict(document["model" if path.name == BRIDGE else "config"])
+        return RunConfig(path, fields, dict(document.get("peft") or {}))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError, TypeError, KeyError, AttributeError):
+        raise SourceError(f"{path} holds no fields of a model") from None
+
+
+def args_of(config: RunConfig, *, adapter: bool = False) -> Namespace:
     """The fields of a model's class as args of Megatron-LM; fields of a class of `providers.py` are kept as they are.
 
     Args:
-        path: the file.
+        config: the parsed file.
         adapter: whether to accept the configuration of an adapter, whose base the fields describe.
 
     Raises:
-        SourceError: the file is no map of fields.
         UnsupportedError: the class changes its model in code, its activation is none of Megatron-LM's, or the
             checkpoint holds an adapter alone and `adapter` is false.
         RefusedError: Megatron-LM has no such scaling of the rotary embedding.
     """
-    fields, peft = _held(path)
-    if peft and not adapter:
+    path, fields = config.path, config.fields
+    if config.adapter and not adapter:
         raise UnsupportedError(
             f"{path} says peft: the checkpoint holds an adapter of Megatron-Bridge without its base",
             "--adapter only makes a folder of PEFT of it, and `convert merge` puts that into its base",
@@ -152,25 +183,24 @@ def read(path: Path, *, adapter: bool = False) -> Namespace:
     return Namespace(_with_own(fields, *own) if own else _as_args(fields, path))
 
 
-def read_vision(path: Path) -> tuple[Vision, dict[str, Any]] | None:
+def vision_of(config: RunConfig) -> tuple[Vision, Mapping[str, Any]] | None:
     """The multimodal class that a file names, and its fields; None if the class has no vision tower."""
-    fields, _ = _held(path)
-    whole = vision.of_fields(fields)
-    return None if whole is None else (whole, fields)
+    whole = vision.of_fields(config.fields)
+    return None if whole is None else (whole, config.fields)
 
 
-def require_rows(path: Path, rows: int, settings: Mapping[str, Any]) -> None:
+def require_rows(config: RunConfig, rows: int, settings: Mapping[str, Any]) -> None:
     """The embedding has the rows that Bridge makes of `vocab_size`: as many, or padded as `should_pad_vocab` has it.
 
     Args:
-        path: the file.
+        config: the parsed file.
         rows: those of the embedding.
         settings: what overrules the file.
 
     Raises:
         SourceError: it has more, which would be lost as padding.
     """
-    fields, _ = _held(path)
+    path, fields = config.path, config.fields
     count, unit = fields.get("vocab_size"), fields.get("make_vocab_size_divisible_by") or 128
     if type(count) is not int or type(unit) is not int or "vocab" in settings:
         return
@@ -182,26 +212,6 @@ def require_rows(path: Path, rows: int, settings: Mapping[str, Any]) -> None:
             f"{rows}: rows of tokens would be lost",
             f"take the file from where the weights come from, or override it with --set vocab={count}",
         )
-
-
-def adapter(path: Path) -> dict[str, Any]:
-    """The fields of an adapter's class; empty if the file has none."""
-    return _held(path)[1] if path.name == BRIDGE else {}
-
-
-def _held(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of the model's class, and those of the adapter's class.
-
-    Raises:
-        SourceError: the file is too large, or holds no fields of a model.
-    """
-    try:
-        if path.stat().st_size > MOST_YAML:
-            raise SourceError(f"{path} has {path.stat().st_size} bytes, too many for a configuration")
-        document = yaml.load(path.read_text(), Loader=_Loader)  # noqa: S506
-        return dict(document["model" if path.name == BRIDGE else "config"]), dict(document.get("peft") or {})
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError, TypeError, KeyError, AttributeError):
-        raise SourceError(f"{path} holds no fields of a model") from None
 
 
 def _with_own(fields: Mapping[str, Any], provider: Provider, known: Mapping[str, Any]) -> dict[str, Any]:

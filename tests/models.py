@@ -41,6 +41,11 @@ LATENT = {
     "n_shared_experts": 2, "n_routed_experts": 8, "num_experts_per_tok": 4, "first_k_dense_replace": 1,
     "num_key_value_heads": 8, **TOKENS,
 }  # fmt: skip
+YOUTU = {
+    "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 8,
+    **TOKENS, "pad_token_id": None,
+}  # fmt: skip
+"""Its class zeroes the row of a padding token whenever it loads a model."""
 DSA = {
     **LATENT, "q_lora_rank": 24, "index_n_heads": 4, "index_head_dim": 12, "index_topk": 5, "rms_norm_eps": 1e-6,
 }  # fmt: skip
@@ -274,6 +279,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "ministral-tied": {"model_type": "ministral", "head_dim": 8, "sliding_window": 8, "layer_types": FIRST, **TIED},
     "cwm": {"model_type": "cwm", "head_dim": 16, "sliding_window": 8, "rope_parameters": LLAMA3, **TOKENS},
     "cwm-tied": {"model_type": "cwm", "head_dim": 8, "sliding_window": 8, "rope_parameters": PLAIN_YARN, **TIED},
+    "internlm3": {"model_type": "internlm3", "head_dim": 8},
+    "internlm3-tied": {"model_type": "internlm3", "head_dim": 8, "rope_parameters": LLAMA3, **TIED},
+    "iquestcoder": {"model_type": "iquestcoder", "head_dim": 8},
+    "iquestcoder-tied": {"model_type": "iquestcoder", "head_dim": 8, **BIASED, **TIED},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, **TOKENS},
     "mixtral-tied": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 8, **TIED},
     "qwen2_moe": {"model_type": "qwen2_moe", "num_experts": 4, "norm_topk_prob": True, **MOE},
@@ -372,6 +381,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe_air": {"model_type": "glm4_moe", "first_k_dense_replace": 2, **GLM},
     "glm4_moe_lite": {"model_type": "glm4_moe_lite", "q_lora_rank": 24, **LITE, **LATENT},
     "glm4_moe_lite-tied": {"model_type": "glm4_moe_lite", "q_lora_rank": None, "rms_norm_eps": 1e-6, **LATENT, **TIED},
+    "youtu": {"model_type": "youtu", "q_lora_rank": 24, "tie_word_embeddings": False, **YOUTU},
+    "youtu-tied": {"model_type": "youtu", "q_lora_rank": None, "rope_parameters": LATENT_YARN, **YOUTU},
     "solar_open": {"model_type": "solar_open", "n_routed_experts": 4, "rope_parameters": PLAIN_YARN, **DOTS},
     "hy_v3": {"model_type": "hy_v3", **HUNYUAN},
     "ernie4_5_moe": {"model_type": "ernie4_5_moe", **ERNIE},
@@ -408,6 +419,7 @@ HARMLESS = {
     "time_step_limit", "time_step_rank", "z_loss_coefficient", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap",
     "n_shared_experts", "expand", "use_mamba_kernels", "mtp_layers_block_type", "n_routed_experts",
     "num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size",
+    "embedding_initializer_range",
     "routed_scaling_factor", "num_experts", "top_k_experts", "rotary_dim",
 }  # fmt: skip
 """Keys of transformers 5.23.0 that no table knows. They are of training, generation or precision, or of what the family

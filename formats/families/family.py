@@ -46,6 +46,8 @@ class Family:
     Attributes:
         name: the name of the family: the `model_type` of its configs, unless the field `model_type` is set.
         architecture: the class of the models in transformers.
+        hub_class: the class that configs of the Hub name, which comes with code of its own; empty where it is that of
+            transformers.
         table: the layout of the Hugging Face files as text; `tensors` has its rules.
         drops: regular expressions of keys in those files that carry no weights.
         requires: config keys that have to have one value, or be absent.
@@ -97,6 +99,7 @@ class Family:
     drops: tuple[str, ...] = ()
     requires: Mapping[str, Any] = field(default_factory=dict)
     model_type: str = ""
+    hub_class: str = ""
     marks: Mapping[str, Any] = field(default_factory=dict)
     in_memory: bool = False
     blocks: tuple[str, ...] = ()

@@ -45,7 +45,7 @@ def require_class(config: Mapping[str, Any], where: str) -> None:
         SourceError: the config names the class of another family.
     """
     family, names = family_of(config, where), class_names(config)
-    if names == [family.architecture]:
+    if names in ([family.architecture], [family.hub_class]):
         return
     others = [other.name for other in FAMILIES.values() if names == [other.architecture]]
     if others:

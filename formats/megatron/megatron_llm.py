@@ -276,6 +276,7 @@ def lacks(family: Family, biases: Collection[str] | None = None) -> str:
         "its positions are rotary, in every layer": family.rope_theta is None or "nope_layers" in family.keys,
         "its window holds for every layer": "full_layers" in family.keys,
         "its MLP has no experts": "moe" in traits,
+        "it has no latents of keys and values (MLA)": "latent" in traits,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

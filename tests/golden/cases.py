@@ -51,8 +51,10 @@ class Topology(NamedTuple):
 EVERY = tuple(
     Case(name, "bfloat16" if name in ("llama", "qwen2-tied") else "float32")
     for name in IN_MEGATRON
-    if name not in (*EXPERTS, *LINEAR)
+    if name not in (*EXPERTS, *LINEAR, "youtu", "youtu-tied")
 )
+DENSE_LATENTS = (Case("youtu"), Case("youtu-tied"))
+"""Local layers cut their down projections over TP, which Transformer Engine's do not."""
 
 ONCE = tuple(case for case in EVERY if case.model in FEW)
 """Of these every line: each family is judged at TP2, where its lines are cut."""
@@ -72,7 +74,7 @@ TE = (
 TOPOLOGIES = {
     "tp1": Topology(1, 1, 1, "local", (*ONCE, Case("mixtral"), Case("dots1-tied"))),
     "tp2": Topology(2, 1, 1, "local", (*EVERY, Case("mixtral"), Case("qwen3_moe"))),
-    "tp2-te": Topology(2, 1, 1, "te", tuple(map(Case, TE))),
+    "tp2-te": Topology(2, 1, 1, "te", (*map(Case, TE), *DENSE_LATENTS)),
     "pp2": Topology(1, 2, 1, "local", (*ONCE, Case("qwen2_moe-tied", "bfloat16"))),
     "tp2-pp2": Topology(
         2,

@@ -25,6 +25,7 @@ import sys
 import warnings
 from datetime import timedelta
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +62,7 @@ FILE = "model_optim_rng.pt"
 STATE = ("nemotron_h",)
 """Hybrids, whose layers are one block each (models/mamba/mamba_model.py)."""
 LETTERS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
 SIGMOID = ("dots1", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "solar_open", "hy_v3")
 LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 EXPERTS = (
@@ -79,8 +80,11 @@ PLAIN = ("arcee", *STATE, "gpt2", "gpt_neox", "jais2", "nemotron", "starcoder2")
 WITHOUT_BIAS = ("arcee", *STATE)
 """Those of `PLAIN` that have RMSNorms."""
 EPSILONS = ("norm_epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps", "layer_norm_epsilon")
-LLAMAS = ("cwm", "ernie4_5", "helium", "llama", "ministral", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3")
-DENSE = (*LLAMAS, *PLAIN)
+LLAMAS = (
+    "cwm", "ernie4_5", "helium", "internlm3", "iquestcoder", "llama", "ministral", "mistral", "phi3", "qwen2", "qwen3",
+    "seed_oss", "smollm3",
+)  # fmt: skip
+DENSE = (*LLAMAS, *PLAIN, "youtu")
 OUTSIDE = ("opensci",)
 """Those that no release of transformers has."""
 INSIDE = (*DENSE, *EXPERTS, "qwen3_5_text")
@@ -88,7 +92,8 @@ FAMILIES = (*INSIDE, *OUTSIDE)
 for _family in OUTSIDE:
     import_module(f"tests.{_family}")
 for _family in (name.removesuffix("_text") for name in INSIDE):  # else each rank that is forked imports them anew
-    import_module(f"transformers.models.{_family}.modeling_{_family}")
+    if find_spec(_class_of := f"transformers.models.{_family}.modeling_{_family}"):
+        import_module(_class_of)
 GELU = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False, "relu2": False}
 """Activation of an MLP without a gate: bias_activation_fusion (fusions/fused_bias_gelu.py:20)."""
 LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -611,7 +616,11 @@ def layer_spec(config: TransformerConfig, stage: int | None) -> Any:
     if config.experimental_attention_variant:
         return get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=stage)
     if config.num_moe_experts is None:
-        return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+        return get_gpt_layer_local_spec(
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
+            normalization=config.normalization,
+        )
     return get_gpt_decoder_block_spec(config, False, normalization=config.normalization, vp_stage=stage)
 
 

@@ -131,7 +131,7 @@ def plan_megatron(
     from formats.megatron import lacking, megatron_llm
     from formats.megatron.args import flags, providers
     from formats.megatron.args.options import DIST, FSDP_DTENSOR
-    from formats.megatron.args.vision import LACKING, VISIONS
+    from formats.megatron.args.visions import LACKING, VISIONS
     from formats.megatron.classic import FLAGS, write
     from formats.megatron.details import Megatron
 
@@ -182,7 +182,7 @@ def _whole(
 ) -> Plan:
     """A plan that writes a model of images for Megatron-Bridge."""
     from formats.megatron import torch_dist, whole
-    from formats.megatron.args.vision import VISIONS
+    from formats.megatron.args.visions import VISIONS
     from formats.megatron.details import Megatron
 
     text = assets.config_text(source, _cast_to(request))

@@ -71,7 +71,8 @@ CONDITIONS = {
     "partial": "a summand: the tensor is the sum of the tensors of all ranks",
     "optional": "may be absent",
 }
-ALWAYS = {"centred", "rooted", "copy", "partial", "optional"}
+CENTRED = "centred"
+ALWAYS = {CENTRED, "rooted", "copy", "partial", "optional"}
 """Conditions that describe a tensor, and do not specify when the tensor exists."""
 BIASES = {"qkv_bias", "output_bias", "mlp_bias"}
 """Conditions that a key of config.json turns on in some families."""

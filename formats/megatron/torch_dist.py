@@ -339,7 +339,7 @@ def write(
         beside = run_config.written_of(provider, spec, args or {}, options, dtype, iteration or 0, further)
     elif model:
         merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration)
-        beside = run_config.written(merged, merged["iteration"], further=further)
+        beside = run_config.written(merged, merged["iteration"], further=further, own=model.vision.arguments)
     else:
         merged = namespace(spec, dtypes.values(), options, padded, args or {}, iteration)
         _require_interleaves(options.mesh.interleaves, merged, apart=False, where=f"tp = {options.tp}")

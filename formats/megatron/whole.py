@@ -22,9 +22,11 @@ from formats.layout.composed import boxes_of
 from formats.layout.leaves import Leaf
 from formats.layout.pieces import Scattered, match_pieces
 from formats.layout.placed import Placed, match
-from formats.layout.slots import ALONE, ORIGINAL
+from formats.layout.slots import ALONE, ORIGINAL, Slot
+from formats.layout.table import CENTRED, Rule
 from formats.megatron.args import providers
-from formats.megatron.args.vision import HEAD, PREFIX, VISIONS, Vision
+from formats.megatron.args.vision import HEAD, PREFIX, Vision
+from formats.megatron.args.visions import VISIONS
 from formats.megatron.chained_optimizer import CHAINED
 from formats.model import untabled
 from formats.model.spec import ModelSpec, Verbatim
@@ -78,16 +80,28 @@ class Whole:
 
     def states(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the `_extra_state` entries that a load requires; `names` are those of the language model alone."""
-        return (*(PREFIX + name for name in names), *self.vision.states)
+        layers = self.vision.layers
+        own = layers.states(self.vision.tower(self.config)) if layers else ()
+        return (*(PREFIX + name for name in names), *self.vision.states, *own)
 
     def stored(self, ranks: list[list[dcp_writer.Stored]]) -> list[list[dcp_writer.Stored]]:
         """Return the tensors on each rank: `ranks` of the language model, with the tower added to the first rank."""
         ranks = [[stored._replace(name=PREFIX + stored.name) for stored in each] for each in ranks]
         for key, shape in self.spec.shapes.items():
-            placed = _of_tower(self.vision, key, shape)
-            if placed is not None:
-                ranks[0].append(dcp_writer.whole(placed.slot, placed.key))
+            tensor = _of_tower(self.vision, self.config, key, shape)
+            if tensor is not None:
+                ranks[0].append(self._stacked(dcp_writer.whole(tensor[1], tensor[0].key)))
         return ranks
+
+    def _stacked(self, stored: dcp_writer.Stored) -> dcp_writer.Stored:
+        """A tensor of the tower as a part of its stack, if it is of a layer of a tower that is stacked."""
+        layers = self.vision.layers
+        stack = layers.stacked(stored.name) if layers else None
+        if layers is None or stack is None:
+            return stored
+        name, layer = stack
+        shape = (self.vision.tower(self.config)[layers.count], *stored.shape)
+        return stored._replace(name=name, shape=shape, box=((layer, layer + 1), *stored.box))
 
     def written(self, files: Iterable[OutputFile]) -> list[OutputFile]:
         """Return output files whose tensors are described as boxes of tensors of the Hugging Face files."""
@@ -124,28 +138,36 @@ def of(spec: Verbatim, config: Mapping[str, Any], where: str) -> Whole:
     placed, _ = match(huggingface.model_slots(text, upright), {ALONE: upright}, (), Path(where))
     homes = _homes(placed, part.names)
     for key, shape in spec.shapes.items():
-        tensor = _of_tower(vision, key, shape)
+        tensor = _of_tower(vision, config, key, shape)
         if tensor is not None:
-            homes |= _homes([tensor], {tensor.key: key})
+            homes |= _homes([tensor[0]], {tensor[0].key: key})
     return Whole(vision, config, spec, text, homes)
 
 
-def _of_tower(vision: Vision, key: str, shape: Shape) -> Placed | None:
+def _of_tower(vision: Vision, config: Mapping[str, Any], key: str, shape: Shape) -> tuple[Placed, Slot] | None:
     """Return a tensor of a vision tower under its name in Megatron-Bridge; None if the tensor is of no tower.
-
-    The fragment has the strides of the tensor in the Hugging Face files.
 
     Args:
         vision: the class of Megatron-Bridge.
+        config: the config.json of the model.
         key: the name in the Hugging Face files.
         shape: the shape in the Hugging Face files.
+
+    Returns:
+        The tensor in the Hugging Face files, with its strides there, and the tensor in Megatron-Bridge.
+
+    Raises:
+        SourceError: the rows of query, key and value are not those of the tower's heads.
     """
     name, steps = vision.in_bridge(key), row_major(shape)
     if name is None:
         return None
     if key in vision.turned:
         shape, steps = shape[::-1], steps[::-1]
-    return Placed(name, untabled.slot(name, name, shape, ORIGINAL), Fragment(NOWHERE, 0, "F32", shape, steps))
+    here = there = untabled.slot(name, name, shape, ORIGINAL)
+    if vision.layers:
+        here, there = vision.layers.slots(name, key, shape, vision.tower(config)) or (here, there)
+    return Placed(name, there, Fragment(NOWHERE, 0, "F32", shape, steps)), here
 
 
 def _require_names(vision: Vision, spec: Verbatim, names: Mapping[str, str], where: str) -> None:
@@ -190,8 +212,14 @@ def in_files(tensors: Iterable[Placed], homes: Homes, spec: Verbatim) -> Iterato
             for key, there in homes[leaf.tensor, placed.slot.layer]:
                 shape, turned = spec.shapes[key], key in spec.turned
                 slot = untabled.slot(placed.key, key, shape, placed.slot.replica, turned=turned)
+                slot = slot._replace(rule=_marked(slot.rule, placed.slot.rule))
                 for box in boxes_of(leaf, there, shape):
                     yield Placed(placed.key, slot, box.of(placed.fragment), box.part)
+
+
+def _marked(rule: Rule, told: Rule) -> Rule:
+    """A rule whose tensor is stored minus 1 where that of `told` is."""
+    return replace(rule, conditions=rule.conditions | (told.conditions & {CENTRED}))
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -296,16 +324,18 @@ def joined(
             "megatron-core's layers, which is not read",
             "export it with its own AutoBridge.export_ckpt, or take --only text",
         )
+    tower = vision.layers.apart(tower) if vision.layers else tower
     odd = sorted(name for name in tower if vision.of_tower(name) is None)
     if odd:
         raise SourceError(f"{text.home} holds {odd[0]}, which is of no part of a {vision.kind}")
     for name, tensor in tower.items():
         key = str(vision.of_tower(name))
         shapes[key] = tensor.shape[::-1] if key in vision.turned else tensor.shape
-        there = _of_tower(vision, key, shapes[key])
-        assert there is not None
+        placement = _of_tower(vision, config, key, shapes[key])
+        assert placement is not None
+        there, here = placement
         homes |= _homes([there], {name: key})
-        placed += match_pieces([there.slot], {name: tensor}, (), text.home)[1]
+        placed += match_pieces([here], {name: tensor}, (), text.home)[1]
     notes = vision.deviations(settings.accept, str(text.home))
     stated = {name: value for name, value in settings.values.items() if name in ("tied", "vocab")}
     spec = untabled.describe(dict(config), shapes, stated | {"vocab": text.spec.vocab}, WHY)

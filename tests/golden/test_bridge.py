@@ -169,6 +169,21 @@ def test_activations_are_known_by_the_names_that_torch_gives_them():
 
 
 MODELS_OF_BRIDGE = "megatron.bridge.models"
+
+
+@pytest.mark.parametrize("name", ["own_maps", "rotary_interleaved", "normalization"])
+def test_a_map_that_is_no_setting_of_kernels(convert, tmp_path, name):
+    """A field that is a map is refused by name, unless it changes no more than rounding."""
+    run = shutil.copytree(REAL / "llama3_tied", tmp_path / "run")
+    path = next(run.glob("iter_*/run_config.yaml"))
+    document = yaml.safe_load(path.read_text())
+    document["model"][name] = {"_target_": "mine.Maps", "_call_": True}
+    path.write_text(yaml.safe_dump(document))
+    ran = convert("megatron2hf", run, tmp_path / "no")
+    assert ran.code in (3, 4), ran.err
+    assert name in ran.err
+
+
 CORE = "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec"
 
 

@@ -23,11 +23,12 @@ from typing import Any
 import yaml
 
 from formats.errors import RefusedError, SourceError, UnsupportedError, short
-from formats.megatron.args import providers, vision
-from formats.megatron.args.fields import LAYERS
+from formats.megatron.args import providers, vision, visions
+from formats.megatron.args.fields import FIELDS, LAYERS
 from formats.megatron.args.moe import INTERLEAVE
 from formats.megatron.args.options import Options
 from formats.megatron.args.provider import TARGET, Provider
+from formats.megatron.args.run_options import RUN
 from formats.megatron.args.vision import Vision
 from formats.model.spec import ModelSpec
 from formats.model.values import whole as natural
@@ -43,6 +44,7 @@ PLAIN = re.compile(
     r"qwen3\.Qwen3)\w*"
 )
 """Classes, with their modules, whose fields alone determine the model."""
+VARIANTS = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
 BUILDERS: Mapping[str, Collection[str]] = {
     **{
         f"{module}.{name}_layer_spec": ()
@@ -50,6 +52,7 @@ BUILDERS: Mapping[str, Collection[str]] = {
         for name in ("default", "local", "transformer_engine", "transformer_engine_full")
     },
     "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec": ("use_transformer_engine",),
+    f"{VARIANTS}.get_transformer_block_with_experimental_attention_variant_spec": (),
 }
 """Functions that build layers of what the other fields say: the arguments they may be given, which choose kernels.
 
@@ -172,7 +175,7 @@ def args_of(config: RunConfig, *, adapter: bool = False) -> Namespace:
             f"{path} says peft: the checkpoint holds an adapter of Megatron-Bridge without its base",
             "--adapter only makes a folder of PEFT of it, and `convert merge` puts that into its base",
         )
-    whole = vision.of_fields(fields)
+    whole = visions.of_fields(fields)
     if whole:
         if adapter:
             raise UnsupportedError(f"{path}: an adapter of a {whole.kind} in Megatron-Bridge is not read")
@@ -185,7 +188,7 @@ def args_of(config: RunConfig, *, adapter: bool = False) -> Namespace:
 
 def vision_of(config: RunConfig) -> tuple[Vision, Mapping[str, Any]] | None:
     """The multimodal class that a file names, and its fields; None if the class has no vision tower."""
-    whole = vision.of_fields(config.fields)
+    whole = visions.of_fields(config.fields)
     return None if whole is None else (whole, config.fields)
 
 
@@ -223,7 +226,14 @@ def _with_own(fields: Mapping[str, Any], provider: Provider, known: Mapping[str,
 def _renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that have an argument, under the name of the argument."""
     known = {name: value for name, value in fields.items() if name not in {*OWN, *LLAMA3, "scale_factor"}}
-    return {RENAMED.get(name, name): value for name, value in known.items() if not isinstance(value, dict)}
+    return {RENAMED.get(name, name): value for name, value in known.items() if not _settled(name, value)}
+
+
+def _settled(name: str, value: Any) -> bool:
+    """Whether a field is a map of a setting that changes no more than rounding; any other map has to be understood."""
+    return isinstance(value, dict) and (
+        name in RUN or (name in FIELDS and FIELDS[name].rule in ("nothing", "rounding"))
+    )
 
 
 def _as_args(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -306,6 +316,7 @@ def written(
     iteration: int,
     sections: Mapping[str, Any] | None = None,
     further: Mapping[str, Any] | None = None,
+    own: Collection[str] = (),
 ) -> dict[str, bytes]:
     """The files that Megatron-Bridge expects beside the weights, by name.
 
@@ -314,13 +325,14 @@ def written(
         iteration: the iteration in the name of the folder.
         sections: further sections of the configuration.
         further: further fields of the model's class, for a class with a vision tower.
+        own: arguments that this class has beside those of a GPTModelProvider.
 
     Raises:
         RefusedError: Bridge's GPTModelProvider does not compute the model.
     """
     shape = {name: args.get(name) for name in ("swiglu", "quick_geglu", "squared_relu") if args.get(name)}
     kinds = [kind for kind, arguments in ACTIVATIONS.items() if arguments == shape]
-    odd = [name for name, only in SINGLE.items() if args.get(name) not in (None, only)]
+    odd = [name for name, only in SINGLE.items() if name not in own and args.get(name) not in (None, only)]
     odd += [] if args.get("position_embedding_type") in ("rope", "learned_absolute") else ["position_embedding_type"]
     odd += [] if kinds else [*shape]
     if odd:
@@ -331,7 +343,7 @@ def written(
     function, gated = kinds[0]
     model = {
         TARGET: vision.GPT,
-        **{name: args[RENAMED.get(name, name)] for name in WRITTEN.split() if RENAMED.get(name, name) in args},
+        **{name: args[RENAMED.get(name, name)] for name in (*WRITTEN.split(), *own) if RENAMED.get(name, name) in args},
         "activation_func": {TARGET: FUNCTIONS[function][0], "_call_": False},
         "gated_linear_unit": gated,
         "params_dtype": _torch(args["params_dtype"].name),

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from formats.errors import RefusedError, UnsupportedError, short
-from formats.megatron.args import gemma3
 from formats.megatron.args.provider import TARGET
-from formats.model.accepted import IMAGES
+from formats.megatron.args.tower import Layers, renamed
 from formats.model.spec import ModelSpec
 
 Config = Mapping[str, Any]
@@ -31,10 +30,12 @@ GPT = "megatron.bridge.models.gpt_provider.GPTModelProvider"
 PREFIX = "language_model."
 """The prefix of the names of the language model."""
 HEAD = "lm_head."
-INSIDE = "config_dict"
+INSIDE, FROM = "config_dict", ".from_dict"
 """The key under which a field that is a Hugging Face config holds the config's keys."""
 TOWER, TEXT = "vision_config", "hf_text_config"
 """Fields that are Hugging Face configs. The second is used for the rotary embedding only."""
+BASE = 1e4
+"""The base of the rotary embedding of a tower: transformers 4.57.3, and Megatron-Bridge in code."""
 ROTARY = ("rope_theta", "head_dim", "hidden_size", "num_attention_heads")
 _QWEN = {
     "depth": 32, "hidden_size": 3584, "hidden_act": "silu", "intermediate_size": 3420, "num_heads": 16,
@@ -46,8 +47,10 @@ _QWEN3 = {
     "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 3584,
     "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24],
 }  # fmt: skip
+_QWEN3_5 = {key: value for key, value in _QWEN3.items() if key != "deepstack_visual_indexes"}
 ASSUMED: Mapping[str, Mapping[str, Any]] = {
     "Qwen2_5_VLVisionConfig": _QWEN,
+    **dict.fromkeys(("Qwen3_5VisionConfig", "Qwen3_5MoeVisionConfig"), _QWEN3_5),
     "Qwen3VLVisionConfig": _QWEN3,
     "Qwen3VLMoeVisionConfig": _QWEN3,
     "Glm4vMoeVisionConfig": {
@@ -100,7 +103,8 @@ class Vision:
         kind: the `model_type` of the models that the class computes.
         target: the name of the class, with its module.
         text: name prefix in files of the language model alone: prefix in Hugging Face files of the whole model.
-        towers: prefix of all other names in Hugging Face files: prefix in Megatron-Bridge; the first match counts.
+        towers: prefix of all other names in Hugging Face files: prefix in Megatron-Bridge, with `{layer}` for the
+            number of a layer; the first match counts.
         fields: field of the class: the function that computes its value from a config.json.
         depth: how many of the first layers get features of an image, computed from a config.json.
         language: the class of the language model alone.
@@ -111,6 +115,9 @@ class Vision:
         deviation: the difference from the computation of transformers; None if there is none.
         fixed: further fields with one value for all models, which is not the field's default.
         later: prefixes of names in releases from 0.4.0 on, whose tower has megatron-core's layers.
+        layers: the layers of the tower, where the release that is written has megatron-core's; None if it is a module
+            of Hugging Face.
+        arguments: fields of the language model that a GPTModelProvider of other models has at one value.
     """
 
     kind: str
@@ -127,6 +134,8 @@ class Vision:
     deviation: Deviation | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     later: tuple[str, ...] = ()
+    layers: Layers | None = None
+    arguments: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -140,13 +149,16 @@ class Vision:
 
     def in_bridge(self, key: str) -> str | None:
         """The name in Megatron-Bridge of a tensor of the tower, from its name in files; None of any other tensor."""
-        before = next((prefix for prefix in self.towers if key.startswith(prefix)), None)
-        return None if before is None else self.towers[before] + key.removeprefix(before)
+        return renamed(key, self.towers.items())
 
     def of_tower(self, name: str) -> str | None:
         """The name in files of a tensor of the tower, from its name in Megatron-Bridge; None of any other tensor."""
-        before = next((prefix for prefix, own in self.towers.items() if name.startswith(own)), None)
-        return None if before is None else before + name.removeprefix(self.towers[before])
+        return renamed(name, ((own, prefix) for prefix, own in self.towers.items()))
+
+    def tower(self, config: Config) -> dict[str, Any]:
+        """The config of the tower, completed with the defaults of its class."""
+        said = self.fields[TOWER](config)
+        return {**ASSUMED[said[TARGET].split(".")[-2]], **said[INSIDE]}
 
     def on_hub(self, key: str) -> str:
         """The name of a tensor in files of the Hub, from its name in files of any version of transformers."""
@@ -184,6 +196,14 @@ class Vision:
             raise RefusedError(
                 f"{spec.vocab} tokens do not divide over tp = {tp}, and {self.name} pads none", "take another --tp"
             )
+        tower = self.tower(config)
+        base = (tower.get("rope_parameters") or {}).get("rope_theta", BASE)
+        if base != BASE:
+            raise RefusedError(
+                f"Megatron-Bridge's {self.name} turns its tower with a base of {BASE:g}, not {short(base)}"
+            )
+        if self.layers:
+            self.layers.require(tower, tp, self.name)
         if self.depth(config) > first:
             raise RefusedError(
                 f"Megatron-Bridge's {self.name} adds features of images after the first {self.depth(config)} layers, "
@@ -223,11 +243,6 @@ class Vision:
             )
 
 
-def of_fields(fields: Mapping[str, Any]) -> Vision | None:
-    """The class that the fields of a run_config.yaml name; None if it is not in `VISIONS`."""
-    return next((vision for vision in VISIONS.values() if fields.get(TARGET) == vision.target), None)
-
-
 def of_text(vision: Vision, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the fields of the language model, as its class alone would have them.
 
@@ -241,7 +256,7 @@ def of_text(vision: Vision, fields: Mapping[str, Any], where: str) -> dict[str, 
     if fields.get("position_embedding_type") != vision.positions:
         odd = short(fields.get("position_embedding_type"))
         raise UnsupportedError(f"{where}: position_embedding_type = {odd} in a {vision.name}")
-    inner = (fields.get(TEXT) or {}).get(INSIDE) or {}
+    inner = config_in(fields.get(TEXT) or {})
     if inner and inner.get("rope_theta") != fields.get("rotary_base"):
         raise UnsupportedError(
             f"{where}: rotary_base = {short(fields.get('rotary_base'))}, and the class goes by hf_text_config, whose "
@@ -256,184 +271,55 @@ def _compared(name: str, ours: Any, theirs: Any) -> list[tuple[str, Any, Any]]:
         return [(name, ours, theirs)]
     if INSIDE not in theirs:
         return [(f"{name}.{key}", ours.get(key), value) for key, value in theirs.items()]
-    own, other = ours.get(INSIDE) or {}, theirs[INSIDE]
+    own, other = config_in(ours), theirs[INSIDE]
     if name == TEXT:
         return [(f"{name}.{key}", own[key], other[key]) for key in ROTARY if key in own and key in other]
     assumed = ASSUMED[theirs[TARGET].split(".")[-2]]
     keys = [*assumed, *(key for key in own if key in other and key not in assumed and key not in OF_A_FILE)]
-    return [(f"{name}.{key}", own.get(key, assumed.get(key)), other.get(key, assumed.get(key))) for key in keys]
+    values = [(f"{name}.{key}", own.get(key, assumed.get(key)), other.get(key, assumed.get(key))) for key in keys]
+    classes = [str(of.get(TARGET)).removesuffix(FROM) for of in (ours, theirs)]
+    return [(f"{name}.{TARGET}", classes[0], classes[1]), *values]
 
 
-def _key(name: str, assumed: Any) -> Callable[[Config], Any]:
+def config_in(field: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a Hugging Face config in a field: under `INSIDE`, or, from 0.5 on, beside the name of its class."""
+    return dict(field.get(INSIDE) or {}) if INSIDE in field else {key: field[key] for key in field if key != TARGET}
+
+
+def key_of(name: str, assumed: Any) -> Callable[[Config], Any]:
     """Return the function that reads a key of a config, with the default of the config's class."""
     return lambda config: config.get(name, assumed)
 
 
-def _inside(target: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def inside(target: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a Hugging Face config in the form in which Megatron-Bridge's files hold it."""
     return {TARGET: f"transformers.models.{target}.from_dict", "_call_": True, INSIDE: dict(config)}
 
 
-def _tower(target: str) -> Callable[[Config], Any]:
-    return lambda config: _inside(target, config.get(TOWER) or {})
+def tower_of(target: str) -> Callable[[Config], Any]:
+    """Return the function that writes the tower's config as a field."""
+    return lambda config: inside(target, config.get(TOWER) or {})
 
 
-def _ropes(config: Config) -> Mapping[str, Any]:
+def ropes_of(config: Config) -> Mapping[str, Any]:
     """Return the rotary parameters of a config, of transformers 4 or 5, of the text config or the top level."""
     text = config.get("text_config") or config
     return text.get("rope_parameters") or text.get("rope_scaling") or {}
 
 
-def _sections(assumed: Sequence[int]) -> Callable[[Config], Any]:
+def sections(assumed: Sequence[int]) -> Callable[[Config], Any]:
     """Return the function that reads how many pairs of a head rotate by time, height and width of an image."""
-    return lambda config: list(_ropes(config).get("mrope_section") or assumed)
+    return lambda config: list(ropes_of(config).get("mrope_section") or assumed)
 
 
-def _text(target: str) -> Callable[[Config], Any]:
+def text_of(target: str) -> Callable[[Config], Any]:
     """Return the function that writes the text config, for the rotary embedding, in the form of transformers 4."""
 
     def written(config: Config) -> dict[str, Any]:
-        text, ropes = dict(config["text_config"]), _ropes(config)
+        text, ropes = dict(config["text_config"]), ropes_of(config)
         text.pop("rope_parameters", None)
         text |= {"rope_theta": text.get("rope_theta", ropes.get("rope_theta", 5e5))}
         text["rope_scaling"] = {key: value for key, value in ropes.items() if key != "rope_theta"}
-        return _inside(target, text)
+        return inside(target, text)
 
     return written
-
-
-TOKENS = {
-    "image_token_id": _key("image_token_id", 151655),
-    "video_token_id": _key("video_token_id", 151656),
-    "vision_start_token_id": _key("vision_start_token_id", 151652),
-    "vision_end_token_id": _key("vision_end_token_id", 151653),
-}
-"""Token ids that mark images and videos, with the defaults of Qwen's configs."""
-QWEN = "megatron.bridge.models.qwen_vl."
-DEEP = {"model.": "model.language_model.", HEAD: HEAD}
-
-
-def _qwen3(kind: str, name: str, target: str) -> Vision:
-    """Return the class of a kind of Qwen3-VL, dense or with experts."""
-    module = f"{kind}.configuration_{kind}.{name}"
-    fields = {
-        TOWER: _tower(f"{module}VisionConfig"),
-        TEXT: _text(f"{module}TextConfig"),
-        "mrope_section": _sections((24, 20, 20)),
-        "spatial_merge_size": lambda config: (config.get(TOWER) or {}).get("spatial_merge_size", 2),
-        **TOKENS,
-    }
-
-    def depth(config: Config) -> int:
-        return len((config.get(TOWER) or {}).get("deepstack_visual_indexes", (8, 16, 24)))
-
-    return Vision(
-        kind,
-        f"{QWEN}qwen3_vl_provider.{target}",
-        DEEP,
-        {"model.visual.": "vision_model."},
-        fields,
-        depth,
-        later=("vision_model.decoder.",),
-    )
-
-
-def _projector(config: Config) -> dict[str, Any]:
-    """Return the configuration of Gemma 3's projector; Megatron-Bridge's own import writes the released image sizes."""
-    tower = config.get(TOWER) or {}
-    return {
-        TARGET: f"{GEMMA}modeling_gemma3_vl.Gemma3VLMultimodalProjectorConfig",
-        "input_size": tower.get("hidden_size", 768),
-        "hidden_size": (config.get("text_config") or {}).get("hidden_size", 2304),
-        "image_size": tower.get("image_size", 224),
-        "patch_dim": tower.get("patch_size", 16),
-        "tokens_per_image": config.get("mm_tokens_per_image", 256),
-        "normalization": "RMSNorm",
-        "layernorm_zero_centered_gamma": True,
-        "layernorm_epsilon": tower.get("layer_norm_eps", 1e-6),
-    }
-
-
-GEMMA = "megatron.bridge.models.gemma_vl."
-PROJECTOR = "multi_modal_projector."
-VISIONS: Mapping[str, Vision] = {
-    vision.kind: vision
-    for vision in (
-        Vision(
-            "qwen2_5_vl",
-            f"{QWEN}qwen25_vl_provider.Qwen25VLModelProvider",
-            {"model.": "model.", HEAD: HEAD},
-            {"visual.": "visual."},
-            {
-                TOWER: _tower("qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig"),
-                "mrope_section": _sections((16, 24, 24)),
-                **TOKENS,
-            },
-        ),
-        _qwen3("qwen3_vl", "Qwen3VL", "Qwen3VLModelProvider"),
-        _qwen3("qwen3_vl_moe", "Qwen3VLMoe", "Qwen3VLMoEModelProvider"),
-        Vision(
-            "glm4v_moe",
-            "megatron.bridge.models.glm_vl.glm_45v_provider.GLM45VModelProvider",
-            DEEP,
-            {"model.visual.": "visual."},
-            {
-                TOWER: _tower("glm4v_moe.configuration_glm4v_moe.Glm4vMoeVisionConfig"),
-                "mrope_section": _sections((8, 12, 12)),
-                "image_token_id": _key("image_token_id", 151363),
-                "video_token_id": _key("video_token_id", 151364),
-                "image_start_token_id": _key("image_start_token_id", 151339),
-                "image_end_token_id": _key("image_end_token_id", 151340),
-                "video_start_token_id": _key("video_start_token_id", 151341),
-                "video_end_token_id": _key("video_end_token_id", 151342),
-            },
-            lacks=("rope_scaling", "sliding_window"),
-            fixed={"mtp_num_layers": None},
-        ),
-        Vision(
-            "gemma3",
-            f"{GEMMA}gemma3_vl_provider.Gemma3VLModelProvider",
-            {"model.": "language_model.model.", HEAD: f"language_model.{HEAD}"},
-            {
-                "vision_tower.vision_model.": "vision_tower.vision_model.",
-                "vision_tower.": "vision_tower.vision_model.",  # as transformers 5 saves it
-                f"{PROJECTOR}mm_input_projection_weight": f"{PROJECTOR}proj.weight",
-                f"{PROJECTOR}mm_soft_emb_norm.": f"{PROJECTOR}mm_soft_embed_norm.",
-            },
-            {
-                TOWER: _tower("siglip.configuration_siglip.SiglipVisionConfig"),
-                "vision_projector_config": _projector,
-                "mm_tokens_per_image": _key("mm_tokens_per_image", 256),
-                "image_token_id": _key("image_token_index", 262144),
-            },
-            language=gemma3.PROVIDER.target,
-            positions=None,
-            lacks=(),
-            turned=frozenset({f"{PROJECTOR}mm_input_projection_weight"}),
-            states=tuple(f"{PROJECTOR}{name}._extra_state/shard_0_1" for name in ("mm_soft_embed_norm", "proj")),
-            deviation=Deviation(
-                IMAGES,
-                "in stock Megatron-Bridge the tokens of an image see only those before them, in transformers all of "
-                "their image",
-                "for a training of text, or to go on as the run does",
-            ),
-        ),
-    )
-}
-"""`model_type`: the class of Megatron-Bridge."""
-HERE = "no release of Megatron-Bridge on PyPI (up to 0.3.1) has a class of it"
-LACKING: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("qwen3_5", "qwen3_5_moe"),
-        f"{HERE}, and those from 0.4.0 on give it a tower of megatron-core's layers, which is not known here",
-    ),
-    "kimi_k25": f"{HERE}, and those from 0.4.0 on load the code of its tower from its repository",
-    "mistral3": "Megatron-Bridge 0.3.1 runs with transformers 4, and its Ministral3Model calls what 5 alone has",
-    "NemotronH_Nano_VL_V2": "Megatron-Bridge's NemotronNano12Bv2VLModelProvider has the sizes of its tower in code, "
-    "and transformers has no class of it",
-}
-"""`model_type`: why such models are not written for Megatron-Bridge.
-
-Facts: 0.3.1 models/ministral3/modeling_ministral3.py (`pooler_output`), nemotron_vl/nemotron_vl_provider.py; 0.4.2
-models/qwen_vl/qwen35_vl_bridge.py, kimi_vl/modeling_kimi_k25_vl.py.
-"""

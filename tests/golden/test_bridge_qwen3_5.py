@@ -1,0 +1,141 @@
+"""Qwen3.5 with images of Megatron-Bridge 0.6.2, whose modules wrote and computed tests/golden/bridge/qwen3_5*."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.faults.dcp_tools import refused
+from tests.golden.test_bridge_lora import contents
+from tests.golden.test_bridge_vision import differences
+from tests.golden.test_only_text import build, save
+
+REAL = Path(__file__).with_name("bridge")
+ITERATION = "iter_0000005"
+BRIDGE = ("--format", "torch_dist", "--for", "bridge")
+ACCEPT = ("--accept", "merger_gelu")
+KINDS = {"qwen3_5": ("Qwen35VLModelProvider", "Qwen3_5"), "qwen3_5_moe": ("Qwen35VLMoEModelProvider", "Qwen3_5Moe")}
+"""Model type: its class in Megatron-Bridge, and the prefix of its classes in transformers."""
+
+
+def read(convert: Any, kind: str, folder: Path) -> Path:
+    """The Hugging Face folder that is read of Bridge's run."""
+    ran = convert("megatron2hf", REAL / kind, folder, "--config", REAL / kind, *ACCEPT)
+    assert ran.code == 0, ran.err
+    assert "the gelu that tanh approximates" in ran.err
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_logits(convert, tmp_path, monkeypatch, kind):
+    """With the merger's gelu of Bridge transformers computes the same of what is read; with its own a little else."""
+    import torch
+
+    base = read(convert, kind, tmp_path / "base")
+    seen, text = differences(base, kind)
+    assert text < 5e-6
+    assert 1e-4 < seen < 5e-3  # of 2.5
+    merger = getattr(import_module(f"transformers.models.{kind}.modeling_{kind}"), f"{KINDS[kind][1]}VisionPatchMerger")
+    made = merger.__init__
+
+    def with_tanh(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.act_fn = torch.nn.GELU(approximate="tanh")
+
+    monkeypatch.setattr(merger, "__init__", with_tanh)
+    assert max(differences(base, kind)) < 5e-6
+    seen, text = differences(base, kind, lambda config: config["vision_config"].update(num_heads=2))
+    assert seen > 1e-2
+    assert text < 5e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("topology", [(), ("--tp", 2, "--pp", 2)])
+def test_what_it_loads(convert, tmp_path, kind, topology):
+    """Every tensor that Bridge saves, and every state that it asks for; and back.
+
+    Its modules loaded these files with strict="raise_all" (tests/golden/bridge/README.md).
+    """
+    base, run = read(convert, kind, tmp_path / "base"), tmp_path / "run"
+    ran = convert("hf2megatron", base, run, *BRIDGE, *ACCEPT, *topology)
+    assert ran.code == 0, ran.err
+    assert f"for Megatron-Bridge's {KINDS[kind][0]} alone" in ran.err
+    ours, theirs = contents(run / "iter_0000000"), contents(REAL / kind / ITERATION)
+    theirs = {key: tensor for key, tensor in theirs.items() if not key.startswith("common_state")}
+    assert all("_extra_state" in name for name in ours.keys() - theirs.keys())
+    assert not theirs.keys() - ours.keys()
+    odd = [key for key, tensor in theirs.items() if tensor is not None and not np.array_equal(tensor, ours[key])]
+    assert all(key.endswith(".out_norm.weight") for key in odd), odd  # plus 1, and minus 1 again
+    assert all(np.abs(theirs[key] - ours[key]).max() < 1e-7 for key in odd)
+    written, known = (
+        dict(yaml.safe_load(next(folder.glob("iter_*/run_config.yaml")).read_text())["model"])
+        for folder in (run, REAL / kind)
+    )
+    tower, its = written.pop("vision_config"), known.pop("vision_config")
+    assert tower["_target_"].removesuffix(".from_dict") == its["_target_"]
+    assert {key for key, value in tower["config_dict"].items() if its.get(key) != value} <= {"model_type"}
+    sizes = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "rope_scaling_factor"}
+    kernels = {"moe_grouped_gemm", "make_vocab_size_divisible_by", "ffn_hidden_size", "moe_router_load_balancing_type"}
+    assert {name for name in written if written[name] != known.get(name)} <= sizes | kernels
+    assert convert("megatron2hf", run, tmp_path / "back", *ACCEPT).code == 0
+    assert convert("diff", tmp_path / "back", base, "--tensors").code == 0
+    digests = {convert("digest", folder, *ACCEPT).out.split()[0] for folder in (run, base)}
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_and_back(convert, tmp_path, kind):
+    """Files as transformers saves them, of other sizes: the same weights."""
+    source, run = save(build(kind, False, vocab_size=64), tmp_path / "whole"), tmp_path / "run"
+    ran = convert("hf2megatron", source, run, *BRIDGE, *ACCEPT, "--tp", 2)
+    assert ran.code == 0, ran.err
+    ran = convert("megatron2hf", run, tmp_path / "out", *ACCEPT)
+    assert ran.code == 0, ran.err
+    assert "names and shapes checked against: transformers" in ran.err
+    ran = convert("verify", tmp_path / "out", source)
+    assert ran.code == 0, ran.err
+
+
+def test_what_is_refused(convert, tmp_path):
+    """What the class computes otherwise, and towers that it does not compute or divide."""
+    base = read(convert, "qwen3_5", tmp_path / "base")
+    what = "the gelu that tanh approximates"
+    refused(convert("hf2megatron", base, tmp_path / "no", *BRIDGE), 5, what, *ACCEPT)
+    run = ("megatron2hf", REAL / "qwen3_5", tmp_path / "no")
+    refused(convert(*run, "--config", REAL / "qwen3_5"), 5, what, *ACCEPT)
+    refused(convert(*run, *ACCEPT), 3, "the config of its tower is missing", "--config BASE")
+    config = json.loads((base / "config.json").read_text())
+    for key, value, message in (
+        ("hidden_act", "gelu", "hidden_act = 'gelu_pytorch_tanh'"),
+        ("deepstack_visual_indexes", [0], "deepstack_visual_indexes = []"),
+        ("rope_parameters", {"rope_theta": 5e3, "rope_type": "axial"}, "a base of 10000, not 5000"),
+    ):
+        other = config | {"vision_config": config["vision_config"] | {key: value}}
+        (base / "config.json").write_text(json.dumps(other))
+        ran = convert("hf2megatron", base, tmp_path / "no", *BRIDGE, *ACCEPT)
+        refused(ran, 5, message)
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("num_heads", 2, "vision_config.num_heads: 2 | 4"),
+        ("_target_", "mine.Tower", "vision_config._target_: 'mine.Tower'"),
+    ],
+)
+def test_a_tower_that_the_config_contradicts(convert, tmp_path, key, value, message):
+    """The config of the tower is in the fields as 0.6.2 writes it: beside the name of its class."""
+    run = shutil.copytree(REAL / "qwen3_5", tmp_path / "run")
+    path = run / ITERATION / "run_config.yaml"
+    document = yaml.safe_load(path.read_text())
+    document["model"]["vision_config"][key] = value
+    path.write_text(yaml.safe_dump(document))
+    refused(convert("megatron2hf", run, tmp_path / "no", "--config", REAL / "qwen3_5", *ACCEPT), 5, message)

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 
 from converters.assets.trusted import require_inside
-from converters.common.atomic import sync_folder
+from converters.common.atomic import sync_path
 from converters.convert import check_paths, publish
 from converters.move.blocks import Files
 from converters.move.engine import digest_of, execute
@@ -163,7 +163,7 @@ def _write(work: Averaging, request: Request, limits: Limits) -> dict[str, float
             checks.complete(files.read_stored, limits.threads)
         for path, ranges in _changed(work.jobs).items():
             amend(path, ranges)
-            sync_folder(path.parent)
+            sync_path(path.parent)
         _verify(work, limits)
         publish(request)
     except OSError as error:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from converters.assets import files as assets
 from converters.assets.replaceable import foreign
 from converters.assets.trusted import is_read_with_model
-from converters.common.atomic import stoppable, sync_folder
+from converters.common.atomic import stoppable, sync_path
 from converters.common.manifest import check_manifest, small_digests
 from converters.common.progress import Progress
 from converters.common.room import require_room
@@ -112,7 +112,7 @@ def run(
                 _execute(plan.jobs, target, request, journal, files, stopped, drifted, workers=workers)
                 checked(checks.complete(files.read_stored, request.limits.threads, stopped))
                 finish_files(target.files, files, request.limits.threads)  # its open files are not on disk yet
-                finish_small(plan, target, request, journal.digests)
+                files.descriptors.written(finish_small(plan, target, request, journal.digests))
                 if stopped():
                     raise Interrupted("stopped by a signal", "run the same command again to resume")
                 if request.verify:
@@ -294,15 +294,16 @@ def make_files(files: Iterable[OutputFile], request: Request) -> None:
             handle.truncate(file.size)  # changes nothing in a file that other shares have begun
 
 
-def finish_small(plan: Plan, target: Target, request: Request, digests: Mapping[str, str]) -> None:
-    """Write the small files into the staging folder."""
+def finish_small(plan: Plan, target: Target, request: Request, digests: Mapping[str, str]) -> list[Path]:
+    """Write the small files into the staging folder. Returns their paths; they are not forced to disk yet."""
     digest.check_source(plan, digests)
-    assets.write(request.root, target.texts, target.copies)
+    written = assets.write(request.root, target.texts, target.copies)
     if plan.again is None or plan.remembered:
         small = sorted(name for name in {*target.texts, *target.copies} if is_read_with_model(PurePath(name).name))
         home = request.root / target.home
         small_sums = small_digests(home, [os.path.relpath(name, target.home) for name in small])
-        assets.write(home, {MANIFEST: digest.manifest(plan, digests, small_sums)}, {})
+        written += assets.write(home, {MANIFEST: digest.manifest(plan, digests, small_sums)}, {})
+    return written
 
 
 def check_paths(source: Checkpoint, request: Request, others: Iterable[Path] = ()) -> None:
@@ -460,12 +461,12 @@ def publish(request: Request) -> None:
     """
     _check_free(request)  # once more: OUT may have been created during the conversion
     for folder in [request.root, *(path for path in request.root.rglob("*") if path.is_dir())]:
-        sync_folder(folder)
+        sync_path(folder)
     if request.place.is_dir() and any(request.place.iterdir()):
         request.place.rename(request.staging / "replaced")
     request.root.rename(request.place)
     try:
-        sync_folder(request.place.parent)
+        sync_path(request.place.parent)
         shutil.rmtree(request.staging)
     except OSError as error:
         raise OutputError(

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from converters.assets.custom_code import missing_code
 from converters.assets.trusted import UNKNOWN, require_inside, require_there, why_not
-from converters.common.atomic import named, synced
+from converters.common.atomic import named
 from formats.checkpoint import Checkpoint
 from formats.disk.json_file import read_json
 from formats.errors import SourceError
@@ -218,8 +218,8 @@ def _ids(values: Any) -> Iterator[int]:
                 yield int(number)
 
 
-def write(root: Path, texts: Mapping[str, bytes], copies: Mapping[str, Path]) -> None:
-    """Write small files below a folder, and force them to disk.
+def write(root: Path, texts: Mapping[str, bytes], copies: Mapping[str, Path]) -> list[Path]:
+    """Write small files below a folder. Returns their paths; they are not forced to disk yet.
 
     Raises:
         SourceError: a file that is to be copied cannot be read, or changes during the copy.
@@ -227,8 +227,7 @@ def write(root: Path, texts: Mapping[str, bytes], copies: Mapping[str, Path]) ->
     for name, content in texts.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with synced(path) as handle:
-            handle.write(content)
+        path.write_bytes(content)
     for name, source in copies.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -236,11 +235,12 @@ def write(root: Path, texts: Mapping[str, bytes], copies: Mapping[str, Path]) ->
             left, reader = source.stat().st_size, source.open("rb")
         except OSError as error:
             raise SourceError(f"{source}: {error.strerror}") from None
-        with named(path), reader, synced(path) as writer:
+        with named(path), reader, path.open("wb") as writer:
             if not _copied(reader, writer, left):
                 raise SourceError(
                     f"{source} changes while it is copied", "the same command again, once nothing writes it"
                 )
+    return [root / name for name in (*texts, *copies)]
 
 
 def _copied(reader: BinaryIO, writer: BinaryIO, left: int) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from converters.commands.options import FOLDER, NAMED, as_json
-from converters.common.atomic import sync_folder
+from converters.common.atomic import sync_path
 from converters.common.cli_help import command
 from formats.errors import RefusedError, SourceError, UsageError
 
@@ -137,7 +137,7 @@ def publish(out: Path, work: Work) -> None:
     for name in work.removed:
         (out / name).unlink()
     for folder in {(out / name).parent for name in (*work.staged, *work.removed)}:
-        sync_folder(folder)
+        sync_path(folder)
     record_files(out, [name for name, _ in files(out) if is_read_with_model(Path(name).name)])
 
 

@@ -143,6 +143,7 @@ def _check_free(out: Path, force: bool) -> Path:
 def _publish(files: Mapping[str, bytes], out: Path, force: bool) -> None:
     """Write all files beside OUT, then rename the folder to OUT in one step."""
     from converters.assets.files import write
+    from converters.common.atomic import sync_path
 
     place = _check_free(out, force)
     staging = place.with_name(place.name + ".partial")
@@ -152,7 +153,8 @@ def _publish(files: Mapping[str, bytes], out: Path, force: bool) -> None:
             if present - OURS - {"out", "replaced"}:
                 raise OutputError(f"{staging} is in the way and holds other things", "remove it yourself")
             shutil.rmtree(staging)
-        write(staging / "out", files, {})
+        for path in write(staging / "out", files, {}):
+            sync_path(path)
         if place.exists():
             place.rename(staging / "replaced")
         (staging / "out").rename(place)

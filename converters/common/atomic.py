@@ -97,8 +97,8 @@ def write_file(path: Path, content: bytes) -> None:
     staged.rename(path)
 
 
-def sync_folder(path: Path) -> None:
-    """Force the names in a folder to disk."""
+def sync_path(path: Path) -> None:
+    """Force a file, or the names in a folder, to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
@@ -132,15 +133,18 @@ class Journal:
 
     @contextmanager
     def kept(self, files: Files) -> Iterator[None]:
-        """Commit every `every` seconds from the first finished job on, and once at the end: the disk writes meanwhile.
+        """Begin to commit every `every` seconds from the first finished job on, and commit once at the end.
 
+        The disk writes meanwhile; a commit that takes longer is followed by the next one at once.
         The thread that commits is not started before: until then the process can be copied (`converters.move.workers`).
         """
         finished, failed = threading.Event(), list[OSError | OutputError]()
 
         def work() -> None:
             try:
-                while not finished.wait(self.every):
+                due = time.monotonic() + self.every
+                while not finished.wait(due - time.monotonic()):
+                    due = time.monotonic() + self.every
                     self.commit(files)
             except (OSError, OutputError) as error:  # raised below, in the thread of the conversion
                 failed.append(error)

@@ -1,4 +1,4 @@
-"""Writers of one file take turns on some file systems, and a killed writer ends its turn."""
+"""How files are written: by one at a time on some file systems, and to the disk while others are read."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 import vitruvian
+from converters import convert
 from converters.move import blocks, turns
 from converters.move.blocks import Files
+from converters.move.journal import open_journal
 from converters.move.turns import Turns
 from formats.disk.safetensors import Fragment
 from tests.faults.test_workers import ENV, SCRIPT
@@ -145,3 +148,25 @@ def test_a_worker_is_killed_in_its_turn(model, tmp_path):
     assert f"process {begun.read_text()}, one of those that convert, was ended by signal 9" in errors.decode()
     assert subprocess.run(words, env=ENV, capture_output=True, check=False).returncode == 0
     assert vitruvian.digest(out).digest == vitruvian.digest(expected).digest
+
+
+def test_every_file_is_on_disk_before_it_is_published(model, tmp_path, monkeypatch):
+    """The small ones too, though not at once: ext4 would first write all that is there of the large ones."""
+    synced, publish = set(), convert.publish
+    monkeypatch.setattr(os, "fdatasync", lambda handle: synced.add(Path(f"/proc/self/fd/{handle}").readlink()))
+    monkeypatch.setattr(convert, "publish", lambda request: (seen.extend(synced), publish(request)))
+    seen = list[Path]()
+    out = vitruvian.convert(model("llama", "bfloat16"), tmp_path / "out", to="megatron", tp=2, threads=1).out
+    written = {path.relative_to(out) for path in out.rglob("*") if path.is_file()}
+    assert {path.relative_to(tmp_path / "out.partial/out") for path in seen} == written
+
+
+def test_a_commit_that_takes_long_is_followed_at_once(tmp_path, monkeypatch):
+    begun = list[float]()
+    with open_journal(tmp_path / "o.partial", "mark", (), force=False, every=0.3) as journal, Files() as opened:
+        monkeypatch.setattr(journal, "commit", lambda _: (begun.append(time.monotonic()), time.sleep(0.4)))
+        with journal.kept(opened):
+            assert journal.committing is not None
+            journal.committing.start()
+            time.sleep(2)
+    assert min(after - before for before, after in pairwise(begun)) < 0.65, "0.7 where each waits once more"

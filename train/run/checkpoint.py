@@ -27,7 +27,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from converters.common.atomic import sync_folder, write_file
+from converters.common.atomic import sync_path, write_file
 from converters.prove.archive_crc import archives, check
 from formats.detect.rivals import shards, weights
 from formats.errors import OutputError, RefusedError, SourceError, short, some
@@ -309,12 +309,12 @@ class Saver:
         write_file(staging / NOTE, (json.dumps(asdict(progress), indent=1) + "\n").encode())
         small = [path for path in (staging / name for name in (NOTE, *self.beside)) if saves.is_bound(path)]
         write_file(staging / saves.RECORD, saves.packed(record | saves.entries_of(small)))
-        sync_folder(staging)
+        sync_path(staging)
         if place.exists():
             _delete(place)
         staging.rename(place)
         write_file(self.save / LATEST, place.name.encode())
-        sync_folder(self.save)
+        sync_path(self.save)
         shutil.rmtree(self.save / MOMENTS, ignore_errors=True)
         self._forget(place, progress)
 

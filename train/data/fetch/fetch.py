@@ -18,7 +18,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from converters.common.atomic import lock, sync_folder
+from converters.common.atomic import lock, sync_path
 from formats.errors import OutputError, SourceError, UsageError
 from train.data.fetch.recipe import Recipe, nearest
 from train.data.fetch.reservoir import Sample
@@ -316,7 +316,7 @@ def published(out: Path, force: bool) -> Iterator[IO[bytes]]:
         if error.errno not in FULL:
             raise
         raise OutputError(f"there is no room for {out}: {error.strerror}; nothing was written") from None
-    sync_folder(target.parent)
+    sync_path(target.parent)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from converters.common.atomic import named, sync_folder, synced, write_file
+from converters.common.atomic import named, sync_path, synced, write_file
 from formats.errors import OutputError, RefusedError, SourceError, UnsupportedError, UsageError, short
 from train.data.packing.k_bin import k_bin
 from train.data.packing.packing import Lengths, Rows, best_fit, concatenated, next_fit
@@ -284,13 +284,13 @@ def write_plan(plan: Plan, out: Path, force: bool = False) -> None:
         record = {"prefix": os.path.relpath(prefix, out.parent.resolve() / out.name)}  # both can be moved together
         record |= {name: getattr(plan, name) for name in RECORD}
         write_file(staging / "plan.json", (json.dumps(record, indent=1) + "\n").encode())
-        sync_folder(staging)
+        sync_path(staging)
         if out.exists():
             shutil.rmtree(out)
         staging.rename(out)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    sync_folder(out.parent)
+    sync_path(out.parent)
 
 
 def _require_own(folder: Path) -> None:

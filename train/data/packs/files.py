@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from converters.common.atomic import named, sync_folder, synced, write_file
+from converters.common.atomic import named, sync_path, synced, write_file
 from converters.common.progress import size
 from formats.disk.safetensors import write_from
 from formats.errors import Interrupted, OutputError, SourceError
@@ -123,14 +123,14 @@ def fresh(prefix: Path) -> Iterator[Path]:
     try:
         with named(prefix):
             yield staging / prefix.name
-            sync_folder(staging)
+            sync_path(staging)
             idx_path(prefix).unlink(missing_ok=True)
             for staged, place in zip(members(staging / prefix.name), members(prefix), strict=True):
                 if staged.exists():
                     staged.replace(place)
                 else:
                     place.unlink(missing_ok=True)
-            sync_folder(prefix.parent)
+            sync_path(prefix.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from converters.common.atomic import lock, named, stoppable, sync_folder, write_file
+from converters.common.atomic import lock, named, stoppable, sync_path, write_file
 from converters.common.progress import Progress
 from formats.errors import Interrupted, OutputError, RefusedError, SourceError
 from train.data.tokens.indexed import best_dtype, bin_path, idx_path, write_index
@@ -366,5 +366,5 @@ def put_in_place(staging: Path, finals: Mapping[str, Path], stale: Iterable[Path
         path.unlink(missing_ok=True)  # an old index must never describe new tokens
     for name, path in finals.items():
         (staging / name).rename(path)
-    sync_folder(next(iter(finals.values())).parent)
+    sync_path(next(iter(finals.values())).parent)
     shutil.rmtree(staging)

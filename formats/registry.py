@@ -53,6 +53,8 @@ KNOWN_TO = {
 """Field of `Settings` that not every reader knows: the formats whose readers do."""
 ITERATION = re.compile(r"iter_\d+|release")
 """The name of a checkpoint folder in a run of Megatron."""
+SHARD = re.compile(r"(model|pytorch_model)-\d{5}-of-\d{5}\.(safetensors|bin)")
+"""The name of a shard of a Hugging Face folder, which has an index beside it."""
 MOST_FOLDERS = 64
 """Most folders that are searched for checkpoints to name in a hint."""
 
@@ -106,6 +108,12 @@ def open_checkpoint(path: Path, settings: Settings | None = None, first: Sequenc
         raise SourceError(f"{error.filename or path}: {error.strerror}") from None
     from formats.fsdp import runs
 
+    sharded = sorted({f"{part[1]}.{part[2]}.index.json" for name in entries if (part := SHARD.fullmatch(name))})
+    if sharded:
+        raise SourceError(
+            f"{path} holds shards of a model without their index, {sharded[0]}",
+            "it tells which tensor is in which shard: take it from where the shards come from",
+        )
     iterations = [name for name in entries if ITERATION.fullmatch(name)]
     if iterations:
         raise SourceError(f"{path} holds no latest_checkpointed_iteration.txt", f"name one: {path / iterations[-1]}")

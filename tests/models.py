@@ -200,7 +200,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **GEMMA4,
     },
     "kimi_linear": {"model_type": "kimi_linear", "layer_types": [STATE, FULL] * 2, **KIMI},
-    "kimi_linear-tied": {
+    "kimi_linear-queries": {
         "model_type": "kimi_linear",
         "q_lora_rank": 24,
         "mlp_layer_types": ["sparse"] * 4,

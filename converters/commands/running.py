@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from converters.plan.plan import Plan
     from converters.plan.request import Request
     from formats.checkpoint import Checkpoint
+    from formats.model.spec import Spec
 
 
 def request_of(out: Path, options: Mapping[str, Any], source: Checkpoint) -> Request:
@@ -112,9 +113,13 @@ NEXT = {
 """
 
 
-def next_step(to: str, out: Path) -> str:
+def next_step(to: str, out: Path, spec: Spec) -> str:
     """How an output can be used: the line of `NEXT` for its target or purpose."""
-    name = str(out)
+    from formats.families import FAMILIES
+
+    name, family = str(out), FAMILIES.get(spec.family)
+    if to == HUGGINGFACE and family and family.elsewhere:
+        return f"{family.architecture} of {family.elsewhere}: no release of transformers has this class"
     return NEXT[to].format(out=name, word=shlex.quote(name), text=json.dumps(name, ensure_ascii=False))
 
 
@@ -169,5 +174,5 @@ def carry_out(plan: Plan, request: Request, options: Mapping[str, Any], to: str)
         purpose = ADAPTER_OF_PEFT if plan.source.settings.adapter == "only" else to
         name, summary = str(done.out), f"{'read back and equal' if done.verified else 'not read back'}\n"
         summary += f"source checksums: {done.source_checksums}{done.mixed and f' ({done.mixed})'}\ndigest {done.digest}"
-        summary += "" if is_elsewhere(done.out) else f"\nnext: {next_step(purpose, done.out)}"
+        summary += "" if is_elsewhere(done.out) else f"\nnext: {next_step(purpose, done.out, plan.source.spec)}"
     click.echo(f"{name}: {done.tensors} tensors, {size(done.nbytes)} in {done.seconds:.1f} s, {summary}")

@@ -5,9 +5,10 @@ A name is looked up in this order: a local folder of that name; the mirrors of t
 read by ranges (`converters.remote`), unless `HF_HUB_OFFLINE` is set. Nothing is downloaded. `s3://`, `gs://`, `az://`
 and `https://` are read in the same way.
 
-Facts about the cache: huggingface_hub 2.4.0, constants.py and `_local_folder.py`: `$HF_HUB_CACHE`, else
-`$HF_HOME/hub`, else `~/.cache/huggingface/hub`; models--ORG--NAME/refs/REVISION holds the commit, whose files are in
-snapshots/COMMIT.
+A revision may have slashes, written `%2F`; those of `refs/pr/N`, `refs/convert/NAME` and `pr/N` may be plain (2.4.0,
+hf_file_system.py `SPECIAL_REFS_REVISION_REGEX` and `resolve_path`). Facts about the cache: huggingface_hub 2.4.0,
+constants.py and `_local_folder.py`: `$HF_HUB_CACHE`, else `$HF_HOME/hub`, else `~/.cache/huggingface/hub`;
+models--ORG--NAME/refs/REVISION holds the commit, whose files are in snapshots/COMMIT.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import os
 import re
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote, unquote
 
 from formats.errors import NetworkError, SourceError, UsageError, some
 
+REVISION = r"refs/convert/\w+(?=/|$)|(?:refs/)?pr/\d+(?=/|$)|[^/\s]+"
 NAME = re.compile(
-    r"(?:hf://)?(?P<org>\w[\w.-]*)/(?P<name>\w[\w.-]*)(?:@(?P<revision>[^/\s]+))?(?:/(?P<folder>.+))?", re.A
+    rf"(?:hf://)?(?P<org>\w[\w.-]*)/(?P<name>\w[\w.-]*)(?:@(?P<revision>{REVISION}))?(?:/(?P<folder>.+))?", re.A
 )
 SCHEME = "hf:/"
 """The beginning of `hf://` in a Path, which joins two slashes."""
@@ -56,13 +59,16 @@ def folder_of(path: Path) -> Found:
     named = text.startswith(SCHEME)
     text = "hf://" + text[len(SCHEME) :].lstrip("/") if named else text
     match = NAME.fullmatch(text)
-    if match is None or (not named and (path.exists() or match["folder"] or path.parent.is_dir())):
+    revision = unquote(match["revision"]) if match and match["revision"] else None
+    above = {".", ".."}.intersection((revision or "").split("/"))
+    local = revision is None and path.parent.is_dir()  # a folder here has no revisions
+    if match is None or above or (not named and (path.exists() or match["folder"] or local)):
         if named:
             raise SourceError(
                 f"{text} is not a valid name on the Hub", "such as hf://ORG/NAME, or hf://ORG/NAME@REVISION"
             )
         return Found(path)
-    org, name, revision, below = match["org"], match["name"], match["revision"], match["folder"] or ""
+    org, name, below = match["org"], match["name"], match["folder"] or ""
     looked = list[str]()
     if revision is None:
         for mirror in filter(None, os.environ.get("VITRUVIAN_MIRRORS", "").split(":")):
@@ -79,7 +85,14 @@ def folder_of(path: Path) -> Found:
         (variable for variable in OFFLINE if os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")), None
     )
     if offline is None:
-        return _on_hub(address, below)
+        return _on_hub(f"{org}/{name}@{quote(revision, '')}" if revision else address, below)
+    held = sorted(folder.name for folder in home.glob("snapshots/*"))
+    if held:
+        raise SourceError(
+            f"{address}: the Hub's cache {home} holds no revision {revision or MAIN}, and {offline} is set; it holds "
+            f"{some(held, 4)}",
+            f"name one: {org}/{name}@{held[0]}",
+        )
     if not named:
         return Found(path)
     looked.append(str(home))

@@ -78,6 +78,7 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
     parsed = json.loads(config)
     answer = {"why": "the weights are quantized"} if parsed.get("quantization_config") else ask(parsed, spec.shapes)
     if "why" not in answer:
+        _require_tie(source, spec, answer)
         _refuse(source, _of_transformers(answer, parsed, known_only=not source.settings.verbatim))
         return [f"{CHECKED} transformers"]
     differing = _against_base(source, source.spec)
@@ -102,6 +103,20 @@ def notes(source: Checkpoint, spec: Spec, config: bytes) -> list[str]:
             INSTALL * (not quantized) + BASE * judged + AS_THEY_ARE,
         )
     return [f"{CHECKED} config only ({answer['why']}): {UNPROVEN}"]
+
+
+def _require_tie(source: Checkpoint, spec: Verbatim, answer: Mapping[str, Any]) -> None:
+    """Refuse a config that ties a head which its class does not tie, of files that hold the head.
+
+    Raises:
+        SourceError: it is such a config: the head is not written as a copy of the embedding, and would be lost.
+    """
+    held = {placed.key for placed in source.tensors} & spec.copies.keys()
+    for key in sorted(held.intersection(answer.get("missing", ()))):
+        raise SourceError(
+            f"{source.root}: its config ties {key} to {spec.copies[key]}, and its class in transformers does not",
+            "convert both as they are: --set tied=false",
+        )
 
 
 def ask(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def plan_average(
         edge = edge if job.dtype in FLOATS else ""
         return replace(
             job, source_dtype=job.dtype, sources=(), replicas={}, rows=None, partial=False, twins=(),
-            terms=tuple(Term(*term) for term in terms), edge=edge, centred=(False, job.centred[1]),
+            terms=tuple(Term(*term, finite=True) for term in terms), edge=edge, centred=(False, job.centred[1]),
         )  # fmt: skip
 
     inputs = tuple(

@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from hashlib import blake2b
 from pathlib import Path, PosixPath
 from typing import Any
+from urllib.parse import unquote
 
 from converters.remote.hub_repo import Repo
 from converters.remote.object_store import SCHEMES, Bucket
@@ -302,5 +303,5 @@ def remote(path: Path) -> RemotePath:
 def _store(parts: tuple[str, ...], depth: int) -> Store:
     if parts[0] == "hf:":
         repo, _, revision = "/".join(parts[1:depth]).partition("@")
-        return Repo(repo, revision or None)
+        return Repo(repo, unquote(revision) or None)
     return Bucket(f"{parts[0]}//{'/'.join(parts[1:depth])}")

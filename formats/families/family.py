@@ -59,6 +59,7 @@ class Family:
             of others with the same `model_type` has none.
         rope_theta: the default of transformers for the rotary base; None where nothing rotates, or where each kind of
             layers has rotary settings, which are in `own`.
+        scalings: the types of rope scaling that the config's class takes; empty if it takes all.
         head_dim: the default of transformers for the head dimension; None for hidden size / heads.
         ffn_ratio: the default width of the MLP, in hidden sizes; 0 where the config has to specify it.
         mha: whether `__post_init__` of the config takes as many key/value heads as heads by default; a fixed number is
@@ -90,6 +91,7 @@ class Family:
             models without a window are supported; `window_default` and `full_until` then tell which models these are.
         neox: the kind of GPT-NeoX's models that compute the same (`deepspeed/neox/settings_table.py`); empty for none.
         native: the layouts under tensor names that only trainers use, by trainer (`formats/fsdp/native.py`).
+        elsewhere: where the class is, of which no release of transformers has one; empty where one has it.
         file: the user's file that the family was read from; None for a family of the project.
     """
 
@@ -104,6 +106,7 @@ class Family:
     in_memory: bool = False
     blocks: tuple[str, ...] = ()
     rope_theta: float | None = 10000.0
+    scalings: tuple[str, ...] = ()
     head_dim: int | None = None
     ffn_ratio: int = 0
     mha: bool = False
@@ -125,6 +128,7 @@ class Family:
     tokens: Mapping[str, int] = field(default_factory=dict)
     neox: str = ""
     native: Mapping[str, str] = field(default_factory=dict)
+    elsewhere: str = ""
     file: Path | None = field(default=None, compare=False)
 
     @cached_property
@@ -173,6 +177,10 @@ class Family:
         """Every combination of the conditions of layout that config keys can turn on."""
         for values in product((False, True), repeat=len(self.biases)):
             yield self.biases_of(dict(zip(self.biases, values, strict=True)))
+
+    def takes(self, scaling: Mapping[str, Any] | None) -> bool:
+        """Whether the config's class takes a rope scaling."""
+        return not (scaling and self.scalings) or scaling.get("rope_type") in self.scalings
 
     @cached_property
     def choices(self) -> frozenset[str]:

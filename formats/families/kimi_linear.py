@@ -3,7 +3,7 @@
 Facts: transformers 5.23.0, models/kimi_linear/modeling_kimi_linear.py, configuration_kimi_linear.py and
 conversion_mapping.py: in memory the three convolutions are one, and the tensors of the decay are in the module
 `forget_gate`. The MLP of a dense layer is `mlp` in the Hub's files, and `block_sparse_moe` in files that transformers
-saves; transformers reads both.
+saves; transformers reads both. The class never ties the head (`_tied_weights_keys` is empty), whatever its config says.
 """
 
 from formats.families import deepseek_v3
@@ -61,7 +61,7 @@ FAMILY = Family(
     name="kimi_linear",
     architecture="KimiLinearForCausalLM",
     table=TABLE,
-    requires={"hidden_act": "silu", "attention_bias": False},
+    requires={"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False},
     rope_theta=None,
     keys={
         **deepseek_v3.FAMILY.keys,

@@ -25,4 +25,5 @@ FAMILY = Family(
     window_default=4096,
     full_until=("max_window_layers", 28),
     head_dim=128,
+    elsewhere="open-sci's branch of transformers",
 )

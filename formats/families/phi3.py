@@ -1,6 +1,7 @@
 """Phi-3, Phi-3.5 and Phi-4: Llama with fused projections (transformers models/phi3/modeling_phi3.py, 5.23.0).
 
-In Phi-4-mini three quarters of each head rotate.
+In Phi-4-mini three quarters of each head rotate. Its config takes one type of rope scaling (configuration_phi3.py
+`validate_rope`).
 """
 
 from formats.families.blocks import FUSED_MLP, HEAD, NORMS
@@ -18,6 +19,7 @@ FAMILY = Family(
     architecture="Phi3ForCausalLM",
     table=TABLE,
     requires={"hidden_act": "silu"},
+    scalings=("longrope",),
     window="sliding_window",
     keys={"rotary_fraction": "partial_rotary_factor"},
     defaults={"rotary_fraction": 1.0},

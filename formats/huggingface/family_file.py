@@ -49,7 +49,7 @@ KINDS = {
     "Mapping": (dict,),
     "tuple": (list,),
 }
-OURS = ("neox", "native", "file")
+OURS = ("neox", "native", "scalings", "elsewhere", "file")
 FIELDS = {field.name: KINDS[re.split(r"\W", str(field.type))[0]] for field in fields(Family) if field.name not in OURS}
 """Field of a `Family`: its types in TOML. Fields that only a family of the project has are left out."""
 APART = ("rope_theta", "drops", "nulls", "blocks", "full_until", "biases")

@@ -37,6 +37,7 @@ from formats.megatron.folders import TRACKER, locate, name_of
 from formats.megatron.mesh import Mesh, require_mesh
 from formats.megatron.optimizer import SHARDED, Optimizer
 from formats.megatron.pipeline import Pipeline, chunks, pipeline_of
+from formats.megatron.remembered import as_recorded
 from formats.megatron.shards import (
     DROPS,
     TIES,
@@ -172,6 +173,7 @@ def spec_of(
         spec = with_vocab(spec, settings, iteration)
     else:
         spec = from_megatron(args, settings.values, base, str(path), accept=settings.accept, settled=settled)
+        spec = spec if base else as_recorded(spec, args, settings.values, iteration)
         spec = with_vocab(spec, settings, iteration)
     if spec.vocab is not None and not spec.vocab <= padded:
         raise SourceError(

@@ -75,6 +75,28 @@ def same(state: dict[str, Any], other: dict[str, Any]) -> bool:
     return state.keys() == other.keys() and all(torch.equal(state[key], other[key]) for key in state)
 
 
+@pytest.mark.parametrize("command", ["hf2hf", "hf2fsdp"])
+def test_a_head_that_the_config_ties_and_the_class_does_not(command, convert, tmp_path):
+    """The class of BigBird-Pegasus ties nothing: its head is in the files, and stays there."""
+    from safetensors.torch import load_file
+    from transformers import BigBirdPegasusConfig, BigBirdPegasusForCausalLM
+
+    sizes = dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48)
+    heads = dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4)
+    small = BigBirdPegasusConfig(vocab_size=97, d_model=32, decoder_layers=2, encoder_layers=1, **sizes, **heads)
+    assert small.tie_word_embeddings is True
+    BigBirdPegasusForCausalLM(small).save_pretrained(tmp_path / "hf")
+    words = "config ties lm_head.weight to model.decoder.embed_tokens.weight, and its class in transformers does not"
+    for more in ((), ("--allow-missing", "lm_head.weight")):
+        refused(convert(command, tmp_path / "hf", tmp_path / "no", *more), 3, words, "--set tied=false")
+    assert convert(command, tmp_path / "hf", tmp_path / "out", "--set", "tied=false").code == 0
+    if command == "hf2fsdp":
+        assert convert("fsdp2hf", tmp_path / "out", tmp_path / "back").code == 0
+    back = tmp_path / ("back" if command == "hf2fsdp" else "out")
+    assert same(load_file(back / "model.safetensors"), load_file(tmp_path / "hf/model.safetensors"))
+    assert json.loads((back / "config.json").read_text())["tie_word_embeddings"] is False
+
+
 # --- lost shards of torch's Hugging Face writer ----------------------------------------------------------------------
 
 

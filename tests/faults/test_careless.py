@@ -20,6 +20,7 @@ from converters.plan.request import Request, named_of
 from formats.errors import OutputError
 from formats.registry import open_checkpoint
 from tests.chat import worlds
+from tests.faults.dcp_tools import refused
 from tests.models import files
 from tests.optimizers import add_optimizer
 
@@ -542,3 +543,13 @@ def test_weights_in_files_that_are_not_read_are_told(model, convert, tmp_path):
     ran = convert("hf2hf", source, tmp_path / "out", "-n")
     message = f"in {source} are not read, nor does transformers: the model is in other files"
     assert (ran.code, f"model-00001-of-00002.safetensors {message}" in ran.out + ran.err) == (0, True), ran
+
+
+@pytest.mark.parametrize("name", ["model-{:05}-of-00002.safetensors", "pytorch_model-{:05}-of-00002.bin"])
+def test_shards_without_their_index(convert, tmp_path, name):
+    (tmp_path / "hf").mkdir()
+    for number in (1, 2):
+        (tmp_path / "hf" / name.format(number)).write_bytes(b"weights")
+    (tmp_path / "hf/config.json").write_text("{}")
+    index = name.replace("-{:05}-of-00002", "") + ".index.json"
+    refused(convert("hf2hf", tmp_path / "hf", tmp_path / "out"), 3, f"shards of a model without their index, {index}")

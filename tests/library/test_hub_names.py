@@ -25,7 +25,9 @@ def cache(model, tmp_path, monkeypatch) -> Path:
     (place / "blobs").mkdir(parents=True)
     (place / "refs").mkdir()
     (place / "refs" / "main").write_text(COMMIT)
-    (place / "refs" / "v2").write_text(COMMIT)
+    for name in ("v2", "refs/pr/1", "pr/1", "feature/x"):
+        (place / "refs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / "refs" / name).write_text(COMMIT)
     snapshot = place / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     for number, path in enumerate(sorted(model("llama", "bfloat16").iterdir())):
@@ -40,6 +42,28 @@ def test_a_model_in_the_cache_is_found_by_its_name(cache, model, convert, name):
     assert vitruvian.digest(name).digest == vitruvian.digest(model("llama", "bfloat16")).digest
     notes = json.loads(convert("inspect", name, "--json").out)["notes"]
     assert f"acme/tiny is taken from the Hub's cache, revision {COMMIT}" in notes
+
+
+@pytest.mark.parametrize("revision", ["refs/pr/1", "refs%2Fpr%2F1", "pr/1", "pr%2f1", "feature%2Fx"])
+def test_a_revision_with_a_slash(cache, revision):
+    for name in (f"acme/tiny@{revision}", f"hf://acme/tiny@{revision}"):
+        assert vitruvian.open(name).family == "llama"
+
+
+def test_a_revision_beside_a_folder_of_the_name(cache, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model("gpt2"), tmp_path / "acme/tiny")
+    assert [vitruvian.open(name).family for name in ("acme/tiny", "acme/tiny@main")] == ["gpt2", "llama"]
+
+
+@pytest.mark.parametrize("name", ["acme/tiny", "hf://acme/tiny", "acme/tiny@01234567"])
+def test_a_revision_that_the_cache_does_not_hold(cache, convert, monkeypatch, name):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (cache.parents[1] / "refs/main").unlink()
+    ran = convert("inspect", name)
+    assert ran.code == 3
+    assert f"it holds {COMMIT}" in ran.err
+    assert f"hint: name one: acme/tiny@{COMMIT}" in ran.err
 
 
 def test_a_config_by_its_name(cache, model, convert, tmp_path):
@@ -71,9 +95,10 @@ def test_a_mirror_goes_before_the_cache_and_a_folder_before_both(cache, model, c
     ("name", "code", "message"),
     [
         ("hf://acme/other", 3, "acme/other is not a folder here, and not in"),
-        ("hf://acme/tiny@v3", 3, "acme/tiny@v3 is not a folder here"),
+        ("hf://acme/tiny@v3", 3, "holds no revision v3"),
         ("hf://acme", 3, "hf://acme is not a valid name on the Hub"),
         ("hf://acme/tiny@../../x", 3, "is no"),
+        ("hf://acme/tiny@..%2F..%2Fx", 3, "is not a valid name on the Hub"),
         ("acme/other", 3, "acme/other does not exist"),
     ],
 )

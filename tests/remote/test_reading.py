@@ -163,6 +163,15 @@ def test_one_tensor_takes_its_own_bytes(bucket, tmp_path, model):
     assert bucket.read("GET .*safetensors$") <= tensor.nbytes + (16 << 10)
 
 
+def test_a_pull_request_is_a_revision(hub, runs):
+    publish(hub, runs["huggingface"])
+    repo = hub.store.repos["acme/tiny"]
+    repo.refs["refs/pr/1"] = repo.refs["main"]
+    repo.commit("main", "emptied", {})
+    for name in ("acme/tiny@refs/pr/1", "hf://acme/tiny@refs%2Fpr%2F1"):
+        assert vitruvian.digest(name).digest == vitruvian.digest(runs["huggingface"]).digest
+
+
 def test_what_changes_meanwhile_is_refused(runs, bucket, hub):
     bucket.put(runs["huggingface"], "models/run")
     there = vitruvian.open("s3://models/run")

@@ -292,16 +292,20 @@ def test_integers_have_to_be_equal(model, convert, tmp_path):
     assert "model.table is I64, which has no mean, and differs between" in ran.err
 
 
-def test_a_value_that_is_not_finite_stays_one_and_one_too_large_is_refused(three, convert, tmp_path):
+def test_a_value_that_is_not_finite_has_no_mean_and_one_too_large_is_refused(three, convert, tmp_path):
     folder = tmp_path / "odd"
     shutil.copytree(three[0], folder)
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"][:3] = [np.nan, np.inf, 3e38]
+    for value in (np.nan, np.inf, -np.inf):
+        tensors["model.norm.weight"][3] = value
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        ran = convert("average", three[1], folder, tmp_path / "no")
+        words = f"{folder}/model.safetensors holds NaN or infinity in model.norm.weight"
+        assert (ran.code, words in ran.err, (tmp_path / "no").exists()) == (5, True, False), ran.err
+    tensors["model.norm.weight"][2:4] = [3e38, 1]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     assert convert("average", folder, three[1], tmp_path / "out").code == 0
     got = load_file(tmp_path / "out/model.safetensors")["model.norm.weight"][:3]
-    assert np.isnan(got[0])
-    assert got[1] == np.inf
     assert got[2] == np.float32(1.5e38)
     ran = convert("average", folder, three[1], tmp_path / "half", "--dtype", "fp16")
     assert (ran.code, "too large for F16" in ran.err) == (5, True)

@@ -142,6 +142,28 @@ def test_what_a_training_drops_out_goes_on_in_megatron(model, convert, tmp_path,
         assert (args["attention_dropout"], args["hidden_dropout"]) == (0.25, 0.125)
 
 
+OF_SEVERAL = ("dots1", "starcoder2", "qwen3_next", "ministral", "seed_oss", "gpt_oss")
+"""Families whose args other families fit too, or that spell a default out."""
+
+
+@pytest.mark.parametrize("name", OF_SEVERAL)
+def test_the_manifest_tells_the_family_where_the_config_is_gone(model, convert, tmp_path, name):
+    """The args of Megatron name none; what the manifest says has to be what they say."""
+    assert convert("hf2megatron", model(name), tmp_path / "run").code == 0
+    shutil.rmtree(tmp_path / "run/huggingface")
+    ran = convert("megatron2hf", tmp_path / "run", tmp_path / "back")
+    assert ran.code == 0, ran.err
+    source = open_checkpoint(model(name)).spec
+    assert differences(from_huggingface(json.loads((tmp_path / "back/config.json").read_text()), {}, ""), source) == []
+    (manifest,) = tmp_path.glob("run/*/vitruvian.json")
+    whole = json.loads(manifest.read_text())
+    others = {"family": "llama", "max_positions": 4, "norm_epsilon": 0.5}
+    for key, other in others.items():
+        manifest.write_text(json.dumps(whole | {"settings": whole["settings"] | {key: other}}))
+        ran = convert("megatron2hf", tmp_path / "run", tmp_path / "no", "--set", f"vocab={source.vocab}")
+        assert (ran.code, f"{key}: " in ran.err) == (6, True), (key, ran.err)
+
+
 def test_so_does_what_the_yml_of_neox_drops_out(model, convert, tmp_path):
     assert convert("hf2neox", model(), tmp_path / "neox").code == 0
     (yml,) = tmp_path.glob("neox/*/configs/*.yml")

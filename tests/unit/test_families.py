@@ -9,6 +9,8 @@ import re
 import shutil
 
 import pytest
+import transformers
+from safetensors.torch import load_file, save_file
 
 from formats.errors import RefusedError, UnsupportedError
 from formats.families import FAMILIES, OTHERWISE, family_of
@@ -266,12 +268,36 @@ def test_its_matrices_are_input_by_output(model, convert, tmp_path):
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True is not supported"),
         ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported"),
         ("nemotron_h_dense", {"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported"),
+        ("kimi_linear", {"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported"),
         ("opensci", {"qk_layernorm": False}, "qk_layernorm = False is not supported"),
     ],
 )
 def test_what_has_no_table_is_refused(name, changes, reason):
     with pytest.raises(UnsupportedError, match=reason):
         from_huggingface(config(name) | changes, {}, "config.json")
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "opensci"])  # whose class is not transformers'
+def test_only_classes_that_tie_their_head_have_tables_of_tied_models(name):
+    family = FAMILIES[name]
+    ties = bool(getattr(transformers, family.architecture)._tied_weights_keys)
+    assert ties == family.requires.get("tie_word_embeddings", True)
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "nemotron_h_dense", "kimi_linear"])
+def test_a_head_that_is_missing_and_never_tied(model, convert, tmp_path, name):
+    """transformers would fill it at random, whatever the config says."""
+    folder = shutil.copytree(model(name), tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedError, match=f"the head of a {name} is never tied"):
+        from_huggingface(config(name), {"tied": True}, "config.json")
+    ran = convert("hf2hf", folder, tmp_path / "out", "--set", "tied=true")
+    assert (ran.code, "lm_head.weight is missing" in ran.err) == (3, True), ran.err
+    (folder / "config.json").write_text(json.dumps(config(name) | {"tie_word_embeddings": True}))
+    ran = convert("hf2hf", folder, tmp_path / "out")
+    assert (ran.code, "lm_head.weight is missing" in ran.err) == (3, True), ran.err
 
 
 OF_THE_HUB = [
@@ -427,3 +453,9 @@ def test_a_family_is_named_like_its_model_type():
     kinds = {name: family.model_type or name for name, family in FAMILIES.items()}
     odd = {name: kind for name, kind in kinds.items() if not name.startswith(kind)}
     assert odd == {name: kind for kind, names in OTHERWISE.items() for name in names}
+
+
+def test_a_class_that_transformers_lacks_is_not_named_as_the_next_step(model, convert, tmp_path):
+    ran = convert("hf2hf", model("opensci"), tmp_path / "out")
+    assert "next: OpensciForCausalLM of open-sci's branch of transformers: no release" in ran.out, ran.out
+    assert "AutoModelForCausalLM" not in ran.out

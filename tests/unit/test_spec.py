@@ -402,6 +402,45 @@ def test_windows_in_some_layers_have_three_spellings():
 
 
 @pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use_rope_scaling": True}, r"a phi3 has no rope scaling like use_rope_scaling = True"),
+        ({"rotary_seq_len_interpolation_factor": 2}, r"like rotary_seq_len_interpolation_factor = 2"),
+    ],
+)
+def test_a_phi3_whose_config_transformers_would_not_take_is_refused(changes, reason):
+    """The configs of Phi-3 take one type of rope scaling, and no run of Megatron has it."""
+    whole = config("phi3")
+    with pytest.raises(StrictDataclassClassValidationError, match=r"must be one of \['longrope'\]"):
+        AutoConfig.for_model(**settings_of("phi3", rope_scaling={"rope_type": "linear", "factor": 2.0}))
+    spec = from_huggingface(whole, {}, "config.json")
+    args = to_megatron(spec)
+    assert from_megatron(args, {}, None, "args").family == "phi3"
+    for base in (None, spec):
+        with pytest.raises(UnsupportedError, match=reason):
+            from_megatron(args | changes, {}, base, "args")
+    linear = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": None}
+    with pytest.raises(UnsupportedError, match="a phi3 has no rope scaling linear"):
+        from_huggingface({**whole, **linear}, {}, "config.json")
+
+
+@pytest.mark.parametrize("window", [(7, -1), (-1, 0), (-1, -1), (7, 0)])
+def test_a_window_without_a_bound_is_one_of_transformer_engine(window):
+    """To the mask of megatron-core's local layers -1 is a number, with which tokens do not see themselves."""
+    tokens = torch.arange(12)
+    ahead, behind = tokens[None] - tokens[:, None], tokens[:, None] - tokens[None]
+    local = (behind <= window[0]) & (ahead <= window[1])
+    args = to_megatron(from_huggingface(config("mistral"), {}, "config.json")) | {"window_size": window}
+    spec = from_megatron(args | {"transformer_impl": "transformer_engine"}, {}, None, "args")
+    assert spec.sliding_window == (8 if window[0] == 7 else None)
+    if local.diagonal().all():
+        assert from_megatron(args | {"transformer_impl": "local"}, {}, None, "args").sliding_window == 8
+        return
+    with pytest.raises(UnsupportedError, match=r"window_size = .* with transformer_impl = local"):
+        from_megatron(args | {"transformer_impl": "local"}, {}, None, "args")
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {"layer_types": ["full_attention"] * 3},
@@ -613,7 +652,7 @@ def test_yarn_is_the_same_whatever_its_config_leaves_out(scale):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"rotary_scaling_factor": 1.0}, "has no counterpart in transformers"),
+        ({"rotary_scaling_factor": 1.0}, r"YaRN with factor = 1.0, .*mscale = 1.0.* has no counterpart"),
         ({"rotary_percent": 0.5}, "YaRN with rotary_percent = 0.5"),
         ({"mscale": 0.5}, "has no counterpart in transformers"),
         ({"yarn_original_max_position_embeddings": "x"}, "has no counterpart in transformers"),
@@ -626,6 +665,7 @@ def test_yarn_is_the_same_whatever_its_config_leaves_out(scale):
         ({"window_attn_skip_freq": [1, 0]}, "says nothing about 4 layers"),
         ({"window_attn_skip_freq": True}, "says nothing about 4 layers"),
         ({"window_size": (7, 7)}, "window_size"),
+        ({"window_size": (-1, 7)}, "window_size"),
         ({"enable_gpt_oss": True}, "enable_gpt_oss = True"),
     ],
 )
@@ -706,7 +746,7 @@ def test_latents_that_transformers_lacks_are_refused(changes, error, reason):
     [
         ({"rms_norm_eps": 1e-5}, "its norms have an epsilon of 1e-05, those of its latents 1e-06"),
         ({"rope_parameters": {**YARN, "truncate": False}}, "no rope scaling with latents"),
-        ({"rope_parameters": {**YARN, "mscale": 0}}, "no rope scaling with latents"),
+        ({"rope_parameters": {**YARN, "mscale": 0}}, "no rope scaling with latents like this: .*mscale = 0"),
         ({"rope_parameters": LLAMA3}, "no rope scaling with latents"),
     ],
 )

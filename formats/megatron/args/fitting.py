@@ -13,6 +13,7 @@ from formats.errors import RefusedError, UnsupportedError, short
 from formats.families import FAMILIES, family_named
 from formats.families.family import TRAITS, Family
 from formats.huggingface.settings_table import required
+from formats.megatron.args.rope import NONE
 from formats.megatron.args.table import TABLE, conditions, described
 from formats.model.checks import fixed_otherwise
 from formats.model.codec import write
@@ -23,6 +24,7 @@ OPEN = ("sliding_window", "full_layers", "layer_types", "nope_layers", "rotary_f
 FREE = {name: FIXED.get(name) for name in OPEN}
 """Settings that only some families have, which distinguish families; and their value in the other families."""
 FITTED = [row for row in TABLE if row.setting in (*TRAITS, *FREE, "-")]
+SCALED = [row for row in TABLE if row.setting == "rope_scaling"]
 
 Args = Mapping[str, Any]
 
@@ -85,6 +87,10 @@ def _written(family: Family, biases: Collection[str], values: Args) -> Args | No
 def _otherwise(family: Family, values: Args, where: str) -> Iterator[str]:
     """Error texts, one for each setting that a family fixes to another value than these settings."""
     yield from fixed_otherwise(family, {name: value for name, value in values.items() if name not in FREE}, where)
+    if not family.takes(values["rope_scaling"]):
+        scaled = write(SCALED, {"family": family.name, **values}, {"rotating"}, where)
+        given = (f"{key} = {short(value)}" for key, value in scaled.items() if value != NONE.get(key, value))
+        yield f"a {family.name} has no rope scaling like {', '.join(given)}"
     try:
         keys = required(family, values)
     except RefusedError as error:

@@ -2,8 +2,10 @@
 
 Megatron selects them by 0 or 1 for each layer, or by a step. Facts: megatron-core 0.16.1,
 transformer/transformer_config.py `no_rope_freq`, models/gpt/experimental_attention_variant_module_specs.py
-`get_linear_attention_pattern`, transformer/utils.py `is_layer_window_attention` and line 38,
-models/gpt/gpt_layer_specs.py `get_gpt_decoder_layer_specs`.
+`get_linear_attention_pattern`, transformer/utils.py `is_layer_window_attention` and `get_sliding_window_causal_mask`,
+models/gpt/gpt_layer_specs.py `get_gpt_decoder_layer_specs`. Transformer Engine 2, pytorch/attention/
+dot_product_attention/utils.py `check_set_window_size`: to its causal masks -1 is no bound, and a right of -1 is 0. To
+the mask of megatron-core's local layers (0.19.2 too) -1 is a number: a token does not see itself.
 """
 
 from __future__ import annotations
@@ -84,12 +86,16 @@ def _write_kinds(value: Any, context: Context) -> list[int]:
 
 
 def _read_window(spelled: Any, context: Context) -> int | None:
+    local = context.file.get("transformer_impl") == "local"
     match spelled:
-        case None | [-1, int()]:
+        case None:
             return None
-        case [int(left), int(right)] if left >= 0 and right in (0, -1):
+        case [-1, 0 | -1] if not local:
+            return None
+        case [int(left), int(right)] if left >= 0 and (right == 0 or (right == -1 and not local)):
             return left + 1
-    raise UnsupportedError(f"{context.where}: window_size = {short(spelled)} is not supported, only (left, 0)")
+    given = f"window_size = {short(spelled)}" + (" with transformer_impl = local" if local else "")
+    raise UnsupportedError(f"{context.where}: {given} is not supported, only (left, 0)")
 
 
 CODECS: Mapping[str, Maker] = {

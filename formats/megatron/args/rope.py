@@ -114,8 +114,14 @@ def _read_yarn(args: Mapping[str, Any], names: Mapping[str, str], where: str) ->
     params |= {} if scale == NO_SCALE else scale
     scaling = {"rope_type": "yarn", **params}
     if yarn(scaling, names, None) is None or not (scale == NO_SCALE or all(scale.values())):
-        raise UnsupportedError(f"{where}: YaRN with {short(params)} has no counterpart in transformers")
+        given = {**params, **scale}
+        raise UnsupportedError(f"{where}: YaRN with {_said(given)} has no counterpart in transformers")
     return scaling
+
+
+def _said(params: Mapping[str, Any]) -> str:
+    """The parameters of a rope scaling in a message."""
+    return ", ".join(f"{name} = {short(value)}" for name, value in params.items())
 
 
 def direct(*_: str) -> Codec:
@@ -191,7 +197,7 @@ def latent(*_: str) -> Codec:
         turned = yarn(value, LATENT, context.values["max_positions"])
         if turned is None or (value.get("mscale_all_dim") and not value.get("mscale")):
             raise RefusedError(
-                f"megatron-core has no rope scaling with latents like this: {short(dict(value))}",
+                f"megatron-core has no rope scaling with latents like this: {_said(value)}",
                 "it knows YaRN with a factor above 1, original_max_position_embeddings, mscale and mscale_all_dim both "
                 "or neither, and no truncate, or attention_factor but YaRN's own",
             )

@@ -382,6 +382,7 @@ def topology_of(spec: ModelSpec, options: Options, trainer: str | None = None) -
     _require_tp(spec, options.tp)
     indexer.require_topology(spec, options.norm)
     mla.require_names(spec, options.norm, options.tp if options.dialect == CORE else 1)
+    mtp.require_attention(spec)
     linear_attention.require_topology(spec, options.norm, options.tp)
     state_space.require_topology(spec, options.norm, options.tp, options.vpp)
     if provider:

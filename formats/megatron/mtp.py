@@ -4,7 +4,9 @@ Facts: megatron-core 0.16.1, transformer/multi_token_prediction.py (names, and t
 models/gpt/gpt_model.py: MTP layers are on the last stage, which then has the embedding too;
 transformer/transformer_block.py: the decoder's final norm is on the stage of its last layer. Modules, classic files and
 fsdp_dtensor call a block `mtp_model_layer` since 0.17; torch_dist has the older name, and never stacks MTP layers
-(`sharded_state_dict`).
+(`sharded_state_dict`). 0.16.1 and 0.19.2, models/gpt/gpt_layer_specs.py `get_gpt_mtp_block_spec_for_backend`: a block
+is built like the last layer of the decoder; multi_token_prediction.py `MultiTokenPredictionLayer.__init__` asserts that
+it has attention with a mask. Megatron-Bridge 0.4.2 to 0.6.0, models/gpt_provider.py `mtp_block_spec`, calls the first.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ MIXERS = {"recurrent", "state"}
 """Conditions of decoder rows that no MTP layer has: mixers in the place of attention."""
 BLOCK = "transformer_layer"
 """The name of a block up to 0.16, and in torch_dist always."""
+DROP = "--drop mtp where the source is one of Hugging Face, FSDP or DeepSpeed"
 STATES = ("eh_proj",)
 TE_STATES = ("enorm", "hnorm", "final_layernorm")
 """The modules around a block whose `_extra_state` a strict load of torch_dist asks for; norms of Transformer Engine."""
@@ -63,6 +66,20 @@ def layers_of(spec: ModelSpec, decoder: Iterable[int], *, last: bool = True) -> 
     return [*enumerate(decoder), *further]
 
 
+def require_attention(spec: ModelSpec) -> None:
+    """Refuse MTP layers behind a decoder whose last layer has no attention, as they do.
+
+    Raises:
+        RefusedError: the last layer of the decoder has linear attention.
+    """
+    if spec.mtp_layers and "attention" not in spec.layer_kinds[spec.layers - 1]:
+        raise RefusedError(
+            "megatron-core builds the layer that predicts a second token like the last layer of the decoder, and layer "
+            f"{spec.layers - 1}, the last of this {spec.family}, has linear attention, with which it builds none",
+            DROP,
+        )
+
+
 def require_pipeline(spec: ModelSpec, pipeline: Pipeline, parts: Iterable[Chunk]) -> None:
     """Refuse a pipeline in which the stage of the MTP layers is not that of the decoder's last layer.
 
@@ -73,5 +90,5 @@ def require_pipeline(spec: ModelSpec, pipeline: Pipeline, parts: Iterable[Chunk]
         raise RefusedError(
             "layers that predict further tokens go to the last stage, after a layer of the decoder: a pipeline "
             "layout, or a last stage without layers, is not supported with them",
-            "stages of one size, or --drop mtp where the source is one of Hugging Face, FSDP or DeepSpeed",
+            f"stages of one size, or {DROP}",
         )

@@ -103,6 +103,52 @@ def test_there_and_back(convert, tmp_path, kind):
     assert ran.code == 0, ran.err
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_that_predicts_a_second_token(convert, tmp_path, kind):
+    """Bridge has megatron-core build it like the last layer of the decoder, which builds none with linear attention."""
+    layers = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
+    source, run = (
+        with_second(save(build(kind, False, vocab_size=64, layer_types=layers), tmp_path / "a")),
+        tmp_path / "m",
+    )
+    ran = convert("hf2megatron", source, run, *BRIDGE, *ACCEPT)
+    assert ran.code == 0, ran.err
+    fields = yaml.safe_load((run / "iter_0000000/run_config.yaml").read_text())["model"]
+    assert (fields["mtp_num_layers"], fields["linear_attention_freq"]) == (1, [0, 1, 1, 0])
+    assert any(
+        key.startswith("language_model.mtp.layers.0.transformer_layer.") for key in contents(run / "iter_0000000")
+    )
+    assert convert("megatron2hf", run, tmp_path / "out", *ACCEPT).code == 0
+    assert convert("verify", tmp_path / "out", source).code == 0
+    layers = [*layers[:3], "linear_attention"]
+    source = with_second(save(build(kind, False, vocab_size=64, layer_types=layers), tmp_path / "b"))
+    what = "and layer 3, the last of this"
+    refused(
+        convert("hf2megatron", source, tmp_path / "no", *BRIDGE, *ACCEPT), 5, what, "has linear attention", "--drop mtp"
+    )
+    ran = convert("hf2megatron", source, tmp_path / "without", *BRIDGE, *ACCEPT, "--drop", "mtp")
+    assert ran.code == 0, ran.err
+
+
+def with_second(folder: Path) -> Path:
+    """The folder with such a layer under the Hub's names, its block like the first layer of the decoder."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    first, norm = "model.language_model.layers.0.", tensors["model.language_model.norm.weight"]
+    block = {
+        f"mtp.layers.0.{key.removeprefix(first)}": tensor + 0.5
+        for key, tensor in tensors.items()
+        if key.startswith(first)
+    }
+    names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    around = {f"mtp.{name}.weight": norm + number for number, name in enumerate(names)}
+    join = norm.new_ones(len(norm), 2 * len(norm)).cumsum(1)
+    save_file(tensors | block | around | {"mtp.fc.weight": join}, path, {"format": "pt"})
+    return folder
+
+
 def test_what_is_refused(convert, tmp_path):
     """What the class computes otherwise, and towers that it does not compute or divide."""
     base = read(convert, "qwen3_5", tmp_path / "base")

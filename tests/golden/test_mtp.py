@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from formats.megatron import mtp
 from tests.models import files
 
 pytestmark = pytest.mark.megatron
@@ -33,6 +34,7 @@ def with_second(source: Path, out: Path, seed: int = 3) -> Path:
     tensors, generator = load_file(source / "model.safetensors"), torch.Generator().manual_seed(seed)
     config = json.loads((source / "config.json").read_text())
     last, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
+    like = max(int(key.split(".")[2]) for key in tensors if ".self_attn." in key)
     qwen = config["model_type"].startswith("qwen3")
     block, before = ("mtp.layers.0.", "mtp.") if qwen else (f"model.layers.{last + 1}.",) * 2
     names = OWN["mtp." if qwen else ""]
@@ -43,9 +45,9 @@ def with_second(source: Path, out: Path, seed: int = 3) -> Path:
         return (low_high if "norm" in name else torch.empty(shape).normal_(0, 0.08, generator=generator)).to(dtype)
 
     more = {
-        block + key.removeprefix(f"model.layers.{last}."): drawn(list(value.shape), key)
+        block + key.removeprefix(f"model.layers.{like}."): drawn(list(value.shape), key)
         for key, value in tensors.items()
-        if key.startswith(f"model.layers.{last}.")
+        if key.startswith(f"model.layers.{like}.")
     }
     shapes = {name: [hidden] for name in names} | {names[0]: [hidden, 2 * hidden]}
     more |= {
@@ -85,6 +87,20 @@ def test_megatron_core_computes_what_transformers_computes(
     code, out = megatron_core([str(run), str(source), norm], options[1], JUDGE)
     assert code == 0, out
     assert out.count("max abs logit difference") == 1
+    assert convert("megatron2hf", run, tmp_path / "back").code == 0
+    assert files(tmp_path / "back") == files(source)
+
+
+def test_behind_linear_attention_it_builds_none(model, convert, megatron_core, tmp_path, monkeypatch):
+    """The block is like the last layer of the decoder, and must have a mask; files that have one anyway are read."""
+    layers = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+    source, run = with_second(model("qwen3_5_text", layer_types=layers), tmp_path / "hf"), tmp_path / "m"
+    monkeypatch.setattr(mtp, "require_attention", lambda _: None)
+    assert convert("hf2megatron", source, run, "--norm", "te", "--megatron-version", "0.16").code == 0
+    code, out = megatron_core([str(run), str(source), "te"], 1, JUDGE)
+    assert (code != 0, "AssertionError: Multi-Token Prediction (MTP) is not" in out) == (True, True), out
+    assert "MultiTokenPredictionLayer" in out
+    monkeypatch.undo()
     assert convert("megatron2hf", run, tmp_path / "back").code == 0
     assert files(tmp_path / "back") == files(source)
 

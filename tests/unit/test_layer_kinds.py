@@ -78,6 +78,23 @@ def test_where_a_second_token_is_not_predicted(model, convert, tmp_path, options
     assert convert("hf2megatron", source, tmp_path / "m2", *options, "--drop", "mtp").code == 0
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize("layout", ["torch", "torch_dist"])
+def test_a_second_token_behind_linear_attention(model, convert, tmp_path, name, layout):
+    """megatron-core builds the layer like the last of the decoder: tests/golden/test_mtp.py."""
+    source, run = with_second(model(name, layer_types=[LINEAR, FULL, LINEAR, LINEAR]), tmp_path / "hf"), tmp_path / "m"
+    ran = convert("hf2megatron", source, run, "--format", layout)
+    reason = f"like the last layer of the decoder, and layer 3, the last of this {name}, has linear attention"
+    assert (ran.code, reason in ran.err, "--drop mtp" in ran.err) == (5, True, True), ran.err
+    assert not run.exists()
+    assert convert("hf2megatron", source, run, "--format", layout, "--drop", "mtp").code == 0
+    assert convert("megatron2hf", run, tmp_path / "back").code == 0
+    assert convert("verify", tmp_path / "back", source, "--drop", "mtp").code == 0
+    assert convert("hf2fsdp", source, tmp_path / "fsdp").code == 0
+    assert convert("fsdp2hf", tmp_path / "fsdp", tmp_path / "whole").code == 0
+    assert convert("verify", tmp_path / "whole", source).code == 0
+
+
 @pytest.mark.parametrize(
     ("options", "code", "reason"),
     [

@@ -295,9 +295,10 @@ def _check_table(family: Family, path: Path) -> None:
     queries = [{kinds} for kinds in sorted(OF_QUERIES)] if "query_rank" in family.keys else [set[str]()]
     known = {"attention", *(kind for name, kind in MIXERS.items() if name in family.keys)}
     mixing = OF_MIXERS & used
-    if mixing - known or (mixing and known == {"attention"}):
-        name = next(name for name, kind in MIXERS.items() if kind in mixing - known or known == {"attention"})
-        raise UsageError(f"{path}: without the key {name} no line can be {min(mixing - known or mixing)}")
+    if lacking := [(key, kind) for key, kind in MIXERS.items() if kind in mixing - known]:
+        raise UsageError(f"{path}: without the key {lacking[0][0]} no line can be {lacking[0][1]}")
+    if mixing and known == {"attention"}:
+        raise UsageError(f"{path}: without one of the keys {', '.join(MIXERS)} no line can be attention")
     mixers = [{kinds} for kinds in sorted(known)]
     layers_of = [*mixers, *mlps] if alone else [kinds | other for kinds, other in product(mixers, mlps)]
     experts = [{"wide"}, {"narrow"}] if "expert_latent" in family.keys else [{"wide"}]

@@ -224,3 +224,12 @@ def test_norms_that_drifted_are_averaged_and_told(convert, run, tmp_path):
     assert ran.code == 0, ran.err
     assert "copies" in ran.err
     refused(convert("zero2hf", run, tmp_path / "strict", "--replicas", "verify"), 6, "differs between its copies")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_average_tells_of_norms_that_drifted_in_one_of_two_runs(convert, run, tmp_path, order):
+    changed(run, LAYER, lambda stored: stored["input_layernorm.weight"].mul_(1.01))
+    for masters in (run / STEP).glob("bf16_zero_*"):  # of which copies do not drift
+        masters.unlink()
+    ran = convert("average", *(run, LLAMA)[::order], tmp_path / "out")
+    assert (ran.code, "the copies of 1 tensors differed" in ran.err) == (0, True), ran.err

@@ -50,6 +50,7 @@ def test_the_adapter_alone_is_what_peft_loads(trained, convert, tmp_path):
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["inference_mode"] is True  # as PEFT saves
     assert convert("merge", folder / "base", tmp_path / "adapter", tmp_path / "out").code == 0
     if command == "fsdp2hf":
         assert logits(folder / "base", folder, tmp_path / "adapter") < 5e-7

@@ -405,6 +405,13 @@ def test_the_configs_of_the_hub(settings, name, facts):
     assert again["model_type"] == "falcon"
 
 
+def test_each_head_of_falcon_40b_has_its_own_key_unless_the_config_says_how_many():
+    from transformers import AutoConfig
+
+    said = {key: value for key, value in FALCON_40B.items() if key != "num_kv_heads"}
+    assert from_huggingface(said, {}, "config.json").kv_heads == AutoConfig.for_model(**said).num_kv_heads == 128
+
+
 def test_two_norms_of_falcon_40b_may_be_said():
     """transformers says so once it has built the model."""
     assert family_of(FALCON_40B | {"num_ln_in_parallel_attn": 2}, "config.json").name == "falcon_40b"

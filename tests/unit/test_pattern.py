@@ -77,6 +77,11 @@ def test_a_split_that_does_not_divide_is_refused():
         lower(parse("embedding: vocab/tp hidden"), SIZES, {"tp": (0, 2)})
 
 
+def test_an_address_of_two_tensors_is_refused():
+    with pytest.raises(RefusedError, match="one address would belong to gate and query"):
+        lower(parse("(query: head | key: head) (gate: ffn | up: ffn)"), SIZES, {})
+
+
 @pytest.mark.parametrize(
     ("text", "at", "problem"),
     [
